@@ -144,3 +144,11 @@ void kvc_matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) {
     default: get_packed_row(matrix, row, values);
     }
 }
+
+void kvc_floats_of_bf16(int64_t n, const uint16_t *restrict words, float *restrict x) {
+    for (int64_t i = 0; i < n; i++) x[i] = kvc_float_of_bits((uint32_t)words[i] << 16);
+}
+
+void kvc_bf16_of_floats(int64_t n, const float *restrict x, uint16_t *restrict words) {
+    for (int64_t i = 0; i < n; i++) words[i] = kvc_bf16_of_float(x[i]);
+}

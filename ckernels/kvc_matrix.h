@@ -117,6 +117,10 @@ void kvc_matrix_get_codes(const kvc_matrix *, int64_t row, unsigned char *codes,
 /* Row `row` as floats. */
 void kvc_matrix_get_row(const kvc_matrix *, int64_t row, float *values);
 
+/* Rows of bf16 as floats; floats as bf16, rounded half to even. */
+void kvc_floats_of_bf16(int64_t n, const uint16_t *words, float *x);
+void kvc_bf16_of_floats(int64_t n, const float *x, uint16_t *words);
+
 /* How rows of x meet weights in bf16: as float32; rounded to bf16, in float32; rounded, two channels in 32 bits. */
 typedef enum kvc_bf16_rows { KVC_BF16_FLOATS, KVC_BF16_ROUNDED, KVC_BF16_PAIRS } kvc_bf16_rows;
 

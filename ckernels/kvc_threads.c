@@ -27,8 +27,10 @@ enum {
     MAX_WORKERS = 1023,
     STACK_BYTES = 1 << 21, /* kernels use less than 128 KiB, under the sanitizers several times that */
     /* How long a thread spins before it sleeps: longer than a network needs in Python from one product to the next, 10 to
-     * 60 us. Waking takes 5 to 50 us. */
+     * 60 us. Waking takes 5 to 50 us. A network of torch needs up to 300 us: a worker spins so long if that would have been
+     * enough for the last pause that was longer than SPIN_NS. Else it would keep torch's threads from its core. */
     SPIN_NS = 100000,
+    LONG_SPIN_NS = 400000,
     SPINS_PER_CHECK = 16, /* pauses between two looks at the clock, which cost 20 ns each */
 };
 
@@ -66,9 +68,9 @@ static int64_t now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Whether `changed(argument)` became true within SPIN_NS. */
-static int spin_until(int (*changed)(const void *), const void *argument) {
-    for (int64_t end = now_ns() + SPIN_NS; now_ns() < end;) {
+/* Whether `changed(argument)` became true within `ns`. */
+static int spin_until(int (*changed)(const void *), const void *argument, int64_t ns) {
+    for (int64_t end = now_ns() + ns; now_ns() < end;) {
         for (int i = 0; i < SPINS_PER_CHECK; i++) {
             if (changed(argument)) return 1;
             pause_briefly();
@@ -113,15 +115,20 @@ static job *job_that_wants(void) {
     return j;
 }
 
-/* A job to help with; the lock is held before and after. Sleeping, if nothing is posted for SPIN_NS. */
-static job *next_job(void) {
+/* A job to help with; the lock is held before and after. Sleeping, if nothing is posted for `spin_ns`, which this sets. */
+static job *next_job(int64_t *spin_ns) {
+    const int64_t start = now_ns();
     for (;;) {
         job *j = job_that_wants();
-        if (j) return j;
+        if (j) {
+            const int64_t pause = now_ns() - start;
+            if (pause > SPIN_NS) *spin_ns = pause < LONG_SPIN_NS ? LONG_SPIN_NS : SPIN_NS;
+            return j;
+        }
         const unsigned seen = atomic_load(&num_posted);
         pthread_mutex_unlock(&lock);
         atomic_fetch_add(&num_spinning, 1);
-        const int soon = spin_until(is_posted, &seen);
+        const int soon = spin_until(is_posted, &seen, *spin_ns);
         atomic_fetch_sub(&num_spinning, 1);
         pthread_mutex_lock(&lock);
         if (soon || (j = job_that_wants())) continue;
@@ -137,9 +144,10 @@ static job *next_job(void) {
 }
 
 static void *work(void *unused) {
+    int64_t spin_ns = SPIN_NS;
     pthread_mutex_lock(&lock);
     for (;;) {
-        job *j = next_job();
+        job *j = next_job(&spin_ns);
         const int thread = ++j->joined;
         j->wanted--, num_busy++;
         atomic_fetch_add(&j->inside, 1);
@@ -203,7 +211,7 @@ static void withdraw(job *j) {
     *link = j->after;
     if (last_link == &j->after) last_link = link;
     pthread_mutex_unlock(&lock);
-    if (spin_until(is_left, j)) return;
+    if (spin_until(is_left, j, SPIN_NS)) return;
     pthread_mutex_lock(&lock);
     j->asleep = 1;
     while (atomic_load(&j->inside)) pthread_cond_wait(&left, &lock);

@@ -34,15 +34,45 @@ cdef enum:
     CPU = 1, FLOAT = 2, BFLOAT = 4, MOST_DIMENSIONS = 32
 
 
-cdef object view(object capsule, int code, int bits, int type_number):
-    """The memory of a tensor on the CPU as an array of this type, not copied; None for a tensor of another type."""
+cdef tensor_t *tensor_of(object capsule, int code, int bits) except? NULL:
+    """The tensor of a capsule; NULL for one on another device or of another type."""
     if not PyCapsule_IsValid(capsule, "dltensor"):
-        return None
+        return NULL
     cdef tensor_t *tensor = <tensor_t *>PyCapsule_GetPointer(capsule, "dltensor")
-    cdef cnp.npy_intp shape[MOST_DIMENSIONS]
-    cdef int i
     if tensor.device_type != CPU or tensor.code != code or tensor.bits != bits or tensor.lanes != 1 \
             or not 0 <= tensor.ndim <= MOST_DIMENSIONS:
+        return NULL
+    return tensor
+
+
+cdef rows_t rows_of(object capsule, str name) except *:
+    cdef tensor_t *tensor = tensor_of(capsule, FLOAT, 32)
+    cdef rows_t rows
+    cdef int64_t elements = 1
+    cdef bint gaps = False
+    cdef int i
+    rows.words = tensor == NULL
+    if rows.words:
+        tensor = tensor_of(capsule, BFLOAT, 16)
+    if tensor == NULL or tensor.ndim == 0:
+        raise ValueError(f"{name}: expected a tensor (..., columns) of float32 or bfloat16 on the CPU, got another")
+    for i in reversed(range(tensor.ndim)):
+        gaps |= tensor.strides != NULL and tensor.shape[i] != 1 and tensor.strides[i] != elements
+        elements *= tensor.shape[i]
+    if gaps and elements:
+        raise ValueError(f"{name}: expected a contiguous tensor, got one with gaps between its elements")
+    rows.columns = tensor.shape[tensor.ndim - 1]
+    rows.n = elements // rows.columns if rows.columns else 0
+    rows.data = <char *>tensor.data + tensor.byte_offset
+    return rows
+
+
+cdef object view(object capsule, int code, int bits, int type_number):
+    """The memory of a tensor on the CPU as an array of this type, not copied; None for a tensor of another type."""
+    cdef tensor_t *tensor = tensor_of(capsule, code, bits)
+    cdef cnp.npy_intp shape[MOST_DIMENSIONS]
+    cdef int i
+    if tensor == NULL:
         return None
     for i in range(tensor.ndim):
         shape[i] = tensor.shape[i]

@@ -91,6 +91,9 @@ cdef extern from "kvc.h" nogil:
 
 
 cdef extern from "kvc_matrix.h" nogil:
+    enum:
+        KVC_PANEL                       # rows of a matrix that lie together
+
     ctypedef enum kvc_matrix_format:    # a line of its table
         KVC_MATRIX_F32, KVC_MATRIX_F16, KVC_MATRIX_BF16, KVC_NUM_MATRIX_FORMATS
 
@@ -175,6 +178,8 @@ cdef void matrix_put_codes(const kvc_matrix *matrix, int64_t row, int64_t count,
 cdef void matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char *codes, uint16_t *scales,
                            uint16_t *minima) noexcept nogil
 cdef void matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept nogil
+cdef void floats_of_bf16(int64_t n, const uint16_t *words, float *x) noexcept nogil
+cdef void bf16_of_floats(int64_t n, const float *x, uint16_t *words) noexcept nogil    # rounded half to even
 cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
                            unsigned char *codes, uint16_t *scales, uint16_t *minima) noexcept nogil
 cdef kvc_bf16_rows rounded_rows() noexcept nogil    # the fastest way of the level in use

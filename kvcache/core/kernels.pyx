@@ -69,6 +69,8 @@ cdef extern from "kvc_matrix.h" nogil:
     void kvc_matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char *codes, uint16_t *scales,
                               uint16_t *minima) noexcept
     void kvc_matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept
+    void kvc_floats_of_bf16(int64_t n, const uint16_t *words, float *x) noexcept
+    void kvc_bf16_of_floats(int64_t n, const float *x, uint16_t *words) noexcept
 
 cdef extern from "kvc_threads.h" nogil:
     void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept
@@ -161,6 +163,14 @@ cdef void matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char 
 
 cdef void matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept nogil:
     kvc_matrix_get_row(matrix, row, values)
+
+
+cdef void floats_of_bf16(int64_t n, const uint16_t *words, float *x) noexcept nogil:
+    kvc_floats_of_bf16(n, words, x)
+
+
+cdef void bf16_of_floats(int64_t n, const float *x, uint16_t *words) noexcept nogil:
+    kvc_bf16_of_floats(n, x, words)
 
 
 cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,

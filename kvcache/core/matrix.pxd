@@ -1,5 +1,6 @@
 """Weight matrices: see core/matrix.pyx."""
 
+cimport numpy as cnp
 from libc.stdint cimport int64_t
 
 from kvcache.core.kernels cimport kvc_matrix
@@ -10,4 +11,7 @@ cdef class Matrix:
     cdef object memory      # uint8 array that holds the panels
     cdef readonly str format
     cdef readonly size_t scratch_bytes    # the most that a product has taken; each frees it when it ends
+    cdef cnp.ndarray _bias(self, object bias)
+    cdef int _multiply(self, const float *x, int64_t n, cnp.ndarray bias, float *out, bint add,
+                       object activations) except -1
     cdef int64_t _rows(self, object row, int64_t count, int64_t columns) except -1

@@ -13,13 +13,15 @@ import numpy as np
 
 cimport numpy as cnp
 from libc.stdint cimport int64_t, uint16_t
+from libc.string cimport memcpy
 
 from kvcache.core.arguments import as_count, as_instance, described, short
 from kvcache.core.arguments cimport is_plain, overlap
+from kvcache.core.dlpack cimport rows_of, rows_t
 from kvcache.core.kernels cimport (
-    KVC_BF16_FLOATS, KVC_NUM_MATRIX_FORMATS, kvc_matmul_args, kvc_matrix, kvc_matrix_format, kvc_matrix_format_of,
-    matmul, matmul_scratch_bytes, matrix_get_codes, matrix_get_row, matrix_init, matrix_put_codes, matrix_put_words,
-    num_threads, quantise_weights, rounded_rows,
+    KVC_BF16_FLOATS, KVC_NUM_MATRIX_FORMATS, KVC_PANEL, bf16_of_floats, floats_of_bf16, kvc_matmul_args, kvc_matrix,
+    kvc_matrix_format, kvc_matrix_format_of, matmul, matmul_scratch_bytes, matrix_get_codes, matrix_get_row, matrix_init,
+    matrix_put_codes, matrix_put_words, num_threads, quantise_weights, rounded_rows,
 )
 from kvcache.core.recycled cimport Piece, new_floats
 
@@ -248,11 +250,9 @@ cdef class Matrix:
         """
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {short(activations)}")
-        cdef cnp.ndarray rows = _as_float32(x, 2), biases = None if bias is None else _as_float32(bias, 1)
+        cdef cnp.ndarray rows = _as_float32(x, 2), biases = self._bias(bias)
         if rows.ndim != 2 or rows.shape[1] != self.c.columns:
             raise ValueError(f"x: expected (n, {self.c.columns}), got {np.shape(rows)}")
-        if biases is not None and (biases.ndim != 1 or biases.shape[0] != self.c.rows):
-            raise ValueError(f"bias: expected ({self.c.rows},), got {np.shape(biases)}")
         shape = (rows.shape[0], self.c.rows)
         if out is None:
             if add:
@@ -264,17 +264,74 @@ cdef class Matrix:
             for name, other in (("x", rows), ("bias", biases), ("the weights", self.memory)):
                 if other is not None and overlap(out, other):
                     raise ValueError(f"out: expected memory apart from {name}, got the same memory")
+        if rows.shape[0]:
+            self._multiply(<const float *>cnp.PyArray_DATA(rows), rows.shape[0], biases,
+                           <float *>cnp.PyArray_DATA(out), add, activations)
+        return out
+
+    def multiply_tensors(self, x, outs, bias=None, *, activations="int8"):
+        """`multiply` for few rows, in contiguous tensors of DLPack: all of float32, or all of bfloat16.
+
+        A product of rows in bfloat16 is rounded half to even.
+
+        Args:
+            x: the capsule of a tensor `(..., columns)`.
+            outs: capsules of tensors `(..., rows of this one)`, which the columns of the product fill one after another.
+                They share no memory with x.
+            bias, activations: as of `multiply`.
+
+        Raises:
+            ValueError: other tensors than these; other activations.
+        """
+        if activations not in ACTIVATIONS:
+            raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {short(activations)}")
+        cdef cnp.ndarray biases = self._bias(bias)
+        cdef tuple capsules = tuple(outs)
+        cdef rows_t rows = rows_of(x, "x"), part
+        cdef size_t item = sizeof(uint16_t) if rows.words else sizeof(float)
+        cdef int64_t columns = 0, i
+        if rows.columns != self.c.columns:
+            raise ValueError(f"x: expected (..., {self.c.columns}), got (..., {rows.columns})")
+        for capsule in capsules:
+            part = rows_of(capsule, "outs")
+            if part.n != rows.n or part.words != rows.words:
+                raise ValueError(f"outs: expected {rows.n} rows of the type of x, got {part.n} rows, or another type")
+            if part.data < rows.data + rows.n * rows.columns * item and rows.data < part.data + part.n * part.columns * item:
+                raise ValueError("outs: expected memory apart from x, got the same memory")
+            columns += part.columns
+        if columns != self.c.rows:
+            raise ValueError(f"outs: expected {self.c.rows} columns, got {columns}")
+        if rows.n == 0:
+            return
+        floats = Piece(rows.n * (rows.columns + columns) * sizeof(float))
+        cdef float *product = <float *>floats.bytes
+        cdef float *widened = product + rows.n * columns
+        if rows.words:
+            floats_of_bf16(rows.n * rows.columns, <const uint16_t *>rows.data, widened)
+        self._multiply(widened if rows.words else <const float *>rows.data, rows.n, biases, product, False, activations)
+        for capsule in capsules:
+            part = rows_of(capsule, "outs")
+            for i in range(rows.n):
+                if rows.words:
+                    bf16_of_floats(part.columns, product + i * columns, <uint16_t *>part.data + i * part.columns)
+                else:
+                    memcpy(<float *>part.data + i * part.columns, product + i * columns, part.columns * sizeof(float))
+            product += part.columns
+
+    cdef cnp.ndarray _bias(self, object bias):
+        """A bias as float32 `(rows,)`, or None; ValueError for another shape."""
+        cdef cnp.ndarray biases = None if bias is None else _as_float32(bias, 1)
+        if biases is not None and (biases.ndim != 1 or biases.shape[0] != self.c.rows):
+            raise ValueError(f"bias: expected ({self.c.rows},), got {np.shape(biases)}")
+        return biases
+
+    cdef int _multiply(self, const float *x, int64_t n, cnp.ndarray bias, float *out, bint add,
+                       object activations) except -1:
         cdef kvc_matmul_args args
-        args.n = rows.shape[0]
-        if args.n == 0:
-            return out
-        args.matrix = &self.c
-        args.x = <const float *>cnp.PyArray_DATA(rows)
+        args.n, args.matrix, args.x, args.out, args.add = n, &self.c, x, out, add
         args.bias = NULL
-        if biases is not None:
-            args.bias = <const float *>cnp.PyArray_DATA(biases)
-        args.out = <float *>cnp.PyArray_DATA(out)
-        args.add = add
+        if bias is not None:
+            args.bias = <const float *>cnp.PyArray_DATA(bias)
         args.digits = 2 if activations == "exact" else 1
         args.bf16_rows = rounded_rows() if activations == "bf16" else KVC_BF16_FLOATS
         cdef int threads = num_threads()
@@ -284,7 +341,20 @@ cdef class Matrix:
         self.scratch_bytes = max(self.scratch_bytes, size)
         with nogil:
             matmul(&args, threads)
-        return out
+        return 0
+
+    def part(self, row, count):
+        """Rows `row` to `row + count` as a matrix over the same memory.
+
+        Raises:
+            ValueError: `row` is not a multiple of 16, or the part ends between two and there are more rows.
+        """
+        cdef int64_t first = as_count(row, "row", most=None), rows = as_count(count, "count", 1, most=None)
+        if first % KVC_PANEL or first + rows > self.c.rows or (rows % KVC_PANEL and first + rows < self.c.rows):
+            raise ValueError(f"row, count: expected multiples of {KVC_PANEL} in {self.c.rows} rows, got {first}, {rows}")
+        cdef size_t start = self.c.data - <unsigned char *>cnp.PyArray_DATA(self.memory)
+        start += first // KVC_PANEL * self.c.panel_bytes
+        return Matrix(rows, self.c.columns, self.format, self.memory[start:])
 
     cdef int64_t _rows(self, object row, int64_t count, int64_t columns) except -1:
         """The first of `count` rows from `row` on, which exist and have so many columns."""

@@ -9,7 +9,7 @@ from hf_models import PACKED, left_padded, logits_of, make_model
 
 from kvcache.core.matrix import MATRIX_FORMATS
 from kvcache.integrations.transformers import PackedWeights, PagedCache, pack_weights
-from kvcache.integrations.transformers.weights import PackedLinear
+from kvcache.integrations.transformers.linear import PackedLinear
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcache.core.arguments import short
 from kvcache.core.matrix import ACTIVATIONS, MATRIX_FORMATS, Matrix
 from kvcache.integrations.transformers.hf import Conv1D, torch
+from kvcache.integrations.transformers.linear import Joint, PackedLinear
 from kvcache.networks.weights import FORMATS
 
-__all__ = ["PackedLinear", "PackedWeights", "pack_weights"]
-
-Float32 = npt.NDArray[np.float32]
+__all__ = ["PackedWeights", "pack_weights"]
 
 _STORED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _SKIPPED = ("gate", "router", "dt_proj")
+# Layers that models call one after another with the same input, by their last names.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
 _BAND_BYTES = 1 << 20  # of float32 values that are converted at a time
 
 
@@ -34,68 +34,6 @@ class PackedWeights(NamedTuple):
     layers: int
     nbytes: int
     nbytes_before: int
-
-
-class PackedLinear(torch.nn.Module):
-    """A linear layer without gradients, on the CPU, whose weights lie in a `Matrix`.
-
-    Args:
-        matrix: `(out_features, in_features)`.
-        bias: float32 `(out_features,)`, or None.
-        dtype: of the weights before they were packed.
-        activations: as of `Matrix.multiply`. Inputs in bfloat16 meet weights in bf16 as they are.
-
-    Attributes:
-        weight: has the shape and the dtype that the weights had, and no values: a tensor on the device "meta".
-        bias: in that dtype, a copy; None: there is none.
-    """
-
-    def __init__(self, matrix: Matrix, bias: Float32 | None, dtype: Any, activations: str) -> None:
-        super().__init__()
-        self.out_features, self.in_features = matrix.shape
-        self.matrix, self._dtype, self._bias, self._activations = matrix, dtype, bias, activations
-
-    @property
-    def weight(self) -> Any:
-        return torch.empty(self.matrix.shape, dtype=self._dtype, device="meta")
-
-    @property
-    def bias(self) -> Any:
-        return None if self._bias is None else torch.tensor(self._bias, dtype=self._dtype)
-
-    @torch.compiler.disable
-    def forward(self, x: Any) -> Any:
-        """`x` `(..., in_features)` times the weights transposed, plus the bias, in the dtype of `x`.
-
-        Raises:
-            RuntimeError: `x` needs a gradient.
-            ValueError: it is not on the CPU.
-        """
-        if x.requires_grad:
-            if torch.is_grad_enabled():
-                raise RuntimeError("x: expected no gradients (torch.no_grad()), got an input that requires one")
-            x = x.detach()
-        if x.device.type != "cpu":
-            raise ValueError(f"x: expected a tensor on the CPU, where packed weights are, got one on {x.device}")
-        rows = x.reshape(-1, self.in_features)
-        activations = self._activations
-        if x.dtype != torch.float32:
-            if activations == "int8" and x.dtype == torch.bfloat16:
-                activations = "bf16"
-            rows = rows.float()
-        product = torch.from_numpy(self.matrix.multiply(rows.numpy(), self._bias, activations=activations))
-        out = product.reshape(*x.shape[:-1], self.out_features)
-        return out if x.dtype == torch.float32 else out.to(x.dtype)
-
-    def extra_repr(self) -> str:
-        """What `print(model)` says of the layer."""
-        return f"{self.in_features}, {self.out_features}, bias={self._bias is not None}, {self.matrix.format}"
-
-    def __deepcopy__(self, memo: Any) -> PackedLinear:
-        return PackedLinear(self.matrix, self._bias, self._dtype, self._activations)  # nothing changes a matrix
-
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("state_dict: expected a model before pack_weights, got packed weights")
 
 
 @torch.no_grad()
@@ -140,31 +78,46 @@ def pack_weights(
         done += part.nbytes
         if progress is not None:
             progress(done, size)
-    return PackedWeights(sum(len(part.names) for part in plan), nbytes, size)
+    return PackedWeights(sum(len(names) for part in plan for names in part.names), nbytes, size)
 
 
 class _Part(NamedTuple):
-    """Layers with the same weights, by name, the format they get, and the bytes that the weights have."""
+    """Weights that become one matrix, one above the other.
 
-    names: list[str]
+    Attributes:
+        names: lists of as many layers as there are weights. Layers that share a weight are in lists of their own.
+        format: of the matrix.
+        nbytes: that the weights have.
+        like: width, dtype, and whether there are biases, as all weights of a part have them.
+        sizes: outputs of each layer.
+    """
+
+    names: list[list[str]]
     format: str
     nbytes: int
+    like: tuple[int, Any, bool]
+    sizes: list[int]
 
     def pack(self, model: Any, activations: str) -> int:
         """Put packed layers in their place; the bytes of the new weights."""
-        layers = [model.get_submodule(name) for name in self.names]
-        weight = layers[0].weight.T if isinstance(layers[0], Conv1D) else layers[0].weight
-        rows, columns = weight.shape
-        matrix = Matrix(rows, columns, self.format)
-        band = max(1, _BAND_BYTES // (4 * columns))
-        for row in range(0, rows, band):
-            matrix.put(row, weight[row : row + band].float().numpy())
-        made: dict[int, PackedLinear] = {}  # one layer may have several names
-        for name, layer in zip(self.names, layers, strict=True):
-            if id(layer) not in made:
-                bias = None if layer.bias is None else layer.bias.float().numpy().copy()
-                made[id(layer)] = PackedLinear(matrix, bias, weight.dtype, activations).train(layer.training)
-            model.set_submodule(name, made[id(layer)])
+        layers = [[model.get_submodule(name) for name in names] for names in self.names]
+        columns, dtype, _ = self.like
+        matrix = Matrix(sum(self.sizes), columns, self.format)
+        band, at = max(1, _BAND_BYTES // (4 * columns)), 0
+        for layer in layers[0]:
+            weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
+            for row in range(0, len(weight), band):
+                matrix.put(at + row, weight[row : row + band].float().numpy())
+            at += len(weight)
+        made: dict[int, list[PackedLinear]] = {}  # one layer may have several names
+        for names, old in zip(self.names, layers, strict=True):
+            if id(old[0]) not in made:
+                biases = [layer.bias.float().numpy() for layer in old if layer.bias is not None]
+                bias = np.concatenate(biases) if biases else None
+                joint = Joint(matrix, self.sizes, bias, dtype, activations)
+                made[id(old[0])] = [PackedLinear(joint, i).train(layer.training) for i, layer in enumerate(old)]
+            for name, layer in zip(names, made[id(old[0])], strict=True):
+                model.set_submodule(name, layer)
         return matrix.nbytes
 
 
@@ -179,7 +132,7 @@ def _plan(model: Any, weights: str, skip: Collection[str]) -> list[_Part]:
         if weight.numel() == 0:
             continue
         if id(weight) in parts:
-            parts[id(weight)].names.append(name)
+            parts[id(weight)].names.append([name])
             continue
         if weight.device.type != "cpu" or weight.dtype not in _STORED:
             raise ValueError(
@@ -190,8 +143,34 @@ def _plan(model: Any, weights: str, skip: Collection[str]) -> list[_Part]:
         largest, most = max(abs(float(end)) for end in torch.aminmax(weight)), _most(kind)
         if not largest <= most:
             raise ValueError(f"{name}.weight: expected finite numbers up to {most:g} for {kind}, got {largest:g}")
-        parts[id(weight)] = _Part([name], kind, weight.nbytes)
-    return list(parts.values())
+        rows, columns = weight.T.shape if isinstance(layer, Conv1D) else weight.shape
+        like = columns, weight.dtype, layer.bias is not None
+        parts[id(weight)] = _Part([[name]], kind, weight.nbytes, like, [rows])
+    return _joined(list(parts.values()))
+
+
+def _joined(parts: list[_Part]) -> list[_Part]:
+    """The same, where layers that models call together are one part."""
+    alone = {part.names[0][0]: part for part in parts if len(part.names) == 1}
+    out = []
+    for part in parts:
+        parent, dot, last = part.names[0][0].rpartition(".")
+        names = next((names for names in _TOGETHER if last in names), (last,))
+        members = [alone[each] for name in names if (each := f"{parent}{dot}{name}") in alone]
+        if len(members) < len(names) or not _fit(members):
+            out.append(part)
+        elif last == names[0]:
+            sizes, nbytes = [each.sizes[0] for each in members], sum(each.nbytes for each in members)
+            out.append(part._replace(names=[[each.names[0][0] for each in members]], sizes=sizes, nbytes=nbytes))
+    return out
+
+
+def _fit(parts: list[_Part]) -> bool:
+    """Whether parts of one layer each can be one matrix, of which each has whole panels."""
+    first = parts[0]
+    return all(each.format == first.format and each.like == first.like for each in parts) and not any(
+        each.sizes[0] % 16 for each in parts[:-1]
+    )
 
 
 def _most(kind: str) -> float:

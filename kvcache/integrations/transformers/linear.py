@@ -1,0 +1,152 @@
+"""`PackedLinear`: a linear layer over a `Matrix`; `Joint`: those that models call one after another with one input."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.core.matrix import Matrix
+from kvcache.integrations.transformers.hf import to_dlpack, torch
+
+__all__ = ["Joint", "PackedLinear"]
+
+Float32 = npt.NDArray[np.float32]
+
+_FEW_ROWS = 32  # of one input: a call takes tens of microseconds then, more than some of the products
+
+
+class Joint:
+    """The weights of one or more linear layers with inputs of the same width, above each other in one matrix.
+
+    Models call some layers one after another with the same few rows: q_proj, k_proj and v_proj, gate_proj and up_proj.
+    If all layers were called with one input, the first of them that is called with the next input multiplies for all;
+    the others take what is theirs, as long as they are called with the same tensor and it is unchanged.
+
+    Args:
+        matrix: the rows of the layers, one layer after another.
+        sizes: rows of each layer; all but the last a multiple of 16.
+        bias: float32 `(rows of the matrix,)`, or None.
+        dtype: of the weights before they were packed.
+        activations: as of `Matrix.multiply`. Inputs in bfloat16 meet weights in bf16 as they are.
+    """
+
+    def __init__(self, matrix: Matrix, sizes: Sequence[int], bias: Float32 | None, dtype: Any, activations: str) -> None:
+        self.matrix, self.sizes, self.bias, self.dtype, self.activations = matrix, tuple(sizes), bias, dtype, activations
+        places = list(zip(np.cumsum((0, *self.sizes)).tolist(), self.sizes, strict=False))
+        self.parts = [matrix.part(row, size) if len(places) > 1 else matrix for row, size in places]
+        self.biases = [None if bias is None else bias[row : row + size] for row, size in places]
+        self._last = _Input(None, 0, {})
+
+    def product(self, layer: int, x: Any) -> Any:
+        """`x` `(..., columns)` times the weights of a layer transposed, plus its bias, in the dtype of `x`."""
+        columns = self.matrix.shape[1]
+        if x.dtype not in (torch.float32, torch.bfloat16) or x.numel() > _FEW_ROWS * columns:
+            return self._product_of_many(layer, x)
+        if not x.is_contiguous() or x.is_neg():
+            x = x.contiguous().resolve_neg()
+        if len(self.sizes) == 1 or x.is_inference():  # torch does not count the changes of such tensors
+            return self._products(x, [layer])[0]
+        last = self._last
+        if last.x is not x or last.version != x._version:
+            outs: dict[int, Any] = {}
+            if len(last.called) == len(self.sizes):
+                outs = dict(enumerate(self._products(x, range(len(self.sizes)))))
+            last = self._last = _Input(x, x._version, outs)
+        last.called.add(layer)
+        if len(last.called) == len(self.sizes):
+            last.x = None
+        out = last.outs.pop(layer, None)
+        return self._products(x, [layer])[0] if out is None else out
+
+    def _products(self, x: Any, layers: Sequence[int]) -> list[Any]:
+        """Of few rows: of one layer, or of all."""
+        alone = len(layers) == 1
+        matrix, bias = (self.parts[layers[0]], self.biases[layers[0]]) if alone else (self.matrix, self.bias)
+        outs = [x.new_empty((*x.shape[:-1], self.sizes[layer])) for layer in layers]
+        matrix.multiply_tensors(to_dlpack(x), map(to_dlpack, outs), bias, activations=self._meets(x.dtype))
+        return outs
+
+    def _product_of_many(self, layer: int, x: Any) -> Any:
+        rows = x.reshape(-1, self.matrix.shape[1]).float().numpy()
+        product = self.parts[layer].multiply(rows, self.biases[layer], activations=self._meets(x.dtype))
+        return torch.from_numpy(product).reshape(*x.shape[:-1], self.sizes[layer]).to(x.dtype)
+
+    def _meets(self, dtype: Any) -> str:
+        return "bf16" if self.activations == "int8" and dtype == torch.bfloat16 else self.activations
+
+    def __deepcopy__(self, memo: Any) -> Joint:
+        return Joint(self.matrix, self.sizes, self.bias, self.dtype, self.activations)  # nothing changes a matrix
+
+
+class _Input:
+    """What the layers of a `Joint` were called with last.
+
+    Attributes:
+        x: the tensor, until all layers have been called with it.
+        version: how often it had changed.
+        outs: products that were computed and not yet taken, by layer.
+        called: the layers that were called with it.
+    """
+
+    def __init__(self, x: Any, version: int, outs: dict[int, Any]) -> None:
+        self.x, self.version, self.outs = x, version, outs
+        self.called: set[int] = set()
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer without gradients, on the CPU, whose weights lie in a `Matrix`.
+
+    Args:
+        joint: its weights and those of layers that are called together with it.
+        layer: its place among them.
+
+    Attributes:
+        matrix: its weights, `(out_features, in_features)`.
+        weight: has the shape and the dtype that the weights had, and no values: a tensor on the device "meta".
+        bias: in that dtype, a copy; None: there is none.
+    """
+
+    def __init__(self, joint: Joint, layer: int = 0) -> None:
+        super().__init__()
+        self._joint, self._layer, self.matrix = joint, layer, joint.parts[layer]
+        self.out_features, self.in_features = self.matrix.shape
+
+    @property
+    def weight(self) -> Any:
+        return torch.empty(self.matrix.shape, dtype=self._joint.dtype, device="meta")
+
+    @property
+    def bias(self) -> Any:
+        bias = self._joint.biases[self._layer]
+        return None if bias is None else torch.tensor(bias, dtype=self._joint.dtype)
+
+    @torch.compiler.disable
+    def forward(self, x: Any) -> Any:
+        """`x` `(..., in_features)` times the weights transposed, plus the bias, in the dtype of `x`.
+
+        Raises:
+            RuntimeError: `x` needs a gradient.
+            ValueError: it is not on the CPU, or has another width.
+        """
+        if x.requires_grad:
+            if torch.is_grad_enabled():
+                raise RuntimeError("x: expected no gradients (torch.no_grad()), got an input that requires one")
+            x = x.detach()
+        if not x.is_cpu:
+            raise ValueError(f"x: expected a tensor on the CPU, where packed weights are, got one on {x.device}")
+        return self._joint.product(self._layer, x)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` says of the layer."""
+        bias = self._joint.bias is not None
+        return f"{self.in_features}, {self.out_features}, bias={bias}, {self.matrix.format}"
+
+    def __deepcopy__(self, memo: Any) -> PackedLinear:
+        return PackedLinear(copy.deepcopy(self._joint, memo), self._layer).train(self.training)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("state_dict: expected a model before pack_weights, got packed weights")
