@@ -4,11 +4,11 @@ from libc.stdint cimport int64_t
 
 
 cdef struct rows_t:
-    void *data
+    char *data
     int64_t n, columns
     bint words          # of bfloat16; else float32
 
 
-# The rows of a contiguous tensor `(..., columns)` of float32 or bfloat16, as long as the capsule holds it; ValueError for
-# any other.
+# The rows of a contiguous tensor `(..., columns)` of float32 or bfloat16, while the capsule lives; ValueError for any
+# other.
 cdef rows_t rows_of(object capsule, str name) except *

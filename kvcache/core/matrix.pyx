@@ -20,8 +20,8 @@ from kvcache.core.arguments cimport is_plain, overlap
 from kvcache.core.dlpack cimport rows_of, rows_t
 from kvcache.core.kernels cimport (
     KVC_BF16_FLOATS, KVC_NUM_MATRIX_FORMATS, KVC_PANEL, bf16_of_floats, floats_of_bf16, kvc_matmul_args, kvc_matrix,
-    kvc_matrix_format, kvc_matrix_format_of, matmul, matmul_scratch_bytes, matrix_get_codes, matrix_get_row, matrix_init,
-    matrix_put_codes, matrix_put_words, num_threads, quantise_weights, rounded_rows,
+    kvc_matrix_format, kvc_matrix_format_of, matmul, matmul_scratch_bytes, matrix_get_codes, matrix_get_row,
+    matrix_init, matrix_put_codes, matrix_put_words, num_threads, quantise_weights, rounded_rows,
 )
 from kvcache.core.recycled cimport Piece, new_floats
 
@@ -276,8 +276,8 @@ cdef class Matrix:
 
         Args:
             x: the capsule of a tensor `(..., columns)`.
-            outs: capsules of tensors `(..., rows of this one)`, which the columns of the product fill one after another.
-                They share no memory with x.
+            outs: capsules of tensors `(..., rows of this one)`, which the columns of the product fill one after the
+                other. They share no memory with x.
             bias, activations: as of `multiply`.
 
         Raises:
@@ -296,7 +296,8 @@ cdef class Matrix:
             part = rows_of(capsule, "outs")
             if part.n != rows.n or part.words != rows.words:
                 raise ValueError(f"outs: expected {rows.n} rows of the type of x, got {part.n} rows, or another type")
-            if part.data < rows.data + rows.n * rows.columns * item and rows.data < part.data + part.n * part.columns * item:
+            if (part.data < rows.data + rows.n * rows.columns * item
+                    and rows.data < part.data + part.n * part.columns * item):
                 raise ValueError("outs: expected memory apart from x, got the same memory")
             columns += part.columns
         if columns != self.c.rows:
@@ -350,8 +351,8 @@ cdef class Matrix:
             ValueError: `row` is not a multiple of 16, or the part ends between two and there are more rows.
         """
         cdef int64_t first = as_count(row, "row", most=None), rows = as_count(count, "count", 1, most=None)
-        if first % KVC_PANEL or first + rows > self.c.rows or (rows % KVC_PANEL and first + rows < self.c.rows):
-            raise ValueError(f"row, count: expected multiples of {KVC_PANEL} in {self.c.rows} rows, got {first}, {rows}")
+        if first % KVC_PANEL or rows > self.c.rows - first or (rows % KVC_PANEL and first + rows < self.c.rows):
+            raise ValueError(f"row, count: expected multiples of {KVC_PANEL} in {len(self)} rows, got {first}, {rows}")
         cdef size_t start = self.c.data - <unsigned char *>cnp.PyArray_DATA(self.memory)
         start += first // KVC_PANEL * self.c.panel_bytes
         return Matrix(rows, self.c.columns, self.format, self.memory[start:])

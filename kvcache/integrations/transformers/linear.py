@@ -34,8 +34,11 @@ class Joint:
         activations: as of `Matrix.multiply`. Inputs in bfloat16 meet weights in bf16 as they are.
     """
 
-    def __init__(self, matrix: Matrix, sizes: Sequence[int], bias: Float32 | None, dtype: Any, activations: str) -> None:
-        self.matrix, self.sizes, self.bias, self.dtype, self.activations = matrix, tuple(sizes), bias, dtype, activations
+    def __init__(
+        self, matrix: Matrix, sizes: Sequence[int], bias: Float32 | None, dtype: Any, activations: str
+    ) -> None:  # fmt: skip
+        self.matrix, self.sizes, self.bias = matrix, tuple(sizes), bias
+        self.dtype, self.activations = dtype, activations
         places = list(zip(np.cumsum((0, *self.sizes)).tolist(), self.sizes, strict=False))
         self.parts = [matrix.part(row, size) if len(places) > 1 else matrix for row, size in places]
         self.biases = [None if bias is None else bias[row : row + size] for row, size in places]
@@ -146,7 +149,9 @@ class PackedLinear(torch.nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={bias}, {self.matrix.format}"
 
     def __deepcopy__(self, memo: Any) -> PackedLinear:
-        return PackedLinear(copy.deepcopy(self._joint, memo), self._layer).train(self.training)
+        copied = PackedLinear(copy.deepcopy(self._joint, memo), self._layer)
+        copied.training = self.training
+        return copied
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError("state_dict: expected a model before pack_weights, got packed weights")
