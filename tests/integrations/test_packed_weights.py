@@ -372,3 +372,15 @@ def test_layers_that_cannot_be_one_matrix(change):
         for _ in range(3):
             for name, layer in theirs.items():
                 same(model, theirs, name, torch.randn(2, layer.in_features).to(layer.weight.dtype))
+
+
+@torch.no_grad()
+def test_compiled_around_packed_layers():
+    model, theirs, joint = attention_like()
+    names = ("q_proj", "k_proj", "v_proj")
+    compiled = torch.compile(lambda x: torch.cat([model[name](x) * 2 for name in names], -1), backend="eager")
+    for step in range(3):
+        x = torch.randn(2, 24)
+        torch.testing.assert_close(compiled(x), torch.cat([theirs[name](x) * 2 for name in names], -1))
+        assert joint.calls == step
+    torch._dynamo.reset()

@@ -127,7 +127,6 @@ class PackedLinear(torch.nn.Module):
         bias = self._joint.biases[self._layer]
         return None if bias is None else torch.tensor(bias, dtype=self._joint.dtype)
 
-    @torch.compiler.disable
     def forward(self, x: Any) -> Any:
         """`x` `(..., in_features)` times the weights transposed, plus the bias, in the dtype of `x`.
 
@@ -135,6 +134,8 @@ class PackedLinear(torch.nn.Module):
             RuntimeError: `x` needs a gradient.
             ValueError: it is not on the CPU, or has another width.
         """
+        if torch.compiler.is_compiling():
+            return _apart(self, x)
         if x.requires_grad:
             if torch.is_grad_enabled():
                 raise RuntimeError("x: expected no gradients (torch.no_grad()), got an input that requires one")
@@ -155,3 +156,6 @@ class PackedLinear(torch.nn.Module):
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError("state_dict: expected a model before pack_weights, got packed weights")
+
+
+_apart = torch.compiler.disable(PackedLinear.forward)
