@@ -113,7 +113,7 @@ NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, 
 
 /* The sum and its logarithm once a score without a value has joined it. Without a token they are the sink's. */
 NOINLINE void add_sink(float sink, float largest, float sum, float *inverse, float *lse) {
-    if (!(sum > 0.0f)) {
+    if (sum == 0.0f) {
         *lse = sink;
         return;
     }
@@ -127,8 +127,8 @@ NOINLINE void add_sink(float sink, float largest, float sum, float *inverse, flo
  * weight 0 of a token that the row does not see. */
 static void write_row(const job *j, int head, int64_t row, const float *acc, float largest, float sum) {
     const size_t pair = pair_index(j, head, row);
-    float inverse = sum > 0.0f ? 1.0f / sum : 0.0f, lse = -INFINITY;
-    if (j->args->lse && sum > 0.0f) lse = largest * (float)LN2 + logf(sum);
+    float inverse = sum == 0.0f ? 0.0f : 1.0f / sum, lse = -INFINITY;
+    if (j->args->lse && sum != 0.0f) lse = largest * (float)LN2 + logf(sum);
     if (j->args->sinks) {
         const size_t heads = (size_t)j->args->num_query_heads, query = pair / heads;
         add_sink(j->args->sinks[query * (size_t)j->args->sink_stride + pair % heads], largest, sum, &inverse, &lse);
@@ -257,6 +257,7 @@ static void add_weights(const job *j, const chunk *c, int head, int64_t row, int
     for (int r = 0; r < rows; r++) {
         float *w = j->weights + r * KVC_CHUNK;
         const float *norm = j->item->norms + 2 * pair_index(j, head, row + r);
+        if (norm[1] != norm[1]) continue; /* NaN: a query that is not finite */
         finish_scores(j, c, row + r, lanes, w);
         for (int t = 0; t < lanes; t += KVC_LANES) {
             const f32v power_v = f32v_sub(f32v_load(w + t), f32v_set1(norm[0]));

@@ -252,8 +252,10 @@ static void pack_queries(const job *j, int head, int64_t row, int rows, size_t i
         float *q = (sink ? j->sink_q : j->q) + index * (size_t)j->padded;
         for (int r = 0; r < rows; r++, q += j->padded) {
             const float *from = query_row(j, queries, head, row + r, q);
-            for (int d = 0; d < dim; d += KVC_LANES)
-                f32v_store(q + d, f32v_mul(load_dims(from, d, dim), scale_v));
+            for (int d = 0; d < dim; d += KVC_LANES) {
+                const f32v x = load_dims(from, d, dim), none = f32v_sub(x, x); /* 0, or NaN where x is infinite */
+                f32v_store(q + d, f32v_fma(x, scale_v, none));
+            }
             for (int d = dim; d < j->padded; d++) q[d] = 0.0f;
             if (j->k_rows.rotated) KVC_FN(hadamard)(q, dim);
 #if defined(KVC_HAVE_DOTS)

@@ -114,10 +114,10 @@ INLINE void store_row(kvc_format format, unsigned char *row, int d, int dim, f32
         store_dims_half((uint16_t *)row, d, dim, x);
 }
 
-/* 2^x for x <= 127, within 1 ulp; 0 below 2^-126 and for -inf. x = n + f with |f| <= 1/2; 2^f is the polynomial of
+/* 2^x for x <= 127, within 1 ulp; 0 below 2^-126 and for -inf; NaN for NaN (of which f32v_max returns the second). x = n + f with |f| <= 1/2; 2^f is the polynomial of
  * degree 6 with the least maximal relative error on [-1/2, 1/2] (1.9e-9, Remez). */
 INLINE f32v f32v_exp2(f32v x) {
-    const f32v clamped = f32v_max(x, f32v_set1(-127.0f)), n = f32v_round(clamped), f = f32v_sub(clamped, n);
+    const f32v clamped = f32v_max(f32v_set1(-127.0f), x), n = f32v_round(clamped), f = f32v_sub(clamped, n);
     f32v p = f32v_set1(0x1.41d334p-13f);
     p = f32v_fma(p, f, f32v_set1(0x1.5f456ap-10f));
     p = f32v_fma(p, f, f32v_set1(0x1.3b2dbcp-7f));
@@ -138,7 +138,7 @@ INLINE f32v f32v_tanh(f32v x) {
     p = f32v_fma(p, square, f32v_set1(1.33314422036e-1f));
     p = f32v_fma(p, square, f32v_set1(-3.33332819422e-1f));
     p = f32v_fma(f32v_mul(p, square), x, x);
-    const f32v power = f32v_exp2(f32v_min(f32v_mul(magnitude, f32v_set1(0x1.715476p+1f)), f32v_set1(100.0f)));
+    const f32v power = f32v_exp2(f32v_min(f32v_set1(100.0f), f32v_mul(magnitude, f32v_set1(0x1.715476p+1f))));
     const f32v far = f32v_sub(one, f32v_div(f32v_set1(2.0f), f32v_add(power, one)));
     const f32v limit = f32v_set1(0.625f);
     return f32v_pick(magnitude, limit, p, f32v_pick(x, f32v_zero(), f32v_sub(f32v_zero(), far), far));

@@ -106,6 +106,8 @@ def attention(
     blocks (and on those of 1,023 tokens before them if some are missing in between). They do not depend on whether
     tokens before a window are stored.
 
+    A query with a value that is not finite has NaN as its output and log-sum-exp, and adds nothing to attention masses.
+
     Sequences that follow one another and begin with the same blocks (forks, adopted prefixes) have these read once for
     all, which changes no bit: where a KV head has one or two query heads, a block a multiple of 16 tokens, and each
     sequence few queries, 256 shared tokens and more, and neither window, start, mask nor skipped or evicted tokens.

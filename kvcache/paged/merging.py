@@ -136,7 +136,7 @@ class Parts:
 
         alone = over_near(None, False, None)[1]
         lse = alone if sinks is None else np.logaddexp(alone, as_floats(sinks, (queries.shape[1],), "sinks"))
-        lse = np.maximum(lse, _NONE)
+        lse = np.fmax(lse, _NONE)  # NaN too, of queries that are not finite
         shares: list[tuple[Any, Float32]] = []
         drawn: dict[int, Float32] = {}
         for rows, which, (ids, counts, contexts), skip in self._far:
@@ -150,7 +150,7 @@ class Parts:
                 drawn[group], stop = drawn_there[..., stop : stop + context], stop + context
         with np.errstate(divide="ignore"):  # of queries that see no packed tokens
             rest = lse + np.log1p(-np.exp(np.minimum(alone - lse, 0.0)))
-        mixed, masses, _ = over_near(np.maximum(rest, _NONE), by, out)
+        mixed, masses, _ = over_near(np.fmax(rest, _NONE), by, out)
         to = as_output(mixed)
         for some, share in shares:
             to[some] += share
