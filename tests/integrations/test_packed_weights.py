@@ -10,6 +10,7 @@ from hf_models import PACKED, left_padded, logits_of, make_model
 
 from kvcache.core.matrix import MATRIX_FORMATS
 from kvcache.integrations.transformers import PackedWeights, PagedCache, pack_weights
+from kvcache.integrations.transformers.experts import PackedExperts
 from kvcache.integrations.transformers.linear import PackedLinear
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
@@ -21,6 +22,10 @@ def packed_layers(model):
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
 
 
+def packed_experts(model):
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedExperts)}
+
+
 def twin_of(model):
     """The model with torch's layers again, whose weights have the values of the packed ones."""
     twin = copy.deepcopy(model)
@@ -30,7 +35,20 @@ def twin_of(model):
         if layer.bias is not None:
             linear.bias.data = layer.bias
         twin.set_submodule(name, linear)
+    for name, layer in packed_experts(model).items():
+        twin.set_submodule(name, unpacked(layer))
     return twin
+
+
+def unpacked(layer):
+    """transformers' module of experts, with the values of packed weights."""
+    module = copy.deepcopy(layer.experts)
+    for name, part in (("gate_up_proj" if module.has_gate else "up_proj", layer._up), ("down_proj", layer._down)):
+        weight = torch.stack([torch.from_numpy(matrix.to_float32()) for matrix in part.matrices]).to(layer._dtype)
+        setattr(module, name, torch.nn.Parameter(weight.mT.contiguous() if module.is_transposed else weight))
+        if module.has_bias:
+            setattr(module, f"{name}_bias", torch.nn.Parameter(torch.from_numpy(part.bias).to(layer._dtype)))
+    return module
 
 
 def run(model):
@@ -47,7 +65,8 @@ def test_weights_as_they_are_give_the_same_logits(kind):
     model = make_model(kind)
     want = run(model)
     report = pack_weights(model)
-    assert report.layers == len(packed_layers(model)) > 0
+    assert report.layers == len(packed_layers(model)) + len(packed_experts(model)) > 0
+    assert not [name for name, _ in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
     assert difference(run(model), want) < 1e-5
 
 
@@ -57,7 +76,7 @@ FORMATS = ["f16", "bf16", "q8", "q4"]
 @pytest.mark.parametrize(
     ("kind", "weights", "activations"),
     [(kind, weights, "int8") for kind in ("llama", "gpt2", "gemma2", "qwen2") for weights in FORMATS]
-    + [(kind, weights, "exact") for kind in ("llama", "gpt2", "mixtral") for weights in FORMATS[2:]],
+    + [(kind, weights, "exact") for kind in ("llama", "gpt2", "mixtral", "gpt_oss") for weights in FORMATS[2:]],
 )
 def test_other_formats_give_the_logits_of_their_values(kind, weights, activations):
     """Experts with exact activations alone: near a tie of two experts a small error chooses the other one."""
@@ -107,7 +126,11 @@ def test_what_is_packed_and_in_which_format():
     assert layers["lm_head"].matrix.format == "q8_0"
     assert "gate" not in {name.rpartition(".")[2] for name in layers}
     assert torch.equal(model.get_input_embeddings().weight, embedding)
-    assert report == PackedWeights(len(layers), sum(each.matrix.nbytes for each in layers.values()), sizes[-1][1])
+    experts = packed_experts(model)
+    assert {matrix.format for each in experts.values() for matrix in each.matrices} == {"q4_1"}
+    nbytes = sum(each.matrix.nbytes for each in layers.values())
+    nbytes += sum(matrix.nbytes for each in experts.values() for matrix in each.matrices)
+    assert report == PackedWeights(len(layers) + len(experts), nbytes, sizes[-1][1])
     assert [done for done, _ in sizes] == sorted({done for done, _ in sizes})
     assert sizes[-1][0] == sizes[-1][1]
     assert pack_weights(model, "q8") == PackedWeights(0, 0, 0)
@@ -383,4 +406,80 @@ def test_compiled_around_packed_layers():
         x = torch.randn(2, 24)
         torch.testing.assert_close(compiled(x), torch.cat([theirs[name](x) * 2 for name in names], -1))
         assert joint.calls == step
+    torch._dynamo.reset()
+
+
+# -- Experts ------------------------------------------------------------------------------------------------
+
+
+def experts_of(kind, dtype=torch.float32, weights="auto"):
+    """The packed experts of a layer, transformers' module with the same values, and their number of channels."""
+    model = make_model(kind, dtype=dtype)
+    pack_weights(model, weights, activations="exact")
+    packed = next(iter(packed_experts(model).values()))
+    return packed, unpacked(packed), model.config.hidden_size
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "qwen3_moe", "dots1"])
+@pytest.mark.parametrize(("dtype", "weights"), [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.float32, "q8")])
+@pytest.mark.parametrize("n", [0, 1, 7, 150])
+@torch.no_grad()
+def test_experts(kind, dtype, weights, n):
+    packed, theirs, width = experts_of(kind, dtype, weights)
+    x, count = torch.randn(n, width).to(dtype), packed.num_experts
+    chosen = torch.stack([torch.randperm(count)[:2] for _ in range(n)]) if n else torch.empty(0, 2, dtype=torch.int64)
+    chosen[n // 2 :] = chosen[n // 2 :].clamp(max=count - 2)  # the last expert has few rows, or none
+    shares = torch.rand(n, 2).to(dtype)
+    got, want = packed(x, chosen, shares), theirs(x, chosen, shares)
+    assert got.dtype == dtype
+    tolerance = 1e-3 if weights == "q8" else 0.02 if dtype == torch.bfloat16 else 1e-5
+    assert got.shape == want.shape == x.shape
+    assert float((got - want).abs().max() if n else 0) <= tolerance * float(want.abs().max() if n else 0)
+    if n:
+        one = packed(x[:1], chosen[:1], shares[:1])
+        torch.testing.assert_close(one, got[:1], rtol=0, atol=0)  # a row has the same bits in any company
+
+
+@torch.no_grad()
+def test_rows_without_an_expert():
+    """transformers gives them a number above the last expert."""
+    packed, theirs, width = experts_of("mixtral")
+    x, chosen, shares = torch.randn(3, width), torch.tensor([[0, 4], [4, 4], [1, 3]]), torch.rand(3, 2)
+    assert packed.num_experts == 4
+    got = packed(x, chosen, shares)
+    torch.testing.assert_close(got[[0, 2]], theirs(x, chosen.clamp(max=3), shares * (chosen < 4))[[0, 2]])
+    assert (got[1] == 0).all()
+
+
+def test_what_packed_experts_refuse_and_show():
+    packed, _, width = experts_of("mixtral", weights="q8")
+    chosen, shares = torch.tensor([[0, 1]]), torch.rand(1, 2)
+    with pytest.raises(RuntimeError, match=r"x: expected no gradients"):
+        packed(torch.randn(1, width, requires_grad=True), chosen, shares)
+    with pytest.raises(ValueError, match=r"x: expected a tensor on the CPU"):
+        packed(torch.randn(1, width, device="meta"), chosen, shares)
+    with pytest.raises(NotImplementedError, match=r"state_dict: expected a model before pack_weights"):
+        packed.state_dict()
+    assert f"4 x ({width}, " in repr(packed)
+    assert "q8_0" in repr(packed)
+    model = make_model("mixtral")
+    pack_weights(model, skip=["experts"])
+    assert not packed_experts(model)
+    broken = make_model("mixtral")
+    experts = next(name for name, each in broken.named_modules() if name.endswith(".experts"))
+    broken.get_submodule(experts).down_proj.data[1, 2, 3] = float("inf")
+    with pytest.raises(ValueError, match=rf"{experts}.down_proj: expected finite numbers .*, got inf"):
+        pack_weights(broken, "q4")
+    assert not packed_layers(broken)
+
+
+@torch.no_grad()
+def test_copies_of_packed_experts_and_compiled_ones():
+    packed, theirs, width = experts_of("mixtral")
+    x, chosen, shares = torch.randn(3, width), torch.tensor([[0, 1], [2, 3], [3, 1]]), torch.rand(3, 2)
+    copied = copy.deepcopy(packed)
+    assert [a is b for a, b in zip(copied.matrices, packed.matrices, strict=True)] == [True] * 8
+    compiled = torch.compile(lambda x: packed(x, chosen, shares) + 1, backend="eager")
+    for got in (copied(x, chosen, shares), compiled(x) - 1):
+        torch.testing.assert_close(got, theirs(x, chosen, shares))
     torch._dynamo.reset()

@@ -12,11 +12,66 @@ import numpy.typing as npt
 from kvcache.core.matrix import Matrix
 from kvcache.integrations.transformers.hf import to_dlpack, torch
 
-__all__ = ["Joint", "PackedLinear"]
+__all__ = ["Joint", "PackedLinear", "product", "refuse_state", "usable"]
 
 Float32 = npt.NDArray[np.float32]
 
 _FEW_ROWS = 32  # of one input: a call takes tens of microseconds then, more than some of the products
+
+
+def product(matrix: Matrix, bias: Float32 | None, x: Any, activations: str) -> Any:
+    """`x` `(..., columns)` times a matrix transposed, plus a bias, in the dtype of `x`.
+
+    Args:
+        activations: as of `Matrix.multiply`. Inputs in bfloat16 meet weights in bf16 as they are.
+    """
+    rows, columns = matrix.shape
+    if are_few(x, columns):
+        return few_products(matrix, bias, x, activations, [rows])[0]
+    flat = x.reshape(-1, columns).float().numpy()
+    out = matrix.multiply(flat, bias, activations=_meets(activations, x.dtype))
+    return torch.from_numpy(out).reshape(*x.shape[:-1], rows).to(x.dtype)
+
+
+def are_few(x: Any, columns: int) -> bool:
+    """Whether the rows of `x` are multiplied where they lie, without an array between."""
+    return x.numel() <= _FEW_ROWS * columns and x.dtype in (torch.float32, torch.bfloat16)
+
+
+def few_products(
+    matrix: Matrix, bias: Float32 | None, x: Any, activations: str, sizes: Sequence[int]
+) -> list[Any]:  # fmt: skip
+    """`product` in tensors of so many columns each."""
+    if not x.is_contiguous() or x.is_neg():
+        x = x.contiguous().resolve_neg()
+    outs = [x.new_empty((*x.shape[:-1], size)) for size in sizes]
+    matrix.multiply_tensors(to_dlpack(x), map(to_dlpack, outs), bias, activations=_meets(activations, x.dtype))
+    return outs
+
+
+def _meets(activations: str, dtype: Any) -> str:
+    return "bf16" if activations == "int8" and dtype == torch.bfloat16 else activations
+
+
+def usable(x: Any) -> Any:
+    """An input of a packed layer, detached.
+
+    Raises:
+        RuntimeError: it needs a gradient.
+        ValueError: it is not on the CPU.
+    """
+    if x.requires_grad:
+        if torch.is_grad_enabled():
+            raise RuntimeError("x: expected no gradients (torch.no_grad()), got an input that requires one")
+        x = x.detach()
+    if not x.is_cpu:
+        raise ValueError(f"x: expected a tensor on the CPU, where packed weights are, got one on {x.device}")
+    return x
+
+
+def refuse_state() -> NoReturn:
+    """Packed weights are not saved."""
+    raise NotImplementedError("state_dict: expected a model before pack_weights, got packed weights")
 
 
 class Joint:
@@ -46,40 +101,23 @@ class Joint:
 
     def product(self, layer: int, x: Any) -> Any:
         """`x` `(..., columns)` times the weights of a layer transposed, plus its bias, in the dtype of `x`."""
-        columns = self.matrix.shape[1]
-        if x.dtype not in (torch.float32, torch.bfloat16) or x.numel() > _FEW_ROWS * columns:
-            return self._product_of_many(layer, x)
-        if not x.is_contiguous() or x.is_neg():
-            x = x.contiguous().resolve_neg()
-        if len(self.sizes) == 1 or x.is_inference():  # torch does not count the changes of such tensors
-            return self._products(x, [layer])[0]
-        last = self._last
-        if last.x is not x or last.version != x._version:
-            outs: dict[int, Any] = {}
-            if len(last.called) == len(self.sizes):
-                outs = dict(enumerate(self._products(x, range(len(self.sizes)))))
-            last = self._last = _Input(x, x._version, outs)
-        last.called.add(layer)
-        if len(last.called) == len(self.sizes):
-            last.x = None
-        out = last.outs.pop(layer, None)
-        return self._products(x, [layer])[0] if out is None else out
-
-    def _products(self, x: Any, layers: Sequence[int]) -> list[Any]:
-        """Of few rows: of one layer, or of all."""
-        alone = len(layers) == 1
-        matrix, bias = (self.parts[layers[0]], self.biases[layers[0]]) if alone else (self.matrix, self.bias)
-        outs = [x.new_empty((*x.shape[:-1], self.sizes[layer])) for layer in layers]
-        matrix.multiply_tensors(to_dlpack(x), map(to_dlpack, outs), bias, activations=self._meets(x.dtype))
-        return outs
-
-    def _product_of_many(self, layer: int, x: Any) -> Any:
-        rows = x.reshape(-1, self.matrix.shape[1]).float().numpy()
-        product = self.parts[layer].multiply(rows, self.biases[layer], activations=self._meets(x.dtype))
-        return torch.from_numpy(product).reshape(*x.shape[:-1], self.sizes[layer]).to(x.dtype)
-
-    def _meets(self, dtype: Any) -> str:
-        return "bf16" if self.activations == "int8" and dtype == torch.bfloat16 else self.activations
+        count, columns = len(self.sizes), self.matrix.shape[1]
+        # torch does not count the changes of tensors of inference mode
+        if count > 1 and are_few(x, columns) and not x.is_inference():
+            last = self._last
+            if last.x is not x or last.version != x._version:
+                outs: dict[int, Any] = {}
+                if len(last.called) == count:
+                    products = few_products(self.matrix, self.bias, x, self.activations, self.sizes)
+                    outs = dict(enumerate(products))
+                last = self._last = _Input(x, x._version, outs)
+            last.called.add(layer)
+            if len(last.called) == count:
+                last.x = None
+            out = last.outs.pop(layer, None)
+            if out is not None:
+                return out
+        return product(self.parts[layer], self.biases[layer], x, self.activations)
 
     def __deepcopy__(self, memo: Any) -> Joint:
         return Joint(self.matrix, self.sizes, self.bias, self.dtype, self.activations)  # nothing changes a matrix
@@ -136,13 +174,7 @@ class PackedLinear(torch.nn.Module):
         """
         if torch.compiler.is_compiling():
             return _apart(self, x)
-        if x.requires_grad:
-            if torch.is_grad_enabled():
-                raise RuntimeError("x: expected no gradients (torch.no_grad()), got an input that requires one")
-            x = x.detach()
-        if not x.is_cpu:
-            raise ValueError(f"x: expected a tensor on the CPU, where packed weights are, got one on {x.device}")
-        return self._joint.product(self._layer, x)
+        return self._joint.product(self._layer, usable(x))
 
     def extra_repr(self) -> str:
         """What `print(model)` says of the layer."""
@@ -155,7 +187,7 @@ class PackedLinear(torch.nn.Module):
         return copied
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("state_dict: expected a model before pack_weights, got packed weights")
+        refuse_state()
 
 
 _apart = torch.compiler.disable(PackedLinear.forward)

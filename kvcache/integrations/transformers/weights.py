@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcache.core.arguments import short
 from kvcache.core.matrix import ACTIVATIONS, MATRIX_FORMATS, Matrix
+from kvcache.integrations.transformers.experts import PackedExperts, Projection, weights_of
 from kvcache.integrations.transformers.hf import Conv1D, torch
 from kvcache.integrations.transformers.linear import Joint, PackedLinear
 from kvcache.networks.weights import FORMATS
@@ -26,7 +27,7 @@ class PackedWeights(NamedTuple):
     """What `pack_weights` did.
 
     Attributes:
-        layers: how many linear layers were packed.
+        layers: how many linear layers were packed, and modules of experts.
         nbytes: bytes of their weights now.
         nbytes_before: and before. A matrix that is also the embedding stays in the embedding.
     """
@@ -43,8 +44,9 @@ def pack_weights(
 ) -> PackedWeights:  # fmt: skip
     """Let the linear layers of a model multiply by packed weights; their own weights are freed.
 
-    Every `torch.nn.Linear`, and every `Conv1D` of transformers, becomes a `PackedLinear`. All else stays: embeddings,
-    norms, convolutions, experts whose matrices lie in one tensor, subclasses of `Linear`. The model is for inference
+    Every `torch.nn.Linear`, and every `Conv1D` of transformers, becomes a `PackedLinear`; the experts of a layer, whose
+    weights transformers keeps in tensors with three axes, become `PackedExperts`. All else stays: embeddings, norms,
+    convolutions, subclasses of `Linear`. The model is for inference
     then: it has no gradients and no `state_dict`, so it cannot be saved. `copy.deepcopy` shares the packed weights.
 
     Args:
@@ -78,7 +80,7 @@ def pack_weights(
         done += part.nbytes
         if progress is not None:
             progress(done, size)
-    return PackedWeights(sum(len(names) for part in plan for names in part.names), nbytes, size)
+    return PackedWeights(sum(part.layers for part in plan), nbytes, size)
 
 
 class _Part(NamedTuple):
@@ -98,16 +100,20 @@ class _Part(NamedTuple):
     like: tuple[int, Any, bool]
     sizes: list[int]
 
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.names))
+
     def pack(self, model: Any, activations: str) -> int:
         """Put packed layers in their place; the bytes of the new weights."""
         layers = [[model.get_submodule(name) for name in names] for names in self.names]
         columns, dtype, _ = self.like
         matrix = Matrix(sum(self.sizes), columns, self.format)
-        band, at = max(1, _BAND_BYTES // (4 * columns)), 0
+        at = 0
         for layer in layers[0]:
             weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-            for row in range(0, len(weight), band):
-                matrix.put(at + row, weight[row : row + band].float().numpy())
+            _fill(matrix, at, weight)
             at += len(weight)
         made: dict[int, list[PackedLinear]] = {}  # one layer may have several names
         for names, old in zip(self.names, layers, strict=True):
@@ -121,32 +127,76 @@ class _Part(NamedTuple):
         return matrix.nbytes
 
 
-def _plan(model: Any, weights: str, skip: Collection[str]) -> list[_Part]:
+class _Experts(NamedTuple):
+    """A module of experts, by name, the format that its weights get, and the bytes that they have."""
+
+    name: str
+    format: str
+    nbytes: int
+    layers: int = 1
+
+    def pack(self, model: Any, activations: str) -> int:
+        """As of `_Part`."""
+        module, made = model.get_submodule(self.name), []
+        for name in weights_of(module):
+            weights = getattr(module, name).mT if module.is_transposed else getattr(module, name)
+            count, rows, columns = weights.shape
+            matrices = [Matrix(rows, columns, self.format) for _ in range(count)]
+            for matrix, weight in zip(matrices, weights, strict=True):
+                _fill(matrix, 0, weight)
+            bias = getattr(module, f"{name}_bias").float().numpy().copy() if module.has_bias else None
+            made.append(Projection(matrices, bias, activations))
+            dtype = weights.dtype
+        for name in weights_of(module):
+            for each in (name, f"{name}_bias")[: 1 + module.has_bias]:
+                delattr(module, each)
+        packed = PackedExperts(module, *made, dtype).train(module.training)
+        model.set_submodule(self.name, packed)
+        return sum(matrix.nbytes for matrix in packed.matrices)
+
+
+def _fill(matrix: Matrix, first: int, weight: Any) -> None:
+    """Put the rows of a tensor into a matrix, some at a time."""
+    band = max(1, _BAND_BYTES // (4 * weight.shape[1]))
+    for row in range(0, len(weight), band):
+        matrix.put(first + row, weight[row : row + band].float().numpy())
+
+
+def _plan(model: Any, weights: str, skip: Collection[str]) -> list[_Part | _Experts]:
     """What is to be packed, each weight once; it refers to no tensor, so that weights are freed one after another."""
     parts: dict[int, _Part] = {}
+    experts: list[_Experts] = []
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, layer in model.named_modules(remove_duplicate=False):
-        if type(layer) not in (torch.nn.Linear, Conv1D) or name.rpartition(".")[2] in skip or not name:
+        if name.rpartition(".")[2] in skip or not name:
+            continue
+        if tensors := {each: getattr(layer, each) for each in weights_of(layer)}:
+            kinds = [_kind(f"{name}.{each}", tensor, FORMATS[weights][False]) for each, tensor in tensors.items()]
+            experts.append(_Experts(name, kinds[0], sum(tensor.nbytes for tensor in tensors.values())))
+        if type(layer) not in (torch.nn.Linear, Conv1D) or layer.weight.numel() == 0:
             continue
         weight = layer.weight
-        if weight.numel() == 0:
-            continue
         if id(weight) in parts:
             parts[id(weight)].names.append([name])
             continue
-        if weight.device.type != "cpu" or weight.dtype not in _STORED:
-            raise ValueError(
-                f"{name}.weight: expected float32, float16 or bfloat16 on the CPU, got {weight.dtype} on "
-                f"{weight.device}"
-            )
-        kind = FORMATS[weights][layer is head] or _STORED[weight.dtype]
-        largest, most = max(abs(float(end)) for end in torch.aminmax(weight)), _most(kind)
-        if not largest <= most:
-            raise ValueError(f"{name}.weight: expected finite numbers up to {most:g} for {kind}, got {largest:g}")
+        kind = _kind(f"{name}.weight", weight, FORMATS[weights][layer is head])
         rows, columns = weight.T.shape if isinstance(layer, Conv1D) else weight.shape
         like = columns, weight.dtype, layer.bias is not None
         parts[id(weight)] = _Part([[name]], kind, weight.nbytes, like, [rows])
-    return _joined(list(parts.values()))
+    return [*_joined(list(parts.values())), *experts]
+
+
+def _kind(name: str, weight: Any, wanted: str | None) -> str:
+    """The format of a matrix: the wanted one, or that of the weights. ValueError: it cannot hold them."""
+    if weight.device.type != "cpu" or weight.dtype not in _STORED:
+        raise ValueError(
+            f"{name}: expected float32, float16 or bfloat16 on the CPU, got {weight.dtype} on {weight.device}"
+        )
+    kind = wanted or _STORED[weight.dtype]
+    largest, most = max(abs(float(end)) for end in torch.aminmax(weight)), _most(kind)
+    if not largest <= most:
+        raise ValueError(f"{name}: expected finite numbers up to {most:g} for {kind}, got {largest:g}")
+    return kind
 
 
 def _joined(parts: list[_Part]) -> list[_Part]:

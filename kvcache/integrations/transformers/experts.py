@@ -1,0 +1,118 @@
+"""`PackedExperts`: the experts of a mixture whose weights lie in matrices.
+
+transformers keeps the weights of all experts of a layer in tensors with three axes, and says in attributes of the module
+how they lie (`use_experts_implementation`): so one module takes the place of those of all its models.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.core.matrix import Matrix
+from kvcache.integrations.transformers.hf import torch
+from kvcache.integrations.transformers.linear import product, refuse_state, usable
+
+__all__ = ["PackedExperts", "Projection", "weights_of"]
+
+Float32 = npt.NDArray[np.float32]
+
+
+def weights_of(module: Any) -> list[str]:
+    """The names of the two weights of a module of experts, `(experts, outputs, inputs)` or transposed; else none."""
+    if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_transposed"):
+        return []
+    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    return names if all(isinstance(getattr(module, name, None), torch.nn.Parameter) for name in names) else []
+
+
+class Projection(NamedTuple):
+    """One of the products of each expert.
+
+    Attributes:
+        matrices: of each expert.
+        bias: float32 `(experts, outputs)`, or None.
+        activations: as of `Matrix.multiply`.
+    """
+
+    matrices: Sequence[Matrix]
+    bias: Float32 | None
+    activations: str
+
+    def of_each(self, rows: Any, counts: Sequence[int]) -> Any:
+        """The products of the first `counts[0]` rows with the first matrix, of the next ones with the second, ..."""
+        out = rows.new_empty((len(rows), len(self.matrices[0])))
+        stop = 0
+        for expert, count in enumerate(counts):
+            if count:
+                start, stop = stop, stop + count
+                bias = None if self.bias is None else self.bias[expert]
+                out[start:stop] = product(self.matrices[expert], bias, rows[start:stop], self.activations)
+        return out
+
+
+class PackedExperts(torch.nn.Module):
+    """The experts of a layer, without gradients, on the CPU.
+
+    Args:
+        experts: transformers' module, which has weights no more. Its gate is used.
+        up, down: the products before the gate and after it.
+        dtype: of the weights before they were packed.
+    """
+
+    def __init__(self, experts: Any, up: Projection, down: Projection, dtype: Any) -> None:
+        super().__init__()
+        self.experts, self._up, self._down, self._dtype = experts, up, down, dtype
+        self.num_experts = len(up.matrices)
+
+    @property
+    def matrices(self) -> Iterator[Matrix]:
+        """All of them."""
+        return iter([*self._up.matrices, *self._down.matrices])
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        """What the chosen experts of each row compute, weighted and added up.
+
+        Args:
+            hidden_states: `(n, channels)`.
+            top_k_index: `(n, k)`, the experts of each row; a number above the last one is none.
+            top_k_weights: `(n, k)`.
+
+        Raises:
+            RuntimeError, ValueError: as of `PackedLinear.forward`.
+        """
+        if torch.compiler.is_compiling():
+            return _apart(self, hidden_states, top_k_index, top_k_weights)
+        x, chosen = usable(hidden_states), top_k_index.reshape(-1)
+        order = torch.argsort(chosen, stable=True)
+        counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts].tolist()
+        order = order[: sum(counts)]
+        part = self._up.of_each(x[order // top_k_index.shape[-1]], counts)
+        part = self.experts._apply_gate(part) if self.experts.has_gate else self.experts.act_fn(part)
+        part = self._down.of_each(part, counts)
+        if getattr(self.experts, "has_post_expert_norm", False):
+            part = self.experts.post_expert_norm(part)
+        part = part * top_k_weights.reshape(-1)[order, None]
+        out = part.new_zeros((len(chosen), part.shape[-1]))
+        out[order] = part
+        return out.view(*top_k_index.shape, part.shape[-1]).sum(1).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` says of the experts."""
+        up, down = self._up.matrices[0], self._down.matrices[0]
+        return f"{self.num_experts} x ({up.shape[1]}, {up.shape[0]}), ({down.shape[1]}, {down.shape[0]}), {up.format}"
+
+    def __deepcopy__(self, memo: Any) -> PackedExperts:
+        copied = PackedExperts(copy.deepcopy(self.experts, memo), self._up, self._down, self._dtype)
+        copied.training = self.training
+        return copied  # nothing changes a matrix
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse_state()
+
+
+_apart = torch.compiler.disable(PackedExperts.forward)
