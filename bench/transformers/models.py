@@ -1,4 +1,4 @@
-"""Random models of two shapes, and caches that hold a context already."""
+"""Random models of some shapes, and caches that hold a context already."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     QuantizedCache,
 )
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvcache.integrations.transformers import PagedCache, pack_weights
 
@@ -32,7 +33,12 @@ SHAPES = {
                 "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
     "tiny": {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 30,
              "num_attention_heads": 2, "num_key_value_heads": 1},
+    # Four of the sixteen layers of OLMoE-1B-7B.
+    "MoE": {"vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 4,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128, "num_experts": 64,
+            "num_experts_per_tok": 8},
 }  # fmt: skip
+FEW_ROWS = 256  # of a matrix that is drawn whole: routers choose different experts
 PART = 1024  # tokens that are filled in at once
 
 
@@ -62,16 +68,18 @@ AttentionMaskInterface.register(BOUND, lambda *_, **__: None)
 
 
 def make_model(shape: str, dtype: str) -> Any:
-    """A Llama network in inference; rows of a matrix are alike, which takes no time to draw and none to multiply."""
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=1 << 17)
+    """A network in inference; rows of a large matrix are alike, which takes no time to draw and none to multiply."""
+    classes = (OlmoeConfig, OlmoeForCausalLM) if "num_experts" in SHAPES[shape] else (LlamaConfig, LlamaForCausalLM)
+    config = classes[0](**SHAPES[shape], max_position_embeddings=1 << 17)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = classes[1](config)
     model = model.to(getattr(torch, dtype)).to_empty(device="cpu").eval()
-    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.copy_(torch.randn(weight.shape[-1], generator=draw) * weight.shape[-1] ** -0.5)
+            drawn = weight.shape if len(weight) <= FEW_ROWS and weight.ndim == 2 else weight.shape[-1:]
+            weight.copy_(torch.randn(drawn, generator=draw) * weight.shape[-1] ** -0.5)
     return model
 
 
