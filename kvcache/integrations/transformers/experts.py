@@ -1,7 +1,7 @@
 """`PackedExperts`: the experts of a mixture whose weights lie in matrices.
 
-transformers keeps the weights of all experts of a layer in tensors with three axes, and says in attributes of the module
-how they lie (`use_experts_implementation`): so one module takes the place of those of all its models.
+transformers keeps the weights of all experts of a layer in tensors with three axes, and says in attributes of the
+module how they lie (`use_experts_implementation`). So one module takes the place of those of all its models.
 """
 
 from __future__ import annotations

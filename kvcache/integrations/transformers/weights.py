@@ -12,6 +12,7 @@ from kvcache.core.matrix import ACTIVATIONS, MATRIX_FORMATS, Matrix
 from kvcache.integrations.transformers.experts import PackedExperts, Projection, weights_of
 from kvcache.integrations.transformers.hf import Conv1D, torch
 from kvcache.integrations.transformers.linear import Joint, PackedLinear
+from kvcache.networks.linear import empty_matrices
 from kvcache.networks.weights import FORMATS
 
 __all__ = ["PackedWeights", "pack_weights"]
@@ -137,22 +138,24 @@ class _Experts(NamedTuple):
 
     def pack(self, model: Any, activations: str) -> int:
         """As of `_Part`."""
-        module, made = model.get_submodule(self.name), []
-        for name in weights_of(module):
-            weights = getattr(module, name).mT if module.is_transposed else getattr(module, name)
-            count, rows, columns = weights.shape
-            matrices = [Matrix(rows, columns, self.format) for _ in range(count)]
-            for matrix, weight in zip(matrices, weights, strict=True):
-                _fill(matrix, 0, weight)
-            bias = getattr(module, f"{name}_bias").float().numpy().copy() if module.has_bias else None
-            made.append(Projection(matrices, bias, activations))
-            dtype = weights.dtype
-        for name in weights_of(module):
+        module = model.get_submodule(self.name)
+        names, dtype = weights_of(module), module.down_proj.dtype
+        up, down = (self._projection(module, name, activations) for name in names)
+        for name in names:
             for each in (name, f"{name}_bias")[: 1 + module.has_bias]:
                 delattr(module, each)
-        packed = PackedExperts(module, *made, dtype).train(module.training)
+        packed = PackedExperts(module, up, down, dtype).train(module.training)
         model.set_submodule(self.name, packed)
         return sum(matrix.nbytes for matrix in packed.matrices)
+
+    def _projection(self, module: Any, name: str, activations: str) -> Projection:
+        weights = getattr(module, name).mT if module.is_transposed else getattr(module, name)
+        count, rows, columns = weights.shape
+        matrices = empty_matrices([(rows, columns, self.format)] * count)
+        for matrix, weight in zip(matrices, weights, strict=True):
+            _fill(matrix, 0, weight)
+        bias = getattr(module, f"{name}_bias").float().numpy().copy() if module.has_bias else None
+        return Projection(matrices, bias, activations)
 
 
 def _fill(matrix: Matrix, first: int, weight: Any) -> None:
