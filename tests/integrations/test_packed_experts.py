@@ -4,12 +4,18 @@ import copy
 
 import pytest
 import torch
-from hf_models import make_model
+from hf_models import left_padded, logits_of, make_model
 from hf_packed import packed_experts, packed_layers, unpacked
 
-from kvcache.integrations.transformers import pack_weights
+from kvcache.integrations.transformers import PagedCache, pack_weights
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+
+
+def run(model):
+    ids, mask = left_padded([12, 9], 12)
+    model.set_attn_implementation("kvcache")
+    return logits_of(model, PagedCache(model.config, dtype="f32"), ids, mask, 8)[mask.bool()]
 
 
 def experts_of(kind, dtype=torch.float32, weights="auto"):
@@ -85,3 +91,32 @@ def test_copies_of_packed_experts_and_compiled_ones():
     for got in (copied(x, chosen, shares), compiled(x) - 1):
         torch.testing.assert_close(got, theirs(x, chosen, shares))
     torch._dynamo.reset()
+
+
+def test_an_interrupt_leaves_experts_that_work(monkeypatch):
+    model = make_model("mixtral")
+    want = run(model)
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcache.integrations.transformers.weights.PackedExperts", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pack_weights(model)
+    assert packed_layers(model)
+    assert not packed_experts(model)
+    torch.testing.assert_close(run(model), want, rtol=0, atol=1e-5)
+    assert pack_weights(model).layers == len(packed_experts(model)) > 0
+    torch.testing.assert_close(run(model), want, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_one_module_of_experts_with_two_names():
+    inner = next(each for name, each in make_model("mixtral").named_modules() if name.endswith(".experts"))
+    model, theirs = torch.nn.ModuleDict({"a": inner, "b": inner}), copy.deepcopy(inner)
+    assert pack_weights(model).layers == 1
+    assert model["a"] is model["b"]
+    x, chosen, shares = torch.randn(3, inner.hidden_dim), torch.tensor([[0, 1], [2, 3], [3, 1]]), torch.rand(3, 2)
+    torch.testing.assert_close(model["a"](x, chosen, shares), theirs(x, chosen, shares))
+    torch.testing.assert_close(inner(x, chosen, shares), theirs(x, chosen, shares))  # the module itself stays whole

@@ -17,7 +17,7 @@ from kvcache.core.matrix import Matrix
 from kvcache.integrations.transformers.hf import torch
 from kvcache.integrations.transformers.linear import product, refuse_state, usable
 
-__all__ = ["PackedExperts", "Projection", "weights_of"]
+__all__ = ["PackedExperts", "Projection", "weights_of", "without_weights"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -27,7 +27,16 @@ def weights_of(module: Any) -> list[str]:
     if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_transposed"):
         return []
     names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
-    return names if all(isinstance(getattr(module, name, None), torch.nn.Parameter) for name in names) else []
+    return names if all(getattr(module._parameters.get(name), "ndim", 0) == 3 for name in names) else []
+
+
+def without_weights(module: Any) -> Any:
+    """A copy of a module of experts that lacks its weights and their biases; the module itself stays whole."""
+    names = weights_of(module)
+    gone = {*names, *(f"{name}_bias" for name in names)}
+    copied = copy.copy(module)
+    copied._parameters = {name: value for name, value in module._parameters.items() if name not in gone}
+    return copied
 
 
 class Projection(NamedTuple):
@@ -59,7 +68,7 @@ class PackedExperts(torch.nn.Module):
     """The experts of a layer, without gradients, on the CPU.
 
     Args:
-        experts: transformers' module, which has weights no more. Its gate is used.
+        experts: transformers' module, `without_weights`. Its gate is used.
         up, down: the products before the gate and after it.
         dtype: of the weights before they were packed.
     """

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcache.core.arguments import short
 from kvcache.core.matrix import ACTIVATIONS, MATRIX_FORMATS, Matrix
-from kvcache.integrations.transformers.experts import PackedExperts, Projection, weights_of
+from kvcache.integrations.transformers.experts import PackedExperts, Projection, weights_of, without_weights
 from kvcache.integrations.transformers.hf import Conv1D, torch
 from kvcache.integrations.transformers.linear import Joint, PackedLinear
 from kvcache.networks.linear import empty_matrices
@@ -129,23 +129,20 @@ class _Part(NamedTuple):
 
 
 class _Experts(NamedTuple):
-    """A module of experts, by name, the format that its weights get, and the bytes that they have."""
+    """A module of experts, by all its names, the format that its weights get, and the bytes that they have."""
 
-    name: str
+    names: list[str]
     format: str
     nbytes: int
     layers: int = 1
 
     def pack(self, model: Any, activations: str) -> int:
         """As of `_Part`."""
-        module = model.get_submodule(self.name)
-        names, dtype = weights_of(module), module.down_proj.dtype
-        up, down = (self._projection(module, name, activations) for name in names)
-        for name in names:
-            for each in (name, f"{name}_bias")[: 1 + module.has_bias]:
-                delattr(module, each)
-        packed = PackedExperts(module, up, down, dtype).train(module.training)
-        model.set_submodule(self.name, packed)
+        module = model.get_submodule(self.names[0])
+        up, down = (self._projection(module, name, activations) for name in weights_of(module))
+        packed = PackedExperts(without_weights(module), up, down, module.down_proj.dtype).train(module.training)
+        for name in self.names:
+            model.set_submodule(name, packed)
         return sum(matrix.nbytes for matrix in packed.matrices)
 
     def _projection(self, module: Any, name: str, activations: str) -> Projection:
@@ -168,14 +165,16 @@ def _fill(matrix: Matrix, first: int, weight: Any) -> None:
 def _plan(model: Any, weights: str, skip: Collection[str]) -> list[_Part | _Experts]:
     """What is to be packed, each weight once; it refers to no tensor, so that weights are freed one after another."""
     parts: dict[int, _Part] = {}
-    experts: list[_Experts] = []
+    experts: dict[int, _Experts] = {}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, layer in model.named_modules(remove_duplicate=False):
         if name.rpartition(".")[2] in skip or not name:
             continue
-        if tensors := {each: getattr(layer, each) for each in weights_of(layer)}:
+        if id(layer) in experts:
+            experts[id(layer)].names.append(name)
+        elif tensors := {each: getattr(layer, each) for each in weights_of(layer)}:
             kinds = [_kind(f"{name}.{each}", tensor, FORMATS[weights][False]) for each, tensor in tensors.items()]
-            experts.append(_Experts(name, kinds[0], sum(tensor.nbytes for tensor in tensors.values())))
+            experts[id(layer)] = _Experts([name], kinds[0], sum(tensor.nbytes for tensor in tensors.values()))
         if type(layer) not in (torch.nn.Linear, Conv1D) or layer.weight.numel() == 0:
             continue
         weight = layer.weight
@@ -186,7 +185,7 @@ def _plan(model: Any, weights: str, skip: Collection[str]) -> list[_Part | _Expe
         rows, columns = weight.T.shape if isinstance(layer, Conv1D) else weight.shape
         like = columns, weight.dtype, layer.bias is not None
         parts[id(weight)] = _Part([[name]], kind, weight.nbytes, like, [rows])
-    return [*_joined(list(parts.values())), *experts]
+    return [*_joined(list(parts.values())), *experts.values()]
 
 
 def _kind(name: str, weight: Any, wanted: str | None) -> str:
