@@ -306,10 +306,11 @@ cdef class Matrix:
             return
         floats = Piece(rows.n * (rows.columns + columns) * sizeof(float))
         cdef float *product = <float *>floats.bytes
-        cdef float *widened = product + rows.n * columns
+        cdef float *values = <float *>rows.data
         if rows.words:
-            floats_of_bf16(rows.n * rows.columns, <const uint16_t *>rows.data, widened)
-        self._multiply(widened if rows.words else <const float *>rows.data, rows.n, biases, product, False, activations)
+            values = product + rows.n * columns
+            floats_of_bf16(rows.n * rows.columns, <const uint16_t *>rows.data, values)
+        self._multiply(values, rows.n, biases, product, False, activations)
         for capsule in capsules:
             part = rows_of(capsule, "outs")
             for i in range(rows.n):
