@@ -257,7 +257,7 @@ static void add_weights(const job *j, const chunk *c, int head, int64_t row, int
     for (int r = 0; r < rows; r++) {
         float *w = j->weights + r * KVC_CHUNK;
         const float *norm = j->item->norms + 2 * pair_index(j, head, row + r);
-        if (norm[1] != norm[1]) continue; /* NaN: a query that is not finite */
+        if (norm[1] != norm[1]) continue; /* NaN: a query that is not finite adds nothing */
         finish_scores(j, c, row + r, lanes, w);
         for (int t = 0; t < lanes; t += KVC_LANES) {
             const f32v power_v = f32v_sub(f32v_load(w + t), f32v_set1(norm[0]));

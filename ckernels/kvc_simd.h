@@ -114,8 +114,9 @@ INLINE void store_row(kvc_format format, unsigned char *row, int d, int dim, f32
         store_dims_half((uint16_t *)row, d, dim, x);
 }
 
-/* 2^x for x <= 127, within 1 ulp; 0 below 2^-126 and for -inf; NaN for NaN (of which f32v_max returns the second). x = n + f with |f| <= 1/2; 2^f is the polynomial of
- * degree 6 with the least maximal relative error on [-1/2, 1/2] (1.9e-9, Remez). */
+/* 2^x for x <= 127, within 1 ulp; 0 below 2^-126 and for -inf; NaN for NaN, since f32v_max and f32v_min return their second
+ * argument if it is NaN. x = n + f with |f| <= 1/2; 2^f is the polynomial of degree 6 with the least maximal relative error on
+ * [-1/2, 1/2] (1.9e-9, Remez). */
 INLINE f32v f32v_exp2(f32v x) {
     const f32v clamped = f32v_max(f32v_set1(-127.0f), x), n = f32v_round(clamped), f = f32v_sub(clamped, n);
     f32v p = f32v_set1(0x1.41d334p-13f);

@@ -7,7 +7,7 @@ For example::
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvcache")
     model.generate(**inputs, past_key_values=kvt.PagedCache(model.config, dtype="q4"))
 
-    kvt.pack_weights(model, "q8")  # linear layers multiply by packed weights: several times as fast
+    kvt.pack_weights(model, "q8")  # linear layers and experts multiply by packed weights: several times as fast
 
     store = kvt.PrefixStore(model.config, dtype="q8", max_memory_bytes="1GiB")
     cache = store.cache_for(inputs.input_ids)

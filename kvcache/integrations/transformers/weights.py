@@ -1,4 +1,4 @@
-"""Packed weights for a model of transformers: its linear layers multiply by the library's matrices."""
+"""Packed weights for a model of transformers: its linear layers and experts multiply by the library's matrices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pack_weights(
     model: Any, weights: str = "auto", *, activations: str = "int8", skip: Collection[str] = _SKIPPED,
     progress: Callable[[int, int], None] | None = None,
 ) -> PackedWeights:  # fmt: skip
-    """Let the linear layers of a model multiply by packed weights; their own weights are freed.
+    """Let the linear layers and experts of a model multiply by packed weights; their own weights are freed.
 
     Every `torch.nn.Linear`, and every `Conv1D` of transformers, becomes a `PackedLinear`; the experts of a layer, whose
     weights transformers keeps in tensors with three axes, become `PackedExperts`. All else stays: embeddings, norms,
