@@ -17,6 +17,8 @@ class MatrixFormat(NamedTuple):
 ACTIVATIONS: tuple[str, ...]
 MATRIX_FORMATS: dict[str, MatrixFormat]
 
+def checked_activations(activations: str) -> str: ...
+
 class Matrix:
     format: str
     scratch_bytes: int

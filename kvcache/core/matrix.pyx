@@ -25,7 +25,7 @@ from kvcache.core.kernels cimport (
 )
 from kvcache.core.recycled cimport Piece, new_floats
 
-__all__ = ["ACTIVATIONS", "MATRIX_FORMATS", "Matrix", "MatrixFormat"]
+__all__ = ["ACTIVATIONS", "MATRIX_FORMATS", "Matrix", "MatrixFormat", "checked_activations"]
 
 cnp.import_array()
 
@@ -248,8 +248,7 @@ cdef class Matrix:
             ValueError: another shape; other activations; an `out` of another kind, or that overlaps what is read; `add`
                 without it.
         """
-        if activations not in ACTIVATIONS:
-            raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {short(activations)}")
+        checked_activations(activations)
         cdef cnp.ndarray rows = _as_float32(x, 2), biases = self._bias(bias)
         if rows.ndim != 2 or rows.shape[1] != self.c.columns:
             raise ValueError(f"x: expected (n, {self.c.columns}), got {np.shape(rows)}")
@@ -283,8 +282,7 @@ cdef class Matrix:
         Raises:
             ValueError: other tensors than these; other activations.
         """
-        if activations not in ACTIVATIONS:
-            raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {short(activations)}")
+        checked_activations(activations)
         cdef cnp.ndarray biases = self._bias(bias)
         cdef tuple capsules = tuple(outs)
         cdef rows_t rows = rows_of(x, "x"), part
@@ -365,6 +363,13 @@ cdef class Matrix:
             raise ValueError(f"row: expected rows of ({self.c.rows}, {self.c.columns}), "
                              f"got {count} of {columns} columns from {first}")
         return first
+
+
+def checked_activations(activations):
+    """The same; ValueError: none of `ACTIVATIONS`."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {short(activations)}")
+    return activations
 
 
 cdef kvc_matrix_format _number(object name) except *:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.grouped import multiply_groups
 from kvcache.core.matrix import Matrix
-from kvcache.integrations.transformers.hf import torch
-from kvcache.integrations.transformers.linear import product, refuse_state, usable
+from kvcache.integrations.transformers.hf import to_dlpack, torch
+from kvcache.integrations.transformers.linear import are_few, meets, product, refuse_state, usable
 
 __all__ = ["PackedExperts", "Projection", "weights_of", "without_weights"]
 
@@ -55,6 +56,11 @@ class Projection(NamedTuple):
     def of_each(self, rows: Any, counts: Sequence[int]) -> Any:
         """The products of the first `counts[0]` rows with the first matrix, of the next ones with the second, ..."""
         out = rows.new_empty((len(rows), len(self.matrices[0])))
+        if are_few(rows, rows.shape[1]):
+            given = to_dlpack(rows.contiguous()), to_dlpack(out)
+            meeting = meets(self.activations, rows.dtype)
+            multiply_groups(self.matrices, counts, *given, self.bias, activations=meeting)
+            return out
         stop = 0
         for expert, count in enumerate(counts):
             if count:

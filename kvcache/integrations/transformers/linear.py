@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvcache.core.matrix import Matrix
 from kvcache.integrations.transformers.hf import to_dlpack, torch
 
-__all__ = ["Joint", "PackedLinear", "product", "refuse_state", "usable"]
+__all__ = ["Joint", "PackedLinear", "are_few", "few_products", "meets", "product", "refuse_state", "usable"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -29,7 +29,7 @@ def product(matrix: Matrix, bias: Float32 | None, x: Any, activations: str) -> A
     if are_few(x, columns):
         return few_products(matrix, bias, x, activations, [rows])[0]
     flat = x.reshape(-1, columns).float().numpy()
-    out = matrix.multiply(flat, bias, activations=_meets(activations, x.dtype))
+    out = matrix.multiply(flat, bias, activations=meets(activations, x.dtype))
     return torch.from_numpy(out).reshape(*x.shape[:-1], rows).to(x.dtype)
 
 
@@ -45,11 +45,12 @@ def few_products(
     if not x.is_contiguous() or x.is_neg():
         x = x.contiguous().resolve_neg()
     outs = [x.new_empty((*x.shape[:-1], size)) for size in sizes]
-    matrix.multiply_tensors(to_dlpack(x), map(to_dlpack, outs), bias, activations=_meets(activations, x.dtype))
+    matrix.multiply_tensors(to_dlpack(x), map(to_dlpack, outs), bias, activations=meets(activations, x.dtype))
     return outs
 
 
-def _meets(activations: str, dtype: Any) -> str:
+def meets(activations: str, dtype: Any) -> str:
+    """How inputs of a dtype meet the weights, as of `Matrix.multiply`."""
     return "bf16" if activations == "int8" and dtype == torch.bfloat16 else activations
 
 
