@@ -53,20 +53,20 @@ class Projection(NamedTuple):
     bias: Float32 | None
     activations: str
 
-    def of_each(self, rows: Any, counts: Sequence[int]) -> Any:
-        """The products of the first `counts[0]` rows with the first matrix, of the next ones with the second, ..."""
+    def of_groups(self, rows: Any, groups: Sequence[tuple[int, int]]) -> Any:
+        """The products of contiguous rows `(n, channels)` with the matrices of `groups`: `(expert, how many rows)` each."""
         out = rows.new_empty((len(rows), len(self.matrices[0])))
-        if are_few(rows, rows.shape[1]):
-            given = to_dlpack(rows.contiguous()), to_dlpack(out)
+        biases = None if self.bias is None else [self.bias[expert] for expert, _ in groups]
+        if groups and are_few(rows, rows.shape[1]):
+            matrices, counts = [self.matrices[expert] for expert, _ in groups], [count for _, count in groups]
             meeting = meets(self.activations, rows.dtype)
-            multiply_groups(self.matrices, counts, *given, self.bias, activations=meeting)
+            multiply_groups(matrices, counts, to_dlpack(rows), to_dlpack(out), biases, activations=meeting)
             return out
         stop = 0
-        for expert, count in enumerate(counts):
-            if count:
-                start, stop = stop, stop + count
-                bias = None if self.bias is None else self.bias[expert]
-                out[start:stop] = product(self.matrices[expert], bias, rows[start:stop], self.activations)
+        for i, (expert, count) in enumerate(groups):
+            start, stop = stop, stop + count
+            bias = None if biases is None else biases[i]
+            out[start:stop] = product(self.matrices[expert], bias, rows[start:stop], self.activations)
         return out
 
 
@@ -102,19 +102,25 @@ class PackedExperts(torch.nn.Module):
         """
         if torch.compiler.is_compiling():
             return _apart(self, hidden_states, top_k_index, top_k_weights)
-        x, chosen = usable(hidden_states), top_k_index.reshape(-1)
-        order = torch.argsort(chosen, stable=True)
-        counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts].tolist()
-        order = order[: sum(counts)]
-        part = self._up.of_each(x[order // top_k_index.shape[-1]], counts)
+        x, k, count = usable(hidden_states), top_k_index.shape[-1], self.num_experts
+        shares, order = top_k_weights.reshape(-1), None
+        if len(x) == 1 and max(chosen := top_k_index[0].tolist()) < count:  # a step of one text: no expert twice
+            rows, groups = x.expand(k, -1).contiguous(), [(expert, 1) for expert in chosen]
+        else:
+            flat = top_k_index.reshape(-1)
+            counts = torch.bincount(flat, minlength=count)[:count].tolist()
+            groups = [(expert, number) for expert, number in enumerate(counts) if number]
+            order = torch.argsort(flat, stable=True)[: sum(counts)]
+            rows, shares = x[order // k], shares[order]
+        part = self._up.of_groups(rows, groups)
         part = self.experts._apply_gate(part) if self.experts.has_gate else self.experts.act_fn(part)
-        part = self._down.of_each(part, counts)
+        part = self._down.of_groups(part.contiguous(), groups)
         if getattr(self.experts, "has_post_expert_norm", False):
             part = self.experts.post_expert_norm(part)
-        part = part * top_k_weights.reshape(-1)[order, None]
-        out = part.new_zeros((len(chosen), part.shape[-1]))
-        out[order] = part
-        return out.view(*top_k_index.shape, part.shape[-1]).sum(1).to(x.dtype)
+        part = part * shares[:, None]
+        if order is not None:
+            part = part.new_zeros((len(x) * k, part.shape[-1])).index_copy_(0, order, part)
+        return part.view(len(x), k, part.shape[-1]).sum(1).to(x.dtype)
 
     def extra_repr(self) -> str:
         """What `print(model)` says of the experts."""
