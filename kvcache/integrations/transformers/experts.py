@@ -54,7 +54,7 @@ class Projection(NamedTuple):
     activations: str
 
     def of_groups(self, rows: Any, groups: Sequence[tuple[int, int]]) -> Any:
-        """The products of contiguous rows `(n, channels)` with the matrices of `groups`: `(expert, how many rows)` each."""
+        """The products of contiguous rows `(n, channels)` with matrices; `groups`: an expert and its number of rows."""
         out = rows.new_empty((len(rows), len(self.matrices[0])))
         biases = None if self.bias is None else [self.bias[expert] for expert, _ in groups]
         if groups and are_few(rows, rows.shape[1]):
