@@ -12,3 +12,7 @@ cdef struct rows_t:
 # The rows of a contiguous tensor `(..., columns)` of float32 or bfloat16, while the capsule lives; ValueError for any
 # other.
 cdef rows_t rows_of(object capsule, str name) except *
+
+
+# Whether two tensors share memory.
+cdef bint rows_overlap(rows_t a, rows_t b) noexcept

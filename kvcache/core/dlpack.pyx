@@ -67,6 +67,11 @@ cdef rows_t rows_of(object capsule, str name) except *:
     return rows
 
 
+cdef bint rows_overlap(rows_t a, rows_t b) noexcept:
+    cdef int64_t a_bytes = a.n * a.columns * (2 if a.words else 4), b_bytes = b.n * b.columns * (2 if b.words else 4)
+    return a.data < b.data + b_bytes and b.data < a.data + a_bytes
+
+
 cdef object view(object capsule, int code, int bits, int type_number):
     """The memory of a tensor on the CPU as an array of this type, not copied; None for a tensor of another type."""
     cdef tensor_t *tensor = tensor_of(capsule, code, bits)

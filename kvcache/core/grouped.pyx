@@ -4,7 +4,7 @@ cimport numpy as cnp
 from libc.stdint cimport int64_t, uint16_t
 from libc.string cimport memcpy
 
-from kvcache.core.dlpack cimport rows_of, rows_t
+from kvcache.core.dlpack cimport rows_of, rows_overlap, rows_t
 from kvcache.core.kernels cimport bf16_of_floats, floats_of_bf16
 from kvcache.core.matrix cimport Matrix
 from kvcache.core.recycled cimport Piece
@@ -56,8 +56,7 @@ def multiply_groups(matrices, counts, x, out, biases=None, *, activations="int8"
         raise ValueError(f"x: expected ({total}, {inputs}), got ({rows.n}, {rows.columns})")
     if to.n != rows.n or to.columns != outputs or to.words != rows.words:
         raise ValueError(f"out: expected ({rows.n}, {outputs}) of the type of x, got ({to.n}, {to.columns})")
-    cdef size_t item = sizeof(uint16_t) if rows.words else sizeof(float)
-    if to.data < rows.data + rows.n * inputs * item and rows.data < to.data + rows.n * outputs * item:
+    if rows_overlap(rows, to):
         raise ValueError("out: expected memory apart from x, got the same memory")
     floats = Piece(rows.n * (inputs + outputs) * sizeof(float))
     cdef float *products = <float *>floats.bytes

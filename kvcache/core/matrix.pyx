@@ -17,7 +17,7 @@ from libc.string cimport memcpy
 
 from kvcache.core.arguments import as_count, as_instance, described, short
 from kvcache.core.arguments cimport is_plain, overlap
-from kvcache.core.dlpack cimport rows_of, rows_t
+from kvcache.core.dlpack cimport rows_of, rows_overlap, rows_t
 from kvcache.core.kernels cimport (
     KVC_BF16_FLOATS, KVC_NUM_MATRIX_FORMATS, KVC_PANEL, bf16_of_floats, floats_of_bf16, kvc_matmul_args, kvc_matrix,
     kvc_matrix_format, kvc_matrix_format_of, matmul, matmul_scratch_bytes, matrix_get_codes, matrix_get_row,
@@ -286,7 +286,6 @@ cdef class Matrix:
         cdef cnp.ndarray biases = self._bias(bias)
         cdef tuple capsules = tuple(outs)
         cdef rows_t rows = rows_of(x, "x"), part
-        cdef size_t item = sizeof(uint16_t) if rows.words else sizeof(float)
         cdef int64_t columns = 0, i
         if rows.columns != self.c.columns:
             raise ValueError(f"x: expected (..., {self.c.columns}), got (..., {rows.columns})")
@@ -294,8 +293,7 @@ cdef class Matrix:
             part = rows_of(capsule, "outs")
             if part.n != rows.n or part.words != rows.words:
                 raise ValueError(f"outs: expected {rows.n} rows of the type of x, got {part.n} rows, or another type")
-            if (part.data < rows.data + rows.n * rows.columns * item
-                    and rows.data < part.data + part.n * part.columns * item):
+            if rows_overlap(rows, part):
                 raise ValueError("outs: expected memory apart from x, got the same memory")
             columns += part.columns
         if columns != self.c.rows:
@@ -366,7 +364,7 @@ cdef class Matrix:
 
 
 def checked_activations(activations):
-    """The same; ValueError: none of `ACTIVATIONS`."""
+    """`activations`; ValueError: they are none of `ACTIVATIONS`."""
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {short(activations)}")
     return activations

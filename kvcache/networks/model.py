@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import short
 from kvcache.core.layers import clamped_swiglu, geglu, rms_norm, softcap, swiglu, top_experts
-from kvcache.core.matrix import ACTIVATIONS
+from kvcache.core.matrix import checked_activations
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
@@ -48,8 +48,7 @@ class Transformer:
     selects_rows = True
 
     def __init__(self, config: ModelConfig, weights: Weights, activations: str = "int8") -> None:
-        if activations not in ACTIVATIONS:
-            raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {short(activations)}")
+        checked_activations(activations)
         self.config = config
         self.weights = weights
         self.activations = activations

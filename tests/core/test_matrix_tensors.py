@@ -20,7 +20,7 @@ def nearest(x):
     with np.errstate(invalid="ignore", over="ignore"):
         exact = x.astype(np.float64)
         below = bits.view(np.float32).astype(np.float64)
-        # The one above the largest number is 2^128, whose word is that of infinity.
+        # Above the largest number comes 2^128, which has the word of infinity.
         above = np.where((low & 0x7FFF) == 0x7F7F, np.sign(below) * 2.0**128, floats_of(low + np.uint16(1)))
         to_below, to_above = np.abs(exact - below), np.abs(above - exact)
     up = (to_above < to_below) | ((to_above == to_below) & (low & 1 == 1))

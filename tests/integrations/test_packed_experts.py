@@ -120,3 +120,14 @@ def test_one_module_of_experts_with_two_names():
     x, chosen, shares = torch.randn(3, inner.hidden_dim), torch.tensor([[0, 1], [2, 3], [3, 1]]), torch.rand(3, 2)
     torch.testing.assert_close(model["a"](x, chosen, shares), theirs(x, chosen, shares))
     torch.testing.assert_close(inner(x, chosen, shares), theirs(x, chosen, shares))  # the module itself stays whole
+
+
+@pytest.mark.parametrize("n", [1, 3, 100])
+@torch.no_grad()
+def test_inputs_whose_memory_has_other_values(n):
+    """Tensors with the sign in a flag, and with gaps between elements."""
+    packed, _, width = experts_of("mixtral")
+    x, chosen, shares = torch.randn(n, width), torch.tensor([[0, 3]] * n), torch.rand(n, 2)
+    gaps = torch.zeros(n, 2 * width)[:, ::2].copy_(x)
+    torch.testing.assert_close(packed(torch._neg_view(-x), chosen, shares), packed(x, chosen, shares))
+    torch.testing.assert_close(packed(gaps, chosen, shares), packed(x, chosen, shares))

@@ -1,4 +1,4 @@
-"""`PackedExperts`: the experts of a mixture whose weights lie in matrices.
+"""`PackedExperts`: the experts of a mixture. Their weights lie in matrices.
 
 transformers keeps the weights of all experts of a layer in tensors with three axes, and says in attributes of the
 module how they lie (`use_experts_implementation`). So one module takes the place of those of all its models.
@@ -94,7 +94,7 @@ class PackedExperts(torch.nn.Module):
 
         Args:
             hidden_states: `(n, channels)`.
-            top_k_index: `(n, k)`, the experts of each row; a number above the last one is none.
+            top_k_index: `(n, k)`, the experts of each row; a number that no expert has stands for none.
             top_k_weights: `(n, k)`.
 
         Raises:

@@ -42,8 +42,8 @@ def few_products(
     matrix: Matrix, bias: Float32 | None, x: Any, activations: str, sizes: Sequence[int]
 ) -> list[Any]:  # fmt: skip
     """`product` in tensors of so many columns each."""
-    if not x.is_contiguous() or x.is_neg():
-        x = x.contiguous().resolve_neg()
+    if not x.is_contiguous():
+        x = x.contiguous()
     outs = [x.new_empty((*x.shape[:-1], size)) for size in sizes]
     matrix.multiply_tensors(to_dlpack(x), map(to_dlpack, outs), bias, activations=meets(activations, x.dtype))
     return outs
@@ -55,7 +55,7 @@ def meets(activations: str, dtype: Any) -> str:
 
 
 def usable(x: Any) -> Any:
-    """An input of a packed layer, detached.
+    """An input of a packed layer, detached, whose memory has its values.
 
     Raises:
         RuntimeError: it needs a gradient.
@@ -67,7 +67,7 @@ def usable(x: Any) -> Any:
         x = x.detach()
     if not x.is_cpu:
         raise ValueError(f"x: expected a tensor on the CPU, where packed weights are, got one on {x.device}")
-    return x
+    return x.resolve_neg() if x.is_neg() else x
 
 
 def refuse_state() -> NoReturn:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcache.core.arguments import short
-from kvcache.core.matrix import ACTIVATIONS, MATRIX_FORMATS, Matrix
+from kvcache.core.matrix import MATRIX_FORMATS, Matrix, checked_activations
 from kvcache.integrations.transformers.experts import PackedExperts, Projection, weights_of, without_weights
 from kvcache.integrations.transformers.hf import Conv1D, torch
 from kvcache.integrations.transformers.linear import Joint, PackedLinear
@@ -45,10 +45,10 @@ def pack_weights(
 ) -> PackedWeights:  # fmt: skip
     """Let the linear layers and experts of a model multiply by packed weights; their own weights are freed.
 
-    Every `torch.nn.Linear`, and every `Conv1D` of transformers, becomes a `PackedLinear`; the experts of a layer, whose
-    weights transformers keeps in tensors with three axes, become `PackedExperts`. All else stays: embeddings, norms,
-    convolutions, subclasses of `Linear`. The model is for inference
-    then: it has no gradients and no `state_dict`, so it cannot be saved. `copy.deepcopy` shares the packed weights.
+    Every `torch.nn.Linear`, and every `Conv1D` of transformers, becomes a `PackedLinear`. Where transformers keeps the
+    weights of a layer's experts in tensors with three axes, they become `PackedExperts`. All else stays: embeddings,
+    norms, convolutions, subclasses of `Linear`. The model is for inference then: it has no gradients and no
+    `state_dict`, so it cannot be saved. `copy.deepcopy` shares the packed weights.
 
     Args:
         model: of transformers, or any `torch.nn.Module`, on the CPU.
@@ -70,8 +70,7 @@ def pack_weights(
     """
     if weights not in FORMATS:
         raise ValueError(f"weights: expected one of {', '.join(FORMATS)}, got {short(weights)}")
-    if activations not in ACTIVATIONS:
-        raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {short(activations)}")
+    checked_activations(activations)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     plan = _plan(model, weights, skip)
