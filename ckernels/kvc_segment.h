@@ -21,9 +21,10 @@
 #include "kvc_attend.h"
 #include "kvc_simd.h"
 
+#include <float.h>
 #include <string.h>
 
-#define LOWEST (-1e30f) /* below every score, yet finite: LOWEST - LOWEST is 0, -inf - LOWEST is -inf */
+#define LOWEST (-FLT_MAX) /* no score is below it, yet finite: LOWEST - LOWEST is 0, -inf - LOWEST is -inf */
 
 typedef struct results {
     float *acc, *largest, *sum;

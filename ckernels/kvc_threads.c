@@ -34,6 +34,25 @@ enum {
     SPINS_PER_CHECK = 16, /* pauses between two looks at the clock, which cost 20 ns each */
 };
 
+/* How the CPU rounds, and whether denormals are zeros. A helper takes it from the caller: bits do not depend on threads. */
+#if defined(__x86_64__)
+typedef unsigned float_mode;
+static float_mode get_mode(void) { return __builtin_ia32_stmxcsr(); }
+static void set_mode(float_mode mode) { __builtin_ia32_ldmxcsr(mode); }
+#elif defined(__aarch64__)
+typedef uint64_t float_mode;
+static float_mode get_mode(void) {
+    float_mode mode;
+    __asm__ __volatile__("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+}
+static void set_mode(float_mode mode) { __asm__ __volatile__("msr fpcr, %0" : : "r"(mode)); }
+#else
+typedef int float_mode;
+static float_mode get_mode(void) { return 0; }
+static void set_mode(float_mode mode) { (void)mode; }
+#endif
+
 typedef struct job {
     kvc_item_fn *item;
     void *context;
@@ -42,6 +61,7 @@ typedef struct job {
     int joined;       /* helpers that have joined: the last one's thread number */
     int cpu;          /* of the caller */
     int asleep;       /* the caller waits for `left` */
+    float_mode mode;  /* of the caller */
     atomic_int inside; /* helpers that have not left */
     _Atomic int64_t next;
     struct job *after; /* the job posted after this one */
@@ -152,6 +172,7 @@ static void *work(void *unused) {
         j->wanted--, num_busy++;
         atomic_fetch_add(&j->inside, 1);
         pthread_mutex_unlock(&lock);
+        set_mode(j->mode);
         run(j, atomic_fetch_add(&j->next, 1), thread);
         pthread_mutex_lock(&lock);
         num_busy--;
@@ -172,18 +193,19 @@ static void after_fork_in_child(void) {
     num_workers = num_sleeping = num_busy = 0;
     atomic_store(&num_spinning, 0);
 }
-static void handle_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+/* Before the first job: it must not wait with `lock` held, since a fork waits for `lock`. */
+__attribute__((constructor)) static void handle_forks(void) {
+    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
 
 /* Starts threads until `wanted` are free, or as many as there are CPUs, as far as the system allows; the lock is held.
  * They take no signals, which are for threads of Python. */
 static void start_workers(int wanted) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_attr_t detached;
     sigset_t all, before;
     if (num_workers >= num_busy + wanted) return;
     const int cpus = num_busy ? kvc_num_cpus() : 0;
     if (num_busy) wanted = num_busy + wanted < cpus ? num_busy + wanted : wanted < cpus ? cpus : wanted;
-    pthread_once(&once, handle_forks);
     if (num_workers >= wanted || pthread_attr_init(&detached)) return;
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&detached, STACK_BYTES);
@@ -223,7 +245,7 @@ void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *cont
     if (helpers > MAX_WORKERS) helpers = MAX_WORKERS;
     job j = {.item = item, .context = context, .count = count, .wanted = (int)helpers, .cpu = -1, .next = 1};
     if (helpers > 0) {
-        j.cpu = this_cpu();
+        j.cpu = this_cpu(), j.mode = get_mode();
         post(&j);
     }
     run(&j, 0, 0);

@@ -21,7 +21,7 @@ from kvcache.core import dlpack
 __all__ = [
     "BFLOAT16", "REQUIRED", "as_array", "as_bytes", "as_count", "as_finite", "as_flat", "as_floats", "as_index",
     "as_indices", "as_instance", "as_integer", "as_integers", "as_number", "as_output", "as_pair", "as_rows",
-    "as_scores", "as_share", "as_stored", "check_integers", "checked_scores", "described", "is_integer",
+    "as_scores", "as_share", "as_sinks", "as_stored", "check_integers", "checked_scores", "described", "is_integer",
     "plain_int", "short",
 ]  # fmt: skip
 
@@ -176,6 +176,17 @@ def as_stored(x: Any, shape: tuple[int | None, ...], name: str) -> npt.NDArray[A
         wanted = "(" + ", ".join("any" if want is None else str(want) for want in shape) + ")"
         raise ValueError(f"{name}: expected shape {wanted}, got {array.shape}")
     return array
+
+
+def as_sinks(sinks: Any, shape: tuple[int, int]) -> Float32:
+    """Sink logits as float32 `shape`, of each query and query head, or `shape[1:]`, the same for all queries.
+
+    Raises as `as_floats`, and ValueError for NaN or an infinity.
+    """
+    found = as_floats(sinks, shape if getattr(sinks, "ndim", 1) == 2 else shape[1:], "sinks")
+    if not np.isfinite(found).all():
+        raise ValueError("sinks: expected finite numbers, got NaN or infinity")
+    return found
 
 
 def as_output(x: Any) -> Any:

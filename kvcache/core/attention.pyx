@@ -17,7 +17,7 @@ from kvcache.core.store cimport BlockStore
 
 import numpy as np
 
-from kvcache.core.arguments import as_finite, as_floats, as_stored, described
+from kvcache.core.arguments import as_finite, as_sinks, as_stored, described
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["Attention"]
@@ -117,11 +117,7 @@ cdef class Attention:
     cdef cnp.ndarray sinks_(self, object sinks, cnp.ndarray queries):
         if sinks is None:
             return None
-        shape = (queries.shape[0], queries.shape[1])
-        cdef cnp.ndarray found = as_floats(sinks, shape if getattr(sinks, "ndim", 1) == 2 else shape[1:], "sinks")
-        if not np.isfinite(found).all():
-            raise ValueError("sinks: expected finite numbers, got NaN or infinity")
-        return found
+        return as_sinks(sinks, (queries.shape[0], queries.shape[1]))
 
     cdef int reserve_seqs(self, int64_t count) except -1:
         cdef kvc_seq *seqs

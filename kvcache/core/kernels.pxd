@@ -182,9 +182,10 @@ cdef void floats_of_bf16(int64_t n, const uint16_t *words, float *x) noexcept no
 cdef void bf16_of_floats(int64_t n, const float *x, uint16_t *words) noexcept nogil    # rounded half to even
 cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
                            unsigned char *codes, uint16_t *scales, uint16_t *minima) noexcept nogil
-cdef kvc_bf16_rows rounded_rows() noexcept nogil    # the fastest way of the level in use
+# The level in use, for `matmul`, and its fastest way of rounded rows. Another thread may change the level after it.
+cdef const void *level_in_use(kvc_bf16_rows *rounded) noexcept
 cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args, int threads) noexcept nogil
-cdef void matmul(const kvc_matmul_args *args, int num_threads) noexcept nogil
+cdef void matmul(const void *level, const kvc_matmul_args *args, int num_threads) noexcept nogil
 
 # Rows between two products, divided among the threads: kvc_network_parallel.c.
 cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,

@@ -178,16 +178,17 @@ cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t colu
     _active.quantise_weights(format, count, columns, x, codes, scales, minima)
 
 
-cdef kvc_bf16_rows rounded_rows() noexcept nogil:
-    return _rounded_rows
+cdef const void *level_in_use(kvc_bf16_rows *rounded) noexcept:
+    rounded[0] = _rounded_rows
+    return _active
 
 
 cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args, int threads) noexcept nogil:
     return kvc_matmul_scratch_bytes(args, threads)
 
 
-cdef void matmul(const kvc_matmul_args *args, int num_threads) noexcept nogil:
-    kvc_matmul(_active, args, num_threads)
+cdef void matmul(const void *level, const kvc_matmul_args *args, int num_threads) noexcept nogil:
+    kvc_matmul(<const kvc_kernels *>level, args, num_threads)
 
 
 cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,

@@ -7,6 +7,7 @@ from kvcache.core cimport kernels
 from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_format, kvc_layout
 
 from kvcache.core.arguments import as_count, as_integer, short
+from kvcache.errors import OutOfMemoryError
 
 __all__ = ["Layouts"]
 
@@ -83,6 +84,8 @@ cdef class Layouts:
                                    rotated[0], rotated[1]) != 0:
                 raise ValueError(f"head_dim: expected one for {key_dtype} and {value_dtype}, got {head_dim}, "
                                  f"{value_dim}")
+            if self.of[layer].block_bytes > (<size_t>1 << 62) - self.starts[layer]:
+                raise OutOfMemoryError(<object>self.starts[layer] + self.of[layer].block_bytes, 2**62, "bytes")
             if layer < num_layers:
                 self.starts[layer + 1] = self.starts[layer] + self.of[layer].block_bytes
         self.first = self.of[0]

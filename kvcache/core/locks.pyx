@@ -322,8 +322,12 @@ cdef class AllLocks:
         cdef CallLock core
         try:
             for core in self.cores:
-                core.enter()
-                self.taken.append(core)
+                self.taken.append(core)    # before: if it fails, no lock is left taken
+                try:
+                    core.enter()
+                except BaseException:
+                    self.taken.pop()
+                    raise
         except BaseException:
             self.leave_all()
             raise

@@ -21,7 +21,7 @@ from kvcache.core.dlpack cimport rows_of, rows_overlap, rows_t
 from kvcache.core.kernels cimport (
     KVC_BF16_FLOATS, KVC_NUM_MATRIX_FORMATS, KVC_PANEL, bf16_of_floats, floats_of_bf16, kvc_matmul_args, kvc_matrix,
     kvc_matrix_format, kvc_matrix_format_of, matmul, matmul_scratch_bytes, matrix_get_codes, matrix_get_row,
-    matrix_init, matrix_put_codes, matrix_put_words, num_threads, quantise_weights, rounded_rows,
+    level_in_use, matrix_init, matrix_put_codes, matrix_put_words, num_threads, quantise_weights,
 )
 from kvcache.core.recycled cimport Piece, new_floats
 
@@ -215,7 +215,7 @@ cdef class Matrix:
         Raises:
             IndexError: no such row.
         """
-        cdef const int64_t[::1] at = np.ascontiguousarray(rows, dtype=np.int64)
+        cdef const int64_t[::1] at = np.array(rows, np.int64, order="C")    # a copy, which nobody changes
         out = new_floats((at.shape[0], self.c.columns))
         cdef float[:, ::1] c_out = out
         cdef int64_t i
@@ -331,14 +331,16 @@ cdef class Matrix:
         if bias is not None:
             args.bias = <const float *>cnp.PyArray_DATA(bias)
         args.digits = 2 if activations == "exact" else 1
-        args.bf16_rows = rounded_rows() if activations == "bf16" else KVC_BF16_FLOATS
+        cdef const void *level = level_in_use(&args.bf16_rows)
+        if activations != "bf16":
+            args.bf16_rows = KVC_BF16_FLOATS
         cdef int threads = num_threads()
         cdef size_t size = matmul_scratch_bytes(&args, threads)
         scratch = Piece(size)
         args.prepared = scratch.bytes
         self.scratch_bytes = max(self.scratch_bytes, size)
         with nogil:
-            matmul(&args, threads)
+            matmul(level, &args, threads)
         return 0
 
     def part(self, row, count):

@@ -141,7 +141,7 @@ class InferenceEngine:
         self._requests.reseed(seed)
 
     def enlarge(self, blocks: int) -> None:
-        """Replace the cache by an empty one with `blocks` more blocks; the sequence becomes empty.
+        """Replace the cache by an empty one with `blocks` more; a `PrefixCachedEngine` over the old one then raises.
 
         Raises:
             OutOfMemoryError: the system refuses the memory; the old cache is kept.

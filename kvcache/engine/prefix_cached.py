@@ -53,7 +53,8 @@ class PrefixCachedEngine:
     request runs only its new tokens (`newest.NewestGroups`).
 
     Args:
-        engine: the engine to wrap; its cache is replaced by one with `max_cache_blocks` more blocks.
+        engine: the engine to wrap; its cache is replaced by one with `max_cache_blocks` more blocks. Once it is
+            replaced again, by `enlarge` or by another wrapper, the calls of this one raise.
         max_cache_blocks: maximum number of blocks of the prefix cache; may be left out if `max_memory_bytes` is given.
             The unpacked groups take more memory: one token for every 32, or two groups if that is more.
             The pages of windows do too: a quarter as many for each window, or two windows if that is more.
@@ -103,7 +104,7 @@ class PrefixCachedEngine:
         engine.enlarge(max_cache_blocks)
         if seed is not None:
             engine.reseed(seed)
-        self.inner = engine
+        self.inner, self._cache = engine, engine.cache
         self.prefix_cache = PrefixAwarePrefill(PrefixCache.over(engine.cache, max_cache_blocks))
         self.windows = CachedWindows(sequence.windows.groups, max_cache_blocks)
         pays = NewestGroups.pay(engine.cache, max_cache_blocks)
@@ -141,7 +142,7 @@ class PrefixCachedEngine:
 
         Raises:
             TypeError, ValueError: invalid tokens, parameters or length.
-            InvalidOperationError: this thread has an open stream of this engine.
+            InvalidOperationError: this thread has an open stream of this engine; the engine's cache was replaced.
         """
         request = self._checked(prompt_tokens, params, namespace)
         if not len(request.tokens):
@@ -200,8 +201,14 @@ class PrefixCachedEngine:
         self, prompt: Any, params: SamplingParams | None, namespace: Hashable, *, with_text: bool = False
     ) -> Request:
         """A new request; its prompt may be empty."""
+        self._check_cache()
         hash(namespace)  # raises TypeError here rather than in the middle of the request
         return self.inner._request(prompt, params, with_text=with_text, or_empty=not with_text)
+
+    def _check_cache(self) -> None:
+        """InvalidOperationError, once the blocks that are cached are not those of the engine any more."""
+        if self.inner.cache is not self._cache:
+            raise InvalidOperationError("engine: expected the cache that it got here, got another one since then")
 
     def cache_stats(self) -> PrefixCacheStats:
         """A snapshot of the prefix cache's counters.
@@ -236,10 +243,14 @@ class PrefixCachedEngine:
             TypeError: a namespace that cannot be saved; no name for a model that is not a `Transformer`.
             OSError: an error of the file system; the old file is kept.
         """
+        self._check_cache()
         self.prefix_cache.cache.save(path, self._name(model), beside=self._beside())
 
     def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
         """Add the blocks of a saved file to the cache and return their number; K and V are read at the first match.
+
+        A file of an engine with another `residual_length` loads too. Its blocks are what that engine computed: with
+        them an answer is that engine's, which may differ from a cold run of this one.
 
         Args:
             model: as in `save`.
@@ -247,6 +258,7 @@ class PrefixCachedEngine:
         Raises:
             as `PrefixCache.load`: SnapshotError for the file of another model or a damaged one.
         """
+        self._check_cache()
         if self.prefix_cache.cache.is_empty:
             for cache in self._beside():  # drop what belongs to texts that are no longer cached
                 cache.clear()
@@ -285,6 +297,7 @@ class PrefixCachedEngine:
         engine, requests, tokens = self.inner, self.inner._requests, request.tokens
         text = tokens.tolist()
         key = requests.regimes.key(namespace, requests.regimes.of(len(tokens)))
+        self._check_cache()
         with self.prefix_cache.prepare(tokens, key)[0] as session:
             try:
                 with requests.lock:

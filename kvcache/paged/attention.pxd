@@ -30,7 +30,9 @@ cdef class SequenceAttention:
     # `given` is returned for `result`: the object over whose memory `result` is.
     cdef object _attend(self, int64_t layer, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
                         cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree, const Sight *sight,
-                        cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse)
+                        cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse,
+                        bint touches)
+    cdef void _touch(self, int64_t n) noexcept                   # the n picked sequences
     cdef int _mass(self, object return_scores) except -1         # 0, 1 or BY_HEAD
     # Describes the sequences to `attention` and checks that the queries add up; leaves their rows in `table.picked`.
     cdef int _describe(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree,

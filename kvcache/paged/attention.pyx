@@ -43,10 +43,10 @@ cdef class SequenceAttention:
         return self.attention.nbytes
 
     def over(self, layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores, context_lens,
-             bint return_lse, window, softcap, sinks, starts, bint causal, mask, skip_tokens):
-        """Causal attention of several sequences in one call; counts as an access.
+             bint return_lse, window, softcap, sinks, starts, bint causal, mask, skip_tokens, bint touches=True):
+        """Causal attention of several sequences in one call; counts as an access, if it `touches`.
 
-        Arguments, result and errors are those of `PagedKvCache.attention`; a call that raises has changed nothing.
+        All else is as of `PagedKvCache.attention`. A call that raises has changed nothing.
         """
         cdef Attention attention = self.attention
         cdef int64_t number
@@ -91,7 +91,17 @@ cdef class SequenceAttention:
         self.lock.enter()
         try:
             return self._attend(attention.store.named_layer(number), q, sink_q, ids, lens, shown, first, tree, &sight,
-                                logits, result, result if out is None else out, mass, return_lse)
+                                logits, result, result if out is None else out, mass, return_lse, touches)
+        finally:
+            self.lock.leave()
+
+    def touch(self, seq_ids):
+        """Count an access of sequences, integers `(n,)`; SequenceNotFoundError: one does not exist, and none counts."""
+        cdef cnp.ndarray ids = uint64_ids(seq_ids)
+        self.lock.enter()
+        try:
+            self.table.find_(<const uint64_t *>cnp.PyArray_DATA(ids), ids.shape[0])
+            self._touch(ids.shape[0])
         finally:
             self.lock.leave()
 
@@ -99,7 +109,8 @@ cdef class SequenceAttention:
 
     cdef object _attend(self, int64_t layer, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
                         cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree, const Sight *sight,
-                        cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse):
+                        cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse,
+                        bint touches):
         cdef int64_t i, n = ids.shape[0], tokens = 0
         cdef cnp.ndarray scores = None, lse = None
         self._describe(ids, lens, shown, starts, tree, sight, q.shape[0])
@@ -111,11 +122,16 @@ cdef class SequenceAttention:
             lse = cnp.PyArray_EMPTY(2, q.shape, cnp.NPY_FLOAT32, 0)
         self.attention.attend_(layer, n, q, sink_queries, sight.scale, sight.softcap, sinks, result, scores,
                                lse)
-        for i in range(n):
-            self.table.victims.touched(self.table.picked[i])
+        if touches:
+            self._touch(n)
         if return_lse:
             return (given, scores, lse) if return_scores else (given, lse)
         return (given, scores) if return_scores else given
+
+    cdef void _touch(self, int64_t n) noexcept:
+        cdef int64_t i
+        for i in range(n):
+            self.table.victims.touched(self.table.picked[i])
 
     cdef int _mass(self, object return_scores) except -1:
         if isinstance(return_scores, str):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_floats, as_output
+from kvcache.core.arguments import as_floats, as_output, as_sinks
 from kvcache.paged.blending import blend
 
 __all__ = ["Parts", "merge_attention"]
@@ -93,7 +93,7 @@ class Parts:
         """Attend to both, and merge: outputs and log-sum-exps; without `return_lse` the latter are of no use.
 
         Args:
-            near, far: attention over the unpacked and the packed tokens.
+            near, far: attention over the unpacked and the packed tokens. The latter counts no access.
             sinks: they join the normaliser once, beside the unpacked tokens. All others are those of
                 `PagedKvCache.attention`.
         """
@@ -103,7 +103,7 @@ class Parts:
         for rows, _, (ids, counts, contexts), skip in self._far:
             own = queries if rows is None else queries[rows]
             more, more_lse = far.over(layer, own, ids, counts, scale, None, None, False,
-                                      contexts, True, None, softcap, None, None, True, None, skip)  # fmt: skip
+                                      contexts, True, None, softcap, None, None, True, None, skip, False)  # fmt: skip
             if out is None and rows is None and not return_lse:
                 mixed = blend(more, mixed, more_lse - lse)
                 continue
@@ -135,14 +135,14 @@ class Parts:
                              None, True, None, softcap, own_sinks, None, self._causal, None, 0)  # fmt: skip
 
         alone = over_near(None, False, None)[1]
-        lse = alone if sinks is None else np.logaddexp(alone, as_floats(sinks, (queries.shape[1],), "sinks"))
+        lse = alone if sinks is None else np.logaddexp(alone, as_sinks(sinks, queries.shape[:2]))
         lse = np.fmax(lse, _NONE)  # NaN too, of queries that are not finite
         shares: list[tuple[Any, Float32]] = []
         drawn: dict[int, Float32] = {}
         for rows, which, (ids, counts, contexts), skip in self._far:
             own, some = (queries, ...) if rows is None else (queries[rows], rows)
             share, drawn_there, total = far.over(layer, own, ids, counts, scale, None, None, by, contexts, True, None,
-                                                 softcap, lse[some], None, True, None, skip)  # fmt: skip
+                                                 softcap, lse[some], None, True, None, skip, False)  # fmt: skip
             shares.append((some, share))
             lse[some] = total
             stop = 0

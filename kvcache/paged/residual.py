@@ -127,7 +127,7 @@ class ResidualSequences:
         with self.lock:
             self._sequences.append(seq_id, num_new_tokens)
             try:  # once per step of one text: `Undoing` takes longer
-                self._extend((self._table.uid(seq_id),), (num_new_tokens,))
+                self._extend((self._uid(seq_id),), (num_new_tokens,))
             except BaseException:
                 self._shorten([seq_id], [num_new_tokens])
                 raise

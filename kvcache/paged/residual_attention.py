@@ -104,7 +104,9 @@ class ResidualAttention:
         options = {"scale": scale, "softcap": softcap, "sinks": sinks, "out": out}
         with self._residual.lock:
             if shown is not None or return_scores:
-                return self._over_shown(layer, rows, ids, lens, shown, return_scores, return_lse, options)
+                found = self._over_shown(layer, rows, ids, lens, shown, return_scores, return_lse, options)
+                self._packed.touch(ids)
+                return found
             key = ids.tobytes(), lens.tobytes(), self._residual.state
             if key != self._known[0]:
                 groups = self._groups_of(ids, lens, None)
@@ -114,6 +116,7 @@ class ResidualAttention:
             ways = self._rows._attention, self._packed
             mixed, lse = parts.attend(layer, *ways, rows, return_lse=return_lse, **options)
             self._end(forks)
+            self._packed.touch(ids)
         return (mixed, lse) if return_lse else mixed
 
     def _over_shown(
@@ -206,6 +209,8 @@ class ResidualAttention:
         firsts = span.firsts if span.base else self.firsts
         if self.length:
             gone = span.gone
+            if not count:
+                return
             for group, pos, end in groups_of(stop - count + gone, stop + gone, self.length):
                 begin = max(group - gone, span.base)
                 if not span.base and begin < firsts:

@@ -215,7 +215,8 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         return self._heads(self._values[self._layer(layer)])
 
     def _heads(self, rows: Float32) -> Float32:
-        view = rows[: self.seq_len].reshape(self.seq_len, self.num_heads, self.head_dim)
+        count = self.seq_len  # read once: other threads may change it
+        view = rows[:count].reshape(count, self.num_heads, self.head_dim)
         view.flags.writeable = False
         return view
 
@@ -245,5 +246,5 @@ class KvCache(KvCacheHandle, KvCacheAccess):
 
     def stats(self) -> CacheHandleStats:
         """Memory and tokens; `last_access` is the number of tokens written, since a `KvCache` has no other clock."""
-        memory = self._keys.nbytes + self._values.nbytes
-        return CacheHandleStats(memory, 1, self.seq_len, self.seq_len / self.max_seq_len, self._writes.written)
+        memory, count = self._keys.nbytes + self._values.nbytes, self.seq_len
+        return CacheHandleStats(memory, 1, count, count / self.max_seq_len, self._writes.written)

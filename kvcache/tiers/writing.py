@@ -50,7 +50,7 @@ class WriteBehind:
         self._queue: deque[Written] = deque()
         self._writing: list[Written] = []  # for a moment some are in the queue too
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self._closed = False
+        self._closed = self._lost = False  # `_lost`: since the last `flush`
         self._process = -1  # in which the thread runs
 
     @property
@@ -71,15 +71,16 @@ class WriteBehind:
         self._wake.put(None)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the queue is empty, for so many seconds at most; whether it is."""
+        """Wait until the queue is empty, for so many seconds at most; whether all since the last call was written."""
         end = monotonic() + timeout
         self._wake.put(None)
         while self.queued_bytes and monotonic() < end:
             sleep(_POLL)
-        return not self.queued_bytes
+        lost, self._lost = self._lost, False
+        return not (lost or self.queued_bytes)
 
     def close(self, timeout: float) -> bool:
-        """Accept nothing more, `flush`, drop the rest and end the thread; whether everything was written."""
+        """Accept nothing more, `flush`, drop the rest and end the thread; whether `flush` did."""
         self._closed = True
         whole = self.flush(timeout)
         with suppress(IndexError):
@@ -142,6 +143,7 @@ class WriteBehind:
             del self._writing[0]
 
     def _drop(self, item: Written) -> None:
+        self._lost = True
         self._link.count("dropped")
         item.lost()
 

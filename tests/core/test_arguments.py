@@ -81,6 +81,8 @@ def test_no_size_overflows(number):
             PagedKvCache(*given)
     with pytest.raises((ValueError, OutOfMemoryError), match=r"num_layers|memory"):
         PagedKvCache(8, 16, 2, 8, num_layers=number)
+    with pytest.raises(OutOfMemoryError, match=r"requested \d{19,} bytes"):  # each size is legal
+        PagedKvCache(4, 256, 2**28, 512, num_layers=2**16)
     for at in range(5):
         given = [8, 4, 2, 2, 8]
         given[at] = number

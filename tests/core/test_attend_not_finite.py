@@ -1,4 +1,4 @@
-"""Queries with NaN or infinities: NaN in their own results at every level, and nothing in those of others."""
+"""Queries with NaN or infinities: NaN in their own results at every level, and nothing in others. Large ones."""
 
 import numpy as np
 import pytest
@@ -93,3 +93,17 @@ def test_with_a_residual(rng, simd, format):
         ours[1, 0] = others[1, 0] = 0
         np.testing.assert_array_equal(ours, others)
         assert not scores or np.isfinite(got[1]).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_scores(simd, sign):
+    """Keys and queries as large as they may be: scores are near 2^103 or -2^103, and softmax is what it always is."""
+    cache = PagedKvCache(4, 16, 1, DIM, dtype="f32")
+    cache.allocate(1, 20)
+    values = np.arange(20 * DIM, dtype=np.float32).reshape(20, 1, DIM)
+    cache.write(0, 1, np.full((20, 1, DIM), 2.0**95, np.float32), values)
+    query = np.full((1, 1, DIM), sign * 1e3, np.float32)
+    out, masses, lse = cache.attention(0, query, [1], return_scores=True, return_lse=True)
+    np.testing.assert_allclose(out, values.mean(0, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(masses, 1 / 20, rtol=1e-5)
+    assert lse[0, 0] == pytest.approx(sign * 1e3 * 2.0**95 * DIM**0.5, rel=1e-5)

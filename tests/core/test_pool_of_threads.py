@@ -1,13 +1,18 @@
 """The pool of threads: every item once, thread numbers in range, any number of callers at once."""
 
+import ctypes
+import platform
 import random
+import sys
 import threading
 
 import numpy as np
 import pytest
 
+from kvcache import get_num_threads, set_num_threads
 from kvcache.core import kernelcalls
 from kvcache.core.cpus import available_cpus
+from kvcache.core.matrix import Matrix
 
 pytestmark = pytest.mark.no_level
 
@@ -50,6 +55,30 @@ def test_many_callers_at_once():
     for caller in callers:
         caller.join()
     assert not problems
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="sets MXCSR through glibc")
+def test_helpers_have_the_rounding_of_their_caller():
+    """Denormals that the caller counts as zeros are zeros on every thread: bits do not depend on who runs an item."""
+    libm = ctypes.CDLL("libm.so.6")
+    before, flushing = (ctypes.c_uint32 * 8)(), (ctypes.c_uint32 * 8)()
+    libm.fegetenv(before)
+    libm.fegetenv(flushing)
+    flushing[7] |= 0x8040  # MXCSR: flush to zero, denormals are zeros
+    matrix = Matrix(2048, 256, "f32")
+    matrix.put(0, np.full((2048, 256), 2.0**-10, np.float32))
+    rows = np.full((1, 256), 2.0**-130, np.float32)
+    threads = get_num_threads()
+    set_num_threads(4)
+    try:
+        assert matrix.multiply(rows).all()  # threads have begun, in the usual mode
+        libm.fesetenv(flushing)
+        found = [matrix.multiply(rows).view(np.uint32).any() for _ in range(200)]  # bits: a comparison flushes too
+    finally:
+        libm.fesetenv(before)
+        set_num_threads(threads)
+    assert not any(found)
+    assert matrix.multiply(rows).all()
 
 
 @pytest.mark.parametrize(

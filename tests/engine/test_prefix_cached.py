@@ -11,6 +11,7 @@ from prefix_engines import GREEDY, SHORT, prompt, settled
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 from kvcache.engine.sampling import Sampler
+from kvcache.errors import InvalidOperationError
 
 LENGTHS = (1, 15, 16, 17, 33, 200)
 FORMATS = [*((name, name) for name in ("f16", "q8", "q4", "q3", "q2")), ("q6", "q4"), ("f16", "q2"), ("q4", "f32")]
@@ -203,6 +204,25 @@ def test_a_cleared_cache_holds_no_block(network):
     cached.generate(np.arange(32), SHORT)
     cached.clear_cache()
     assert cached.cache_stats().cached_blocks == 0
+
+
+@pytest.mark.parametrize("replace", [lambda engine: engine.enlarge(4), lambda engine: PrefixCachedEngine(engine, 64)])
+def test_a_cache_of_the_engine_that_was_replaced(network, tmp_path, replace):
+    """The blocks that are cached are not in the new one: an answer from there would be another text's."""
+    cached = PrefixCachedEngine(InferenceEngine(network), 64)
+    want = cached.generate(prompt(1, 40), SHORT)
+    cached.save(tmp_path / "saved")
+    other = replace(cached.inner)
+    for call in (
+        lambda: cached.generate(prompt(1, 40), SHORT), lambda: cached.stream(prompt(1, 40), SHORT),
+        lambda: cached.complete(prompt(1, 40), SHORT), lambda: cached.save(tmp_path / "other"),
+        lambda: cached.load(tmp_path / "saved"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidOperationError, match=r"^engine: expected the cache that it got"):
+            call()
+    assert (other or cached.inner).generate(prompt(1, 40), SHORT) == want
+    cached.clear_cache()
+    cached.check()
 
 
 def test_a_request_for_no_tokens_caches_the_prompt(cached):

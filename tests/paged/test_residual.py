@@ -116,6 +116,53 @@ def test_sinks_and_caps_join_once(rng):
     np.testing.assert_allclose(found[0][1], found[1][1], atol=2e-4)
 
 
+def test_sinks_of_each_query_beside_masses(rng):
+    cache = make(32, 16, dtype="f16")
+    cache.allocate(1, 0)
+    run(cache, 1, *rng.standard_normal((2, LAYERS, 90, HEADS, DIM)).astype(np.float32), 0, 90)
+    queries = rng.standard_normal((3, HEADS, DIM)).astype(np.float32)
+    for sinks in rng.standard_normal((3, HEADS)), rng.standard_normal(HEADS):
+        options = {"query_lens": [3], "sinks": sinks, "return_lse": True}
+        out, masses, lse = cache.attention(0, queries, [1], return_scores=True, **options)
+        want, want_lse = cache.attention(0, queries, [1], **options)
+        np.testing.assert_allclose(out, want, atol=1e-5)
+        np.testing.assert_allclose(lse, want_lse, atol=1e-5)
+        assert 0 < masses.sum() < 3 * HEADS
+    for bad in (np.nan, -np.inf):
+        with pytest.raises(ValueError, match=r"^sinks: expected finite numbers"):
+            cache.attention(0, queries, [1], query_lens=[3], sinks=np.array([0, bad]), return_scores=True)
+
+
+@pytest.mark.parametrize(("length", "firsts"), [(32, 0), (32, 16), (0, 16)])
+def test_attention_is_one_use(rng, length, firsts):
+    """However many groups its queries are in, and also where no token is packed."""
+    cache = make(length, firsts)
+    for seq_id, count in ((1, 5), (2, 90)):
+        cache.allocate(seq_id, 0)
+        run(cache, seq_id, *rng.standard_normal((2, LAYERS, count, HEADS, DIM)).astype(np.float32), 0, count)
+    lens, queries = [5, 90], rng.standard_normal((95, HEADS, DIM)).astype(np.float32)
+    for options in ({}, {"return_scores": True}):
+        before = [cache.get_sequence(seq_id) for seq_id in (1, 2)]
+        cache.attention(0, queries, [1, 2], query_lens=lens, **options)
+        for seq_id, old in zip((1, 2), before, strict=True):
+            now = cache.get_sequence(seq_id)
+            assert now.access_count == old.access_count + 1
+            assert now.last_access > old.last_access
+
+
+def test_masses_of_a_sequence_without_queries(rng):
+    cache = make(4, 0)
+    for seq_id in (1, 2):
+        cache.allocate(seq_id, 9)
+    query = rng.standard_normal((1, HEADS, DIM)).astype(np.float32)
+    for shown in range(10):
+        options = {"context_lens": [shown, 9], "return_scores": True}
+        masses = cache.attention(0, query, [1, 2], query_lens=[0, 1], **options)[1]
+        assert masses.shape == (shown + 9,)
+        assert not masses[:shown].any()
+        assert masses.sum() == pytest.approx(HEADS, rel=1e-5)
+
+
 def test_what_a_residual_refuses(rng):
     cache = make(32, 16, block_size=16)
     cache.allocate(1, 70)

@@ -177,6 +177,7 @@ def test_disks_that_are_really_full(tmp_path, network):
                 (stats,) = tiers.stats()
                 assert stats.errors >= 1
                 assert stats.dropped + stats.queued_bytes > 0
+                assert not tiers.close(0.2)
             assert tier.get_many(small) == [key * 1000 for key in small]
             assert not list(folder.glob("??/.*.tmp"))
             assert on_disk(folder) == tier.num_bytes
