@@ -68,7 +68,7 @@ class InvalidOperationError(KvCacheError):
 
 
 class QueueFullError(KvCacheError):
-    """As many requests wait as may.
+    """The queue of a `BatchEngine` is full.
 
     Attributes:
         max_queue: how many may wait.

@@ -1,7 +1,8 @@
-"""`KvCacheHandle`: a view of one request's KV, the same for every cache.
+"""`KvCacheHandle`: a view of one request's KV, the same interface for `PagedKvCache` and `KvCache`.
 
-A handle is a reference, never a copy: it shows the current tokens of its sequence. It becomes invalid when the sequence
-is freed, and stays invalid if another sequence gets the id or the blocks.
+`PagedKvCache.handle` returns a handle on one sequence: a reference, never a copy, which shows the current tokens. It
+becomes invalid when the sequence is freed, and stays invalid if another sequence gets the id or the blocks. A `KvCache`
+is a handle itself, and always valid.
 """
 
 from __future__ import annotations

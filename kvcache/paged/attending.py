@@ -113,37 +113,39 @@ def attention(
     sequence few queries, 256 shared tokens and more, and neither window, start, mask nor skipped or evicted tokens.
 
     With `residual_length` each query reads the tokens of its own group in f16, with `first_tokens` the first ones: what
-    is attended there and in the packed rows is merged. With groups, queries are then at most those from the group on in
-    which the last `append` of their sequence began. `sink_queries`, `window`, `starts`, `causal`, `mask` and
-    `skip_tokens` keep their defaults: ValueError. With `context_lens` each sequence has one query at most, that of the
-    last token that is shown.
+    is attended there and in the packed rows is merged. With `residual_length` a sequence keeps f16 rows only from the
+    group on in which its last `append` began, so it can have queries of these tokens alone: ValueError for more.
+    `sink_queries`, `window`, `starts`, `causal`, `mask` and `skip_tokens` keep their defaults: ValueError. With
+    `context_lens` each sequence has one query at most, that of the last token that is shown.
 
     Args:
         queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads; query head h
             reads KV head h // (num_query_heads / num_heads). Read in place, and widened, as `write` reads rows.
-        seq_ids: the sequences whose tokens are attended, in the order of the queries.
-        query_lens: queries of each sequence, by default one each.
+        seq_ids: integers `(n,)`: the sequences whose tokens are attended, in the order of the queries.
+        query_lens: integers `(n,)`: queries of each sequence, total_queries together; by default one each.
         scale: by default head_dim ** -0.5.
-        sink_queries: shaped like `queries`, used for the tokens before a StreamingLLM hole: the same queries under
+        sink_queries: of the shape of `queries`, used for the tokens before a StreamingLLM hole: the same queries under
             the RoPE of the shorter distance.
         out: float32, C-contiguous, of the shape of the result, or a tensor such as that: written and returned.
         return_scores: also return each token's attention mass, summed over queries and heads; "head": over queries
             and the query heads of each KV head.
-        context_lens: how many of its first tokens each sequence shows, by default all. Where a part of the
-            context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be named several
+        context_lens: integers `(n,)`: how many of its first tokens each sequence shows, by default all. Where a part of
+            the context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be named several
             times, with different queries. The output of a query that sees no token is 0.
         skip_tokens: the first so many tokens of each sequence are seen by no query, as if a window had left them.
         return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf without tokens.
         window: the query at position p sees positions p - window + 1 to p. Tokens that no query sees are not read.
         softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); above 0.
-        sinks: logits that join the normaliser of the softmax, and the log-sum-exp, alone: `(num_query_heads,)`, or
-            `(total_queries, num_query_heads)`. Where two parts of a context are attended apart, each call may have the
-            log-sum-exp of the other part here: outputs and masses of the two calls then add up.
-        starts: the text position of each sequence's first token, 0 by default, where the first ones were dropped.
+        sinks: finite logits that join the normaliser of the softmax, and the log-sum-exp, alone: floats
+            `(num_query_heads,)`, or `(total_queries, num_query_heads)`. Where two parts of a context are attended
+            apart, each call may have the log-sum-exp of the other part here: outputs and masses of the two then add up.
+        starts: integers `(n,)`: the text position of each sequence's first token, by default 0; above where the first
+            ones were dropped.
         causal: False: every query sees all tokens that are shown, and `query_lens` has no limit; without `window`.
-        mask: a tree: each query's parent, the index of an earlier query of its sequence, or -1. A query sees the
-            tokens before the queries', its ancestors' and its own; its position is the first behind those tokens
-            plus the number of its ancestors. If each parent is the query before, bits are those without `mask`.
+        mask: integers `(total_queries,)`, a tree: each query's parent, the index of an earlier query of its sequence,
+            or -1. A query sees the tokens before the queries', its ancestors' and its own; its position is the first
+            behind those tokens plus the number of its ancestors. If each parent is the query before, bits are those
+            without `mask`.
 
     Returns:
         float32 `(total_queries, num_query_heads, value_head_dim)`; a tuple if more is asked for, in this order:

@@ -69,8 +69,8 @@ class PagedKvCache:
             sink_queries, whose scores would tell the constant: ValueError.
         residual_length: tokens per group of KIVI's residual, 0 to 256. A query reads its own group of the text in f16,
             and all earlier ones packed. Each sequence keeps f16 rows from the group on in which its last `append`
-            began, in memory that grows with the sequences. Where tokens were evicted, a group is what is left of so
-            many tokens of the text. 0: all tokens are read packed.
+            began; their memory grows with the sequences. Evicted tokens still count where a group begins and ends, so
+            a group that lost some is shorter. 0: all tokens are read packed.
         first_tokens: first tokens of each text that every query reads in f16, at most `residual_length` if that is not
             0, and 256. 16 suit a calibration: their keys are far from the centre of all others. `read` returns packed
             rows, and blocks that `adopt` shares are read packed, unless `unpack` gives f16 rows. `copy_blocks` and

@@ -57,7 +57,7 @@ class IndexedCache(ABC):
 
     @property
     def misses(self) -> int:
-        """Lookups that stopped before the prompt's last full block; lookups that found nothing."""
+        """Of a `PrefixCache`: lookups that ended before the prompt's last full block; else those that found nothing."""
         return self._index.misses
 
     @property
@@ -77,7 +77,7 @@ class IndexedCache(ABC):
 
     @property
     def evictions(self) -> int:
-        """Blocks evicted; entries evicted."""
+        """Of a `PrefixCache`: blocks evicted; of a `PrefixKvCache`: entries evicted."""
         return self._index.evictions
 
     def check(self) -> None:

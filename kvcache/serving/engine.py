@@ -192,7 +192,7 @@ class BatchEngine:
             prompt: at least one token id; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
             namespace: requests share blocks only within one namespace (a tenant, an adapter).
-            priority: the lower, the earlier: a request waits as if it had come 10 seconds later for each number.
+            priority: requests begin in the order of arrival time + 10 s * priority: a lower number is earlier.
             deadline: seconds from now; a request that has not ended then ends with the tokens that it has.
             n: independent samples. With a seed of its own in `params`, sample i draws as a request of seed + i.
 

@@ -85,7 +85,8 @@ class BatchStats:
         waiting, running: requests without and with memory.
         finished: requests that have ended, for any reason.
         steps: passes of the network.
-        prefilled_tokens: tokens that ran, but for those that were drawn and ran once.
+        prefilled_tokens: tokens that ran for requests with more than one token left to run: tokens of prompts, and
+            those that run again after a preemption. Steps of decoding and their guesses do not count.
         new_tokens: tokens that were drawn.
         cached_tokens: tokens of prompts that did not run, since their K and V were cached.
         preemptions: how often a request gave up its memory and began again.

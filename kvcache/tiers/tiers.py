@@ -38,10 +38,11 @@ class Tiers:
 
     Args:
         tiers: objects with the protocol `Tier`, the fastest first, at most eight.
-        secret: of those tiers that have no attribute `secret`: 16 to 64 bytes, the same on all machines that share
-            values. It keys the hashes that name values and those that prove them: who does not have it can delete
-            values, and cannot make one that is read, or tell which texts there are.
-        after_uses: 1 writes what was computed at the end of the request.
+        secret: 16 to 64 bytes, for those tiers that have no attribute `secret`. All machines that share values need the
+            same one. One keyed hash names a value, another one proves it. Whoever can write to a tier without this
+            secret can delete values. They cannot make a value that is read, or tell which texts are stored.
+        after_uses: how many requests of one cache have a group of tokens when it is written. 1: it is written at the
+            end of the first one.
         encrypt: whether values are encrypted, with AES-256-GCM and a key for each namespace. It takes the package
             `cryptography` (extra `encryption`), and one more copy of a value that is read.
         queue_bytes: the most bytes of K and V that wait to be written to one tier, an int or a text such as "1GiB".
@@ -103,13 +104,13 @@ class Tiers:
         return [link.stats(each.queued_bytes) for link, each in zip(self._links, self._writers, strict=True)]
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """Wait until all that is queued has been written, so many seconds at most; whether it has."""
+        """Wait until the queues are empty, or `timeout`; False if values wait, or were lost since the last call."""
         end = monotonic() + as_finite(timeout, "timeout", 0.0)
         whole = [writer.flush(max(0.0, end - monotonic())) for writer in self._writers]
         return all(whole)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """`flush`, drop what is left, and end the threads; whether all was written. Caches go on without tiers."""
+        """`flush`, drop what is left, and end the threads; returns what `flush` does. Caches go on without tiers."""
         seconds = as_finite(timeout, "timeout", 0.0)
         self._finalizer.detach()
         return _close(self._reader, self._writers, seconds)
