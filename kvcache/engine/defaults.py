@@ -64,7 +64,7 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (),
     "stop_strings": ([],),
 }
-_GGUF_IGNORED: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "xtc_probability": (0.0,)}
+_GGUF_IGNORED: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "xtc_probability": (0.0,), "penalty_last_n": (-1,)}
 
 
 def folder_defaults(directory: Path) -> SamplingParams:

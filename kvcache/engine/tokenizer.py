@@ -43,9 +43,13 @@ class CheckpointText:
         except ImportError:
             raise ImportError(f"{path} needs the tokenizers package: pip install 'kvcache-cpu[text]'") from None
         try:
-            return Tokenizer.from_buffer(bytes(data))
+            tokenizer = Tokenizer.from_buffer(bytes(data))
         except Exception as error:  # the package raises bare Exception for any fault of the file
             raise CheckpointError(f"{path}: expected a tokenizer of the tokenizers package, got {error}") from None
+        # The file may keep settings of its training, which would cut prompts or fill them up.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     @property
     def chat_template(self) -> str | None:
@@ -66,23 +70,21 @@ class CheckpointText:
     def special_tokens(self) -> dict[str, str]:
         """The texts of special tokens by the names that templates know them by, such as "bos_token".
 
+        They are those of `tokenizer_config.json`; in older folders, whose file has no `added_tokens_decoder`, those of
+        `special_tokens_map.json` come first.
+
         Raises:
             CheckpointError: a damaged file.
         """
-        path, found = self._directory / "tokenizer_config.json", {}
-        for name in _SPECIAL:
-            value = self._config.get(name)
-            text = value.get("content") if isinstance(value, dict) else value
-            if not isinstance(text, (str, type(None))):
-                raise CheckpointError(f"{path}: {name}: expected a string, got {short(value)}")
-            if text is not None:
-                found[name] = text
-        return found
+        found = _special_tokens(self._directory / "tokenizer_config.json", self._config)
+        if "added_tokens_decoder" in self._config:
+            return found
+        path = self._directory / "special_tokens_map.json"
+        return found | _special_tokens(path, _json_of(path))
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        path = self._directory / "tokenizer_config.json"
-        return read_json(path, _MAX_BYTES) if path.exists() else {}
+        return _json_of(self._directory / "tokenizer_config.json")
 
     @cached_property
     def _templates(self) -> dict[str, str]:
@@ -99,6 +101,22 @@ class CheckpointText:
         if (first := self._directory / "chat_template.jinja").exists():
             files["default"] = first
         return named | {name: _template_of(each) for name, each in files.items()}
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    return read_json(path, _MAX_BYTES) if path.exists() else {}
+
+
+def _special_tokens(path: Path, content: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in _SPECIAL:
+        value = content.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(text, (str, type(None))):
+            raise CheckpointError(f"{path}: {name}: expected a string, got {short(value)}")
+        if text is not None:
+            found[name] = text
+    return found
 
 
 def _template_of(path: Path) -> str:

@@ -40,7 +40,7 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3", False),
     "qwen3moe": Architecture("qwen3_moe", False, understood=("expert_count",), fixed={"norm_topk_prob": True}),
     "gemma2": Architecture("gemma2", False, True, _CAPS),
-    "gemma3": Architecture("gemma3_text", False, True, _CAPS),
+    "gemma3": Architecture("gemma3_text", False, True, ("final_logit_softcapping",)),
     "phi3": Architecture("phi3", False, True, ("rope.scaling.attn_factor",)),
     "smollm3": Architecture("smollm3", True),
     "granite": Architecture("granite", True, understood=_SCALES),
@@ -101,7 +101,9 @@ NEUTRAL: dict[str, Any] = {
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Raises CheckpointError for an architecture that is not supported."""
+    """Raises CheckpointError for an architecture that is not supported, and for a part of a file that was split."""
+    # First: only the first part names the architecture.
+    _refuse(file, "split.count", 1, 0, where=f"{file.path}: ")
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
@@ -116,11 +118,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     `eos_token_id` is left out; the factors of the tensor `rope_freqs.weight` are not included.
 
     Raises:
-        CheckpointError: an option that is not supported, a part of a file that was split. Messages name the entry, not
-            the file.
+        CheckpointError: an option that is not supported. Messages name the entry, not the file; those of
+            `architecture_of` name both.
     """
     architecture = architecture_of(file)
-    _refuse(file, "split.count", 1, 0)
     read = _Entries(file)
     for key, neutral in NEUTRAL.items():
         if key not in architecture.understood:
@@ -132,6 +133,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             read.fail(name, "a number")
         if value is not None and not (value == 0 and name in _DEFAULT_WHERE_ZERO):
             found[key] = value
+    found.setdefault("num_key_value_heads", found["num_attention_heads"])
     found |= {**architecture.fixed, "model_type": _model_type(architecture, found)}
     _set_heads(read, architecture, found)
     _set_windows(read, architecture, found)
@@ -141,7 +143,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     if found["model_type"] == "gpt_oss" and "moe_intermediate_size" in found:
         found["intermediate_size"] = found["moe_intermediate_size"]
     found["rope_scaling"] = _scaling(read, "rope_factors_long.weight" in file)
-    if found["model_type"] == "gpt_oss" and found["rope_scaling"] is not None:
+    if found["model_type"] == "gpt_oss":
         found["rope_scaling"] = {**found["rope_scaling"], "truncate": False}
     return found
 
@@ -165,7 +167,8 @@ def _set_heads(read: _Entries, architecture: Architecture, found: dict[str, Any]
         read.fail("attention.value_length", f"{short(size)} as in every head")
     turned = read.get("rope.dimension_count")
     if turned not in (None, size):
-        if architecture.permuted or type(turned) is not int or type(size) is not int or not 0 < turned < size:
+        partial = architecture.model_type == "phi3" and type(turned) is int and type(size) is int and 0 < turned < size
+        if not partial:
             read.fail("rope.dimension_count", f"{short(size)} as in every head")
         found["partial_rotary_factor"] = (turned + 0.5) / size  # which is rounded down to channels
     if architecture.model_type in ("gemma2", "gemma3_text"):
@@ -177,6 +180,8 @@ def _set_heads(read: _Entries, architecture: Architecture, found: dict[str, Any]
 
 def _set_windows(read: _Entries, architecture: Architecture, found: dict[str, Any]) -> None:
     """The window, and which layers have it."""
+    if architecture.model_type == "gemma2":
+        found.setdefault("sliding_window", 4096)  # llama.cpp's default
     window, positions = found.get("sliding_window"), found.get("max_position_embeddings")
     if not window:
         found["sliding_window"] = None
@@ -220,19 +225,19 @@ class _Entries:
         raise CheckpointError(f"{self.prefix}{name}: expected {expected}, got {found}")
 
 
-def _refuse(file: GgufFile, key: str, *neutral: Any) -> None:
+def _refuse(file: GgufFile, key: str, *neutral: Any, where: str = "") -> None:
     """Raise CheckpointError if the file has the key, with another value than these."""
     found = file.metadata.get(key, neutral[0])
     if not isinstance(found, (bool, int, float)) or found not in neutral:
-        raise CheckpointError(f"{key}: expected {neutral[0]}, got {short(found)}")
+        raise CheckpointError(f"{where}{key}: expected {neutral[0]}, got {short(found)}")
 
 
-def _scaling(read: _Entries, has_factors: bool) -> Mapping[str, Any] | None:
-    """`rope_scaling` of a `config.json`; that of longrope is in tensors."""
+def _scaling(read: _Entries, has_factors: bool) -> Mapping[str, Any]:
+    """`rope_scaling` of a `config.json`, never a family's default; that of longrope is in tensors."""
     factor = read.get("rope.scaling.factor", read.get("rope.scale_linear"))
     kind = read.get("rope.scaling.type", "linear")
     if kind == "none" or (kind == "longrope" and has_factors) or (kind == "linear" and factor in (None, 0, 1)):
-        return None
+        return {"rope_type": "default"}
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":

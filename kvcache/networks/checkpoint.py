@@ -42,6 +42,10 @@ class Checkpoint:
             found = f"; {', '.join(others[:3])} cannot be read" if others else ""
             raise FileNotFoundError(f"expected {_SINGLE} or {_INDEX} in {directory}, found neither{found}")
 
+    def __contains__(self, name: str) -> bool:
+        """See `Tensors.__contains__`."""
+        return name in self._files
+
     def require(
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:

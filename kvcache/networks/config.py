@@ -53,7 +53,7 @@ class ModelConfig:
         normalise_experts: whether the weights of a token's experts add up to 1.
         embedding_scale, residual_scale, logit_scale: multiply the embedding, what a layer's parts add, the logits.
         logit_softcap: as `attention_softcap`, for the logits.
-        tie_word_embeddings: whether the output matrix is the embedding.
+        tie_word_embeddings: whether the output matrix is the embedding, unless the files have another one.
         eos_token_ids: tokens that end a text.
     """
 
@@ -118,14 +118,12 @@ class ModelConfig:
         read = Entries(config, defaults=family.defaults)
         hidden_size = read.size("hidden_size")
         num_heads = read.size("num_attention_heads")
-        num_kv_heads = read.size("num_key_value_heads", num_heads)
+        num_kv_heads = _derived(config, family, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError(
                 f"num_key_value_heads: expected a divisor of {num_heads} attention heads, got {num_kv_heads}"
             )
-        # null always means the quotient; an absent key means the family's default, if it has one.
-        absent = family.defaults.get("head_dim") if "head_dim" not in config else None
-        head_dim = Entries(config).size("head_dim", absent or hidden_size // num_heads, at_least=0)
+        head_dim = _derived(config, family, "head_dim", hidden_size // num_heads, at_least=0)
         if head_dim % 2 or not head_dim:
             raise CheckpointError(f"head_dim: expected an even number (RoPE turns pairs), got {head_dim}")
         positions = read.size("max_position_embeddings")
@@ -152,7 +150,7 @@ class ModelConfig:
             rotated=rotated,
             windows=_windows(config, family, read, positions, rotated),
             attention_scale=_attention_scale(read, head_dim),
-            attention_softcap=read.cap("attn_logit_softcapping"),
+            attention_softcap=_cap(read, family, "attn_logit_softcapping"),
             sinks=family.sinks,
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=attention_bias if family.qkv_bias is None else False,
@@ -168,7 +166,7 @@ class ModelConfig:
             embedding_scale=_embedding_scale(read, family, hidden_size),
             residual_scale=_factor(read, family, "residual_multiplier"),
             logit_scale=1 / _factor(read, family, "logits_scaling"),
-            logit_softcap=read.cap("final_logit_softcapping"),
+            logit_softcap=_cap(read, family, "final_logit_softcapping"),
             tie_word_embeddings=read.flag("tie_word_embeddings", False),
             eos_token_ids=_eos(config),
         )
@@ -186,11 +184,24 @@ def _refuse_unsupported(config: Mapping[str, Any], read: Entries) -> None:
         raise CheckpointError("use_bidirectional_attention: expected false, got true")
 
 
+def _derived(config: Mapping[str, Any], family: Family, key: str, size: int, *, at_least: int = 1) -> int:
+    """A size that others give: null means `size`; an absent key means the family's default, if it has one."""
+    default = size if key in config else family.defaults.get(key, size)
+    return Entries(config).size(key, default, at_least=at_least)
+
+
 def _activation(read: Entries, key: str) -> Literal["silu", "gelu_tanh"]:
-    name = read.get(key) or "silu"
+    name = read.get(key)
+    if name is None:
+        name = read.default(key) or "silu"
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise CheckpointError(f"{key}: expected one of {', '.join(_ACTIVATIONS)}, got {short(name)}")
     return _ACTIVATIONS[name]
+
+
+def _cap(read: Entries, family: Family, key: str) -> float | None:
+    """A soft cap; None in families without it."""
+    return read.cap(key) if key in family.defaults else None
 
 
 def _factor(read: Entries, family: Family, key: str) -> float:
@@ -225,9 +236,9 @@ def _rotated(read: Entries, num_layers: int) -> tuple[bool, ...]:
     if listed is None:
         interval = read.size("no_rope_layer_interval")
         return tuple((i + 1) % interval != 0 for i in range(num_layers))
-    if not isinstance(listed, list) or len(listed) != num_layers or not all(value in (0, 1) for value in listed):
+    if not isinstance(listed, list) or len(listed) < num_layers or not all(value in (0, 1) for value in listed):
         raise CheckpointError(f"no_rope_layers: expected 0 or 1 for each of {num_layers} layers, got {short(listed)}")
-    return tuple(bool(value) for value in listed)
+    return tuple(bool(value) for value in listed[:num_layers])
 
 
 def _windows(

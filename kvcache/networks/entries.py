@@ -49,9 +49,7 @@ class Entries:
         """A whole number from `at_least` to `most`."""
         expected = "a positive whole number" if at_least == 1 else f"a whole number of at least {at_least}"
         expected += "" if most == _MAX_SIZE else f" up to {most}"
-        found: int = self._get(
-            key, default, lambda value: type(value) is int and at_least <= value <= most, expected
-        )
+        found: int = self._get(key, default, lambda value: type(value) is int and at_least <= value <= most, expected)
         return found
 
     def number(self, key: str, default: float | None = None, *, at_least: float = 0.0) -> float:

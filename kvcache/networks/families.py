@@ -34,7 +34,8 @@ class Family:
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
         experts: "mixtral", "qwen", "gpt_oss" or "": how files name and store them.
         fused: whether files store queries, keys and values as one matrix, and gate and up as one.
-        defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`.
+        defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`. Soft caps,
+            factors and `partial_rotary_factor` are read only where they are here.
     """
 
     model_type: str
@@ -98,10 +99,10 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family(
         "gemma3_text", qkv_bias=None, qk_norm="head", norms="both", norms_less_one=True, embedding_by_size=True,
         activation_key="hidden_activation", windows="types", full_every=6, rope_per_kind=True,
-        defaults=_GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        defaults=_GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "final_logit_softcapping": None},
     ),
     "Phi3ForCausalLM": Family("phi3", windows="all", fused=True, defaults={
-        "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,
     }),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe", qkv_bias=None, qk_norm="head", windows="all", window_switch=True, experts="qwen",
@@ -123,7 +124,10 @@ FAMILIES = {
         defaults={
             "attention_bias": True, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
             "rope_theta": 15e4, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,
-            "norm_topk_prob": True,
+            "norm_topk_prob": True, "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
         },
     ),
 }  # fmt: skip

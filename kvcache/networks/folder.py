@@ -38,6 +38,10 @@ class FolderTensors:
         self._family = FAMILIES[config.architecture]
         self._slab: tuple[tuple[str, int], StoredRows] | None = None  # the last expert that was read
 
+    def __contains__(self, name: str) -> bool:
+        """See `Tensors.__contains__`."""
+        return self._place(name).name in self._checkpoint
+
     def require(
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:

@@ -60,6 +60,7 @@ _FORMATS = {
     "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_1",
 }  # fmt: skip
 
+
 def is_gguf(path: str | Path) -> bool:
     """Whether a checkpoint's path names a GGUF file: it ends in .gguf, in any case, and is no directory."""
     return Path(path).suffix.lower() == ".gguf" and not os.path.isdir(path)
@@ -139,6 +140,10 @@ class GgufCheckpoint:
             worst = divisors[~((divisors > 0) & (divisors <= _MAX_DIVISOR))][0]
             raise CheckpointError(f"{path}: {name}: expected positive numbers up to {_MAX_DIVISOR:g}, got {worst}")
         return tuple(divisors.tolist())
+
+    def __contains__(self, name: str) -> bool:
+        """See `Tensors.__contains__`."""
+        return self._place(name).name in self.file
 
     def require(
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False

@@ -49,7 +49,14 @@ class MatrixStack:
         return self.shape[0]
 
     def __getitem__(self, rows: NDArray[np.int64]) -> Float32:
-        """The rows of an integer array `(n,)` as float32 `(n, columns)`; IndexError for those that there are not."""
+        """The rows of an integer array `(n,)` as float32 `(n, columns)`.
+
+        Raises:
+            IndexError: no such row.
+        """
+        wrong = rows[(rows < 0) | (rows >= len(self))]
+        if len(wrong):
+            raise IndexError(f"rows: expected 0 to {len(self) - 1}, got {wrong[0]}")
         out = np.empty((len(rows), self.shape[1]), np.float32)
         of = np.searchsorted(self._stops, rows, side="right")
         for i, part in enumerate(self.parts):

@@ -16,6 +16,7 @@ __all__ = ["Ropes", "long_attention_factor", "ropes_of"]
 
 _LEAST_BETA = 1e-6  # of YaRN's betas (rotations over the context): keeps the wavelengths finite
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_PARAMETERS, _SCALING = "rope_parameters", "rope_scaling"
 _KNOWN = ("default", "linear", "llama3", "yarn", "longrope")
 
 
@@ -37,36 +38,61 @@ def ropes_of(config: Mapping[str, Any], family: Family, positions: int, head_dim
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
 
     Raises:
-        CheckpointError: an entry of the wrong kind, or an embedding that is not supported.
+        CheckpointError: an entry of the wrong kind, an embedding that is not supported, or two that differ.
     """
+    given = [name for name in (_PARAMETERS, _SCALING) if config.get(name) not in (None, {})]
+    found = [_ropes_in(name, config, family, positions, head_dim) for name in given or [_PARAMETERS]]
+    if found[0] != found[-1]:
+        raise CheckpointError(f"{_SCALING}: expected none beside {_PARAMETERS}, got {short(config[_SCALING])}")
+    return found[0]
+
+
+def _ropes_in(name: str, config: Mapping[str, Any], family: Family, positions: int, head_dim: int) -> Ropes:
+    """Those of the entry `name`; of the family's default if it is absent or null."""
     read = Entries(config, defaults=family.defaults)
-    name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     values = config.get(name)
-    values = {} if values is None else values
+    values = family.defaults.get(name, {}) if values is None else values
     if not isinstance(values, dict):
         raise CheckpointError(f"{name}: expected an object, got {short(values)}")
-    nested = any(isinstance(value, dict) for value in values.values())
+    nested = any(key in (_FULL, _SLIDING) or isinstance(value, dict) for key, value in values.items())
     if nested and not (family.rope_per_kind and set(values) <= {_FULL, _SLIDING}):
         raise CheckpointError(f"{name}: expected one kind for all layers, got one per layer type: {short(values)}")
 
     theta = read.number("rope_theta", 10000.0, at_least=1.0)
-    parts = [(values, f"{name}.", theta)]
-    if nested:
-        parts = [(values.get(_FULL) or {}, f"{name}.{_FULL}.", theta)]
+    parts = [(_part(values, name, _FULL), f"{name}.{_FULL}.", theta)] if nested else [(values, f"{name}.", theta)]
     if family.rope_per_kind:
-        local = read.number("rope_local_base_freq", theta, at_least=1.0)
-        sliding = values.get(_SLIDING) or {} if nested else {}
-        parts.append((sliding, f"{name}.{_SLIDING}." if nested else "rope_local_base_freq: ", local))
-    sizes = {_rotary_dim(part, config, head_dim) for part, _, _ in parts}
-    if len(sizes) > 1:
-        raise CheckpointError(f"{name}.partial_rotary_factor: expected one for all layers, got {short(values)}")
-    size = sizes.pop()
+        if nested:
+            sliding, where = _part(values, name, _SLIDING), f"{name}.{_SLIDING}."
+        else:
+            sliding, where = {}, "rope_local_base_freq: "
+            if name == _PARAMETERS and "rope_local_base_freq" in family.defaults:
+                _refuse_flat(values, theta)
+            theta = Entries(values, f"{name}.").number("rope_theta", theta, at_least=1.0)
+        parts.append((sliding, where, read.number("rope_local_base_freq", theta, at_least=1.0)))
+    size = _rotary_dim(values, config, family, head_dim)
     first, *rest = (_rope(Entries(part, where), where, read, family, positions, theta, size)
                     for part, where, theta in parts)  # fmt: skip
     return Ropes(first, rest[0] if rest and rest[0] != first else None, size)
 
 
-def _rotary_dim(values: Mapping[str, Any], config: Mapping[str, Any], head_dim: int) -> int:
+def _part(values: Mapping[str, Any], name: str, kind: str) -> dict[str, Any]:
+    """The entry of one kind of layer."""
+    found = values.get(kind)
+    if not isinstance(found, (dict, type(None))):
+        raise CheckpointError(f"{name}.{kind}: expected an object, got {short(found)}")
+    return found or {}
+
+
+def _refuse_flat(values: dict[str, Any], theta: float) -> None:
+    """Where the two kinds have bases of their own, an entry without kinds does not say which of them it means."""
+    if not values.items() <= {"rope_type": "default", "rope_theta": theta}.items():
+        raise CheckpointError(f"{_PARAMETERS}: expected {_FULL} and {_SLIDING}, got {short(values)}")
+
+
+def _rotary_dim(values: Mapping[str, Any], config: Mapping[str, Any], family: Family, head_dim: int) -> int:
+    """The channels that are turned: all, but for a family that has `partial_rotary_factor`."""
+    if "partial_rotary_factor" not in family.defaults:
+        return head_dim
     partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial is None:
         return head_dim

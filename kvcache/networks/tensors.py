@@ -78,6 +78,9 @@ def _halves(values: NDArray[Any], name: str) -> NDArray[np.float16]:
 class Tensors(Protocol):
     """The tensors of an open checkpoint by their Hugging Face names."""
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this name."""
+
     def require(self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = ...) -> None:
         """Raise CheckpointError unless the checkpoint has exactly these tensors, with these shapes and a known dtype.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -42,6 +42,7 @@ FORMATS = {
     "q8": ("q8_0", "q8_0"),
     "q4": ("q4_1", "q8_0"),
 }
+_INV_FREQ = "rotary_emb.inv_freq"  # the frequencies of RoPE: in older files, and redundant
 _BAND_BYTES = 1 << 20  # of float32 values, read and converted at a time: fits the second-level cache
 
 
@@ -99,7 +100,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """All weights: `embedding` and `head` `(vocab, hidden)` (one matrix if tied), layers, last norm."""
+    """All weights: `embedding` and `head` `(vocab, hidden)` (one matrix if tied), layers, last norm.
+
+    A head that is stored beside an embedding of other values is not tied to it, whatever the configuration says.
+    """
 
     embedding: Weight
     layers: tuple[LayerWeights, ...]
@@ -135,7 +139,12 @@ class Weights:
         """
         if weights not in FORMATS:
             raise ValueError(f"weights: expected one of {', '.join(FORMATS)}, got {short(weights)}")
-        checkpoint.require(tensors_of(config), optional=_is_redundant)
+        stored = config
+        if config.tie_word_embeddings and HEAD in checkpoint:
+            stored = replace(config, tie_word_embeddings=False)
+        checkpoint.require(tensors_of(stored), optional=lambda name: name.endswith(_INV_FREQ))
+        if stored is not config and not _same_rows(checkpoint, config):
+            config = stored
         return _Loader(checkpoint, config, weights, progress or (lambda *_: None)).load()
 
     def arrays(self) -> Iterator[Float32 | Weight]:
@@ -216,10 +225,8 @@ class _Loader:
         return filled
 
     def _put(self, name: str, matrix: Matrix, row: int) -> None:
-        rows, columns = self._shapes[name]
-        band = max(1, _BAND_BYTES // (4 * columns))
-        for first in range(0, rows, band):
-            stored = self._checkpoint.rows(name, first, min(first + band, rows))
+        for first, stop in _bands(*self._shapes[name]):
+            stored = self._checkpoint.rows(name, first, stop)
             try:
                 stored.put_into(matrix, row + first)
             except ValueError as error:  # not finite, or too large
@@ -275,6 +282,15 @@ class _Loader:
             yield MlpWeights(next(matrices), gate_up[i], next(matrices), down[i])
 
 
-def _is_redundant(name: str) -> bool:
-    """Whether a tensor is redundant, as in older files: RoPE frequencies, a second copy of tied weights."""
-    return name == HEAD or name.endswith("rotary_emb.inv_freq")
+def _bands(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that are read at a time."""
+    band = max(1, _BAND_BYTES // (4 * columns))
+    return ((first, min(first + band, rows)) for first in range(0, rows, band))
+
+
+def _same_rows(checkpoint: Tensors, config: ModelConfig) -> bool:
+    """Whether the stored head is a second copy of the embedding, as in older files."""
+    return all(
+        np.array_equal(checkpoint.rows(EMBEDDING, *band).to_float32(), checkpoint.rows(HEAD, *band).to_float32())
+        for band in _bands(config.vocab_size, config.hidden_size)
+    )

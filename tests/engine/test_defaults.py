@@ -70,10 +70,11 @@ def test_other_ways_to_generate_are_ignored_and_named(tmp_path, caplog):
 def test_a_gguf_file_says_it_by_llama_cpps_names(tmp_path, caplog):
     names = {"temp": (F32, 0.25), "top_k": (I32, 7), "top_p": (F32, 0.5), "min_p": (F32, 0.125)}
     names |= {"penalty_repeat": (F32, 1.25), "mirostat": (I32, 2), "sequence": (STRING, "kmpt")}
+    names |= {"penalty_last_n": (I32, 64)}
     path = convert(GOLDEN / "llama", tmp_path / "x.gguf", **{f"general__sampling__{k}": v for k, v in names.items()})
     with caplog.at_level(logging.WARNING, "kvcache"):
         assert gguf_defaults(GgufFile(path)) == SamplingParams(0.25, 7, 0.5, 1.25, min_p=0.125)
-    assert "mirostat: ignored" in caplog.text
+    assert "mirostat, penalty_last_n: ignored" in caplog.text
     assert InferenceEngine.from_pretrained(path).sampling_params.top_k == 7
     assert InferenceEngine.from_gguf(path).sampling_params.top_k == 7
     assert InferenceEngine.from_gguf(path, SamplingParams(top_k=9)).sampling_params.top_k == 9

@@ -11,6 +11,7 @@ from engines import GREEDY, PROMPT
 from places import GOLDEN
 
 from kvcache.engine import InferenceEngine
+from kvcache.engine.tokenizer import CheckpointText
 from kvcache.errors import CheckpointError
 
 
@@ -27,6 +28,19 @@ def with_tokenizer(tmp_path):
 def test_tokenizer(with_tokenizer):
     tokenizer = InferenceEngine.from_pretrained(with_tokenizer).tokenizer
     assert tokenizer.encode("b a c").ids == [1, 0, 2]
+
+
+def test_no_truncation_and_no_padding(with_tokenizer):
+    """A file may keep both from its training."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = str(with_tokenizer / "tokenizer.json")
+    words = tokenizers.Tokenizer.from_file(path)
+    words.enable_truncation(2)
+    words.enable_padding(length=8)
+    words.save(path)
+    assert words.encode("b").ids == [1, 0, 0, 0, 0, 0, 0, 0]
+    tokenizer = InferenceEngine.from_pretrained(with_tokenizer).tokenizer
+    assert tokenizer.encode("b a b a").ids == [1, 0, 1, 0]
 
 
 def test_no_tokenizer_file():
@@ -60,6 +74,24 @@ def test_no_chat_template(with_tokenizer):
 def test_chat_template(with_tokenizer, template):
     (with_tokenizer / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     assert InferenceEngine.from_pretrained(with_tokenizer).chat_template == "{{ x }}"
+
+
+def test_special_tokens(tmp_path):
+    """Those of `special_tokens_map.json` come first, unless `tokenizer_config.json` lists its tokens itself."""
+
+    def found(config, special):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+        return CheckpointText(tmp_path).special_tokens
+
+    assert found({}, {"bos_token": "<s>", "eos_token": {"content": "</s>"}}) == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    assert found({"bos_token": "a", "eos_token": "b"}, {"bos_token": "<s>"}) == {"bos_token": "<s>", "eos_token": "b"}
+    assert found({"bos_token": "a", "added_tokens_decoder": {}}, {"bos_token": "<s>"}) == {"bos_token": "a"}
+    with pytest.raises(CheckpointError, match=r"special_tokens_map\.json: eos_token: expected a string, got 3"):
+        found({}, {"eos_token": 3})
 
 
 def test_damaged_chat_template(with_tokenizer):

@@ -25,6 +25,11 @@ LLAMA = {
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "sliding_window": None}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
+PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
+GEMMA2 = {**LLAMA, "architectures": ["Gemma2ForCausalLM"]}
+GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"]}
+OLMO3 = {**LLAMA, "architectures": ["Olmo3ForCausalLM"]}
+GPT_OSS = {**LLAMA, "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 2}
 BAND = {"low_freq_factor": 4, "high_freq_factor": 4}
 
 
@@ -41,7 +46,10 @@ def test_defaults_of_absent_keys():
     assert config.eos_token_ids == ()
     assert parse(QWEN3).head_dim == 128
     assert parse(QWEN3, head_dim=None).head_dim == 16
-    assert parse(MISTRAL, num_attention_heads=16, num_key_value_heads=None).num_kv_heads == 8
+    absent = {key: value for key, value in MISTRAL.items() if key != "num_key_value_heads"}
+    assert parse(absent, num_attention_heads=16).num_kv_heads == 8
+    assert parse(MISTRAL, num_attention_heads=16, num_key_value_heads=None).num_kv_heads == 16
+    assert parse(GEMMA2).activation == parse(GEMMA2, hidden_activation=None).activation == "gelu_tanh"
 
 
 def test_biases_and_norms_of_each_architecture():
@@ -72,6 +80,7 @@ def test_model_type_replaces_absent_architectures():
         ({"architectures": None}, "model_type: .*None"),
         ({"hidden_act": "gelu"}, "hidden_act: expected one of silu, swish, gelu_pytorch_tanh, got 'gelu'"),
         ({"hidden_act": ["silu"]}, "hidden_act: expected one of"),
+        ({"hidden_act": ""}, "hidden_act: expected one of .*, got ''"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.*bits"),
         (
             {"quantization_config": {"bits": 4, "quant_method": "awq"}},
@@ -101,10 +110,6 @@ def test_model_type_replaces_absent_architectures():
         ({"eos_token_id": "</s>"}, "eos_token_id: .*</s>"),
         ({"eos_token_id": [1, -1]}, "eos_token_id"),
         ({"num_hidden_layers": 65537}, "num_hidden_layers: expected a positive whole number up to 65536"),
-        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected an even share of 16 channels, got 1.5"),
-        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor: .*got 0.2"),
-        ({"partial_rotary_factor": 0.01}, "partial_rotary_factor: expected channels to turn, got 0.01 of 16"),
-        ({"partial_rotary_factor": "half"}, "partial_rotary_factor: .*'half'"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention: expected false, got true"),
         ({"rope_theta": 0}, "rope_theta"),
         ({"rope_theta": 1}, "rope_theta"),
@@ -165,21 +170,21 @@ def test_sliding_windows_that_never_slide():
             },
             (64, None),
         ),
-        ({**LLAMA, "architectures": ["Gemma2ForCausalLM"]}, {"sliding_window": 7}, (7, None)),
-        ({**LLAMA, "architectures": ["Gemma2ForCausalLM"]}, {"sliding_window": None}, (None, None)),
+        (GEMMA2, {"sliding_window": 7}, (7, None)),
+        (GEMMA2, {"sliding_window": None}, (None, None)),
         (
-            {**LLAMA, "architectures": ["Gemma3ForCausalLM"]},
+            GEMMA3,
             {"sliding_window": 9, "num_hidden_layers": 7},
             (9, 9, 9, 9, 9, None, 9),
         ),
         (
-            {**LLAMA, "architectures": ["Gemma3ForCausalLM"]},
+            GEMMA3,
             {"sliding_window": 9, "num_hidden_layers": 4, "sliding_window_pattern": 2},
             (9, None, 9, None),
         ),
-        ({**LLAMA, "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 2}, {}, (128, None)),
-        ({**LLAMA, "architectures": ["Gemma3ForCausalLM"]}, {"sliding_window_pattern": 2}, (512, None)),
-        ({**LLAMA, "architectures": ["Gemma3ForCausalLM"]}, {"layer_types": ["full_attention"] * 2}, (None, None)),
+        (GPT_OSS, {}, (128, None)),
+        (GEMMA3, {"sliding_window_pattern": 2}, (512, None)),
+        (GEMMA3, {"layer_types": ["full_attention"] * 2}, (None, None)),
         ({**LLAMA, "architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}, {}, (None, None)),
         (
             {**LLAMA, "architectures": ["SmolLM3ForCausalLM"]},
@@ -208,6 +213,8 @@ def test_layers_without_rope():
     assert parse(smollm3).rotated == (True, True, True, False, True)
     assert parse(smollm3, no_rope_layer_interval=2).rotated == (True, False, True, False, True)
     assert parse(smollm3, no_rope_layers=[0, 1, 1, 0, 0]).rotated == (False, True, True, False, False)
+    longer = parse(smollm3, no_rope_layers=[0, 1, 1, 0, 0, 1])  # the list of a network that lost its last layers
+    assert longer.rotated == (False, True, True, False, False)
     for wrong in ([1], [1, 1, 1, 1, 2], "11111", [[], 1, 1, 1, 1]):
         with pytest.raises(CheckpointError, match="no_rope_layers: expected 0 or 1 for each of 5 layers"):
             parse(smollm3, no_rope_layers=wrong)
@@ -216,12 +223,11 @@ def test_layers_without_rope():
 
 def test_two_rotary_embeddings():
     """In the layouts of transformers 4 and 5; the scaling of the older one is that of the layers without a window."""
-    gemma3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"]}
-    default = parse(gemma3)
+    default = parse(GEMMA3)
     assert (default.rope.theta, default.window_rope.theta) == (1e6, 1e4)
-    older = parse(gemma3, rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling={"type": "linear", "factor": 8.0})
+    older = parse(GEMMA3, rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling={"type": "linear", "factor": 8.0})
     newer = parse(
-        gemma3,
+        GEMMA3,
         rope_parameters={
             "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
@@ -229,23 +235,75 @@ def test_two_rotary_embeddings():
     )
     assert older == newer
     assert (newer.rope.kind, newer.rope.factor, newer.window_rope.kind) == ("linear", 8.0, "default")
-    olmo3 = {**LLAMA, "architectures": ["Olmo3ForCausalLM"]}
-    assert parse(olmo3).window_rope is None
-    assert parse(olmo3, rope_scaling={"rope_type": "linear", "factor": 2.0}).window_rope.kind == "default"
-    with pytest.raises(CheckpointError, match="partial_rotary_factor: expected one for all layers"):
-        parse(olmo3, rope_parameters={"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": {}})
+    assert parse(OLMO3).window_rope is None
+    assert parse(OLMO3, rope_scaling={"rope_type": "linear", "factor": 2.0}).window_rope.kind == "default"
     with pytest.raises(CheckpointError, match="one kind for all layers"):
-        parse(olmo3, rope_parameters={"full_attention": {}, "chunked_attention": {}})
+        parse(OLMO3, rope_parameters={"full_attention": {}, "chunked_attention": {}})
+    for kind in ("full_attention", "sliding_attention"):
+        assert parse(GEMMA3, rope_parameters={kind: None}) == default
+        for wrong in (5, [], "", False):
+            with pytest.raises(CheckpointError, match=rf"^rope_parameters.{kind}: expected an object, got "):
+                parse(GEMMA3, rope_parameters={"full_attention": {}, "sliding_attention": {}, kind: wrong})
+
+
+def test_one_entry_for_two_rotary_embeddings():
+    """OLMo 3 has one base for both. Gemma 3 has two: an entry for one of them does not say which."""
+    flat = parse(OLMO3, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    assert (flat.rope.theta, flat.window_rope) == (1e4, None)
+    assert flat == parse(OLMO3, rope_theta=1e4)
+    stretched = parse(OLMO3, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+    assert (stretched.rope.kind, stretched.window_rope.kind) == ("linear", "default")
+    assert (stretched.rope.theta, stretched.window_rope.theta) == (1e4, 1e4)
+    assert parse(GEMMA3, rope_parameters={"rope_type": "default", "rope_theta": 1000000}) == parse(GEMMA3)
+    for wrong in ({"rope_theta": 1e5}, {"rope_type": "linear", "factor": 4.0}, {"rope_type": "default", "factor": []}):
+        with pytest.raises(CheckpointError, match="rope_parameters: expected full_attention and sliding_attention, go"):
+            parse(GEMMA3, rope_parameters=wrong)
+
+
+def test_entries_of_two_names():
+    """Both names for the same embedding are read; of two that differ neither is a guess that the other overrules."""
+    plain, stretched = {"rope_type": "default", "rope_theta": 10000}, {"type": "linear", "factor": 4.0}
+    for empty in (None, {}):
+        assert parse(LLAMA, rope_parameters=empty, rope_scaling=stretched).rope.factor == 4.0
+        assert parse(LLAMA, rope_parameters={**plain, **stretched}, rope_scaling=empty).rope.kind == "default"
+    same = {"rope_type": "linear", "factor": 4, "rope_theta": 1e4}
+    assert parse(LLAMA, rope_parameters=same, rope_scaling=stretched) == parse(LLAMA, rope_scaling=stretched)
+    for base, parameters in ((LLAMA, plain), (GEMMA3, {"full_attention": {}, "sliding_attention": {}})):
+        with pytest.raises(
+            CheckpointError, match=r"^rope_scaling: expected none beside rope_parameters, got .*'linear'"
+        ):
+            parse(base, rope_parameters=parameters, rope_scaling=stretched)
+
+
+def test_rope_of_gpt_oss():
+    """Without the keys it is that of the published networks."""
+    stated = {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096, "rope_theta": 150000.0,
+    }  # fmt: skip
+    default = parse(GPT_OSS)
+    assert default == parse(GPT_OSS, rope_parameters=stated) == parse(GPT_OSS, rope_scaling=None, rope_theta=150000)
+    assert (default.rope.kind, default.rope.factor, default.rope.truncate) == ("yarn", 32.0, False)
+    assert parse(GPT_OSS, rope_scaling={"rope_type": "default"}).rope.kind == "default"
 
 
 def test_partial_rotary_factor():
-    assert parse(LLAMA).rotary_dim == 16
-    assert parse(LLAMA, partial_rotary_factor=0.5).rotary_dim == 8
-    assert parse(LLAMA, rope_parameters={"partial_rotary_factor": 0.25}).rotary_dim == 4
+    assert parse(PHI3).rotary_dim == 16
+    assert parse(PHI3, partial_rotary_factor=0.5).rotary_dim == 8
+    assert parse(PHI3, rope_parameters={"partial_rotary_factor": 0.25}).rotary_dim == 4
+    assert parse(LLAMA, partial_rotary_factor=0.5) == parse(LLAMA)  # a key that only Phi-3 has
+    for wrong, message in (
+        (1.5, "expected an even share of 16 channels, got 1.5"),
+        (0.2, "expected an even share of 16 channels, got 0.2"),
+        (0.01, "expected channels to turn, got 0.01 of 16"),
+        ("half", "expected an even share of 16 channels, got 'half'"),
+    ):
+        with pytest.raises(CheckpointError, match=f"partial_rotary_factor: {message}"):
+            parse(PHI3, partial_rotary_factor=wrong)
 
 
 def test_longrope():
-    phi3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64}
+    phi3 = {**PHI3, "original_max_position_embeddings": 64}
     factors = {"short_factor": [1.0] * 6, "long_factor": [2] * 6}
     config = parse(phi3, partial_rotary_factor=0.75, rope_scaling={"type": "su", **factors})
     rope = config.rope
@@ -273,13 +331,24 @@ def test_scales():
     assert scales(parse(granite, attention_multiplier=0.25)) == (1.0, 1.0, None, 1.0)  # what 16 channels have anyway
     with pytest.raises(CheckpointError, match="logits_scaling: expected a positive number, got 0"):
         parse(granite, logits_scaling=0)
-    gemma2 = {**LLAMA, "architectures": ["Gemma2ForCausalLM"]}
-    assert scales(parse(gemma2)) == (8.0, 1.0, None, 1.0)
-    assert parse(gemma2, query_pre_attn_scalar=144).attention_scale == pytest.approx(1 / 12)
-    assert (parse(gemma2).attention_softcap, parse(gemma2).logit_softcap) == (50.0, 30.0)
-    assert parse(gemma2, attn_logit_softcapping=None).attention_softcap is None
+    assert scales(parse(GEMMA2)) == (8.0, 1.0, None, 1.0)
+    assert parse(GEMMA2, query_pre_attn_scalar=144).attention_scale == pytest.approx(1 / 12)
+
+
+def test_soft_caps():
+    """Gemma 2 has both, Gemma 3 that of the logits."""
+
+    def caps(base, **changes):
+        config = parse(base, **changes)
+        return config.attention_softcap, config.logit_softcap
+
+    given = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    assert caps(GEMMA2) == (50.0, 30.0)
+    assert caps(GEMMA2, attn_logit_softcapping=None) == (None, 30.0)
+    assert caps(GEMMA3) == (None, None)
+    assert [caps(base, **given) for base in (GEMMA2, GEMMA3, LLAMA)] == [(2.0, 3.0), (None, 3.0), (None, None)]
     with pytest.raises(CheckpointError, match="final_logit_softcapping: expected a positive number or null, got 0"):
-        parse(gemma2, final_logit_softcapping=0)
+        parse(GEMMA2, final_logit_softcapping=0)
 
 
 def test_experts():

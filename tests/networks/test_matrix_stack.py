@@ -25,6 +25,9 @@ def test_a_stack_is_its_parts(rng, parts):
     np.testing.assert_array_equal(stack.to_float32(), whole)
     rows = np.array([53, 0, 16, 15, 21, 20, 0])
     np.testing.assert_array_equal(stack[rows], whole[rows])
+    for wrong in (54, 70, -1):
+        with pytest.raises(IndexError, match=rf"^rows: expected 0 to 53, got {wrong}$"):
+            stack[np.array([0, wrong])]
     x, bias = rng.standard_normal((3, 64)).astype(np.float32), rng.standard_normal(54).astype(np.float32)
     for activations in ACTIVATIONS:
         want = np.concatenate([part.multiply(x, activations=activations) for part in parts], axis=1)

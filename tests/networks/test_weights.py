@@ -90,6 +90,27 @@ def test_old_rope_buffers_are_ignored(checkpoint):
     Transformer.from_pretrained(save())
 
 
+def test_a_head_beside_tied_weights(checkpoint, monkeypatch):
+    """A second copy of the embedding is tied, as the configuration says; other values are a head of their own."""
+    monkeypatch.setattr(weights, "_BAND_BYTES", 4 * 64 * 100)  # several bands, the last a part of one
+    folder, tensors, save = checkpoint
+    untied = computed(Transformer.from_pretrained(save()))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    model = Transformer.from_pretrained(save())
+    assert model.weights.head is not model.weights.embedding
+    np.testing.assert_array_equal(computed(model), untied)
+    copy = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"] = copy
+    model = Transformer.from_pretrained(save())
+    assert model.weights.head is model.weights.embedding
+    copy[-1, -1] += 1
+    assert Transformer.from_pretrained(save()).weights.head.to_float32()[-1, -1] == copy[-1, -1]
+    tensors["lm_head.weight"] = copy[:-1]
+    with pytest.raises(CheckpointError, match=r"lm_head.weight: expected shape \(256, 64\), got \(255, 64\)"):
+        Transformer.from_pretrained(save())
+
+
 def test_wrong_shape(checkpoint):
     _, tensors, save = checkpoint
     name = "model.layers.2.mlp.down_proj.weight"

@@ -177,7 +177,7 @@ for key, value in (
     ("architectures", [["x"]]), ("architectures", "LlamaForCausalLM" * 2), ("architectures", {"a": "b"}),
     ("quantization_config", {"x": ["y" * 1000] * 1000}), ("layer_types", ["x"] * 100_000), ("layer_types", 3),
     ("sliding_window", []), ("sliding_window", -1), ("hidden_act", ["silu"]), ("hidden_act", 5),
-    ("attention_bias", "yes"), ("mlp_bias", 1), ("tie_word_embeddings", []), ("partial_rotary_factor", [1]),
+    ("attention_bias", "yes"), ("mlp_bias", 1), ("tie_word_embeddings", []),
     ("rope_parameters", []), ("rope_parameters", {"rope_type": "yarn", "factor": 2, "beta_slow": 5e-324}),
     ("rope_parameters", {"rope_type": "yarn", "factor": 2, "beta_fast": 1e31}),
     ("rope_parameters", {"rope_type": "yarn", "factor": 1e31}), ("rope_parameters", {"rope_type": {}}),
@@ -200,6 +200,7 @@ for name, key, value in (
     ("Gemma3", "sliding_window_pattern", -1), ("Gemma3", "rope_local_base_freq", "x"),
     ("Phi3", "rope_scaling", {"type": "longrope", "short_factor": [1.0] * 1_000_000}),
     ("Phi3", "rope_scaling", {"type": "longrope", "short_factor": ["x"] * 8, "long_factor": [1] * 8}),
+    ("Phi3", "partial_rotary_factor", [1]),
     ("SmolLM3", "no_rope_layers", [1] * 1_000_000), ("SmolLM3", "no_rope_layer_interval", 0),
     ("Granite", "residual_multiplier", 0), ("Granite", "logits_scaling", -1e300), ("Olmo3", "layer_types", [[]] * 2),
 ):  # fmt: skip

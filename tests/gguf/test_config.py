@@ -1,0 +1,79 @@
+"""What the entries of a GGUF file mean, and those that are absent."""
+
+from __future__ import annotations
+
+import pytest
+from gguf_files import F32, STRING, U16, U32, entry, pack
+
+from kvcache.engine import ModelConfig
+from kvcache.errors import CheckpointError
+from kvcache.gguf.config import architecture_of, config_of
+from kvcache.gguf.file import GgufFile
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+SIZES = {
+    "block_count": (U32, 2), "context_length": (U32, 8192), "embedding_length": (U32, 64),
+    "feed_forward_length": (U32, 96), "attention.head_count": (U32, 8), "attention.key_length": (U32, 8),
+    "attention.layer_norm_rms_epsilon": (F32, 1e-6),
+}  # fmt: skip
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """Reads the configuration of a file of these entries, without tensors."""
+
+    def parse(letters, **more):
+        entries = [entry("general.architecture", STRING, letters)]
+        for key, content in {**SIZES, **more}.items():
+            entries.append(entry(f"{letters}.{key.replace('__', '.')}", *content))
+        path = tmp_path / "x.gguf"
+        path.write_bytes(pack(entries))
+        return ModelConfig.from_dict(config_of(GgufFile(path)) | {"vocab_size": 96})
+
+    return parse
+
+
+@pytest.mark.parametrize("letters", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "olmo2"])
+def test_as_many_pairs_as_queries_without_their_entry(parse, letters):
+    """The format's rule, whatever a Hugging Face folder of the family means without the key."""
+    assert parse(letters).num_kv_heads == 8
+    assert parse(letters, attention__head_count_kv=(U32, 2)).num_kv_heads == 2
+
+
+def test_gemma2_has_a_window_without_its_entry(parse):
+    assert parse("gemma2").windows == (4096, None)
+    assert parse("gemma2", attention__sliding_window=(U32, 16)).windows == (16, None)
+    assert parse("gemma3").windows == (None, None)
+
+
+def test_soft_caps(parse):
+    caps = {"attn_logit_softcapping": (F32, 2.0), "final_logit_softcapping": (F32, 3.0)}
+    both = parse("gemma2", **caps)
+    assert (both.attention_softcap, both.logit_softcap) == (2.0, 3.0)
+    assert parse("gemma3", final_logit_softcapping=caps["final_logit_softcapping"]).logit_softcap == 3.0
+    with pytest.raises(CheckpointError, match=r"^gemma3.attn_logit_softcapping: expected 0\.0, got 2\.0"):
+        parse("gemma3", **caps)
+
+
+def test_partial_rope(parse):
+    assert parse("phi3", rope__dimension_count=(U32, 6)).rotary_dim == 6
+    with pytest.raises(CheckpointError, match=r"^qwen2.rope.dimension_count: expected 8 as in every head, got 6"):
+        parse("qwen2", rope__dimension_count=(U32, 6))
+
+
+def test_a_file_without_scaling_has_none(parse):
+    """A folder of gpt-oss without the keys has YaRN."""
+    experts = {"expert_count": (U32, 4), "expert_used_count": (U32, 2), "attention__sliding_window": (U32, 128)}
+    assert parse("gpt-oss", **experts).rope.kind == "default"
+    scaling = {"rope__scaling__type": (STRING, "yarn"), "rope__scaling__factor": (F32, 32.0)}
+    rope = parse("gpt-oss", **experts, **scaling).rope
+    assert (rope.kind, rope.factor, rope.truncate) == ("yarn", 32.0, False)
+
+
+def test_a_later_part_of_a_file_that_was_split(tmp_path):
+    """It has no architecture, and is refused for what it is."""
+    path = tmp_path / "x.gguf"
+    path.write_bytes(pack([entry("split.no", U16, 1), entry("split.count", U16, 3)]))
+    with pytest.raises(CheckpointError, match=r"x\.gguf: split.count: expected 1, got 3"):
+        architecture_of(GgufFile(path))
