@@ -6,6 +6,7 @@ import argparse
 
 from kvcache.commands.options import add_options, open_engine
 from kvcache.engine import InferenceEngine, SamplingParams
+from kvcache.engine.completion import encoded
 from kvcache.engine.text import TextStream
 
 __all__ = ["add_generate", "generate"]
@@ -20,7 +21,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def generate(options: argparse.Namespace) -> int:
     """Print the prompt, and what follows as it comes; returns the exit status."""
     engine = open_engine(options, InferenceEngine.from_pretrained)
-    prompt = engine.tokenizer.encode(options.prompt).ids
+    prompt = encoded(engine.tokenizer, options.prompt, "prompt")
     text = TextStream(engine.tokenizer, prompt, engine.sampling_params.stop)
     print(options.prompt, end="", flush=True)
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvcache.commands.chat import MAX_TOKENS
 from kvcache.commands.options import add_options, open_engine
-from kvcache.core.arguments import as_count
+from kvcache.core.arguments import as_count, as_finite
 from kvcache.serving.engine import BatchEngine
 
 __all__ = ["add_serve", "keys_of", "serve"]
@@ -61,11 +61,14 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], Callab
     model, host, keys = options.model or default, options.host, None
     if options.api_keys is not None or VARIABLE in os.environ:
         file = options.api_keys
-        keys = keys_of((os.environ[VARIABLE] if file is None else Path(file).read_text("utf-8")).splitlines())
+        keys = keys_of((os.environ[VARIABLE] if file is None else Path(file).read_text("utf-8-sig")).splitlines())
     elif not _is_loopback(host):
         raise ValueError(f"host: expected a loopback address, or --api-keys beside it, got {host}")
     as_count(options.port, "port", 0, 65535)
-    options.model, name = model, options.name or Path(model).name.removesuffix(".gguf")
+    as_finite(options.timeout, "timeout", 0.0, above=True)
+    for limit, least in (("max_body", 1), ("max_queue", 1), ("max_running", 1), ("drain", 0)):
+        as_count(getattr(options, limit), limit, least)
+    options.model, name = model, options.name or Path(os.path.abspath(model)).name.removesuffix(".gguf")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.create_server((host, options.port), family=family, backlog=1024)) as listening:
         limits = {"max_queue": options.max_queue, "max_running": options.max_running}
@@ -86,14 +89,15 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], Callab
 
 def _is_loopback(host: str) -> bool:
     with suppress(ValueError):
-        return host == "localhost" or ip_address(host).is_loopback
+        return host in ("localhost", "localhost.") or ip_address(host).is_loopback
     return False
 
 
 def keys_of(lines: Iterable[str]) -> dict[str, str]:
     """The namespace of each key, of lines `KEY` or `KEY NAMESPACE`; a key without a namespace has one of its own.
 
-    Empty lines and those that begin with # are left out. ValueError: no key, a key twice, or a line of another form.
+    Empty lines and those that begin with # are left out. ValueError: no key, a key twice, a key with characters beyond
+    ASCII, which headers do not have, or a line of another form.
     """
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
@@ -101,6 +105,8 @@ def keys_of(lines: Iterable[str]) -> dict[str, str]:
             if len(words) > 2 or words[0] in keys:
                 got = "that key again" if words[0] in keys else f"{len(words)} words"
                 raise ValueError(f"api_keys: expected KEY or KEY NAMESPACE, each key once, in line {number}, got {got}")
+            if not words[0].isascii():
+                raise ValueError(f"api_keys: expected keys of ASCII characters, in line {number}, got another one")
             keys[words[0]] = words[1] if len(words) == 2 else f"key {sha256(words[0].encode()).hexdigest()[:16]}"
     if not keys:
         raise ValueError("api_keys: expected at least one key, got none")

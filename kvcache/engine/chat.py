@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from kvcache.core.arguments import short
-from kvcache.engine.completion import FinishReason, Request
+from kvcache.core.arguments import plain_int, short
+from kvcache.engine.completion import FinishReason, Request, encoded
 from kvcache.engine.tokenizer import CheckpointText, GgufText
 from kvcache.errors import CheckpointError
 
@@ -67,13 +67,13 @@ def chat_tokens(text: CheckpointText | GgufText | None, rendered: str) -> list[i
     """The token ids of a conversation that a template wrote. The tokenizer adds no special tokens to those in the text.
 
     Raises:
-        ValueError: the engine has no tokenizer; ImportError, CheckpointError: as `InferenceEngine.tokenizer`.
+        ValueError: the engine has no tokenizer, or the text is not Unicode.
+        ImportError, CheckpointError: as `InferenceEngine.tokenizer`.
     """
     tokenizer = None if text is None else text.tokenizer
     if tokenizer is None:
         raise ValueError("messages: expected an engine with a tokenizer, got one without")
-    ids: list[int] = tokenizer.encode(rendered, add_special_tokens=False).ids
-    return ids
+    return encoded(tokenizer, rendered, "messages", add_special_tokens=False)
 
 
 def render(
@@ -118,9 +118,12 @@ def _plain(value: Any, name: str, depth: int = 100) -> Any:
     """A copy of plain data: what else an object can do is out of a template's reach."""
     if value is None or type(value) in (bool, int, float, str):
         return value
-    for kind in (str, int, float):  # their subclasses have more
-        if isinstance(value, kind):
-            return kind(value)
+    if isinstance(value, str):  # subclasses have more, and methods of their own, as an Enum has
+        return str.__str__(value)
+    if isinstance(value, int):
+        return plain_int(value)
+    if isinstance(value, float):
+        return float.__add__(value, 0.0)
     if depth == 0:
         raise ValueError(f"{name}: expected at most 100 levels, got more")
     if isinstance(value, Mapping):

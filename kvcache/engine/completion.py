@@ -14,7 +14,7 @@ from kvcache.engine.text import TextStream
 from kvcache.engine.tokens import as_tokens
 from kvcache.networks.protocols import Float32
 
-__all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt"]
+__all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt", "encoded"]
 
 FinishReason = Literal["stop", "length"]
 
@@ -130,7 +130,7 @@ def as_prompt(prompt: Any, tokenizer: Callable[[], Any], vocab_size: int) -> NDA
     """A prompt's token ids: of a text, those that the tokenizer gives; of ids, a checked copy.
 
     Raises:
-        ValueError: a text without a tokenizer; an id outside the vocabulary.
+        ValueError: a text without a tokenizer, or one that is not Unicode; an id outside the vocabulary.
         TypeError: neither a text nor integers.
     """
     if not isinstance(prompt, str):
@@ -138,4 +138,17 @@ def as_prompt(prompt: Any, tokenizer: Callable[[], Any], vocab_size: int) -> NDA
     encoder = tokenizer()
     if encoder is None:
         raise ValueError("prompt: expected token ids, since the engine has no tokenizer, got a text")
-    return as_tokens(encoder.encode(prompt).ids, vocab_size)
+    return as_tokens(encoded(encoder, prompt, "prompt"), vocab_size)
+
+
+def encoded(tokenizer: Any, text: str, name: str, **options: Any) -> list[int]:
+    """The ids that a tokenizer gives for a text; `options` are those of its `encode`.
+
+    ValueError: a str with half of a surrogate pair, which JSON may have and a tokenizer does not take.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}: expected Unicode text, got a lone surrogate") from None
+    ids: list[int] = tokenizer.encode(text, **options).ids
+    return ids

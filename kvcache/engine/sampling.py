@@ -21,6 +21,8 @@ LogitsProcessor = Callable[[NDArray[np.uint32], Float32], Any]
 
 GREEDY_TEMPERATURE = 1e-6  # below this temperature sampling is greedy
 _GROUP = 64  # logits per group, see _top_k
+# Float32 holds numbers below 3.4e38: with these bounds a sum of a logit and a bias stays finite under the penalty.
+_MOST_BIAS, _MOST_PENALTY = 1e30, 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +33,11 @@ class SamplingParams:
         logits_processor: a function of the text so far, uint32 `(n,)`, prompt and new tokens, read-only, and of the
             logits, float32 `(vocab_size,)`. It returns logits, or changes them in place and returns None: a grammar,
             say, sets those of all tokens that cannot follow to minus infinity. None is off.
-        logit_bias: is added to the logits of some tokens, `{token: bias}`; minus infinity excludes a token.
+        logit_bias: is added to the logits of some tokens, `{token: bias}`, from -1e30 to 1e30; minus infinity excludes
+            a token.
         repetition_penalty: for tokens that the prompt or the text so far contains, positive logits are divided
-            by this and negative ones multiplied by it (after CTRL, arXiv 1909.05858, section 4.1). 1 is off.
+            by this and negative ones multiplied by it (after CTRL, arXiv 1909.05858, section 4.1); from 1e-6 to 1e6. 1
+            is off.
         presence_penalty: is subtracted from the logits of tokens that were drawn, the prompt not counted; from -2 to 2,
             as in OpenAI's interface. 0 is off.
         frequency_penalty: is subtracted from these once for each time that they were drawn; from -2 to 2. 0 is off.
@@ -73,7 +77,7 @@ class SamplingParams:
         store(self, "temperature", as_finite(self.temperature, "temperature", 0.0))
         store(self, "top_k", as_count(self.top_k, "top_k", most=None))
         store(self, "top_p", as_finite(self.top_p, "top_p", 0.0, 1.0, above=True))
-        penalty = as_finite(self.repetition_penalty, "repetition_penalty", 0.0, above=True)
+        penalty = as_finite(self.repetition_penalty, "repetition_penalty", 1 / _MOST_PENALTY, _MOST_PENALTY)
         store(self, "repetition_penalty", penalty)
         for name in ("presence_penalty", "frequency_penalty"):
             store(self, name, as_finite(getattr(self, name), name, -2.0, 2.0))
@@ -95,10 +99,13 @@ class SamplingParams:
 
 
 def check_biases(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError if `logit_bias` names a token outside the vocabulary."""
-    largest = max(dict(params.logit_bias), default=0)
+    """Raise ValueError if `logit_bias` names a token outside the vocabulary, or excludes all tokens."""
+    biases = dict(params.logit_bias)
+    largest = max(biases, default=0)
     if largest >= vocab_size:
         raise ValueError(f"logit_bias: expected tokens from 0 to {vocab_size - 1}, got {largest}")
+    if list(biases.values()).count(-math.inf) == vocab_size:
+        raise ValueError("logit_bias: expected minus infinity for some tokens at most, got it for all")
 
 
 def _biases(biases: Any) -> tuple[tuple[int, float], ...]:
@@ -110,8 +117,9 @@ def _biases(biases: Any) -> tuple[tuple[int, float], ...]:
     checked = []
     for token, bias in pairs:
         number = as_number(bias, "logit_bias")
-        if not number < math.inf:  # NaN neither
-            raise ValueError(f"logit_bias: expected finite numbers or minus infinity, got {number}")
+        if not (abs(number) <= _MOST_BIAS or number == -math.inf):  # NaN neither
+            most = f"{_MOST_BIAS:g}"
+            raise ValueError(f"logit_bias: expected numbers from -{most} to {most}, or minus infinity, got {number}")
         checked.append((as_count(token, "logit_bias", most=None), number))
     return tuple(checked)
 

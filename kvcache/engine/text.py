@@ -8,6 +8,8 @@ from typing import Any
 __all__ = ["TextStream"]
 
 _CONTEXT = 8  # tokens of the prompt: a decoder may drop the space before the first token that it sees
+_CHARACTER = 4  # tokens, at most: the bytes of UTF-8
+_BROKEN = "\ufffd"  # stands for bytes that are no character
 
 
 class TextStream:
@@ -28,8 +30,15 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: Any = (), stop: Iterable[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens = [int(token) for token in prompt[-_CONTEXT:]]
+        ids = [int(token) for token in prompt[1 - _CONTEXT - _CHARACTER :]]
+        # Some decoders find a whole run of bytes invalid if a part of it is. So the context begins with a character,
+        # and the group that is decoded again ends with one.
+        lengths = range(_CONTEXT, _CONTEXT + _CHARACTER)
+        self._tokens = next((ids[-n:] for n in lengths if self._begins_character(ids[-n:])), ids[-_CONTEXT:])
         self._first, self._last = 0, len(self._tokens)  # the group that is decoded again, before the new tokens
+        self._prompt = self._decode(self._last)  # its text, with a part of a character at its end; "" once that is over
+        while self._last > max(0, len(self._tokens) - _CHARACTER + 1) and self._decode(self._last).endswith(_BROKEN):
+            self._last -= 1
         self._waiting = ""
         self.stopped = False
 
@@ -38,11 +47,11 @@ class TextStream:
         if self.stopped:
             return ""
         self._tokens.append(token)
-        known, text = self._decode(self._last), self._decode(len(self._tokens))
-        if len(text) <= len(known) or text.endswith("\ufffd"):
+        piece = self._new()
+        if not piece or piece.endswith(_BROKEN):
             return ""
-        self._first, self._last = self._last, len(self._tokens)
-        return self._until_stop(text[len(known) :])
+        self._first, self._last, self._prompt = self._last, len(self._tokens), ""
+        return self._until_stop(piece)
 
     def extend(self, tokens: Iterable[int], *, ended: bool) -> str:
         """The pieces of several tokens; with `ended` also the text that still waits."""
@@ -52,14 +61,26 @@ class TextStream:
         """The text that still waits, when no token follows; an unfinished character is U+FFFD."""
         if self.stopped:
             return ""
-        known, text = self._decode(self._last), self._decode(len(self._tokens))
-        self._first = self._last = len(self._tokens)
-        piece = self._until_stop(text[len(known) :]) + self._waiting
+        new = self._new()
+        self._first, self._last, self._prompt = len(self._tokens), len(self._tokens), ""
+        piece = self._until_stop(new) + self._waiting
         self._waiting = ""
         return piece
 
+    def _new(self) -> str:
+        """What the tokens behind the group add to its text; a character that the prompt ends in comes whole."""
+        text = self._decode(len(self._tokens))
+        is_behind = self._prompt and text.startswith(self._prompt)
+        return text[len(self._prompt if is_behind else self._decode(self._last)) :]
+
     def _decode(self, end: int) -> str:
-        return str(self._tokenizer.decode(self._tokens[self._first : end]))
+        return self._text(self._tokens[self._first : end])
+
+    def _begins_character(self, ids: list[int]) -> bool:
+        return any(not self._text(ids[:n]).startswith(_BROKEN) for n in range(1, _CHARACTER + 1))
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids))
 
     def _until_stop(self, piece: str) -> str:
         """The text that waited and `piece`, up to a stop string, less an end that may begin one."""

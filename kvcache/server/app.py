@@ -6,25 +6,29 @@ import json
 from asyncio import CancelledError
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from hashlib import sha256
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from anyio import create_task_group, fail_after, move_on_after
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcache.core.arguments import short
-from kvcache.server.bodies import REFUSED, Body, choice, head, parse, refusal, usage
-from kvcache.serving import BatchEngine, exposition
+from kvcache.errors import OutOfMemoryError, QueueFullError
+from kvcache.server.bodies import REFUSED, Body, choice, head, parse, refusal, too_many, usage
+from kvcache.serving import BatchEngine, NewTokens, exposition
 from kvcache.serving import Request as EngineRequest
+from kvcache.serving.work import Work
 
 __all__ = ["make_app"]
 
@@ -78,8 +82,11 @@ def make_app(
             for prompt in body.prompts:
                 tokens = engine.apply_chat_template(prompt, tokenize=True) if chat else prompt
                 answer.requests.append(engine.submit(tokens, body.params, namespace=space, deadline=timeout, n=body.n))
-        except BaseException:
+        except BaseException as error:
             answer.cancel()
+            count = body.n * len(body.prompts)
+            if isinstance(error, QueueFullError) and count > error.max_queue:  # there is never room for all of it
+                raise too_many(chat, error.max_queue, count) from None
             raise
         return answer
 
@@ -106,11 +113,20 @@ def make_app(
 
     def counting(app: ASGIApp) -> ASGIApp:
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            begun = False
+
             async def note(message: Message) -> None:
-                statuses.update([message["status"]] if message["type"] == "http.response.start" else [])
+                nonlocal begun
+                if message["type"] == "http.response.start":
+                    begun = True
+                    statuses[message["status"]] += 1
                 await send(message)
 
-            await app(scope, receive, note)
+            try:
+                await app(scope, receive, note)
+            except Exception:
+                statuses[500] += not begun  # what the application answers to an error that nothing expects
+                raise
 
         return counted
 
@@ -123,9 +139,45 @@ def make_app(
     handlers: dict[Any, Any] = dict.fromkeys((*REFUSED, Exception), lambda request, error: refusal(error))
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     if keys is None:  # or a page that a browser shows could ask in its user's name, by a name of its own for us
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", "["])
+        app.add_middleware(_only_local)
     app.add_middleware(counting)
     return app
+
+
+def _only_local(app: ASGIApp) -> ASGIApp:
+    """An application that takes requests whose Host is a loopback address or localhost."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else "localhost"
+        if _is_local(host):
+            return await app(scope, receive, send)
+        error = HTTPException(400, f"host: expected a loopback address or localhost, got {short(host)}")
+        await refusal(error)(scope, receive, send)
+
+    return checked
+
+
+def _is_local(host: str) -> bool:
+    with suppress(ValueError):
+        name = urlsplit(f"//{host}").hostname or ""
+        return name in ("localhost", "localhost.") or ip_address(name).is_loopback
+    return False
+
+
+def _is_cut(work: Work) -> bool:
+    """Whether memory ran out behind its first token; what it has is its answer then."""
+    return isinstance(work.error, OutOfMemoryError) and work.num_tokens > work.num_prompt
+
+
+async def _arrivals(request: EngineRequest, with_text: bool = True) -> AsyncIterator[NewTokens]:
+    """As `arrivals` of the request, less the ends of samples that failed; raises unless these are cut alone."""
+    try:
+        async for new in request.arrivals(with_text=with_text):
+            if new.finish_reason != "error" or _is_cut(request.works[new.index]):
+                yield new
+    except OutOfMemoryError:
+        if not all(work.error is None or _is_cut(work) for work in request.works):
+            raise
 
 
 async def _read(request: Request, most: int, seconds: float) -> bytes:
@@ -193,9 +245,9 @@ class _Answer:
         choices: list[Any] = []
         try:
             for request in self.requests:
-                async for _ in request.arrivals(with_text=False):
+                async for _ in _arrivals(request, with_text=False):
                     pass
-                for each in request.completions():
+                for each in request.completions_so_far():
                     choices.append(self._choice(len(choices), each, request.prompt[-1:]))
             return JSONResponse({**head(self._body), "choices": choices, "usage": usage(self.requests)})
         except Exception as error:
@@ -206,7 +258,7 @@ class _Answer:
         try:
             for number, request in enumerate(self.requests):
                 last: dict[int, list[int]] = {}  # the token before the next one, of each sample
-                async for new in request.arrivals():
+                async for new in _arrivals(request):
                     before, first = last.get(new.index, request.prompt[-1:]), new.index not in last
                     last[new.index] = new.tokens[-1:] or before
                     found = self._choice(number * request.n + new.index, new, before, first)

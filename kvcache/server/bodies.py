@@ -19,7 +19,7 @@ from kvcache.engine import Completion, SamplingParams
 from kvcache.errors import CheckpointError, InvalidOperationError, OutOfMemoryError, QueueFullError
 from kvcache.serving import NewTokens, Request
 
-__all__ = ["REFUSED", "Body", "choice", "head", "parse", "refusal", "usage"]
+__all__ = ["REFUSED", "Body", "choice", "head", "parse", "refusal", "too_many", "usage"]
 
 Reader = Callable[..., Any]  # of a value, and its `name` for messages
 
@@ -68,15 +68,21 @@ def parse(data: bytes, chat: bool, defaults: SamplingParams) -> Body:
         elif name not in _WITHOUT_EFFECT and value not in _NEUTRAL.get(name, ()):
             raise ValueError(f"{short(name)[1:-1]}: expected none, since it is not supported, got {short(value)}")
     for name, other in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
-        if name in said and not given.get(other):
+        if given.get(name) and not given.get(other):
             raise ValueError(f"{name}: expected {other} beside it, got none")
     if (count := given["n"] * len(given[prompt])) > _MAX_CHOICES:
-        raise ValueError(f"{prompt}: expected at most {_MAX_CHOICES} answers, n for each, got {count}")
+        raise too_many(chat, _MAX_CHOICES, count)
     if chat:
         given["logprobs"] = given.get("top_logprobs", 0) if given.get("logprobs") else None
         given["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens", defaults.max_tokens))
     params = replace(defaults, **{name: given[name] for name in _SAMPLING if name in given})
     return Body(chat, given["model"], given[prompt], params, given["n"], given["stream"], given["stream_options"])
+
+
+def too_many(chat: bool, most: int, count: int) -> ValueError:
+    """A body asks for more answers than may be."""
+    name = "messages" if chat else "prompt"
+    return ValueError(f"{name}: expected at most {most} answers, n for each, got {count}")
 
 
 def _stops(stops: Any, name: str) -> Any:
@@ -114,7 +120,8 @@ _FLAG, _TEXT = partial(as_instance, kind=bool), partial(as_instance, kind=str)
 _FROM_1, _TOP = partial(as_count, least=1), partial(as_count, most=20)
 _SAMPLING: dict[str, Reader] = {
     **{field.name: lambda value, name: value for field in fields(SamplingParams) if field.name != "logits_processor"},
-    "stop": _stops, "max_tokens": _FROM_1, "logprobs": _TOP,
+    "stop": _stops, "max_tokens": _FROM_1,
+    "logprobs": lambda value, name: None if value is False else _TOP(value, name=name),
     "logit_bias": lambda value, name: {  # keys of JSON are texts
         int(token) if token.isdecimal() and len(token) < 20 else token: bias
         for token, bias in as_instance(value, dict, name).items()
@@ -131,14 +138,15 @@ _OF_CHATS = _OF_BOTH | {
 _WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "suffix": ("",),
-    "parallel_tool_calls": (True, False), "store": (False,), "modalities": (["text"],), "echo": (False,),
-    "best_of": (1,),
+    "functions": ([],), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False), "store": (False,),
+    "modalities": (["text"],), "echo": (False,), "best_of": (1,), "top_logprobs": (0,),
 }  # fmt: skip
 
 
 def refusal(error: Exception, *, running: bool = False) -> Response:
-    """An error as a client gets it. What it did not cause goes to the log: any error of requests that are `running`."""
-    status = 500 if running else next((_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES), 500)
+    """An error as a client gets it. What it did not cause goes to the log; `running`: a request failed as it ran."""
+    known = not running or isinstance(error, OutOfMemoryError)  # a prompt may turn out too large when it begins
+    status = next((_STATUSES[kind] for kind in type(error).__mro__ if known and kind in _STATUSES), 500)
     message = str(error)
     if isinstance(error, HTTPException):
         status, message = error.status_code, error.detail
@@ -180,15 +188,25 @@ def choice(
         logprobs = {"content": entries} if body.chat else {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries],
+            "top_logprobs": [_by_text(entry["top_logprobs"]) for entry in entries],
         }  # fmt: skip
-    said = "length" if reason == "deadline" else reason
+    said = "length" if reason in ("deadline", "error") else reason  # of errors: memory ran out behind a token
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": said}
 
 
+def _by_text(tops: list[dict[str, Any]]) -> dict[str, float]:
+    """The log-probability of each text; of tokens with one text, such as parts of characters, of the most likely."""
+    found: dict[str, float] = {}
+    for top in tops:
+        found.setdefault(top["token"], top["logprob"])
+    return found
+
+
 def _entry(tokenizer: Any, before: list[int], token: int, logprob: float) -> dict[str, Any]:
-    known, text = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (before, [*before, token]))
-    own = text[len(known) :]
+    groups = before, [*before, token], [token]
+    known, text, alone = (tokenizer.decode(ids, skip_special_tokens=False) for ids in groups)
+    # A token that ends a character changes the text before it; alone it is shown as a part.
+    own = text[len(known) :] if text != known and text.startswith(known) else alone
     data = None if "\ufffd" in own else list(own.encode())  # None: a part of a character
     return {"token": own, "logprob": logprob, "bytes": data}
 

@@ -194,7 +194,7 @@ class BatchEngine:
             namespace: requests share blocks only within one namespace (a tenant, an adapter).
             priority: requests begin in the order of arrival time + 10 s * priority: a lower number is earlier.
             deadline: seconds from now; a request that has not ended then ends with the tokens that it has.
-            n: independent samples. With a seed of its own in `params`, sample i draws as a request of seed + i.
+            n: independent samples, at most `max_queue`. With a seed in `params`, sample i draws as one of seed + i.
 
         Raises:
             TypeError, ValueError: as `InferenceEngine.complete`.

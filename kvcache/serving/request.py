@@ -194,6 +194,10 @@ class Request(Pending):
         `finish_reason` may also be "cancelled" or "deadline".
         """
         self.result(timeout)
+        return self.completions_so_far()
+
+    def completions_so_far(self) -> list[Completion]:
+        """As `completions`, of what each sample has now; `finish_reason` may also be "error", or None."""
         return [
             Completion(each.new_tokens, each.text, cast(Any, each.reason), each.logprobs, each.cached_tokens)
             for each in self._samples
@@ -245,10 +249,13 @@ class Request(Pending):
         streams = [sample.new_text() if with_text else None for sample in self._samples]
         while alive:
             before = self._progress()
-            for index in tuple(alive):
-                sample, start = self._samples[index], given[index]
+            found: list[tuple[int, FinishReason | None, list[int]]] = []
+            for index in reversed(alive):  # the first sample has a token before the others, so it is read after them
+                sample = self._samples[index]
                 reason = sample.reason
-                tokens: list[int] = sample.tokens[sample.num_prompt + start :].tolist()
+                found.append((index, reason, sample.tokens[sample.num_prompt + given[index] :].tolist()))
+            for index, reason, tokens in reversed(found):
+                sample, start = self._samples[index], given[index]
                 given[index] += len(tokens)
                 if reason is not None:
                     alive.remove(index)

@@ -72,6 +72,8 @@ class Steps:
 
     def enqueue(self, pending: Pending, works: Sequence[Work], priority: int, deadline: float | None) -> None:
         """Queue works: all or none; see `BatchEngine.submit` for the arguments and errors."""
+        if len(works) > self._max_queue:
+            raise ValueError(f"n: expected at most {self._max_queue}, the requests that may wait, got {len(works)}")
         now = self._clock()
         for work in works:
             work.arrival, work.key = now, (now + PATIENCE * priority, next(self._numbers))
@@ -170,9 +172,12 @@ class Steps:
             return
         now = self._clock()
         for (work, n), rows in zip(pieces, logits, strict=True):
-            if len(rows) and work.followers:
-                self._fork(work, work.computed + n, rows, now)
+            computed, ready = work.computed + n, bool(len(rows) and work.followers)
+            # Followers need the leader's sequence, which ends with it; its first token comes before theirs.
+            followers = self._fork(work, computed, now) if ready else []
             self._take(work, work.computed, n, rows, now)
+            for follower in followers:
+                self._take(follower, computed, 0, rows, now)
 
     def _take(self, work: Work, start: int, n: int, rows: Float32, now: float) -> None:
         """Give a work the logits of a piece that has run."""
@@ -199,15 +204,17 @@ class Steps:
         elif len(rows) and (pending := self._pending.get(work.key[1])) is not None:
             pending.wake()
 
-    def _fork(self, leader: Work, computed: int, rows: Float32, now: float) -> None:
-        """Begin the other samples of a request whose prompt has run, with the same logits."""
+    def _fork(self, leader: Work, computed: int, now: float) -> list[Work]:
+        """Begin the other samples of a request whose prompt has run; those for which there is room."""
+        begun: list[Work] = []
         for follower in list(leader.followers):
             try:
                 self._scheduler.fork(leader, follower, computed, now)
             except MemoryError:
                 break
-            self._take(follower, computed, 0, rows, now)
+            begun.append(follower)
         self._scheduler.release_followers(leader)
+        return begun
 
     def _take_inbox(self) -> None:
         with self.inbox_lock:  # no submit counts a work twice

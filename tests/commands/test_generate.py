@@ -85,6 +85,7 @@ def test_errors_are_one_line(capsys, tmp_path):
     assert "expected a tokenizer" in one_line(capsys, main(bare))
     demo = ["generate", "--model", str(DIRECTORY), "--prompt", "x"]
     assert "temperature" in one_line(capsys, main([*demo, "--temperature", "-1"]))
+    assert "prompt: expected Unicode text" in one_line(capsys, main([*demo[:-1], "\ud800"]))
     assert "q9" in one_line(capsys, main([*demo, "--dtype", "q9"]))
     assert "out of memory" in one_line(capsys, main([*demo, "--num-blocks", "1", "--max-tokens", "100"]))
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")

@@ -1,7 +1,9 @@
 """Conversations: what templates write, token for token; answers as text, stopped, closed and cached."""
 
 import json
+from enum import Enum, IntEnum
 
+import numpy as np
 import pytest
 from chat_folders import PLAIN, REWRITING, chat_folder
 from gguf_files import ARRAY, STRING, U32, convert
@@ -107,6 +109,18 @@ def test_a_gguf_file_has_its_template_and_tokens(tmp_path):
 def test_what_templates_use(tmp_path, template, text):
     message = {"role": "user", "content": "<é>", "tool_calls": None}
     assert written(tmp_path, template, [message]) == text
+
+
+def test_values_of_subclasses_are_plain(tmp_path):
+    class Role(str, Enum):
+        USER = "user"
+
+    class Number(IntEnum):
+        TWO = 2
+
+    message = {"role": Role.USER, "content": np.float64(0.5), Role.USER: Number.TWO}
+    template = "{{ messages[0]['role'] }} {{ messages | tojson }}"
+    assert written(tmp_path, template, [message]) == 'user [{"role": "user", "content": 0.5, "user": 2}]'
 
 
 def test_templates_of_several_places_and_names(tmp_path):
@@ -344,6 +358,7 @@ def test_arguments_are_checked_before_anything_runs(engine):
         lambda: engine.chat(TALK, params=3),
         lambda: engine.chat(TALK, tools=3),
         lambda: engine.chat([{"role": "user", "content": "x y " * 2000}]),
+        lambda: engine.chat([{"role": "user", "content": "\ud800"}]),
     ):
         with pytest.raises((TypeError, ValueError), match="expected"):
             call()

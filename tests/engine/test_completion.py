@@ -103,6 +103,7 @@ def test_refused_parameters_change_nothing(network, call):
     size = network.config.vocab_size
     for params, message in (
         (replace(GREEDY, logit_bias={size: 1.0}), f"logit_bias: expected tokens from 0 to {size - 1}, got {size}"),
+        (replace(GREEDY, logit_bias=dict.fromkeys(range(size), -math.inf)), "logit_bias: expected minus infinity"),
         (replace(GREEDY, stop="x"), "stop: expected none, since the engine has no tokenizer"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -166,6 +167,11 @@ def test_a_prompt_may_be_a_text(texts, demo):
     assert prompt + done.text == demo.tokenizer.decode([*ids, *done.tokens])
     with pytest.raises(ValueError, match="at least one"):
         texts.complete("", LONG)
+
+
+def test_a_prompt_that_is_not_unicode(texts):
+    with pytest.raises(ValueError, match="prompt: expected Unicode text, got a lone surrogate"):
+        texts.complete("x\ud800", LONG)
 
 
 def test_stop_strings(texts):

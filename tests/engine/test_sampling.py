@@ -226,6 +226,14 @@ def test_penalty_counts_the_prompt_and_every_draw_once():
     assert [sampler.sample(logits) for _ in range(5)] == [1, 2, 0, 0, 0]
 
 
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_the_largest_biases_and_penalties_leave_a_largest_logit(penalty):
+    biases = dict.fromkeys(range(len(LOGITS)), -1e30) | {3: 1e30}
+    params = SamplingParams(temperature=1.0, repetition_penalty=penalty, logit_bias=biases)
+    with np.errstate(over="raise", invalid="raise"):
+        assert set(draw(params, np.full(len(LOGITS), -9.0, np.float32), range(len(LOGITS)), 9)) == {3}
+
+
 def test_penalty_makes_negative_logits_less_likely():
     params = SamplingParams(temperature=0.0, repetition_penalty=2.0)
     sampler = Sampler(params, np.random.default_rng(0), 2, np.array([1], np.uint32))
@@ -343,6 +351,8 @@ def test_numpy_numbers_and_any_iterable():
         ("top_p", math.nan, ValueError),
         ("repetition_penalty", 0, ValueError),
         ("repetition_penalty", -1, ValueError),
+        ("repetition_penalty", 1e-38, ValueError),
+        ("repetition_penalty", 1e39, ValueError),
         ("presence_penalty", -2.1, ValueError),
         ("presence_penalty", math.nan, ValueError),
         ("frequency_penalty", 2.1, ValueError),
@@ -359,6 +369,8 @@ def test_numpy_numbers_and_any_iterable():
         ("min_p", math.nan, ValueError),
         ("logit_bias", {1: math.inf}, ValueError),
         ("logit_bias", {1: math.nan}, ValueError),
+        ("logit_bias", {1: 1e39}, ValueError),
+        ("logit_bias", {1: -1e39}, ValueError),
         ("logit_bias", {1: "x"}, TypeError),
         ("logit_bias", {-1: 0.0}, ValueError),
         ("logit_bias", {"a": 0.0}, TypeError),

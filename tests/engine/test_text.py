@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +29,21 @@ class Words:
         return " ".join("abcdefgh"[token] for token in ids)
 
 
+class Fallback:
+    """A tokenizer of letters and of bytes, as Llama's: a run of bytes is invalid as a whole."""
+
+    def decode(self, ids):
+        text = ""
+        for is_letter, run in groupby(ids, lambda token: token < 128):
+            found = bytes(run)
+            try:
+                text += found.decode()
+            except UnicodeDecodeError:
+                assert not is_letter
+                text += "\ufffd" * len(found)
+        return text
+
+
 def pieces(tokenizer, tokens, prompt=(), stop=()):
     stream = TextStream(tokenizer, prompt, stop)
     return [*map(stream.add, tokens), stream.end()], stream.stopped
@@ -46,6 +63,31 @@ def test_the_first_space_depends_on_the_prompt():
     assert "".join(pieces(Words(), [1, 2], [0])[0]) == " b c"
     assert "".join(pieces(Words(), [1, 2])[0]) == "b c"
     assert "".join(pieces(Words(), [1], range(8))[0]) == " b"
+
+
+def test_a_prompt_that_ends_in_characters_of_several_tokens():
+    """A context of eight tokens begins within the second one."""
+    parts, _ = pieces(Fallback(), "鱻鱻a".encode(), "鱻鱻鱻鱻".encode())
+    assert "".join(parts) == "鱻鱻a"
+    assert pieces(Fallback(), "鱻ab".encode(), "鱻鱻鱻鱻".encode(), ["鱻a"]) == (["", "", "", "", "", ""], True)
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), Fallback()])
+def test_a_prompt_that_ends_within_a_character(tokenizer):
+    """The character comes as a whole, once, and nothing of the text behind it is lost."""
+    for before in ("", "a", "鱻鱻鱻", "é🐈🐈"):
+        for cut in (1, 2, 3):
+            prompt, new = before.encode() + "🐈".encode()[:cut], "🐈bcd".encode()[cut:]
+            assert "".join(pieces(tokenizer, new, prompt)[0]) == "🐈bcd"
+            assert "".join(pieces(tokenizer, new, prompt, ["cd"])[0]) == "🐈b"
+            assert "".join(pieces(tokenizer, new[: 4 - cut], prompt)[0]) == "🐈"
+            assert "".join(pieces(tokenizer, b"bcd", prompt)[0]) == "bcd"
+            assert pieces(tokenizer, [], prompt) == ([""], False)
+
+
+@given(st.text("aé鱻🐈", max_size=8), st.text("aé鱻🐈", max_size=8))
+def test_texts_behind_prompts_of_bytes(prompt, text):
+    assert "".join(pieces(Fallback(), text.encode(), prompt.encode())[0]) == text
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,9 @@ REFUSED = [
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"256": 1}}, "logit_bias"),
     ({"logit_bias": {"3": float("nan")}}, "logit_bias"),
+    ({"logit_bias": {"3": 1e39}}, "logit_bias"),
+    ({"logit_bias": {str(token): float("-inf") for token in range(256)}}, "logit_bias"),
+    ({"repetition_penalty": 1e-38}, "repetition_penalty"),
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -62,6 +65,7 @@ REFUSED = [
     ({"messages": [{"content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "tokens"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ({"model": 3}, "model"),
 ]
 
@@ -102,6 +106,10 @@ def test_what_a_body_lacks_is_named(served, missing):
         (post(b'{"model": "tiny", "prompt": ' + json.dumps(["x"] * 129).encode() + b"}"), 400),
         (post(b"{}", kind="text/plain"), 415),
         (post(b"{}", host="attacker.example"), 400),
+        (post(b"{}", host="10.0.0.1"), 400),
+        (post(b"{}", host="[2001:db8::1]:80"), 400),
+        (post(b"{}", host="[::1"), 400),
+        (post(b"{}", host=""), 400),
         (post(b"{}", path="/v1/elsewhere"), 404),
         (b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
         (post(b"x" * 5000, length=2**70), 400),
@@ -114,6 +122,13 @@ def test_malformed_requests(served, request_bytes, status):
     if body.startswith(b"{"):
         assert json.loads(body)["error"]["message"]
     served.engine.check()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "[::1]", "localhost.", "LOCALHOST"])
+def test_loopback_hosts(served, host):
+    for port in ("", ":8000"):
+        request = f"GET /v1/models HTTP/1.1\r\nHost: {host}{port}\r\n\r\n"
+        assert answer(served.connect(request.encode()))[0] == 200
 
 
 def test_an_oversize_body_without_a_length(path):
@@ -164,7 +179,7 @@ def test_the_counters_of_namespaces(path):
             assert {space: (max(counts), min(counts)) for space, counts in found.items()} == wanted
 
 
-@pytest.mark.parametrize("lines", [[], ["a", "a b"], ["a b c"]])
+@pytest.mark.parametrize("lines", [[], ["a", "a b"], ["a b c"], ["schlüssel a"]])
 def test_wrong_keys(lines):
     with pytest.raises(ValueError, match="api_keys: expected"):
         keys_of(lines)

@@ -16,7 +16,6 @@ from http_servers import MODEL, Served, answer, fetched, post, tiny_file
 from serving import settled
 
 from kvcache import SamplingParams
-from kvcache.__main__ import main
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -254,11 +253,40 @@ def test_a_full_queue(path):
         body = post(json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode())
         connections = [served.connect(body)]
         assert served.network.waiting.wait(60)
-        with pytest.raises(openai.RateLimitError) as caught:  # three samples, and room for two
-            served.client().completions.create(model=MODEL, prompt="y", n=3)
+        connections.append(served.connect(body))
+        until(lambda: served.engine._steps.num_waiting == 1)
+        with pytest.raises(openai.RateLimitError) as caught:  # two samples, and room for one
+            served.client().completions.create(model=MODEL, prompt="y", n=2)
         assert caught.value.response.headers["retry-after"] == "1"
         served.network.open()
-        assert answer(connections[0])[0] == 200
+        assert [answer(each)[0] for each in connections] == [200, 200]
+
+
+def test_more_answers_than_may_wait(path):
+    """There is never room for them, so no client is told to try again."""
+    with Served(path, max_queue=2, max_running=1) as served:
+        served.network.closed = True
+        with pytest.raises(openai.BadRequestError, match="n: expected at most 2, the requests that may wait, got 3"):
+            served.client().completions.create(model=MODEL, prompt="y", n=3)
+        with pytest.raises(openai.BadRequestError, match="prompt: expected at most 2 answers, n for each, got 4"):
+            served.client().completions.create(model=MODEL, prompt=["a", "b", "c", "d"])
+
+
+def test_an_answer_that_outgrows_the_cache(path):
+    """It ends with the tokens for which there is room."""
+    with Served(path, num_blocks=3) as served:
+        settings = sampled(1, 200)
+        whole = want(served, settings, prompt="grow").text
+        for n in (1, 2):
+            got = served.client().completions.create(model=MODEL, prompt="grow", n=n, **settings)
+            assert [choice.finish_reason for choice in got.choices] == ["length"] * n
+            assert whole.startswith(got.choices[0].text.rstrip("\ufffd"))
+            assert 3 * 16 - 4 <= got.usage.completion_tokens / n < 3 * 16
+            *pieces, last = served.client().completions.create(model=MODEL, prompt="grow", n=n, stream=True, **settings)
+            texts = ["".join(p.choices[0].text for p in (*pieces, last) if p.choices[0].index == i) for i in range(n)]
+            assert texts == [choice.text for choice in got.choices]
+            assert last.choices[0].finish_reason == "length"
+        settled(served.engine)
 
 
 def test_the_time_limit(path):
@@ -292,6 +320,9 @@ def test_a_network_that_fails(path, caplog):
         assert "secret" in caplog.text
         with pytest.raises(openai.APIError, match="RuntimeError"):
             [*served.client().completions.create(model=MODEL, prompt="x", stream=True)]
+        body = {"model": MODEL, "prompt": "x", "n": 2, "stream": True}
+        _, events = answer(served.connect(post(json.dumps(body).encode())))
+        assert (events.count(b"data: "), b"choices" in events) == (2, False), "the error, and the end"
         served.network.error = None
         served.client().completions.create(model=MODEL, prompt="x", max_tokens=3)
         settled(served.engine)
@@ -356,6 +387,14 @@ def test_metrics(served, client):
     assert values['kvcache_http_responses_total{status="200"}'] > 0
 
 
+def test_an_error_that_nothing_expects_is_counted(path, monkeypatch, caplog):
+    with Served(path) as served:
+        monkeypatch.setattr(served.engine, "submit", lambda *arguments, **options: [][0])
+        with pytest.raises(openai.InternalServerError):
+            served.client().completions.create(model=MODEL, prompt="x")
+        assert 'kvcache_http_responses_total{status="500"} 1\n' in fetched(served, "/metrics")[2]
+
+
 def test_the_command(tmp_path):
     """The demo model, from the command line to the answer; SIGTERM ends it."""
     (tmp_path / "keys").write_text("sesame\n")
@@ -369,21 +408,3 @@ def test_the_command(tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) in (0, -signal.SIGTERM)
     assert any(each.is_file() for each in (tmp_path / "kept").rglob("*")), "the prefix is kept"
-
-
-def test_what_the_command_refuses(capsys, monkeypatch):
-    assert main(["serve", "--host", "0.0.0.0"]) == 2
-    assert "host: expected a loopback address, or --api-keys" in capsys.readouterr().err
-    for arguments, message in (
-        (["--host", "example.com"], "host: expected a loopback address, or --api-keys beside it, got example.com"),
-        (["--port", "99999"], "port: expected an int <= 65535, got 99999"),
-        (["--api-keys", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
-    ):
-        assert main(["serve", *arguments]) == 2
-        assert message in capsys.readouterr().err
-    monkeypatch.setenv("KVCACHE_API_KEYS", "")
-    assert main(["serve", "--host", "0.0.0.0"]) == 2
-    assert "api_keys: expected at least one key" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["serve"]) == 2
-    assert "kvcache-cpu[serve]" in capsys.readouterr().err

@@ -99,6 +99,39 @@ def test_arrivals_of_samples(engine, alone, threaded):
             assert set(reasons[:-1]) <= {None}
 
 
+def test_the_first_sample_comes_first(engine):
+    """No other sample has a token before the first one has, also where they run and end in the same step."""
+    seen = []
+
+    def look(text, logits):
+        seen.append([work.num_tokens - work.num_prompt for work in request.works])
+
+    request = engine.submit(PROMPTS[0], sampled(1, 2, logits_processor=look), n=3)
+    run(engine)
+    assert seen == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1]]
+
+
+def test_a_sample_is_read_before_the_first_one(engine):
+    """A step that ends while arrivals are looked for."""
+
+    class Stepping:
+        def __init__(self, work):
+            self.work = work
+
+        def __getattr__(self, name):
+            found = getattr(self.work, name)
+            if name == "tokens" and not self.work.num_new:
+                engine.step()
+            return found
+
+    async def indices():
+        request = engine.submit(PROMPTS[0], sampled(1, 2), n=2)
+        request._samples = (Stepping(request.works[0]), request.works[1])
+        return [new.index async for new in request.arrivals()]
+
+    assert asyncio.run(indices())[0] == 0
+
+
 @pytest.mark.parametrize("stop", [(), "e"])
 def test_the_text_of_what_arrives(stop):
     """The pieces together are the text of each sample, also of one that is late or ends before a stop string."""
@@ -242,6 +275,8 @@ def test_the_queue_is_bounded(network):
     requests.append(engine.submit(PROMPTS[2], GREEDY))
     with pytest.raises(QueueFullError):
         engine.submit(PROMPTS[3], GREEDY)
+    with pytest.raises(ValueError, match="n: expected at most 3, the requests that may wait, got 4"):
+        engine.submit(PROMPTS[3], GREEDY, n=4)
     engine.step()
     requests.append(engine.submit(PROMPTS[3], GREEDY))
     assert all(len(request.result()) == 8 for request in requests)

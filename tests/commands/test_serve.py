@@ -1,0 +1,63 @@
+"""`python -m kvcache serve`: what it refuses before the model loads, the name of the model, the file of keys."""
+
+import sys
+
+import pytest
+
+from kvcache.__main__ import main
+
+pytest.importorskip("uvicorn")
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The name and the keys of each application that is made; none is served."""
+    found = []
+
+    def make_app(engine, name, keys, **limits):
+        found.append((name, keys))
+        raise ValueError
+
+    monkeypatch.setattr("kvcache.commands.serve.open_engine", lambda *arguments, **options: None)
+    monkeypatch.setattr("kvcache.server.app.make_app", make_app)
+    return found
+
+
+def test_the_name_of_the_model(made, tmp_path, monkeypatch):
+    (tmp_path / "Small").mkdir()
+    monkeypatch.chdir(tmp_path / "Small")
+    for model in (".", "../Small", "x/Small.gguf", "owner/Small"):
+        main(["serve", "--port", "0", "--model", model])
+    assert made == [("Small", None)] * 4
+
+
+def test_a_file_of_keys_with_a_byte_order_mark(made, tmp_path):
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbf# ours\nsesame a\n")
+    main(["serve", "--port", "0", "--api-keys", str(tmp_path / "keys")])
+    assert [keys for _, keys in made] == [{"sesame": "a"}]
+
+
+def test_what_the_command_refuses(capsys, monkeypatch):
+    assert main(["serve", "--host", "0.0.0.0"]) == 2
+    assert "host: expected a loopback address, or --api-keys" in capsys.readouterr().err
+    for arguments, message in (
+        (["--host", "example.com"], "host: expected a loopback address, or --api-keys beside it, got example.com"),
+        (["--port", "99999"], "port: expected an int <= 65535, got 99999"),
+        (["--api-keys", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
+        (["--timeout", "0"], "timeout: expected a finite number above 0, got 0.0"),
+        (["--timeout", "inf"], "timeout: expected a finite number above 0, got inf"),
+        (["--timeout", "nan"], "timeout: expected a finite number above 0, got nan"),
+        (["--max-body", "0"], "max_body: expected an int >= 1, got 0"),
+        (["--max-queue", "0"], "max_queue: expected an int >= 1, got 0"),
+        (["--max-running", "0"], "max_running: expected an int >= 1, got 0"),
+        (["--drain", "-1"], "drain: expected an int >= 0, got -1"),
+    ):
+        assert main(["serve", "--model", "nowhere", *arguments]) == 2, "before the model is looked for"
+        assert message in capsys.readouterr().err
+    monkeypatch.setenv("KVCACHE_API_KEYS", "")
+    assert main(["serve", "--host", "0.0.0.0"]) == 2
+    assert "api_keys: expected at least one key" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve"]) == 2
+    assert "kvcache-cpu[serve]" in capsys.readouterr().err
