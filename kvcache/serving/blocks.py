@@ -308,5 +308,6 @@ def _append(cache: PagedKvCache, prefixes: PrefixCache, ids: NDArray[np.uint64],
             cache.append_batch(ids, counts)
             return
         except OutOfMemoryError as error:
-            if not prefixes.evict(error.requested - error.available):
+            evicted = prefixes.evict(error.requested - error.available)
+            if not evicted and cache.free_block_count <= error.available:  # nor did another thread free any
                 raise

@@ -207,6 +207,7 @@ class BatchEngine:
         deadline = None if deadline is None else as_finite(deadline, "deadline", 0.0)
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
         prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size)
+        self._steps.expect_room(n)  # before each sample takes its random numbers
         samples = [self._sample(prompt, params, i, namespace) for i in range(n)]
         for each in samples[1:]:
             each.leader = samples[0]
@@ -246,8 +247,7 @@ class BatchEngine:
     ) -> list[list[int]]:
         """Continue many prompts: the new tokens of each, in the order of the prompts.
 
-        Any number of them: they are queued as there is room. If one fails, or the call is interrupted, all are
-        cancelled.
+        Any number: they are queued as there is room. If one fails, or the call is interrupted, all are cancelled.
 
         Args:
             prompts, params, namespace: as of `submit`.
@@ -362,7 +362,7 @@ class BatchEngine:
         return self._steps.namespaces()
 
     def cache_stats(self) -> PrefixCacheStats:
-        """As `PrefixCachedEngine.cache_stats`; a request that was preempted looks up again."""
+        """As `PrefixCachedEngine.cache_stats`; a request that waits for blocks, or was preempted, looks up again."""
         return self._blocks.windows.cached.counted(self._blocks.prefixes.stats())
 
     def clear_cache(self) -> None:

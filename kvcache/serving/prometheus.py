@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import fields
 from itertools import accumulate
@@ -22,7 +23,7 @@ def exposition(
 
     Names are those of the fields: `kvcache_running` of a gauge, `kvcache_new_tokens_total` of a counter,
     `kvcache_queued_seconds` of a histogram, `kvcache_namespace_hits_total{namespace="alice"}` of a
-    namespace; the label of the namespace None is empty.
+    namespace; the label of the namespace None is empty, and names of one text count together.
 
     Args:
         stats, namespaces: as above.
@@ -35,10 +36,13 @@ def exposition(
         lines += _histogram(f"kvcache_{name}_seconds", value) if is_many else _lines(name, [("", value)])
     for name in (field.name for field in fields(NamespaceStats)):
         counters[f"namespace_{name}"] = "namespace", {
-            "" if space is None else space: getattr(counts, name) for space, counts in namespaces.items()
+            space: getattr(counts, name) for space, counts in namespaces.items()
         }
     for name, (label, numbers) in sorted(counters.items()):
-        lines += _lines(name, [(f'{{{label}="{_escaped(value)}"}}', number) for value, number in numbers.items()])
+        totals: Counter[str] = Counter()  # of names that are different objects and the same text
+        for value, number in numbers.items():
+            totals[f'{{{label}="{_escaped(value)}"}}'] += number
+        lines += _lines(name, totals.items())
     return "\n".join([*lines, ""])
 
 
@@ -48,7 +52,7 @@ def _lines(name: str, samples: Iterable[tuple[str, int]]) -> list[str]:
 
 
 def _escaped(value: Any) -> str:
-    return str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    return ("" if value is None else str(value)).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _histogram(name: str, found: Histogram) -> list[str]:

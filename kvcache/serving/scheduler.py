@@ -327,7 +327,7 @@ class Scheduler:
         if len(self.running) >= self._max_running:
             raise OutOfMemoryError(1, 0, "places")
         self.blocks.fork(work, follower, computed)
-        follower.regime, follower.started = work.regime, now
+        follower.regime, follower.space, follower.started = work.regime, work.space, now
         follower.cached_tokens = work.cached_tokens
         self.observed.began(follower, now)
         self._run(follower)

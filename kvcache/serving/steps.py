@@ -65,6 +65,14 @@ class Steps:
         if self._closed:
             raise InvalidOperationError("expected an engine that is open, got one after close")
 
+    def expect_room(self, count: int) -> None:
+        """Raise what `enqueue` of so many works raises now."""
+        self.expect_open()
+        if count > self._max_queue:
+            raise ValueError(f"n: expected at most {self._max_queue}, the requests that may wait, got {count}")
+        if self.num_waiting + count > self._max_queue:
+            raise QueueFullError(self._max_queue)
+
     def close(self) -> None:
         """Take no more works."""
         with self.inbox_lock:
@@ -72,16 +80,12 @@ class Steps:
 
     def enqueue(self, pending: Pending, works: Sequence[Work], priority: int, deadline: float | None) -> None:
         """Queue works: all or none; see `BatchEngine.submit` for the arguments and errors."""
-        if len(works) > self._max_queue:
-            raise ValueError(f"n: expected at most {self._max_queue}, the requests that may wait, got {len(works)}")
         now = self._clock()
         for work in works:
             work.arrival, work.key = now, (now + PATIENCE * priority, next(self._numbers))
             work.deadline = None if deadline is None else now + deadline
         with self.inbox_lock:
-            self.expect_open()
-            if self.num_waiting + len(works) > self._max_queue:
-                raise QueueFullError(self._max_queue)
+            self.expect_room(len(works))
             self._pending.update((work.key[1], pending) for work in works)
             self._inbox.extend(works)
 
@@ -181,10 +185,10 @@ class Steps:
 
     def _take(self, work: Work, start: int, n: int, rows: Float32, now: float) -> None:
         """Give a work the logits of a piece that has run."""
-        before, wrong = work.num_tokens, 0
+        before, wrong, held = work.num_tokens, 0, 0
         if len(rows):
             try:
-                work.take(rows, start)
+                held = work.take(rows, start)
             except Exception as error:  # of a logits processor, or logits that are not finite
                 self._scheduler.end(work, "error", error)
                 return
@@ -194,8 +198,7 @@ class Steps:
                 self._scheduler.observed.drew(work, now)
             self._new_tokens += new
             if guessed := max(0, start + n - before):
-                held = max(0, new - 1)  # the last one was drawn and has not run
-                wrong = guessed - held
+                wrong = guessed - max(0, new - 1)  # the last one counts as drawn, not as run
                 self._guessed += guessed
                 self._accepted += held
         self._scheduler.ran(work, n - wrong, wrong)

@@ -44,10 +44,11 @@ class StepThread:
         self._woken.put(None)
 
     def stop(self) -> None:
-        """End the thread when all work is done, and wait for that."""
+        """End the thread when all work is done, and wait for that; from the thread itself, without waiting."""
         self._stopping.set()
         self.wake()
-        self._thread.join()
+        if not self.is_current:
+            self._thread.join()
 
 
 def _run(engine_of: ref[BatchEngine], woken: SimpleQueue[None], stopping: threading.Event) -> None:

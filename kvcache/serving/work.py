@@ -129,8 +129,8 @@ class Work(ABC):
         """Of how many of the next `count` tokens, the last ones, the logits are due."""
 
     @abstractmethod
-    def take(self, logits: Float32, start: int) -> None:
-        """Use the logits `(rows_due, vocab_size)` of a piece that began at token `start`, as far as guesses hold."""
+    def take(self, logits: Float32, start: int) -> int:
+        """Use the logits `(rows_due, vocab_size)` of a piece that began at token `start`; how many guesses held."""
 
     @abstractmethod
     def ending(self) -> FinishReason | None:
@@ -207,14 +207,18 @@ class Drawing(Work):
     def rows_due(self, count: int) -> int:
         return max(0, count - self.remaining + 1)
 
-    def take(self, logits: Float32, start: int) -> None:
-        guess = self.guess[: len(logits) - 1].tolist()
-        for number, row in enumerate(logits):
+    def take(self, logits: Float32, start: int) -> int:
+        guess, held = self.guess[: len(logits) - 1].tolist(), 0
+        for row in logits:
             token = self._draw(row)
-            if self.ending() is not None or number == len(guess) or token != guess[number]:
+            if held == len(guess) or token != guess[held]:
+                break
+            held += 1
+            if self.ending() is not None:
                 break
         if guess and self.guesses is not None:
-            self.guesses.learn(len(guess), number)
+            self.guesses.learn(len(guess), held)
+        return held
 
     def _draw(self, logits: Float32) -> int | None:
         """Draw the next token; None: it ends the text."""
@@ -239,9 +243,11 @@ class Drawing(Work):
     def ending(self) -> FinishReason | None:
         if self._stopped or (self._watched is not None and self._watched.stopped):
             return "stop"
-        if self.num_new >= self._request.params.max_tokens or self.num_tokens > self._most:
-            return "length"
-        return None
+        if self.num_new < self._request.params.max_tokens and self.num_tokens <= self._most:
+            return None
+        if self._watched is not None:
+            self._watched.end()  # a stop string may be in the text that waited
+        return "stop" if self._watched is not None and self._watched.stopped else "length"
 
     def mend(self) -> None:
         if not self._drawing:
@@ -278,10 +284,11 @@ class Scoring(Work):
     def rows_due(self, count: int) -> int:
         return count
 
-    def take(self, logits: Float32, start: int) -> None:
+    def take(self, logits: Float32, start: int) -> int:
         stop = start + len(logits)
         self.scores[start:stop] = log_probabilities(logits, self._targets[start:stop])
         self._scored = stop
+        return 0
 
     def ending(self) -> FinishReason | None:
         return "length" if self._scored == self.num_tokens else None

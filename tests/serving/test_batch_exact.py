@@ -10,6 +10,7 @@ from serving import GREEDY, Alone, penalised, prompts, repeating, run, same, sam
 from windowed_networks import KINDS, Windowed
 
 from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingParams
+from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
 from kvcache.networks.protocols import LayerAttention
 
@@ -262,3 +263,55 @@ def test_samples_are_the_requests_one_after_another(network):
     seeded = engine.submit(prompt, sampled(20, **penalties), n=3).result()
     assert seeded == [alone.generate(prompt, sampled(20 + i, **penalties)) for i in range(3)]
     settled(engine)
+
+
+def test_samples_of_a_network_with_regimes():
+    """Samples index their blocks under the name that the regime gives, as their leader does."""
+    model = Transformer.from_pretrained(GOLDEN / "phi3_longrope")
+    engine = BatchEngine(model, num_blocks=60, block_size=4)
+    other = engine.submit(np.arange(30), sampled(1, 60))
+    samples = engine.submit(np.arange(10), sampled(2, 12), namespace="alice", n=2)
+    run(engine)
+    alone = InferenceEngine(model)
+    assert other.result() == alone.generate(np.arange(30), sampled(1, 60))
+    assert samples.result() == [alone.generate(np.arange(10), sampled(2 + i, 12)) for i in range(2)]
+    assert set(engine.namespace_stats()) == {None, "alice"}
+    settled(engine)
+
+
+def test_random_numbers_of_requests_that_waited_outside(network):
+    """A request that the queue refused has taken none."""
+    asked = prompts(16, 8, 20)
+    free = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, max_tokens=6)
+    alone = InferenceEngine(network, seed=5)
+    want = [alone.generate(prompt, free) for prompt in asked]
+    for most in (1, 2, 100):
+        assert BatchEngine(network, seed=5, max_queue=most).generate_batch(asked, free, progress=False) == want
+
+
+def test_guesses_that_hold_to_the_end(network):
+    """Those that are drawn count as accepted, also where the text ends with one of them, or behind it."""
+
+    def cycle(text, logits):
+        logits[3 + (int(text[-1]) - 2) % 4] = 1000.0
+
+    for stops, most in (((6,), 40), ((), 5), ((), 6), ((), 7)):
+        engine = BatchEngine(network, num_blocks=20)
+        params = SamplingParams(temperature=0.0, max_tokens=most, logits_processor=cycle, stop_token_ids=stops)
+        request = engine.submit([3, 4, 5, 6] * 6, params)
+        new = request.result()
+        assert new == ([3, 4, 5] if stops else ([3, 4, 5, 6] * 2)[:most])
+        stats = engine.stats()
+        # In each step all guesses hold, and one token is drawn behind them, unless the text ends.
+        assert stats.accepted_tokens >= len(new) - stats.steps + bool(stops)
+        assert stats.accepted_tokens == request.works[0].guesses.accepted
+
+
+def test_a_stop_string_in_the_text_that_waited():
+    """The last token is a part of a character, whose text is known when no token follows."""
+    tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
+    part = next(i for i in range(tokenizer.get_vocab_size()) if tokenizer.decode([i]) == "\ufffd")
+    params = SamplingParams(temperature=0.0, max_tokens=1, logit_bias={part: 1e6}, stop="\ufffd")
+    want = InferenceEngine.from_pretrained(DIRECTORY).complete("import", params)
+    got = BatchEngine.from_pretrained(DIRECTORY).submit("import", params).completions()[0]
+    assert (got.finish_reason, got.text) == (want.finish_reason, want.text) == ("stop", "")

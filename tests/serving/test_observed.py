@@ -15,9 +15,9 @@ from places import GOLDEN
 from prefix_states import config, state
 from serving import GREEDY, Clock, prompts
 
-from kvcache import BatchEngine, PrefixCache, PrefixKvCache, SamplingParams
+from kvcache import BatchEngine, InvalidOperationError, PrefixCache, PrefixKvCache, SamplingParams
 from kvcache.engine import Transformer
-from kvcache.serving import observed
+from kvcache.serving import exposition, observed
 from kvcache.tiers.links import FAILURES, Link
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
@@ -117,6 +117,34 @@ def test_a_callback_may_use_the_engine(network):
             engine.submit(prompt, GREEDY).result(60)
     assert [request.finish_reason for request in more] == ["length"] * 3
     assert engine.namespace_stats()["told"].queries == 3
+
+
+def test_a_callback_may_close_the_engine(network):
+    """Its own thread cannot be waited for: `close` then runs the rest itself."""
+    closed = []
+
+    def told(event):
+        engine.close()
+        closed.append(event)
+
+    engine = make(network, on_eviction=told)
+    requests = [engine.submit(prompt, GREEDY) for prompt in prompts(3, 12, 40)]
+    engine.start()
+    assert [request.result(60) for request in requests] == make(network).generate_batch(prompts(3, 12, 40), GREEDY)
+    engine.close()
+    assert closed
+    with pytest.raises(InvalidOperationError):
+        engine.submit(np.arange(3))
+
+
+def test_names_of_one_text_count_together(network):
+    engine = make(network)
+    for name in (None, "", 1, "1", "1"):
+        engine.submit(np.arange(5), GREEDY, namespace=name).result()
+    lines = exposition(engine.stats(), engine.namespace_stats()).splitlines()
+    assert [line for line in lines if line.startswith("kvcache_namespace_queries_total")] == [
+        'kvcache_namespace_queries_total{namespace=""} 2', 'kvcache_namespace_queries_total{namespace="1"} 3',
+    ]  # fmt: skip
 
 
 def test_times_of_requests(network):
