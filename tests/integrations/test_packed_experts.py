@@ -85,12 +85,26 @@ def test_what_packed_experts_refuse_and_show():
 def test_copies_of_packed_experts_and_compiled_ones():
     packed, theirs, width = experts_of("mixtral")
     x, chosen, shares = torch.randn(3, width), torch.tensor([[0, 1], [2, 3], [3, 1]]), torch.rand(3, 2)
+    packed.note = ["x"]
     copied = copy.deepcopy(packed)
+    assert copied.note == ["x"]
+    assert copied.note is not packed.note
     assert [a is b for a, b in zip(copied.matrices, packed.matrices, strict=True)] == [True] * 8
     compiled = torch.compile(lambda x: packed(x, chosen, shares) + 1, backend="eager")
     for got in (copied(x, chosen, shares), compiled(x) - 1):
         torch.testing.assert_close(got, theirs(x, chosen, shares))
     torch._dynamo.reset()
+
+
+def test_experts_with_hooks_stay():
+    model = make_model("mixtral")
+    name, experts = next((name, each) for name, each in model.named_modules() if name.endswith(".experts"))
+    experts.register_forward_hook(lambda module, inputs, out: out * 10)
+    want = run(model)
+    pack_weights(model)
+    assert model.get_submodule(name) is experts
+    assert packed_experts(model)
+    torch.testing.assert_close(run(model), want, rtol=0, atol=1e-5)
 
 
 def test_an_interrupt_leaves_experts_that_work(monkeypatch):

@@ -111,6 +111,34 @@ def test_skipped_layers():
     run(model)
 
 
+@torch.no_grad()
+def test_layers_with_hooks_stay():
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in ("q_proj", "k_proj", "v_proj", "o_proj")})
+    model["q_proj"].register_forward_hook(lambda layer, inputs, out: out * 10)
+    model["k_proj"].register_forward_pre_hook(lambda layer, inputs: inputs[0] * 10)
+    forward = model["v_proj"].forward
+    model["v_proj"].forward = lambda x: forward(x) * 10
+    x = torch.randn(2, 32)
+    want = {name: layer(x) for name, layer in model.items()}
+    assert pack_weights(model).layers == 1
+    assert list(packed_layers(model)) == ["o_proj"]
+    for name, layer in model.items():
+        torch.testing.assert_close(layer(x), want[name])
+
+
+@torch.no_grad()
+def test_copies_have_hooks_and_attributes():
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(32, 32)}).eval()
+    pack_weights(model)
+    model["a"].register_forward_hook(lambda layer, inputs, out: out * 10)
+    model["a"].note = ["x"]
+    copied, x = copy.deepcopy(model), torch.randn(2, 32)
+    assert torch.equal(copied["a"](x), model["a"](x))
+    assert copied["a"].note == ["x"]
+    assert copied["a"].note is not model["a"].note
+    assert not copied["a"].training
+
+
 def test_weights_are_shared_where_they_were():
     inner = torch.nn.Linear(40, 24)
     model = torch.nn.ModuleDict({"a": inner, "b": inner, "c": torch.nn.Linear(40, 24, bias=False)})
@@ -186,8 +214,12 @@ def test_what_a_packed_layer_refuses():
         model.state_dict()
     with pytest.raises(TypeError, match="pickle"):
         pickle.dumps(model)
-    with pytest.raises(KeyError, match="weight"):
+    with pytest.raises(NotImplementedError, match=r"weight: expected a model before pack_weights, got packed weights"):
         model[0].weight = torch.nn.Parameter(torch.randn(32, 64))
+    tied = make_model("llama", tie_word_embeddings=True)
+    pack_weights(tied)
+    with pytest.raises(NotImplementedError, match=r"weight: expected a model before pack_weights"):
+        tied.tie_weights()
     assert "64, 32, bias=True, q8_0" in repr(model)
     assert set(MATRIX_FORMATS) >= {"q8_0", "q4_1"}
 

@@ -2,6 +2,10 @@
 
 import gc
 import multiprocessing
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +13,7 @@ import torch
 from hf_models import difference, dynamic, left_padded, make_model
 
 from kvcache import InvalidOperationError, OutOfMemoryError, SnapshotError
-from kvcache.integrations.transformers import PagedCache, PrefixStore
+from kvcache.integrations.transformers import PagedCache, PrefixStore, pool, prefixes
 from kvcache.tiers import DirectoryTier, Tiers
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
@@ -116,6 +120,128 @@ def test_of_beams_the_prompts_are_kept(mode):
     once = store.cache_for(ids, mask)
     once.batch_repeat_interleave(beams)
     assert torch.equal(generate(model, once, ids, mask, **mode).sequences, out.sequences)
+    store.check()
+
+
+@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}])
+def test_a_cold_cache_whose_rows_are_repeated(mode):
+    """As one that holds a prefix: the rows that `generate` adds go back to the prompts."""
+    model, (ids, mask) = make_model("llama", "kvcache"), left_padded([50, 40], 50)
+    store = PrefixStore(model.config, dtype="f32")
+    for cold in (True, False):
+        cache = store.cache_for(ids, mask)
+        assert (cache.get_seq_length() == 0) == cold
+        cache.batch_repeat_interleave(3)
+        out = generate(model, cache, ids, mask, **mode)
+        assert store.keep(cache, out) == 3 * sum((length + 8 * ("do_sample" in mode)) // 16 for length in (50, 40))
+    store.check()
+
+
+def test_output_of_other_beams_is_refused():
+    model, (ids, mask) = make_model("llama", "kvcache"), left_padded([40, 40], 40)
+    store = PrefixStore(model.config, dtype="f32")
+    for prompts in (left_padded([40, 40], 40, seed=5)[0], ids.flip(0)):
+        for count in (1, 2, 3):
+            cache = store.cache_for(ids.repeat_interleave(3, 0))
+            out = generate(model, cache, prompts, mask, num_beams=3, num_return_sequences=count, max_new_tokens=2)
+            with pytest.raises(ValueError, match="output: expected rows that begin with the 6 prompts"):
+                store.keep(cache, out)
+    cache = store.cache_for(ids)
+    out = generate(model, cache, ids, mask, num_beams=3)
+    with pytest.raises(ValueError, match="cache: expected the 2 rows of cache_for, got 6"):
+        store.keep(cache, out)
+    assert store.stats().cached_blocks == 0
+
+
+def test_a_prompt_that_runs_again_over_its_prefix():
+    """Assisted decoding does that; nothing false is kept of it."""
+    model, (ids, mask) = make_model("llama", "kvcache"), left_padded([40], 40)
+    store = PrefixStore(model.config, dtype="f32")
+    cache = store.cache_for(ids)
+    out = generate(model, cache, ids, mask, prompt_lookup_num_tokens=4)
+    assert store.keep(cache, out) == 3
+    warm = store.cache_for(ids)
+    for assisted in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": make_model("llama", seed=1)}):
+        with pytest.raises(ValueError, match=r"cache: expected an empty one with an assistant or .* got 39"):
+            generate(model, warm, ids, mask, **assisted)
+    assert torch.equal(generate(model, warm, ids, mask).sequences, out.sequences)
+    again = store.cache_for(ids)
+    with torch.no_grad():
+        model(ids, past_key_values=again)
+    with pytest.raises(ValueError, match="cache: expected at most the 49 tokens of the output, got 79"):
+        store.keep(again, out)
+    store.check()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma4_text"])
+def test_threads_share_a_new_store(kind, monkeypatch):
+    """What all of them lack at once is made once."""
+    made = []
+
+    def slow(make):
+        def call(*arguments, **options):
+            made.append(make)
+            time.sleep(0.02)  # others come to the same place
+            return make(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(pool, "PagedKvCache", slow(pool.PagedKvCache))
+    monkeypatch.setattr(prefixes, "PrefixCache", SimpleNamespace(over=slow(prefixes.PrefixCache.over)))
+    model, prompts = make_model(kind, "kvcache"), [left_padded([34 + i], 34 + i, seed=i % 3) for i in range(4)]
+    want = [generate(model, dynamic(model), *prompt).sequences for prompt in prompts]
+    store, begin = PrefixStore(model.config, dtype="f32"), Barrier(4)
+
+    def work(i):
+        cache = store.cache_for(prompts[i][0])
+        begin.wait()
+        out = generate(model, cache, *prompts[i])
+        store.keep(cache, out)
+        return out.sequences
+
+    with ThreadPoolExecutor(4) as threads:
+        got = list(threads.map(work, range(4)))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert len(made) == 2 * len(store._pool.paged)
+    for (ids, mask), sequences in zip(prompts, want, strict=True):
+        assert store.cache_for(ids).get_seq_length() == 32  # of 41 to 44 tokens
+        assert torch.equal(generate(model, store.cache_for(ids), ids, mask).sequences, sequences)
+    store.check()
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ropes"),
+    [
+        ("llama", LONG),
+        ("llama", DYNAMIC),
+        ("gemma3_text", {"full_attention": DYNAMIC, "sliding_attention": PLAIN}),
+    ],
+)
+def test_keys_that_depend_on_the_length_of_the_text_are_refused(kind, ropes):
+    config = make_model(kind, rope_parameters=ropes).config
+    with pytest.raises(ValueError, match="config: expected a rope_type that rotates K by its position alone, got "):
+        PrefixStore(config)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
+def test_models_that_drop_their_cache_where_keys_change(kind):
+    more = {"short_mscale": 1.0, "long_mscale": 1.0} if kind == "phimoe" else {}
+    model = make_model(kind, "kvcache", rope_parameters=LONG | more, original_max_position_embeddings=32)
+    store, (long, _) = PrefixStore(model.config, dtype="f32"), left_padded([60], 60)
+    for ids in (long, long[:, :25], long[:, :30], long):
+        mask = torch.ones_like(ids)
+        want = generate(model, PagedCache(model.config, dtype="f32"), ids, mask, max_new_tokens=12)
+        cache = store.cache_for(ids)
+        got = generate(model, cache, ids, mask, max_new_tokens=12)
+        assert torch.equal(got.sequences, want.sequences)
+        assert difference(got.logits[0], want.logits[0], torch.ones(1)) < 1e-5
+        store.keep(cache, got)
     store.check()
 
 

@@ -117,6 +117,30 @@ def test_speculation_evicts_what_was_accepted():
 
 
 @pytest.mark.parametrize(
+    ("reason", "implementation", "settings", "given"),
+    [
+        ("the operation aten", "sdpa", {}, {}),
+        ("the operation aten", "eager", {}, {}),
+        ("a mask of another pattern", "kvcache", {}, {"attention_mask": torch.ones(1, 1, 1, 31, dtype=torch.bool)}),
+        ("heads of more than 512 channels", "kvcache", {"head_dim": 520, "num_hidden_layers": 1}, {}),
+    ],
+)
+@torch.no_grad()
+def test_dense_attention_is_refused(reason, implementation, settings, given):
+    """It would evict nothing, and read evicted tokens as zeros."""
+    model, (ids, _) = make_model("llama", "kvcache", **settings), left_padded([31], 31)
+    policy = EvictionPolicy.SlidingWindow(6, 2)
+    cache = PagedCache(model.config, dtype="f32", eviction_policy=policy, kv_budget=8)
+    if not settings:
+        model(ids[:, :30], past_key_values=cache)
+    model.set_attn_implementation(implementation)
+    message = rf"eviction_policy: expected attn_implementation='kvcache' .*, got dense attention \({reason}"
+    with pytest.raises(ValueError, match=message):
+        model(ids[:, 30:], past_key_values=cache, **given)
+    assert cache.stats().dense_calls == {}
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"kv_budget": 8}, "kv_budget: expected None without an eviction_policy, got 8"),

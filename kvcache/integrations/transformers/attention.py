@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvcache.integrations.transformers.dense import dense_attention
 from kvcache.integrations.transformers.hf import torch
-from kvcache.integrations.transformers.layer import PagedLayer, array_of
+from kvcache.integrations.transformers.layer import PagedLayer, array_of, refuse_gradient
 from kvcache.integrations.transformers.masks import PatternMask
 from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.sight import Call, calls_for
@@ -38,7 +38,9 @@ def attention(
         `(batch, queries, query heads, head_dim of V)`, and None in the place of weights.
 
     Raises:
-        ValueError: `output_attentions` is asked for: no weights are computed.
+        ValueError: `output_attentions` is asked for: no weights are computed; attention of a layer that evicts tokens
+            cannot read the blocks.
+        RuntimeError: Q or sinks need gradients, which attention over blocks does not compute.
     """
     if kwargs.get("output_attentions"):
         raise ValueError(
@@ -52,6 +54,9 @@ def attention(
         return out
     if type(key) is StoredStates and type(value) is StoredStates and key._layer is value._layer:
         layer: PagedLayer = key._layer
+        refuse_gradient("Q", query)
+        if s_aux is not None:
+            refuse_gradient("sinks", s_aux)
         reason = _why_dense(layer, key, attention_mask, dropout, position_bias)
         if reason is None:
             if attention_mask is not None:
@@ -61,8 +66,8 @@ def attention(
                 causal = bool(causal or (query.shape[2] == 1 and layer.window))
             window = (window or layer.window) if causal else None
             return _packed(layer, query, causal, window, scaling, softcap, s_aux), None
+        key, value = key.dense(reason).to(query.dtype), value.dense(reason).to(query.dtype)
         layer.state.ways.went_dense(reason)
-        key, value = key.dense().to(query.dtype), value.dense().to(query.dtype)
     mask = attention_mask.dense() if type(attention_mask) is PatternMask else attention_mask
     out = dense_attention(
         module, query, key, value, mask, scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux,

@@ -19,6 +19,8 @@ from kvcache.integrations.transformers.pool import PAGED_TYPES, Pool
 
 __all__ = ["PagedCache", "PagedCacheStats"]
 
+Int64 = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class PagedCacheStats:
@@ -56,7 +58,7 @@ class PagedCache(DynamicCache):
 
     It does what `DynamicCache` does. Layers that have no K and V per token (linear attention, convolutions) and those
     with chunked attention are transformers' own. With another `attn_implementation` results are the same, but K and V
-    become dense in every step.
+    become dense in every step, and an `eviction_policy` raises.
 
     Args:
         config: of the model.
@@ -71,8 +73,8 @@ class PagedCache(DynamicCache):
 
     Raises:
         TypeError, ValueError: a setting that is not supported; K and V of another batch or device; a mask that shows a
-            token which was masked when it came.
-        RuntimeError: K and V that require gradients; `crop` into a window whose tokens are gone.
+            token which was masked when it came; dense attention under an `eviction_policy`.
+        RuntimeError: Q, K or V that require gradients; `crop` into a window whose tokens are gone.
         OutOfMemoryError: `max_memory_bytes` are in use; `reset` the cache then.
     """
 
@@ -113,9 +115,7 @@ class PagedCache(DynamicCache):
         ]
         self.layer_class_to_replicate, self.offloading = None, False
 
-    def update(
-        self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Take the new K and V of a layer; the whole K and V of the layer, `StoredStates`."""
         if torch.compiler.is_compiling():
             return _update_apart(self, key_states, value_states, layer_idx)  # type: ignore[no-any-return]
@@ -141,12 +141,21 @@ class PagedCache(DynamicCache):
             if inner is not None:
                 getattr(inner, name)(*args)
 
-    def _select(self, rows: npt.NDArray[np.int64]) -> None:
+    def _select(self, rows: Int64) -> None:
         self._settle()
         for each in self.state.rows.values():
             each.select(rows)
         before, self.state.mixed_at = self.state.row_of, self.get_seq_length()
         self.state.row_of = rows if before is None else before[rows]
+
+    def _rows(self) -> Int64 | None:
+        """Indices of the rows; of an empty cache those of the prompts of a `PrefixStore`, or None."""
+        state = self.state
+        if state.rows:
+            return np.arange(self._batch())
+        if state.prompt is None:
+            return None
+        return np.arange(len(state.prompt[0] if state.row_of is None else state.row_of))
 
     def _batch(self) -> int:
         return max((rows.batch for rows in self.state.rows.values()), default=0)
@@ -160,14 +169,15 @@ class PagedCache(DynamicCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; shares blocks."""
         self._settle()
-        self._select(np.arange(self._batch()).repeat(repeats))
+        if (rows := self._rows()) is not None:
+            self._select(rows.repeat(repeats))
         self._others("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep these rows: integers, or booleans."""
         self._settle()
-        chosen = np.asarray(indices)
-        self._select(np.flatnonzero(chosen) if chosen.dtype == bool else np.arange(self._batch())[chosen])
+        if (rows := self._rows()) is not None:
+            self._select(rows[np.asarray(indices)])
         self._others("batch_select_indices", indices)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -203,7 +213,16 @@ class PagedCache(DynamicCache):
                 other.reset()
 
     def activate_past_recording(self) -> None:
-        """Keep what windows and policies drop until the next `crop`, as assisted decoding needs it."""
+        """Keep what windows and policies drop until the next `crop`, as assisted decoding needs it.
+
+        Raises:
+            ValueError: the cache begins with a prefix of a `PrefixStore`: assisted decoding runs the whole prompt.
+        """
+        if self.state.prompt is not None and self.get_seq_length():
+            raise ValueError(
+                "cache: expected an empty one with an assistant or prompt lookup, which run the whole prompt, got "
+                f"{self.get_seq_length()} tokens of a PrefixStore"
+            )
         self.state.recording = True
         super().activate_past_recording()
 

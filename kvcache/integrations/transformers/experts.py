@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvcache.core.grouped import multiply_groups
 from kvcache.core.matrix import Matrix
 from kvcache.integrations.transformers.hf import to_dlpack, torch
-from kvcache.integrations.transformers.linear import are_few, meets, product, refuse_state, usable
+from kvcache.integrations.transformers.linear import are_few, copy_of, meets, product, refuse_state, usable
 
 __all__ = ["PackedExperts", "Projection", "weights_of", "without_weights"]
 
@@ -128,9 +128,7 @@ class PackedExperts(torch.nn.Module):
         return f"{self.num_experts} x ({up.shape[1]}, {up.shape[0]}), ({down.shape[1]}, {down.shape[0]}), {up.format}"
 
     def __deepcopy__(self, memo: Any) -> PackedExperts:
-        copied = PackedExperts(copy.deepcopy(self.experts, memo), self._up, self._down, self._dtype)
-        copied.training = self.training
-        return copied  # nothing changes a matrix
+        return copy_of(self, memo, self._up, self._down)  # type: ignore[no-any-return]
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         refuse_state()

@@ -28,7 +28,7 @@ from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.states import StoredStates
 from kvcache.integrations.transformers.ways import Ways
 
-__all__ = ["PagedLayer", "State", "array_of"]
+__all__ = ["PagedLayer", "State", "array_of", "refuse_gradient"]
 
 Bool = npt.NDArray[np.bool_]
 Int64 = npt.NDArray[np.int64]
@@ -193,14 +193,16 @@ class PagedLayer(CacheLayerMixin):
             RuntimeError: they need gradients, which blocks do not keep.
             ValueError: another batch than before.
         """
-        if key_states.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError("PagedCache: expected no gradients (torch.no_grad()), got K that requires one")
+        refuse_gradient("K", key_states)
+        refuse_gradient("V", value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch, _, new, _ = key_states.shape
         if self.inner is not None:
+            reason = f"heads of more than {MOST_CHANNELS} channels"
+            self.refuse_dense(reason)
             self.seen += new
-            self.state.ways.went_dense(f"heads of more than {MOST_CHANNELS} channels")
+            self.state.ways.went_dense(reason)
             return self.inner.update(key_states, value_states)  # type: ignore[no-any-return]
         if self.waits:  # the step before ended without attention in this layer, so perhaps in others
             self.state.settle()
@@ -225,6 +227,14 @@ class PagedLayer(CacheLayerMixin):
     def commit(self, padding: Bool | None = None) -> None:
         """Store what `update` took; `padding`: of the last tokens, see `Rows.extend`."""
         self.state.store(self.index, padding)
+
+    def refuse_dense(self, reason: str) -> None:
+        """Raise ValueError if the layer evicts tokens: dense attention would neither score nor miss them."""
+        if self.index in self.state.rules:
+            raise ValueError(
+                "eviction_policy: expected attn_implementation='kvcache' over packed blocks, got dense attention "
+                f"({reason})"
+            )
 
     def dense(self, which: int, total: int, visible: int) -> Any:
         """K (0) or V (1) of the last `visible` of the first `total` tokens, float32."""
@@ -289,6 +299,12 @@ class PagedLayer(CacheLayerMixin):
         raise NotImplementedError("layer: expected the call on the PagedCache, whose layers share blocks, got one here")
 
     crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
+
+
+def refuse_gradient(name: str, states: Any) -> None:
+    """Raise RuntimeError if Q, K or V need gradients."""
+    if states.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"PagedCache: expected no gradients (torch.no_grad()), got {name} that requires one")
 
 
 def array_of(states: Any, channels: int) -> npt.NDArray[Any]:

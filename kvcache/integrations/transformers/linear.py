@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvcache.core.matrix import Matrix
 from kvcache.integrations.transformers.hf import to_dlpack, torch
 
-__all__ = ["Joint", "PackedLinear", "are_few", "few_products", "meets", "product", "refuse_state", "usable"]
+__all__ = ["Joint", "PackedLinear", "are_few", "copy_of", "few_products", "meets", "product", "refuse_state", "usable"]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -70,9 +70,17 @@ def usable(x: Any) -> Any:
     return x.resolve_neg() if x.is_neg() else x
 
 
-def refuse_state() -> NoReturn:
-    """Packed weights are not saved."""
-    raise NotImplementedError("state_dict: expected a model before pack_weights, got packed weights")
+def refuse_state(name: str = "state_dict") -> NoReturn:
+    """Packed weights are not saved, replaced or tied."""
+    raise NotImplementedError(f"{name}: expected a model before pack_weights, got packed weights")
+
+
+def copy_of(module: Any, memo: dict[int, Any], *shared: Any) -> Any:
+    """A deep copy of a module, with its hooks and attributes, that shares objects which nothing changes."""
+    memo.update({id(each): each for each in shared})
+    made = memo[id(module)] = object.__new__(type(module))
+    made.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return made
 
 
 class Joint:
@@ -183,9 +191,13 @@ class PackedLinear(torch.nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={bias}, {self.matrix.format}"
 
     def __deepcopy__(self, memo: Any) -> PackedLinear:
-        copied = PackedLinear(copy.deepcopy(self._joint, memo), self._layer)
-        copied.training = self.training
-        return copied
+        return copy_of(self, memo, self.matrix)  # type: ignore[no-any-return]
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        """What assigning a parameter calls, as `tie_weights` does."""
+        if name in ("weight", "bias"):
+            refuse_state(name)
+        super().register_parameter(name, param)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         refuse_state()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from threading import RLock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,8 @@ class Kind(NamedTuple):
 class Pool:
     """Blocks for the K and V of a model.
 
+    Threads may share it. A step that finds its blocks, its layers and its sequences made takes no lock here.
+
     Args:
         config: of the model.
         formats: `dtype`, `key_dtype`, `value_dtype` of `PagedKvCache`.
@@ -46,6 +49,10 @@ class Pool:
         max_memory_bytes: the most bytes of K and V of all blocks; None: no limit.
         by: "window", layers share blocks with those of the same window; "shape", with those of the same shape;
             "layer", with none.
+
+    Attributes:
+        lock: held where `PagedKvCache`s, what is kept of them, or ids are made.
+        paged: the `PagedKvCache` of each kind; a new dict replaces it, so it can be iterated without the lock.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class Pool:
         self.types, self._options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         self.block_size = as_count(block_size, "block_size", 1, 256)
         self.limit = None if max_memory_bytes is None else as_bytes(max_memory_bytes, "max_memory_bytes")
+        self.lock = RLock()
         self.paged: dict[Kind, PagedKvCache] = {}
         self.reclaim: Callable[[Kind, int], int] | None = None  # frees blocks that are kept for later
         self._formats, self._by = formats, by
@@ -77,13 +85,14 @@ class Pool:
 
     def place(self, layer: int, heads: int, channels: int) -> tuple[Kind, int]:
         """The kind of a layer and its number in the `PagedKvCache` of that kind."""
-        if layer not in self._slots:
-            kind = self._kind(layer, heads, channels)
-            used = sum(other == kind for other, _ in self._slots.values())
-            if used == self._layers_of(kind):  # more layers than the configuration says
-                kind, used = kind._replace(layer=layer), 0
-            self._slots[layer] = kind, used
-        return self._slots[layer]
+        with self.lock:
+            if layer not in self._slots:
+                kind = self._kind(layer, heads, channels)
+                used = sum(other == kind for other, _ in self._slots.values())
+                if used == self._layers_of(kind):  # more layers than the configuration says
+                    kind, used = kind._replace(layer=layer), 0
+                self._slots[layer] = kind, used
+            return self._slots[layer]
 
     def kinds_of(self, config: Any) -> dict[int, Kind]:
         """The kinds of the layers by what the configuration says of heads, before a model has run."""
@@ -97,15 +106,17 @@ class Pool:
 
     def blocks_of(self, kind: Kind, wanted: int) -> PagedKvCache:
         """The `PagedKvCache` of a kind, made with `wanted` blocks if there is none."""
-        if kind not in self.paged:
-            layers, size = self._layers_of(kind), self.block_bytes(kind)
-            count = wanted if self.limit is None else min(wanted, (self.limit - self._mapped()) // size)
-            if count < 1:
-                raise OutOfMemoryError(size, max(0, (self.limit or 0) - self._mapped()), "bytes")
-            self.paged[kind] = PagedKvCache(
-                count, self.block_size, kind.heads, kind.channels, num_layers=layers, **self._formats
-            )
-        return self.paged[kind]
+        with self.lock:
+            if kind not in self.paged:
+                layers, size = self._layers_of(kind), self.block_bytes(kind)
+                count = wanted if self.limit is None else min(wanted, (self.limit - self._mapped()) // size)
+                if count < 1:
+                    raise OutOfMemoryError(size, max(0, (self.limit or 0) - self._mapped()), "bytes")
+                made = PagedKvCache(
+                    count, self.block_size, kind.heads, kind.channels, num_layers=layers, **self._formats
+                )
+                self.paged = {**self.paged, kind: made}
+            return self.paged[kind]
 
     def block_bytes(self, kind: Kind) -> int:
         """Bytes of a block of this kind, of all its layers."""
@@ -130,31 +141,34 @@ class Pool:
         lacking = error.requested - error.available
         if error.unit != "blocks" or lacking < 1:
             raise error
-        wanted = max(lacking, paged.total_blocks // 2)
-        if self.limit is not None:
-            room = max(0, self.limit - self._mapped()) // max(1, paged.block_memory_bytes)
-            wanted = min(max(lacking, wanted // (2 * len(self.paged))), room)
-            if wanted < lacking and self.reclaim is not None:
-                lacking -= self.reclaim(kind, lacking - wanted)
-            if wanted < lacking:
-                raise error
-        if wanted:
-            paged.grow(wanted)
+        with self.lock:
+            wanted = max(lacking, paged.total_blocks // 2)
+            if self.limit is not None:
+                room = max(0, self.limit - self._mapped()) // max(1, paged.block_memory_bytes)
+                wanted = min(max(lacking, wanted // (2 * len(self.paged))), room)
+                if wanted < lacking and self.reclaim is not None:
+                    lacking -= self.reclaim(kind, lacking - wanted)
+                if wanted < lacking:
+                    raise error
+            if wanted:
+                paged.grow(wanted)
 
     def prepare(self, kind: Kind, count: int) -> None:
         """Make or add blocks until so many are free, as far as the limit allows."""
-        if kind not in self.paged:
-            with suppress(OutOfMemoryError):
-                self.blocks_of(kind, count)
-            return
-        paged = self.paged[kind]
-        lacking = count - paged.free_block_count
-        if self.limit is not None:
-            lacking = min(lacking, (self.limit - self._mapped()) // max(1, paged.block_memory_bytes))
-        if lacking > 0:
-            paged.grow(lacking)
+        with self.lock:
+            if kind not in self.paged:
+                with suppress(OutOfMemoryError):
+                    self.blocks_of(kind, count)
+                return
+            paged = self.paged[kind]
+            lacking = count - paged.free_block_count
+            if self.limit is not None:
+                lacking = min(lacking, (self.limit - self._mapped()) // max(1, paged.block_memory_bytes))
+            if lacking > 0:
+                paged.grow(lacking)
 
     def new_ids(self, count: int) -> UInt64:
         """Ids of new sequences."""
-        first, self._next_id = self._next_id, self._next_id + count
+        with self.lock:
+            first, self._next_id = self._next_id, self._next_id + count
         return np.arange(first, first + count, dtype=np.uint64)

@@ -29,6 +29,9 @@ __all__ = ["PrefixStore"]
 Bool = npt.NDArray[np.bool_]
 Int64 = npt.NDArray[np.int64]
 
+# Models whose `generate` runs the text anew without the cache where their "longrope" changes.
+_DROPS_ITS_CACHE = ("phi3", "phimoe", "phi4_multimodal")
+
 
 class PrefixStore:
     """Blocks of K and V that the caches of one model share, by the exact tokens that lead to them.
@@ -40,11 +43,12 @@ class PrefixStore:
         out = model.generate(**inputs, past_key_values=cache)
         store.keep(cache, out)
 
-    `generate` skips the tokens that a cache begins with. Layers with a window keep all tokens here, so that a block
-    holds a prefix whole; their attention reads the window alone.
+    `generate` skips the tokens that a cache begins with. With an assistant or prompt lookup it runs the whole prompt
+    again, so a cache that is not empty raises there: take a new `PagedCache`. Layers with a window keep all tokens
+    here, so that a block holds a prefix whole; their attention reads the window alone.
 
     Args:
-        config: of the model, whose layers have full attention or windows.
+        config: of the model, whose layers have full attention or windows, and rotate K by its position alone.
         dtype, key_dtype, value_dtype, block_size: as of `PagedCache`.
         max_memory_bytes: the most bytes of K and V, of caches in use and of what is kept; None: they grow. When they
             are in use, kept blocks go, the least recently used first.
@@ -53,7 +57,8 @@ class PrefixStore:
         model: with tiers, a name of the weights and their revision, the same wherever values are shared.
 
     Raises:
-        TypeError, ValueError: another kind; layers of another kind; tiers without a name of the model.
+        TypeError, ValueError: another kind; layers of another kind; a `rope_type` "dynamic" or "longrope", which
+            rotates K by the length of the text; tiers without a name of the model.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class PrefixStore:
         for name in self._pool.types:
             if name not in (*PAGED_TYPES, "dummy"):
                 raise ValueError(f"config: expected layers with full attention or windows, got {name}")
+        _refuse_ropes_of_length(config.get_text_config(decoder=True))
         self._config, self._tiers, self._model = config, tiers, model
         self._sources: dict[Kind, TierSource] = {}
         self._indexes: dict[Kind, PrefixCache] = {}
@@ -84,13 +90,16 @@ class PrefixStore:
         self._pool.reclaim = lambda kind, count: indexes[kind].evict(count) if kind in indexes else 0
 
     def _opened(self) -> dict[Kind, PrefixCache]:
-        for kind, paged in self._pool.paged.items():
-            if kind not in self._indexes:
-                self._indexes[kind] = PrefixCache.over(paged)
-                if self._tiers is not None:
-                    source = self._tiers.source(f"{self._model} {self._digest(('dtype',))} {kind}")
-                    self._sources[kind] = self._indexes[kind].source = source
-        return self._indexes
+        """The index of each kind, made if there is none; a copy, for other threads may add kinds."""
+        with self._pool.lock:
+            for kind, paged in self._pool.paged.items():
+                if kind not in self._indexes:
+                    index = PrefixCache.over(paged)
+                    if self._tiers is not None:
+                        index.source = self._tiers.source(f"{self._model} {self._digest(('dtype',))} {kind}")
+                        self._sources[kind] = index.source
+                    self._indexes[kind] = index
+            return dict(self._indexes)
 
     def _expect(self, rows: list[Int64], namespace: Hashable) -> None:
         """Make room for what tiers may have of prompts, as far as the limit allows."""
@@ -116,19 +125,19 @@ class PrefixStore:
         cache = PagedCache._over(state)
         pads = mask.argmax(1)
         self._expect([row[n:] for row, n in zip(ids, pads, strict=True)], namespace)
-        if not self._opened() or not ids.shape[1] or not (mask.sum(1) == ids.shape[1] - pads).all():
+        indexes = self._opened()
+        if not indexes or not ids.shape[1] or not (mask.sum(1) == ids.shape[1] - pads).all():
             return cache
         with ExitStack() as held:
             found = {
                 kind: [
-                    held.enter_context(index.open_session(row[n:], namespace))
-                    for row, n in zip(ids, pads, strict=True)
+                    held.enter_context(index.open_session(row[n:], namespace)) for row, n in zip(ids, pads, strict=True)
                 ]
-                for kind, index in self._indexes.items()
+                for kind, index in indexes.items()
             }
             lengths = [pads + [session.num_tokens for session in sessions] for sessions in found.values()]
             length = min(int(np.min(lengths)), ids.shape[1] - 1)
-            if length <= pads.min():
+            if length <= pads.min() or len(found) < len(self._pool.paged):  # another thread has made a kind since
                 return cache
             first = np.minimum(pads, length)
             for kind, sessions in found.items():
@@ -151,7 +160,8 @@ class PrefixStore:
                 such `sequences`.
 
         Raises:
-            TypeError, ValueError: a cache of another store; an output that does not begin with the prompts.
+            TypeError, ValueError: a cache of another store, or of other rows than the prompts; an output that does not
+                begin with the prompts; a cache with more tokens than the output, for then it does not hold the output.
         """
         if not isinstance(cache, PagedCache):
             raise TypeError(f"cache: expected a PagedCache of cache_for, got {type(cache).__name__}")
@@ -161,12 +171,21 @@ class PrefixStore:
         cache._settle()
         ids, mask, namespace = state.prompt
         origin = np.arange(len(ids)) if state.row_of is None else state.row_of
+        if any(rows.batch != len(origin) for rows in state.rows.values()) or origin.max(initial=-1) >= len(ids):
+            raise ValueError(f"cache: expected the {len(ids)} rows of cache_for, got {cache._batch()}")
         tokens, mask = ids[origin], mask[origin]
         prompt = tokens.shape[1]
-        if state.mixed_at <= prompt:
-            known, _ = _as_rows(getattr(output, "sequences", output), None)
-            if known.shape[0] != len(tokens) or (known[:, :prompt] != tokens)[mask].any():
-                raise ValueError(f"output: expected rows that begin with the {len(tokens)} prompts, got other tokens")
+        known, _ = _as_rows(getattr(output, "sequences", output), None)
+        by_row = state.row_of is None or state.mixed_at < prompt
+        # The output of beams has another number of rows for each prompt than the cache.
+        at = np.arange(len(known)) * len(tokens) // max(1, len(known))
+        right = known.shape[1] >= prompt and (len(known) == len(tokens) or not by_row)
+        if not right or (known[:, :prompt] != tokens[at])[mask[at]].any():
+            raise ValueError(f"output: expected rows that begin with the {len(tokens)} prompts, got other tokens")
+        if by_row:
+            length = max((rows.length for rows in state.rows.values()), default=0)
+            if length > known.shape[1]:
+                raise ValueError(f"cache: expected at most the {known.shape[1]} tokens of the output, got {length}")
             tokens = known
         kept = 0
         for kind, index in self._opened().items():
@@ -272,6 +291,15 @@ class PrefixStore:
     def __repr__(self) -> str:
         kept = sum(len(index) for index in self._opened().values())
         return f"PrefixStore({self._pool._formats['dtype']}, {kept} blocks of {self._pool.block_size} tokens kept)"
+
+
+def _refuse_ropes_of_length(config: Any) -> None:
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # the values are of types of layers, in some models
+        name = str(rope.get("rope_type")) if isinstance(rope, dict) else ""
+        dropped = name == "longrope" and config.model_type in _DROPS_ITS_CACHE
+        if ("dynamic" in name or name == "longrope") and not dropped:
+            raise ValueError(f"config: expected a rope_type that rotates K by its position alone, got {name}")
 
 
 def _as_rows(input_ids: Any, attention_mask: Any) -> tuple[Int64, Bool]:

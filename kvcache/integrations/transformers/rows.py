@@ -273,7 +273,15 @@ class Rows:
 
         Returns:
             float32 `(batch, KV heads, visible, channels)`.
+
+        Raises:
+            RuntimeError: some of them were before the window, and are gone.
         """
+        if total - visible < self.dropped:
+            raise RuntimeError(
+                f"states: expected positions from {self.dropped} on, for the window has dropped those before, got "
+                f"{total - visible}"
+            )
         out = np.zeros((self.batch, self.kind.heads, visible, self.kind.channels), np.float32)
         for row in range(self.batch):
             at = self.positions_of(row) - (total - visible)

@@ -22,6 +22,7 @@ class StoredStates(torch.Tensor):
 
     Raises:
         RuntimeError: an operation needs values that the cache has dropped, replaced or reordered since.
+        ValueError: an operation needs values of a layer that evicts tokens.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -32,8 +33,9 @@ class StoredStates(torch.Tensor):
         states._layer, states._which, states._total, states._epoch = layer, which, total, layer.epoch
         return states
 
-    def dense(self) -> Any:
-        """The values, `shape` and `dtype` as of this tensor."""
+    def dense(self, reason: str) -> Any:
+        """The values, `shape` and `dtype` as of this tensor; `reason`: why they are needed."""
+        self._layer.refuse_dense(reason)
         if self._epoch != self._layer.epoch:
             raise RuntimeError("states: expected a cache without changes since `update`, got a crop, reorder or reset")
         return self._layer.dense(self._which, self._total, self.shape[2]).to(self.dtype)
@@ -45,11 +47,12 @@ class StoredStates(torch.Tensor):
             new = cls(old._layer, old._which, tuple(old.shape), old.dtype, old._total)
             new._epoch = old._epoch
             return new
+        reason = f"the operation {func} on cached states"
+        dense = tree_map(lambda each: each.dense(reason) if type(each) is cls else each, (args, kwargs or {}))
         for each in args:
             if type(each) is cls:
-                each._layer.state.ways.went_dense(f"the operation {func} on cached states")
-        args, kwargs = tree_map(lambda each: each.dense() if type(each) is cls else each, (args, kwargs or {}))
-        return func(*args, **kwargs)
+                each._layer.state.ways.went_dense(reason)
+        return func(*dense[0], **dense[1])
 
     def __repr__(self) -> str:
         return f"StoredStates({'KV'[self._which]}, shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -47,8 +47,9 @@ def pack_weights(
 
     Every `torch.nn.Linear`, and every `Conv1D` of transformers, becomes a `PackedLinear`. Where transformers keeps the
     weights of a layer's experts in tensors with three axes, they become `PackedExperts`. All else stays: embeddings,
-    norms, convolutions, subclasses of `Linear`. The model is for inference then: it has no gradients and no
-    `state_dict`, so it cannot be saved. `copy.deepcopy` shares the packed weights.
+    norms, convolutions, subclasses of `Linear`, layers with forward hooks or with a `forward` of their own. The model
+    is for inference then: it has no gradients and no `state_dict`, so it cannot be saved. `copy.deepcopy` shares the
+    packed weights.
 
     Args:
         model: of transformers, or any `torch.nn.Module`, on the CPU.
@@ -167,7 +168,7 @@ def _plan(model: Any, weights: str, skip: Collection[str]) -> list[_Part | _Expe
     experts: dict[int, _Experts] = {}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, layer in model.named_modules(remove_duplicate=False):
-        if name.rpartition(".")[2] in skip or not name:
+        if name.rpartition(".")[2] in skip or not name or _is_hooked(layer):
             continue
         if id(layer) in experts:
             experts[id(layer)].names.append(name)
@@ -185,6 +186,11 @@ def _plan(model: Any, weights: str, skip: Collection[str]) -> list[_Part | _Expe
         like = columns, weight.dtype, layer.bias is not None
         parts[id(weight)] = _Part([[name]], kind, weight.nbytes, like, [rows])
     return [*_joined(list(parts.values())), *experts.values()]
+
+
+def _is_hooked(layer: Any) -> bool:
+    """Whether a call of the layer does more than its class says: a packed layer would not do it."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
 def _kind(name: str, weight: Any, wanted: str | None) -> str:
