@@ -215,7 +215,7 @@ cdef class Matrix:
         Raises:
             IndexError: no such row.
         """
-        cdef const int64_t[::1] at = np.array(rows, np.int64, order="C")    # a copy, which nobody changes
+        cdef const int64_t[::1] at = np.array(rows, np.int64, order="C", ndmin=1)    # a copy, which nobody changes
         out = new_floats((at.shape[0], self.c.columns))
         cdef float[:, ::1] c_out = out
         cdef int64_t i

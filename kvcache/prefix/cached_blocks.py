@@ -165,10 +165,11 @@ class CachedBlocks:
 
     def evict(self, count: int) -> int:
         """Evict up to `count` blocks from the tail of the next victim; how many."""
+        waiting = self.slots.num_waiting
         evicted = self.index.evict(count)
         if evicted is None:
             return 0
-        if self.source is not None:
+        if self.source is not None and self.slots.num_waiting == waiting:  # else some have no content yet
             self.source.spill(evicted.name, evicted.tokens, evicted.pages)
         if self.evicted is not None:
             size = self.store.block_size

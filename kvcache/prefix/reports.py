@@ -56,8 +56,11 @@ def stats(cache: PrefixCache) -> PrefixCacheStats:
 
 def as_html(cache: PrefixCache) -> str:
     """The blocks as a strip: those that may still be cached, cached ones, and those that sessions hold."""
-    free, pinned = cache.capacity - len(cache), cache.pinned_blocks
-    states = np.repeat([0, 1, 2], [max(0, free), len(cache) - pinned, pinned])
+    with cache._lock:
+        held = cache._slots.counts() > 0
+        cached = int(np.count_nonzero((cache._slots.records()["named"] != 0) & ~held))
+    in_use = int(np.count_nonzero(held))
+    states = np.repeat([0, 1, 2], [max(0, cache.capacity - cached - in_use), cached, in_use])
     return strip(repr(cache), ("free", "cached", "in use"), states)
 
 

@@ -197,6 +197,7 @@ class TierSource:
     def _offers(self, name: Hashable, tokens: Tokens, start: int) -> int:
         lookup = self._lookup_of(name, tokens)
         if lookup is None and self._deadline > 0:
+            self.end_all()  # one for whose pages there was no room
             lookup = self.start(name, tokens, start * self._size)
             if lookup is not None:
                 lookup.wait(self._deadline)
@@ -282,8 +283,12 @@ class TierSource:
             keys = self._keys(name, tokens)
         except TypeError:  # a namespace that has no bytes
             return
+        assert self._cached is not None
+        waits = self._cached.slots.records(pages)["waits"]  # pages that a saved file has, and that no request has read
         wanted: list[tuple[int, list[int]]] = []
         for group in groups:
+            if waits[group * self._pages : (group + 1) * self._pages].any():
+                continue
             known = self._group(keys[0][group])
             known.uses += not evicted
             numbers = [
@@ -295,7 +300,7 @@ class TierSource:
         room = max((writer.room() for writer in self._writers), default=0) // self.format.value_bytes
         for _, numbers in wanted[max(0, room) :]:
             for number in numbers:
-                self._links[number].count("dropped")
+                self._writers[number].refuse()
         wrappings = self._wrappings(name)
         for group, numbers in wanted[: max(0, room)]:
             self._queue(tokens, keys, wrappings, group, numbers, pages[group * self._pages : (group + 1) * self._pages])
@@ -310,7 +315,7 @@ class TierSource:
         known = self._group(keys[0][group])
         for number in numbers:
             if self._writers[number].room() < bytes_:
-                self._links[number].count("dropped")
+                self._writers[number].refuse()
                 continue
             own = tokens[group * size : (group + 1) * size].copy() if own is None else own
             value, wrapping, bit = SPACE(bytes_), wrappings[number], 1 << number
@@ -319,7 +324,7 @@ class TierSource:
                 wrapping.seal(self.format, keys[number][group], own, value)
             except Exception as error:
                 self._links[number].failed(error)
-                self._links[number].count("dropped")
+                self._writers[number].refuse()
                 continue
             again = bool(known.wrong & bit)
             known.sent |= bit

@@ -142,9 +142,13 @@ class WriteBehind:
             self._drop(item)
             del self._writing[0]
 
-    def _drop(self, item: Written) -> None:
+    def refuse(self) -> None:
+        """Note that a value is not written."""
         self._lost = True
         self._link.count("dropped")
+
+    def _drop(self, item: Written) -> None:
+        self.refuse()
         item.lost()
 
 

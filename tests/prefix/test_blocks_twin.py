@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracle_trie import NaiveTrie, Tokens
 
+from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.prefix.sessions import CacheSession
 
@@ -128,3 +129,18 @@ class BlocksMachine(RuleBasedStateMachine):
 
 TestBlocksMachine = BlocksMachine.TestCase
 TestBlocksMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_held_block_that_is_cached_again_is_readable() -> None:
+    paged = PagedKvCache(8, 4, 1, 8, dtype="f32")
+    cache, text = PrefixCache.over(paged), list(range(8))
+    paged.allocate(1, 8)
+    paged.write(0, 1, *np.arange(128, dtype=np.float32).reshape(2, 8, 1, 8))
+    blocks = paged.block_table([1]).indices
+    cache.adopt(text, blocks)
+    with cache.lookup(text) as found:
+        want = [block.keys[0].tolist() for block in found]
+        cache.clear()
+        cache.adopt(text, blocks)
+        assert [block.keys[0].tolist() for block in found] == want
+        cache.check()

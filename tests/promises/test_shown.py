@@ -99,6 +99,17 @@ def test_a_cache_shows_its_blocks(paged):
         assert part in shown
 
 
+def test_a_prefix_cache_shows_what_is_held_and_cached_no_more():
+    cache = kvcache.PrefixCache(8, 4, 1, 1, 8)
+    cache.store(range(16), 0, np.ones((4, 2, 1, 32), np.float32))
+    with cache.open_session(range(16)):
+        cache.clear()
+        cache.store(range(50, 58), 0, np.ones((2, 2, 1, 32), np.float32))
+        shown = cache._repr_html_()
+    for part in ("2&nbsp;free", "2&nbsp;cached", "4&nbsp;in use"):
+        assert part in shown
+
+
 def bars(text):
     return [(float(width), colour) for width, colour in re.findall(r'width="([\d.]+)" height="14" fill="(#\w+)"', text)]
 

@@ -118,7 +118,9 @@ def test_many_requests_under_random_faults(monkeypatch, name, dtype, head_start)
                     same(request.completions()[0], alone(text, params))
             settled(engine)
             assert engine._blocks.tiered._lookups == {}
-            assert tiers.flush(60)
+            whole, (stats,) = tiers.flush(60), tiers.stats()
+            assert stats.queued_bytes == 0
+            assert whole == (stats.dropped == 0)
 
 
 def test_refused_by_name(network):

@@ -37,7 +37,7 @@ cdef enum:
 
 
 cdef struct page_t:
-    int64_t born          # the index's clock when the page was last named
+    int64_t born          # the index's clock when the page was last named while no lookup held it
     int64_t used          # and when it was last found
     uint64_t text         # hash of the text that ends with it, where reasons of misses are counted (misses.pxd)
     int32_t pins          # claims and lookups that keep it, and so all before it, in the trie

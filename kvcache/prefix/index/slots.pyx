@@ -198,7 +198,9 @@ cdef class Slots:
 
     cdef void name_(self, int32_t page, int64_t clock, bint waits) noexcept:
         cdef page_t *record = &self.pages[page]
-        record.named, record.waits, record.born, record.used = True, waits, clock, clock
+        record.named, record.waits, record.used = True, waits, clock
+        if record.lookups == 0:    # else it has the content that it had when it was looked up
+            record.born = clock
         self.num_waiting += waits
 
     cdef void unname(self, int32_t page) noexcept:
