@@ -6,15 +6,15 @@ import argparse
 import os
 import socket
 from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from contextlib import closing
 from hashlib import sha256
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from kvcache.commands.chat import MAX_TOKENS
 from kvcache.commands.options import add_options, open_engine
 from kvcache.core.arguments import as_count, as_finite
+from kvcache.core.hosts import is_loopback
 from kvcache.serving.engine import BatchEngine
 
 __all__ = ["add_serve", "keys_of", "serve"]
@@ -62,7 +62,7 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], Callab
     if options.api_keys is not None or VARIABLE in os.environ:
         file = options.api_keys
         keys = keys_of((os.environ[VARIABLE] if file is None else Path(file).read_text("utf-8-sig")).splitlines())
-    elif not _is_loopback(host):
+    elif not is_loopback(host):
         raise ValueError(f"host: expected a loopback address, or --api-keys beside it, got {host}")
     as_count(options.port, "port", 0, 65535)
     as_finite(options.timeout, "timeout", 0.0, above=True)
@@ -85,12 +85,6 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], Callab
         finally:
             engine.close(cancel=True)  # where a second signal ended it at once
     return 0
-
-
-def _is_loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return host in ("localhost", "localhost.") or ip_address(host).is_loopback
-    return False
 
 
 def keys_of(lines: Iterable[str]) -> dict[str, str]:

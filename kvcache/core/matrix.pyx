@@ -20,8 +20,8 @@ from kvcache.core.arguments cimport is_plain, overlap
 from kvcache.core.dlpack cimport rows_of, rows_overlap, rows_t
 from kvcache.core.kernels cimport (
     KVC_BF16_FLOATS, KVC_NUM_MATRIX_FORMATS, KVC_PANEL, bf16_of_floats, floats_of_bf16, kvc_matmul_args, kvc_matrix,
-    kvc_matrix_format, kvc_matrix_format_of, matmul, matmul_scratch_bytes, matrix_get_codes, matrix_get_row,
-    level_in_use, matrix_init, matrix_put_codes, matrix_put_words, num_threads, quantise_weights,
+    kvc_matrix_format, kvc_matrix_format_of, level_in_use, matmul, matmul_scratch_bytes, matrix_get_codes,
+    matrix_get_row, matrix_init, matrix_put_codes, matrix_put_words, num_threads, quantise_weights,
 )
 from kvcache.core.recycled cimport Piece, new_floats
 

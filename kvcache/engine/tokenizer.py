@@ -70,7 +70,7 @@ class CheckpointText:
     def special_tokens(self) -> dict[str, str]:
         """The texts of special tokens by the names that templates know them by, such as "bos_token".
 
-        They are those of `tokenizer_config.json`; in older folders, whose file has no `added_tokens_decoder`, those of
+        `tokenizer_config.json` has them. In older folders this file has no `added_tokens_decoder`. There the entries of
         `special_tokens_map.json` come first.
 
         Raises:

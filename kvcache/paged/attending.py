@@ -121,7 +121,7 @@ def attention(
     Args:
         queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads; query head h
             reads KV head h // (num_query_heads / num_heads). Read in place, and widened, as `write` reads rows.
-        seq_ids: integers `(n,)`: the sequences whose tokens are attended, in the order of the queries.
+        seq_ids: integers `(n,)`: the sequences to attend to, in the order of the queries.
         query_lens: integers `(n,)`: queries of each sequence, total_queries together; by default one each.
         scale: by default head_dim ** -0.5.
         sink_queries: of the shape of `queries`, used for the tokens before a StreamingLLM hole: the same queries under

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from hashlib import sha256
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcache.core.arguments import short
+from kvcache.core.hosts import is_loopback
 from kvcache.errors import OutOfMemoryError, QueueFullError
 from kvcache.server.bodies import REFUSED, Body, choice, head, parse, refusal, too_many, usage
 from kvcache.serving import BatchEngine, NewTokens, exposition
@@ -125,7 +125,8 @@ def make_app(
             try:
                 await app(scope, receive, note)
             except Exception:
-                statuses[500] += not begun  # what the application answers to an error that nothing expects
+                if not begun:  # the application answers so to an error that nothing expects
+                    statuses[500] += 1
                 raise
 
         return counted
@@ -159,8 +160,7 @@ def _only_local(app: ASGIApp) -> ASGIApp:
 
 def _is_local(host: str) -> bool:
     with suppress(ValueError):
-        name = urlsplit(f"//{host}").hostname or ""
-        return name in ("localhost", "localhost.") or ip_address(name).is_loopback
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
     return False
 
 

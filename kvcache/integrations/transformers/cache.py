@@ -74,7 +74,7 @@ class PagedCache(DynamicCache):
     Raises:
         TypeError, ValueError: a setting that is not supported; K and V of another batch or device; a mask that shows a
             token which was masked when it came; dense attention under an `eviction_policy`.
-        RuntimeError: Q, K or V that require gradients; `crop` into a window whose tokens are gone.
+        RuntimeError: Q, K or V that require gradients; `crop` into a window that has lost its tokens.
         OutOfMemoryError: `max_memory_bytes` are in use; `reset` the cache then.
     """
 

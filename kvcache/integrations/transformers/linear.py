@@ -55,7 +55,7 @@ def meets(activations: str, dtype: Any) -> str:
 
 
 def usable(x: Any) -> Any:
-    """An input of a packed layer, detached, whose memory has its values.
+    """An input of a packed layer, detached, with its values in memory as they are.
 
     Raises:
         RuntimeError: it needs a gradient.

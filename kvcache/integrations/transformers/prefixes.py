@@ -29,7 +29,7 @@ __all__ = ["PrefixStore"]
 Bool = npt.NDArray[np.bool_]
 Int64 = npt.NDArray[np.int64]
 
-# Models whose `generate` runs the text anew without the cache where their "longrope" changes.
+# With these models `generate` drops the cache where "longrope" changes, and runs the text again.
 _DROPS_ITS_CACHE = ("phi3", "phimoe", "phi4_multimodal")
 
 
@@ -48,7 +48,7 @@ class PrefixStore:
     here, so that a block holds a prefix whole; their attention reads the window alone.
 
     Args:
-        config: of the model, whose layers have full attention or windows, and rotate K by its position alone.
+        config: of the model. Its layers have full attention or windows, and rotate K by position alone.
         dtype, key_dtype, value_dtype, block_size: as of `PagedCache`.
         max_memory_bytes: the most bytes of K and V, of caches in use and of what is kept; None: they grow. When they
             are in use, kept blocks go, the least recently used first.
