@@ -7,6 +7,7 @@ import pytest
 from places import PROJECT
 
 HOUSE = PROJECT / "kvcache"
+LONG_FILES: set[str] = set()  # files above 700 lines that are about one noun
 SOURCES = sorted(path for kind in ("py", "pyx", "pxd") for path in HOUSE.rglob(f"*.{kind}"))
 
 
@@ -80,7 +81,9 @@ def test_folders_have_few_entries():
         assert len(shown) < 25, folder
 
 
-def test_no_file_is_long():
+def test_long_files_were_looked_at():
+    """Above 700 lines a file may have a second noun; those on the list were read and have one."""
     rooms = [PROJECT / name for name in ("kvcache", "ckernels", "tests", "bench")]
     sources = [p for room in rooms for kind in ("py", "pyx", "pxd", "pyi", "c", "h") for p in room.rglob(f"*.{kind}")]
-    assert not {p.name: n for p in sources if (n := len(p.read_text(encoding="utf-8").splitlines())) > 420}
+    long = {p.relative_to(PROJECT).as_posix() for p in sources if p.read_text(encoding="utf-8").count("\n") > 700}
+    assert long <= LONG_FILES
