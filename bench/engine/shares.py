@@ -11,8 +11,8 @@ from typing import Any
 
 import kvcache.networks.model as network
 from kvcache.engine.engine import InferenceEngine
-from kvcache.engine.sampling import Sampler
 from kvcache.networks.rope import RopeTable
+from kvcache.sampling.sampling import Sampler
 
 __all__ = ["SHARES", "Meter", "metered", "shares_of"]
 

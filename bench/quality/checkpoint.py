@@ -37,12 +37,12 @@ from bench.quality.network import Recorder
 from bench.quality.rivals import HF, Kivi, hf_missing, hf_rows, hf_runs, is_plain
 from bench.quality.texts import kinds_of, windows
 from kvcache import Calibration, EvictionPolicy, InferenceEngine
+from kvcache.calibration.calibrating import text_or_calibration
+from kvcache.calibration.residual import num_firsts
 from kvcache.core.kernels import FORMATS, get_num_threads
 from kvcache.core.rowformat import is_format, name_of
 from kvcache.engine import Transformer
-from kvcache.engine.calibrating import text_or_calibration
 from kvcache.engine.policy import as_budgets, is_policy
-from kvcache.engine.residual import num_firsts
 from kvcache.networks.gguf import is_gguf
 
 __all__ = ["HEADER", "RUNS", "Biased", "absent", "load_own", "measure", "place_of", "rows", "verdicts"]

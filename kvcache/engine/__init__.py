@@ -6,10 +6,10 @@ from kvcache.engine.completion import Completion, TokenLogprobs
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.policy import Policy
 from kvcache.engine.prefix_cached import PrefixCachedEngine
-from kvcache.engine.sampling import SamplingParams
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Attend, Model
+from kvcache.sampling.sampling import SamplingParams
 
 __all__ = [
     "Answer",

@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
+from kvcache.calibration.residual import residual_bytes
 from kvcache.core.arguments import as_bytes, as_count
 from kvcache.core.layer_formats import formats_of_layers, is_mixed
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
 from kvcache.engine.evicting import Budgets
 from kvcache.engine.newest import NewestGroups
-from kvcache.engine.residual import residual_bytes
 from kvcache.engine.sequence import LiveSequence
 from kvcache.engine.storage import Storage
 from kvcache.engine.windows import LayerGroups, num_pages

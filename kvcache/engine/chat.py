@@ -14,8 +14,8 @@ from typing import Any
 
 from kvcache.core.arguments import plain_int, short
 from kvcache.engine.completion import FinishReason, Request, encoded
-from kvcache.engine.tokenizer import CheckpointText, GgufText
 from kvcache.errors import CheckpointError
+from kvcache.sampling.tokenizer import CheckpointText, GgufText
 
 __all__ = ["Answer", "chat_tokens", "render"]
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.engine.sampling import Sampler
-from kvcache.engine.text import TextStream
-from kvcache.engine.tokens import as_tokens
 from kvcache.networks.protocols import Float32
+from kvcache.networks.tokens import as_tokens
+from kvcache.sampling.sampling import Sampler
+from kvcache.sampling.text import TextStream
 
 __all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt", "encoded"]
 

@@ -19,16 +19,16 @@ from kvcache.engine.completion import Completion, Request
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.policy import Policy
 from kvcache.engine.requests import Requests
-from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
 from kvcache.engine.storage import Storage
-from kvcache.engine.tokenizer import CheckpointText, GgufText
-from kvcache.engine.tokens import as_tokens
 from kvcache.engine.windows import LayerGroups, Windows
 from kvcache.errors import OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
+from kvcache.networks.tokens import as_tokens
 from kvcache.paged.cache import PagedKvCache
+from kvcache.sampling.sampling import SamplingParams
+from kvcache.sampling.tokenizer import CheckpointText, GgufText
 
 __all__ = ["InferenceEngine"]
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from kvcache.core.arguments import as_count, short
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.completion import Request, as_prompt
-from kvcache.engine.sampling import Sampler, SamplingParams, check_biases
-from kvcache.engine.text import TextStream
 from kvcache.networks.protocols import NetworkConfig
+from kvcache.sampling.sampling import Sampler, SamplingParams, check_biases
+from kvcache.sampling.text import TextStream
 
 __all__ = ["NewRequests", "stop_tokens"]
 

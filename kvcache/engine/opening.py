@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache.engine.calibrating import text_or_calibration
-from kvcache.engine.defaults import folder_defaults, gguf_defaults
+from kvcache.calibration.calibrating import text_or_calibration
 from kvcache.engine.hub import checkpoint_path
-from kvcache.engine.sampling import SamplingParams
-from kvcache.engine.tokenizer import CheckpointText, GgufText
 from kvcache.gguf.file import GgufFile
 from kvcache.networks.gguf import is_gguf
 from kvcache.networks.model import Transformer
 from kvcache.networks.weights import Progress
+from kvcache.sampling.defaults import folder_defaults, gguf_defaults
+from kvcache.sampling.sampling import SamplingParams
+from kvcache.sampling.tokenizer import CheckpointText, GgufText
 
 if TYPE_CHECKING:
     from kvcache.engine.engine import InferenceEngine

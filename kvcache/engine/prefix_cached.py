@@ -21,7 +21,6 @@ from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.newest import NewestGroups
-from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.sequence import LiveSequence
 from kvcache.engine.tiered import Tiered, as_tiers
 from kvcache.engine.turns import Turn
@@ -32,6 +31,7 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.blocks import PrefixCache
 from kvcache.prefix.prefill import PrefixAwarePrefill
 from kvcache.prefix.sessions import CacheSession, PrefixCacheStats
+from kvcache.sampling.sampling import SamplingParams
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
 

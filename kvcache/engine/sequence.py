@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.calibration.residual import most_unpacked
 from kvcache.core.memory import total
-from kvcache.engine.residual import most_unpacked
 from kvcache.engine.windows import Pages, Windows
 from kvcache.errors import KvCacheError, OutOfMemoryError
 from kvcache.networks.protocols import Attend, Float32, Logits, Model, layer_attention

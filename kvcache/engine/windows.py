@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.calibration.residual import AttendPiece
 from kvcache.core.memory import total
-from kvcache.engine.residual import AttendPiece
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.protocols import Float32, LayerAttention, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache

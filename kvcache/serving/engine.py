@@ -21,15 +21,15 @@ from kvcache.engine.evicting import Budgets
 from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.policy import Policy
 from kvcache.engine.requests import SCORE_FLOATS
-from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.storage import Storage
-from kvcache.engine.text import TextStream
 from kvcache.engine.tiered import as_tiers
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
 from kvcache.prefix.sessions import PrefixCacheStats
+from kvcache.sampling.sampling import SamplingParams
+from kvcache.sampling.text import TextStream
 from kvcache.serving.budget import TokenBudget
 from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvcache.calibration.residual import residual_bytes
 from kvcache.core.arguments import as_bytes, as_count
 from kvcache.core.layer_formats import formats_of_layers
 from kvcache.core.memory import num_blocks_within
@@ -12,7 +13,6 @@ from kvcache.core.store import BlockStore
 from kvcache.engine.cache_options import cache_options
 from kvcache.engine.evicting import Budgets, EvictingSequence
 from kvcache.engine.newest import NewestGroups
-from kvcache.engine.residual import residual_bytes
 from kvcache.engine.storage import Storage
 from kvcache.engine.windows import LayerGroups
 from kvcache.networks.protocols import Model

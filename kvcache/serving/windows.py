@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.calibration.residual import AttendPiece
 from kvcache.core.arguments import as_bytes
 from kvcache.core.memory import total
 from kvcache.core.store import BlockStore
 from kvcache.engine.cached_windows import CachedWindows
-from kvcache.engine.residual import AttendPiece
 from kvcache.engine.windows import LayerGroups, Pages, Place, WindowLayers
 from kvcache.networks.protocols import Float32, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from kvcache.engine.completion import Request, TokenLogprobs
 from kvcache.engine.new_requests import stop_tokens
 from kvcache.engine.requests import log_probabilities
-from kvcache.engine.text import TextStream
 from kvcache.networks.protocols import Float32, NetworkConfig
+from kvcache.sampling.text import TextStream
 from kvcache.serving.guesses import NO_GUESS, Guesses
 
 __all__ = ["Drawing", "FinishReason", "Scoring", "Tokens", "Work"]

@@ -17,8 +17,8 @@ from bench.quality import checkpoint, endless, eviction, formats, heldout, pictu
 from bench.quality.network import RandomEngine, Recorder, attention_mass, demo_model, log_softmax
 from bench.quality.prompts import DISTANCES, LENGTH, make_prompts
 from kvcache import EvictionPolicy, InferenceEngine
+from kvcache.calibration.residual import default_length
 from kvcache.demo import DIRECTORY
-from kvcache.engine.residual import default_length
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 

@@ -11,7 +11,7 @@ from places import GOLDEN
 
 from kvcache import CheckpointError, InferenceEngine, InvalidOperationError, PrefixCachedEngine, SamplingParams
 from kvcache.engine.chat import render
-from kvcache.engine.tokenizer import CheckpointText
+from kvcache.sampling.tokenizer import CheckpointText
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")

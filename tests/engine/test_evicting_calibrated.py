@@ -8,9 +8,9 @@ from oracle_evicting import DenseEvictingEngine, DenseStreamingEngine
 from places import GOLDEN
 
 from kvcache import Calibration, EvictionPolicy, InferenceEngine, PagedKvCache
+from kvcache.calibration.calibrating import measure
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
-from kvcache.engine.calibrating import measure
 from kvcache.errors import OutOfMemoryError
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]

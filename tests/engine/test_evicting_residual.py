@@ -8,8 +8,8 @@ from oracle_evicting import DenseEvictingEngine
 
 from bench.support.guides import definitions
 from kvcache import EvictionPolicy, InferenceEngine
-from kvcache.engine.calibrating import measure
-from kvcache.engine.residual import residual_bytes
+from kvcache.calibration.calibrating import measure
+from kvcache.calibration.residual import residual_bytes
 from kvcache.errors import OutOfMemoryError
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]

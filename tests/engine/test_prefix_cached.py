@@ -10,8 +10,8 @@ from places import GOLDEN, MODELS, in_every_build
 from prefix_engines import GREEDY, SHORT, prompt, settled
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
-from kvcache.engine.sampling import Sampler
 from kvcache.errors import InvalidOperationError
+from kvcache.sampling.sampling import Sampler
 
 LENGTHS = (1, 15, 16, 17, 33, 200)
 FORMATS = [*((name, name) for name in ("f16", "q8", "q4", "q3", "q2")), ("q6", "q4"), ("f16", "q2"), ("q4", "f32")]

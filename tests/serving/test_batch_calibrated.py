@@ -7,7 +7,7 @@ from tier_stores import SECRET, ObjectStore
 from windowed_networks import Windowed
 
 from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SnapshotError
-from kvcache.engine.calibrating import measure
+from kvcache.calibration.calibrating import measure
 from kvcache.tiers import Tiers
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]

@@ -13,9 +13,9 @@ from serving import Alone, prompts, run, same, sampled
 from windowed_networks import Windowed
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, InvalidOperationError, SamplingParams
+from kvcache.calibration.calibrating import measure
 from kvcache.engine import Transformer
 from kvcache.engine import requests as single
-from kvcache.engine.calibrating import measure
 from kvcache.serving import engine as batches
 from kvcache.serving.request import Pending
 from kvcache.serving.work import Scoring

@@ -10,8 +10,8 @@ from prefix_engines import SHORT, prompt, settled
 from tier_stores import SECRET, Faulty, ObjectStore
 
 from kvcache import BatchEngine
+from kvcache.calibration.calibrating import measure
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
-from kvcache.engine.calibrating import measure
 from kvcache.tiers import DirectoryTier, Tiers
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]

@@ -11,8 +11,8 @@ from engines import GREEDY, PROMPT
 from places import GOLDEN
 
 from kvcache.engine import InferenceEngine
-from kvcache.engine.tokenizer import CheckpointText
 from kvcache.errors import CheckpointError
+from kvcache.sampling.tokenizer import CheckpointText
 
 
 @pytest.fixture

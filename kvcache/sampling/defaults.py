@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.core.arguments import short
-from kvcache.engine.sampling import SamplingParams
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 from kvcache.networks.files import read_json
+from kvcache.sampling.sampling import SamplingParams
 
 __all__ = ["folder_defaults", "gguf_defaults"]
 

@@ -9,9 +9,9 @@ from places import GOLDEN
 from windowed_networks import Windowed
 
 from kvcache import BatchEngine, Calibration, InferenceEngine, PrefixCachedEngine, SamplingParams, SnapshotError
+from kvcache.calibration.calibrating import measure, text_or_calibration
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
-from kvcache.engine.calibrating import measure, text_or_calibration
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 
@@ -114,10 +114,10 @@ def test_formats_that_lose_more_than_they_promise_are_told(model, folder, rng, c
         if " q2 / q2 128 16" in name
     )
     assert found == pytest.approx((np.exp(exact) * (exact - packed)).sum(axis=1).mean(), rel=0.3)
-    monkeypatch.setattr("kvcache.engine.checking.PROMISES", {"q2": 0.0})
-    monkeypatch.setattr("kvcache.engine.checking._FLOOR", found / 2)
+    monkeypatch.setattr("kvcache.calibration.checking.PROMISES", {"q2": 0.0})
+    monkeypatch.setattr("kvcache.calibration.checking._FLOOR", found / 2)
     # What is kept is not measured again; another residual is.
-    monkeypatch.setattr("kvcache.engine.checking.divergence", lambda *_: 9.0)
+    monkeypatch.setattr("kvcache.calibration.checking.divergence", lambda *_: 9.0)
     InferenceEngine(model, dtype="q2", calibrate=text)
     assert f"q2 / q2 lose more than they promise on this network: a KL divergence of {found:.2g}" in caplog.text
     BatchEngine(model, dtype="q2", calibrate=text, residual_length=0)

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.calibration.passes import run_piece
+from kvcache.calibration.residual import FIRSTS
 from kvcache.core.arguments import short
 from kvcache.core.calibration import Calibration
 from kvcache.core.kernels import FORMATS
-from kvcache.engine.residual import FIRSTS
-from kvcache.engine.sequence import LiveSequence
-from kvcache.engine.windows import Windows
 from kvcache.networks.protocols import Float32, Model
 from kvcache.paged.cache import PagedKvCache
 
@@ -115,8 +114,8 @@ def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.ui
             -(-len(text) // 16) + 1, 16, config.num_kv_heads, config.head_dim, num_layers=count, key_dtype=formats[0],
             value_dtype=formats[1], calibration=calibration, residual_length=_RESIDUAL, first_tokens=FIRSTS,
         )  # fmt: skip
-        sequence = LiveSequence(model, cache, len(text), Windows((), PagedKvCache))
-        rows = sequence.extend(text, 0, "all")[FIRSTS:].astype(np.float64)
+        cache.allocate(0, 0)
+        rows = run_piece(model, cache, text, 0, "all", len(text))[FIRSTS:].astype(np.float64)
         rows -= rows.max(axis=1, keepdims=True)
         rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
         return rows

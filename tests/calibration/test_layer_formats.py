@@ -9,10 +9,10 @@ from serving import GREEDY
 from tier_stores import SECRET, ObjectStore
 
 from kvcache import Calibration, CheckpointError, InferenceEngine, PrefixCachedEngine, SnapshotError
+from kvcache.calibration.calibrating import measure
+from kvcache.calibration.layer_losses import formats_within
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
-from kvcache.engine.calibrating import measure
-from kvcache.engine.layer_losses import formats_within
 from kvcache.eviction import EvictionPolicy
 from kvcache.tiers import Tiers
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle_engine import sampling_distribution
 
 from kvcache.engine import SamplingParams
-from kvcache.engine.sampling import Sampler, _top_k
+from kvcache.sampling.sampling import Sampler, _top_k
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0)

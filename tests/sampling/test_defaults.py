@@ -14,9 +14,9 @@ from places import GOLDEN, search_path
 
 from kvcache import CheckpointError, InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.demo import DIRECTORY
-from kvcache.engine.defaults import folder_defaults, gguf_defaults
 from kvcache.engine.hub import checkpoint_path
 from kvcache.gguf import GgufFile
+from kvcache.sampling.defaults import folder_defaults, gguf_defaults
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 

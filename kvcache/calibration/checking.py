@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.calibration.passes import run_piece
 from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats
-from kvcache.engine.sequence import LiveSequence
-from kvcache.engine.windows import Windows
 from kvcache.networks.protocols import Model
 from kvcache.paged.cache import PagedKvCache
 
@@ -51,10 +50,10 @@ def divergence(
             -(-len(tokens) // 16) + 1, 16, config.num_kv_heads, config.head_dim, num_layers=config.num_layers,
             key_dtype=key, value_dtype=value, calibration=known, residual_length=length, first_tokens=own,
         )  # fmt: skip
-        sequence = LiveSequence(model, cache, len(tokens), Windows((), PagedKvCache))
+        cache.allocate(0, 0)
         half = len(tokens) // 2
-        sequence.extend(tokens[:half], 0)
-        rows = sequence.extend(tokens[half:], half, "all").astype(np.float64)
+        run_piece(model, cache, tokens[:half], 0, "none", len(tokens))
+        rows = run_piece(model, cache, tokens[half:], half, "all", len(tokens)).astype(np.float64)
         rows -= rows.max(axis=1, keepdims=True)
         rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
         return rows

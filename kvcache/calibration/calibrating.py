@@ -7,23 +7,25 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.calibration.calibration_text import TEXT
+from kvcache.calibration.layer_losses import measure_losses
+from kvcache.calibration.passes import run_piece
 from kvcache.core.arguments import short
 from kvcache.core.calibration import Calibration
 from kvcache.core.kernels import FORMATS
 from kvcache.core.layer_formats import Formats, names_of
-from kvcache.engine.calibration_text import TEXT
-from kvcache.engine.layer_losses import measure_losses
-from kvcache.engine.tokens import as_tokens
 from kvcache.errors import CheckpointError
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Float32, Model, layer_attention
+from kvcache.networks.tokens import as_tokens
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = [
@@ -183,7 +185,9 @@ class _Sums:
         self.products = np.zeros((layers, heads, dim, dim))
         self.tokens = 0
 
-    def add(self, layer: int, queries: Float32, keys: Float32) -> None:
+    def add(self, skipped: int, layer: int, queries: Float32, keys: Float32) -> None:
+        """Add the tokens of a piece behind the first `skipped` ones."""
+        queries, keys = queries[skipped:], keys[skipped:]
         heads, dim = keys.shape[1:]
         self.keys[layer] += keys.sum(axis=0, dtype=np.float64)
         for head, rows in enumerate(queries.reshape(len(queries), heads, -1, dim).swapaxes(0, 1)):
@@ -203,9 +207,6 @@ def measure(model: Model, tokens: NDArray[np.uint32]) -> Calibration:
     if window < _LEAST:
         raise ValueError(f"calibrate: expected a text of at least {_LEAST} tokens and positions, got {window}")
     sums = _Sums(config.num_layers, config.num_kv_heads, config.head_dim)
-    options = [each.options() for each in layer_attention(model)]
-    regime = getattr(model, "regime", None)
-    places = {"regime": regime(window)} if regime is not None and regime(window) else {}
     show = sys.stderr is not None and sys.stderr.isatty()
     for start in range(0, len(tokens) - window + 1, window):
         cache = PagedKvCache(
@@ -214,17 +215,9 @@ def measure(model: Model, tokens: NDArray[np.uint32]) -> Calibration:
         cache.allocate(0, 0)
         for first in range(0, window, _PIECE):
             count = min(_PIECE, window - first)
-            cache.append(0, count)
             skipped = max(0, _FIRSTS - first)
-
-            def attend(layer: int, queries: Float32, keys: Float32, values: Float32, _: Any = None, /) -> Float32:
-                cache.write(layer, 0, keys, values)  # noqa: B023
-                sums.add(layer, queries[skipped:], keys[skipped:])  # noqa: B023
-                mixed: Float32 = cache.attention(layer, queries, [0], query_lens=[len(queries)], **options[layer])  # noqa: B023
-                return mixed
-
             piece = tokens[start + first : start + first + count]
-            model.forward(piece, np.arange(first, first + count), attend, "none", **places)
+            run_piece(model, cache, piece, first, "none", window, partial(sums.add, skipped))
             if show:
                 done = start + first + count
                 print(f"\rcalibrating: {done} of {len(tokens)} tokens", end="", file=sys.stderr, flush=True)
