@@ -92,7 +92,7 @@ def logits_of(engine, llama, ids):
 
 
 def gaps_of(logits, others):
-    """By how much the first of each row is ahead of the second, and the error of that in `others`."""
+    """The lead of the first of each row over the second, and the error of that in `others`."""
     rows = np.arange(len(logits))
     second, first = np.argsort(logits, axis=1)[:, -2:].T
     gaps = logits[rows, first] - logits[rows, second]

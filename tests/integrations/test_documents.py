@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 
 
 class Inputs(dict):
-    """What a tokenizer returns."""
+    """The result of a tokenizer."""
 
     input_ids = property(lambda self: self["input_ids"])
 
