@@ -62,7 +62,7 @@ def simd(request):
 
 @pytest.fixture(scope="session")
 def long(request):
-    """Whether --long was given."""
+    """True if --long was given."""
     return request.config.getoption("--long")
 
 

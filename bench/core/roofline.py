@@ -18,7 +18,7 @@ __all__ = ["plot_kernels"]
 
 
 def plot_kernels(tables: Iterable[tuple[Table, list[Result]]], folder: str) -> Iterator[Path]:
-    """For each number of threads a roofline and a picture of decode, from the results at dim 128 and block 16."""
+    """Draw a roofline and a picture of decode for each number of threads, from the results at dim 128 and block 16."""
     results = [r for _, rs in tables for r in rs]
     counts = sorted({int(f["threads"]) for r in results for f in r.facts.values() if "threads" in f})
     for threads in counts:

@@ -80,7 +80,7 @@ def default_stdlib() -> Path:
 
 
 def _looks_generated(text: str) -> bool:
-    """Whether a file is a table rather than code: mostly digits, escapes and punctuation, or a charmap codec."""
+    """True if a file is a table rather than code: mostly digits, escapes and punctuation, or a charmap codec."""
     if "decoding_table" in text or "decoding_map" in text:
         return True
     plain = sum(1 for c in text if c.isalpha() or c in " _\n") / max(1, len(text))

@@ -101,7 +101,7 @@ def filler(docs: list[list[str]], lengths: list[list[int]], want: int, rng: rand
 def copy_accuracy(
     model: Demo, tok: Tokenizer, train: list[Document], held: list[Document], prompts: int, seed: int = 11
 ) -> list[dict]:
-    """For each distance: the share of whole names and of tokens that are copied, with and without the defining line."""
+    """Shares of whole names and of tokens that are copied, by distance, with and without the defining line."""
     docs = [d.text.splitlines(keepends=True) for d in held]
     lengths = [[len(e.ids) for e in tok.encode_batch(lines)] for lines in docs]
     pieces = name_pieces(tok)
@@ -165,7 +165,7 @@ def check_against_transformers(path: Path, ids: list[int]) -> float | None:
 
 
 def schedule(log: Path) -> dict:
-    """From a training log: the step at which the rate began its final decay, and the first step of each length."""
+    """Read a training log: the step at which the rate began its final decay, and the first step of each length."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     lengths: dict[str, int] = {}
     for before, line in zip([{"step": 0}, *lines], lines, strict=False):

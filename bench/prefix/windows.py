@@ -59,7 +59,7 @@ def _tokens(pages: Sequence[int]) -> Tokens:
 
 
 def hit_rates(trace: Trace, capacity: int) -> dict[str, Any]:
-    """For each network the hit rate in tokens; the cached K and V have the bytes of `capacity` blocks of all layers."""
+    """Hit rates in tokens by network; the cached K and V have the bytes of `capacity` blocks of all layers."""
     positions = max(len(request.pages) for request in trace.requests) * BLOCK + BLOCK
     found: dict[str, Any] = {}
     for name, attention in NETWORKS.items():

@@ -247,7 +247,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
 def _evicting(
     model: Transformer, calibration: Calibration | None, context: int, names: Sequence[str]
 ) -> list[dict[str, _Run]]:  # fmt: skip
-    """Those of `EVICTING` among these names, with the first one, their reference."""
+    """Runs of `EVICTING` that `names` has, and the first one as their reference."""
     chosen = [name for name in EVICTING if name in names]
     budget = max(8, context // 5)
     kept = {"eviction_policy": EvictionPolicy.SlidingWindow(budget - 4, 4), "kv_budget": budget, "num_blocks": None}

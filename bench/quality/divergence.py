@@ -1,4 +1,4 @@
-"""How far the next-token distributions of several runs are from those of a reference, with standard errors.
+"""Divergence of the next-token distributions of several runs from those of a reference, with standard errors.
 
 Tokens of a window are correlated, so a standard error is that of the mean over windows: each window counts as one
 sample of a paired difference.

@@ -15,7 +15,7 @@ __all__ = ["Windows"]
 
 
 class Windows:
-    """What was measured of each window, by its tokens and the name of the run.
+    """Measurements of windows, by the tokens of the window and the name of the run.
 
     Args:
         folder: of a file for each window; None: nothing is kept.

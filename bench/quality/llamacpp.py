@@ -25,7 +25,7 @@ CACHES = {"f32": (0, 32.0), "q8_0": (8, 8.5), "q5_1": (7, 6.0), "q4_1": (3, 5.0)
 
 
 def installed() -> bool:
-    """Whether llama-cpp-python can be imported."""
+    """True if llama-cpp-python can be imported."""
     return importlib.util.find_spec("llama_cpp") is not None
 
 

@@ -21,7 +21,7 @@ HEADER = ["K/V format", "bits/value", "plain: output error", "KL", "outliers: ou
 
 
 def measure(tokens: int, names: list[str]) -> dict[str, Any]:
-    """For each format, without and with outlier channels: relative L2 error of the output, KL of the weights."""
+    """Relative L2 error of the output and KL of the weights, by format, without and with outlier channels."""
     found: dict[str, Any] = {name: {} for name in names}
     for kind, factor in (("plain", 1), ("outliers", FACTOR)):
         rng = np.random.default_rng(0)

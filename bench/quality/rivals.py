@@ -35,7 +35,7 @@ def quantised(values: Floats, bits: int) -> Floats:
 
 
 def is_plain(model: Transformer) -> bool:
-    """Whether all layers attend to all tokens, without soft caps and sinks: what `Kivi` computes."""
+    """True if all layers attend to all tokens, without soft caps and sinks: what `Kivi` computes."""
     return all(each.window is None and not each.softcap and each.sinks is None for each in model.attention)
 
 

@@ -74,7 +74,7 @@ def measure(model: Transformer, dtype: str, tokens: int, rounds: int, folder: st
 
 
 def identical(kept: PrefixCachedEngine, loaded: PrefixCachedEngine, path: str, prompt: np.ndarray) -> bool:
-    """Whether a loaded cache has the same blocks as the saved one, byte for byte, and gives the same next tokens."""
+    """True if a loaded cache has the same blocks as the saved one, byte for byte, and gives the same next tokens."""
     loaded.load(path)
     pair = [engine.prefix_cache.cache for engine in (kept, loaded)]
     with pair[0].open_session(prompt) as one, pair[1].open_session(prompt) as other:

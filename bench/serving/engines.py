@@ -64,7 +64,7 @@ class Network:
 
 
 class Engine(Protocol):
-    """What serves: room for `tokens` of text in all, `longest` in one request, `running` requests at a time."""
+    """An engine with room for `tokens` of text, `longest` in one request, and `running` requests at a time."""
 
     def __init__(self, network: Network, tokens: int, longest: int, running: int, threads: int) -> None: ...
 

@@ -150,7 +150,7 @@ class LlamaCpp:
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """How many first tokens are the same."""
+    """The number of first tokens that are the same."""
     most = min(len(a), len(b))
     if a[:most] == b[:most]:
         return most

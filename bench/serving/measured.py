@@ -1,4 +1,4 @@
-"""What a run has measured, kept in a file: a run that was interrupted continues with what is missing."""
+"""Measurements of a run in a file: a run that was interrupted continues with what is missing."""
 
 from __future__ import annotations
 

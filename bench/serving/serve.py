@@ -56,7 +56,7 @@ FIRST_WITHIN, GAP_WITHIN = 1.0, 0.1  # seconds: what counts as good
 
 @dataclass
 class Served:
-    """What one engine did with a workload.
+    """The result of one engine on a workload.
 
     Attributes:
         seconds: from the first arrival to the last token.
@@ -124,7 +124,7 @@ def run(engine: Engine, workload: Workload) -> Served:
 
 
 def _serve(name: str, network: Network, workloads: Sequence[Workload], again: int, threads: int) -> list[Served]:
-    """In a process of its own: each workload, and the first `again` of them twice, the second time cached."""
+    """Serve each workload, and the first `again` of them twice, the second time cached; run in a process of its own."""
     set_threads(threads)
     running = max(min(len(each), 32) for each in workloads)
     longest, room = max(each.longest for each in workloads), max(each.size + 32 * each.longest for each in workloads)
@@ -140,7 +140,7 @@ def _serve(name: str, network: Network, workloads: Sequence[Workload], again: in
 
 
 def _in_a_process(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What the call returns, made in a new process."""
+    """Make the call in a new process and return its result."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(call, *arguments).result()
 

@@ -1,4 +1,4 @@
-"""What many users ask of one machine: trees of turns that arrive over time.
+"""Workloads of many users on one machine: trees of turns that arrive over time.
 
 A turn's prompt is all of the conversation before it, the answers included, and some new tokens. A turn with several
 next ones is an agent that branches: they begin together when it has ended.

@@ -30,7 +30,7 @@ def _setter() -> Any:
 
 
 def blas_found() -> bool:
-    """Whether NumPy's number of threads can be set."""
+    """True if NumPy's number of threads can be set."""
     return _setter() is not None
 
 

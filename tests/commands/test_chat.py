@@ -138,7 +138,7 @@ def interrupts():
 
 
 class Reader:
-    """What a process writes to a descriptor, up to a text that must come."""
+    """The output of a process on a descriptor, read up to a text that must come."""
 
     def __init__(self, descriptor):
         self.descriptor, self.text = descriptor, ""

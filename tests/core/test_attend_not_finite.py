@@ -26,7 +26,7 @@ def queries_of(rng, n):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("count", [1, 2, 5, 40, TOKENS])
 def test_a_query_that_is_not_finite(rng, simd, cache, format, bad, count):
-    """In a call with others, of its own sequence and of another one."""
+    """It is in a call with others, of its own sequence and of another one."""
     queries = queries_of(rng, count + 3)
     row, head, options = count // 2, 4, {"query_lens": [count, 3], "return_lse": True, "return_scores": "head"}
     for settings in ({}, {"softcap": 20.0}, {"sinks": np.linspace(-2, 2, HEADS * GROUP)}, {"window": 100}):

@@ -68,7 +68,7 @@ def test_what_is_no_format(name):
 
 def test_the_documents_list_them():
     """Tables and docstrings that name formats name all of them, and no others."""
-    tables = (PROJECT / "bench" / "README.md").read_text(encoding="utf-8")
+    tables = (PROJECT / "bench" / "pages" / "formats.md").read_text(encoding="utf-8")
     table = tables.split("\n| format | bytes/token |")[1].split("\n\n")[0]
     assert re.findall(r"^\| (\w+) \|", table, re.MULTILINE) == NAMES
     for described in (kvcache.PagedKvCache, kvcache.PrefixCacheConfig):

@@ -87,7 +87,7 @@ def test_q4_1_is_fitted(rng):
 
 
 def test_the_scales_of_q8_are_fitted(rng, simd):
-    """Of a few scales, that of the least squared error: never more than the largest magnitude over 127 leaves."""
+    """The scale has the least squared error of a few: never more than that of the largest magnitude over 127."""
     for weights, share in ((normal(rng, 300, 320), 0.85), (np.rint(normal(rng, 300, 320) * 3) - 2, 0.6)):
         weights = np.float32(0.01) * weights.astype(np.float32)
         groups = weights.reshape(300, -1, 32)
@@ -328,7 +328,7 @@ def test_minima_of_a_format_without(format):
 @pytest.mark.parametrize("format", MATRIX_FORMATS)
 @pytest.mark.parametrize("n", [1, 3, 7, 20, 70])
 def test_a_product_is_added(rng, simd, format, n):
-    """To what `out` has, then the bias: the bits of the two sums."""
+    """The product is added to `out`, then the bias: the bits of the two sums."""
     for rows, columns in ((16, 256), (50, 64), (33, 100), (32, 600)):
         matrix, x = matrix_of(normal(rng, rows, columns), format), normal(rng, n, columns)
         before, bias = normal(rng, n, rows), normal(rng, rows)

@@ -41,7 +41,7 @@ def test_rows_take_exactly_their_bits_and_two_halves(name, dim):
 
 @cache
 def oracle_stored(row, bits, rotated):
-    """Of a row as bytes: levels and block sizes share it, and the oracle takes most of the time."""
+    """The oracle's result for a row in bytes; levels and block sizes share it: the oracle takes most of the time."""
     return oracle.stored(np.frombuffer(row, np.float32), bits, rotated)
 
 

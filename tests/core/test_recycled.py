@@ -65,7 +65,7 @@ def norms(value: float, rows: int, weight: np.ndarray) -> np.ndarray:
 
 
 def test_large_arrays_keep_their_values():
-    """Those of several threads too, whatever others were made and freed meanwhile."""
+    """Arrays of several threads keep them too, while others are made and freed."""
     wrong: list[int] = []
 
     def make(seed: int) -> None:

@@ -33,7 +33,7 @@ def engine(folder):
 
 
 def written(tmp_path, template, messages=TALK, tools=None, add_generation_prompt=True, **config):
-    """What a template writes."""
+    """The text that a template writes."""
     folder = chat_folder(tmp_path / "x", template, **config)
     return render(CheckpointText(folder), messages, tools, add_generation_prompt)
 

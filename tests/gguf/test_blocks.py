@@ -81,7 +81,7 @@ def test_infinite_scales_are_no_warning(rng, recwarn, kind):
 
 
 def test_sizes_of_all_types():
-    """Those of the gguf package, types that cannot be loaded included."""
+    """Sizes are equal to those of the gguf package, for types that cannot be loaded too."""
     package = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     assert package.items() <= {number: tuple(kind) for number, kind in blocks.TYPES.items()}.items()
 

@@ -1,4 +1,4 @@
-"""What the entries of a GGUF file mean, and those that are absent."""
+"""The configuration that the entries of a GGUF file make, and the defaults of absent ones."""
 
 from __future__ import annotations
 

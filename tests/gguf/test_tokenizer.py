@@ -91,7 +91,7 @@ PIECES = {
 
 @pytest.mark.parametrize("pre", PIECES)
 def test_pieces(bytewise, pre):
-    """How each pre-tokenizer divides a text. GPT-2 takes only lower-case endings, so `'LL` is two pieces there."""
+    """Pre-tokenizers divide texts as expected. GPT-2 takes only lower-case endings, so `'LL` is two pieces there."""
     expected = PIECES[pre]
     if pre in ("gpt-2", "smollm"):
         expected = ["I", "'", "LL", *expected[2:]]

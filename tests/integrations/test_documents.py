@@ -1,4 +1,4 @@
-"""The example of README.md, run on a tiny model; and the list of architectures in bench/README.md."""
+"""The example of README.md, run on a tiny model; and the list of architectures in bench/pages/transformers.md."""
 
 import json
 import re
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 
 
 class Inputs(dict):
-    """What a tokenizer returns."""
+    """The result of a tokenizer."""
 
     input_ids = property(lambda self: self["input_ids"])
 
@@ -31,13 +31,12 @@ def test_the_example_runs(tmp_path):
 
 
 def test_the_list_names_every_architecture():
-    text = (PROJECT / "bench" / "README.md").read_text(encoding="utf-8")
-    section = text[text.index("\n## A cache for transformers") :]
+    page = (PROJECT / "bench" / "pages" / "transformers.md").read_text(encoding="utf-8")
 
     def letters(name):
         return re.sub(r"[^a-z0-9+]", "", name.lower())
 
-    said = {letters(name) for name in re.split(r"[,;:()]\s?|\.\s", section.replace("\n", " "))}
+    said = {letters(name) for name in re.split(r"[,;:()]\s?|\.\s", page.replace("\n", " "))}
     other = {"ernie4_5": "ernie4.5", "gemma3_text": "gemma3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4"}
     other |= {"hunyuan_v1_dense": "hunyuan", "llama4_text": "llama4"}
     assert not [kind for kind in (*PACKED, *DENSE) if letters(other.get(kind, kind)) not in said]

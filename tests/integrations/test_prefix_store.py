@@ -30,7 +30,7 @@ def generate(model, cache, ids, mask, **options):
 
 @torch.no_grad()
 def split_error(model, ids, mask, at):
-    """How far the last logits of a prefill in two parts are from those of a whole one, with `DynamicCache`."""
+    """The distance of the last logits of a prefill in two parts from those of a whole one, with `DynamicCache`."""
     native = "sdpa" if model._supports_sdpa else "eager"
     model.set_attn_implementation(native)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -175,7 +175,7 @@ def test_a_prompt_that_runs_again_over_its_prefix():
 
 @pytest.mark.parametrize("kind", ["llama", "gemma4_text"])
 def test_threads_share_a_new_store(kind, monkeypatch):
-    """What all of them lack at once is made once."""
+    """An object that all threads lack at once is made once."""
     made = []
 
     def slow(make):
@@ -296,7 +296,7 @@ def in_another_process(folder, kind, sent):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma4_text"])
 def test_prefixes_of_another_process(tmp_path, kind):
-    """What one process kept, the next one finds, by model, format and namespace; what it evicts comes back."""
+    """A process finds the prefixes that another one kept, by model, format and namespace; evicted ones come back."""
     context = multiprocessing.get_context("spawn")
     sent = context.SimpleQueue()
     other = context.Process(target=in_another_process, args=(tmp_path, kind, sent))

@@ -222,7 +222,7 @@ def test_layers_without_rope():
 
 
 def test_two_rotary_embeddings():
-    """In the layouts of transformers 4 and 5; the scaling of the older one is that of the layers without a window."""
+    """Layouts of transformers 4 and 5; the scaling of the older one is that of the layers without a window."""
     default = parse(GEMMA3)
     assert (default.rope.theta, default.window_rope.theta) == (1e6, 1e4)
     older = parse(GEMMA3, rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling={"type": "linear", "factor": 8.0})

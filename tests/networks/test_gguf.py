@@ -209,7 +209,7 @@ def test_no_file(tmp_path):
 
 
 def test_end_tokens(tmp_path):
-    """Those that the file names, and special tokens with usual texts; a normal token of that text is none."""
+    """The file names end tokens; special tokens with usual texts are some too, normal tokens of such texts are not."""
     texts = ["<|im_end|>", "a", "<|endoftext|>", "</s>", "<|eot_id|>", "b"]
     path = convert(
         GOLDEN / "llama",

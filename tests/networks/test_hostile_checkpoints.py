@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """How each case ended, in a process of its own, which a signal ends where one takes too long."""
+    """The end of each case, in a process of its own, which a signal ends where one takes too long."""
     return outcomes_of(hostile_checkpoints, tmp_path_factory.mktemp("hostile"))
 
 

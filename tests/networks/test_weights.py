@@ -357,7 +357,7 @@ def test_memory_and_progress():
 @pytest.mark.one_build
 @pytest.mark.no_level
 def test_loading_takes_little_more_than_the_result(tmp_path):
-    """In a process of its own: the most memory that loading takes, for a network whose f32 weights take 59 MB."""
+    """The most memory that loading takes, in a process of its own, for a network whose f32 weights take 59 MB."""
     script = f"""
 import resource, sys
 sys.path[:0] = {sys.path!r}

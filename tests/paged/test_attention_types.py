@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 else:
 
     def assert_type(value, kind):
-        """Whether a value has such a type, as far as a running program knows it."""
+        """True if a value has such a type, as far as a running program knows it."""
         if get_origin(kind) is tuple:
             for item, part in zip(value, get_args(kind), strict=True):
                 assert_type(item, part)

@@ -112,7 +112,7 @@ def test_a_holder_whose_tail_is_full_does_not_spare_another_one_its_copy():
 
 @pytest.mark.parametrize("dtype", ["f32", "q4"])
 def test_batches_with_counts_are_their_single_calls(rng, dtype):
-    """For sequences with shared tails and holes; some counts are 0."""
+    """Sequences have shared tails and holes; some counts are 0."""
 
     def fresh():
         cache = PagedKvCache(60, 4, 1, 8, dtype=dtype)
@@ -301,7 +301,7 @@ def test_beams_are_reordered_without_free_blocks(rng):
 
 
 def test_a_cycle_of_rows_moves_every_sequence_once(rng):
-    """With holes, sinks and lengths: after as many steps as the cycle is long, everything is where it was."""
+    """Rows have holes, sinks and lengths: after as many steps as the cycle is long, everything is where it was."""
     cache = PagedKvCache(40, 4, 1, 8, dtype="f32")
     cache.allocate_batch([1, 2, 3, 4], [22, 9, 0, 17])
     cache.apply_streaming_llm(1, 2, 5)

@@ -1,4 +1,4 @@
-"""Which sequences a `PagedKvCache` evicts under each strategy."""
+"""The sequences that a `PagedKvCache` evicts under each strategy."""
 
 import pytest
 from small_paged import cache

@@ -36,7 +36,7 @@ def test_pieces_of_any_length_have_the_bits_of_single_tokens(rng, dtype, length,
 
 @pytest.mark.parametrize(("length", "firsts"), [(32, 0), (32, 16), (0, 16)])
 def test_queries_have_the_bits_of_two_caches(rng, length, firsts):
-    """Of one that has what a query reads in f16, and one that packs all tokens."""
+    """The result merges a cache that has the residual window in f16 and one that packs all tokens."""
     shape = {"num_blocks": 20, "block_size": 16, "num_heads": HEADS, "head_dim": 32}
     keys, values = rng.standard_normal((2, 200, HEADS, 32)).astype(np.float32)
     queries = rng.standard_normal((200, 2 * HEADS, 32)).astype(np.float32)
@@ -362,7 +362,7 @@ ACTS = {
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 @pytest.mark.parametrize("stops", [KeyboardInterrupt, MemoryError])
 def test_a_call_that_is_stopped_anywhere_leaves_a_sound_cache(monkeypatch, rng, act, stops, length):
-    """By Ctrl-C before each line, or where the unpacked rows get no memory: packed tokens are those before or after."""
+    """Ctrl-C strikes before each line, or the f16 rows get no memory: packed tokens are those before or after."""
 
     def build():
         cache = make(length, 16, block_size=16, num_blocks=40)

@@ -34,7 +34,7 @@ class Naive:
         return self.positions != [*range(len(self.positions))]
 
     def ahead(self, firsts):
-        """How many first tokens stay unpacked when others are packed."""
+        """The number of first tokens that stay unpacked when others are packed."""
         return firsts if all(self.kept) else self.kept.index(False)
 
     def pack(self, length, firsts):

@@ -94,7 +94,7 @@ def test_options_with_which_they_see_other_tokens(simd, threads_kept, rng):
 
 
 def test_blocks_with_holes_and_sinks(simd, threads_kept, rng):
-    """What eviction leaves of a shared text is no longer whole blocks; sinks have queries of their own."""
+    """Eviction leaves no whole blocks of a shared text; sinks have queries of their own."""
     cache = family(rng, "q4", 16, 2, 1100, (300, 40, 1, 5))
     cache.keep_tokens(3, np.setdiff1d(np.arange(length(cache, 3)), [400, 700]))
     cache.keep_tokens(4, np.arange(length(cache, 4)))

@@ -52,7 +52,7 @@ class ZerosMachine(RuleBasedStateMachine):
         return np.broadcast_to(np.array(values, np.float32)[:, None, None], (len(values), HEADS, DIM)).copy()
 
     def room(self, call):
-        """Whether there was memory for a call."""
+        """True if there was memory for a call."""
         try:
             call()
         except OutOfMemoryError:

@@ -34,7 +34,7 @@ class Entries:
         self.cache.store_snapshot(tokens, state(name, tokens, HEADS * DIM), namespace=name)
 
     def get(self, name, tokens):
-        """How many tokens are found; AssertionError if their K and V are of another text."""
+        """The number of tokens that are found; AssertionError if their K and V are of another text."""
         hit = self.cache.lookup(tokens, namespace=name)
         if hit is None:
             return 0

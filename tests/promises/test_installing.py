@@ -1,4 +1,4 @@
-"""What a newcomer meets: one version everywhere, and a sentence where the compiled modules are missing."""
+"""Installing: one version everywhere, and a sentence where the compiled modules are missing."""
 
 import os
 import re

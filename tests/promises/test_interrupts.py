@@ -182,7 +182,7 @@ class Failing:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("kind", "name"), CALLS[: 2 * len(KINDS)])
 def test_a_network_that_fails_at_every_step(network, kind, name, after):
-    """In every layer of every piece of the prompt and of every step."""
+    """It fails in every layer of every piece of the prompt and of every step."""
     reference = Served(kind, network).generate()
     model = Failing(network)
     served = Served(kind, model)

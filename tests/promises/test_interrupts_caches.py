@@ -118,7 +118,7 @@ def test_rows_that_a_call_has_grown_before_it_was_interrupted():
 
 
 def open_files(path):
-    """How many times this process has the file open."""
+    """The number of times this process has the file open."""
     if not sys.platform.startswith("linux"):
         return 0
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]

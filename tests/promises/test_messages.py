@@ -57,7 +57,7 @@ MESSAGES = list(messages())
 
 
 def test_they_are_found():
-    """Of Python and of Cython, in every room that checks arguments."""
+    """Messages are found in Python and in Cython, in every room that checks arguments."""
     assert len(MESSAGES) > 150
     assert {place.split(":")[0].rsplit(".")[-1] for _, place, _, _ in MESSAGES} == {"py", "pyx"}
     assert {"core", "trie", "lists", "engine", "saved", ""} <= {room for room, _, _, _ in MESSAGES}

@@ -8,11 +8,13 @@ from places import PROJECT
 
 import kvcache
 import kvcache.engine
+from bench.__main__ import BENCHES
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md", "kvcache/NAMES.md")
-GUIDES = sorted(str(path.relative_to(PROJECT)) for path in (PROJECT / "kvcache" / "guides").glob("*.md"))
-DOCUMENTS = {name: (PROJECT / name).read_text(encoding="utf-8") for name in (*NAMES, *GUIDES)}
+FOLDERS = (PROJECT / "kvcache" / "guides", PROJECT / "bench" / "pages")
+PAGES = sorted(str(path.relative_to(PROJECT)) for folder in FOLDERS for path in folder.glob("*.md"))
+DOCUMENTS = {name: (PROJECT / name).read_text(encoding="utf-8") for name in (*NAMES, *PAGES)}
 EXAMPLES = [
     (name, example)
     for name, text in DOCUMENTS.items()
@@ -22,17 +24,32 @@ ROWS = re.findall(r"^\| (`.+?`) \| (`.+?`.*?) \|$", DOCUMENTS["kvcache/NAMES.md"
 PATH = re.compile(r"\b(?:kvcache|ckernels|tests|bench)/[\w./-]*\w\b(?![<*])")
 
 
+def anchors(page):
+    """The anchors of a page's headings, as GitHub and Sphinx make them."""
+    headings = re.findall(r"(?m)^#+ (.*)$", page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_path_exists(document):
     text = DOCUMENTS[document]
     for path in PATH.findall(text):
         assert (PROJECT / path).exists(), path
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (PROJECT / document).parent.joinpath(link).exists(), link
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", re.sub(r"(?s)```.*?```", "", text)):
+        target = (PROJECT / document).parent / link if link else PROJECT / document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
-def test_the_readme_is_short():
-    assert len(DOCUMENTS["README.md"].splitlines()) <= 220
+def test_every_bench_has_a_page():
+    pages = {path.stem for path in (PROJECT / "bench" / "pages").iterdir()}
+    assert pages == {*BENCHES, "demo"}
+    assert pages == set(re.findall(r"(?m)^\| \[([\w-]+)\]\(pages/\1\.md\)", DOCUMENTS["bench/README.md"]))
+
+
+@pytest.mark.parametrize(("document", "most"), [("README.md", 239), ("CHANGELOG.md", 60), ("SECURITY.md", 60)])
+def test_a_paper_is_short(document, most):
+    assert len(DOCUMENTS[document].splitlines()) <= most
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)), ids=[name for name, _ in EXAMPLES])

@@ -1,4 +1,4 @@
-"""What objects show: a repr with what matters, HTML in notebooks, `dir`; and the refusal of copies."""
+"""Objects have a repr with what matters, HTML in notebooks and `dir`, and refuse copies."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_chat_template(with_tokenizer, template):
 
 
 def test_special_tokens(tmp_path):
-    """Those of `special_tokens_map.json` come first, unless `tokenizer_config.json` lists its tokens itself."""
+    """`special_tokens_map.json` comes first, unless `tokenizer_config.json` lists its tokens itself."""
 
     def found(config, special):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -122,7 +122,7 @@ def test_what_a_fingerprint_sees(network):
 
 
 def test_a_fingerprint_does_not_depend_on_memory_order(network):
-    """Of a large matrix pieces from all parts are hashed."""
+    """The hash of a large matrix covers pieces from all its parts."""
     weights = network.weights
     large = np.random.default_rng(0).standard_normal((300, 200), np.float32)
     names = set()

@@ -39,7 +39,7 @@ def test_values_that_ask_for_nothing(neutral):
 
 
 def logprobs(chat, tokens, top=()):
-    """Those of new tokens behind "a"; each has the most likely tokens `top`."""
+    """Log-probabilities of new tokens after "a"; each has the most likely tokens `top`."""
     body = Body(chat, "tiny", ["a"], SamplingParams(), 1, False, False)
     each = TokenLogprobs(-1.0, {token: -float(place) for place, token in enumerate(top)})
     new = NewTokens(0, list(tokens), [each] * len(tokens), None, "")

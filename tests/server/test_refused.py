@@ -1,4 +1,4 @@
-"""What the server refuses: settings, bodies, keys; and namespaces, which never share."""
+"""The server refuses settings, bodies and keys; namespaces never share."""
 
 import json
 

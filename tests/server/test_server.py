@@ -52,7 +52,7 @@ def params(settings, **changes):
 
 
 def want(served, settings, prompt=None, messages=None, index=0):
-    """What one engine alone answers: sample `index` of it."""
+    """Sample `index` of the answer of an engine by itself."""
     engine = served.alone
     prompt = engine.apply_chat_template(messages, tokenize=True) if prompt is None else prompt
     changes = {"seed": settings["seed"] + index}
@@ -330,7 +330,7 @@ def test_a_network_that_fails(path, caplog):
 
 @pytest.mark.parametrize("drain", [None, 0])
 def test_the_end(path, drain):
-    """What runs is finished, or cancelled where that is asked."""
+    """Requests that run are finished, or cancelled if that is asked."""
     with Served(path, drain=drain) as served:
         served.network.closed = True
         body = post(json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 9, "seed": 1}).encode())

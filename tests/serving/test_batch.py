@@ -283,7 +283,7 @@ def test_the_queue_is_bounded(network):
 
 
 def test_more_prompts_than_the_queue_holds(network, alone):
-    """Beside requests of another caller, which fill the queue."""
+    """Requests of another caller fill the queue."""
     engine, seen = BatchEngine(network, max_queue=2, max_running=2, num_blocks=30), []
     others = [engine.submit(PROMPTS[0], GREEDY) for _ in range(2)]
     got = engine.generate_batch(PROMPTS * 2, GREEDY, progress=lambda done, of: seen.append((done, of)))

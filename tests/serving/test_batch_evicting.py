@@ -109,7 +109,7 @@ def test_scores(network, kind, monkeypatch):
 
 
 def test_a_text_without_end(network):
-    """Under StreamingLLM it grows past the network's positions, beside others."""
+    """A text under StreamingLLM grows past the network's positions, beside others."""
     options = POLICIES["streaming"]
     endless = SamplingParams(temperature=0.0, max_tokens=network.config.max_position_embeddings + 50)
     engine = BatchEngine(network, **options)

@@ -290,7 +290,7 @@ def test_random_numbers_of_requests_that_waited_outside(network):
 
 
 def test_guesses_that_hold_to_the_end(network):
-    """Those that are drawn count as accepted, also where the text ends with one of them, or behind it."""
+    """Draft tokens that are drawn count as accepted, also where the text ends with one of them, or after it."""
 
     def cycle(text, logits):
         logits[3 + (int(text[-1]) - 2) % 4] = 1000.0

@@ -137,7 +137,7 @@ def test_logits_of_another_shape(network):
 
 
 def test_a_call_that_would_wait_for_its_own_step_is_refused(network):
-    """From a logits processor, which runs inside a step; requests may be submitted there, and cancelled."""
+    """A logits processor runs inside a step; requests may be submitted there, and cancelled."""
     engine, made = BatchEngine(network, num_blocks=20, max_queue=3, max_running=1), []
 
     def nested(text, logits):

@@ -1,4 +1,4 @@
-"""What a `BatchEngine` tells servers: evictions, counters of namespaces, times, log lines; and an exporter of them."""
+"""Figures of a `BatchEngine` for servers: evictions, counters of namespaces, times, log lines; and an exporter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(engine):
 
 
 def test_evictions_are_told(network):
-    """Who left, for whom, and how many tokens: the sums are those of the index."""
+    """Each eviction names its text, its cause and its tokens; the sums are those of the index."""
     events, texts, clock = [], {}, Clock()
 
     def told(event):

@@ -73,7 +73,7 @@ def test_the_budget():
 
 
 def test_a_long_prompt_does_not_delay_streams():
-    """Beside a stream it runs in pieces; after the first ones, whose rate is measured, each step keeps the gap."""
+    """It runs in pieces beside a stream; after the first ones, whose rate is measured, each step keeps the gap."""
     _, model, engine = served(target_gap=0.08)
     stream = engine.submit([1, 2, 3], asked(60))
     engine.step()
@@ -111,7 +111,7 @@ def test_few_guesses_beside_a_prompt():
 
 
 def test_guesses_count_among_the_tokens_of_a_step():
-    """Beside a stream that guesses, a piece of a prompt is shorter by the guesses."""
+    """A piece of a prompt beside a stream that guesses is shorter by the guesses."""
     _, model, engine = served(target_gap=0.1)
     stream = engine.submit([0] * 10, asked(600))
     for _ in range(20):
@@ -138,7 +138,7 @@ def test_short_prompts_do_not_wait_for_long_ones():
 
 
 def test_a_prompt_that_ends_waits_for_few_others():
-    """Where four come at once the first token of the first takes 64 tokens, not 240; a short rest runs at once."""
+    """The first of four prompts has its first token after 64 tokens, not 240; a short rest runs at once."""
     _, model, engine = served(target_gap=0.1)
     requests = [engine.submit(np.arange(60) + i, asked(2)) for i in range(4)]
     run(engine)
@@ -167,7 +167,7 @@ def test_priorities_and_order():
 
 
 def test_a_twin_waits_for_the_prefix():
-    """Of requests that share 400 tokens, one runs these; the others wait for it, and one without them does not."""
+    """One of the requests that share 400 tokens runs these; the others wait for it, and one without them does not."""
     _, model, engine = served()
     shared = np.arange(400) % 97
     twins = [engine.submit([*shared, 98, i], asked(3)) for i in range(5)]

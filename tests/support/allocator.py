@@ -40,7 +40,7 @@ def allocated():
 
 
 def middle_growth(measure):
-    """Of three calls of `measure() -> (grown, ...)` the one whose growth is the middle one.
+    """Return the one of three calls of `measure() -> (grown, ...)` whose growth is the middle one.
 
     What an earlier test has left, a thread or a buffer, may be freed during one of them.
     """

@@ -1,4 +1,4 @@
-"""For tests of the kernels: sequences scattered over an arena, and arrays between unreadable pages."""
+"""Sequences scattered over an arena, and arrays between unreadable pages, for tests of the kernels."""
 
 import ctypes
 import mmap

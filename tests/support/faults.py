@@ -27,7 +27,7 @@ MOST = 100_000  # allocations of an operation
 
 
 def chosen(seen, step):
-    """Which allocations fail, counted from 1; `seen` has the place of each allocation."""
+    """The allocations that fail, counted from 1; `seen` has the place of each allocation."""
     if step == 0:
         return range(1, len(seen) + 1)
     both = first_and_last(seen)

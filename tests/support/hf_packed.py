@@ -1,4 +1,4 @@
-"""What `pack_weights` made of a model, and the model with torch's layers again."""
+"""A model that `pack_weights` has packed, and the model with torch's layers again."""
 
 import copy
 

@@ -11,7 +11,7 @@ from places import search_path
 
 
 def outcomes_of(module, folder):
-    """What `module`, run as a program with the folder as its argument, prints as JSON: how each case ended."""
+    """Run `module` as a program with the folder as its argument; the JSON that it prints: how each case ended."""
     environment = os.environ | {"PYTHONPATH": search_path()}
     ran = subprocess.run([sys.executable, module.__file__, folder], env=environment, capture_output=True, timeout=900)
     assert ran.returncode == 0, ran.stderr.decode()

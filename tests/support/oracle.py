@@ -60,7 +60,7 @@ def attend(
 
 
 def seen_by(query, count, tokens, window, causal, parents):
-    """Which tokens the query sees that is `query` of `count` at the last positions, `(tokens,)`; as of `attend`."""
+    """The tokens that query `query` of `count` at the last positions sees, `(tokens,)`; arguments as in `attend`."""
     positions, own = np.arange(tokens), tokens - count + query
     if parents is not None:
         line = [query]

@@ -1,4 +1,4 @@
-"""What a product with packed weights computes, in NumPy: the twin of ckernels/kvc_activations.c and kvc_matmul.c."""
+"""The product with packed weights in NumPy: the twin of ckernels/kvc_activations.c and kvc_matmul.c."""
 
 import numpy as np
 

@@ -91,7 +91,7 @@ class NaiveTrie:
         return freed
 
     def needed(self, root: int, page: Tokens) -> bool:
-        """Whether a longer cached sequence or a pin needs this page."""
+        """True if a longer cached sequence or a pin needs this page."""
         pages = self.roots[root]
         if any(len(other) > len(page) and other[: len(page)] == page for other in pages):
             return True

@@ -6,7 +6,7 @@ FAST = os.environ.get("KVCACHE_TESTS") == "fast"
 
 
 def examples(most):
-    """How many random examples of a test that names their number; the profiles of conftest.py have the others."""
+    """The number of random examples of a test that names it; the profiles of conftest.py have the others."""
     return max(1, most // 10) if FAST else most
 
 

@@ -52,7 +52,7 @@ def prompts(seed, count, longest, vocab_size=250):
 
 
 class Alone:
-    """What each request gives alone in an `InferenceEngine`; answers are remembered."""
+    """The answer of each request alone in an `InferenceEngine`; answers are remembered."""
 
     def __init__(self, model, **options):
         self.engine, self.answers = InferenceEngine(model, **options), {}

@@ -34,7 +34,7 @@ class Subject:
 
     @staticmethod
     def _kept(state):
-        """What a call that failed may not have changed."""
+        """The part of the state that a call that failed may not change."""
         return state
 
     @classmethod

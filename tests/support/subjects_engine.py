@@ -43,7 +43,7 @@ class Engine(Subject):
 
 
 class Residual(Engine):
-    """With the newest group in full beside the cache; one piece of the prompt fills several groups."""
+    """An engine with the newest group in full beside the cache; one piece of the prompt fills several groups."""
 
     options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
     prefill = Engine.prefill
@@ -57,7 +57,7 @@ class Residual(Engine):
 
 
 class Calibrated(Residual):
-    """With centred keys, and the first tokens in full before each group."""
+    """An engine with centred keys, and the first tokens in full before each group."""
 
     options: ClassVar[dict[str, object]] = Residual.options | {"calibrate": CALIBRATION}
     prefill = Engine.prefill
@@ -68,7 +68,7 @@ class Calibrated(Residual):
 
 
 class CalibratedAlone(Calibrated):
-    """With the first tokens in full and no group."""
+    """An engine with the first tokens in full and no group."""
 
     options: ClassVar[dict[str, object]] = Calibrated.options | {"residual_length": 0}
     prefill = Engine.prefill

@@ -56,7 +56,7 @@ def test_a_process_that_is_killed(tmp_path, network, rng):
 
 
 def test_a_process_that_ends_in_order(tmp_path, network):
-    """What `close` wrote is found at once, within the limit of the directory."""
+    """Values that `close` wrote are found at once, within the limit of the directory."""
     directory = DirectoryTier(tmp_path, "1MB")
     with PrefixCachedEngine(InferenceEngine(network), 64, autosave=directory) as cached:
         want = cached.generate(prompt(1, 400), SHORT)

@@ -84,7 +84,7 @@ def test_two_engines_share_a_cluster(cluster, network):
 
 
 def test_a_server_that_is_killed_and_started_again(server, network, monkeypatch):
-    """In the middle of fetches and stores: no answer changes, and the tier is used again afterwards."""
+    """It is killed in the middle of fetches and stores: no answer changes, and the tier is used again afterwards."""
     monkeypatch.setattr("kvcache.tiers.links.PAUSE", 0.05)
     texts = [prompt(seed, 400) for seed in range(4)]
     want = [InferenceEngine(network).generate(text, SHORT) for text in texts]

@@ -90,7 +90,7 @@ class PackedExperts(torch.nn.Module):
         return iter([*self._up.matrices, *self._down.matrices])
 
     def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-        """What the chosen experts of each row compute, weighted and added up.
+        """Return the weighted sum of the outputs of each row's chosen experts.
 
         Args:
             hidden_states: `(n, channels)`.
@@ -123,7 +123,7 @@ class PackedExperts(torch.nn.Module):
         return part.view(len(x), k, part.shape[-1]).sum(1).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """What `print(model)` says of the experts."""
+        """Describe the experts for `print(model)`."""
         up, down = self._up.matrices[0], self._down.matrices[0]
         return f"{self.num_experts} x ({up.shape[1]}, {up.shape[0]}), ({down.shape[1]}, {down.shape[0]}), {up.format}"
 

@@ -45,7 +45,7 @@ class Pending(NamedTuple):
 
 
 class State:
-    """What a cache and its layers share.
+    """The state that a cache and its layers share.
 
     It refers to none of them, so the blocks are free as soon as the cache is deleted, without the garbage collector.
 
@@ -150,7 +150,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def waits(self) -> bool:
-        """Whether `update` took K and V that are not stored."""
+        """True if `update` took K and V that are not stored."""
         return self.index in self.state.pending
 
     @property
@@ -160,7 +160,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def record_past(self) -> bool:
-        """Whether tokens before the window stay until the next `crop`."""
+        """True if tokens before the window stay until the next `crop`."""
         return self.state.recording
 
     @record_past.setter
@@ -283,7 +283,7 @@ class PagedLayer(CacheLayerMixin):
             self.inner.activate_past_recording()
 
     def forget(self) -> None:
-        """What `reset` does beside giving the blocks back."""
+        """Set the layer to no tokens; its blocks are given back elsewhere."""
         self.seen = 0
         if self.inner is not None:
             self.inner.reset()

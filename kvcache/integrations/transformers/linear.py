@@ -34,7 +34,7 @@ def product(matrix: Matrix, bias: Float32 | None, x: Any, activations: str) -> A
 
 
 def are_few(x: Any, columns: int) -> bool:
-    """Whether the rows of `x` are multiplied where they lie, without an array between."""
+    """True if the rows of `x` are multiplied where they lie, without an array between."""
     return x.numel() <= _FEW_ROWS * columns and x.dtype in (torch.float32, torch.bfloat16)
 
 
@@ -50,7 +50,7 @@ def few_products(
 
 
 def meets(activations: str, dtype: Any) -> str:
-    """How inputs of a dtype meet the weights, as of `Matrix.multiply`."""
+    """The `activations` of `Matrix.multiply` for inputs of a dtype."""
     return "bf16" if activations == "int8" and dtype == torch.bfloat16 else activations
 
 
@@ -133,7 +133,7 @@ class Joint:
 
 
 class _Input:
-    """What the layers of a `Joint` were called with last.
+    """The last input of the layers of a `Joint`.
 
     Attributes:
         x: the tensor, until all layers have been called with it.
@@ -186,7 +186,7 @@ class PackedLinear(torch.nn.Module):
         return self._joint.product(self._layer, usable(x))
 
     def extra_repr(self) -> str:
-        """What `print(model)` says of the layer."""
+        """Describe the layer for `print(model)`."""
         bias = self._joint.bias is not None
         return f"{self.in_features}, {self.out_features}, bias={bias}, {self.matrix.format}"
 
@@ -194,7 +194,7 @@ class PackedLinear(torch.nn.Module):
         return copy_of(self, memo, self.matrix)  # type: ignore[no-any-return]
 
     def register_parameter(self, name: str, param: Any) -> None:
-        """What assigning a parameter calls, as `tie_weights` does."""
+        """Take a parameter that is assigned, as `tie_weights` does."""
         if name in ("weight", "bias"):
             refuse_state(name)
         super().register_parameter(name, param)

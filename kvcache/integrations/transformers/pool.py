@@ -29,7 +29,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 class Kind(NamedTuple):
-    """What the layers of one `PagedKvCache` have in common; `layer` is None but where each layer has its own."""
+    """Properties that all layers of one `PagedKvCache` share; `layer` is set where each layer has its own cache."""
 
     window: int | None
     heads: int

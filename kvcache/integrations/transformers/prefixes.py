@@ -210,7 +210,7 @@ class PrefixStore:
         return f"{self._config.name_or_path} {self._digest()}"
 
     def _digest(self, named: tuple[str, ...] = ()) -> str:
-        """Of the settings of the config but those that K and V do not depend on, or that are not `named`."""
+        """Hash the settings of the config that K and V depend on, and the volatile ones that are `named`."""
         volatile = {"transformers_version", "dtype", "torch_dtype", "_name_or_path"} - {*named}
         settings = {name: value for name, value in self._config.to_dict().items() if name not in volatile}
         return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]

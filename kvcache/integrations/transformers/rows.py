@@ -232,7 +232,7 @@ class Rows:
     # -- K and V --------------------------------------------------------------------------------------------
 
     def agrees(self, padding: Bool | None, visible: int) -> bool:
-        """Whether a mask of the last `visible` tokens masks just those that are not stored.
+        """True if a mask of the last `visible` tokens masks just those that are not stored.
 
         Raises:
             ValueError: it shows a token that was masked when it came, whose K and V are not here.

@@ -1,4 +1,4 @@
-"""Which stored tokens each query of a batch sees, as calls of `PagedKvCache.attention`.
+"""The stored tokens that each query of a batch sees, as calls of `PagedKvCache.attention`.
 
 Without holes in the mask one call says it all: the queries of a row are its last tokens, and those of its left padding
 see nothing. Otherwise each query sees the stored tokens `low` to `high` of its row; queries whose `high` rises one by

@@ -11,7 +11,7 @@ _warned: set[str] = set()
 
 
 class Ways:
-    """How often attention read the packed blocks, and how often it needed dense K and V, by reason.
+    """Counts of attention over the packed blocks, and over dense K and V by reason.
 
     Attributes:
         packed: attention calls over the blocks.

@@ -25,7 +25,7 @@ _BAND_BYTES = 1 << 20  # of float32 values that are converted at a time
 
 
 class PackedWeights(NamedTuple):
-    """What `pack_weights` did.
+    """The result of `pack_weights`.
 
     Attributes:
         layers: how many linear layers were packed, and modules of experts.
@@ -103,7 +103,7 @@ class _Part(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """The number of layers."""
         return sum(map(len, self.names))
 
     def pack(self, model: Any, activations: str) -> int:
@@ -137,7 +137,7 @@ class _Experts(NamedTuple):
     layers: int = 1
 
     def pack(self, model: Any, activations: str) -> int:
-        """As of `_Part`."""
+        """Put the packed experts in their place; the bytes of the new weights."""
         module = model.get_submodule(self.names[0])
         up, down = (self._projection(module, name, activations) for name in weights_of(module))
         packed = PackedExperts(without_weights(module), up, down, module.down_proj.dtype).train(module.training)
@@ -163,7 +163,7 @@ def _fill(matrix: Matrix, first: int, weight: Any) -> None:
 
 
 def _plan(model: Any, weights: str, skip: Collection[str]) -> list[_Part | _Experts]:
-    """What is to be packed, each weight once; it refers to no tensor, so that weights are freed one after another."""
+    """List the parts to pack, each weight once, without references to tensors: weights are freed one after another."""
     parts: dict[int, _Part] = {}
     experts: dict[int, _Experts] = {}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -189,7 +189,7 @@ def _plan(model: Any, weights: str, skip: Collection[str]) -> list[_Part | _Expe
 
 
 def _is_hooked(layer: Any) -> bool:
-    """Whether a call of the layer does more than its class says: a packed layer would not do it."""
+    """True if a call of the layer does more than its class says: a packed layer would not do it."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
@@ -223,7 +223,7 @@ def _joined(parts: list[_Part]) -> list[_Part]:
 
 
 def _fit(parts: list[_Part]) -> bool:
-    """Whether parts of one layer each can be one matrix, of which each has whole panels."""
+    """True if parts of one layer each can be one matrix, of which each has whole panels."""
     first = parts[0]
     return all(each.format == first.format and each.like == first.like for each in parts) and not any(
         each.sizes[0] % 16 for each in parts[:-1]
