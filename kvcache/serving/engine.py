@@ -29,7 +29,7 @@ from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
-from kvcache.prefix.sessions import PrefixCacheStats
+from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.serving.budget import TokenBudget
 from kvcache.serving.forward import Forward
 from kvcache.serving.guesses import Guesses

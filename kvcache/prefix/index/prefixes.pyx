@@ -27,7 +27,6 @@ from collections import namedtuple
 
 import numpy as np
 
-from kvcache.prefix.index.checking import check_index
 from kvcache.prefix.index.misses import REASONS
 
 __all__ = ["Match", "PrefixIndex", "Space", "load"]
@@ -370,6 +369,34 @@ cdef class PrefixIndex:
                 claim.data.n += self.trie.cut(at.node, claim.data.pages + claim.data.n)
         self.unname_claimed(claim)
 
+    # -- pages that wait for their content ------------------------------------------------------------------
+
+    def fetch_waiting(self, tokens, name=None, Py_ssize_t least=-1):
+        """Read the pages of a match of `tokens` that wait; forget damaged ones and all that continues them.
+
+        Args:
+            least: as in `forget`.
+        """
+        cdef Space space
+        while (space := self.space(name)) is not None and space.slots.num_waiting:
+            found, slots = self.find(tokens, name), space.slots
+            pages = found.pages if found.tail < 0 else np.append(found.pages, np.int32(found.tail))
+            waiting = pages[slots.records(pages)["waits"] != 0]
+            if len(waiting) == 0:
+                return
+            if slots.source is not None:
+                slots.arrived(slots.source.fetch(waiting))
+            damaged = waiting[slots.records(waiting)["waits"] != 0]
+            if len(damaged):
+                self.forget(tokens, name, damaged[0], least)
+
+    def fetch_all(self, Py_ssize_t least=-1):
+        """Read the content of every page that waits, and forget what is damaged; `least` as in `forget`."""
+        if any(slots.num_waiting for slots in self.kinds):
+            names = {space.root: space.name for space in self.spaces()}
+            for root, tokens, _ in [self.trie.path(leaf) for leaf in self.trie.leaf_ids()]:
+                self.fetch_waiting(tokens, names[root], least)
+
     # -- reports --------------------------------------------------------------------------------------------
 
     @property
@@ -386,7 +413,23 @@ cdef class PrefixIndex:
     def check(self):
         """Verify every invariant; AssertionError names the broken one."""
         self.clean_up()
-        check_index(self)
+        self.trie.check()
+        spaces = self.spaces()
+        assert self.by_root == {space.root: space for space in spaces}, "prefix index: a namespace without pages"
+        assert self.by_name == {space.name: space for space in spaces}, "prefix index: names differ"
+        assert self.trie.roots() == sorted(self.by_root), "prefix index: roots differ"
+        parked = 0
+        for slots in self.kinds:
+            slots.check()
+            records = slots.records()
+            named = [page for space in spaces if space.slots is slots for page in self.trie.all_values(space.root)]
+            assert sorted(named) == records["named"].nonzero()[0].tolist(), "prefix index: the trie names other pages"
+            leaves = records["parked"][records["parked"] >= 0].tolist()
+            pins = [self.trie.num_pins(node) for node in leaves]
+            assert pins == [1] * len(leaves), "prefix index: a parked leaf is not pinned"
+            parked += len(leaves)
+        assert parked == self.trie.total_pins, "prefix index: a parked leaf is in no page's record"
+        assert self.hit_tokens <= self.lookup_tokens, "prefix index: more tokens found than looked up"
         if self.miss_reasons is not None:
             self.miss_reasons.check(self.misses)
 

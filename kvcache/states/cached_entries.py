@@ -10,12 +10,11 @@ import numpy.typing as npt
 from kvcache.core.arguments import as_bytes
 from kvcache.core.locks import CallLock
 from kvcache.errors import OutOfMemoryError
-from kvcache.prefix.config import PrefixCacheConfig
 from kvcache.prefix.index.prefixes import PrefixIndex
 from kvcache.prefix.index.slots import Claim
-from kvcache.prefix.index.source import fetch_waiting
-from kvcache.prefix.row_slots import RowSlots
-from kvcache.prefix.rows import rows_of
+from kvcache.states.prefix_config import PrefixCacheConfig
+from kvcache.states.row_slots import RowSlots
+from kvcache.states.rows import rows_of
 from kvcache.trie.entries import EntryTrie
 
 __all__ = ["CachedEntries"]
@@ -40,7 +39,7 @@ class CachedEntries:
 
     def fetch(self, ids: Tokens, name: Hashable) -> None:
         """Load the rows of `ids` that a file has, if they are good."""
-        fetch_waiting(self.index, ids, name, self.least)
+        self.index.fetch_waiting(ids, name, self.least)
 
     def lease(self, ids: Tokens, name: Hashable) -> Claim | None:
         """`PrefixIndex.lease` by the settings, after `fetch`."""

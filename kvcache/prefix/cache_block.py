@@ -1,32 +1,91 @@
-"""Blocks of a `PrefixCache` as objects, found by a lookup or by id: its methods `lookup`, `release` and `get_block`.
+"""`CacheBlock`: one block of a `PrefixCache` as an object, and `FoundBlocks`, those that a lookup found.
 
-The object of a block that a lookup found is made when it is first asked for.
+The object of a block that a lookup found is made when it is first asked for; its K and V are read then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_integer
+from kvcache.core.arguments import as_count
 from kvcache.core.copying import refuse_copies
-from kvcache.core.tokens import as_tokens
-from kvcache.errors import BlockNotFoundError, InvalidOperationError
+from kvcache.errors import BlockNotFoundError
 from kvcache.prefix.block_rows import read_block
 from kvcache.prefix.cached_blocks import CachedBlocks
-from kvcache.prefix.files import fetch_all
 from kvcache.prefix.index.slots import Claim
-from kvcache.prefix.sessions import CacheBlock
 
-if TYPE_CHECKING:
-    from kvcache.prefix.blocks import PrefixCache
-
-__all__ = ["FoundBlocks", "Lookup", "get_block", "lookup", "release"]
+__all__ = ["CacheBlock", "FoundBlocks", "Lookup", "block_of"]
 
 Float32 = npt.NDArray[np.float32]
+# Reads K and V of one block: per layer float32 (num_kv_heads * block_size * head_dim,), each with its own head_dim.
+ReadBlock = Callable[[], tuple[list[Float32], list[Float32]]]
+
+
+class CacheBlock:
+    """K and V of one block of tokens, as it was when it was returned.
+
+    Args:
+        num_layers, num_kv_heads, head_dim, block_size: its dimensions; the tensors are zero.
+        value_head_dim: `head_dim` of V alone; None: that of K.
+
+    Attributes:
+        token_ids: the tokens that it covers, none in a new block.
+        last_used: the cache's recency counter when it was last used.
+        ref_count: the number of its holders.
+        index: its id in the cache, -1 outside.
+    """
+
+    def __init__(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, value_head_dim: int | None = None
+    ) -> None:
+        num_layers, num_kv_heads = as_count(num_layers, "num_layers"), as_count(num_kv_heads, "num_kv_heads")
+        head_dim, block_size = as_count(head_dim, "head_dim"), as_count(block_size, "block_size")
+        value_dim = head_dim if value_head_dim is None else as_count(value_head_dim, "value_head_dim")
+        self._floats = num_layers * num_kv_heads * (head_dim + value_dim) * block_size
+        self._rows: tuple[list[Float32], list[Float32]] | None = None
+        sizes = num_kv_heads * head_dim * block_size, num_kv_heads * value_dim * block_size
+        self._read: ReadBlock = lambda: (
+            [np.zeros(sizes[0], np.float32) for _ in range(num_layers)],
+            [np.zeros(sizes[1], np.float32) for _ in range(num_layers)],
+        )
+        self.token_ids: list[int] = []
+        self.last_used = 0
+        self.ref_count = 0
+        self.index = -1
+
+    def _content(self) -> tuple[list[Float32], list[Float32]]:
+        if self._rows is None:
+            self._rows = self._read()
+        return self._rows
+
+    @property
+    def keys(self) -> list[Float32]:
+        """K per layer, float32 `(num_kv_heads * block_size * head_dim,)`, laid out [head][position][dim].
+
+        Read on first access; BlockNotFoundError if the block was evicted before.
+        """
+        return self._content()[0]
+
+    @property
+    def values(self) -> list[Float32]:
+        """V per layer, as `keys`, with the `head_dim` of V."""
+        return self._content()[1]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of K and V of all layers as float32."""
+        return 4 * self._floats
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._content()  # a copy has K and V of its own; BlockNotFoundError as by `keys`
+        return {name: value for name, value in self.__dict__.items() if name != "_read"}
+
+    def __repr__(self) -> str:
+        return f"CacheBlock(index={self.index}, {len(self.token_ids)} tokens, {self.memory_bytes} bytes)"
 
 
 def block_of(cached: CachedBlocks, index: int, ref_count: int, clock: int, token_ids: list[int]) -> CacheBlock:
@@ -109,55 +168,3 @@ class Lookup(NamedTuple):
     def __exit__(self, *exception: object) -> None:
         if isinstance(self.blocks, FoundBlocks):
             self.blocks.release()
-
-
-def lookup(cache: PrefixCache, token_ids: Any, namespace: Hashable = None) -> Lookup:
-    """`(matched_len, blocks)`: the full blocks that begin the prompt, each held until `release(block.index)`.
-
-    Each block found counts a hit, a stop before the last full block a miss. `blocks` makes each when it is first
-    asked for. `with cache.lookup(tokens) as blocks:` releases them all at its end, and `release` none of them.
-    """
-    ids, cached = as_tokens(token_ids), cache._cached
-    with cached.lock:
-        cached.fetch(ids, namespace)
-        claim = cached.index.claim(ids, namespace, whole=True)
-        blocks = FoundBlocks(cached, ids, claim) if claim.num_held else []
-        claim.hold_each()
-        return Lookup(len(blocks) * cached.store.block_size, blocks)
-
-
-def release(cache: PrefixCache, index: int) -> None:
-    """Release a block that `lookup` returned; during another call of this thread, when that call ends.
-
-    Raises:
-        InvalidOperationError: no lookup holds it.
-    """
-    index, slots, lock = as_integer(index, "index"), cache._cached.slots, cache._cached.lock
-
-    def expect_held() -> None:
-        if not slots.is_looked_up(index):
-            raise InvalidOperationError(f"expected a block that a lookup holds, got {index}")
-
-    def end() -> None:
-        expect_held()
-        slots.release_each(np.array([index], np.int32))
-
-    if lock.inside:
-        expect_held()
-    lock.when_free(end)
-
-
-def get_block(cache: PrefixCache, index: int) -> CacheBlock | None:
-    """A cached block, or one that is held, by its index; None if there is none."""
-    index, cached, slots = as_integer(index, "index"), cache._cached, cache._cached.slots
-    if not 0 <= index < cached.pool.num_blocks:
-        return None
-    with cached.lock:
-        fetch_all(cached.index)
-        slots.release_dropped()
-        held, record = int(slots.counts()[index]), slots.records([index])[0]
-        if not held and not record["named"]:
-            return None
-        block = block_of(cached, index, held, cached.index.clock, slots.tokens_of(np.array([index]))[0].tolist())
-        block.last_used = int(record["used"])
-        return block
