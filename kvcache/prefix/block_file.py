@@ -14,7 +14,7 @@ from kvcache.core.locks import AllLocks
 from kvcache.core.store import BlockStore
 from kvcache.errors import InvalidOperationError, SnapshotError
 from kvcache.prefix.cached_blocks import CachedBlocks
-from kvcache.prefix.index.prefixes import load
+from kvcache.prefix.index.prefix_index import load
 from kvcache.prefix.index.slots import Claim
 from kvcache.prefix.index_file import Part, texts_of, write_indices
 from kvcache.prefix.saved_pages import SavedPages

@@ -18,7 +18,7 @@ from kvcache.prefix.block_rows import read_block
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.index.slots import Claim
 
-__all__ = ["CacheBlock", "FoundBlocks", "Lookup", "block_of"]
+__all__ = ["CacheBlock", "FoundBlocks", "FoundPrefix", "block_of"]
 
 Float32 = npt.NDArray[np.float32]
 # Reads K and V of one block: per layer float32 (num_kv_heads * block_size * head_dim,), each with its own head_dim.
@@ -151,7 +151,7 @@ class FoundBlocks(Sequence[CacheBlock]):
         return self._made[i]
 
 
-class Lookup(NamedTuple):
+class FoundPrefix(NamedTuple):
     """What a lookup found, and a context manager: `with` gives `blocks`, which it releases at its end.
 
     Attributes:

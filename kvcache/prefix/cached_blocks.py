@@ -15,7 +15,7 @@ from kvcache.paged.blocks import PagedBlocks
 from kvcache.prefix.block_rows import Dims, write_blocks
 from kvcache.prefix.cache_session import CacheSession
 from kvcache.prefix.index.page_reader import PageReader
-from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.index.slots import Claim, Slots
 from kvcache.trie.policy import Policy
 from kvcache.trie.trie import TokenTrie

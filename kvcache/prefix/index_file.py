@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.index.slots import Claim, Slots
 from kvcache.prefix.saved_pages import SavedPages
 from kvcache.saved.file_tables import Arena
@@ -24,7 +24,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
 Text = tuple[Hashable, UInt32, Slots, Int32, SavedPages]
-Part = tuple[PrefixIndex, Iterator[Text]]  # of what `kvcache.prefix.index.prefixes.load` reads
+Part = tuple[PrefixIndex, Iterator[Text]]  # of what `kvcache.prefix.index.prefix_index.load` reads
 
 
 def write_indices(
@@ -40,7 +40,7 @@ def write_indices(
     namespaces: list[tuple[int, Hashable]] = []
     segments, pages = Segments.none(), [np.empty(0, np.int32)]
     for index in indices:
-        spaces = index.spaces()
+        spaces = index.namespaces()
         tokens_of = index.kinds[0].tokens_of if index.trie.page_size > 1 else None
         added, named = segments_of(index.trie, [space.root for space in spaces], tokens_of)
         segments = segments.and_then(added, len(namespaces))

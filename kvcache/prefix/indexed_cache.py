@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TypeVar
 
-from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.prefix_index import PrefixIndex
 
 __all__ = ["IndexedCache"]
 

@@ -30,10 +30,10 @@ from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.block_file import load_blocks, save_blocks
 from kvcache.prefix.block_rows import checked_rows
-from kvcache.prefix.cache_block import CacheBlock, FoundBlocks, Lookup, block_of
+from kvcache.prefix.cache_block import CacheBlock, FoundBlocks, FoundPrefix, block_of
 from kvcache.prefix.cache_session import CacheSession
 from kvcache.prefix.cached_blocks import CachedBlocks, Evicted, Source
-from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.indexed_cache import IndexedCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.trie.policy import Policy
@@ -153,7 +153,7 @@ class PrefixCache(IndexedCache):
 
     # -- blocks as objects ----------------------------------------------------------------------------------
 
-    def lookup(self, token_ids: Any, namespace: Hashable = None) -> Lookup:
+    def lookup(self, token_ids: Any, namespace: Hashable = None) -> FoundPrefix:
         """`(matched_len, blocks)`: the full blocks that begin the prompt, each held until `release(block.index)`.
 
         Each block found counts a hit, a stop before the last full block a miss. `blocks` makes each when it is first
@@ -165,7 +165,7 @@ class PrefixCache(IndexedCache):
             claim = cached.index.claim(ids, namespace, whole=True)
             blocks = FoundBlocks(cached, ids, claim) if claim.num_held else []
             claim.hold_each()
-            return Lookup(len(blocks) * self.block_size, blocks)
+            return FoundPrefix(len(blocks) * self.block_size, blocks)
 
     def release(self, index: int) -> None:
         """Release a block that `lookup` returned; during another call of this thread, when that call ends.
@@ -362,7 +362,7 @@ class PrefixCache(IndexedCache):
         """How many tokens of each namespace are cached; takes time in proportion to their blocks."""
         with self._lock:
             index = self._index
-            held = [(space.name, len(index.trie.all_values(space.root))) for space in index.spaces()]
+            held = [(space.name, len(index.trie.all_values(space.root))) for space in index.namespaces()]
         return {name: count * self.block_size for name, count in held}
 
     def num_free_and_idle(self) -> tuple[int, int]:

@@ -10,11 +10,11 @@ import numpy.typing as npt
 from kvcache.core.arguments import as_bytes
 from kvcache.core.locks import CallLock
 from kvcache.errors import OutOfMemoryError
-from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.index.slots import Claim
 from kvcache.states.prefix_config import PrefixCacheConfig
 from kvcache.states.row_slots import RowSlots
-from kvcache.states.rows import rows_of
+from kvcache.states.token_rows import rows_of
 from kvcache.trie.entries import EntryTrie
 
 __all__ = ["CachedEntries"]
@@ -49,7 +49,7 @@ class CachedEntries:
     def store(self, ids: Tokens, keys: list[Float32], values: list[Float32], name: Hashable) -> None:
         """Cache an entry with rows `(len(ids), kv_dim)` of each layer; raises as `PrefixKvCache.store_snapshot`."""
         kind, index = self.kind(len(keys), keys[0].shape[1]), self.index
-        space = index.space(name)
+        space = index.namespace(name)
         if space is not None and space.slots is not kind:
             rows = space.slots.rows
             raise ValueError(

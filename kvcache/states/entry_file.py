@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import SnapshotError
-from kvcache.prefix.index.prefixes import load
+from kvcache.prefix.index.prefix_index import load
 from kvcache.prefix.index.slots import Claim
 from kvcache.prefix.index_file import Part, texts_of, write_indices
 from kvcache.prefix.saved_pages import SavedPages
@@ -19,7 +19,7 @@ from kvcache.saved.segments import newest_entries, ranges, well_formed
 from kvcache.saved.snapshot import Snapshot
 from kvcache.states.cached_entries import CachedEntries
 from kvcache.states.row_slots import RowSlots
-from kvcache.states.rows import BLOCK_SIZE, Rows
+from kvcache.states.token_rows import BLOCK_SIZE, Rows
 
 __all__ = ["load_entries", "save_entries"]
 
@@ -34,7 +34,7 @@ _ROWS_AT_ONCE = 4  # pages read in one call; more are not faster, since rows are
 def save_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries) -> None:
     """Write every entry; raises as `PrefixKvCache.save`. To be called with the cache's lock held."""
     cache.index.fetch_all(cache.least)
-    spaces = cache.index.spaces()
+    spaces = cache.index.namespaces()
     kinds = [kind for kind in cache.index.kinds if any(space.slots is kind for space in spaces)]
     arenas = [(kind, kind.rows.arena(), _row_pages(kind.rows)) for kind in kinds]
     write_indices(path, "entries", model, [cache.index], arenas)

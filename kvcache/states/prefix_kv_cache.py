@@ -20,7 +20,7 @@ from kvcache.core.locks import CallLock
 from kvcache.core.strip import bar
 from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError
-from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.indexed_cache import IndexedCache
 from kvcache.states.cached_entries import CachedEntries
 from kvcache.states.cached_state import CachedKvState, LeasedState

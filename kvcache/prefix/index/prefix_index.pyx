@@ -1,6 +1,6 @@
 """`PrefixIndex`: the cached pages of each text in each namespace, the claims on them, and the order of eviction.
 
-    name -> Space -> root of the trie -> pages -> slots of each group of layers       (slots.pxd draws the last two)
+    name -> Namespace -> root of the trie -> pages -> slots of each group of layers       (slots.pxd draws the last two)
 
 The index has integers only; the contents of slots belong to its owner. Each call checks and converts its arguments
 first, which may run the caller's code. It allocates next; then it changes everything in compiled code that cannot fail.
@@ -29,7 +29,7 @@ import numpy as np
 
 from kvcache.prefix.index.misses import REASONS
 
-__all__ = ["Match", "PrefixIndex", "Space", "load"]
+__all__ = ["Match", "Namespace", "PrefixIndex", "load"]
 
 cnp.import_array()
 
@@ -46,7 +46,7 @@ cdef struct match_t:
     int32_t tail          # a page that holds the tokens after all these; -1: none
 
 
-cdef class Space:
+cdef class Namespace:
     """A namespace: its name, its slots and its root in the trie."""
 
     cdef readonly object name
@@ -67,9 +67,9 @@ cdef class PrefixIndex:
     cdef readonly TokenTrie trie
     cdef readonly list kinds          # the `Slots` in use; with `slots`, that one
     cdef Slots slots                  # of all namespaces; None: they differ
-    cdef readonly dict by_name        # name -> Space
-    cdef readonly dict by_root        # root -> Space
-    cdef Space current                # the namespace of this call, or of the last one; None: there was none
+    cdef readonly dict by_name        # name -> Namespace
+    cdef readonly dict by_root        # root -> Namespace
+    cdef Namespace current            # the namespace of this call, or of the last one; None: there was none
     cdef bint entries                 # whether the trie marks whole keys
     cdef MissReasons miss_reasons     # why lookups missed; None: no reasons are counted
     cdef readonly int64_t clock       # counts uses
@@ -108,16 +108,16 @@ cdef class PrefixIndex:
         if self.slots is None and self.kinds:
             self.kinds = [slots for slots in self.kinds if slots.pool.num_used]
 
-    cdef bint is_vacant(self, Space space) noexcept:
+    cdef bint is_vacant(self, Namespace space) noexcept:
         return self.trie.table.nodes[space.root].child < 0
 
-    cpdef Space space(self, object name):
-        """A namespace that has something cached, a `Space`; None: there is none of this name."""
-        cdef Space space = self.by_name.get(name)
+    cpdef Namespace namespace(self, object name):
+        """The namespace of a name; None: nothing is cached in it."""
+        cdef Namespace space = self.by_name.get(name)
         return None if space is None or self.is_vacant(space) else space
 
-    def spaces(self):
-        """The `Space` of every namespace that has something cached."""
+    def namespaces(self):
+        """The namespaces that have something cached."""
         return [space for space in self.by_root.values() if not self.is_vacant(space)]
 
     # -- match ----------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ cdef class PrefixIndex:
     cdef Claim matched(self, cnp.ndarray ids, object name, match_t *found):
         """A claim that has the pages of the longest match, room for one more, and no references; None: no slots yet."""
         self.clean_up()
-        cdef Space space = self.space(name)
+        cdef Namespace space = self.namespace(name)
         cdef Slots slots = self.slots if space is None else space.slots
         self.current = space
         found.at = found.entry = walk_t(node=-1, length=0)
@@ -142,7 +142,7 @@ cdef class PrefixIndex:
         return claim
 
     def find(self, tokens, name=None):
-        """What is cached of `tokens`, a `Match`; counts as no use."""
+        """The cached part of `tokens`, a `Match`; counts as no use."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef match_t found
         cdef Claim claim = self.matched(ids, name, &found)
@@ -243,9 +243,9 @@ cdef class PrefixIndex:
         if ids.shape[0] != n * size or n == 0:
             raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
         self.clean_up()
-        cdef Space space = self.space(name)
+        cdef Namespace space = self.namespace(name)
         if space is None:
-            space = Space.__new__(Space)
+            space = Namespace.__new__(Namespace)
             space.name, space.slots, space.key, space.root = name, slots, key, self.trie.table.new_root()
             self.current = space    # if this call fails, the next one forgets it
             self.by_root[space.root] = self.by_name[name] = space
@@ -377,8 +377,8 @@ cdef class PrefixIndex:
         Args:
             least: as in `forget`.
         """
-        cdef Space space
-        while (space := self.space(name)) is not None and space.slots.num_waiting:
+        cdef Namespace space
+        while (space := self.namespace(name)) is not None and space.slots.num_waiting:
             found, slots = self.find(tokens, name), space.slots
             pages = found.pages if found.tail < 0 else np.append(found.pages, np.int32(found.tail))
             waiting = pages[slots.records(pages)["waits"] != 0]
@@ -393,7 +393,7 @@ cdef class PrefixIndex:
     def fetch_all(self, Py_ssize_t least=-1):
         """Read the content of every page that waits, and forget what is damaged; `least` as in `forget`."""
         if any(slots.num_waiting for slots in self.kinds):
-            names = {space.root: space.name for space in self.spaces()}
+            names = {space.root: space.name for space in self.namespaces()}
             for root, tokens, _ in [self.trie.path(leaf) for leaf in self.trie.leaf_ids()]:
                 self.fetch_waiting(tokens, names[root], least)
 
@@ -414,7 +414,7 @@ cdef class PrefixIndex:
         """Verify every invariant; AssertionError names the broken one."""
         self.clean_up()
         self.trie.check()
-        spaces = self.spaces()
+        spaces = self.namespaces()
         assert self.by_root == {space.root: space for space in spaces}, "prefix index: a namespace without pages"
         assert self.by_name == {space.name: space for space in spaces}, "prefix index: names differ"
         assert self.trie.roots() == sorted(self.by_root), "prefix index: roots differ"
