@@ -45,9 +45,10 @@ def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
 
 
 def _meaning(caches: Sequence[CachedBlocks]) -> str:
-    """What the model's name in a file has more: keys that another calibration centred mean something else.
+    """Everything beside the model that the meaning of stored rows depends on: a suffix of its name in the file.
 
-    So do rows of another format that is written in Python, since all of them are stored in f32.
+    Keys centred by another calibration mean something else. So do rows of another format that is written in Python,
+    since all of those are stored in f32.
     """
     known = [cache.store.calibration for cache in caches if cache.store.calibration is not None]
     calibrated, own = f" calibrated {known[0].fingerprint}" if known else "", caches[0].formats.fingerprint
@@ -103,7 +104,7 @@ def _takers(snapshot: Snapshot, caches: Sequence[CachedBlocks]) -> dict[int, Cac
 
 
 def arena_of_blocks(cache: CachedBlocks) -> Arena:
-    """How files and tiers store the blocks of a cache."""
+    """The layout in which files and tiers store the blocks of a cache."""
     store = cache.store
     key, value = (dtype if isinstance(dtype, str) else MIXED for dtype in (store.key_dtype, store.value_dtype))
     return Arena(
@@ -113,7 +114,7 @@ def arena_of_blocks(cache: CachedBlocks) -> Arena:
 
 
 def _blocks_of(snapshot: Snapshot, arena: int, cache: CachedBlocks) -> Part:
-    """What a cache takes of its arena: the blocks used last first, as many as there is room for."""
+    """The blocks that a cache takes of its arena: those used last, as many as there is room for."""
     segments, size, slots = snapshot.segments, cache.store.block_size, cache.slots
     slots.release_dropped()
     mine = np.flatnonzero(snapshot.arena_of[segments.namespaces] == arena)

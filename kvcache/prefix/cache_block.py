@@ -89,7 +89,7 @@ class CacheBlock:
 
 
 def block_of(cached: CachedBlocks, index: int, ref_count: int, clock: int, token_ids: list[int]) -> CacheBlock:
-    """A block as it was when the index's clock said `clock`; its K and V are read when first asked for."""
+    """A block as it is at the index's time `clock`; its K and V are read when first asked for."""
     store, dims, slots = cached.store, cached.dims, cached.slots
     block = CacheBlock(store.num_layers, store.num_heads, dims[0], store.block_size, dims[1])
     block.index, block.token_ids, block.ref_count, block.last_used = index, token_ids, ref_count, clock
@@ -109,8 +109,8 @@ class FoundBlocks(Sequence[CacheBlock]):
     """The blocks of a prompt, in its order.
 
     Args:
-        tokens: of the prompt.
-        claim: of the match.
+        tokens: the tokens of the prompt.
+        claim: the claim on the match.
     """
 
     def __init__(self, cached: CachedBlocks, tokens: npt.NDArray[np.uint32], claim: Claim) -> None:
@@ -152,7 +152,7 @@ class FoundBlocks(Sequence[CacheBlock]):
 
 
 class FoundPrefix(NamedTuple):
-    """What a lookup found, and a context manager: `with` gives `blocks`, which it releases at its end.
+    """The result of a lookup, and a context manager: `with` gives `blocks`, which it releases at its end.
 
     Attributes:
         matched_len: tokens of the blocks.

@@ -86,7 +86,7 @@ def _kinds_for(snapshot: Snapshot, cache: CachedEntries) -> list[RowSlots]:
 
 
 def _entries_of(snapshot: Snapshot, kinds: list[RowSlots], cache: CachedEntries) -> Part:
-    """What a cache takes of a file: the entries used last first, as many as the limits allow."""
+    """The entries that a cache takes of a file: those used last, as many as the limits allow."""
     segments, config = snapshot.segments, cache.config
     costs = [kinds[i].rows.slot_bytes for i in snapshot.arena_of.tolist()]
     budget = cache.max_bytes - cache.used_bytes()

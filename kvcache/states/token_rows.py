@@ -72,7 +72,7 @@ class PlainRows:
                 rows[layer, slots] = new
 
     def arena(self) -> Arena:
-        """What a page of rows is in a saved cache."""
+        """The layout of a page of rows in a saved cache."""
         return Arena(
             self.num_layers, 1, self.kv_dim, self.kv_dim, *self._names, False, False, "rows", BLOCK_SIZE,
             self.slot_bytes * BLOCK_SIZE,
@@ -125,12 +125,12 @@ class PackedRows:
     Since sizes double, there are few stores.
 
     Args:
-        num_heads, head_dim, rotate: as of `BlockStore`.
+        num_heads, head_dim, rotate: see `BlockStore`.
 
     Raises:
         ValueError: a setting that `BlockStore` does not support.
 
-    Attributes: as of `PlainRows`.
+    Attributes: those of `PlainRows`.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class PackedRows:
                     store.write(layer, runs, k[where].reshape(self._shape), v[where].reshape(self._shape))
 
     def arena(self) -> Arena:
-        """What a page of rows is in a saved cache: a block."""
+        """The layout of a page of rows in a saved cache: a block."""
         store, (_, _, _, key_dtype, value_dtype, _) = self._empty, self._settings
         return Arena(
             self.num_layers, store.num_heads, store.head_dim, store.value_head_dim, key_dtype, value_dtype,

@@ -50,7 +50,8 @@ def assigned_methods():
         tree = ast.parse(text)
         nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
         foreign = {alias.asname or alias.name.split(".")[0] for node in nodes for alias in node.names}
-        for owner, line in class_bodies(tree):
+        plain = ((owner, line) for owner, line in class_bodies(tree) if isinstance(line, ast.Assign))
+        for owner, line in plain:  # an annotated one has a type: a field of a dataclass
             for value in line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]:
                 root = value
                 while isinstance(root, ast.Attribute):

@@ -1,4 +1,4 @@
-"""`PageReader`: what delivers the content of pages that the index names already: a saved file, a source."""
+"""`PageReader`: it delivers the content of pages that the index names already, from a file or a tier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class PageReader(Protocol):
-    """What fills the slots of pages. Called with the cache's lock held; a failure to deliver is no exception.
+    """Fills the slots of pages. Called with the cache's lock held; a failure to deliver is no exception.
 
     A page is known by its id; `Slots.of` says where its slots are, for each group of layers.
     """
