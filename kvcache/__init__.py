@@ -21,19 +21,23 @@ from kvcache.errors import (
 )
 from kvcache.eviction import EvictionPolicy, EvictionStrategy
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle
-from kvcache.lists.config import KVCacheConfig
 from kvcache.lists.manager import CacheManager
+from kvcache.lists.manager_config import KVCacheConfig
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.handle import PagedKvCacheHandle
 from kvcache.paged.merging import merge_attention
 from kvcache.paged.reports import BlockId, CacheStats, CsrBlockTable, SeqId, SequenceInfo
-from kvcache.prefix.blocks import PrefixCache
-from kvcache.prefix.config import PrefixCacheConfig, PrefixKvStats
-from kvcache.prefix.live import CachedKvState, KvCache, KvCacheAccess
+from kvcache.prefix.cache_block import CacheBlock
+from kvcache.prefix.cache_session import CacheSession
 from kvcache.prefix.prefill import PrefixAwarePrefill
-from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
-from kvcache.prefix.states import PrefixKvCache
+from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.serving import BatchEngine, BatchStats, Request, RequestMetrics
+from kvcache.states.cached_state import CachedKvState
+from kvcache.states.kv_cache import KvCache
+from kvcache.states.kv_cache_access import KvCacheAccess
+from kvcache.states.prefix_config import PrefixCacheConfig, PrefixKvStats
+from kvcache.states.prefix_kv_cache import PrefixKvCache
 from kvcache.trie.policy import LFU, LRU
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""What is evicted first: strategies for the sequences of a paged cache, policies for the tokens of a list."""
+"""The order of eviction: strategies for the sequences of a paged cache, policies for the tokens of a list."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every room uses: kernels, the bytes of blocks, pool, heap, locks, arguments."""
+"""The ground of every room: kernels, the bytes of blocks, pool, heap, locks, arguments."""

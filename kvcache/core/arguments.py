@@ -50,7 +50,7 @@ def short(value: Any) -> str:
 
 
 def described(value: Any) -> str:
-    """What an argument is, for a message: dtype and shape of an array, else its type."""
+    """An argument in a message: dtype and shape of an array, else its type."""
     return f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
@@ -77,7 +77,7 @@ def as_array(x: Any, name: str) -> npt.NDArray[Any]:
 
 
 def _as_it_is(x: Any, name: str) -> npt.NDArray[Any]:
-    """As `as_array`, but bfloat16 tensors of DLPack are arrays of `BFLOAT16` over their memory."""
+    """Convert as `as_array` does, but bfloat16 tensors of DLPack are arrays of `BFLOAT16` over their memory."""
     if type(x) is np.ndarray and (x.dtype is BFLOAT16 or x.dtype.isnative):
         return x
     if hasattr(x, "__dlpack__") and not hasattr(x, "__array__"):

@@ -22,7 +22,7 @@ __all__ = ["File", "Replacement", "kind_of"]
 
 
 def kind_of(int mode):
-    """What kind of file `st_mode` names, for messages."""
+    """The kind of file that `st_mode` names, for messages."""
     for name, of_kind in (("a regular file", stat.S_ISREG), ("a directory", stat.S_ISDIR), ("a FIFO", stat.S_ISFIFO),
                           ("a socket", stat.S_ISSOCK), ("a symbolic link", stat.S_ISLNK),
                           ("a device", stat.S_ISCHR), ("a device", stat.S_ISBLK)):

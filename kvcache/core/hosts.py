@@ -1,4 +1,4 @@
-"""Which hosts are this machine."""
+"""Names and addresses of this machine."""
 
 from __future__ import annotations
 

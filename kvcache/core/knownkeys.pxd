@@ -1,4 +1,4 @@
-"""What a calibration knows of the keys of each layer and head, as the kernels take it."""
+"""The calibration of the keys of each layer and head, as the kernels take it."""
 
 from libc.stdint cimport int32_t
 

@@ -1,4 +1,4 @@
-"""What a calibration knows of keys, as the kernels take it; see core/knownkeys.pxd."""
+"""The calibration of keys, as the kernels take it; see core/knownkeys.pxd."""
 
 from libc.stdint cimport int32_t
 from libc.stdlib cimport calloc, free

@@ -24,7 +24,7 @@ def names_of(dtype: Formats) -> list[str]:
 
 
 def formats_of_layers(dtype: Any, layers: Sequence[int]) -> Any:
-    """Those of some layers, in their order; a single format of any kind as it is."""
+    """The formats of some layers, in their order; a single format of any kind as it is."""
     return [dtype[layer] for layer in layers] if isinstance(dtype, (list, tuple)) else dtype
 
 

@@ -1,4 +1,4 @@
-"""What a network computes between two products: norms, rotary embeddings, gates, the choice of experts, row by row.
+"""The steps of a network between two products: norms, rotary embeddings, gates, the choice of experts, row by row.
 
 The bits of a row depend on that row alone (ckernels/kvc_network.c), as those of `Matrix.multiply` do.
 An array of another dtype or shape raises ValueError.
@@ -92,7 +92,7 @@ def swiglu(x):
 
 
 def geglu(x):
-    """As `swiglu`, with GELU (Hendrycks and Gimpel, arXiv 1606.08415) in its approximation with tanh."""
+    """Gate as `swiglu` does, with GELU (Hendrycks and Gimpel, arXiv 1606.08415) in its approximation with tanh."""
     cdef cnp.ndarray both = _plain(x, "x"), out = _halves(both)
     if cnp.PyArray_SIZE(out):
         with nogil:

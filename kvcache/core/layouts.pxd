@@ -1,4 +1,4 @@
-"""How the bytes of one block lie in each layer: layers have the same sizes, and formats of their own."""
+"""The layout of one block in each layer: layers have the same sizes, and formats of their own."""
 
 from libc.stdint cimport int32_t, int64_t
 

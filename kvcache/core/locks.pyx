@@ -265,11 +265,11 @@ cdef class MendingLock:
             self.core.leave()
 
     def when_free(self, release):
-        """As of `CallLock`; `mend()` runs after an exception here, too."""
+        """See `CallLock`; `mend()` runs after an exception here, too."""
         self.core.run_to_release(_Mended(self, release), True)
 
     def hand_over(self, release):
-        """As of `CallLock`; `mend()` runs after an exception here, too."""
+        """See `CallLock`; `mend()` runs after an exception here, too."""
         self.core.run_to_release(_Mended(self, release), False)
 
 

@@ -20,7 +20,7 @@ Float32 = npt.NDArray[np.float32]
 
 
 class Format(Protocol):
-    """How rows of K or V are stored: `dtype`, `key_dtype` and `value_dtype` of a `PagedKvCache` or an engine take one.
+    """A storage format of rows: `dtype`, `key_dtype` and `value_dtype` of a `PagedKvCache` or an engine take one.
 
     A row that is encoded by itself has the same values whatever is written with it. A format whose rows depend on each
     other gives other results where a text runs in other pieces.

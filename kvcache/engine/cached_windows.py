@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from kvcache.core.memory import total
 from kvcache.engine.windows import Pages, Place, WindowLayers, num_pages
-from kvcache.prefix.blocks import PrefixCache
-from kvcache.prefix.sessions import PrefixCacheStats
+from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.tiers.windows import WindowSource
 
 __all__ = ["CachedWindows"]

@@ -19,7 +19,7 @@ from kvcache.core.memory import total
 from kvcache.errors import SequenceNotFoundError
 from kvcache.networks.protocols import Float32
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.blocks import PrefixCache
+from kvcache.prefix.prefix_cache import PrefixCache
 
 __all__ = ["NewestGroups"]
 

@@ -28,9 +28,10 @@ from kvcache.errors import InvalidOperationError
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.blocks import PrefixCache
+from kvcache.prefix.cache_session import CacheSession
 from kvcache.prefix.prefill import PrefixAwarePrefill
-from kvcache.prefix.sessions import CacheSession, PrefixCacheStats
+from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers

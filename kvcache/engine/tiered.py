@@ -24,7 +24,7 @@ from kvcache.engine.sequence import LiveSequence
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Model
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.blocks import PrefixCache
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.lookups import Lookup
 from kvcache.tiers.source import GROUP_TOKENS, TierSource

@@ -1,4 +1,4 @@
-"""Which tokens of one list are kept, in which slots, and the order in which they are evicted.
+"""The tokens that a list keeps, their slots, and the order in which they are evicted.
 
     text      0  1 | 4  7  9 12 | 13 14 15          positions of the entries, linked both ways
               front    middle     back

@@ -30,8 +30,8 @@ from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.core.strip import bar
 from kvcache.eviction import MAX_LAYERS, pyramid_budgets
-from kvcache.lists.config import KVCacheConfig
 from kvcache.lists.kept_tokens import add_to_all, evict_from_all
+from kvcache.lists.manager_config import KVCacheConfig
 from kvcache.lists.token_list import BLOCK_SIZE, TokenList
 
 __all__ = ["CacheManager"]

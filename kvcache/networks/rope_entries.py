@@ -48,7 +48,7 @@ def ropes_of(config: Mapping[str, Any], family: Family, positions: int, head_dim
 
 
 def _ropes_in(name: str, config: Mapping[str, Any], family: Family, positions: int, head_dim: int) -> Ropes:
-    """Those of the entry `name`; of the family's default if it is absent or null."""
+    """The ropes of the entry `name`; those of the family's default if it is absent or null."""
     read = Entries(config, defaults=family.defaults)
     values = config.get(name)
     values = family.defaults.get(name, {}) if values is None else values

@@ -171,6 +171,11 @@ class PagedKvCache:
         lambda self: self._pool.num_used / max(self._pool.num_blocks, 1), "Used blocks over all; 0.0 without blocks."
     )
 
+    @property
+    def blocks(self) -> PagedBlocks:
+        """The blocks, the references on them and their lock, for caches that share them."""
+        return self._blocks
+
     # -- sequences start and end ----------------------------------------------------------------------------
 
     def allocate(self, seq_id: int, num_tokens: int) -> None:

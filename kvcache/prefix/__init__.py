@@ -1,1 +1,1 @@
-"""`PrefixCache`, `PrefixKvCache` and `KvCache`: what is cached of a prompt."""
+"""`PrefixCache`: full blocks of prompts, shared by the exact tokens that lead to them."""

@@ -1,11 +1,11 @@
-"""`CachedBlocks`: which blocks a `PrefixCache` names, how many it may name, and the store outside of it."""
+"""`CachedBlocks`: which blocks a `PrefixCache` names, how many it may name, and the `Source` outside of it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +13,14 @@ import numpy.typing as npt
 from kvcache.errors import InvalidOperationError
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.prefix.block_rows import Dims, write_blocks
-from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.cache_session import CacheSession
+from kvcache.prefix.index.page_reader import PageReader
+from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.index.slots import Claim, Slots
-from kvcache.prefix.index.source import Source, fetch_offered, fetch_waiting
-from kvcache.prefix.sessions import CacheSession
 from kvcache.trie.policy import Policy
 from kvcache.trie.trie import TokenTrie
 
-__all__ = ["CachedBlocks", "Evicted"]
+__all__ = ["CachedBlocks", "Evicted", "Source", "fetch_offered"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -33,6 +33,42 @@ class Evicted(NamedTuple):
     namespace: Hashable
     tokens: Tokens  # of the text, up to the end of the last block
     num_tokens: int  # that left, the last ones
+
+
+class Source(PageReader, Protocol):
+    """A store outside of the cache: it is asked for the pages that the cache lacks, and receives those evicted."""
+
+    def attach(self, cached: CachedBlocks) -> None:
+        """The cache whose source it is from now on; the other calls follow, with the lock of the cache held."""
+
+    def offers(self, name: Hashable, tokens: Tokens, start: int) -> int:
+        """How many pages of `tokens` it has, from page `start` on, for every group that needs them."""
+
+    def expect(self, name: Hashable, tokens: Tokens, start: int, pages: Int32) -> None:
+        """Note that `pages` are for what was offered of `tokens`, from page `start` on; `fetch` of them follows."""
+
+    def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
+        """`tokens` end with `pages`, whose slots are free after this call."""
+
+
+def fetch_offered(
+    index: PrefixIndex, source: Source, slots: Slots, tokens: Tokens, name: Hashable, make_room: Callable[[int], int]
+) -> None:
+    """Fetch the pages of `tokens` that `source` has and the index lacks, and name them.
+
+    Args:
+        make_room: `make_room(count)` evicts until up to `count` more pages fit, and returns how many do.
+    """
+    size, head = slots.page_size, index.head(tokens, name)
+    start = 0 if head is None else len(head)
+    wanted = len(tokens) // size - start
+    if wanted > 0 and (count := make_room(min(wanted, source.offers(name, tokens, start)))) > 0:
+        claim = slots.take(count)
+        source.expect(name, tokens, start, claim.pages)
+        good = np.isin(claim.pages, source.fetch(claim.pages))
+        claim.cut(count if good.all() else int(good.argmin()))
+        if len(claim):
+            index.insert(tokens[: (start + len(claim)) * size], claim, name, head)
 
 
 class CachedBlocks:
@@ -76,7 +112,7 @@ class CachedBlocks:
 
     def fetch(self, ids: Tokens, name: Hashable) -> None:
         """Load the blocks of `ids` that a file or the source has, if they are good and there is room."""
-        fetch_waiting(self.index, ids, name)
+        self.index.fetch_waiting(ids, name)
         if self.source is not None:
             fetch_offered(self.index, self.source, self.slots, ids, name, partial(self.make_room, new=True))
 
@@ -103,8 +139,8 @@ class CachedBlocks:
 
     def close_session(self, session: CacheSession) -> None:
         """See `PrefixCache.close_session`; called without the lock."""
-        if session._claim is not None and session._claim.slots is self.slots:
-            self.lock.hand_over(session._claim.release)
+        if session.claim is not None and session.claim.slots is self.slots:
+            self.lock.hand_over(session.claim.release)
 
     # -- insert ---------------------------------------------------------------------------------------------
 

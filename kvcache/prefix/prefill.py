@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from kvcache.prefix.blocks import PrefixCache
-from kvcache.prefix.sessions import CacheSession, PrefixCacheStats
+from kvcache.prefix.cache_session import CacheSession
+from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.prefix.prefix_stats import PrefixCacheStats
 
 __all__ = ["PrefixAwarePrefill"]
 

@@ -22,8 +22,8 @@ from kvcache.engine.newest import NewestGroups
 from kvcache.errors import OutOfMemoryError
 from kvcache.networks.protocols import Float32
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.blocks import PrefixCache
-from kvcache.prefix.sessions import CacheSession
+from kvcache.prefix.cache_session import CacheSession
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.serving.guesses import MOST as MOST_GUESSES
 from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.windows import WindowPools, has_room

@@ -27,7 +27,7 @@ from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
-from kvcache.prefix.sessions import PrefixCacheStats
+from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.text import TextStream
 from kvcache.serving.budget import TokenBudget

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
-from kvcache.prefix.blocks import PrefixCache
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.serving.request import Pending
 from kvcache.serving.stats import Eviction, Histogram, NamespaceStats
 from kvcache.serving.work import Work

@@ -7,7 +7,7 @@ from collections.abc import Container
 from kvcache.engine.tiered import make_sources, take_windows, write_ends
 from kvcache.networks.protocols import Model
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.blocks import PrefixCache
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.serving.windows import WindowPools
 from kvcache.serving.work import Work
 from kvcache.tiers.lookups import Lookup

@@ -26,7 +26,7 @@ from kvcache.engine.cached_windows import CachedWindows
 from kvcache.engine.windows import LayerGroups, Pages, Place, WindowLayers
 from kvcache.networks.protocols import Float32, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.blocks import PrefixCache
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.serving.budget import MOST
 from kvcache.serving.work import Work
 

@@ -11,7 +11,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Tier(Protocol):
-    """What a store has to do. Every method may raise any exception: `Tiers` counts it, and the values are misses.
+    """A store of values by key. Every method may raise any exception: `Tiers` counts it, and the values are misses.
 
     Each is called on one of the threads of `Tiers`, never on the thread of a request; several threads may call at once.
     A store may forget any value at any time. It may return any bytes: `Tiers` checks them. A key has 20 bytes.

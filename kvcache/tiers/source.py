@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.kernels import simd_level
-from kvcache.prefix.files import arena_of_blocks, formats_of
+from kvcache.prefix.block_file import arena_of_blocks, formats_of
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers.bodies import copy_in, copy_out
 from kvcache.tiers.keys import KeyChain
@@ -47,7 +47,7 @@ Tokens = npt.NDArray[np.uint32]
 
 @dataclass(slots=True)
 class _Group:
-    """What is known of a group of tokens: how many requests had it, and which tiers have or get it, a bit each."""
+    """A group of tokens as far as it is known: how many requests had it, and which tiers have or get it, a bit each."""
 
     uses: int = 0
     sent: int = 0
@@ -55,7 +55,7 @@ class _Group:
 
 
 class TierSource:
-    """What a cache asks tiers for, and offers them. No call raises an exception of a tier.
+    """The tiers as the source of one cache. No call raises an exception of a tier.
 
     Args:
         links, writers, reader: of the `Tiers`, the `owner`.
@@ -175,7 +175,7 @@ class TierSource:
         return self._keys(name, tokens), self._wrappings(name)
 
     def _wrappings(self, name: Hashable) -> list[Wrapping]:
-        """Of the values of a namespace, for each tier."""
+        """The wrappings of the values of a namespace, for each tier."""
         encoded = encode_namespace(name)
         if (found := self._wrapped.get(encoded)) is None:
             found = [wrapping(link.secret, link.encrypt, encoded) for link in self._links]

@@ -67,10 +67,10 @@ class ValueFormat:
 
 
 class Wrapping(Protocol):
-    """How values of one tier and one namespace prove what they are."""
+    """Seals and opens the values of one tier and one namespace, which prove what they are."""
 
     def body(self, form: ValueFormat, value: memoryview) -> memoryview:
-        """Where the body belongs in the bytes of a value that is to be sealed."""
+        """The place of the body in the bytes of a value that is to be sealed."""
 
     def seal(self, form: ValueFormat, key: bytes, tokens: Tokens, value: memoryview) -> None:
         """Complete the value of a group: its body stands in its place."""
@@ -156,7 +156,7 @@ class Encrypted:
 
 
 def wrapping(secret: bytes, encrypt: bool, namespace: bytes) -> Wrapping:
-    """How a tier wraps the values of a namespace."""
+    """The wrapping of the values of a namespace in a tier."""
     return Encrypted(secret, namespace) if encrypt else Signed(secret)
 
 

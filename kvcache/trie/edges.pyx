@@ -36,7 +36,7 @@ def edges_of(TokenTrie trie not None, roots):
     cdef cnp.uint8_t[::1] mark_of = marked.view(np.uint8)
     cdef uint32_t *text = uint32s(tokens)
     cdef int32_t *pages = int32s(values)
-    cdef list tops = [trie._root(root) for root in roots]
+    cdef list tops = [trie.as_root(root) for root in roots]
     for number in range(len(tops)):
         top = tops[number]
         place_of[top] = -1

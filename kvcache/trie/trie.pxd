@@ -10,7 +10,7 @@ cdef class TokenTrie:
     cdef readonly NodeTable table     # the nodes
 
     # Ids and depths from callers, checked
-    cdef int32_t _root(self, object root) except -1
+    cdef int32_t as_root(self, object root) except -1
     cdef int32_t _node(self, object node) except -1
     cdef Py_ssize_t _depth(self, int32_t id, object length) except -1
 

@@ -42,7 +42,7 @@ cdef class TokenTrie:
             raise ValueError(f"node: expected the id of a node in the trie, got {node}")
         return <int32_t>id
 
-    cdef int32_t _root(self, object root) except -1:
+    cdef int32_t as_root(self, object root) except -1:
         cdef Py_ssize_t id = root
         if not self.table.is_root(id):
             raise ValueError(f"root: expected the id of a root, got {root}")
@@ -84,7 +84,7 @@ cdef class TokenTrie:
     def match(self, root, tokens):
         """`(node, length)`: the longest cached prefix of `tokens`, to the token, and the node it ends in."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef walk_t at = self.walk(self._root(root), uint32s(ids), ids.shape[0])
+        cdef walk_t at = self.walk(self.as_root(root), uint32s(ids), ids.shape[0])
         return at.node, at.length
 
     def lookup(self, root, tokens):
@@ -94,7 +94,7 @@ cdef class TokenTrie:
         page, `partial` is the value of one page that begins with these tokens, else -1.
         """
         cdef cnp.ndarray ids = uint32_tokens(tokens)
-        cdef walk_t at = self.walk(self._root(root), uint32s(ids), ids.shape[0])
+        cdef walk_t at = self.walk(self.as_root(root), uint32s(ids), ids.shape[0])
         cdef cnp.ndarray values = new_values(at.length // self.table.page_size)
         self.gather(at, int32s(values))
         return at.node, at.length, values, self.partial(at)
@@ -105,7 +105,7 @@ cdef class TokenTrie:
         Pages that are cached already keep their value: the first `num_existing_pages` of `values` are not used.
         `node` ends exactly after the tokens. Counts as a use of the whole path. ValueError if the lengths do not fit.
         """
-        cdef int32_t top = self._root(root), id
+        cdef int32_t top = self.as_root(root), id
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef cnp.ndarray pages = int32_values(values)
         cdef Py_ssize_t n = ids.shape[0], size = self.table.page_size, existing = 0
@@ -162,7 +162,7 @@ cdef class TokenTrie:
 
         Only a sequence that ends here is forgotten: a mark at the last token, or a leaf.
         """
-        cdef int32_t top = self._root(root)
+        cdef int32_t top = self.as_root(root)
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef walk_t at = self.walk(top, uint32s(ids), ids.shape[0])
         if at.length < ids.shape[0] or at.length < self.table.nodes[at.node].end or at.node == top:
@@ -181,7 +181,7 @@ cdef class TokenTrie:
         The values of the last page of `tokens` and of all that follows it, int32; none if they are not cached.
         The pages before stay. Ignores pins and marks.
         """
-        cdef int32_t top = self._root(root)
+        cdef int32_t top = self.as_root(root)
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef Py_ssize_t n = ids.shape[0]
         if n == 0 or n % self.table.page_size:
@@ -217,7 +217,7 @@ cdef class TokenTrie:
 
     def all_values(self, root):
         """All values below `root`, int32, in no particular order."""
-        cdef int32_t id = self._root(root)
+        cdef int32_t id = self.as_root(root)
         cdef cnp.ndarray values = new_values(self.table.num_pages)
         return values[: paths.collect(self.table, id, int32s(values))].copy()
 

@@ -10,7 +10,7 @@ import kvcache
 from kvcache.core import kernels
 from kvcache.core.kernels import FORMATS
 from kvcache.core.store import BlockStore
-from kvcache.lists.config import FORMAT_OF_BITS, KVCacheConfig
+from kvcache.lists.manager_config import FORMAT_OF_BITS, KVCacheConfig
 
 NAMES = list(FORMATS)
 SOURCES = [

@@ -5,7 +5,7 @@ import pytest
 from managers import BITS, PyramidKV, compare, fill, manager
 from oracle import attention
 
-from kvcache.lists.config import FORMAT_OF_BITS
+from kvcache.lists.manager_config import FORMAT_OF_BITS
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcache.core.pool import BlockPool
-from kvcache.prefix.index.prefixes import PrefixIndex, load
+from kvcache.prefix.index.prefix_index import PrefixIndex, load
 from kvcache.prefix.index.slots import Slots
 from kvcache.trie.policy import LFU
 from kvcache.trie.trie import TokenTrie

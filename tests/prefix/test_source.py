@@ -8,9 +8,9 @@ from pace import examples
 
 from kvcache import PrefixCache
 from kvcache.core.pool import BlockPool
-from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.cached_blocks import fetch_offered
+from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.index.slots import Slots
-from kvcache.prefix.index.source import fetch_offered
 from kvcache.trie.trie import TokenTrie
 
 SIZE, WINDOW = 4, 2

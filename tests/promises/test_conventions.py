@@ -8,8 +8,10 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import house_rules
 import numpy as np
 import pytest
+from house_rules import RULES, counted, exceptions
 
 import kvcache
 from kvcache import (
@@ -301,7 +303,7 @@ def test_every_format_on_either_side(key: str, value: str) -> None:
 def test_no_module_uses_the_clock_or_random_numbers() -> None:
     """Recency is a counter; only sampling and seeds draw numbers. A chat template may ask for the date."""
     house = Path(kvcache.__file__).parent
-    drawing, dated = house / "engine" / "sampling.py", house / "engine" / "chat.py"
+    drawing, dated = house / "sampling" / "sampling.py", house / "engine" / "chat.py"
     shown = {house / "demo" / "run.py", house / "commands" / "chat.py"}
     shown.add(house / "serving" / "engine.py")  # the clock that metrics and deadlines read
     shown.add(house / "server" / "bodies.py")  # when an answer was made
@@ -313,3 +315,33 @@ def test_no_module_uses_the_clock_or_random_numbers() -> None:
             for alias in node.names
         }
         assert not names & {"time", "random", "datetime"}, path.name
+
+
+@pytest.mark.one_build
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_house_rules(rule: Any) -> None:
+    """No file breaks a rule but for what is on its list, and nothing is on a list that is mended."""
+    found, listed = counted(rule()), counted(exceptions()[rule.__name__])
+    assert sorted((found - listed).elements()) == [], "new: mend it"
+    assert sorted((listed - found).elements()) == [], "mended: `python tests/support/house_rules.py` shortens the list"
+
+
+@pytest.mark.one_build
+def test_house_rules_see(monkeypatch: Any) -> None:
+    """Each rule finds what it looks for in a file that breaks all of them."""
+    bad = (
+        "import kvcache.other as other\n"
+        "class Parted:\n"
+        "    QQQOf two modules.QQQ\n"
+        "    save = other.save\n"
+        "    first, second = other.first, len\n"
+        "    size = property(lambda self: self._size)\n"
+        "    def check(self, it):\n"
+        "        return self._own, it._foreign, getattr(it, '_by_name'), it._replace()\n"
+    ).replace("Q", '"')
+    monkeypatch.setattr(house_rules, "sources", lambda *kinds, **_: [("kvcache/bad.py", bad)] if "py" in kinds else [])
+    found = [rule().get("kvcache/bad.py") for rule in RULES[:4]]
+    assert found[0] == ["Parted: other.first", "Parted: other.save"]
+    assert found[1] == ["Parted.size"]
+    assert found[2] == ["_by_name", "_foreign"]
+    assert found[3] == ["Of two modules."]

@@ -1,14 +1,13 @@
 """The map of the packages in CONTRIBUTING.md names them all, and imports only go down in it."""
 
-import ast
 import re
 
 import pytest
+from house_rules import circles, counted, exceptions, imports
 from places import PROJECT
 
 HOUSE = PROJECT / "kvcache"
 LONG_FILES: set[str] = set()  # files above 700 lines that are about one noun
-SOURCES = sorted(path for kind in ("py", "pyx", "pxd") for path in HOUSE.rglob(f"*.{kind}"))
 
 
 def floors():
@@ -19,30 +18,8 @@ def floors():
     return {name.strip("/"): int(floor) for floor, names in lines for name in names.split()}
 
 
-def module_of(path):
-    return ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__")
-
-
 def room_of(module):
     return module.split(".")[1] if "." in module else "__init__"
-
-
-def imported(path):
-    """The modules of the library that a file imports, at its top or in a function."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        tree = ast.parse(text)
-        for node in [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]:
-            node.body = []
-        found = [(n.module, [a.name for a in n.names]) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-    else:
-        lines = re.findall(r"(?m)^ *from ([\w.]+) c?import (.*)$", text)
-        found = [(module, re.findall(r"\w+", names)) for module, names in lines]
-    known = {module_of(path) for path in SOURCES}
-    for module, names in found:
-        if module and module.split(".")[0] == "kvcache":
-            inner = [f"{module}.{name}" for name in names if f"{module}.{name}" in known]
-            yield from inner or [module]
 
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -54,22 +31,17 @@ def test_the_map_is_complete():
     assert set(floors()) == names
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(HOUSE)))
-def test_imports_go_down(path):
-    floor_of, room = floors(), room_of(module_of(path))
-    for module in imported(path):
-        below = room_of(module)
-        assert below == room or floor_of[below] < floor_of[room], f"{module} is not below {room}"
+@pytest.mark.parametrize("module", sorted(imports()))
+def test_imports_go_down(module):
+    floor_of, room = floors(), room_of(module)
+    for other in imports()[module]:
+        below = room_of(other)
+        assert below == room or floor_of[below] < floor_of[room], f"{other} is not below {room}"
 
 
 def test_no_circles():
-    uses = {}
-    for path in SOURCES:
-        uses.setdefault(module_of(path), set()).update(set(imported(path)) - {module_of(path), "kvcache"})
-    while leaves := {module for module, others in uses.items() if not others & set(uses)}:
-        for module in leaves:
-            del uses[module]
-    assert not uses
+    """Imports for types count; the circles that are left are on a list."""
+    assert counted(circles()) == counted(exceptions()["circles"])
 
 
 def test_folders_have_few_entries():

@@ -22,7 +22,7 @@ from subject import Subject
 from subjects_caches import Paged
 from subjects_saved import PROMPTS, SavedBlocks, SavedPackedPrefix, SavedPrefix
 
-from kvcache.prefix.rows import rows_of
+from kvcache.states.token_rows import rows_of
 
 pytestmark = pytest.mark.no_level
 

@@ -70,7 +70,7 @@ def test_they_are_found():
 )
 def test_the_grammar(place, error, message):
     """`name: expected X, got Y`."""
-    grammar = IN_A_FILE if place.startswith(("prefix/", "saved/")) and error == "SnapshotError" else NAMED
+    grammar = IN_A_FILE if place.startswith(("prefix/", "saved/", "states/")) and error == "SnapshotError" else NAMED
     assert grammar.fullmatch(message), f"{place}: {message}"
 
 

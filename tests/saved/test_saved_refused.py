@@ -160,7 +160,7 @@ def test_a_load_that_runs_out_of_memory_half_way(tmp_path, kind, monkeypatch):
                 yield step
 
         with monkeypatch.context() as patch:
-            patch.setattr("kvcache.prefix.files.walk_back", few)
+            patch.setattr("kvcache.prefix.index_file.walk_back", few)
             with pytest.raises(MemoryError):
                 loaded.load(tmp_path / "cache")
         assert len(loaded) == 0

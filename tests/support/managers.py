@@ -4,7 +4,7 @@ import numpy as np
 from oracle import attention
 
 from kvcache import CacheManager, EvictionPolicy, KVCacheConfig
-from kvcache.lists.config import FORMAT_OF_BITS
+from kvcache.lists.manager_config import FORMAT_OF_BITS
 
 H2O, SlidingWindow, PyramidKV = EvictionPolicy.H2O, EvictionPolicy.SlidingWindow, EvictionPolicy.PyramidKV
 BITS = sorted(FORMAT_OF_BITS)

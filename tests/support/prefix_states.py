@@ -7,8 +7,9 @@ import numpy as np
 from kvcache.core.kernels import FORMATS
 from kvcache.core.runs import RUN
 from kvcache.core.store import BlockStore
-from kvcache.prefix.live import CachedKvState
-from kvcache.prefix.states import PrefixCacheConfig, PrefixKvCache
+from kvcache.states.cached_state import CachedKvState
+from kvcache.states.prefix_config import PrefixCacheConfig
+from kvcache.states.prefix_kv_cache import PrefixKvCache
 
 
 def config(**changes: object) -> PrefixCacheConfig:

@@ -32,7 +32,7 @@ class Prefix(Subject):
 
     def _state(self):
         it, content = self.it, {}
-        for space in it._index.spaces():
+        for space in it._index.namespaces():
             for leaf in it._index.trie.leaf_ids():
                 top, tokens, slots = it._index.trie.path(leaf)
                 if top == space.root:
@@ -86,7 +86,7 @@ def block_cache(cache):
     stats = dataclasses.replace(cache.stats(), bookkeeping_bytes=0)  # memory may be there, and not in use
     counters = (stats, index.hit_tokens, index.lookup_tokens, dict(index.reasons), cache._slots.counts())
     blocks = {}
-    for space in index.spaces():
+    for space in index.namespaces():
         for leaf in index.trie.leaf_ids():
             top, tokens, values = index.trie.path(leaf)
             if top == space.root:

@@ -54,7 +54,7 @@ class SavedPrefix(Subject):
 
     def _texts(self):
         """`(name, tokens, pages, slots)` of every sequence."""
-        trie, spaces = self.it._index.trie, {space.root: space for space in self.it._index.spaces()}
+        trie, spaces = self.it._index.trie, {space.root: space for space in self.it._index.namespaces()}
         for root, tokens, pages in map(trie.path, trie.leaf_ids()):
             yield spaces[root].name, tokens, pages, spaces[root].slots
 

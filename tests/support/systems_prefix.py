@@ -54,7 +54,7 @@ class PrefixCalls:
         return self._open(lambda text: self.prefill.prepare(text)[0], wrap).matched_prefix_len
 
     def _closed(self, session):
-        claim = session._claim
+        claim = session.claim
         self.promises.append((lambda: claim.released, "a session is open that was closed"))
 
     @release

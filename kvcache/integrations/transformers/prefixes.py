@@ -19,8 +19,8 @@ from kvcache.errors import InvalidOperationError
 from kvcache.integrations.transformers.cache import PagedCache
 from kvcache.integrations.transformers.layer import State
 from kvcache.integrations.transformers.pool import PAGED_TYPES, Kind, Pool
-from kvcache.prefix.blocks import PrefixCache
-from kvcache.prefix.sessions import PrefixCacheStats
+from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.tiers.source import TierSource
 from kvcache.tiers.tiers import Tiers
 

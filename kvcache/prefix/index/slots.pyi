@@ -6,7 +6,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvcache.core.locks import CallLock
 from kvcache.core.pool import BlockPool
-from kvcache.prefix.index.source import PageReader
+from kvcache.prefix.index.page_reader import PageReader
 
 Int32 = NDArray[np.int32]
 Tokens = NDArray[np.uint32]
@@ -35,6 +35,7 @@ class Slots:
     def counts(self, *, references: bool = False, pins: bool = False) -> Int32: ...
     @property
     def nbytes(self) -> int: ...
+    def check(self) -> None: ...
 
 class Claim:
     slots: Slots

@@ -296,6 +296,27 @@ cdef class Slots:
         """Bytes of the records of all pages."""
         return sum(array.nbytes for array in self.arrays)
 
+    def check(self):
+        """Verify every invariant; AssertionError names the broken one, and the page."""
+        records, references = self.records(), self.pool.ref_counts()
+        pins, waits = records["pins"], records["waits"] != 0
+        for wrong, what in (
+            (pins != self.counts(pins=True), "pins do not add up"),
+            (records["lookups"] < 0, "lookups do not add up"),
+            (waits & (records["named"] == 0), "waits without a name"),
+            (waits & (self.counts() > 0), "waits and is held"),
+            ((records["parked"] >= 0) & (pins == 0), "its leaf is parked, and nothing pins it"),
+            (self.counts(references=True) > references, "the pool counts fewer references"),
+        ):
+            assert not wrong.any(), f"page {wrong.argmax()}: {what}"
+        assert np.count_nonzero(waits) == self.num_waiting, "slots: pages that wait do not add up"
+        assert self.num_waiting or self.source is None, "slots: nothing waits, and there is a source"
+        table = self.of(np.arange(self.pool.num_blocks, dtype=np.int32))
+        for pool, of_group in zip(self.pools, table if len(table) > 1 else [], strict=False):
+            used = of_group[of_group >= 0]
+            assert len(used) == len(np.unique(used)) == pool.num_used, "slots: a group has lost some"
+            assert references[of_group >= 0].all(), "slots: a group has some of free pages"
+
 
 @cython.no_gc_clear
 cdef class Claim:

@@ -16,13 +16,17 @@ from kvcache.core.kernels import FORMATS
 from kvcache.core.locks import CallLock
 from kvcache.core.runs import runs_of
 from kvcache.core.store import BlockStore
-from kvcache.prefix.row_pages import BLOCK_SIZE, PackedPage, PlainPage
 from kvcache.saved.snapshot import Arena
 
-__all__ = ["PackedRows", "PlainRows", "Rows", "rows_of"]
+__all__ = ["BLOCK_SIZE", "PackedRows", "PlainRows", "Rows", "rows_of"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
+
+
+# Slots per block: at 64 no block needs padding, so a slot costs its packed rows and not a byte more; and whole
+# tiles of 16 tokens are packed and unpacked at once.
+BLOCK_SIZE = 64
 
 
 class PlainRows:
@@ -68,7 +72,7 @@ class PlainRows:
                 rows[layer, slots] = new
 
     def arena(self) -> Arena:
-        """What a page of rows is in a saved cache."""
+        """The layout of a page of rows in a saved cache."""
         return Arena(
             self.num_layers, 1, self.kv_dim, self.kv_dim, *self._names, False, False, "rows", BLOCK_SIZE,
             self.slot_bytes * BLOCK_SIZE,
@@ -91,6 +95,29 @@ class PlainRows:
         return rows
 
 
+class PlainPage:
+    """64 slots of `PlainRows` as they lie in a file.
+
+    Attributes:
+        buffers: K, then V, each `(num_layers, 64, kv_dim)`.
+    """
+
+    def __init__(self, rows: PlainRows) -> None:
+        shape = (rows.num_layers, BLOCK_SIZE, rows.kv_dim)
+        self._rows = rows
+        self.buffers: list[npt.NDArray[Any]] = [np.zeros(shape, side.dtype) for side in rows._sides]
+
+    def copy_from(self, slots: Int32) -> None:
+        """Fill the first slots with the rows at `slots`, bit for bit."""
+        for side, page in zip(self._rows._sides, self.buffers, strict=True):
+            page[:, : len(slots)] = side[:, slots]
+
+    def copy_to(self, slots: Int32, places: npt.NDArray[Any]) -> None:
+        """Copy the slots `places` of the page to `slots`, bit for bit."""
+        for side, page in zip(self._rows._sides, self.buffers, strict=True):
+            side[:, slots] = page[:, places]
+
+
 class PackedRows:
     """Rows that a `BlockStore` packs, each cut into heads of `head_dim` channels.
 
@@ -98,12 +125,12 @@ class PackedRows:
     Since sizes double, there are few stores.
 
     Args:
-        num_heads, head_dim, rotate: as of `BlockStore`.
+        num_heads, head_dim, rotate: see `BlockStore`.
 
     Raises:
         ValueError: a setting that `BlockStore` does not support.
 
-    Attributes: as of `PlainRows`.
+    Attributes: those of `PlainRows`.
     """
 
     def __init__(
@@ -145,7 +172,7 @@ class PackedRows:
                     store.write(layer, runs, k[where].reshape(self._shape), v[where].reshape(self._shape))
 
     def arena(self) -> Arena:
-        """What a page of rows is in a saved cache: a block."""
+        """The layout of a page of rows in a saved cache: a block."""
         store, (_, _, _, key_dtype, value_dtype, _) = self._empty, self._settings
         return Arena(
             self.num_layers, store.num_heads, store.head_dim, store.value_head_dim, key_dtype, value_dtype,
@@ -179,6 +206,41 @@ class PackedRows:
             if len(where):
                 # Neighbours share a tile: in the order of slots, each tile is packed once.
                 yield where[np.argsort(slots[where])], first, store
+
+
+class PackedPage:
+    """64 slots of `PackedRows` as they lie in a file: a block.
+
+    Attributes:
+        buffers: its bytes, layer by layer.
+    """
+
+    def __init__(self, rows: PackedRows) -> None:
+        self._rows, self._store = rows, BlockStore(rows.num_layers, 1, *rows._settings)
+        self.buffers: list[npt.NDArray[Any]] = list(self._store.overwrite(0))
+
+    def copy_from(self, slots: Int32) -> None:
+        """Fill the first slots with the rows at `slots`, bit for bit."""
+        with self._rows._lock:
+            for where, first, store in self._rows._shares(slots):
+                self._store.move_slots(_moves(slots[where] - first, where), store)
+
+    def copy_to(self, slots: Int32, places: npt.NDArray[Any]) -> None:
+        """Copy the slots `places` of the page to `slots`, bit for bit."""
+        with self._rows._lock:
+            for where, first, store in self._rows._shares(slots):
+                store.move_slots(_moves(places[where], slots[where] - first), self._store)
+
+
+def _moves(sources: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Int32:
+    """Copies between slots as few moves of `BlockStore`: slots consecutive on both sides, in one block, are one."""
+    pairs = np.stack([sources, targets]).astype(np.int64)
+    new = (np.diff(pairs, axis=1) != 1).any(axis=0) | (pairs[:, 1:] % BLOCK_SIZE == 0).any(axis=0)
+    starts = np.flatnonzero(np.concatenate([[True], new]))
+    counts = np.diff(np.append(starts, pairs.shape[1]))
+    (source, target) = pairs[:, starts]
+    moves = [source // BLOCK_SIZE, source % BLOCK_SIZE, target // BLOCK_SIZE, target % BLOCK_SIZE, counts]
+    return np.stack(moves, axis=1).astype(np.int32)
 
 
 Rows = PlainRows | PackedRows

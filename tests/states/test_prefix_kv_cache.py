@@ -9,8 +9,9 @@ import pytest
 from prefix_states import config, matched, state
 
 from kvcache.errors import OutOfMemoryError
-from kvcache.prefix.live import KvCache
-from kvcache.prefix.states import PrefixCacheConfig, PrefixKvCache
+from kvcache.states.kv_cache import KvCache
+from kvcache.states.prefix_config import PrefixCacheConfig
+from kvcache.states.prefix_kv_cache import PrefixKvCache
 
 
 def live_cache(num_layers: int, kv_dim: int, num_tokens: int) -> KvCache:

@@ -10,21 +10,15 @@ from weakref import proxy
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.store import BlockStore
 from kvcache.prefix.index.slots import Claim
-from kvcache.prefix.rows import Rows
 from kvcache.saved.snapshot import Snapshot
 
-__all__ = ["SavedPages", "saved_blocks", "saved_rows"]
+__all__ = ["SavedPages"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 logger = logging.getLogger("kvcache")
-
-# File pages that are read in one call. More pages of rows are not faster, since rows are copied out of buffers; more
-# blocks delay Ctrl-C.
-_ROWS_AT_ONCE, _BLOCKS_AT_ONCE = 4, 256
 
 
 class SavedPages:
@@ -86,23 +80,3 @@ class SavedPages:
         level = logging.DEBUG if self._warned else logging.WARNING
         logger.log(level, "%s: page %d is damaged; what needs it is forgotten", self._snapshot.path, page)
         self._warned = True
-
-
-def saved_blocks(snapshot: Snapshot, arena: int, claim: Claim, places: Int64, store: BlockStore) -> SavedPages:
-    """Blocks of a store; a place is a page of the file."""
-
-    def buffers(turn: int, block: Int32) -> list[Any]:
-        # Read directly into the block: no call reads the block before its checksum is verified.
-        return list(store.overwrite(int(block[0])))
-
-    return SavedPages(snapshot, arena, claim, places, 1, _BLOCKS_AT_ONCE, buffers, lambda turn, pages, inside: None)
-
-
-def saved_rows(snapshot: Snapshot, arena: int, claim: Claim, places: Int64, rows: Rows) -> SavedPages:
-    """Slots of `Rows`; a place is a slot of the file."""
-    buffered = [rows.page() for _ in range(_ROWS_AT_ONCE)]
-    size = snapshot.arenas[arena].page_tokens
-    return SavedPages(
-        snapshot, arena, claim, places, size, _ROWS_AT_ONCE, lambda turn, _: buffered[turn].buffers,
-        lambda turn, mine, inside: buffered[turn].copy_to(mine, inside),
-    )  # fmt: skip

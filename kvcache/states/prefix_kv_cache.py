@@ -20,13 +20,14 @@ from kvcache.core.locks import CallLock
 from kvcache.core.strip import bar
 from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError
-from kvcache.prefix.access import KvCacheAccess
-from kvcache.prefix.cached_entries import CachedEntries
-from kvcache.prefix.cached_state import CachedKvState, LeasedState
-from kvcache.prefix.config import PrefixCacheConfig, PrefixKvStats
-from kvcache.prefix.files import load_entries, save_entries
-from kvcache.prefix.indexed import IndexedCache
-from kvcache.prefix.live import KvCache
+from kvcache.prefix.index.prefix_index import PrefixIndex
+from kvcache.prefix.indexed_cache import IndexedCache
+from kvcache.states.cached_entries import CachedEntries
+from kvcache.states.cached_state import CachedKvState, LeasedState
+from kvcache.states.entry_file import load_entries, save_entries
+from kvcache.states.kv_cache import KvCache
+from kvcache.states.kv_cache_access import KvCacheAccess
+from kvcache.states.prefix_config import PrefixCacheConfig, PrefixKvStats
 
 __all__ = ["PrefixCacheConfig", "PrefixKvCache", "PrefixKvStats"]
 
@@ -51,8 +52,6 @@ class PrefixKvCache(IndexedCache):
         TypeError, ValueError: not a `PrefixCacheConfig`; not a number of bytes.
     """
 
-    _cached: CachedEntries
-
     def __init__(self, config: PrefixCacheConfig | None = None, *, max_memory_bytes: int | str | None = None) -> None:
         self.config = PrefixCacheConfig() if config is None else config
         if not isinstance(self.config, PrefixCacheConfig):
@@ -64,6 +63,10 @@ class PrefixKvCache(IndexedCache):
             self.config = replace(self.config, max_memory_bytes=limit)
         self._lock = CallLock()
         self._cached = CachedEntries(self.config, self._lock)
+
+    @property
+    def _index(self) -> PrefixIndex:
+        return self._cached.index
 
     # -- lookup ---------------------------------------------------------------------------------------------
 
@@ -223,6 +226,18 @@ class PrefixKvCache(IndexedCache):
         with self._lock:
             return self._cached.memory()
 
+    def stats(self) -> PrefixKvStats:
+        """The counters now."""
+        with self._lock:
+            index = self._index
+            counts = index.hits, index.misses, index.hit_tokens, index.lookup_tokens, index.evictions
+            return PrefixKvStats(len(self), index.trie.num_tokens, self._cached.used_bytes(), *counts)
+
+    def check(self) -> None:
+        """Verify every invariant; AssertionError names the broken one."""
+        with self._lock:
+            self._cached.check()
+
     __reduce_ex__ = refuse_copies("`save` writes its entries to a file")
 
     def _repr_html_(self) -> str:
@@ -235,10 +250,3 @@ class PrefixKvCache(IndexedCache):
             f"PrefixKvCache({stats.entries} of {limits.max_entries} entries, {stats.tokens} tokens, "
             f"{stats.memory_bytes} of {limits.max_memory_bytes} bytes)"
         )
-
-    def stats(self) -> PrefixKvStats:
-        """The counters now."""
-        with self._lock:
-            index = self._index
-            counts = index.hits, index.misses, index.hit_tokens, index.lookup_tokens, index.evictions
-            return PrefixKvStats(len(self), index.trie.num_tokens, self._cached.used_bytes(), *counts)

@@ -14,7 +14,7 @@ __all__ = ["PrefixCacheConfig", "PrefixKvStats"]
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheConfig:
-    """What a `PrefixKvCache` may hold, and what counts as a match.
+    """The limits and the storage of a `PrefixKvCache`, and which matches count.
 
     Attributes:
         max_entries: stored prefixes.

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.prefix.index.page_reader import PageReader
 from kvcache.prefix.index.slots import Claim, Slots
-from kvcache.prefix.index.source import PageReader
 from kvcache.trie.trie import TokenTrie
 
 Int32 = NDArray[np.int32]
@@ -16,7 +16,7 @@ class Match(NamedTuple):
     tail: int
     is_entry: bool
 
-class Space:
+class Namespace:
     name: Hashable
     slots: Any  # Slots, of whatever kind the cache has
     root: int
@@ -24,8 +24,8 @@ class Space:
 class PrefixIndex:
     trie: TokenTrie
     kinds: list[Any]  # of Slots
-    by_name: dict[Hashable, Space]
-    by_root: dict[int, Space]
+    by_name: dict[Hashable, Namespace]
+    by_root: dict[int, Namespace]
     clock: int
     hits: int
     misses: int
@@ -34,8 +34,8 @@ class PrefixIndex:
     evictions: int
     def __init__(self, trie: TokenTrie, slots: Slots | None = None, most_ghosts: int | None = None) -> None: ...
     def __len__(self) -> int: ...
-    def spaces(self) -> list[Space]: ...
-    def space(self, name: Hashable) -> Space | None: ...
+    def namespaces(self) -> list[Namespace]: ...
+    def namespace(self, name: Hashable) -> Namespace | None: ...
     def find(self, tokens: Any, name: Hashable = None) -> Match: ...
     def claim(self, tokens: Any, name: Hashable = None, whole: bool = False) -> Claim: ...
     def head(self, tokens: Any, name: Hashable = None) -> Claim | None: ...
@@ -48,6 +48,8 @@ class PrefixIndex:
     def evict(self, count: int = 1) -> Claim | None: ...
     def clear(self) -> None: ...
     def forget(self, tokens: Any, name: Hashable, page: int, least: int = -1) -> None: ...
+    def fetch_waiting(self, tokens: Any, name: Hashable = None, least: int = -1) -> None: ...
+    def fetch_all(self, least: int = -1) -> None: ...
     @property
     def reasons(self) -> dict[str, int]: ...
     @property

@@ -10,12 +10,11 @@ import numpy.typing as npt
 from kvcache.core.arguments import as_bytes
 from kvcache.core.locks import CallLock
 from kvcache.errors import OutOfMemoryError
-from kvcache.prefix.config import PrefixCacheConfig
-from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.index.slots import Claim
-from kvcache.prefix.index.source import fetch_waiting
-from kvcache.prefix.row_slots import RowSlots
-from kvcache.prefix.rows import rows_of
+from kvcache.states.prefix_config import PrefixCacheConfig
+from kvcache.states.row_slots import RowSlots
+from kvcache.states.token_rows import rows_of
 from kvcache.trie.entries import EntryTrie
 
 __all__ = ["CachedEntries"]
@@ -40,7 +39,7 @@ class CachedEntries:
 
     def fetch(self, ids: Tokens, name: Hashable) -> None:
         """Load the rows of `ids` that a file has, if they are good."""
-        fetch_waiting(self.index, ids, name, self.least)
+        self.index.fetch_waiting(ids, name, self.least)
 
     def lease(self, ids: Tokens, name: Hashable) -> Claim | None:
         """`PrefixIndex.lease` by the settings, after `fetch`."""
@@ -50,7 +49,7 @@ class CachedEntries:
     def store(self, ids: Tokens, keys: list[Float32], values: list[Float32], name: Hashable) -> None:
         """Cache an entry with rows `(len(ids), kv_dim)` of each layer; raises as `PrefixKvCache.store_snapshot`."""
         kind, index = self.kind(len(keys), keys[0].shape[1]), self.index
-        space = index.space(name)
+        space = index.namespace(name)
         if space is not None and space.slots is not kind:
             rows = space.slots.rows
             raise ValueError(

@@ -7,7 +7,9 @@ import pytest
 
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.handle import Device, KvCacheHandle
-from kvcache.prefix.live import CachedKvState, KvCache, KvCacheAccess
+from kvcache.states.cached_state import CachedKvState
+from kvcache.states.kv_cache import KvCache
+from kvcache.states.kv_cache_access import KvCacheAccess
 
 
 def written(num_tokens: int, num_layers: int = 2, kv_dim: int = 2) -> KvCache:

@@ -11,8 +11,9 @@ from oracle_trie import NaivePrefixKv, Tokens
 from prefix_states import PAIRS, assert_same, head_bytes, round_trip
 
 from kvcache.errors import OutOfMemoryError
-from kvcache.prefix.live import CachedKvState
-from kvcache.prefix.states import PrefixCacheConfig, PrefixKvCache
+from kvcache.states.cached_state import CachedKvState
+from kvcache.states.prefix_config import PrefixCacheConfig
+from kvcache.states.prefix_kv_cache import PrefixKvCache
 
 TEXT = st.lists(st.integers(0, 2), max_size=9).map(tuple)
 KV_DIM, LAYERS = 32, 2

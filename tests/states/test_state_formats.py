@@ -9,8 +9,9 @@ import pytest
 from prefix_states import BITS, PAIRS, assert_same, config, head_bytes, matched, round_trip, state
 
 from kvcache.core.kernels import FORMATS
-from kvcache.prefix.live import CachedKvState, KvCache
-from kvcache.prefix.states import PrefixKvCache
+from kvcache.states.cached_state import CachedKvState
+from kvcache.states.kv_cache import KvCache
+from kvcache.states.prefix_kv_cache import PrefixKvCache
 
 
 def noise(num_tokens: int, kv_dim: int, seed: int = 0, num_layers: int = 2) -> CachedKvState:

@@ -24,7 +24,8 @@ from kvcache import OutOfMemoryError, PagedKvCache, PrefixAwarePrefill, PrefixCa
 from kvcache.core.runs import RUN
 from kvcache.errors import InvalidOperationError
 from kvcache.paged.handle import PagedKvCacheHandle
-from kvcache.prefix.sessions import CacheBlock, CacheSession
+from kvcache.prefix.cache_block import CacheBlock
+from kvcache.prefix.cache_session import CacheSession
 
 HEADS, DIM = 2, 8
 NAMES = (None, "a", ("a",))  # a root of the naive trie is an index into these

@@ -1,6 +1,6 @@
 """`PrefixIndex`: the cached pages of each text in each namespace, the claims on them, and the order of eviction.
 
-    name -> Space -> root of the trie -> pages -> slots of each group of layers       (slots.pxd draws the last two)
+    name -> Namespace -> root of the trie -> pages -> slots of each group of layers       (slots.pxd draws the last two)
 
 The index has integers only; the contents of slots belong to its owner. Each call checks and converts its arguments
 first, which may run the caller's code. It allocates next; then it changes everything in compiled code that cannot fail.
@@ -27,10 +27,9 @@ from collections import namedtuple
 
 import numpy as np
 
-from kvcache.prefix.index.checking import check_index
 from kvcache.prefix.index.misses import REASONS
 
-__all__ = ["Match", "PrefixIndex", "Space", "load"]
+__all__ = ["Match", "Namespace", "PrefixIndex", "load"]
 
 cnp.import_array()
 
@@ -47,7 +46,7 @@ cdef struct match_t:
     int32_t tail          # a page that holds the tokens after all these; -1: none
 
 
-cdef class Space:
+cdef class Namespace:
     """A namespace: its name, its slots and its root in the trie."""
 
     cdef readonly object name
@@ -68,9 +67,9 @@ cdef class PrefixIndex:
     cdef readonly TokenTrie trie
     cdef readonly list kinds          # the `Slots` in use; with `slots`, that one
     cdef Slots slots                  # of all namespaces; None: they differ
-    cdef readonly dict by_name        # name -> Space
-    cdef readonly dict by_root        # root -> Space
-    cdef Space current                # the namespace of this call, or of the last one; None: there was none
+    cdef readonly dict by_name        # name -> Namespace
+    cdef readonly dict by_root        # root -> Namespace
+    cdef Namespace current            # the namespace of this call, or of the last one; None: there was none
     cdef bint entries                 # whether the trie marks whole keys
     cdef MissReasons miss_reasons     # why lookups missed; None: no reasons are counted
     cdef readonly int64_t clock       # counts uses
@@ -109,16 +108,16 @@ cdef class PrefixIndex:
         if self.slots is None and self.kinds:
             self.kinds = [slots for slots in self.kinds if slots.pool.num_used]
 
-    cdef bint is_vacant(self, Space space) noexcept:
+    cdef bint is_vacant(self, Namespace space) noexcept:
         return self.trie.table.nodes[space.root].child < 0
 
-    cpdef Space space(self, object name):
-        """A namespace that has something cached, a `Space`; None: there is none of this name."""
-        cdef Space space = self.by_name.get(name)
+    cpdef Namespace namespace(self, object name):
+        """The namespace of a name; None: nothing is cached in it."""
+        cdef Namespace space = self.by_name.get(name)
         return None if space is None or self.is_vacant(space) else space
 
-    def spaces(self):
-        """The `Space` of every namespace that has something cached."""
+    def namespaces(self):
+        """The namespaces that have something cached."""
         return [space for space in self.by_root.values() if not self.is_vacant(space)]
 
     # -- match ----------------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ cdef class PrefixIndex:
     cdef Claim matched(self, cnp.ndarray ids, object name, match_t *found):
         """A claim that has the pages of the longest match, room for one more, and no references; None: no slots yet."""
         self.clean_up()
-        cdef Space space = self.space(name)
+        cdef Namespace space = self.namespace(name)
         cdef Slots slots = self.slots if space is None else space.slots
         self.current = space
         found.at = found.entry = walk_t(node=-1, length=0)
@@ -143,7 +142,7 @@ cdef class PrefixIndex:
         return claim
 
     def find(self, tokens, name=None):
-        """What is cached of `tokens`, a `Match`; counts as no use."""
+        """The cached part of `tokens`, a `Match`; counts as no use."""
         cdef cnp.ndarray ids = uint32_tokens(tokens)
         cdef match_t found
         cdef Claim claim = self.matched(ids, name, &found)
@@ -244,9 +243,9 @@ cdef class PrefixIndex:
         if ids.shape[0] != n * size or n == 0:
             raise ValueError(f"tokens: expected {n * size}, those of {n} pages, got {ids.shape[0]}")
         self.clean_up()
-        cdef Space space = self.space(name)
+        cdef Namespace space = self.namespace(name)
         if space is None:
-            space = Space.__new__(Space)
+            space = Namespace.__new__(Namespace)
             space.name, space.slots, space.key, space.root = name, slots, key, self.trie.table.new_root()
             self.current = space    # if this call fails, the next one forgets it
             self.by_root[space.root] = self.by_name[name] = space
@@ -370,6 +369,34 @@ cdef class PrefixIndex:
                 claim.data.n += self.trie.cut(at.node, claim.data.pages + claim.data.n)
         self.unname_claimed(claim)
 
+    # -- pages that wait for their content ------------------------------------------------------------------
+
+    def fetch_waiting(self, tokens, name=None, Py_ssize_t least=-1):
+        """Read the pages of a match of `tokens` that wait; forget damaged ones and all that continues them.
+
+        Args:
+            least: as in `forget`.
+        """
+        cdef Namespace space
+        while (space := self.namespace(name)) is not None and space.slots.num_waiting:
+            found, slots = self.find(tokens, name), space.slots
+            pages = found.pages if found.tail < 0 else np.append(found.pages, np.int32(found.tail))
+            waiting = pages[slots.records(pages)["waits"] != 0]
+            if len(waiting) == 0:
+                return
+            if slots.source is not None:
+                slots.arrived(slots.source.fetch(waiting))
+            damaged = waiting[slots.records(waiting)["waits"] != 0]
+            if len(damaged):
+                self.forget(tokens, name, damaged[0], least)
+
+    def fetch_all(self, Py_ssize_t least=-1):
+        """Read the content of every page that waits, and forget what is damaged; `least` as in `forget`."""
+        if any(slots.num_waiting for slots in self.kinds):
+            names = {space.root: space.name for space in self.namespaces()}
+            for root, tokens, _ in [self.trie.path(leaf) for leaf in self.trie.leaf_ids()]:
+                self.fetch_waiting(tokens, names[root], least)
+
     # -- reports --------------------------------------------------------------------------------------------
 
     @property
@@ -386,7 +413,23 @@ cdef class PrefixIndex:
     def check(self):
         """Verify every invariant; AssertionError names the broken one."""
         self.clean_up()
-        check_index(self)
+        self.trie.check()
+        spaces = self.namespaces()
+        assert self.by_root == {space.root: space for space in spaces}, "prefix index: a namespace without pages"
+        assert self.by_name == {space.name: space for space in spaces}, "prefix index: names differ"
+        assert self.trie.roots() == sorted(self.by_root), "prefix index: roots differ"
+        parked = 0
+        for slots in self.kinds:
+            slots.check()
+            records = slots.records()
+            named = [page for space in spaces if space.slots is slots for page in self.trie.all_values(space.root)]
+            assert sorted(named) == records["named"].nonzero()[0].tolist(), "prefix index: the trie names other pages"
+            leaves = records["parked"][records["parked"] >= 0].tolist()
+            pins = [self.trie.num_pins(node) for node in leaves]
+            assert pins == [1] * len(leaves), "prefix index: a parked leaf is not pinned"
+            parked += len(leaves)
+        assert parked == self.trie.total_pins, "prefix index: a parked leaf is in no page's record"
+        assert self.hit_tokens <= self.lookup_tokens, "prefix index: more tokens found than looked up"
         if self.miss_reasons is not None:
             self.miss_reasons.check(self.misses)
 

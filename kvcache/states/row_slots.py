@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcache.core.locks import CallLock
 from kvcache.core.pool import BlockPool
 from kvcache.prefix.index.slots import Claim, Slots
-from kvcache.prefix.rows import Rows
+from kvcache.states.token_rows import Rows
 
 __all__ = ["RowSlots"]
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvcache.core.arguments import as_flat, as_integer
 from kvcache.prefix.index.slots import Claim
-from kvcache.prefix.row_slots import RowSlots
+from kvcache.states.row_slots import RowSlots
 
 __all__ = ["CachedKvState", "LeasedState", "checked_layers", "finite"]
 

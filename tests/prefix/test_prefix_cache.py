@@ -9,9 +9,10 @@ import pytest
 
 from kvcache.errors import BlockNotFoundError, InvalidOperationError, OutOfMemoryError
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.blocks import PrefixCache
+from kvcache.prefix.cache_block import CacheBlock
+from kvcache.prefix.cache_session import CacheSession
 from kvcache.prefix.prefill import PrefixAwarePrefill
-from kvcache.prefix.sessions import CacheBlock, CacheSession
+from kvcache.prefix.prefix_cache import PrefixCache
 
 Pair = tuple[list[Any], list[Any]]
 EIGHT = list(range(1, 9))

@@ -11,28 +11,34 @@ references of its own, so neither an eviction nor `clear` changes what a request
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import REQUIRED, as_count, as_instance, as_integer, check_integers
 from kvcache.core.copying import refuse_copies
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
+from kvcache.core.strip import strip
 from kvcache.core.tokens import as_tokens
-from kvcache.errors import OutOfMemoryError
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix import lookups, reports, saving
+from kvcache.prefix.block_file import load_blocks, save_blocks
 from kvcache.prefix.block_rows import checked_rows
-from kvcache.prefix.cached_blocks import CachedBlocks
-from kvcache.prefix.index.source import Source
-from kvcache.prefix.indexed import IndexedCache
-from kvcache.prefix.sessions import CacheBlock, CacheSession, PrefixCacheStats
+from kvcache.prefix.cache_block import CacheBlock, FoundBlocks, FoundPrefix, block_of
+from kvcache.prefix.cache_session import CacheSession
+from kvcache.prefix.cached_blocks import CachedBlocks, Evicted, Source
+from kvcache.prefix.index.prefix_index import PrefixIndex
+from kvcache.prefix.indexed_cache import IndexedCache
+from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.trie.policy import Policy
 
-__all__ = ["CacheBlock", "CacheSession", "PrefixCache", "PrefixCacheStats"]
+__all__ = ["PrefixCache"]
 
 
 class PrefixCache(IndexedCache):
@@ -54,8 +60,6 @@ class PrefixCache(IndexedCache):
     `namespace` (tenant, model, adapter) is any hashable value; two namespaces share nothing. Calls on one cache are
     serialised.
     """
-
-    _cached: CachedBlocks
 
     def __init__(
         self, max_blocks: int | None = None, block_size: int = REQUIRED, num_layers: int = REQUIRED,
@@ -93,14 +97,18 @@ class PrefixCache(IndexedCache):
         if paged.separate_layers:
             raise ValueError(f"paged: expected one whose blocks hold all layers, got {paged!r}")
         most = None if max_blocks is None else as_count(max_blocks, "max_blocks")
-        with paged._blocks.lock:  # no `grow` before the records of its blocks are known
+        with paged.blocks.lock:  # no `grow` before the records of its blocks are known
             dims = paged.head_dim, paged.value_head_dim
-            cache._own(CachedBlocks(paged._blocks, dims, most, policy, shared=True))
+            cache._own(CachedBlocks(paged.blocks, dims, most, policy, shared=True))
         return cache
 
     def _own(self, cached: CachedBlocks) -> None:
         self._cached, self._slots, self._lock = cached, cached.slots, cached.lock
         self._store, self._pool = cached.store, cached.pool
+
+    @property
+    def _index(self) -> PrefixIndex:
+        return self._cached.index
 
     @property
     def source(self) -> Source | None:
@@ -110,6 +118,8 @@ class PrefixCache(IndexedCache):
     @source.setter
     def source(self, source: Source | None) -> None:
         self._cached.attach(source)
+
+    # -- sessions -------------------------------------------------------------------------------------------
 
     def open_session(self, token_ids: Any, namespace: Hashable = None) -> CacheSession:
         """The matched blocks as a session, which holds them until it is released or dropped."""
@@ -140,6 +150,60 @@ class PrefixCache(IndexedCache):
         """Close all sessions, also those of calls that an error ended: for an owner who opens every one."""
         with self._lock:
             self._slots.release_dropped(kept=True)
+
+    # -- blocks as objects ----------------------------------------------------------------------------------
+
+    def lookup(self, token_ids: Any, namespace: Hashable = None) -> FoundPrefix:
+        """`(matched_len, blocks)`: the full blocks that begin the prompt, each held until `release(block.index)`.
+
+        Each block found counts a hit, a stop before the last full block a miss. `blocks` makes each when it is first
+        asked for. `with cache.lookup(tokens) as blocks:` releases them all at its end, and `release` none of them.
+        """
+        ids, cached = as_tokens(token_ids), self._cached
+        with self._lock:
+            cached.fetch(ids, namespace)
+            claim = cached.index.claim(ids, namespace, whole=True)
+            blocks = FoundBlocks(cached, ids, claim) if claim.num_held else []
+            claim.hold_each()
+            return FoundPrefix(len(blocks) * self.block_size, blocks)
+
+    def release(self, index: int) -> None:
+        """Release a block that `lookup` returned; during another call of this thread, when that call ends.
+
+        Raises:
+            InvalidOperationError: no lookup holds it.
+        """
+        index = as_integer(index, "index")
+
+        def expect_held() -> None:
+            if not self._slots.is_looked_up(index):
+                raise InvalidOperationError(f"expected a block that a lookup holds, got {index}")
+
+        def end() -> None:
+            expect_held()
+            self._slots.release_each(np.array([index], np.int32))
+
+        if self._lock.inside:
+            expect_held()
+        self._lock.when_free(end)
+
+    def get_block(self, index: int) -> CacheBlock | None:
+        """A cached block, or one that is held, by its index; None if there is none."""
+        index, slots = as_integer(index, "index"), self._slots
+        if not 0 <= index < self._pool.num_blocks:
+            return None
+        with self._lock:
+            self._index.fetch_all()
+            slots.release_dropped()
+            held, record = int(slots.counts()[index]), slots.records([index])[0]
+            if not held and not record["named"]:
+                return None
+            tokens = slots.tokens_of(np.array([index]))[0].tolist()
+            block = block_of(self._cached, index, held, self._index.clock, tokens)
+            block.last_used = int(record["used"])
+            return block
+
+    # -- insert and evict -----------------------------------------------------------------------------------
 
     def insert(self, token_ids: Any, block_start: int, keys: Any, values: Any, namespace: Hashable = None) -> int:
         """Cache the block of tokens `block_start..block_start + block_size`, unless it is; its index.
@@ -210,11 +274,102 @@ class PrefixCache(IndexedCache):
         with self._lock:
             self._index.clear()
 
-    lookup, release, get_block = lookups.lookup, lookups.release, lookups.get_block
-    save, load, block_ids, references = saving.save, saving.load, reports.block_ids, reports.references
-    memory, stats, _repr_html_ = reports.memory, reports.stats, reports.as_html
-    watch_evictions, namespace_tokens = reports.watch_evictions, reports.namespace_tokens
-    num_free_and_idle = reports.num_free_and_idle
+    # -- save and load --------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], model: str = "", *, beside: Sequence[PrefixCache] = ()) -> None:
+        """Write every cached block to a file, with its namespace and rank; `load` reads it.
+
+        The file takes the place of the old one at once and whole, or not at all. Other calls wait meanwhile.
+
+        Args:
+            model: the model's name; `load` rejects a file with another.
+            beside: other caches to save in the same file.
+
+        Raises:
+            TypeError: a namespace that is no None, bool, int, str, bytes or tuple of them.
+            OSError: of the file system.
+        """
+        save_blocks(path, str(model), self._and(beside))
+
+    def load(self, path: str | os.PathLike[str], model: str = "", *, beside: Sequence[PrefixCache] = ()) -> int:
+        """Load what `save` wrote, the most recently used blocks first, as many as there is room for; how many.
+
+        This reads which tokens there are, not their K and V: a block is read, and checked, when a lookup first finds
+        it. One that is damaged is forgotten, with all that comes after it, and logged as a warning.
+
+        Args:
+            model: as in `save`.
+            beside: other caches; each loads the blocks of the cache that had its place in `save`, if formats and
+                dimensions are the same. All other blocks are ignored.
+
+        Raises:
+            InvalidOperationError: blocks are cached here already, or in one of `beside`.
+            SnapshotError: not a file of `save`, damaged in what is read now, of another model, or of other formats
+                or dimensions; nothing has changed.
+            OSError: there is none, or it cannot be read.
+        """
+        return load_blocks(path, str(model), self._and(beside))
+
+    def _and(self, beside: Sequence[PrefixCache]) -> list[CachedBlocks]:
+        """The blocks of this cache and of those beside it; TypeError, ValueError: another object, or one twice."""
+        cached = [self._cached]
+        for cache in beside:
+            if not isinstance(cache, PrefixCache):
+                raise TypeError("beside: expected caches, got another object")
+            cached.append(cache._cached)
+        if len({id(each) for each in cached}) < len(cached):
+            raise ValueError("beside: expected each cache once, got one twice")
+        return cached
+
+    # -- reports --------------------------------------------------------------------------------------------
+
+    def block_ids(self) -> list[int]:
+        """The cached blocks, ascending."""
+        with self._lock:
+            self._index.fetch_all()
+            return [int(block) for block in self._slots.records()["named"].nonzero()[0]]
+
+    def references(self) -> npt.NDArray[np.int32]:
+        """References that this cache holds on each block of the pool, int32 `(num_blocks,)`."""
+        with self._lock:
+            return self._slots.counts(references=True)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: "kv" of all blocks of the pool, "bookkeeping" of the index and the pool's records, and "scratch": 0.
+
+        Over the blocks of a `PagedKvCache` "kv" is 0: `memory` of that cache counts them.
+        """
+        with self._lock:
+            return self._cached.memory()
+
+    def stats(self) -> PrefixCacheStats:
+        """The counters now."""
+        with self._lock:
+            index = self._index
+            return PrefixCacheStats(
+                self.hit_rate, len(self), self.capacity, self.memory_bytes, index.hits, index.misses, index.evictions,
+                index.hit_tokens, index.lookup_tokens, index.reasons, self._cached.memory()["bookkeeping"],
+            )  # fmt: skip
+
+    def watch_evictions(self) -> deque[Evicted]:
+        """A queue of what is evicted from now on, in this order; the caller takes it out."""
+        with self._lock:
+            if self._cached.evicted is None:
+                self._cached.evicted = deque()
+            return self._cached.evicted
+
+    def namespace_tokens(self) -> dict[Hashable, int]:
+        """How many tokens of each namespace are cached; takes time in proportion to their blocks."""
+        with self._lock:
+            index = self._index
+            held = [(space.name, len(index.trie.all_values(space.root))) for space in index.namespaces()]
+        return {name: count * self.block_size for name, count in held}
+
+    def num_free_and_idle(self) -> tuple[int, int]:
+        """How many blocks of the pool are free, and how many `idle_blocks` there are, at one time."""
+        with self._lock:
+            idle = self._cached.num_idle()
+            return self._pool.num_free, idle
 
     @property
     def pinned_blocks(self) -> int:
@@ -243,8 +398,22 @@ class PrefixCache(IndexedCache):
         """Bytes of K and V of the cached blocks."""
         return len(self) * self._store.block_bytes
 
+    def check(self) -> None:
+        """Verify every invariant; AssertionError names the broken one."""
+        with self._lock:
+            self._cached.check()
+
     __reduce_ex__ = refuse_copies("`save` writes its blocks to a file")
 
     def __repr__(self) -> str:
         cached = f"{len(self)} of {self.capacity} blocks of {self.block_size} tokens cached"
         return f"PrefixCache({cached}, {self.pinned_blocks} in use)"
+
+    def _repr_html_(self) -> str:
+        """The blocks as a strip: those that may still be cached, cached ones, and those that sessions hold."""
+        with self._lock:
+            held = self._slots.counts() > 0
+            cached = int(np.count_nonzero((self._slots.records()["named"] != 0) & ~held))
+        in_use = int(np.count_nonzero(held))
+        states = np.repeat([0, 1, 2], [max(0, self.capacity - cached - in_use), cached, in_use])
+        return strip(repr(self), ("free", "cached", "in use"), states)

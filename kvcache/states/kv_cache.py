@@ -14,9 +14,9 @@ from kvcache.core.locks import CallLock, MendingLock
 from kvcache.core.strip import bar
 from kvcache.errors import OutOfMemoryError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
-from kvcache.prefix.access import KvCacheAccess
-from kvcache.prefix.cached_state import CachedKvState, checked_layers, finite
-from kvcache.prefix.pending import PendingWrites
+from kvcache.states.cached_state import CachedKvState, checked_layers, finite
+from kvcache.states.kv_cache_access import KvCacheAccess
+from kvcache.states.pending_writes import PendingWrites
 
 __all__ = ["CachedKvState", "KvCache", "KvCacheAccess"]
 

@@ -37,7 +37,7 @@ def aligned(size: int, alignment: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """How the K and V of some namespaces are stored.
+    """The layout of the K and V of some namespaces.
 
     Attributes:
         num_layers, num_heads, head_dim: the shape of one token's K; that of its V has `value_head_dim`.
@@ -65,7 +65,7 @@ class Arena:
         return aligned(self.page_bytes, _PAGE_ALIGNMENT)
 
     def pack(self) -> bytes:
-        """As a file holds it."""
+        """The bytes that a file holds."""
         apart = self.value_head_dim != self.head_dim
         return ARENA.pack(
             self.num_layers, self.num_heads, self.head_dim, self.key_dtype.encode(), self.value_dtype.encode(),

@@ -5,10 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TypeVar
 
-from kvcache.core.locks import CallLock
-from kvcache.prefix.cached_blocks import CachedBlocks
-from kvcache.prefix.cached_entries import CachedEntries
-from kvcache.prefix.index.prefixes import PrefixIndex
+from kvcache.prefix.index.prefix_index import PrefixIndex
 
 __all__ = ["IndexedCache"]
 
@@ -21,16 +18,18 @@ class IndexedCache(ABC):
     `close`, or `with`, closes the file that `load` reads from.
     """
 
-    _cached: CachedBlocks | CachedEntries
-    _lock: CallLock
-
     @property
+    @abstractmethod
     def _index(self) -> PrefixIndex:
-        return self._cached.index
+        """The index of what is cached now."""
 
     @abstractmethod
     def clear(self) -> None:
         """Forget everything."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Verify every invariant; AssertionError names the broken one."""
 
     def close(self) -> None:
         """Forget everything, as `clear`: a file that was loaded is closed. The cache may be used again."""
@@ -52,12 +51,12 @@ class IndexedCache(ABC):
 
     @property
     def hits(self) -> int:
-        """Of a `PrefixCache`: blocks found; of a `PrefixKvCache`: lookups that found something."""
+        """Blocks found by a `PrefixCache`; lookups of a `PrefixKvCache` that found something."""
         return self._index.hits
 
     @property
     def misses(self) -> int:
-        """Of a `PrefixCache`: lookups that ended before the prompt's last full block; else those that found nothing."""
+        """Lookups that ended before the prompt's last full block; of a `PrefixKvCache`, those that found nothing."""
         return self._index.misses
 
     @property
@@ -77,10 +76,5 @@ class IndexedCache(ABC):
 
     @property
     def evictions(self) -> int:
-        """Of a `PrefixCache`: blocks evicted; of a `PrefixKvCache`: entries evicted."""
+        """Blocks evicted by a `PrefixCache`; entries evicted by a `PrefixKvCache`."""
         return self._index.evictions
-
-    def check(self) -> None:
-        """Verify every invariant; AssertionError names the broken one."""
-        with self._lock:
-            self._cached.check()

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from oracle_trie import NaiveTrie, Tokens
 
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.blocks import PrefixCache
-from kvcache.prefix.sessions import CacheSession
+from kvcache.prefix.cache_session import CacheSession
+from kvcache.prefix.prefix_cache import PrefixCache
 
 Pair = tuple[list[Any], list[Any]]
 TEXT = st.lists(st.integers(0, 1), max_size=11).map(tuple)

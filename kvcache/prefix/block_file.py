@@ -1,0 +1,136 @@
+"""Saves the blocks of prefix caches to files and loads them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.core.locks import AllLocks
+from kvcache.core.store import BlockStore
+from kvcache.errors import InvalidOperationError, SnapshotError
+from kvcache.prefix.cached_blocks import CachedBlocks
+from kvcache.prefix.index.prefix_index import load
+from kvcache.prefix.index.slots import Claim
+from kvcache.prefix.index_file import Part, texts_of, write_indices
+from kvcache.prefix.saved_pages import SavedPages
+from kvcache.saved.file_tables import MIXED, Arena
+from kvcache.saved.segments import newest_pages, ranges, well_formed
+from kvcache.saved.snapshot import Snapshot
+
+__all__ = ["arena_of_blocks", "formats_of", "load_blocks", "save_blocks"]
+
+logger = logging.getLogger("kvcache")
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+_BLOCKS_AT_ONCE = 256  # read in one call; more delay Ctrl-C
+
+
+def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[CachedBlocks]) -> None:
+    """Write every block that the caches name; raises as `PrefixCache.save`."""
+    with AllLocks([cache.lock for cache in caches]):
+        for cache in caches:
+            cache.index.fetch_all()
+        model += _meaning(caches)
+        arenas = [(cache.slots, arena_of_blocks(cache), _raw_pages(cache.store)) for cache in caches]
+        write_indices(path, "blocks", model, [cache.index for cache in caches], arenas)
+        count = sum(len(cache.index) for cache in caches)
+    logger.info("%s: saved %d blocks", os.fspath(path), count)
+
+
+def _meaning(caches: Sequence[CachedBlocks]) -> str:
+    """Everything beside the model that the meaning of stored rows depends on: a suffix of its name in the file.
+
+    Keys centred by another calibration mean something else. So do rows of another format that is written in Python,
+    since all of those are stored in f32.
+    """
+    known = [cache.store.calibration for cache in caches if cache.store.calibration is not None]
+    calibrated, own = f" calibrated {known[0].fingerprint}" if known else "", caches[0].formats.fingerprint
+    return calibrated + "".join(formats_of(cache.store) for cache in caches) + (f" in {own}" if own else "")
+
+
+def formats_of(store: BlockStore) -> str:
+    """The formats of a store whose layers differ, which an `Arena` does not name; else nothing."""
+    dtypes = store.key_dtype, store.value_dtype
+    if all(isinstance(dtype, str) for dtype in dtypes):
+        return ""
+    key, value = (dtype if isinstance(dtype, str) else " ".join(dtype) for dtype in dtypes)
+    return f" formats {key} / {value}"
+
+
+def _raw_pages(store: BlockStore) -> Callable[[Int32], Iterable[list[Any]]]:
+    layers = [store.raw(layer) for layer in range(store.num_layers)]
+    return lambda blocks: ([layer[block] for layer in layers] for block in blocks.tolist())
+
+
+def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[CachedBlocks]) -> int:
+    """Name the blocks of a file in caches that are empty; how many in the first. Raises as `PrefixCache.load`."""
+    with AllLocks([cache.lock for cache in caches]):
+        _require_empty(caches)
+        snapshot = Snapshot(path, "blocks", model + _meaning(caches))
+        try:
+            takers = _takers(snapshot, caches)
+        except SnapshotError as error:
+            raise SnapshotError(f"{snapshot.path}: {error}") from error
+        load([_blocks_of(snapshot, arena, cache) for arena, cache in takers.items()])
+        count = len(caches[0].index)
+    logger.info("%s: loaded %d blocks", snapshot.path, count)
+    return count
+
+
+def _require_empty(caches: Sequence[CachedBlocks]) -> None:
+    for cache in caches:
+        if len(cache.index):
+            raise InvalidOperationError(f"expected an empty cache to load into, got {len(cache.index)} blocks")
+
+
+def _takers(snapshot: Snapshot, caches: Sequence[CachedBlocks]) -> dict[int, CachedBlocks]:
+    """The cache for each arena, if any; SnapshotError if the first arena has none or the tables are invalid."""
+    if not snapshot.arenas:
+        raise SnapshotError("expected an arena, got none")
+    arena_of_blocks(caches[0]).expect(snapshot.arenas[0])
+    pairs = zip(caches, snapshot.arenas, strict=False)
+    takers = {i: cache for i, (cache, arena) in enumerate(pairs) if arena_of_blocks(cache) == arena}
+    of_arena = snapshot.arena_of[snapshot.segments.namespaces]
+    for i, cache in takers.items():
+        well_formed(snapshot.segments, np.flatnonzero(of_arena == i), cache.store.block_size)
+    return takers
+
+
+def arena_of_blocks(cache: CachedBlocks) -> Arena:
+    """The layout in which files and tiers store the blocks of a cache."""
+    store = cache.store
+    key, value = (dtype if isinstance(dtype, str) else MIXED for dtype in (store.key_dtype, store.value_dtype))
+    return Arena(
+        store.num_layers, store.num_heads, *cache.dims, key, value, *store.rotated,
+        "blocks", store.block_size, store.block_bytes,
+    )  # fmt: skip
+
+
+def _blocks_of(snapshot: Snapshot, arena: int, cache: CachedBlocks) -> Part:
+    """The blocks that a cache takes of its arena: those used last, as many as there is room for."""
+    segments, size, slots = snapshot.segments, cache.store.block_size, cache.slots
+    slots.release_dropped()
+    mine = np.flatnonzero(snapshot.arena_of[segments.namespaces] == arena)
+    kept = newest_pages(segments, mine, size, cache.room(len(segments.tokens) // size, new=True))
+    chosen = np.flatnonzero(kept)
+    places = ranges(snapshot.firsts // size, kept, chosen)
+    claim = slots.take(len(places))
+    reader = saved_blocks(snapshot, arena, claim, places, cache.store)
+    return cache.index, texts_of(snapshot, {arena: claim}, {arena: reader}, chosen, kept.tolist())
+
+
+def saved_blocks(snapshot: Snapshot, arena: int, claim: Claim, places: Int64, store: BlockStore) -> SavedPages:
+    """Blocks of a store; a place is a page of the file."""
+
+    def buffers(turn: int, block: Int32) -> list[Any]:
+        # Read directly into the block: no call reads the block before its checksum is verified.
+        return list(store.overwrite(int(block[0])))
+
+    return SavedPages(snapshot, arena, claim, places, 1, _BLOCKS_AT_ONCE, buffers, lambda turn, pages, inside: None)

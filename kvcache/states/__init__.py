@@ -1,0 +1,1 @@
+"""`PrefixKvCache` and `KvCache`: K and V of whole prompts, in plain vectors."""
