@@ -19,7 +19,7 @@ from kvcache.core.copying import refuse_copies
 from kvcache.core.descriptors import File, kind_of
 from kvcache.core.files import read_at, write_at
 from kvcache.tiers.keys import KEY_BYTES, as_secret
-from kvcache.tiers.protocol import Buffer
+from kvcache.tiers.protocol import MOST_BYTES, Buffer
 from kvcache.tiers.spaces import SPACE
 
 __all__ = ["DirectoryTier"]
@@ -29,7 +29,6 @@ logger = logging.getLogger("kvcache")
 _SECRET, _SECRET_BYTES = "secret", 32  # the file of a secret of the directory's own
 _WRITING, _POLL = 1.0, 0.01  # seconds that another process has to complete that file; how often it is looked at
 _SHARE = 16  # what processes may write before they count the files again: a 16th of the limit each
-_MOST_BYTES = 1 << 30  # of a file that is read
 _ROOT = os.O_RDONLY | os.O_DIRECTORY
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -82,7 +81,7 @@ class DirectoryTier:
             self.secret = _own_secret(root, self.path) if given is None else given
             self._bytes, self._written = sum(size for _, size, _, _ in _files(root)), 0
 
-    def get_many(self, keys: Sequence[bytes], most_bytes: int = _MOST_BYTES) -> list[Buffer | None]:
+    def get_many(self, keys: Sequence[bytes], most_bytes: int = MOST_BYTES) -> list[Buffer | None]:
         """See `Tier`."""
         with self._root() as root:
             return [_value(root, key, most_bytes) for key in keys]
