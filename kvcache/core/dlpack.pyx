@@ -3,8 +3,8 @@
 The structures are those of dlpack.h, version 0 ("dltensor"), which every exporter makes unless it is asked for another.
 That version cannot mark memory as read-only, so exporters refuse to export such memory. NumPy asks for version 1.
 
-A capsule does not say how much memory there is: whoever makes it is trusted with that. Shapes and strides that no memory
-can have are refused, since their products would be other numbers than they seem.
+A capsule does not say how much memory there is: its maker is trusted with that. Shapes and strides that no memory can
+have are refused, since their products would be other numbers than they seem.
 """
 
 cimport numpy as cnp

@@ -15,6 +15,8 @@ from kvcache.tiers.protocol import MOST_BYTES, Buffer
 
 __all__ = ["RedisTier"]
 
+_MOST_TTL = 2**53  # the server counts milliseconds since 1970 in 64 bits
+
 
 class RedisTier:
     """Values in Redis or Valkey. The client decides on addresses, TLS, passwords and timeouts; the server on eviction.
@@ -49,7 +51,7 @@ class RedisTier:
         if not isinstance(prefix, str):
             raise TypeError(f"prefix: expected a str, got {type(prefix).__name__}")
         self.client, self.secret, self.prefix = client, as_secret(secret), prefix
-        self.ttl = None if ttl is None else as_count(ttl, "ttl", 1)
+        self.ttl = None if ttl is None else as_count(ttl, "ttl", 1, _MOST_TTL)
         self._prefix, self._connections = prefix.encode(), Connections(client)
 
     def get_many(self, keys: Sequence[bytes], most_bytes: int = MOST_BYTES) -> list[Buffer | None]:
