@@ -101,7 +101,7 @@ def _as_it_is(x: Any, name: str) -> npt.NDArray[Any]:
 
 def _from_dlpack(x: Any, name: str) -> npt.NDArray[Any]:
     try:
-        return np.from_dlpack(x)
+        return np.from_dlpack(dlpack.Checked(x, name))
     except (BufferError, RuntimeError, TypeError) as error:
         words = None
         with suppress(BufferError, RuntimeError, TypeError):

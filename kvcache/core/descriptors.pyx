@@ -34,7 +34,8 @@ def kind_of(int mode):
 cdef class File:
     """A descriptor, opened and owned in one call, and closed by `close`, at the latest when this is deallocated.
 
-    Args: as of `os.open`; a created file can be read and written only by its owner.
+    Args: as of `os.open`; a created file can be read and written only by its owner. `folder`: the open folder that the
+        path is relative to.
 
     Raises:
         OSError: of the file system.
@@ -45,8 +46,8 @@ cdef class File:
     def __cinit__(self):
         self.fd = -1
 
-    def __init__(self, path, int flags):
-        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    def __init__(self, path, int flags, File folder=None):
+        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600, dir_fd=None if folder is None else folder.fd)
 
     def close(self):
         """Close it; no-op the second time."""
@@ -54,6 +55,12 @@ cdef class File:
         if fd >= 0:
             self.fd = -1    # closed afterwards, even if the system reports an error
             os.close(fd)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
 
     def __dealloc__(self):
         if self.fd >= 0:

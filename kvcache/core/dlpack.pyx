@@ -1,16 +1,19 @@
 """Tensors of other libraries through DLPack, where NumPy does not read them: bfloat16, and memory to write to.
 
 The structures are those of dlpack.h, version 0 ("dltensor"), which every exporter makes unless it is asked for another.
-That version cannot mark memory as read-only, so exporters refuse to export such memory.
+That version cannot mark memory as read-only, so exporters refuse to export such memory. NumPy asks for version 1.
+
+A capsule does not say how much memory there is: its maker is trusted with that. Shapes and strides that no memory can
+have are refused, since their products would be other numbers than they seem.
 """
 
 cimport numpy as cnp
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from cpython.ref cimport Py_INCREF
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-__all__ = ["array_of", "as_words", "bfloat16_words", "writeable"]
+__all__ = ["Checked", "array_of", "as_words", "bfloat16_words", "writeable"]
 
 cnp.import_array()
 
@@ -30,40 +33,96 @@ cdef struct tensor_t:
     int64_t *strides       # in elements; NULL: C order
     uint64_t byte_offset
 
+cdef struct versioned_t:
+    uint32_t major, minor
+    void *context
+    void *deleter
+    uint64_t flags
+    tensor_t tensor
+
 cdef enum:
     CPU = 1, FLOAT = 2, BFLOAT = 4, MOST_DIMENSIONS = 32
 
+cdef int64_t MOST_BYTES = <int64_t>1 << 57     # between the first and the last byte of a tensor
 
-cdef tensor_t *tensor_of(object capsule, int code, int bits) except? NULL:
+cdef extern from *:
+    bint add_overflows "__builtin_add_overflow"(int64_t a, int64_t b, int64_t *sum) noexcept nogil
+    bint multiply_overflows "__builtin_mul_overflow"(int64_t a, int64_t b, int64_t *product) noexcept nogil
+
+
+cdef int64_t count(const tensor_t *tensor) noexcept:
+    """The elements of a tensor; -1 if its numbers are none that memory can have."""
+    cdef int64_t elements = 1, low = 0, high = 0, size = (<int64_t>tensor.bits * tensor.lanes + 7) // 8, span, stride
+    cdef uint64_t first = <uint64_t>tensor.data + tensor.byte_offset
+    cdef int i
+    if not 0 <= tensor.ndim <= MOST_DIMENSIONS or (tensor.ndim and tensor.shape == NULL):
+        return -1
+    for i in range(tensor.ndim):
+        if tensor.shape[i] < 0:
+            return -1
+    for i in range(tensor.ndim):
+        if tensor.shape[i] == 0:
+            return 0
+    for i in reversed(range(tensor.ndim)):
+        stride = elements if tensor.strides == NULL else tensor.strides[i]
+        if multiply_overflows(tensor.shape[i] - 1, stride, &span) \
+                or (add_overflows(high, span, &high) if span > 0 else add_overflows(low, span, &low)) \
+                or multiply_overflows(elements, tensor.shape[i], &elements):
+            return -1
+    if add_overflows(high, 1, &high) or multiply_overflows(high, size, &high) or multiply_overflows(low, size, &low) \
+            or multiply_overflows(elements, size, &span) or high > MOST_BYTES or low < -MOST_BYTES or span > MOST_BYTES:
+        return -1
+    if tensor.data == NULL or first < <uint64_t>tensor.data or first <= <uint64_t>-low \
+            or first + <uint64_t>high < first:
+        return -1
+    return elements
+
+
+cdef int check(const tensor_t *tensor, str name) except -1:
+    """ValueError unless memory can have a tensor."""
+    if tensor.device_type == CPU and count(tensor) < 0:
+        sizes = strides = None
+        if 0 <= tensor.ndim <= MOST_DIMENSIONS and tensor.shape != NULL:
+            sizes = tuple([tensor.shape[i] for i in range(tensor.ndim)])
+            strides = None if tensor.strides == NULL else tuple([tensor.strides[i] for i in range(tensor.ndim)])
+        raise ValueError(f"{name}: expected a tensor that memory can have, got {tensor.ndim} dimensions {sizes} with "
+                         f"strides {strides} from {tensor.byte_offset} on")
+    return 0
+
+
+cdef tensor_t *tensor_of(object capsule, int code, int bits, str name) except? NULL:
     """The tensor of a capsule; NULL for one on another device or of another type."""
     if not PyCapsule_IsValid(capsule, "dltensor"):
         return NULL
     cdef tensor_t *tensor = <tensor_t *>PyCapsule_GetPointer(capsule, "dltensor")
-    if tensor.device_type != CPU or tensor.code != code or tensor.bits != bits or tensor.lanes != 1 \
-            or not 0 <= tensor.ndim <= MOST_DIMENSIONS:
+    if tensor.device_type != CPU or tensor.code != code or tensor.bits != bits or tensor.lanes != 1:
         return NULL
+    check(tensor, name)
     return tensor
 
 
 cdef rows_t rows_of(object capsule, str name) except *:
-    cdef tensor_t *tensor = tensor_of(capsule, FLOAT, 32)
+    cdef tensor_t *tensor = tensor_of(capsule, FLOAT, 32, name)
     cdef rows_t rows
     cdef int64_t elements = 1
     cdef bint gaps = False
     cdef int i
     rows.words = tensor == NULL
     if rows.words:
-        tensor = tensor_of(capsule, BFLOAT, 16)
+        tensor = tensor_of(capsule, BFLOAT, 16, name)
     if tensor == NULL or tensor.ndim == 0:
         raise ValueError(f"{name}: expected a tensor (..., columns) of float32 or bfloat16 on the CPU, got another")
-    for i in reversed(range(tensor.ndim)):
+    cdef int64_t total = count(tensor)
+    for i in reversed(range(tensor.ndim if total else 0)):
         gaps |= tensor.strides != NULL and tensor.shape[i] != 1 and tensor.strides[i] != elements
         elements *= tensor.shape[i]
-    if gaps and elements:
+    if gaps:
         raise ValueError(f"{name}: expected a contiguous tensor, got one with gaps between its elements")
     rows.columns = tensor.shape[tensor.ndim - 1]
-    rows.n = elements // rows.columns if rows.columns else 0
+    rows.n = total // rows.columns if rows.columns else 0
     rows.data = <char *>tensor.data + tensor.byte_offset
+    if <uint64_t>rows.data % (2 if rows.words else 4):
+        raise ValueError(f"{name}: expected aligned memory, got a tensor that begins inside of an element")
     return rows
 
 
@@ -74,7 +133,7 @@ cdef bint rows_overlap(rows_t a, rows_t b) noexcept:
 
 cdef object view(object capsule, int code, int bits, int type_number):
     """The memory of a tensor on the CPU as an array of this type, not copied; None for a tensor of another type."""
-    cdef tensor_t *tensor = tensor_of(capsule, code, bits)
+    cdef tensor_t *tensor = tensor_of(capsule, code, bits, "tensor")
     cdef cnp.npy_intp shape[MOST_DIMENSIONS]
     cdef int i
     if tensor == NULL:
@@ -84,12 +143,41 @@ cdef object view(object capsule, int code, int bits, int type_number):
     cdef cnp.ndarray array = cnp.PyArray_SimpleNewFromData(tensor.ndim, shape, type_number,
                                                            <char *>tensor.data + tensor.byte_offset)
     if tensor.strides != NULL:
-        for i in range(tensor.ndim):
-            cnp.PyArray_STRIDES(array)[i] = tensor.strides[i] * (bits // 8)
+        for i in range(tensor.ndim if cnp.PyArray_SIZE(array) else 0):
+            if tensor.shape[i] > 1:    # other strides have no meaning, and no limit
+                cnp.PyArray_STRIDES(array)[i] = tensor.strides[i] * (bits // 8)
     cnp.PyArray_UpdateFlags(array, cnp.NPY_ARRAY_UPDATE_ALL)    # contiguous, aligned
     # A capsule that nobody renames frees its tensor when it is dropped.
     cnp.set_array_base(array, capsule)
     return array
+
+
+cdef class Checked:
+    """A tensor for NumPy to read, whose numbers are checked before.
+
+    Args:
+        x: a tensor.
+        name: of the tensor in messages.
+    """
+
+    cdef object x
+    cdef str name
+
+    def __init__(self, x, str name not None):
+        self.x, self.name = x, name
+
+    def __dlpack__(self, **options):
+        """The capsule; ValueError for numbers that no memory can have."""
+        capsule = self.x.__dlpack__(**options)
+        if PyCapsule_IsValid(capsule, "dltensor"):
+            check(<tensor_t *>PyCapsule_GetPointer(capsule, "dltensor"), self.name)
+        elif PyCapsule_IsValid(capsule, "dltensor_versioned"):
+            check(&(<versioned_t *>PyCapsule_GetPointer(capsule, "dltensor_versioned")).tensor, self.name)
+        return capsule
+
+    def __dlpack_device__(self):
+        """The device."""
+        return self.x.__dlpack_device__()
 
 
 def bfloat16_words(x):

@@ -15,7 +15,7 @@ cimport numpy as cnp
 from libc.stdint cimport int64_t, uint16_t
 from libc.string cimport memcpy
 
-from kvcache.core.arguments import as_count, as_instance, described, short
+from kvcache.core.arguments import as_count, as_indices, as_instance, as_integer, described, is_integer, short
 from kvcache.core.arguments cimport is_plain, overlap
 from kvcache.core.dlpack cimport rows_of, rows_overlap, rows_t
 from kvcache.core.kernels cimport (
@@ -24,6 +24,7 @@ from kvcache.core.kernels cimport (
     matrix_get_row, matrix_init, matrix_put_codes, matrix_put_words, num_threads, quantise_weights,
 )
 from kvcache.core.recycled cimport Piece, new_floats
+from kvcache.errors import OutOfMemoryError
 
 __all__ = ["ACTIVATIONS", "MATRIX_FORMATS", "Matrix", "MatrixFormat", "checked_activations"]
 
@@ -54,6 +55,10 @@ cdef class Matrix:
         memory: uint8 array of zeros to use from its first cache line on; `num_bytes(rows, columns, format)` are enough.
             Own memory by default.
 
+    Raises:
+        TypeError, ValueError: as `num_bytes`; another kind of memory, or too little of it.
+        OutOfMemoryError: sizes that this machine has no memory for.
+
     Attributes:
         format: the name of the format.
         scratch_bytes: the most bytes of prepared rows and partial sums that a product has taken so far, and freed when
@@ -61,9 +66,12 @@ cdef class Matrix:
     """
 
     def __cinit__(self, rows, columns, format, memory=None):
-        rows, columns = as_count(rows, "rows", 1, most=None), as_count(columns, "columns", 1, most=None)
+        rows, columns = as_count(rows, "rows", 1), as_count(columns, "columns", 1)
         size = self.num_bytes(rows, columns, format)
-        memory = np.zeros(size, np.uint8) if memory is None else as_instance(memory, np.ndarray, "memory")
+        try:
+            memory = np.zeros(size, np.uint8) if memory is None else as_instance(memory, np.ndarray, "memory")
+        except MemoryError:
+            raise OutOfMemoryError(size, 0, "bytes") from None
         if memory.dtype != np.uint8 or memory.ndim != 1 or len(memory) < size - _LINE:
             raise ValueError(f"memory: expected {size} bytes of uint8, got {memory.dtype} {memory.shape}")
         cdef unsigned char[::1] data = memory
@@ -83,7 +91,7 @@ cdef class Matrix:
             ValueError: an unknown format, or sizes that no memory holds.
         """
         cdef kvc_matrix_format number = _number(format)
-        rows, columns = as_count(rows, "rows", 1, most=None), as_count(columns, "columns", 1, most=None)
+        rows, columns = as_count(rows, "rows", 1), as_count(columns, "columns", 1)
         padded = -(-rows // 16) * 16 * (-(-columns // 64) * 64)
         if padded > 2 ** 58:
             raise ValueError(f"rows, columns: expected less than 2**58 weights, got {rows} x {columns}")
@@ -210,12 +218,14 @@ cdef class Matrix:
                 np.asarray(c_minima).view(np.float16) if line.has_minima else None)
 
     def __getitem__(self, rows):
-        """The rows of an integer array `(n,)` as float32 `(n, columns)`: how embeddings are looked up.
+        """The rows of an int, or of an integer array `(n,)`, as float32 `(n, columns)`: how embeddings are looked up.
 
         Raises:
+            TypeError, ValueError: no integers, or no integers of 64 bits.
             IndexError: no such row.
         """
-        cdef const int64_t[::1] at = np.array(rows, np.int64, order="C", ndmin=1)    # a copy, which nobody changes
+        found = as_indices([as_integer(rows, "rows")] if is_integer(rows) else rows, "rows")
+        cdef const int64_t[::1] at = found.copy()    # which nobody changes
         out = new_floats((at.shape[0], self.c.columns))
         cdef float[:, ::1] c_out = out
         cdef int64_t i
@@ -349,7 +359,7 @@ cdef class Matrix:
         Raises:
             ValueError: `row` is not a multiple of 16, or the part ends between two and there are more rows.
         """
-        cdef int64_t first = as_count(row, "row", most=None), rows = as_count(count, "count", 1, most=None)
+        cdef int64_t first = as_count(row, "row"), rows = as_count(count, "count", 1)
         if first % KVC_PANEL or rows > self.c.rows - first or (rows % KVC_PANEL and first + rows < self.c.rows):
             raise ValueError(f"row, count: expected multiples of {KVC_PANEL} in {len(self)} rows, got {first}, {rows}")
         cdef size_t start = self.c.data - <unsigned char *>cnp.PyArray_DATA(self.memory)
@@ -358,7 +368,7 @@ cdef class Matrix:
 
     cdef int64_t _rows(self, object row, int64_t count, int64_t columns) except -1:
         """The first of `count` rows from `row` on, which exist and have so many columns."""
-        first = as_count(row, "row", most=None)
+        first = as_count(row, "row")
         if columns != self.c.columns or first + count > self.c.rows:
             raise ValueError(f"row: expected rows of ({self.c.rows}, {self.c.columns}), "
                              f"got {count} of {columns} columns from {first}")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.arguments import as_indices, as_integer, is_integer
 from kvcache.core.matrix import Matrix
 
 __all__ = ["MatrixStack", "empty_matrices", "stacked"]
@@ -48,12 +49,9 @@ class MatrixStack:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: NDArray[np.int64]) -> Float32:
-        """The rows of an integer array `(n,)` as float32 `(n, columns)`.
-
-        Raises:
-            IndexError: no such row.
-        """
+    def __getitem__(self, rows: int | NDArray[np.int64]) -> Float32:
+        """As `Matrix.__getitem__`."""
+        rows = as_indices([as_integer(rows, "rows")] if is_integer(rows) else rows, "rows")
         wrong = rows[(rows < 0) | (rows >= len(self))]
         if len(wrong):
             raise IndexError(f"rows: expected 0 to {len(self) - 1}, got {wrong[0]}")

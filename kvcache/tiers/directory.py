@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import groupby
 from threading import RLock
-from time import time_ns
+from time import monotonic, sleep
 
 from kvcache.core.arguments import as_bytes
 from kvcache.core.copying import refuse_copies
+from kvcache.core.descriptors import File, kind_of
 from kvcache.core.files import read_at, write_at
-from kvcache.errors import KvCacheError
-from kvcache.tiers.keys import as_secret
-from kvcache.tiers.protocol import Buffer
+from kvcache.tiers.keys import KEY_BYTES, as_secret
+from kvcache.tiers.protocol import MOST_BYTES, Buffer
 from kvcache.tiers.spaces import SPACE
 
 __all__ = ["DirectoryTier"]
 
-_SECRET = "secret"  # the file of a secret of the directory's own
+logger = logging.getLogger("kvcache")
+
+_SECRET, _SECRET_BYTES = "secret", 32  # the file of a secret of the directory's own
+_WRITING, _POLL = 1.0, 0.01  # seconds that another process has to complete that file; how often it is looked at
 _SHARE = 16  # what processes may write before they count the files again: a 16th of the limit each
-_MOST_BYTES = 1 << 30  # of a file that is read
+_ROOT = os.O_RDONLY | os.O_DIRECTORY
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+_OTHER = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENXIO}  # nothing, or another kind
+_OWN = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES - 2}}}|\.[0-9]+-[0-9]+-[0-9a-f]{{8}}\.tmp")  # values, unfinished ones
 
 
 class DirectoryTier:
@@ -30,17 +41,24 @@ class DirectoryTier:
 
     A value is written to a temporary file and renamed, so a process that is killed at any point leaves whole values,
     and at most one temporary file, which is deleted as the least recently used one. No file is forced to the disk:
-    after a power failure a damaged value is a miss. A read marks the file as used.
+    after a power failure a damaged value is a miss. A read marks the file as used. Files of other names and kinds are
+    never read, counted or deleted, and links below the directory are not followed.
+
+    Whoever can write to the directory can delete values. Without `secret` it must belong to this user, or to root, and
+    nobody else may write to it. With `secret` it may belong to another user, and a group may share it: a directory of
+    mode 2770 gives the group every file. One that everybody can write to is refused.
 
     Args:
         path: made if it is missing, readable by its owner alone.
         max_bytes: the most bytes of all files, an int or a text such as "20GiB". While several processes write, each
             may exceed it by a 16th.
-        secret: see `Tiers`; None: one that is drawn when the directory is made, and kept in it. Whoever can read the
-            directory can then also write values that are accepted.
+        secret: see `Tiers`; None: one that is drawn when the directory is made, and kept in its file `secret`. Whoever
+            can read that file can write values that are accepted. If it is damaged, a new one is drawn, with a warning
+            in the log: what was stored under the old one is not found again and leaves as the least recently used.
 
     Raises:
         TypeError, ValueError: another kind; not one byte.
+        PermissionError: the directory or its secret belongs to another user, or others may write to it; see above.
         OSError: the directory cannot be made or read.
 
     Attributes:
@@ -55,137 +73,117 @@ class DirectoryTier:
         if not self.max_bytes:
             raise ValueError("max_bytes: expected at least 1, got 0")
         given = None if secret is None else as_secret(secret)
-        os.makedirs(self.path, mode=0o700, exist_ok=True)
-        self.secret = self._own_secret() if given is None else given
+        self._shared = given is not None
         self._lock = RLock()
         self._number = 0
-        self._bytes, self._written = self._count(), 0
+        with self._root(make=True) as root:
+            assert root is not None
+            self.secret = _own_secret(root, self.path) if given is None else given
+            self._bytes, self._written = sum(size for _, size, _, _ in _files(root)), 0
 
-    def get_many(self, keys: Sequence[bytes]) -> list[Buffer | None]:
+    def get_many(self, keys: Sequence[bytes], most_bytes: int = MOST_BYTES) -> list[Buffer | None]:
         """See `Tier`."""
-        return [self._read(self._path_of(key), SPACE) for key in keys]
+        with self._root() as root:
+            return [_value(root, key, most_bytes) for key in keys]
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`."""
-        return [os.path.isfile(self._path_of(key)) for key in keys]
+        there: set[bytes] = set()
+        with self._root() as root:
+            for name, group in groupby(sorted(set(keys)), _folder_of):
+                with _folder(root, name) as folder:
+                    there.update(key for key in group if folder is not None and _status(folder, _file_of(key)))
+        return [key in there for key in keys]
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """See `Tier`. A value that is larger than the directory may be is not stored.
+        """See `Tier`. A value is not stored if it is larger than the directory may be, or if its place is taken by
+        something that is no value, such as a folder of its name.
 
         Raises:
             OSError: of the file system; the values before the one that failed are stored.
         """
-        for key, value in items:
-            size = memoryview(value).nbytes
-            if size <= self.max_bytes:
-                self._make_room(size)
-                self._write(self._path_of(key), value)
+        with self._root(make=True) as root:
+            assert root is not None
+            for key, value in items:
+                size = memoryview(value).nbytes
+                if size <= self.max_bytes and self._make_room(root, size):
+                    with _folder(root, _folder_of(key), make=True) as folder:
+                        if folder is not None:
+                            self._write(folder, _file_of(key), value, _mode(root) & 0o660)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all files, as this process counts them."""
         return self._bytes
 
-    def _path_of(self, key: bytes) -> str:
-        name = key.hex()
-        return f"{self.path}/{name[:2]}/{name[2:]}"
-
-    def _read(self, path: str, space: Callable[[int], Buffer] = bytearray) -> Buffer | None:
+    @contextmanager
+    def _root(self, make: bool = False) -> Iterator[File | None]:
+        """The directory, opened for one call, since another one may have taken its place; None if there is none."""
+        if make:
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            opened = File(self.path, _ROOT)
         except FileNotFoundError:
-            return None
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
-                return None
-            value = space(status.st_size)
-            whole = read_at(fd, [value], 0)
-        finally:
-            os.close(fd)
-        with suppress(OSError):  # another process may have deleted it, or another user may own it
-            os.utime(path)
-        return value if whole else None
+            yield None
+            return
+        with opened as root:
+            self._check(os.fstat(root.fd))
+            yield root
 
-    def _write(self, path: str, value: Buffer) -> None:
-        folder = os.path.dirname(path)
+    def _check(self, status: os.stat_result) -> None:
+        """PermissionError if others than the directory's users could put something in place of a value or a secret."""
+        others = stat.S_IWOTH if self._shared else stat.S_IWOTH | stat.S_IWGRP
+        if status.st_mode & others or not (self._shared or _is_own(status)):
+            expected = "a directory that not everybody can write to"
+            if not self._shared:
+                expected = "a secret, or a directory of this user that no other can write to (such as a new one in it)"
+            raise PermissionError(
+                f"{self.path}: expected {expected}, got {kind_of(status.st_mode)} of user {status.st_uid} with mode "
+                f"{stat.S_IMODE(status.st_mode):04o}"
+            )
+
+    def _write(self, folder: File, name: str, value: Buffer, mode: int) -> None:
         with self._lock:
             self._number += 1
-            temporary = f"{folder}/.{os.getpid()}-{self._number}-{secrets.token_hex(4)}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            temporary = f".{os.getpid()}-{self._number}-{secrets.token_hex(4)}.tmp"
         try:
-            fd = os.open(temporary, flags, 0o600)
-        except FileNotFoundError:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            fd = os.open(temporary, flags, 0o600)
-        try:
-            try:
-                size = write_at(fd, [value], 0)
-            finally:
-                os.close(fd)
-            replaced = _size(path)
-            os.rename(temporary, path)
-        except BaseException:
+            with File(temporary, _NEW, folder) as file:
+                if mode & 0o060:
+                    os.fchmod(file.fd, mode)
+                size = write_at(file.fd, [value], 0)
+            before = _status(folder, name)
+            os.rename(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+        except BaseException as error:
             with suppress(OSError):
-                os.unlink(temporary)
+                os.unlink(temporary, dir_fd=folder.fd)
+            if isinstance(error, IsADirectoryError):
+                return
             raise
         with self._lock:
-            self._bytes += size - replaced
+            self._bytes += size - (before.st_size if before else 0)
             self._written += size
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, root: File, size: int) -> bool:
+        """Whether so many bytes more fit, if need be when others were deleted."""
         with self._lock:
             if self._bytes + size > self.max_bytes or self._written > self.max_bytes // _SHARE:
-                self._shrink(size)
+                self._shrink(root, size)
+            return self._bytes + size <= self.max_bytes
 
-    def _shrink(self, size: int) -> None:
+    def _shrink(self, root: File, size: int) -> None:
         """Count the files again; delete those used longest ago until `size` more bytes fit, with a 16th to spare."""
-        files = sorted(self._files())
+        files = sorted(_files(root))
         self._bytes, self._written = sum(each[1] for each in files), 0
         if self._bytes + size <= self.max_bytes:
             return
-        for _, length, path in files:
+        for _, length, name, file in files:
             if self._bytes + size <= self.max_bytes - self.max_bytes // _SHARE:
                 break
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-            self._bytes -= length
-
-    def _count(self) -> int:
-        return sum(size for _, size, _ in self._files())
-
-    def _files(self) -> Iterator[tuple[int, int, str]]:
-        """`(when it was used last, bytes, path)` of every file of values."""
-        for number in range(256):
-            try:
-                with os.scandir(f"{self.path}/{number:02x}") as entries:
-                    for entry in entries:
-                        with suppress(FileNotFoundError):
-                            status = entry.stat(follow_symlinks=False)
-                            yield status.st_mtime_ns, status.st_size, entry.path
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-
-    def _own_secret(self) -> bytes:
-        """The secret in the directory, which the first process draws."""
-        path = f"{self.path}/{_SECRET}"
-        if not os.path.exists(path):
-            temporary = f"{path}.{os.getpid()}-{time_ns()}.tmp"
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                try:
-                    write_at(fd, [secrets.token_bytes(32)], 0)
-                    os.fsync(fd)  # every value depends on it
-                finally:
-                    os.close(fd)
-                with suppress(FileExistsError):
-                    os.link(temporary, path)  # at once and whole, and never over another one
-            finally:
-                os.unlink(temporary)
-        found = self._read(path)
-        if found is None or len(found) != 32:
-            raise KvCacheError(f"{path}: expected a secret of 32 bytes, got {0 if found is None else len(found)}")
-        return bytes(found)
+            with suppress(PermissionError), _folder(root, name) as folder:
+                if folder is not None:
+                    with suppress(FileNotFoundError):
+                        os.unlink(file, dir_fd=folder.fd)
+                self._bytes -= length
 
     __reduce_ex__ = refuse_copies("make another one over the same path")
 
@@ -193,8 +191,152 @@ class DirectoryTier:
         return f"DirectoryTier({self.path!r}, {self._bytes} of {self.max_bytes} bytes)"
 
 
-def _size(path: str) -> int:
+def _folder_of(key: bytes) -> str:
+    return key[:1].hex()
+
+
+def _file_of(key: bytes) -> str:
+    return key[1:].hex()
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether a file belongs to this user or to root."""
+    return status.st_uid in (os.geteuid(), 0)
+
+
+def _mode(root: File) -> int:
+    """The permissions of what is made in a directory: those of its owner and its group."""
+    return stat.S_IMODE(os.fstat(root.fd).st_mode) & 0o2770 | 0o700
+
+
+def _opened(name: str, flags: int, folder: File) -> File | None:
+    """An open file of a folder; None if there is none of this kind, such as a link."""
     try:
-        return os.lstat(path).st_size
+        return File(name, flags, folder)
+    except OSError as error:
+        if error.errno not in _OTHER:
+            raise
+        return None
+
+
+@contextmanager
+def _folder(root: File | None, name: str, make: bool = False) -> Iterator[File | None]:
+    """A folder of the directory; None if there is none, or something else in its place."""
+    flags = _ROOT | os.O_NOFOLLOW
+    folder = None if root is None else _opened(name, flags, root)
+    if make and folder is None and root is not None:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=root.fd)
+        folder = _opened(name, flags, root)
+        if folder is not None and (mode := _mode(root)) & 0o070:
+            os.fchmod(folder.fd, mode)
+    if folder is None:
+        yield None
+        return
+    with folder:
+        yield folder
+
+
+def _status(folder: File, name: str) -> os.stat_result | None:
+    """The status of a regular file; None if there is none."""
+    try:
+        status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
     except FileNotFoundError:
-        return 0
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def _value(root: File | None, key: bytes, most: int) -> Buffer | None:
+    """The bytes of a value; empty if it has more than `most`, None if there is none, or none that may be read."""
+    with _folder(root, _folder_of(key)) as folder:
+        if folder is None or (status := _status(folder, _file_of(key))) is None:
+            return None
+        if status.st_size > most:
+            return b""
+        with suppress(PermissionError):
+            return _read(folder, _file_of(key), most)
+        return None
+
+
+def _read(folder: File, name: str, most: int, space: Callable[[int], Buffer] = SPACE) -> Buffer | None:
+    """The bytes of a regular file; None if there is none, or if it has more than `most`."""
+    file = None if _status(folder, name) is None else _opened(name, _READ, folder)
+    if file is None:
+        return None
+    with file:
+        status = os.fstat(file.fd)  # another file may have taken the name
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+            return None
+        value = space(status.st_size)
+        whole = read_at(file.fd, [value], 0)
+        with suppress(OSError):  # another user may own it
+            os.utime(file.fd)
+    return value if whole else None
+
+
+def _files(root: File) -> Iterator[tuple[int, int, str, str]]:
+    """`(when it was used last, bytes, folder, name)` of every file that a tier has written, as far as they are open."""
+    for name in map(_folder_of, map(bytes, zip(range(256), strict=True))):
+        with suppress(PermissionError), _folder(root, name) as folder:
+            if folder is not None:
+                with os.scandir(folder.fd) as entries:
+                    files = [entry.name for entry in entries if _OWN.fullmatch(entry.name)]
+                for file in files:
+                    if (status := _status(folder, file)) is not None:
+                        yield status.st_mtime_ns, status.st_size, name, file
+
+
+def _own_secret(root: File, path: str) -> bytes:
+    """The secret in a directory, which the first process draws.
+
+    Its file is created and then written, since not all file systems have hard links: one that is too short is being
+    written, or damaged if it stays so.
+    """
+    end = None
+    while (found := _secret(root, path)) is None or len(found) != _SECRET_BYTES:
+        drawn = secrets.token_bytes(_SECRET_BYTES)
+        if found is None:
+            with suppress(FileExistsError):
+                _write_secret(root, _SECRET, drawn)
+            continue
+        end = end or monotonic() + _WRITING
+        if monotonic() < end:
+            sleep(_POLL)
+            continue
+        logger.warning(
+            "%s/%s: expected %d bytes, got a damaged file: a new secret takes its place; values under the old one "
+            "are not found again", path, _SECRET, _SECRET_BYTES,
+        )  # fmt: skip
+        temporary = f".{_SECRET}-{secrets.token_hex(4)}.tmp"
+        _write_secret(root, temporary, drawn)
+        os.rename(temporary, _SECRET, src_dir_fd=root.fd, dst_dir_fd=root.fd)
+    return found
+
+
+def _secret(root: File, path: str) -> bytes | None:
+    """The bytes of the secret's file, none if it is too long; None if there is none.
+
+    Raises:
+        PermissionError: it is no regular file, another user may write to it, or this one may not read it.
+    """
+    try:
+        status = os.stat(_SECRET, dir_fd=root.fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(status.st_mode) and _is_own(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        with suppress(PermissionError):
+            return bytes(_read(root, _SECRET, _SECRET_BYTES, bytearray) or b"")
+    raise PermissionError(
+        f"{path}/{_SECRET}: expected a regular file that this user alone can read and write, got "
+        f"{kind_of(status.st_mode)} of user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}"
+    )
+
+
+def _write_secret(root: File, name: str, secret: bytes) -> None:
+    with File(name, _NEW, root) as file:
+        try:
+            write_at(file.fd, [secret], 0)
+            os.fsync(file.fd)  # every value depends on it
+        except BaseException:
+            os.unlink(name, dir_fd=root.fd)
+            raise

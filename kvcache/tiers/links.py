@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import RLock
 from time import monotonic
 from typing import Any, TypeVar
 
+from kvcache.core.arguments import short
 from kvcache.tiers.protocol import Buffer, Tier
 
 __all__ = ["FAILURES", "PAUSE", "Link", "Measured", "TierStats"]
@@ -115,7 +118,10 @@ class Link:
         # The first call also connects, and a fetch takes a round trip and more: the least one counts most.
         self.latency, self.rate = Measured(0.1, 1.0), Measured()
         self._lock = RLock()
-        self._failures, self._closed_until = 0, 0.0
+        self._failures, self._closed_until, self._told = 0, 0.0, -PAUSE
+        self._knows_sizes = False
+        with suppress(TypeError, ValueError):  # a callable without a signature
+            self._knows_sizes = "most_bytes" in inspect.signature(tier.get_many).parameters
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter."""
@@ -129,16 +135,29 @@ class Link:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool] | None:
         """Which keys have values; None: the call failed."""
+
+        def ask(keys: Sequence[bytes]) -> list[bool]:
+            found = self.tier.contains_many(keys)
+            return list(map(bool, found)) if isinstance(found, list) else found
+
         began = monotonic()
-        found: list[bool] | None = self._call(self.tier.contains_many, keys, len(keys))
+        found: list[bool] | None = self._call(ask, keys, len(keys))
         if found is not None:
             self.latency.add(monotonic() - began)
         return found
 
-    def get(self, keys: Sequence[bytes]) -> list[Buffer | None] | None:
-        """The values of keys, unchecked; None: the call failed."""
+    def get(self, keys: Sequence[bytes], size: int) -> list[Buffer | None] | None:
+        """The values of keys, unchecked, and empty where they have another size; None: the call failed."""
+
+        def fetch(keys: Sequence[bytes]) -> list[Buffer | None]:
+            tier: Any = self.tier
+            found = tier.get_many(keys, most_bytes=size) if self._knows_sizes else tier.get_many(keys)
+            if isinstance(found, list):  # what is longer is not kept until it is its turn to be checked
+                found = [b"" if each is not None and _size(each) != size else each for each in found]
+            return found  # type: ignore[no-any-return]
+
         began = monotonic()
-        values: list[Buffer | None] | None = self._call(self.tier.get_many, keys, len(keys))
+        values: list[Buffer | None] | None = self._call(fetch, keys, len(keys))
         if values is not None and (known := self.latency.mean) is not None and monotonic() - began < known:
             self.latency.add(monotonic() - began)
         return values
@@ -154,7 +173,7 @@ class Link:
                 result = True
             elif not isinstance(result, list) or len(result) != length:
                 raise TypeError(f"{self.name}: expected a list of {length} items, got {type(result).__name__}")
-        except Exception as error:
+        except BaseException as error:  # a store may raise SystemExit; the thread is that of all tiers
             self.failed(error)
             return None
         with self._lock:
@@ -163,7 +182,7 @@ class Link:
             logger.info("%s answers again after %d failures", self.name, failures)
         return result
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """Count a failure; pass the tier over after several of them."""
         with self._lock:
             self.counts["errors"] += 1
@@ -172,7 +191,16 @@ class Link:
             if failures >= FAILURES:
                 self._closed_until = monotonic() + PAUSE
         level = logging.WARNING if failures == FAILURES else logging.DEBUG
-        logger.log(level, "%s failed %d times in a row: %s: %s", self.name, failures, type(error).__name__, error)
+        logger.log(level, "%s failed %d times in a row: %s", self.name, failures, _described(error))
+
+    def wrong(self) -> None:
+        """Count a value that is not what belongs under its key; log one in ten seconds."""
+        self.count("wrong")
+        with self._lock:
+            tell = monotonic() - self._told >= PAUSE
+            self._told = monotonic() if tell else self._told
+        level = logging.WARNING if tell else logging.DEBUG
+        logger.log(level, "%s: a value is not what belongs under its key; it is a miss", self.name)
 
     def stats(self, queued_bytes: int) -> TierStats:
         """The counters now."""
@@ -181,3 +209,16 @@ class Link:
                 name=self.name, **self.counts, queued_bytes=queued_bytes, seconds_per_call=self.latency.mean,
                 bytes_per_second=self.rate.mean,
             )  # fmt: skip
+
+
+def _size(value: object) -> int:
+    """The bytes of a value; -1 for an object that has none."""
+    return memoryview(value).nbytes if isinstance(value, (bytes, bytearray, memoryview)) else -1
+
+
+def _described(error: BaseException) -> str:
+    """The class and the text of an error, in one line; a server or a store decides what its text is."""
+    try:
+        return f"{type(error).__name__}: {short(str(error))}"
+    except BaseException:
+        return type(error).__name__

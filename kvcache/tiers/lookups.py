@@ -142,7 +142,10 @@ class Reader:
         began = self._began
         if self._process != os.getpid():  # a forked process has no thread of its parent
             began = self._began = None
-            start_new_thread(self._run, ())
+            try:
+                start_new_thread(self._run, ())
+            except RuntimeError:  # the system has none left
+                return False
             self._process = os.getpid()
         busy = began is not None and monotonic() - began > _PATIENCE
         if self._closed or busy or self._queue.qsize() >= _MOST_WAITING:
@@ -160,7 +163,7 @@ class Reader:
             try:
                 if not lookup.cancelled and not self._closed:
                     self._look_up(lookup)
-            except Exception:
+            except BaseException:
                 logger.warning("a lookup in tiers failed", exc_info=True)
             finally:
                 self._began = None
@@ -176,20 +179,28 @@ class Reader:
             if link.pause:
                 link.count("passed")
                 continue
-            self._began = monotonic()
-            there = link.contains(lookup.keys[number][at : lookup.stop])
-            self._began = None
-            if there is None:
-                continue
-            end = at + sum(1 for _ in takewhile(bool, there))
-            if end < lookup.stop:
-                link.count("misses")
-                lookup.absent[number] = range(end, lookup.stop)
-            lookup.present[number] = range(at, end)
-            end = lookup.narrowed(number, link, at, end)
-            at = self._fetch(lookup, number, link, at, end)
-            if at == end > lookup.first and not lookup.cancelled:
-                lookup.finish(number, link, end)
+            try:
+                at = self._ask(lookup, number, link, at)
+            except BaseException as error:  # such as no memory, or no thread
+                link.failed(error)
+
+    def _ask(self, lookup: Lookup, number: int, link: Link, at: int) -> int:
+        """Ask one tier for the groups from `at` on; the first that did not arrive."""
+        self._began = monotonic()
+        there = link.contains(lookup.keys[number][at : lookup.stop])
+        self._began = None
+        if there is None:
+            return at
+        end = at + sum(1 for _ in takewhile(bool, there))
+        if end < lookup.stop:
+            link.count("misses")
+            lookup.absent[number] = range(end, lookup.stop)
+        lookup.present[number] = range(at, end)
+        end = lookup.narrowed(number, link, at, end)
+        at = self._fetch(lookup, number, link, at, end)
+        if at == end > lookup.first and not lookup.cancelled:
+            lookup.finish(number, link, end)
+        return at
 
     def _fetch(self, lookup: Lookup, number: int, link: Link, at: int, end: int) -> int:
         """Fetch the groups from `at` to `end`; the first that did not arrive."""
@@ -203,7 +214,7 @@ class Reader:
             count = max(1, int(_window(link)) // value_bytes)
             groups = range(at, min(at + count, end))
             self._began = began = monotonic()
-            values = link.get([lookup.keys[number][group] for group in groups])
+            values = link.get([lookup.keys[number][group] for group in groups], value_bytes)
             self._began = None
             if values is None or (check is not None and not check.passed()):
                 break
@@ -239,15 +250,17 @@ class _Check(Thread):
                 body = wrapping.open(lookup.format, key, lookup.tokens_of(group), value)
                 if body is None:
                     if value is not None:
-                        link.count("wrong")
+                        link.wrong()
                         lookup.wrong.append((self._number, group))
-                        logger.warning("%s: a value is not what belongs under its key; it is a miss", link.name)
+                    else:  # it has left since the probe
+                        lookup.present[self._number] = range(lookup.present[self._number].start, group)
+                        lookup.absent[self._number] = range(group, lookup.stop)
                     return
                 link.count("late" if lookup.cancelled else "hits")
                 link.count("bytes_read", lookup.format.value_bytes)
                 lookup.deliver(group, body)
                 self.stop = group + 1
-        except Exception as error:
+        except BaseException as error:
             link.failed(error)
 
     def passed(self) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
-__all__ = ["Buffer", "Tier"]
+__all__ = ["MOST_BYTES", "Buffer", "Tier"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+
+MOST_BYTES = 1 << 30  # of a value, for a caller that does not know better
 
 
 class Tier(Protocol):
@@ -15,6 +17,9 @@ class Tier(Protocol):
 
     Each is called on one of the threads of `Tiers`, never on the thread of a request; several threads may call at once.
     A store may forget any value at any time. It may return any bytes: `Tiers` checks them. A key has 20 bytes.
+
+    `get_many` may have a second parameter `most_bytes`, an int: the bytes of the values. It may return b"" in place of
+    a longer one, without reading it.
 
     A tier may have an attribute `secret`, see `Tiers`.
     """

@@ -11,17 +11,20 @@ from kvcache.core.arguments import as_count
 from kvcache.core.copying import refuse_copies
 from kvcache.tiers.connections import Connections, Unfit
 from kvcache.tiers.keys import as_secret
-from kvcache.tiers.protocol import Buffer
+from kvcache.tiers.protocol import MOST_BYTES, Buffer
 
 __all__ = ["RedisTier"]
+
+_MOST_TTL = 2**53  # the server counts milliseconds since 1970 in 64 bits
 
 
 class RedisTier:
     """Values in Redis or Valkey. The client decides on addresses, TLS, passwords and timeouts; the server on eviction.
 
-    Give the client a `socket_timeout`, and the server a `maxmemory` and `maxmemory-policy allkeys-lru`. Values are
-    fetched and stored over one connection to each node, all of them side by side (`tiers/connections.py`); a client
-    with TLS or a cache, and every other call, has one pipeline of single commands.
+    Give the client a `socket_timeout`, and the server a `maxmemory` and `maxmemory-policy allkeys-lru`. A call has one
+    connection of the client to each node (`tiers/connections.py`). It takes 30 seconds at most, and a reply that is
+    larger than a value is not read. A client with a cache reads replies itself, of any size, in one pipeline of single
+    commands.
 
     Args:
         client: a synchronous client of `redis` or `valkey` (`Redis`, `RedisCluster`, `Valkey`, `ValkeyCluster`), with
@@ -48,17 +51,19 @@ class RedisTier:
         if not isinstance(prefix, str):
             raise TypeError(f"prefix: expected a str, got {type(prefix).__name__}")
         self.client, self.secret, self.prefix = client, as_secret(secret), prefix
-        self.ttl = None if ttl is None else as_count(ttl, "ttl", 1)
+        self.ttl = None if ttl is None else as_count(ttl, "ttl", 1, _MOST_TTL)
         self._prefix, self._connections = prefix.encode(), Connections(client)
 
-    def get_many(self, keys: Sequence[bytes]) -> list[Buffer | None]:
+    def get_many(self, keys: Sequence[bytes], most_bytes: int = MOST_BYTES) -> list[Buffer | None]:
         """See `Tier`. Raises what the client raises."""
         with suppress(Unfit):
-            return list(self._connections.get([self._name(key) for key in keys]))
+            return self._connections.get([self._name(key) for key in keys], most_bytes)
         return self._run(keys, lambda pipeline, key: pipeline.get(self._name(key)))
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier`. Raises what the client raises."""
+        with suppress(Unfit):
+            return self._connections.contains([self._name(key) for key in keys])
         return [count == 1 for count in self._run(keys, lambda pipeline, key: pipeline.exists(self._name(key)))]
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]]) -> None:

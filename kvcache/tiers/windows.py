@@ -133,12 +133,15 @@ class WindowedLookup(Lookup):
             step = max(1, WINDOW // form.value_bytes)
             for first in range(pages.start, pages.stop, step):
                 some = range(first, min(first + step, pages.stop))
-                values = link.get([part.keys[number][page] for page in some])
+                values = link.get([part.keys[number][page] for page in some], form.value_bytes)
                 for page, value in zip(some, values or [], strict=False):
                     tokens = self.tokens[page * form.group_tokens : (page + 1) * form.group_tokens]
                     body = part.wrappings[number].open(form, part.keys[number][page], tokens, value)
                     if body is None:
-                        link.count("misses" if value is None else "wrong")
+                        if value is None:
+                            link.count("misses")
+                        else:
+                            link.wrong()
                         part.source.wrong(part.keys[0][page], number)
                         return
                     link.count("hits")

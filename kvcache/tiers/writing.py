@@ -65,7 +65,12 @@ class WriteBehind:
     def offer(self, item: Written) -> None:
         """Queue a group, for which there is room."""
         if self._process != os.getpid():  # a forked process has no thread of its parent
-            start_new_thread(self._run, ())
+            try:
+                start_new_thread(self._run, ())
+            except RuntimeError as error:  # the system has none left
+                self._link.failed(error)
+                self._drop(item)
+                return
             self._process = os.getpid()
         self._queue.append(item)
         self._wake.put(None)
@@ -111,7 +116,7 @@ class WriteBehind:
                 self._writing[-1] = self._queue.popleft()
         try:
             self._write(self._writing)
-        except Exception as error:
+        except BaseException as error:
             self._link.failed(error)
         while self._writing:
             self._drop(self._writing[-1])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from limited_process import limited_memory
 
 from kvcache import (
     CachedKvState,
@@ -18,6 +19,7 @@ from kvcache import (
     SamplingParams,
     merge_attention,
 )
+from kvcache.core.matrix import Matrix
 from kvcache.eviction import pyramid_budgets
 
 pytestmark = pytest.mark.no_level
@@ -70,8 +72,14 @@ def test_counts_are_ints(name):
 SIZES = [2**31, 2**32, 2**40, 2**62, 2**63, 2**64, 10**5000, -(2**31), -(2**63), -(10**30)]
 
 
+@pytest.fixture
+def little_memory():
+    with limited_memory(4 << 30):
+        yield
+
+
 @pytest.mark.parametrize("number", SIZES, ids=range(len(SIZES)))
-def test_no_size_overflows(number):
+def test_no_size_overflows(number, little_memory):
     """A size that is too large is refused by name, or the call has no memory."""
     sizes = ("num_blocks", "block_size", "num_heads", "head_dim")
     for at, name in enumerate(sizes):
@@ -94,6 +102,10 @@ def test_no_size_overflows(number):
             given[at] = number
             with pytest.raises((ValueError, OutOfMemoryError)):
                 make(*given)
+    for given in ((number, 64), (64, number), (number, number)):
+        for format in ("f32", "q4_0"):
+            with pytest.raises((ValueError, OutOfMemoryError), match=r"rows|columns|memory"):
+                Matrix(*given, format)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pace import FAST
 
 from kvcache import get_num_threads, set_num_threads, simd_levels, use_simd
 from kvcache.core.matrix import ACTIVATIONS, MATRIX_FORMATS, Matrix
+from kvcache.networks.linear import MatrixStack
 
 FLOATS = [name for name, line in MATRIX_FORMATS.items() if not line.packed]
 PACKED = [name for name, line in MATRIX_FORMATS.items() if line.packed]
@@ -256,9 +257,17 @@ def test_looked_up_rows(rng):
         rows = np.array([39, 0, 7, 7], np.uint32)
         np.testing.assert_array_equal(matrix[rows], matrix.to_float32()[rows])
         assert matrix[np.arange(0)].shape == (0, 70)
-        for wrong in ([40], [-1], [0, 2**40]):
-            with pytest.raises(IndexError, match="rows: expected 0 to 39, got"):
-                matrix[np.array(wrong)]
+        np.testing.assert_array_equal(matrix[39], matrix.to_float32()[39:])
+        for found in (matrix, MatrixStack([matrix, matrix]).parts[0], MatrixStack([matrix])):
+            for wrong in ([40], [-1], [0, 2**40], 40, -1, np.int64(40)):
+                with pytest.raises(IndexError, match="rows: expected 0 to 39, got"):
+                    found[np.array(wrong) if isinstance(wrong, list) else wrong]
+            for wrong in (2**63, 2**64, np.array([2**64 - 1], np.uint64), np.zeros((1, 1), np.int64)):
+                with pytest.raises(ValueError, match=r"^rows: expected"):
+                    found[wrong]
+            for wrong in ([2**64], 1.5, [1.5], None, "1", True, slice(3)):
+                with pytest.raises((TypeError, ValueError), match=r"^rows: expected"):
+                    found[wrong]
 
 
 def test_sizes():
@@ -277,6 +286,11 @@ ONE = np.ones((1, 64), np.float32)
 MISTAKES = [
     (lambda m: Matrix(0, 1, "f32"), ValueError, "rows: expected"),
     (lambda m: Matrix(1, 2**62, "q8_0"), ValueError, r"rows, columns: expected less than 2\*\*58 weights"),
+    (lambda m: Matrix(2**64, 1, "f32"), ValueError, "rows: expected an int <= 9223372036854775807"),
+    (lambda m: Matrix(1, 10**5000, "q4_0"), ValueError, "columns: expected an int <= .*, got one beyond 100 bits"),
+    (lambda m: m.part(2**64, 16), ValueError, "row: expected an int <= 9223372036854775807"),
+    (lambda m: m.part(0, 2**64), ValueError, "count: expected an int <= 9223372036854775807"),
+    (lambda m: m.put(2**64, np.ones((1, 64))), ValueError, "row: expected an int <= 9223372036854775807"),
     (lambda m: Matrix(1, 1, "q5"), ValueError, "format: expected one of f32, .*, got 'q5'"),
     (lambda m: Matrix(16, 64, "f32", memory=np.zeros(4000, np.uint8)), ValueError, "memory: expected 4160 bytes"),
     (lambda m: Matrix(16, 64, "f32", memory=bytes(9999)), TypeError, "memory: expected"),

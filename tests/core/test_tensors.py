@@ -4,11 +4,13 @@ import sys
 
 import numpy as np
 import pytest
-from tensors import Bfloat16, Elsewhere, LikeTorch, Tensor, floats_of, words_of
+from tensors import Bfloat16, Elsewhere, Forged, LikeTorch, Tensor, floats_of, words_of
 
 from kvcache import CachedKvState, CacheManager, KvCache, KVCacheConfig, PagedKvCache, PrefixCache
-from kvcache.core.arguments import BFLOAT16, as_floats, as_indices
-from kvcache.core.dlpack import as_words
+from kvcache.core.arguments import BFLOAT16, as_floats, as_indices, as_output
+from kvcache.core.dlpack import array_of, as_words
+from kvcache.core.grouped import multiply_groups
+from kvcache.core.matrix import Matrix
 
 pytestmark = pytest.mark.no_level
 SHAPE = (5, 2, 16)
@@ -278,3 +280,81 @@ def test_words_are_the_same_memory_under_another_type(rng):
             as_words(rows, np.dtype(wrong))
     with pytest.raises(ValueError, match="words: expected 8 bytes without objects, got"):
         as_words(np.zeros(2), np.dtype(object))
+
+
+# -- forged -------------------------------------------------------------------------------------------------
+
+# What no memory can have: products and sums beyond 64 bits, before the first address or behind the last one.
+IMPOSSIBLE = {
+    "strides": {"strides": (2**62, 1)},
+    "strides whose bytes overflow": {"strides": (2**61, 1)},
+    "strides whose bytes overflow to little": {"strides": (2**62 + 8, 1)},
+    "strides whose sum overflows": {"shape": (2, 2, 2), "strides": (2**62, 2**62, 1)},
+    "strides before the memory": {"strides": (-(2**56), 1)},
+    "strides that are the least": {"strides": (-(2**63), 1)},
+    "a negative stride at an early address": {"strides": (-8, 1), "data": 8},
+    "a shape": {"shape": (2**62, 8), "strides": None},
+    "a shape whose product overflows to 0": {"shape": (2**32, 2**32), "strides": None},
+    "a shape whose product overflows to 8": {"shape": (2**61 + 1, 8), "strides": None},
+    "a shape of one element": {"shape": (2**40, 2**40), "strides": (0, 0)},
+    "a negative shape": {"shape": (-1, 8)},
+    "two negative shapes": {"shape": (-4, -8), "strides": None},
+    "a negative shape beside zero": {"shape": (0, -8)},
+    "an offset": {"offset": 2**64 - 4},
+    "an offset and a size": {"offset": 2**64 - 2**40, "data": 2**40 - 64},
+    "no memory": {"data": 0},
+    "no shape": {"shape": None},
+    "a negative number of axes": {"ndim": -1},
+    "many axes": {"ndim": 1000},
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_numbers_that_no_memory_can_have_are_refused(case, dtype):
+    """By every function that reads or writes tensors, before an address is computed."""
+    array = np.zeros((4, 8), dtype)
+    forged, matrix = Forged(array, **IMPOSSIBLE[case]), Matrix(16, 8, "f32")
+
+    def capsule():
+        return forged.__dlpack__()
+
+    rest = Forged(np.zeros((4, 16), dtype)).__dlpack__()
+    message = "expected a tensor that memory can have, got "
+    for read in (
+        lambda: as_floats(forged, (4, 8), "x"),
+        lambda: array_of(capsule(), BFLOAT16 if dtype == np.uint16 else None),
+        lambda: matrix.multiply_tensors(capsule(), [rest]),
+        lambda: matrix.multiply_tensors(Forged(array).__dlpack__(), [capsule()]),
+        lambda: multiply_groups([matrix], [4], capsule(), rest),
+        lambda: multiply_groups([matrix], [4], Forged(array).__dlpack__(), capsule()),
+        lambda: filled(np.random.default_rng(0)).write(0, 1, forged, forged),
+        lambda: KvCache(1, 8, 8).store_kv(0, forged, forged),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read()
+    assert as_output(forged) is forged
+
+
+def test_numbers_that_have_no_meaning_have_no_limit(rng):
+    """Strides of axes of length 1, and of arrays without elements; strides of 0 and below it are ordinary ones."""
+    array = rng.standard_normal((4, 8)).astype(np.float32)
+    for numbers, want in (
+        ({"shape": (1, 8), "strides": (2**63 - 1, 1)}, array[:1]),
+        ({"shape": (1, 1), "strides": (-(2**63), 2**62)}, array[:1, :1]),
+        ({"shape": (0, 8), "strides": (2**62, 2**62)}, array[:0]),
+        ({"shape": (0, 8), "strides": (2**62, 2**62), "data": 0}, array[:0]),
+        ({"strides": (0, 1)}, array[[0, 0, 0, 0]]),
+        ({"strides": (-8, -1), "offset": 4 * 31}, array[::-1, ::-1]),
+    ):
+        forged = Forged(array, **numbers)
+        np.testing.assert_array_equal(as_floats(forged, want.shape, "x"), want)
+        np.testing.assert_array_equal(array_of(forged.__dlpack__()), want)
+    matrix, out = Matrix(16, 8, "f32"), np.ones((1, 16), np.float32)
+    one = Forged(array, shape=(1, 8), strides=(2**63 - 1, 1))
+    matrix.multiply_tensors(one.__dlpack__(), [Tensor(out).__dlpack__()])
+    assert not out.any()
+    nothing = Forged(array, shape=(0, 2**40, 8), strides=(2**62, 2**62, 1))
+    matrix.multiply_tensors(nothing.__dlpack__(), [Tensor(out[:0]).__dlpack__()])
+    with pytest.raises(ValueError, match="x: expected aligned memory"):
+        matrix.multiply_tensors(Forged(array, shape=(1, 8), offset=2).__dlpack__(), [Tensor(out).__dlpack__()])

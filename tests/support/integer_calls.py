@@ -40,7 +40,10 @@ from kvcache import (
     PrefixKvCache,
     set_num_threads,
 )
+from kvcache.core.matrix import Matrix
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
+from kvcache.networks.linear import MatrixStack
+from kvcache.tiers import DirectoryTier, RedisTier, Tiers
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
 HERE = Path(tempfile.mkdtemp())
@@ -49,6 +52,12 @@ ROW = np.ones((1, 1, 8), np.float32)
 PAIR = pairs(None, np.arange(20), 4, 1, 8)
 STATE = state(None, np.arange(20), 8)
 LOGITS = np.ones(MODEL.config.vocab_size, np.float32)
+
+
+class Client:
+    """A client of Redis, or a tier, of which nothing is called."""
+
+    pipeline = get_many = put_many = contains_many = print
 
 
 def table_of(it):
@@ -225,6 +234,22 @@ SCALARS = [
     ([nothing], "cached_tokens", lambda _, n: CacheSession(0, [], -1, 0).cached_tokens(n)),
     ([nothing], "CacheBlock", lambda _, n: CacheBlock(n, 1, 8, 4)),
     ([nothing], "set_num_threads", lambda _, n: set_num_threads(n)),
+    ([nothing], "Matrix rows", lambda _, n: Matrix(n, 64, "q8_0")),
+    ([nothing], "Matrix columns", lambda _, n: Matrix(64, n, "f32")),
+    ([nothing], "Matrix both", lambda _, n: Matrix(n, n, "q4_1")),
+    ([nothing], "Matrix num_bytes", lambda _, n: Matrix.num_bytes(n, n, "f16")),
+    ([nothing], "row of a matrix", lambda _, n: Matrix(32, 64, "f32")[n]),
+    ([nothing], "row of matrices", lambda _, n: MatrixStack([Matrix(32, 64, "f32"), Matrix(9, 64, "q8_0")])[n]),
+    ([nothing], "put row", lambda _, n: Matrix(32, 64, "f32").put(n, np.ones((1, 64)))),
+    ([nothing], "codes of row", lambda _, n: Matrix(32, 64, "q8_0").codes(n)),
+    ([nothing], "part row", lambda _, n: Matrix(32, 64, "f32").part(n, 16)),
+    ([nothing], "part count", lambda _, n: Matrix(32, 64, "f32").part(0, n)),
+    ([nothing], "DirectoryTier bytes", lambda _, n: DirectoryTier(HERE / "tier", n)),
+    ([nothing], "RedisTier ttl", lambda _, n: RedisTier(Client, secret=bytes(32), ttl=n)),
+    *(
+        ([nothing], f"Tiers {name}", lambda _, n, name=name: Tiers([Client], secret=bytes(32), **{name: n}).close(0))
+        for name in ("after_uses", "queue_bytes", "deadline", "head_start")
+    ),
     *(
         ([nothing], f"SamplingParams {name}", lambda _, n, name=name: SamplingParams(**{name: n}))
         for name in ("temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "max_tokens", "seed")
@@ -322,4 +347,6 @@ ARRAYS = [
     ([manager, pyramid], "update_attention_scores", lambda it, a: it.update_attention_scores(a)),
     ([engine, cached], "tokens of generate", lambda it, a: it.generate(a, GREEDY)),
     ([engine], "tokens of score", lambda it, a: it.score(a)),
+    ([nothing], "rows of a matrix", lambda _, a: Matrix(32, 64, "f32")[a]),
+    ([nothing], "rows of matrices", lambda _, a: MatrixStack([Matrix(32, 64, "f32"), Matrix(9, 64, "q8_0")])[a]),
 ]  # fmt: skip

@@ -22,12 +22,11 @@ from collections import Counter
 import numpy as np
 from integer_calls import ARRAYS, PAGED, SCALARS
 from integer_states import empty, forked
-from limited_process import limit_memory
+from limited_process import SANITIZED, limit_memory
 
 from kvcache import KvCacheError, get_num_threads, set_num_threads
 
 DOCUMENTED = (KvCacheError, TypeError, ValueError, IndexError)
-SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
 ROOM = 3 << 30  # bytes of addresses beside those that are in use at the start
 SECONDS = 2.0  # of a call, in its own time
 RESIDENT = 600 << 20  # bytes that one call may touch
@@ -143,7 +142,7 @@ def main(_, only=""):
     faulthandler.dump_traceback_later(500, exit=True)
     np.seterr(over="ignore", invalid="ignore")
     threads = get_num_threads()
-    if not SANITIZED:  # which maps terabytes
+    if not SANITIZED:
         limit_memory(ROOM)
     gc.freeze()  # gc.collect() then looks at what the calls make, not at all of NumPy
     tries, slowest = Tries(), Counter()

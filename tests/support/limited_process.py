@@ -5,9 +5,12 @@ import os
 import resource
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 from places import search_path
+
+SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")  # such a process maps terabytes
 
 
 def outcomes_of(module, folder):
@@ -16,6 +19,18 @@ def outcomes_of(module, folder):
     ran = subprocess.run([sys.executable, module.__file__, folder], env=environment, capture_output=True, timeout=900)
     assert ran.returncode == 0, ran.stderr.decode()
     return json.loads(ran.stdout)
+
+
+@contextmanager
+def limited_memory(room):
+    """`limit_memory` for a while: sizes that this machine has are too large then, as on any other one."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if not SANITIZED:
+        limit_memory(room)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def limit_memory(room):

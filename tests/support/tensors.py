@@ -1,12 +1,15 @@
 """Tensors as other libraries have them, with nothing but DLPack; made from NumPy arrays."""
 
 import ctypes
+import re
 
 import numpy as np
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 DEVICE, CODE = 8, 20  # where a DLTensor has the type of its device (int32) and the code of its dtype (uint8)
+NDIM, SHAPE, STRIDES, OFFSET = 16, 24, 32, 40  # int32, two pointers to int64, uint64
+VERSIONED = 32  # where a versioned capsule has its DLTensor
 
 
 class Tensor:
@@ -32,6 +35,39 @@ class Bfloat16(Tensor):
     def __dlpack__(self, **options):
         capsule = self.array.__dlpack__()
         ctypes.c_uint8.from_address(_pointer(capsule, b"dltensor") + CODE).value = 4
+        return capsule
+
+
+class Forged(Tensor):
+    """A tensor that says other numbers than its memory has.
+
+    Args:
+        array: float32, or words of bfloat16 (uint16).
+        numbers: some of `shape`, `strides` (in elements; None: there are none), `offset`, `ndim`, `data` (an address).
+    """
+
+    def __init__(self, array, **numbers):
+        super().__init__(array)
+        self.numbers = numbers
+
+    def __dlpack__(self, **options):
+        capsule = self.array.__dlpack__(**options)
+        name = re.search('"(.*)"', repr(capsule))[1]
+        at = _pointer(capsule, name.encode()) + VERSIONED * name.endswith("versioned")
+        numbers = {"ndim": len(self.numbers.get("shape") or self.array.shape), **self.numbers}
+        ctypes.c_int32.from_address(at + NDIM).value = numbers["ndim"]
+        if self.array.dtype == np.uint16:
+            ctypes.c_uint8.from_address(at + CODE).value = 4
+        self.kept = []
+        for name, place in (("shape", SHAPE), ("strides", STRIDES)):
+            if name in numbers:
+                values = numbers[name]
+                self.kept.append(None if values is None else (ctypes.c_int64 * max(1, len(values)))(*values))
+                to = 0 if values is None else ctypes.addressof(self.kept[-1])
+                ctypes.c_uint64.from_address(at + place).value = to
+        for name, place in (("offset", OFFSET), ("data", 0)):
+            if name in numbers:
+                ctypes.c_uint64.from_address(at + place).value = numbers[name]
         return capsule
 
 

@@ -3,10 +3,14 @@
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -16,7 +20,6 @@ from prefix_engines import SHORT, prompt
 from tier_stores import SECRET
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
-from kvcache.errors import KvCacheError
 from kvcache.tiers import DirectoryTier, Tiers, directory
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -25,6 +28,10 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 def keys(count, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.bytes(20) for _ in range(count)]
+
+
+def place(path, key):
+    return path / key.hex()[:2] / key.hex()[2:]
 
 
 def on_disk(path):
@@ -52,7 +59,7 @@ def test_the_least_recently_used_leave(tmp_path):
     tier, names = DirectoryTier(tmp_path, 1000), keys(12)
     for i, key in enumerate(names[:10]):
         tier.put_many([(key, bytes(100))])
-        os.utime(tier._path_of(key), (i, i))
+        os.utime(place(tmp_path, key), (i, i))
     assert tier.contains_many(names[:10]) == [True] * 10
     tier.get_many(names[:2])  # these are used now
     tier.put_many([(names[10], bytes(100))])
@@ -145,7 +152,8 @@ def small_files(folder):
 def small_disk(folder):
     """A file system of 256 KB, which is full sooner or later: ENOSPC. It takes privileges."""
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], check=True, capture_output=True)
+    options = ["-t", "tmpfs", "-o", "size=256k,mode=700"]
+    subprocess.run(["mount", *options, "tmpfs", folder], check=True, capture_output=True)
     try:
         yield
     finally:
@@ -192,18 +200,186 @@ def test_disks_that_are_really_full(tmp_path, network):
 
 
 def test_other_files_are_no_values(tmp_path):
-    tier, names = DirectoryTier(tmp_path / "tier", "1MB"), keys(4)
+    """Not even where a value belongs: they are misses, and stay as they are."""
+    tier, names = DirectoryTier(tmp_path / "tier", "1MB"), keys(5)
     tier.put_many([(names[0], b"value")])
-    places = [tmp_path / "tier" / key.hex()[:2] / key.hex()[2:] for key in names]
-    for place in places[1:]:
-        place.parent.mkdir(exist_ok=True)
+    places = [place(tmp_path / "tier", key) for key in names]
+    for each in places[1:4]:
+        each.parent.mkdir(exist_ok=True)
     os.mkfifo(places[1])
     places[2].symlink_to(places[0])
     places[3].mkdir()
-    assert tier.get_many(names[:2]) == [b"value", None]
-    with pytest.raises(OSError, match="symbolic links"):
-        tier.get_many(names[2:3])
-    assert tier.get_many(names[3:]) == [None]
+    places[4].parent.write_bytes(b"no folder")
+    for _ in range(2):
+        assert tier.get_many(names) == [b"value", None, None, None, None]
+        assert tier.contains_many(names) == [True, False, False, False, False]
+        tier.put_many([(names[3], b"lost"), (names[4], b"lost")])
+    tier.put_many([(names[1], b"one"), (names[2], b"two")])
+    assert tier.get_many(names) == [b"value", b"one", b"two", None, None]
+    assert tier.num_bytes == 11
+    assert not list(tmp_path.glob("tier/??/.*.tmp"))
+    assert places[3].is_dir()
+    assert places[4].parent.read_bytes() == b"no folder"
+
+
+def test_only_what_it_wrote_is_counted_and_deleted(tmp_path):
+    """Files of other names in its folders, and whatever stands behind links in place of these, are not touched."""
+    folder, home = tmp_path / "tier", tmp_path / "home"
+    home.mkdir()
+    (folder / "aa").mkdir(parents=True, mode=0o700)
+    folder.chmod(0o700)
+    (folder / "bb").symlink_to(home)
+    others = [folder / "aa" / "thesis.txt", home / "id_rsa", home / ("0" * 38), folder / "aa" / ("0" * 37)]
+    others += [folder / "aa" / "A" / "0", folder / "aa" / ".1-1-00000000.tmp.txt", folder / "AB" / ("0" * 38)]
+    for each in others:
+        each.parent.mkdir(exist_ok=True)
+        each.write_bytes(bytes(60_000))
+    tier, within = DirectoryTier(folder, 100_000), [bytes([first]) * 20 for first in (0xAA, 0xBB, 0xCC, 0xCD)]
+    assert tier.num_bytes == 0
+    for _ in range(2):
+        tier.put_many([(key, bytes(45_000)) for key in within])
+        assert all(each.stat().st_size == 60_000 for each in others)
+        assert sorted(each.name for each in home.iterdir()) == ["0" * 38, "id_rsa"]
+    assert tier.get_many([b"\xbb" + bytes(19)]) == [None]  # the file behind the link
+    assert tier.contains_many([b"\xbb" + bytes(19), *within]) == [False, False, False, True, True]
+    assert tier.num_bytes == 90_000
+
+
+def test_values_that_are_larger_than_expected_are_not_read(tmp_path, monkeypatch):
+    tier, names = DirectoryTier(tmp_path, "1MB"), keys(3)
+    tier.put_many([(names[0], bytes(100)), (names[1], bytes(101))])
+    monkeypatch.setattr(directory, "read_at", lambda fd, buffers, at: all(len(each) <= 100 for each in buffers))
+    found = tier.get_many(names, 100)
+    assert [None if each is None else len(each) for each in found] == [100, 0, None]
+
+
+def test_a_directory_that_is_deleted_meanwhile(tmp_path):
+    tier, names = DirectoryTier(tmp_path / "tier", "1MB"), keys(2)
+    tier.put_many([(names[0], b"old")])
+    shutil.rmtree(tmp_path / "tier")
+    assert tier.get_many(names) == [None, None]
+    assert tier.contains_many(names) == [False, False]
+    tier.put_many([(names[1], b"new")])
+    assert tier.get_many(names) == [None, b"new"]
+
+
+def test_directories_that_others_can_write_to(tmp_path, monkeypatch):
+    """Refused, then and later; a group may share one whose values a given secret proves."""
+    tier = DirectoryTier(tmp_path, "1MB")
+    for mode in (0o777, 0o1777, 0o775, 0o770, 0o702):
+        tmp_path.chmod(mode)
+        with pytest.raises(PermissionError, match=f"{tmp_path}: expected a secret, or a .* {mode:04o}$"):
+            DirectoryTier(tmp_path, "1MB")
+        with pytest.raises(PermissionError, match="expected a secret"):
+            tier.get_many(keys(1))
+        if mode & 0o002:
+            with pytest.raises(PermissionError, match=f"expected a directory that not everybody.* {mode:04o}$"):
+                DirectoryTier(tmp_path, "1MB", secret=SECRET)
+        else:
+            DirectoryTier(tmp_path, "1MB", secret=SECRET).put_many([(keys(1)[0], b"value")])
+            assert place(tmp_path, keys(1)[0]).stat().st_mode & 0o777 == mode & 0o660
+            shutil.rmtree(place(tmp_path, keys(1)[0]).parent)
+    tmp_path.chmod(0o755)
+    assert DirectoryTier(tmp_path, "1MB").secret == tier.secret
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="expected a secret, or a directory of this user"):
+        DirectoryTier(tmp_path, "1MB")
+    assert DirectoryTier(tmp_path, "1MB", secret=SECRET).get_many(keys(1)) == [None]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="two users take privileges")
+def test_two_users_share_a_directory():
+    """Each reads, replaces and deletes what the other one wrote, whatever their umask is."""
+    folder = tempfile.mkdtemp()
+    names = [bytes([first]) * 20 for first in (1, 1, 2, 3)]
+    try:
+        os.chown(folder, 12345, 7777)
+        os.chmod(folder, 0o2770)
+        for user in (12345, 12346, 12345):
+            child = os.fork()
+            if not child:
+                try:
+                    os.setgroups([])
+                    os.setresgid(7777, 7777, 7777)
+                    os.setresuid(user, user, user)
+                    os.umask(0o077)
+                    tier = DirectoryTier(folder, 1000, secret=SECRET)
+                    for name in names:
+                        tier.put_many([(name, b"%d" % user * 80)])
+                        assert tier.get_many([name]) == [b"%d" % user * 80]
+                    assert tier.num_bytes <= 1000
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_the_secret_needs_no_hard_links(tmp_path, monkeypatch):
+    """Of many that begin at once, all have the one that the first of them drew."""
+    monkeypatch.delattr(os, "link")
+    written, wrote = [], directory.write_at
+
+    def slowly(fd, buffers, offset):
+        written.append(1)
+        time.sleep(0.05)
+        return wrote(fd, buffers, offset)
+
+    monkeypatch.setattr(directory, "write_at", slowly)
+    with ThreadPoolExecutor(8) as threads:
+        tiers = list(threads.map(lambda _: DirectoryTier(tmp_path, 10), range(8)))
+    assert len({tier.secret for tier in tiers}) == len(written) == 1
+
+
+@pytest.mark.parametrize("damaged", [b"", b"short", bytes(33)])
+def test_a_damaged_secret_is_drawn_again(tmp_path, monkeypatch, caplog, damaged):
+    """What was stored under the old one is not found any more, and the next start is an ordinary one."""
+    monkeypatch.setattr(directory, "_WRITING", 0.05)
+    before = DirectoryTier(tmp_path, 1000).secret
+    (tmp_path / "secret").write_bytes(damaged)
+    tier = DirectoryTier(tmp_path, 1000)
+    assert tier.secret != before
+    assert len(tier.secret) == 32
+    assert [record.getMessage().count(f"{tmp_path}/secret: expected 32 bytes") for record in caplog.records] == [1]
+    assert DirectoryTier(tmp_path, 1000).secret == tier.secret
+    assert os.listdir(tmp_path) == ["secret"]
+    assert len(caplog.records) == 1
+
+
+def test_secrets_that_others_may_have_chosen(tmp_path):
+    place = tmp_path / "secret"
+    for make in (lambda: place.symlink_to(tmp_path / "other"), place.mkdir, lambda: os.mkfifo(place)):
+        make()
+        with pytest.raises(PermissionError, match=f"{place}: expected a regular file .*, got a "):
+            DirectoryTier(tmp_path, 10)
+        place.rmdir() if place.is_dir() else place.unlink()
+    place.write_bytes(bytes(32))
+    place.chmod(0o620)
+    with pytest.raises(PermissionError, match=r"got a regular file of user \d+ with mode 0620"):
+        DirectoryTier(tmp_path, 10)
+    if os.geteuid() == 0:
+        place.chmod(0o600)
+        os.chown(place, 12345, -1)
+        with pytest.raises(PermissionError, match="got a regular file of user 12345 with mode 0600"):
+            DirectoryTier(tmp_path, 10)
+
+
+def test_a_full_disk_leaves_no_part_of_a_secret(tmp_path, monkeypatch):
+    def full(fd, buffers, offset):
+        os.write(fd, b"part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory, "write_at", full)
+        with pytest.raises(OSError, match="No space left"):
+            DirectoryTier(tmp_path, 10)
+    assert os.listdir(tmp_path) == []
+    assert len(DirectoryTier(tmp_path, 10).secret) == 32
 
 
 def test_refused_by_name(tmp_path):
@@ -215,6 +391,5 @@ def test_refused_by_name(tmp_path):
         with pytest.raises((TypeError, ValueError), match=message):
             DirectoryTier(tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
-    (tmp_path / "secret").write_bytes(b"too short")
-    with pytest.raises(KvCacheError, match="expected a secret of 32 bytes, got 9"):
-        DirectoryTier(tmp_path, 10)
+    with pytest.raises(FileExistsError):
+        DirectoryTier(__file__, 10)

@@ -203,10 +203,15 @@ def test_refused_by_name(server):
             ((redis.asyncio.Redis(),), {}, "client: expected a synchronous client of redis or valkey, got Redis"),
             ((client,), {"secret": b"short"}, "secret: expected 16 to 64 bytes"),
             ((client,), {"prefix": b"p"}, "prefix: expected a str, got bytes"),
-            ((client,), {"ttl": 0}, "ttl: expected"),
+            ((client,), {"ttl": 0}, "ttl: expected an int >= 1"),
+            ((client,), {"ttl": 2**53 + 1}, "ttl: expected an int <= 9007199254740992"),
         ]:
             with pytest.raises((TypeError, ValueError), match=message):
                 RedisTier(*arguments, **{"secret": SECRET, **options})
+    with server.client() as client:  # the longest one is one for the server too
+        tier = RedisTier(client, secret=SECRET, ttl=2**53)
+        tier.put_many([(keys(1)[0], b"value")])
+        assert tier.get_many(keys(1)) == [b"value"]
     with (
         server.client(decode_responses=True) as client,
         pytest.raises(ValueError, match="client: expected decode_responses=False, got True"),
