@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
 
 
 def _params(options: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
-    """The parameters of the options, and the defaults for the rest. TypeError, ValueError: as `SamplingParams`."""
+    """Sampling parameters of the options, and defaults for the rest. TypeError, ValueError: as `SamplingParams`."""
     said: dict[str, Any] = {name: getattr(options, name) for name in _FIELDS if getattr(options, name) is not None}
     return replace(defaults, **said, max_tokens=options.max_tokens, stop=options.stop)
 

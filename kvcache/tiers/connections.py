@@ -212,7 +212,7 @@ def _connection(pool: Any) -> Any:
 
 
 def _some(received: Received) -> Received:
-    """The bytes that a socket returned; OSError if the other side has closed it."""
+    """What a socket returned; OSError if the other side has closed it."""
     if not received:
         raise ConnectionError("socket: expected a reply, got the end of the connection")
     return received
