@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from kvcache.prefix.blocks import PrefixCache
+from kvcache.serving.failures import as_failure
 from kvcache.serving.request import Pending
 from kvcache.serving.stats import Eviction, Histogram, NamespaceStats
 from kvcache.serving.work import Work
@@ -122,8 +123,8 @@ class Observed:
                 break
             try:
                 self._on_eviction(event)
-            except Exception:
-                logger.exception("on_eviction failed")
+            except BaseException as error:
+                logger.error("on_eviction failed", exc_info=as_failure(error, "on_eviction"))
         if self._times and (now := self._clock()) - self._logged_at >= _LOG_EVERY:
             tokens, times, self._tokens, self._times, self._logged_at = self._tokens, self._times, 0, 0, now
             logger.info("%d cached tokens evicted in %d pieces", tokens, times)

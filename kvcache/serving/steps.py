@@ -14,6 +14,7 @@ from itertools import count
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.errors import InvalidOperationError, QueueFullError
 from kvcache.networks.protocols import Float32
+from kvcache.serving.failures import as_failure
 from kvcache.serving.forward import Forward
 from kvcache.serving.request import Pending
 from kvcache.serving.scheduler import PATIENCE, Scheduler
@@ -160,19 +161,21 @@ class Steps:
         """Step in a thread: an error ends all works, so that nobody waits for them for ever."""
         try:
             return self.step()
-        except Exception as error:
+        except BaseException as error:
+            failure = as_failure(error, "step")
             with self.lock:
                 for work in list(self._scheduler.works.values()):
-                    self._scheduler.end(work, "error", error)
+                    self._scheduler.end(work, "error", failure)
                 self._tell()
             return True
 
     def _pass(self, pieces: list[tuple[Work, int]]) -> None:
         try:
             logits = self._forward.run(pieces)
-        except Exception as error:  # of the network, or of memory
+        except BaseException as error:  # of the network, a policy or a format, or of memory
+            failure = as_failure(error, "model.forward")
             for work, _ in pieces:
-                self._scheduler.end(work, "error", error)
+                self._scheduler.end(work, "error", failure)
             return
         now = self._clock()
         for (work, n), rows in zip(pieces, logits, strict=True):
@@ -189,8 +192,8 @@ class Steps:
         if len(rows):
             try:
                 held = work.take(rows, start)
-            except Exception as error:  # of a logits processor, or logits that are not finite
-                self._scheduler.end(work, "error", error)
+            except BaseException as error:  # of a logits processor, or logits that are not finite
+                self._scheduler.end(work, "error", as_failure(error, "logits_processor"))
                 return
             new = work.num_tokens - before
             work.times.extend([now] * new)

@@ -77,6 +77,18 @@ def test_evictions_are_told(network):
     engine.check()
 
 
+def test_a_thread_outlives_a_callback_that_exits(network, caplog):
+    def told(event):
+        raise SystemExit("bye")
+
+    texts = prompts(5, 6, 40)
+    expected = make(network).generate_batch(texts, GREEDY)
+    with caplog.at_level(logging.ERROR, "kvcache"), make(network, on_eviction=told) as engine:
+        assert engine.generate_batch(texts, GREEDY) == expected
+        assert engine.is_running
+    assert any(record.message == "on_eviction failed" for record in caplog.records)
+
+
 def test_failing_callbacks_leave_nothing_inconsistent(network, caplog):
     calls, failure = [], RuntimeError("broken")
 
