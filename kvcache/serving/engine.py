@@ -354,11 +354,15 @@ class BatchEngine:
         return None if self._text is None else self._text.tokenizer
 
     def stats(self) -> BatchStats:
-        """The counters now."""
+        """The counters at the end of the last step, and the requests that wait now; waits for no step."""
         return self._steps.stats()
 
     def namespace_stats(self) -> dict[Hashable, NamespaceStats]:
-        """The counters of each namespace, at most of the 4,096 that had requests last, and of those that are cached."""
+        """The counters of each namespace that has had requests, or has something cached; waits for no step.
+
+        Of more than 4,096 with requests, the one without a request for longest is forgotten. If it comes back, it
+        counts from zero, as counters do after a restart.
+        """
         return self._steps.namespaces()
 
     def cache_stats(self) -> PrefixCacheStats:
@@ -370,6 +374,7 @@ class BatchEngine:
         self._blocks.prefixes.clear()
         for cache in self._blocks.beside:
             cache.clear()
+        self._steps.publish()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
@@ -386,7 +391,9 @@ class BatchEngine:
         if self._blocks.prefixes.is_empty:
             for cache in self._blocks.beside:  # of texts that are no longer cached
                 cache.clear()
-        return self._blocks.prefixes.load(path, self._name(model), beside=self._blocks.beside)
+        count = self._blocks.prefixes.load(path, self._name(model), beside=self._blocks.beside)
+        self._steps.publish()
+        return count
 
     def _expect_all_kept(self, call: str) -> None:
         if self._budgets is not None:
