@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvcache.engine.sampling import Sampler
 from kvcache.engine.text import TextStream
+from kvcache.engine.tokenizer_errors import tokenizer_errors
 from kvcache.engine.tokens import as_tokens
 from kvcache.networks.protocols import Float32
 
@@ -144,11 +145,14 @@ def as_prompt(prompt: Any, tokenizer: Callable[[], Any], vocab_size: int) -> NDA
 def encoded(tokenizer: Any, text: str, name: str, **options: Any) -> list[int]:
     """The ids that a tokenizer gives for a text; `options` are those of its `encode`.
 
-    ValueError: a str with half of a surrogate pair, which JSON may have and a tokenizer does not take.
+    Raises:
+        ValueError: a str with half of a surrogate pair, which JSON may have and a tokenizer does not take.
+        CheckpointError: the tokenizer fails at it.
     """
     try:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{name}: expected Unicode text, got a lone surrogate") from None
-    ids: list[int] = tokenizer.encode(text, **options).ids
+    with tokenizer_errors("tokenizer", "the tokens of a text"):
+        ids: list[int] = tokenizer.encode(text, **options).ids
     return ids

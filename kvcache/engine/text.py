@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from kvcache.engine.tokenizer_errors import decoded
+
 __all__ = ["TextStream"]
 
 _CONTEXT = 8  # tokens of the prompt: a decoder may drop the space before the first token that it sees
@@ -80,7 +82,7 @@ class TextStream:
         return any(not self._text(ids[:n]).startswith(_BROKEN) for n in range(1, _CHARACTER + 1))
 
     def _text(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids))
+        return decoded(self._tokenizer, ids)
 
     def _until_stop(self, piece: str) -> str:
         """The text that waited and `piece`, up to a stop string, less an end that may begin one."""

@@ -140,6 +140,5 @@ class Observed:
         with self._lock:
             counts = {name: tuple(each) for name, each in self._namespaces.items()}
         none = (0,) * 5
-        return {
-            name: NamespaceStats(cached.get(name, 0), *counts.get(name, none)) for name in dict.fromkeys([*counts, *cached])
-        }
+        names = dict.fromkeys([*counts, *cached])
+        return {name: NamespaceStats(cached.get(name, 0), *counts.get(name, none)) for name in names}

@@ -208,7 +208,8 @@ def test_reports_wait_for_no_pass(network):
         assert model.begun.wait(60)
         engine.submit(np.arange(20), GREEDY, n=2)
         reports = []
-        asking = threading.Thread(target=lambda: reports.extend([engine.stats(), engine.namespace_stats()]), daemon=True)
+        ask = [engine.stats, engine.namespace_stats]
+        asking = threading.Thread(target=lambda: reports.extend(each() for each in ask), daemon=True)
         asking.start()
         asking.join(20)
         assert not asking.is_alive(), "a report waits for the pass"
