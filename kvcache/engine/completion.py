@@ -59,9 +59,10 @@ class Request:
         tokens: the token ids of the prompt.
         sampler: draws the new tokens.
         text: gets the new tokens, if the request reports its text or has stop strings.
+        stop_tokens: the tokens that end it, those of the network included.
 
     Attributes:
-        tokens, sampler, text: as above.
+        tokens, sampler, text, stop_tokens: as above.
         params: those of the sampler.
         finish_reason: why it ended.
         logprobs: one entry per new token, if they are reported.
@@ -69,8 +70,10 @@ class Request:
         is_complete: whether all its text has come.
     """
 
-    def __init__(self, tokens: NDArray[np.uint32], sampler: Sampler, text: TextStream | None) -> None:
-        self.tokens, self.sampler, self.text = tokens, sampler, text
+    def __init__(
+        self, tokens: NDArray[np.uint32], sampler: Sampler, text: TextStream | None, stop_tokens: frozenset[int]
+    ) -> None:
+        self.tokens, self.sampler, self.text, self.stop_tokens = tokens, sampler, text, stop_tokens
         self.params = sampler.params
         self.finish_reason: FinishReason = "length"
         self.logprobs: list[TokenLogprobs] | None = None

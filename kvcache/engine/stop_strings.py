@@ -1,4 +1,4 @@
-"""The search for stop strings in a text that comes piece by piece, in time linear in the text (Knuth, Morris, Pratt)."""
+"""The search for stop strings in a text that comes piece by piece, in linear time (Knuth, Morris and Pratt)."""
 
 from __future__ import annotations
 
