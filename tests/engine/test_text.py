@@ -168,8 +168,10 @@ def test_with_a_real_tokenizer():
     assert "".join(parts) == "def f(x):\n    return "
 
 
-HALVES = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"\xf0", b"\xff", b"\xff\xff", b"\x80\xf0", b"\x9f\x98\x80\xf0", "é".encode(),
-          b"\xe4\xbd", b"\xa0\xe5", b"\xa5\xbd", b"\xe4", b"\xff\xf0\x9f", "\ufffd".encode(), b""]  # fmt: skip
+HALVES = [
+    b"a", b"\xf0\x9f", b"\x98", b"\x80", b"\xf0", b"\xff", b"\xff\xff", b"\x80\xf0", b"\x9f\x98\x80\xf0", b"\xc3\xa9",
+    b"\xe4\xbd", b"\xa0\xe5", b"\xa5\xbd", b"\xe4", b"\xff\xf0\x9f", b"\xef\xbf\xbd", b"",
+]  # fmt: skip
 
 
 @given(st.lists(st.integers(0, len(HALVES) - 1), max_size=80))
@@ -220,7 +222,9 @@ def test_each_token_takes_the_same_time(kind, make):
     assert counts[0] <= 200 * 160 * max(1, len(kind))
 
 
-@pytest.mark.parametrize("stop", [["a" * 20_000 + "b"], ["ab" * 10_000 + "c"], ["a" * n for n in range(19_990, 20_000)]])
+@pytest.mark.parametrize(
+    "stop", [["a" * 20_000 + "b"], ["ab" * 10_000 + "c"], ["a" * n for n in range(19_990, 20_000)]]
+)
 def test_the_search_takes_time_linear_in_text_and_stop_strings(stop):
     """It took hours."""
     text = "ab" * 15_000 if "ab" in stop[0] else "a" * 30_000

@@ -423,7 +423,7 @@ def test_samples_share_what_ends_them_and_their_biases(network):
     """Stop tokens, stop strings and biases are kept once for a request, not once for each sample."""
     engine = BatchEngine(network, num_blocks=20, max_queue=64)
     ids = tuple(range(1000, 1000 + 65536))
-    biases = {token: 1.0 for token in range(250)}
+    biases = dict.fromkeys(range(250), 1.0)
     params = SamplingParams(stop_token_ids=ids, logit_bias=biases, seed=3, max_tokens=2)
     tracemalloc.start()
     try:
