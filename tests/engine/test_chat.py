@@ -215,7 +215,7 @@ def test_thoughts_come_under_the_key_that_the_template_reads(tmp_path):
     answer = {"role": "assistant", "content": "yes"}
     reads = {
         "thinking": "{{ messages[0].thinking }}",
-        "reasoning_content": "{% if 'reasoning_content' in messages[0] %}{{ messages[0].reasoning_content }}{% endif %}",
+        "reasoning_content": "{% if 'reasoning_content' in messages[0] %}{{ messages[0].reasoning_content }}{%endif%}",
         "reasoning": '{{ messages[0]["reasoning"] }}',
     }
     for number, (read, template) in enumerate(reads.items()):
