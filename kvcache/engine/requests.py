@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.completion import Request
-from kvcache.engine.new_requests import NewRequests, stop_tokens
+from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.regimes import Regimes
 from kvcache.engine.sequence import ModelSequence
 from kvcache.engine.turns import CallInTurn, Turn, Turns
@@ -102,11 +102,9 @@ class Requests:
 
     def decode(self, logits: Float32, request: Request, turn: Turn, text: list[int]) -> Iterator[int]:
         """Sample tokens and run them; the step that adds a token to the sequence also adds it to `text`."""
-        params = request.params
-        stops = stop_tokens(params, self.config)
-        for left in reversed(range(params.max_tokens)):
+        for left in reversed(range(request.params.max_tokens)):
             token = request.sampler.sample(logits)
-            if token in stops:
+            if token in request.stop_tokens:
                 request.finish_reason = "stop"
                 return
             request.observe(token, logits)
