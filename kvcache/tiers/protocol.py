@@ -13,7 +13,7 @@ MOST_BYTES = 1 << 30  # of a value, for a caller that does not know better
 
 
 class Tier(Protocol):
-    """A store of values by key. Every method may raise any exception: `Tiers` counts it, and the values are misses.
+    """A store of values by key. Every method may raise anything, SystemExit too: `Tiers` counts it as misses.
 
     Each is called on one of the threads of `Tiers`, never on the thread of a request; several threads may call at once.
     A store may forget any value at any time. It may return any bytes: `Tiers` checks them. A key has 20 bytes.

@@ -1,6 +1,7 @@
 """The bench package: its trace replay against the trie, its bounds, its command line."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -139,3 +140,13 @@ def test_the_bench_of_tiers_runs(capsys):
 def test_the_bench_of_the_server_runs(capsys):
     assert main(["server", "--quick"]) == 0
     assert "same number of tokens" in capsys.readouterr().out
+
+
+def test_soak(capsys):
+    """A second of it, without hostile clients: every kind of pause is measured, and the memory is read."""
+    pytest.importorskip("uvicorn")
+    assert main(["soak", "--seconds", "1", "--hostile", "0", "--streams", "1"]) in (0, 1)
+    printed = capsys.readouterr().out
+    for kind in ("stream", "/health", "/metrics"):
+        assert re.search(rf"^{kind} +[1-9]\d* pauses, the longest one \d+\.\d+ s", printed, re.MULTILINE), printed
+    assert re.search(r"^memory +\d+ MiB before, \d+ at most, \d+ after", printed, re.MULTILINE)

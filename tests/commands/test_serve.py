@@ -61,3 +61,13 @@ def test_what_the_command_refuses(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve"]) == 2
     assert "kvcache-cpu[serve]" in capsys.readouterr().err
+
+
+def test_a_folder_of_autosave_that_others_can_write_to(tmp_path, capsys):
+    """One line says what is wrong with it."""
+    tmp_path.chmod(0o777)
+    assert main(["serve", "--port", "0", "--autosave", str(tmp_path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"kvcache: {tmp_path}: expected a secret, or a directory of this user")
+    assert lines[0].endswith("with mode 0777")

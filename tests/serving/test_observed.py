@@ -343,6 +343,9 @@ def test_a_tier_that_answers_again_is_logged(caplog):
                 raise OSError("away")
             return [True] * len(keys)
 
+        def get_many(self, keys):
+            return [None] * len(keys)
+
     tier = Moody()
     link = Link(tier, b"secret", 1)
     with caplog.at_level(logging.INFO, "kvcache"):
