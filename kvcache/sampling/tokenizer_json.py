@@ -61,7 +61,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose keys differ, or a vocabulary: readers take different ones of two values."""
     found = dict(pairs)
     if len(found) < len(pairs) and not all(type(value) is int for value in found.values()):
-        raise ValueError("expected each key of an object once, got one twice")
+        raise ValueError("keys: expected each once in an object, got one twice")
     return found
 
 
@@ -102,13 +102,13 @@ def _growth(path: Path, name: str, found: Any) -> float:
     return growth
 
 
-def _fail(expected: str, found: Any) -> NoReturn:
-    raise ValueError(f"expected {expected}, got {short(found)}")
+def _fail(name: str, expected: str, found: Any) -> NoReturn:
+    raise ValueError(f"{name}: expected {expected}, got {short(found)}")
 
 
-def _text(value: Any, what: str, least: int = 0) -> str:
+def _text(value: Any, name: str, least: int = 0) -> str:
     if not isinstance(value, str) or not least <= len(value) <= _MOST_CHARACTERS:
-        _fail(f"{what}, a text of {least} to {_MOST_CHARACTERS} characters", value)
+        _fail(name, f"a text of {least} to {_MOST_CHARACTERS} characters", value)
     return value
 
 
@@ -116,8 +116,8 @@ def _pattern(part: Part) -> tuple[str, str]:
     """The kind of a pattern, "String" or "Regex", and its text."""
     pattern = part.get("pattern")
     if not isinstance(pattern, dict) or len(pattern) != 1 or (kind := next(iter(pattern))) not in ("String", "Regex"):
-        _fail("a pattern, a String or a Regex", pattern)
-    return kind, _text(pattern[kind], "a pattern", 1)
+        _fail("pattern", "a String or a Regex", pattern)
+    return kind, _text(pattern[kind], "pattern", 1)
 
 
 def _replaced(part: Part) -> float:
@@ -139,7 +139,7 @@ def _split(part: Part) -> float:
 
 def _cut(part: Part) -> float:
     if type(length := part.get("length")) is not int or length < 1:
-        _fail("a length of at least 1", length)
+        _fail("length", "at least 1", length)
     return 1.0
 
 
@@ -153,9 +153,9 @@ def _normalised(part: Part) -> float:
             raise ValueError
         texts = data[4 + size :].decode()
     except ValueError:
-        _fail("a precompiled_charsmap of SentencePiece", charsmap)
+        _fail("precompiled_charsmap", "a table of SentencePiece", charsmap)
     if not texts.endswith("\0"):
-        _fail("a precompiled_charsmap whose texts end with a zero", charsmap)
+        _fail("precompiled_charsmap", "texts that end with a zero", charsmap)
     return float(max(1, *map(len, texts.split("\0"))))
 
 
@@ -163,10 +163,10 @@ def _filled(part: Part) -> float:
     """By a template: how often it has the text."""
     single, tokens = part.get("single"), part.get("special_tokens")
     if not isinstance(single, list) or len(single) > _MOST_IDS:
-        _fail(f"a template of at most {_MOST_IDS} pieces", single)
+        _fail("single", f"a template of at most {_MOST_IDS} pieces", single)
     for token in tokens.values() if isinstance(tokens, dict) else ():
         if not isinstance(token, dict) or not isinstance(ids := token.get("ids"), list) or len(ids) > _MOST_IDS:
-            _fail(f"special tokens of at most {_MOST_IDS} ids", token)
+            _fail("special_tokens", f"tokens of at most {_MOST_IDS} ids", token)
     return float(max(1, sum(isinstance(piece, dict) and "Sequence" in piece for piece in single)))
 
 

@@ -127,15 +127,15 @@ def test_the_first_files_of_gpt2_do_not_say_what_their_model_is(folder):
         ({"normalizer": {"type": "Unknown"}}, r"normalizer: expected one of Sequence, .*, got 'Unknown'"),
         ({"normalizer": {"pattern": {"String": "a"}, "content": "b"}}, "normalizer: expected one .*, got None"),
         ({"normalizer": [1]}, r"normalizer: expected one of Sequence, .*, got \[1\]"),
-        ({"normalizer": string("", "x")}, "Replace: expected a pattern, a text of 1 to 4096 characters"),
-        ({"normalizer": string("a", 5)}, "Replace: expected content, a text .*, got 5"),
+        ({"normalizer": string("", "x")}, "Replace: pattern: expected a text of 1 to 4096 characters"),
+        ({"normalizer": string("a", 5)}, "Replace: content: expected a text .*, got 5"),
         ({"normalizer": sequence("normalizers", *[string("a", "aa")] * 36)}, "a tokenizer that encodes"),
         ({"normalizer": sequence("normalizers", *[regex("b?", "aa")] * 6)}, "a tokenizer that encodes"),
         ({"normalizer": sequence("normalizers", *[{"type": "NFC"}] * 100)}, "normalizer: expected at most 64 parts"),
         ({"normalizer": {"type": "Prepend", "prepend": "a" * 500}}, "encodes a text to at most 128 times its length"),
         ({"normalizer": string("a", "b" * 64), "pre_tokenizer": BYTES}, "got 320 times"),
         ({"pre_tokenizer": sequence("pretokenizers", *[BYTES] * 9)}, "a tokenizer that encodes"),
-        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "expected a length of at least 1, got 0"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "FixedLength: length: expected at least 1, got 0"),
         ({"pre_tokenizer": {"type": "Split", "pattern": "a"}}, "a String or a Regex, got 'a'"),
         ({"decoder": sequence("decoders", *[string("e", "e" * 8)] * 12)}, "a tokenizer that decodes"),
         ({"post_processor": TEMPLATE | {"single": TEMPLATE["single"] * 64}}, "a template of at most 64 pieces"),
@@ -156,11 +156,11 @@ def test_parts_that_are_not_read(folder, sections, message):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "a precompiled_charsmap of SentencePiece"),
-        (b"\0\0\0", "a precompiled_charsmap of SentencePiece"),
-        (b"\xff\xff\xff\xff", "a precompiled_charsmap of SentencePiece"),
-        (b"\x04\0\0\0" + bytes(4) + b"\xff\0", "a precompiled_charsmap of SentencePiece"),
-        (b"\x04\0\0\0" + bytes(4) + b"a", "whose texts end with a zero"),
+        (b"", "precompiled_charsmap: expected a table of SentencePiece"),
+        (b"\0\0\0", "precompiled_charsmap: expected a table of SentencePiece"),
+        (b"\xff\xff\xff\xff", "precompiled_charsmap: expected a table of SentencePiece"),
+        (b"\x04\0\0\0" + bytes(4) + b"\xff\0", "precompiled_charsmap: expected a table of SentencePiece"),
+        (b"\x04\0\0\0" + bytes(4) + b"a", "texts that end with a zero"),
         (b"\x04\0\0\0" + bytes(4) + b"a" * 999 + b"\0", "to at most 128 times its length, got 999 times"),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_key_twice(folder):
     """The package and Python might take different ones."""
     text = json.dumps(OWN).replace('"normalizer": null', '"normalizer": {"type": "NFC", "type": "Replace"}')
     (folder / "tokenizer.json").write_text(text)
-    with pytest.raises(CheckpointError, match="expected each key of an object once, got one twice"):
+    with pytest.raises(CheckpointError, match="keys: expected each once in an object, got one twice"):
         _ = InferenceEngine.from_pretrained(folder).tokenizer
 
 
