@@ -25,7 +25,7 @@ def all_of(model, asked, blocks, **options):
     """Run all requests at once and compare each with itself alone."""
     alone = Alone(model, **options)
     engine = BatchEngine(model, num_blocks=blocks, **options)
-    assert engine.residual_length == alone.engine.residual_length
+    assert engine.residual_length == alone.texts.cache.residual_length
     requests = [engine.submit(prompt, params) for prompt, params in asked]
     run(engine)
     for request, (prompt, params) in zip(requests, asked, strict=True):

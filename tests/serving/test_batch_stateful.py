@@ -94,7 +94,7 @@ class Requests(RuleBasedStateMachine):
     def score(self, which):
         if self.engine is not None and self.engine.stats().waiting < 12:
             scores = self.engine.score_batch([PROMPTS[which]])[0]
-            assert scores.tobytes() == ALONE[self.kind].engine.score(PROMPTS[which]).tobytes()
+            assert scores.tobytes() == ALONE[self.kind].score(PROMPTS[which]).tobytes()
 
     @invariant()
     def the_pool_is_divided(self):
