@@ -17,7 +17,7 @@ def map_of(document):
 
 def floors():
     """The floor of each package, and of each module outside the packages."""
-    lines = re.findall(r"(?m)^  (\d)  ((?:\w+/? )+)", map_of("README.md"))
+    lines = re.findall(r"(?m)^ +(\d+)  ((?:\w+/? )+)", map_of("README.md"))
     return {name.strip("/"): int(floor) for floor, names in lines for name in names.split()}
 
 

@@ -99,7 +99,7 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def the_pool_is_divided(self):
         if self.engine is not None:
-            stats, total = self.engine.stats(), self.engine._blocks.cache.total_blocks
+            stats, total = self.engine.stats(), self.engine._pool.total_blocks
             assert stats.free_blocks + stats.claimed_blocks + stats.cached_blocks == total
             self.engine.check()
 

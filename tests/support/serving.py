@@ -92,4 +92,4 @@ def settled(engine):
     engine.check()
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.claimed_blocks) == (0, 0, 0)
-    assert stats.free_blocks + stats.cached_blocks == engine._blocks.cache.total_blocks
+    assert stats.free_blocks + stats.cached_blocks == engine._pool.total_blocks

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_count, as_instance
-from kvcache.engine.evicting import survivors
+from kvcache.texts.budgets import survivors
 from kvcache.eviction import EvictionPolicy, Rule
 
 __all__ = ["Eviction", "rules_of"]
