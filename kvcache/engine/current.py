@@ -87,11 +87,10 @@ class CurrentText:
         self._become(Text(_NO_TOKENS))
 
     def _become(self, text: Text) -> None:
-        """End the text and take another one, which has no sequence yet and gets an empty one."""
-        old, self.text = self.text, text
+        """End the text, and what an exception has left; take another one, which gets an empty sequence."""
+        self.text = text
         self.version += 1
-        if old.seq_id >= 0:
-            self.pool.drop(old)
+        self.pool.settle([])
         text.moved(0, 0, self.pool.empty(0))
 
     def start(self, text: Text, arrived: Arrived | None = None) -> int:

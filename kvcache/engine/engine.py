@@ -250,9 +250,9 @@ class InferenceEngine:
 
     def memory(self) -> dict[str, int]:
         """Bytes: "weights" (0 for a model that does not say), "kv" (cache, residual), "bookkeeping" and "scratch"."""
-        weights = getattr(self.model, "weights", None)
+        weights, current = getattr(self.model, "weights", None), self._sequence
         products = {"scratch": getattr(weights, "scratch_bytes", 0)}
-        return {"weights": getattr(weights, "nbytes", 0), **total(self._sequence.pool.memory([self._sequence.text]), products)}
+        return {"weights": getattr(weights, "nbytes", 0), **total(current.pool.memory([current.text]), products)}
 
     __reduce_ex__ = refuse_copies("make another one over the same `model`")
 

@@ -18,6 +18,7 @@ from kvcache.errors import BlockNotFoundError
 __all__ = ["PagedBlocks"]
 
 Int32 = npt.NDArray[np.int32]
+_FLOAT32 = np.dtype(np.float32)
 
 
 class FormattedRows(KvRows):
@@ -79,6 +80,9 @@ class PagedBlocks:
             )
             rows.given = KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
             return rows
+        if type(keys) is type(values) is np.ndarray and keys.dtype is values.dtype is _FLOAT32:  # as a network has them
+            if keys.shape[1:] == shape[1:] and values.shape[1:] == value_shape[1:]:
+                return KvRows(keys, values)
         return KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
 
     def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:

@@ -126,6 +126,7 @@ class Scheduler:
 
     def preempt(self, work: Work) -> None:
         """Take a work's sequence; it waits again, and its full blocks stay cached."""
+        self.pool.index(work)
         self._leave(work)
         work.preemptions += 1
         self.preemptions += 1

@@ -154,7 +154,7 @@ class Arrivals:
         if not text.shares or text.seq_id < 0:
             return
         tokens = text.tokens[: text.computed]
-        self._pool.keep(text, text.computed)
+        self._pool.keep_beside(text, text.computed)
         self.source.used(text.space, tokens)
         for group in self._windows:
             source = group.prefixes[0].source

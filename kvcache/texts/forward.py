@@ -54,9 +54,10 @@ class Forward:
         Returns:
             For each piece its logits, float32 `(rows, vocab_size)`.
         """
-        texts, lens = [text for text, _, _ in pieces], np.array([count for _, count, _ in pieces])
-        tokens = np.concatenate([text.next_tokens(count) for text, count, _ in pieces])
-        starts, due = np.array([text.computed for text in texts]), np.array([rows for _, _, rows in pieces])
+        texts, lens, due = (*zip(*pieces, strict=True),)
+        own = [text.next_tokens(count) for text, count, _ in pieces]
+        tokens, lens, due = own[0] if len(own) == 1 else np.concatenate(own), np.array(lens), np.array(due)
+        starts = np.array([text.computed for text in texts])
         stops, ends = lens.cumsum(), due.cumsum()
         positions = np.arange(len(tokens)) + (starts - (stops - lens)).repeat(lens)
         rows = np.arange(ends[-1]) + (stops - ends).repeat(due)

@@ -110,7 +110,7 @@ class Pool:
     def stop(self, text: Text) -> None:
         """Take a text's sequence away; its full blocks stay cached until their memory is needed."""
         if text.seq_id >= 0:
-            self.keep(text, text.computed)
+            self.keep_beside(text, text.computed)
             self.drop(text)
 
     def drop(self, text: Text) -> None:
@@ -241,6 +241,11 @@ class Pool:
     def keep(self, text: Text, stop: int) -> None:
         """Cache what another text needs to continue behind the first `stop` tokens, as far as it is there."""
         for i, group in enumerate(self.groups):
+            group.keep(text, i, stop)
+
+    def keep_beside(self, text: Text, stop: int) -> None:
+        """Do so in all groups but that of the index."""
+        for i, group in enumerate(self.groups[1:], 1):
             group.keep(text, i, stop)
 
     def index(self, text: Text) -> None:

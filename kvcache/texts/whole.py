@@ -134,9 +134,7 @@ class WholeLayers:
             layer: int, queries: Float32, keys: Float32, values: Float32, _: Float32 | None = None, /
         ) -> Float32:
             own, options = calls[layer]
-            cache.write_ragged(own, ids, lens, keys, values)
-            mixed: Float32 = cache.attention(own, queries, ids, query_lens=lens, **options)
-            return mixed
+            return cache.write_and_attend(own, ids, lens, keys, values, queries, **options)
 
         return attend, {}
 

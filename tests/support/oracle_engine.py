@@ -103,14 +103,16 @@ class DenseKvCache:
     def check(self) -> None:
         assert self.free_block_count >= 0
 
-    def write_ragged(
-        self, layer: int, seq_ids: Sequence[int], lens: Sequence[int], keys: NDArray[Any], values: NDArray[Any]
-    ) -> None:
+    def write_and_attend(
+        self, layer: int, seq_ids: Sequence[int], lens: Sequence[int], keys: NDArray[Any], values: NDArray[Any],
+        queries: NDArray[Any], **options: Any,
+    ) -> NDArray[np.float32]:  # fmt: skip
         (seq_id,), (count,) = seq_ids, lens
         assert len(keys) == len(values) == count <= self._tokens(seq_id)
         start = self._tokens(seq_id) - len(keys)
         self.sequences[seq_id][layer][0, start:] = keys
         self.sequences[seq_id][layer][1, start:] = values
+        return self.attention(layer, queries, seq_ids, query_lens=lens, **options)
 
     def attention(
         self, layer: int, queries: NDArray[Any], seq_ids: Sequence[int], *, query_lens: Sequence[int], **options: Any
