@@ -8,6 +8,7 @@ names that transformers gives to templates: `raise_exception`, `strftime_now`, `
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,10 @@ from kvcache.sampling.tokenizer import CheckpointText, GgufText
 __all__ = ["Answer", "chat_tokens", "render"]
 
 _OLDEST = (3, 1, 6)  # of jinja2: earlier sandboxes have known holes
+# The keys by which templates and interfaces know the thoughts of an assistant, and where a template reads them.
+_THOUGHTS = {
+    key: re.compile(rf"\.{key}\b|(['\"]){key}\1") for key in ("reasoning_content", "reasoning", "thinking")
+}
 _NEEDS = "a chat template needs the package jinja2, 3.1.6 or later: pip install 'kvcache-cpu[text]'"
 
 
@@ -82,7 +87,7 @@ def render(
     """A conversation in the words of the checkpoint's template; see `InferenceEngine.apply_chat_template`."""
     if text is None or (template := text.template("tool_use" if tools else "default")) is None:
         raise ValueError("messages: expected an engine whose checkpoint has a chat template, got none")
-    conversation = _messages(messages)
+    conversation = [_with_thoughts(template, message) for message in _messages(messages)]
     known = None if tools is None else _tools(tools)
     compiled = _compiled(template)
     names: dict[str, Any] = {"messages": conversation, "tools": known, "documents": None, **text.special_tokens}
@@ -105,6 +110,14 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
             raise ValueError(f'messages: expected a "role" in each, a text, got {short(message.get("role"))}')
     # A key without a value is as no key: interfaces write content=None where there are only calls of tools.
     return [{key: value for key, value in message.items() if value is not None} for message in found]
+
+
+def _with_thoughts(template: str, message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its thoughts under the keys that the template reads, whichever of them it has."""
+    thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
+    if thoughts is None:
+        return message
+    return {key: thoughts for key, read in _THOUGHTS.items() if read.search(template)} | message
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
@@ -195,5 +208,5 @@ def _compiled(template: str) -> Any:
     )  # fmt: skip
     try:
         return environment.from_string(template)
-    except (jinja2.exceptions.TemplateError, RecursionError, ValueError) as error:
+    except Exception as error:  # of jinja2, or of Python's compiler: SyntaxError, RecursionError, MemoryError
         raise CheckpointError(f"chat_template: expected a Jinja template, got an error: {error}") from None

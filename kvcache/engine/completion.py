@@ -13,6 +13,7 @@ from kvcache.networks.protocols import Float32
 from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.sampling import Sampler
 from kvcache.sampling.text import TextStream
+from kvcache.sampling.tokenizer_errors import tokenizer_errors
 
 __all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt", "encoded"]
 
@@ -58,9 +59,10 @@ class Request:
         tokens: the token ids of the prompt.
         sampler: draws the new tokens.
         text: gets the new tokens, if the request reports its text or has stop strings.
+        stop_tokens: the tokens that end it, those of the network included.
 
     Attributes:
-        tokens, sampler, text: as above.
+        tokens, sampler, text, stop_tokens: as above.
         params: those of the sampler.
         finish_reason: why it ended.
         logprobs: one entry per new token, if they are reported.
@@ -68,8 +70,10 @@ class Request:
         is_complete: whether all its text has come.
     """
 
-    def __init__(self, tokens: NDArray[np.uint32], sampler: Sampler, text: TextStream | None) -> None:
-        self.tokens, self.sampler, self.text = tokens, sampler, text
+    def __init__(
+        self, tokens: NDArray[np.uint32], sampler: Sampler, text: TextStream | None, stop_tokens: frozenset[int]
+    ) -> None:
+        self.tokens, self.sampler, self.text, self.stop_tokens = tokens, sampler, text, stop_tokens
         self.params = sampler.params
         self.finish_reason: FinishReason = "length"
         self.logprobs: list[TokenLogprobs] | None = None
@@ -144,11 +148,14 @@ def as_prompt(prompt: Any, tokenizer: Callable[[], Any], vocab_size: int) -> NDA
 def encoded(tokenizer: Any, text: str, name: str, **options: Any) -> list[int]:
     """The ids that a tokenizer gives for a text; `options` are those of its `encode`.
 
-    ValueError: a str with half of a surrogate pair, which JSON may have and a tokenizer does not take.
+    Raises:
+        ValueError: a str with half of a surrogate pair, which JSON may have and a tokenizer does not take.
+        CheckpointError: the tokenizer fails at it.
     """
     try:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{name}: expected Unicode text, got a lone surrogate") from None
-    ids: list[int] = tokenizer.encode(text, **options).ids
+    with tokenizer_errors("tokenizer", "the tokens of a text"):
+        ids: list[int] = tokenizer.encode(text, **options).ids
     return ids

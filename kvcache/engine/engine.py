@@ -411,7 +411,7 @@ class InferenceEngine:
         version, logits = self.version, as_floats(logits, (self.config.vocab_size,), "logits")
         return self._requests.decode_in_turn(version, logits, self._request(history, params, is_history=True))
 
-    def _request(self, prompt: Any, params: SamplingParams | None, **options: bool) -> Request:
+    def _request(self, prompt: Any, params: SamplingParams | None, **options: Any) -> Request:
         """A new request, checked; adds one to the count of requests. The options are those of `Requests.request`."""
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
         return self._requests.request(prompt, params, lambda: self.tokenizer, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,25 @@ from kvcache.core.arguments import as_count, short
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.completion import Request, as_prompt
 from kvcache.networks.protocols import NetworkConfig
-from kvcache.sampling.sampling import Sampler, SamplingParams, check_biases
+from kvcache.sampling.sampling import Biases, Sampler, SamplingParams
+from kvcache.sampling.stop_strings import StopStrings
 from kvcache.sampling.text import TextStream
 
-__all__ = ["NewRequests", "stop_tokens"]
+__all__ = ["NewRequests", "Shared"]
+
+
+class Shared(NamedTuple):
+    """What is worked out once for all samples of a request.
+
+    Attributes:
+        stop_tokens: the tokens that end it, those of the network included.
+        stop_strings: the strings that end it.
+        biases: those of its logits.
+    """
+
+    stop_tokens: frozenset[int]
+    stop_strings: StopStrings
+    biases: Biases
 
 
 class NewRequests:
@@ -40,9 +55,14 @@ class NewRequests:
         self._seed = as_count(seed, "seed", most=None)
         self._count = 0
 
+    def shared(self, params: SamplingParams) -> Shared:
+        """What the samples of a request share. ValueError: as `Biases.of`."""
+        stop_tokens = frozenset((*params.stop_token_ids, *getattr(self._config, "eos_token_ids", ())))
+        return Shared(stop_tokens, StopStrings(params.stop), Biases.of(params, self._config.vocab_size))
+
     def request(
         self, prompt: Any, params: SamplingParams, tokenizer: Callable[[], Any], *, with_text: bool = False,
-        or_empty: bool = False, is_history: bool = False,
+        or_empty: bool = False, is_history: bool = False, shared: Shared | None = None, sample: int = 0,
     ) -> Request:  # fmt: skip
         """A new request, checked; adds one to the count of requests.
 
@@ -52,6 +72,8 @@ class NewRequests:
             with_text: whether the request reports its text, where there is a tokenizer.
             or_empty: whether the prompt may be empty.
             is_history: whether the tokens of the prompt ran already; there may be any number of them.
+            shared: what it shares with other samples, see `shared`.
+            sample: its number among them, which is added to the seed of `params`.
 
         Raises:
             TypeError, ValueError: as `InferenceEngine.complete`; a token of `logit_bias` is outside the vocabulary;
@@ -60,15 +82,17 @@ class NewRequests:
         tokens = as_prompt(prompt, tokenizer, self._config.vocab_size)
         if not is_history and (len(tokens) or not or_empty):
             self.check_span(tokens, 0)
-        check_biases(params, self._config.vocab_size)
+        shared = self.shared(params) if shared is None else shared
         decoder = None
         if params.stop or with_text:
             with nullcontext() if params.stop else suppress(ImportError):
                 decoder = tokenizer()
         if params.stop and decoder is None:
             raise ValueError(f"stop: expected none, since the engine has no tokenizer, got {short(params.stop)}")
-        text = None if decoder is None else TextStream(decoder, tokens, params.stop)
-        return Request(tokens, Sampler(params, self._randomness(params), self._config.vocab_size, tokens), text)
+        text = None if decoder is None else TextStream(decoder, tokens, shared.stop_strings)
+        rng, vocab_size = self._randomness(params, sample), self._config.vocab_size
+        sampler = Sampler(params, rng, vocab_size, tokens, biases=shared.biases)
+        return Request(tokens, sampler, text, shared.stop_tokens)
 
     def check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:
         """Raise ValueError unless there is a token, and every position from `pos` on is one of the network's."""
@@ -80,14 +104,9 @@ class NewRequests:
                 f"got {len(tokens)} tokens from position {pos}"
             )
 
-    def _randomness(self, params: SamplingParams) -> np.random.Generator:
-        """The random numbers of the next request."""
+    def _randomness(self, params: SamplingParams, sample: int) -> np.random.Generator:
+        """The random numbers of the next request, the sample of this number."""
         with self._lock:
             number = self._count
             self._count += 1
-        return np.random.default_rng((self._seed, number) if params.seed is None else params.seed)
-
-
-def stop_tokens(params: SamplingParams, config: NetworkConfig) -> set[int]:
-    """The tokens that end a text: those of the request, and the network's own."""
-    return {*params.stop_token_ids, *getattr(config, "eos_token_ids", ())}
+        return np.random.default_rng((self._seed, number) if params.seed is None else params.seed + sample)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.completion import Request
 from kvcache.engine.current import CurrentText
-from kvcache.engine.new_requests import NewRequests, stop_tokens
+from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.networks.protocols import Float32
 
@@ -90,11 +90,9 @@ class Requests:
 
     def decode(self, logits: Float32, request: Request, turn: Turn) -> Iterator[int]:
         """Sample tokens and run them."""
-        params = request.params
-        stops = stop_tokens(params, self.config)
-        for left in reversed(range(params.max_tokens)):
+        for left in reversed(range(request.params.max_tokens)):
             token = request.sampler.sample(logits)
-            if token in stops:
+            if token in request.stop_tokens:
                 request.finish_reason = "stop"
                 return
             request.observe(token, logits)

@@ -80,9 +80,9 @@ class PagedBlocks:
             )
             rows.given = KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
             return rows
-        if type(keys) is type(values) is np.ndarray and keys.dtype is values.dtype is _FLOAT32:  # as a network has them
-            if keys.shape[1:] == shape[1:] and values.shape[1:] == value_shape[1:]:
-                return KvRows(keys, values)
+        plain = type(keys) is type(values) is np.ndarray and keys.dtype is values.dtype is _FLOAT32
+        if plain and keys.shape[1:] == shape[1:] and values.shape[1:] == value_shape[1:]:  # as a network has them
+            return KvRows(keys, values)
         return KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
 
     def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:

@@ -6,14 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_count, as_finite, as_floats, as_number, short
 
-__all__ = ["LogitsProcessor", "Sampler", "SamplingParams", "check_biases"]
+__all__ = ["Biases", "LogitsProcessor", "Sampler", "SamplingParams"]
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -23,6 +24,7 @@ GREEDY_TEMPERATURE = 1e-6  # below this temperature sampling is greedy
 _GROUP = 64  # logits per group, see _top_k
 # Float32 holds numbers below 3.4e38: with these bounds a sum of a logit and a bias stays finite under the penalty.
 _MOST_BIAS, _MOST_PENALTY = 1e30, 1e6
+_MOST_STOP_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class SamplingParams:
         max_tokens: maximum number of new tokens.
         seed: seed of this request's random numbers; None derives one from the engine's seed and the number of
             the request.
-        stop_token_ids: tokens that end the text, besides the model's own; they are not returned.
+        stop_token_ids: tokens that end the text, besides the model's own, at most 65,536; they are not returned.
         stop: strings that end the text, one or several; the engine needs a tokenizer. The tokens that spell one are
             returned by `generate` and `stream`; the text of `complete` ends before it.
         logprobs: for `complete`: report the log-probability of each new token, and of this many most likely ones
@@ -86,9 +88,12 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 store(self, name, as_count(getattr(self, name), name, most=None))
         try:
-            stops = tuple(as_count(token, "stop_token_ids", most=None) for token in self.stop_token_ids)
+            some = islice(self.stop_token_ids, _MOST_STOP_TOKENS + 1)
+            stops = tuple(as_count(token, "stop_token_ids", most=None) for token in some)
         except TypeError:
             raise TypeError(f"stop_token_ids: expected ints, got {short(self.stop_token_ids)}") from None
+        if len(stops) > _MOST_STOP_TOKENS:
+            raise ValueError(f"stop_token_ids: expected at most {_MOST_STOP_TOKENS} ids, got more")
         store(self, "stop_token_ids", stops)
         store(self, "min_p", as_finite(self.min_p, "min_p", 0.0, 1.0))
         store(self, "logit_bias", _biases(self.logit_bias))
@@ -98,14 +103,28 @@ class SamplingParams:
             raise TypeError(f"logits_processor: expected a function of tokens and logits, got {got}")
 
 
-def check_biases(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError if `logit_bias` names a token outside the vocabulary, or excludes all tokens."""
-    biases = dict(params.logit_bias)
-    largest = max(biases, default=0)
-    if largest >= vocab_size:
-        raise ValueError(f"logit_bias: expected tokens from 0 to {vocab_size - 1}, got {largest}")
-    if list(biases.values()).count(-math.inf) == vocab_size:
-        raise ValueError("logit_bias: expected minus infinity for some tokens at most, got it for all")
+class Biases(NamedTuple):
+    """The `logit_bias` of a request as arrays, which all its samples share.
+
+    Attributes:
+        tokens: int64 `(n,)`.
+        values: float32 `(n,)`.
+    """
+
+    tokens: NDArray[np.int64]
+    values: Float32
+
+    @classmethod
+    def of(cls, params: SamplingParams, vocab_size: int) -> Biases:
+        """ValueError: `logit_bias` names a token outside the vocabulary, or excludes all tokens."""
+        biases = dict(params.logit_bias)
+        largest = max(biases, default=0)
+        if largest >= vocab_size:
+            raise ValueError(f"logit_bias: expected tokens from 0 to {vocab_size - 1}, got {largest}")
+        if list(biases.values()).count(-math.inf) == vocab_size:
+            raise ValueError("logit_bias: expected minus infinity for some tokens at most, got it for all")
+        count = len(biases)
+        return cls(np.fromiter(biases, np.int64, count), np.fromiter(biases.values(), np.float32, count))
 
 
 def _biases(biases: Any) -> tuple[tuple[int, float], ...]:
@@ -147,7 +166,7 @@ class Sampler:
 
     def __init__(
         self, params: SamplingParams, rng: np.random.Generator, vocab_size: int, history: NDArray[np.uint32],
-        num_drawn: int = 0,
+        num_drawn: int = 0, biases: Biases | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -156,15 +175,14 @@ class Sampler:
             vocab_size: length of the logits.
             history: ids of the tokens so far, for the penalties and the logits processor.
             num_drawn: how many of the last of these are new tokens, not of the prompt.
+            biases: those of `params`, if they are at hand.
         """
         self.params = params
         self._rng, self._first_state = rng, rng.bit_generator.state
         self._seen = np.zeros(vocab_size, bool)
         self._seen[history] = True
         self._drawn = Counter(history[len(history) - num_drawn :].tolist())
-        biases = dict(params.logit_bias)
-        self._biased = np.fromiter(biases, np.int64, len(biases))
-        self._biases = np.fromiter(biases.values(), np.float32, len(biases))
+        self._biases = Biases.of(params, vocab_size) if biases is None else biases
         self._text, self._length = history, len(history)  # the text so far, if there is a processor, has free room
 
     @property
@@ -176,7 +194,7 @@ class Sampler:
         """A sampler of the same random numbers in its state after `text`, whose last `num_drawn` tokens it drew."""
         rng = np.random.default_rng()
         rng.bit_generator.state = self._first_state
-        sampler = Sampler(self.params, rng, len(self._seen), text, num_drawn)
+        sampler = Sampler(self.params, rng, len(self._seen), text, num_drawn, self._biases)
         sampler._first_state = self._first_state
         if not self.is_greedy:
             rng.random(num_drawn)
@@ -190,9 +208,9 @@ class Sampler:
         params = self.params
         if params.logits_processor is not None:
             logits = self._processed(logits, params.logits_processor)
-        if len(self._biased):
+        if len(self._biases.tokens):
             logits = logits.copy()
-            logits[self._biased] += self._biases
+            logits[self._biases.tokens] += self._biases.values
         if params.repetition_penalty != 1.0:
             logits = self._penalised(logits)
         if (params.presence_penalty or params.frequency_penalty) and self._drawn:

@@ -12,6 +12,8 @@ from kvcache.gguf.file import GgufFile
 from kvcache.gguf.tokenizer import build_tokenizer
 from kvcache.gguf.vocabulary import Vocabulary, chat_template
 from kvcache.networks.files import MAX_CONFIG_BYTES, read_file, read_json
+from kvcache.sampling.tokenizer_errors import tokenizer_errors
+from kvcache.sampling.tokenizer_json import check_tokenizer_json
 
 __all__ = ["CheckpointText", "GgufText"]
 
@@ -32,20 +34,19 @@ class CheckpointText:
 
         Raises:
             ImportError: the package is not installed.
-            CheckpointError: not a regular file, too large, or damaged.
+            CheckpointError: not a regular file, too large, or damaged; a part that is not read, or not within bounds.
         """
         path = self._directory / "tokenizer.json"
         if not path.exists():
             return None
-        data = read_file(path, _MAX_BYTES)
+        data = bytes(read_file(path, _MAX_BYTES))
         try:
             from tokenizers import Tokenizer
         except ImportError:
             raise ImportError(f"{path} needs the tokenizers package: pip install 'kvcache-cpu[text]'") from None
-        try:
-            tokenizer = Tokenizer.from_buffer(bytes(data))
-        except Exception as error:  # the package raises bare Exception for any fault of the file
-            raise CheckpointError(f"{path}: expected a tokenizer of the tokenizers package, got {error}") from None
+        check_tokenizer_json(path, data)
+        with tokenizer_errors(str(path), "a tokenizer of the tokenizers package"):
+            tokenizer = Tokenizer.from_buffer(data)
         # The file may keep settings of its training, which would cut prompts or fill them up.
         tokenizer.no_truncation()
         tokenizer.no_padding()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -17,7 +16,7 @@ from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.engine import InferenceEngine
-from kvcache.engine.new_requests import NewRequests
+from kvcache.engine.new_requests import NewRequests, Shared
 from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
@@ -207,19 +206,22 @@ class BatchEngine:
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
         prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size)
         self._steps.expect_room(n)  # before each sample takes its random numbers
-        samples = [self._sample(prompt, params, i, namespace) for i in range(n)]
+        shared = self._new.shared(params)
+        samples = [self._sample(prompt, params, namespace, shared, i) for i in range(n)]
         for each in samples[1:]:
             each.leader = samples[0]
         request = Request(self, samples)
         self._enqueue(request, samples, priority, deadline)
         return request
 
-    def _sample(self, prompt: Any, params: SamplingParams, number: int, namespace: Hashable) -> Drawing:
-        if params.seed is not None and number:
-            params = replace(params, seed=params.seed + number)
-        request = self._new.request(prompt, params, lambda: self.tokenizer, with_text=True)
+    def _sample(
+        self, prompt: Any, params: SamplingParams, namespace: Hashable, shared: Shared, number: int
+    ) -> Drawing:
+        request = self._new.request(
+            prompt, params, lambda: self.tokenizer, with_text=True, shared=shared, sample=number
+        )
         decoder = None if request.text is None else self.tokenizer
-        make_text = None if decoder is None else partial(TextStream, decoder, request.tokens, params.stop)
+        make_text = None if decoder is None else partial(TextStream, decoder, request.tokens, shared.stop_strings)
         guesses = Guesses() if self._speculate else None
         work = Drawing(request, make_text, self.config, namespace, guesses)
         if self._settings.budgets is not None:
@@ -353,11 +355,15 @@ class BatchEngine:
         return None if self._text is None else self._text.tokenizer
 
     def stats(self) -> BatchStats:
-        """The counters now."""
+        """The counters at the end of the last step, and the requests that wait now; waits for no step."""
         return self._steps.stats()
 
     def namespace_stats(self) -> dict[Hashable, NamespaceStats]:
-        """The counters of each namespace, at most of the 4,096 that had requests last, and of those that are cached."""
+        """The counters of each namespace that has had requests, or has something cached; waits for no step.
+
+        Of more than 4,096 with requests, the one without a request for longest is forgotten. If it comes back, it
+        counts from zero, as counters do after a restart.
+        """
         return self._steps.namespaces()
 
     def cache_stats(self) -> PrefixCacheStats:
@@ -367,6 +373,7 @@ class BatchEngine:
     def clear_cache(self) -> None:
         """Drop every cached prefix; running requests keep their blocks."""
         self._pool.clear()
+        self._steps.publish()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
@@ -380,7 +387,9 @@ class BatchEngine:
             InvalidOperationError: prefixes are cached already.
         """
         self._expect_all_kept("load")
-        return self._pool.load(path, self._name(model))
+        count = self._pool.load(path, self._name(model))
+        self._steps.publish()
+        return count
 
     def _expect_all_kept(self, call: str) -> None:
         budgets = self._settings.budgets

@@ -1,6 +1,7 @@
 """What a `BatchEngine` counts of its requests: times, namespaces, and evictions, of which its caller is told.
 
-All of it is noted while the engine's lock is held, but for `deliver`, which runs the caller's code.
+All of it is noted while the engine's lock is held, but for `deliver`, which runs the caller's code. The counters of
+namespaces have a lock of their own, so that a report of them waits for no step.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
+from kvcache.core.locks import CallLock
+from kvcache.serving.failures import as_failure
 from kvcache.serving.request import Pending
 from kvcache.serving.stats import Eviction, Histogram, NamespaceStats
 from kvcache.serving.work import Work
@@ -61,6 +64,7 @@ class Observed:
             raise TypeError(f"on_eviction: expected a function, got {type(on_eviction).__name__}")
         self._pool, self._on_eviction, self._clock, self._name_of = pool, on_eviction, clock, name_of
         self.queued, self.first_token = _Times(), _Times()
+        self._lock = CallLock(level=0)
         self._namespaces: OrderedDict[Hashable, list[int]] = OrderedDict()
         self._evicted = pool.watch_evictions()
         self._untold: deque[Eviction] = deque()
@@ -70,29 +74,27 @@ class Observed:
         """A work runs for the first time."""
         self.queued.add(now - work.arrival)
         if work.shares:
-            counts = self._of(work.namespace)
-            for i, more in enumerate((1, work.cached_tokens > 0, work.num_prompt, work.cached_tokens)):
-                counts[i] += more
+            self._count(work.namespace, (1, work.cached_tokens > 0, work.num_prompt, work.cached_tokens))
 
     def arrived(self, work: Work, num_tokens: int) -> None:
         """So many further tokens of a prompt need not run, since tiers had them."""
         if work.shares:
-            counts = self._of(work.namespace)
-            counts[1] += not work.cached_tokens
-            counts[3] += num_tokens
+            self._count(work.namespace, (0, not work.cached_tokens, 0, num_tokens))
         work.cached_tokens += num_tokens
 
     def drew(self, work: Work, now: float) -> None:
         """A work has its first new token."""
         self.first_token.add(now - work.arrival)
 
-    def _of(self, namespace: Hashable) -> list[int]:
-        """`[queries, hits, query tokens, hit tokens, evicted tokens]` of a namespace."""
-        counts = self._namespaces.setdefault(namespace, [0] * 5)
-        self._namespaces.move_to_end(namespace)
-        if len(self._namespaces) > MOST_NAMESPACES:
-            self._namespaces.popitem(last=False)
-        return counts
+    def _count(self, namespace: Hashable, more: Iterable[int]) -> None:
+        """Add to `[queries, hits, query tokens, hit tokens, evicted tokens]` of a namespace, the last one to come."""
+        with self._lock:
+            counts = self._namespaces.setdefault(namespace, [0] * 5)
+            for i, each in enumerate(more):
+                counts[i] += each
+            self._namespaces.move_to_end(namespace)
+            if len(self._namespaces) > MOST_NAMESPACES:
+                self._namespaces.popitem(last=False)
 
     @property
     def any_evicted(self) -> bool:
@@ -106,8 +108,9 @@ class Observed:
         while self._evicted:
             left = self._evicted[0]
             namespace = self._name_of(left.namespace)
-            if namespace in self._namespaces:
-                self._namespaces[namespace][4] += left.num_tokens
+            with self._lock:
+                if namespace in self._namespaces:
+                    self._namespaces[namespace][4] += left.num_tokens
             self._tokens, self._times = self._tokens + left.num_tokens, self._times + 1
             if self._on_eviction is not None:
                 self._untold.append(Eviction(namespace, left.tokens, left.num_tokens, requests))
@@ -122,8 +125,8 @@ class Observed:
                 break
             try:
                 self._on_eviction(event)
-            except Exception:
-                logger.exception("on_eviction failed")
+            except BaseException as error:
+                logger.error("on_eviction failed", exc_info=as_failure(error, "on_eviction"))
         if self._times and (now := self._clock()) - self._logged_at >= _LOG_EVERY:
             tokens, times, self._tokens, self._times, self._logged_at = self._tokens, self._times, 0, 0, now
             logger.info("%d cached tokens evicted in %d pieces", tokens, times)
@@ -134,7 +137,8 @@ class Observed:
         for name, tokens in self._pool.namespace_tokens().items():
             own = self._name_of(name)
             cached[own] = cached.get(own, 0) + tokens
-        names = dict.fromkeys([*self._namespaces, *cached])
-        return {
-            name: NamespaceStats(cached.get(name, 0), *self._namespaces.get(name, [0] * 5)) for name in names
-        }
+        with self._lock:
+            counts = {name: tuple(each) for name, each in self._namespaces.items()}
+        none = (0,) * 5
+        names = dict.fromkeys([*counts, *cached])
+        return {name: NamespaceStats(cached.get(name, 0), *counts.get(name, none)) for name in names}

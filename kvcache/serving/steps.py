@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.errors import InvalidOperationError, QueueFullError
 from kvcache.networks.protocols import Float32
+from kvcache.serving.failures import as_failure
 from kvcache.serving.request import Pending
 from kvcache.serving.scheduler import PATIENCE, Scheduler
 from kvcache.serving.stats import BatchStats, NamespaceStats
@@ -44,9 +46,12 @@ class Steps:
         self._inbox: deque[Work] = deque()
         self._numbers = count()
         self._pending: dict[int, Pending] = {}  # of each work that has not ended
+        self._ended: deque[Pending] = deque()  # to be woken
         self._closed = False
+        self._submitted = 0  # works, under the lock of the inbox
         self._steps = self._finished = self._prefilled = self._new_tokens = self._cached_tokens = 0
         self._guessed = self._accepted = 0
+        self._publish()
 
     @property
     def running(self) -> Sequence[Work]:
@@ -93,6 +98,7 @@ class Steps:
             self.expect_room(len(works))
             self._pending.update((work.key[1], pending) for work in works)
             self._inbox.extend(works)
+            self._submitted += len(works)
 
     def cancel(self, pending: Pending) -> None:
         """End works: now, or when the running step ends."""
@@ -165,19 +171,21 @@ class Steps:
         """Step in a thread: an error ends all works, so that nobody waits for them for ever."""
         try:
             return self.step()
-        except Exception as error:
+        except BaseException as error:
+            failure = as_failure(error, "step")
             with self.lock:
                 for work in list(self._scheduler.works.values()):
-                    self._scheduler.end(work, "error", error)
+                    self._scheduler.end(work, "error", failure)
                 self._tell()
             return True
 
     def _pass(self, pieces: list[tuple[Work, int]]) -> None:
         try:
             logits = self._forward.run([(work, n, work.rows_due(n)) for work, n in pieces])
-        except Exception as error:  # of the network, or of memory
+        except BaseException as error:  # of the network, a policy or a format, or of memory
+            failure = as_failure(error, "model.forward")
             for work, _ in pieces:
-                self._scheduler.end(work, "error", error)
+                self._scheduler.end(work, "error", failure)
             return
         now = self._clock()
         for (work, n), rows in zip(pieces, logits, strict=True):
@@ -194,8 +202,8 @@ class Steps:
         if len(rows):
             try:
                 held = work.take(rows, start)
-            except Exception as error:  # of a logits processor, or logits that are not finite
-                self._scheduler.end(work, "error", error)
+            except BaseException as error:  # of a logits processor, or logits that are not finite
+                self._scheduler.end(work, "error", as_failure(error, "logits_processor"))
                 return
             new = work.num_tokens - before
             work.times.extend([now] * new)
@@ -208,8 +216,8 @@ class Steps:
                 self._accepted += held
         try:
             self._scheduler.ran(work, n - wrong, wrong)
-        except Exception as error:  # of a policy
-            self._scheduler.end(work, "error", error)
+        except BaseException as error:  # of a policy, or of memory
+            self._scheduler.end(work, "error", as_failure(error, "eviction_policy.keep"))
             return
         if (reason := work.ending()) is not None:
             self._scheduler.end(work, reason)
@@ -235,15 +243,20 @@ class Steps:
                 self._inbox.popleft()
 
     def _tell(self) -> None:
-        """Wake those that wait for works that have ended."""
+        """Count the works that have ended, publish the counters, and wake those that wait for these works."""
         ended = self._scheduler.ended
         while ended:
-            pending = self._pending.pop(ended[-1].key[1], None)
+            pending = self._pending.get(ended[-1].key[1])
             if pending is not None:
+                self._ended.append(pending)
                 self._finished += 1
                 self._cached_tokens += ended[-1].cached_tokens
-                pending.wake()
+                self._pending.pop(ended[-1].key[1])
             ended.pop()
+        self._publish()
+        while self._ended:
+            self._ended[0].wake()
+            self._ended.popleft()
 
     # -- invariants and reports -----------------------------------------------------------------------------
 
@@ -258,22 +271,28 @@ class Steps:
                 self._finished += 1
             each.wake()
         self._scheduler.ended.clear()
+        self._publish()
 
     def stats(self) -> BatchStats:
-        """The counters now."""
-        with self.lock:
-            blocks, observed = self._scheduler.pool.count(), self._scheduler.observed
-            return BatchStats(
-                self.num_waiting, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens,
-                self._cached_tokens, self._scheduler.preemptions, self._guessed, self._accepted,
-                blocks["free"], blocks["claimed"], blocks["cached"], observed.queued.snapshot(),
-                observed.first_token.snapshot(),
-            )  # fmt: skip
+        """The counters at the end of the last step, and the requests that wait now; waits for no step."""
+        last = self._published
+        return replace(last, waiting=self._submitted - last.running - last.finished)
+
+    def publish(self) -> None:
+        """Bring the counters up to date, now or at the end of the running step."""
+        self.lock.hand_over(self._publish)
+
+    def _publish(self) -> None:
+        blocks, observed = self._scheduler.pool.count(), self._scheduler.observed
+        self._published = BatchStats(
+            0, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens, self._cached_tokens,
+            self._scheduler.preemptions, self._guessed, self._accepted, blocks["free"], blocks["claimed"],
+            blocks["cached"], observed.queued.snapshot(), observed.first_token.snapshot(),
+        )  # fmt: skip
 
     def namespaces(self) -> dict[Hashable, NamespaceStats]:
         """See `BatchEngine.namespace_stats`."""
-        with self.lock:
-            return self._scheduler.observed.namespaces()
+        return self._scheduler.observed.namespaces()
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""

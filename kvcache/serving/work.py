@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 
 from kvcache.engine.completion import Request, TokenLogprobs
-from kvcache.engine.new_requests import stop_tokens
 from kvcache.engine.requests import log_probabilities
 from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.sampling.text import TextStream
@@ -124,7 +123,6 @@ class Drawing(Work):
         request.text = None  # `observe` is then about log-probabilities alone
         if request.params.logprobs is not None:
             request.logprobs = []
-        self._stops = stop_tokens(request.params, config)
         self._most = config.max_position_embeddings
         self.guesses = guesses
         self._stopped = self._drawing = False
@@ -187,7 +185,7 @@ class Drawing(Work):
         """Draw the next token; None: it ends the text."""
         self._drawing = True
         token = self._sampler.sample(logits)
-        if token in self._stops:
+        if token in self._request.stop_tokens:
             self._stopped = True
             return None
         self._request.observe(token, logits)

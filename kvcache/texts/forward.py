@@ -54,10 +54,10 @@ class Forward:
         Returns:
             For each piece its logits, float32 `(rows, vocab_size)`.
         """
-        texts, lens, due = (*zip(*pieces, strict=True),)
+        texts, counts, wanted_rows = zip(*pieces, strict=True)
         own = [text.next_tokens(count) for text, count, _ in pieces]
-        tokens, lens, due = own[0] if len(own) == 1 else np.concatenate(own), np.array(lens), np.array(due)
-        starts = np.array([text.computed for text in texts])
+        tokens = own[0] if len(own) == 1 else np.concatenate(own)
+        starts, lens, due = np.array([text.computed for text in texts]), np.array(counts), np.array(wanted_rows)
         stops, ends = lens.cumsum(), due.cumsum()
         positions = np.arange(len(tokens)) + (starts - (stops - lens)).repeat(lens)
         rows = np.arange(ends[-1]) + (stops - ends).repeat(due)

@@ -192,6 +192,42 @@ def test_a_template_reaches_plain_data_alone(tmp_path, template):
         written(tmp_path, template)
 
 
+REFUSED_BY_PYTHON = {  # jinja2 takes them, Python's compiler does not
+    "a break outside a loop": "{% break %}",
+    "a continue outside a loop": "{% for a in b %}{% call f() %}{% continue %}{% endcall %}{% endfor %}",
+    "an argument twice": "{{ f(a=1, a=2) }}",
+    "a parameter twice": "{% macro f(a, a) %}{% endmacro %}",
+    "nested loops": "{% for a in b %}" * 25 + "{% endfor %}" * 25,
+    "nested conditions": "{% if a %}" * 120 + "{% endif %}" * 120,
+    "nested parentheses": "{{ " + "not " * 300 + "a }}",
+    "a name of Python's own": "{{ f(__debug__=1) }}",
+}
+
+
+@pytest.mark.parametrize("template", REFUSED_BY_PYTHON.values(), ids=REFUSED_BY_PYTHON)
+def test_a_template_that_python_does_not_compile(tmp_path, template):
+    with pytest.raises(CheckpointError, match="chat_template: expected a Jinja template, got an error"):
+        written(tmp_path, template)
+
+
+def test_thoughts_come_under_the_key_that_the_template_reads(tmp_path):
+    """Interfaces send `reasoning_content` or `reasoning`; templates read one of these, or `thinking`."""
+    answer = {"role": "assistant", "content": "yes"}
+    reads = {
+        "thinking": "{{ messages[0].thinking }}",
+        "reasoning_content": "{% if 'reasoning_content' in messages[0] %}{{ messages[0].reasoning_content }}{%endif%}",
+        "reasoning": '{{ messages[0]["reasoning"] }}',
+    }
+    for number, (read, template) in enumerate(reads.items()):
+        for sent in reads:
+            assert written(tmp_path / f"{number}{sent}", template, [answer | {sent: "hm"}]) == "hm"
+        own = [answer | {"reasoning": "no", "thinking": "no", "reasoning_content": "no"} | {read: "own"}]
+        assert written(tmp_path / f"{number}own", template, own) == "own"
+    whole = "{{ messages[0] | tojson }}{% set enable_thinking = thinking is defined %}"
+    answer["reasoning"] = "hm"
+    assert json.loads(written(tmp_path / "whole", whole, [answer])) == answer
+
+
 @pytest.mark.parametrize("template", ["{% for %}", "{{ x", "{% endif %}", "{% fly %}", "{% generation %}"])
 def test_a_damaged_template(tmp_path, template):
     with pytest.raises(CheckpointError, match="chat_template: expected a Jinja template, got an error"):

@@ -44,6 +44,27 @@ class Fallback:
         return text
 
 
+class Parts:
+    """A tokenizer whose tokens are any bytes: several characters, or parts of two."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def decode(self, ids):
+        return b"".join(self.tokens[token] for token in ids).decode(errors="replace")
+
+
+class Counting:
+    """Counts the tokens that a tokenizer decodes."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.count = tokenizer, 0
+
+    def decode(self, ids):
+        self.count += len(ids)
+        return self.tokenizer.decode(ids)
+
+
 def pieces(tokenizer, tokens, prompt=(), stop=()):
     stream = TextStream(tokenizer, prompt, stop)
     return [*map(stream.add, tokens), stream.end()], stream.stopped
@@ -145,3 +166,67 @@ def test_with_a_real_tokenizer():
     parts, stopped = pieces(tokenizer, tokens, stop=["return '€", "'é€"])
     assert stopped
     assert "".join(parts) == "def f(x):\n    return "
+
+
+HALVES = [
+    b"a", b"\xf0\x9f", b"\x98", b"\x80", b"\xf0", b"\xff", b"\xff\xff", b"\x80\xf0", b"\x9f\x98\x80\xf0", b"\xc3\xa9",
+    b"\xe4\xbd", b"\xa0\xe5", b"\xa5\xbd", b"\xe4", b"\xff\xf0\x9f", b"\xef\xbf\xbd", b"",
+]  # fmt: skip
+
+
+@given(st.lists(st.integers(0, len(HALVES) - 1), max_size=80))
+def test_any_bytes_give_the_text_of_all_tokens(ids):
+    """Characters, parts of characters and bytes that are none, however they lie in tokens."""
+    tokenizer = Parts(HALVES)
+    stream, text = TextStream(tokenizer), ""
+    for count, token in enumerate(ids, 1):
+        text += stream.add(token)
+        whole = tokenizer.decode(ids[:count])
+        assert whole.startswith(text) or whole[:-1] == text[: len(whole) - 1]
+        # No text waits for longer than three tokens.
+        assert len(text) >= len(tokenizer.decode(ids[: max(0, count - 3)]).removesuffix("\ufffd"))
+    assert text + stream.end() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), Fallback()])
+def test_bytes_that_are_no_character_do_not_wait(tokenizer):
+    stream = TextStream(tokenizer, b"ab")
+    assert [len(stream.add(0xFF)) for _ in range(50)][3:] == [1] * 47
+    text = "".join(map(stream.add, "你好a".encode()))
+    assert text + stream.end() == "\ufffd" * 3 + "你好a"
+
+
+@given(st.lists(st.sampled_from([b"\xff", b"\x80", "你".encode(), b"a", "é".encode()]), max_size=30))
+def test_runs_of_byte_tokens(parts):
+    """As many characters of U+FFFD, at most, as a decoder has that finds a run invalid as a whole."""
+    tokens = b"".join(parts)
+    text = "".join(pieces(Fallback(), tokens)[0])
+    best, worst = tokens.decode(errors="replace"), Fallback().decode(tokens)
+    assert best.count("\ufffd") <= text.count("\ufffd") <= worst.count("\ufffd")
+    assert all(worst.count(each) <= text.count(each) <= best.count(each) for each in "你aé")
+    if "\ufffd" not in worst:
+        assert text == worst
+
+
+@pytest.mark.parametrize("kind", [b"a", b"\xff", b"\xf0", "é".encode(), b"", b"\x9f\x98\x80\xf0"])
+@pytest.mark.parametrize("make", [Parts, lambda tokens: Fallback()])
+def test_each_token_takes_the_same_time(kind, make):
+    counts = []
+    for number in (200, 400):
+        tokenizer = Counting(make([kind]))
+        stream = TextStream(tokenizer)
+        for token in [0] * number if make is Parts else kind * number:
+            stream.add(token)
+        counts.append(tokenizer.count)
+    assert counts[1] <= 2.2 * counts[0]
+    assert counts[0] <= 200 * 160 * max(1, len(kind))
+
+
+@pytest.mark.parametrize(
+    "stop", [["a" * 20_000 + "b"], ["ab" * 10_000 + "c"], ["a" * n for n in range(19_990, 20_000)]]
+)
+def test_the_search_takes_time_linear_in_text_and_stop_strings(stop):
+    """It took hours."""
+    text = "ab" * 15_000 if "ab" in stop[0] else "a" * 30_000
+    found, stopped = pieces(Bytes(), text.encode(), stop=stop)
+    assert (stopped, "".join(found)) == ((True, "") if len(stop) > 1 else (False, text))

@@ -2,9 +2,12 @@
 
 import asyncio
 import gc
+import itertools
 import sys
 import threading
+import tracemalloc
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -414,3 +417,27 @@ def test_what_it_shows(network, engine):
     run(engine)
     stats = engine.stats()
     assert (stats.finished, stats.new_tokens) == (2, 16)
+
+
+def test_samples_share_what_ends_them_and_their_biases(network):
+    """Stop tokens, stop strings and biases are kept once for a request, not once for each sample."""
+    engine = BatchEngine(network, num_blocks=20, max_queue=64)
+    ids = tuple(range(1000, 1000 + 65536))
+    biases = dict.fromkeys(range(250), 1.0)
+    params = SamplingParams(stop_token_ids=ids, logit_bias=biases, seed=3, max_tokens=2)
+    tracemalloc.start()
+    try:
+        request = engine.submit([1, 2, 3], params, n=64)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken < 12 * 2**20, "one set of 65,536 ids takes 4 MiB"
+    plain = SamplingParams(logit_bias=biases, max_tokens=2)
+    for number, tokens in enumerate(request.result()):
+        assert tokens == engine.submit([1, 2, 3], replace(plain, seed=3 + number)).result()
+
+
+def test_stop_tokens_are_bounded():
+    SamplingParams(stop_token_ids=range(65536))
+    with pytest.raises(ValueError, match="stop_token_ids: expected at most 65536 ids, got more"):
+        SamplingParams(stop_token_ids=itertools.count())

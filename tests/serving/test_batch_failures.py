@@ -1,5 +1,6 @@
 """Interrupts at every line of a step, and networks that fail: every other request gives what it gives alone."""
 
+import asyncio
 import gc
 import traceback
 
@@ -121,6 +122,61 @@ def test_a_thread_outlives_a_network_that_fails(network):
         with pytest.raises(ArithmeticError, match="broken"):
             engine.submit(*ASKED[0]).result()
         same(engine.submit(*ASKED[0]).completions()[0], Alone(network)(*ASKED[0]))
+
+
+class Own(BaseException):
+    """An exception of a caller that is no `Exception`."""
+
+
+EXITS = [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, Own]
+
+
+@pytest.mark.parametrize("kind", EXITS)
+def test_a_thread_outlives_code_that_exits(network, kind):
+    """An exception that is no `Exception` ends the request whose code raised it, and nothing else."""
+
+    def leaves(text, logits):
+        if len(text) == 5:
+            raise kind("bye")
+
+    asked = np.arange(9), SamplingParams(temperature=0.0, max_tokens=30)
+    with BatchEngine(network, num_blocks=20) as engine:
+        other = engine.submit(*asked)
+        bad = engine.submit([1, 2, 3], SamplingParams(max_tokens=9, logits_processor=leaves))
+        with pytest.raises(RuntimeError, match=f"logits_processor: expected a result, got {kind.__name__}") as caught:
+            bad.result(timeout=60)
+        assert isinstance(caught.value.__cause__, kind)
+        assert engine.is_running
+        assert len(bad.tokens) == 2
+        assert other.result(timeout=60) == Alone(network)(*asked).tokens
+    settled(engine)
+
+
+@pytest.mark.parametrize("kind", EXITS)
+def test_a_thread_outlives_a_network_that_exits(network, kind):
+    model = Failing(network, kind("bye"))
+    with BatchEngine(model, num_blocks=20) as engine:
+        model.countdown = 3
+        with pytest.raises(RuntimeError, match=f"model.forward: expected a result, got {kind.__name__}"):
+            engine.submit(*ASKED[0]).result(timeout=60)
+        same(engine.submit(*ASKED[0]).completions(timeout=60)[0], Alone(network)(*ASKED[0]))
+
+
+def test_an_interrupt_of_the_callers_own_thread_is_one(network):
+    """Without a thread of the engine a step runs in that of the caller, where Ctrl-C may come at any place."""
+    raised = []
+
+    def interrupts(text, logits):
+        if not raised:
+            raised.append(1)
+            raise KeyboardInterrupt
+
+    engine = BatchEngine(network, num_blocks=20)
+    request = engine.submit([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4, logits_processor=interrupts))
+    with pytest.raises(KeyboardInterrupt):
+        request.result()
+    assert request.result() == Alone(network)(np.array([1, 2, 3]), SamplingParams(temperature=0.0, max_tokens=4)).tokens
+    settled(engine)
 
 
 def test_logits_of_another_shape(network):

@@ -38,7 +38,7 @@ def test_evictions_are_told(network):
     events, texts, clock = [], {}, Clock()
 
     def told(event):
-        counted = threading.Thread(target=engine.stats)  # waits for ever if a lock of the engine is held
+        counted = threading.Thread(target=engine.check)  # waits for ever if a lock of the engine is held
         counted.start()
         counted.join(20)
         assert not counted.is_alive()
@@ -75,6 +75,18 @@ def test_evictions_are_told(network):
     assert sum(own.cached_tokens for own in found.values()) == engine.stats().cached_blocks * SIZE
     assert sum(own.hits for own in found.values()) > 2
     engine.check()
+
+
+def test_a_thread_outlives_a_callback_that_exits(network, caplog):
+    def told(event):
+        raise SystemExit("bye")
+
+    texts = prompts(5, 6, 40)
+    expected = make(network).generate_batch(texts, GREEDY)
+    with caplog.at_level(logging.ERROR, "kvcache"), make(network, on_eviction=told) as engine:
+        assert engine.generate_batch(texts, GREEDY) == expected
+        assert engine.is_running
+    assert any(record.message == "on_eviction failed" for record in caplog.records)
 
 
 def test_failing_callbacks_leave_nothing_inconsistent(network, caplog):
@@ -165,6 +177,83 @@ def test_times_of_requests(network):
         assert histogram.total == pytest.approx(sum(times))
         assert sum(histogram.counts) == 7
         assert max(times) > 1
+
+
+class Blocking:
+    """A network whose passes wait for `go`."""
+
+    def __init__(self, network):
+        self.network, self.config = network, network.config
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def forward(self, *args, **options):
+        self.begun.set()
+        assert self.go.wait(60)
+        return self.network.forward(*args, **options)
+
+
+def test_reports_wait_for_no_pass(network):
+    model = Blocking(network)
+    model.go.set()
+    engine = make(model)
+    engine.submit(np.arange(9), GREEDY, namespace="a").result()
+    before, spaces = engine.stats(), engine.namespace_stats()
+    assert (before.finished, before.waiting, before.running) == (1, 0, 0)
+    model.go.clear()
+    model.begun.clear()
+    try:
+        first = engine.submit(np.arange(20), GREEDY, namespace="a")
+        stepping = threading.Thread(target=run, args=[engine], daemon=True)
+        stepping.start()
+        assert model.begun.wait(60)
+        engine.submit(np.arange(20), GREEDY, n=2)
+        reports = []
+        ask = [engine.stats, engine.namespace_stats]
+        asking = threading.Thread(target=lambda: reports.extend(each() for each in ask), daemon=True)
+        asking.start()
+        asking.join(20)
+        assert not asking.is_alive(), "a report waits for the pass"
+        assert (reports[0].waiting, reports[0].running, reports[0].finished) == (3, 0, 1)
+        assert reports[0].new_tokens == before.new_tokens
+        assert reports[1]["a"].queries == spaces["a"].queries + 1, "it has begun"
+        assert exposition(*reports)
+    finally:
+        model.go.set()
+    stepping.join(60)
+    after = engine.stats()
+    assert (after.waiting, after.running, after.finished) == (0, 0, 4)
+    assert after.new_tokens == before.new_tokens + 3 * len(first.tokens)
+    engine.clear_cache()
+    assert engine.stats().cached_blocks == 0
+
+
+def test_counters_of_submitted_requests_add_up_at_any_time(network):
+    """All requests are waiting, running or finished, in every report that another thread makes beside the steps."""
+    engine, found, done = make(network), [], threading.Event()
+
+    def ask():
+        while not done.is_set():
+            before = submitted[0]
+            stats = engine.stats()
+            found.append(before <= stats.waiting + stats.running + stats.finished <= submitted[1])
+            found.append(stats.free_blocks + stats.claimed_blocks + stats.cached_blocks == 24)
+            found.append(min(stats.waiting, stats.running, stats.finished) >= 0)
+
+    submitted = [0, 0]  # at least, and at most
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        with engine:
+            for prompt in prompts(7, 40, 30):
+                submitted[1] += 1
+                request = engine.submit(prompt, GREEDY)
+                submitted[0] += 1
+            request.result()
+    finally:
+        done.set()
+        asking.join()
+    assert len(found) > 100
+    assert all(found)
 
 
 def test_names_are_the_callers_own_and_bounded(monkeypatch):
