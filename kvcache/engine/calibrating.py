@@ -18,6 +18,7 @@ from kvcache.core.calibration import Calibration
 from kvcache.core.kernels import FORMATS
 from kvcache.core.layer_formats import Formats, names_of
 from kvcache.engine.calibration_text import TEXT
+from kvcache.engine.encoding import encoded
 from kvcache.engine.layer_losses import measure_losses
 from kvcache.engine.tokens import as_tokens
 from kvcache.errors import CheckpointError
@@ -108,7 +109,7 @@ def text_or_calibration(calibrate: Any, load: Callable[[], Any]) -> Any:
     tokenizer = load()
     if tokenizer is None:
         raise TypeError(f"calibrate: expected tokens for a checkpoint without a tokenizer, got {short(calibrate)}")
-    return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+    return np.array(encoded(tokenizer, text, "calibrate", add_special_tokens=False), np.uint32)
 
 
 def path_of(model: Transformer, ids: NDArray[np.uint32]) -> Path:

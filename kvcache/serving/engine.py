@@ -99,6 +99,7 @@ class BatchEngine:
         model: the network.
         sampling_params: the defaults of a request.
         clock, tiers: see above.
+        max_positions: the most tokens of a text; None: any number, under StreamingLLM.
     """
 
     def __init__(
@@ -150,8 +151,8 @@ class BatchEngine:
             Observed(self._blocks.prefixes, on_eviction, clock, forward.name_of),
         )  # fmt: skip
         self._steps = Steps(scheduler, forward, as_count(max_queue, "max_queue", 1), clock)
-        positions = None if budgets is not None and budgets.endless else config.max_position_embeddings
-        self._new = NewRequests(config, positions, seed, self._steps.inbox_lock)
+        self.max_positions = None if budgets is not None and budgets.endless else config.max_position_embeddings
+        self._new = NewRequests(config, self.max_positions, seed, self._steps.inbox_lock)
         self._speculate = bool(speculate)
         self._thread: StepThread | None = None
         self._text: Any = None
@@ -206,7 +207,7 @@ class BatchEngine:
         priority, n = as_integer(priority, "priority"), as_count(n, "n", 1)
         deadline = None if deadline is None else as_finite(deadline, "deadline", 0.0)
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
-        prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size)
+        prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size, self.max_positions)
         self._steps.expect_room(n)  # before each sample takes its random numbers
         samples = [self._sample(prompt, params, i, namespace) for i in range(n)]
         for each in samples[1:]:
@@ -267,7 +268,8 @@ class BatchEngine:
             texts: token ids, at least one each; or texts, if the engine has a tokenizer.
             progress: as of `generate_batch`.
         """
-        prompts = [as_prompt(text, lambda: self.tokenizer, self.config.vocab_size) for text in texts]
+        most = self.max_positions and self.max_positions + 1  # the last token does not run
+        prompts = [as_prompt(text, lambda: self.tokenizer, self.config.vocab_size, most) for text in texts]
         for tokens in prompts:
             self._new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
         chunk = min(self._blocks.chunk, max(1, SCORE_FLOATS // self.config.vocab_size))
