@@ -49,8 +49,8 @@ class SamplingParams:
         min_p: of these, keep tokens at least `min_p` times as likely as the most likely one (arXiv 2407.01082). 0 is
             off.
         max_tokens: maximum number of new tokens.
-        seed: seed of this request's random numbers, from -2**63 on; None derives one from the engine's seed and the number of
-            the request.
+        seed: seed of this request's random numbers, from -2**63 on; None derives one from the engine's seed and the
+            number of the request.
         stop_token_ids: tokens that end the text, besides the model's own; they are not returned.
         stop: strings that end the text, one or several; the engine needs a tokenizer. The tokens that spell one are
             returned by `generate` and `stream`; the text of `complete` ends before it.
