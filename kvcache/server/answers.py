@@ -38,8 +38,7 @@ class Answer:
 
     Args:
         body: of the client.
-        tokenizer: of the engine.
-        texts: of its tokens.
+        texts: of the engine's tokens.
         threads: that make whole answers.
         seconds: how long it may take, with the time that the client takes to read it.
 
@@ -47,9 +46,8 @@ class Answer:
         requests: of the engine, one for each prompt.
     """
 
-    def __init__(self, body: Body, tokenizer: Any, texts: TokenTexts, threads: Threads, seconds: float) -> None:
-        self._body, self._tokenizer, self._texts = body, tokenizer, texts
-        self._threads, self._seconds = threads, seconds
+    def __init__(self, body: Body, texts: TokenTexts, threads: Threads, seconds: float) -> None:
+        self._body, self._texts, self._threads, self._seconds = body, texts, threads, seconds
         self.requests: list[EngineRequest] = []
 
     def cancel(self) -> None:
@@ -126,7 +124,7 @@ class Answer:
         reason = _reason(work.reason, is_empty=not work.num_new)
         logprobs = None
         if (found := work.logprobs) is not None:
-            logprobs = self._logprobs(work.new_tokens, found, Offsets(self._tokenizer, _prompt(work)))
+            logprobs = self._logprobs(work.new_tokens, found, Offsets(self._texts, _prompt(work)))
         return Parts(index=number, **self._content(work.text, True), logprobs=logprobs, finish_reason=reason)
 
     # -- streams --------------------------------------------------------------------------------------------
@@ -175,7 +173,7 @@ class _Stream:
 
     def __init__(self, answer: Answer, number: int, work: Any) -> None:
         self._answer, self._number, self._first = answer, number, True
-        self._text, self._offsets = work.new_text(), Offsets(answer._tokenizer, _prompt(work))
+        self._text, self._offsets = work.new_text(), Offsets(answer._texts, _prompt(work))
 
     def choices(self, new: NewTokens) -> Iterator[Parts]:
         """The choices of events for what is new, each of a few tokens."""

@@ -79,7 +79,7 @@ def make_app(
         body = parse(data, chat, engine.sampling_params, engine.max_positions)
         if body.model != model:
             raise HTTPException(404, f"model: expected {model}, got {short(body.model)}")
-        answer = Answer(body, engine.tokenizer, texts, threads, timeout + _READING)
+        answer = Answer(body, texts, threads, timeout + _READING)
         tokens = None
         try:
             for tokens in prompts.tokens(body):
@@ -154,6 +154,7 @@ def make_app(
     ]  # fmt: skip
     handlers: dict[Any, Any] = dict.fromkeys((*REFUSED, Exception), lambda request, error: refusal(error))
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app.state.arrivals = arrivals
     app.router.redirect_slashes = False  # to a place that the client's header Host names
     if keys is None:  # or a page that a browser shows could ask in its user's name, by a name of its own for us
         app.add_middleware(_only_local)

@@ -20,15 +20,18 @@ class TokenTexts:
 
     Args:
         tokenizer: has `decode`.
+
+    Attributes:
+        tokenizer: see above.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.of = lru_cache(maxsize=_KEPT)(self._decoded)
 
     def _decoded(self, token: int) -> tuple[str, list[int] | None]:
         """The text of a token, and its bytes; None: it is a part of a character."""
-        alone, twice = (self._tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        alone, twice = (self.tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
         # Decoders drop a space at the beginning of a text, which a token has behind itself.
         text = twice[len(alone) :] if twice != alone and twice.startswith(alone) else alone
         return text, None if "\ufffd" in text else list(text.encode())
@@ -38,18 +41,19 @@ class Offsets:
     """Where the tokens of an answer begin in its text, in characters; all parts of a character begin where it does.
 
     Args:
-        tokenizer: has `decode`.
+        texts: of tokens.
         prompt: the ids before the answer.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Any) -> None:
-        self._text, self._place = TextStream(tokenizer, prompt), 0
+    def __init__(self, texts: TokenTexts, prompt: Any) -> None:
+        self._texts, self._text, self._place = texts, TextStream(texts.tokenizer, prompt), 0
 
     def of(self, tokens: Sequence[int]) -> Iterator[int]:
         """Those of the next tokens."""
         for token in tokens:
-            yield self._place
-            self._place += len(self._text.add(token))
+            piece = self._text.add(token)  # with what waited before it, if that was no character
+            yield self._place + max(0, len(piece) - len(self._texts.of(token)[0]))
+            self._place += len(piece)
 
 
 def of_chat(texts: TokenTexts, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> Parts:

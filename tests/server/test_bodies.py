@@ -132,7 +132,8 @@ def chat_entries(tokens, top=()):
 
 
 def columns(tokens, top=(), prompt=b"a"):
-    parts = of_texts(TokenTexts(Bytes()), [*tokens], found(tokens, top), Offsets(Bytes(), [*prompt]))
+    texts = TokenTexts(Bytes())
+    parts = of_texts(texts, [*tokens], found(tokens, top), Offsets(texts, [*prompt]))
     return json.loads("".join(written(parts)))
 
 
@@ -164,6 +165,7 @@ def test_text_offsets_are_places_in_the_text():
     assert offsets == [0, 1, 1, 1, 2, 3, 3, 3, 3]
     cut = "é".encode()
     assert columns(cut[1:] + b"xy", prompt=b"a" + cut[:1])["text_offset"] == [0, 1, 2]
+    assert columns(b"a\xe9xb")["text_offset"] == [0, 1, 2, 3], "a byte that begins no character"
 
 
 def test_each_token_is_decoded_once():
