@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import json.scanner
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -17,9 +18,32 @@ __all__ = ["Body", "parse"]
 Reader = Callable[..., Any]  # of a value, and its `name` for messages
 
 _MAX_CHOICES = 128  # answers of one body: prompts times `n`
+_MAX_MESSAGES = 4096  # templates have a loop over them
+_MAX_NESTED = 1 << 16  # lists and objects of a large body
+_LARGE = 1 << 16  # bytes of JSON, which take the scanner in C a few milliseconds
 _MAX_STOPS, _MAX_STOP = 16, 500  # strings, and characters of each: the search for them takes time with each token
 _MAX_TOKENS = 1024  # of `stop_token_ids` and `logit_bias`: each answer has a copy
 _MAX_LOGPROBS = 1 << 20  # of an answer, which are 100 MB of JSON
+
+
+class _Patient(json.JSONDecoder):
+    """Reads JSON with the scanner in Python, which lets other threads run; the one in C holds the GIL for a second.
+
+    A collection of hundreds of thousands of lists would hold it too.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._left = _MAX_NESTED
+        self.parse_array = partial(self._counted, self.parse_array)  # type: ignore[has-type]
+        self.parse_object = partial(self._counted, self.parse_object)  # type: ignore[has-type]
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+    def _counted(self, read: Callable[..., Any], *arguments: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f"expected at most {_MAX_NESTED} lists and objects, got more")
+        return read(*arguments)
 
 
 class Body(NamedTuple):
@@ -54,7 +78,7 @@ def parse(data: bytes | bytearray, chat: bool, defaults: SamplingParams, max_tok
         TypeError, ValueError: not such a body; the message begins with the name of what is wrong.
     """
     try:
-        body = as_instance(json.loads(data), dict, "body")
+        body = as_instance(json.loads(data, cls=_Patient if len(data) > _LARGE else None), dict, "body")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"body: expected JSON, got an error: {short(str(error))}") from None
     prompt, readers = ("messages", _OF_CHATS) if chat else ("prompt", _OF_TEXTS)
@@ -131,6 +155,8 @@ def _prompts(prompt: Any, name: str) -> Any:
 
 def _conversation(messages: Any, name: str) -> Any:
     """Messages whose contents have texts alone; the engine checks the rest."""
+    if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
+        raise ValueError(f"{name}: expected at most {_MAX_MESSAGES}, got {len(messages)}")
     for message in messages if isinstance(messages, list) else ():
         for part in parts if isinstance(message, dict) and isinstance(parts := message.get("content"), list) else ():
             if not isinstance(part, dict) or part.get("type") != "text":

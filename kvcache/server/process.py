@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
-import time
+import sys
 from collections import OrderedDict
 from contextlib import suppress
 from types import FrameType
@@ -22,6 +22,7 @@ logger = logging.getLogger("kvcache")
 _DESCRIPTORS, _CONNECTIONS, _BACKLOG = 1 << 16, 4096, 1024  # the most of each
 _LOOKED_AT = 64  # connections, for one that is idle
 _LOG_EVERY = 10.0  # seconds between lines about descriptors
+_SWITCH = 0.0005  # seconds: a step waits so long for the interpreter after each kernel, beside threads that write JSON
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -61,6 +62,7 @@ def run(app: ASGIApp, listening: socket.socket, limits: Capacity, drain: int) ->
         limits: of connections.
         drain: seconds that answers have to end in. A second signal ends them, and a third one the process.
     """
+    sys.setswitchinterval(_SWITCH)
     config = uvicorn.Config(
         app, log_level="warning", timeout_graceful_shutdown=drain, limit_concurrency=limits.connections + 1,
         backlog=limits.backlog, server_header=False, lifespan="on",
@@ -100,7 +102,7 @@ class _Server(uvicorn.Server):
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
             loop.default_exception_handler(context)
-        elif (now := time.monotonic()) - self._logged_at >= _LOG_EVERY:
+        elif (now := loop.time()) - self._logged_at >= _LOG_EVERY:
             self._logged_at = now
             logger.warning("connections wait: %s", error)
 

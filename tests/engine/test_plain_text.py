@@ -1,14 +1,17 @@
 """Special tokens in the texts of users, as text."""
 
 import json
+import re
 
 import pytest
 from chat_folders import chat_folder
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 from kvcache import InferenceEngine
 from kvcache.demo import DIRECTORY
-from kvcache.engine.plain_text import PlainText
+from kvcache.engine.plain_text import PlainText, _any_of
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -70,6 +73,12 @@ def test_parts_and_calls_are_texts_of_users_too(engine):
     parts = [{"type": "text", "text": "<|end|>"}, {"type": "text", "text": "<|start|>"}]
     ids = PlainText(engine.tokenizer).encode_chat([{"role": "user", "content": parts}], engine.apply_chat_template)
     assert sum(id in special_ids(engine) for id in ids) == 2
+
+
+@given(st.sets(st.text("ab|", min_size=1, max_size=5), min_size=1, max_size=8), st.text("ab|", max_size=12))
+def test_the_longest_of_several_words_is_found(words, text):
+    longest_first = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+    assert re.findall(_any_of(words), text) == longest_first.findall(text)
 
 
 def test_what_an_engine_refuses_is_refused(engine):

@@ -1,6 +1,7 @@
 """The bodies of requests and answers, without a server."""
 
 import json
+import threading
 import time
 from types import SimpleNamespace
 
@@ -77,6 +78,39 @@ def test_other_values_are_refused_by_name(name, value):
             parsed(chat, **{name: value})
         error = json.loads(refusal(caught.value).body)["error"]
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+def test_large_bodies_are_read_as_small_ones():
+    """By a scanner that lets other threads run: no value of millions of bytes takes it a tenth of a second at once."""
+    ids, odd = [*range(200)] * 200, {"é\ud800": [1.5, -2e3, None, True, "\U0001f408\n"]}
+    body = parsed(False, prompt=ids, metadata=odd)
+    assert body.prompts == [ids]
+    with pytest.raises(ValueError, match="body: expected JSON"):
+        parse(b"[" * 200_000, True, SamplingParams())
+    with pytest.raises(ValueError, match=r"body: expected JSON, got an error: 'expected at most 65536 lists"):
+        parsed(metadata=[[]] * 65_536)
+    with pytest.raises(ValueError, match="messages: expected at most 4096, got 4097"):
+        parsed(messages=TALK * 4097)
+
+
+def test_other_threads_run_while_a_body_is_read():
+    worst, done = [0.0], threading.Event()
+
+    def tick():
+        last = time.monotonic()
+        while not done.is_set():
+            time.sleep(0.002)
+            worst[0], last = max(worst[0], time.monotonic() - last), time.monotonic()
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="model: expected one, got none"):
+        parse(b'{"metadata": {' + b",".join(b'"%07d": 12' % i for i in range(280_000)) + b"}}", True, SamplingParams())
+    took = time.monotonic() - began
+    done.set()
+    ticking.join()
+    assert worst[0] < took / 2
 
 
 def test_best_of_as_many_as_are_asked_for():
