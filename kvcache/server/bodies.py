@@ -42,7 +42,8 @@ class _Patient(json.JSONDecoder):
     def _counted(self, read: Callable[..., Any], *arguments: Any) -> Any:
         self._left -= 1
         if self._left < 0:
-            raise ValueError(f"expected at most {_MAX_NESTED} lists and objects, got more")
+            message = f"body: expected at most {_MAX_NESTED} lists and objects, got more"
+            raise BodyError(message, "array_above_max_length")
         return read(*arguments)
 
 
@@ -79,6 +80,8 @@ def parse(data: bytes | bytearray, chat: bool, defaults: SamplingParams, max_tok
     """
     try:
         body = as_instance(json.loads(data, cls=_Patient if len(data) > _LARGE else None), dict, "body")
+    except BodyError:
+        raise
     except (ValueError, RecursionError) as error:
         raise ValueError(f"body: expected JSON, got an error: {short(str(error))}") from None
     prompt, readers = ("messages", _OF_CHATS) if chat else ("prompt", _OF_TEXTS)
