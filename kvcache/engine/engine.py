@@ -324,8 +324,11 @@ class InferenceEngine:
 
         Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
         """
-        request = self._request(self.apply_chat_template(messages, tools=tools, tokenize=True), params, with_text=True)
+        request = self._request(self._chat_prompt(messages, tools), params, with_text=True)
         return Answer(request, self._requests.stream(request, whole=False))
+
+    def _chat_prompt(self, messages: Any, tools: Any) -> list[int]:
+        return chat_tokens(self._text, render(self._text, messages, tools), self._requests.max_positions)
 
     def score(self, tokens: Any) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.

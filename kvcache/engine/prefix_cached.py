@@ -179,7 +179,7 @@ class PrefixCachedEngine:
 
         A template may write earlier messages in another way than before: what is reused goes by tokens.
         """
-        prompt = self.apply_chat_template(messages, tools=tools, tokenize=True)
+        prompt = self.inner._chat_prompt(messages, tools)
         request = self._checked(prompt, params, namespace, with_text=True)
         return Answer(request, self._stream_in_turn(request, namespace, whole=False))
 

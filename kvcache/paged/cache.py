@@ -40,6 +40,7 @@ __all__ = ["PagedKvCache"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 _INT64 = np.dtype(np.int64)
 Pair = TypeVar("Pair", bound=tuple[Any, Any])
 
@@ -339,8 +340,10 @@ class PagedKvCache:
             queries: `(sum(lens), num_query_heads, head_dim)`; other arguments as of these two.
         """
         ids = as_seq_ids(seq_ids).copy()
-        plain = type(lens) is np.ndarray and lens.dtype is _INT64  # called once per layer of a step
-        counts = lens.copy() if plain else as_indices(lens, "lens").copy()
+        if isinstance(lens, np.ndarray) and lens.dtype is _INT64:  # called once per layer of a step
+            counts: Int64 = np.ascontiguousarray(lens).copy()
+        else:
+            counts = as_indices(lens, "lens").copy()
         number = layer if type(layer) is int and -1 < layer < 2**30 else as_integer(layer, "layer")
         self._sequences.write_batch(number, ids, self._blocks.as_rows(keys, values), counts)
         mixed: Float32 = self._attention.over(

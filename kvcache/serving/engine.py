@@ -96,6 +96,7 @@ class BatchEngine:
         model: the network.
         sampling_params: the defaults of a request.
         clock, tiers: see above.
+        max_positions: the most tokens of a text; None: any number, under StreamingLLM.
     """
 
     def __init__(
@@ -149,7 +150,8 @@ class BatchEngine:
             Observed(self._pool, on_eviction, clock, forward.name_of),
         )  # fmt: skip
         self._steps = Steps(scheduler, forward, as_count(max_queue, "max_queue", 1), clock)
-        self._new = NewRequests(model.config, settings.max_positions, seed, self._steps.inbox_lock)
+        self.max_positions = settings.max_positions
+        self._new = NewRequests(model.config, self.max_positions, seed, self._steps.inbox_lock)
         self._speculate = bool(speculate)
         self._thread: StepThread | None = None
         self._text: Any = None
@@ -204,7 +206,7 @@ class BatchEngine:
         priority, n = as_integer(priority, "priority"), as_count(n, "n", 1)
         deadline = None if deadline is None else as_finite(deadline, "deadline", 0.0)
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
-        prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size)
+        prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size, self.max_positions)
         self._steps.expect_room(n)  # before each sample takes its random numbers
         shared = self._new.shared(params)
         samples = [self._sample(prompt, params, namespace, shared, i) for i in range(n)]
@@ -268,7 +270,8 @@ class BatchEngine:
             texts: token ids, at least one each; or texts, if the engine has a tokenizer.
             progress: as of `generate_batch`.
         """
-        prompts = [as_prompt(text, lambda: self.tokenizer, self.config.vocab_size) for text in texts]
+        most = self.max_positions and self.max_positions + 1  # the last token does not run
+        prompts = [as_prompt(text, lambda: self.tokenizer, self.config.vocab_size, most) for text in texts]
         for tokens in prompts:
             self._new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
         chunk = min(self._pool.chunk, max(1, SCORE_FLOATS // self.config.vocab_size))
