@@ -62,9 +62,10 @@ def _demo() -> int:
 
 
 def _server() -> Any:
+    from kvcache.server import process
     from kvcache.server.app import make_app
 
-    return make_app
+    return make_app, process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

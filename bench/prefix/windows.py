@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 
 from bench.prefix.workloads import Trace
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
-from kvcache.engine.windows import num_pages
 from kvcache.networks.protocols import Attend, LayerAttention, Logits
+from kvcache.texts.window import num_pages
 
 __all__ = ["NETWORKS", "hit_rates"]
 
 Tokens = NDArray[np.uint32]
 
 LAYERS, WINDOW, BLOCK, VOCABULARY = 6, 512, 16, 256
+SPARE = 64  # tokens before a window that an engine keeps
 _FULL, _WINDOW = LayerAttention(), LayerAttention(window=WINDOW)
 NETWORKS = {
     "all layers keep all tokens": (_FULL,) * LAYERS,
@@ -66,7 +67,7 @@ def hit_rates(trace: Trace, capacity: int) -> dict[str, Any]:
         windowed = sum(each.window is not None for each in attention)
 
         def layer_blocks(blocks: int, windowed: int = windowed) -> int:
-            pages = num_pages(WINDOW, BLOCK, blocks) if windowed else 0
+            pages = num_pages(WINDOW - 1 + SPARE, BLOCK, blocks) if windowed else 0
             return (LAYERS - windowed) * blocks + windowed * pages
 
         blocks = bisect_right(range(LAYERS * capacity), LAYERS * capacity, key=layer_blocks) - 1

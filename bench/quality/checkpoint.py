@@ -42,8 +42,8 @@ from kvcache.calibration.residual import num_firsts
 from kvcache.core.kernels import FORMATS, get_num_threads
 from kvcache.core.rowformat import is_format, name_of
 from kvcache.engine import Transformer
-from kvcache.engine.policy import as_budgets, is_policy
 from kvcache.networks.gguf import is_gguf
+from kvcache.texts.policy import as_budgets, is_policy
 
 __all__ = ["HEADER", "RUNS", "Biased", "absent", "load_own", "measure", "place_of", "rows", "verdicts"]
 

@@ -243,8 +243,8 @@ def misses(setting: Setting, tier: Tier) -> list[list[str]]:
     used = []
     with over(tier) as tiers:
         engine = setting.engine(tiers)
-        assert engine._tiered is not None
-        source = engine._tiered._source
+        assert engine._arrivals is not None
+        source = engine._arrivals.source
         for turn in range(20 * setting.rounds + 1):
             began = time.process_time()
             with source.looking(f"nobody {turn}", setting.prompt, 0) as lookup:

@@ -27,6 +27,7 @@ from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Float32, Model, layer_attention
 from kvcache.networks.tokens import as_tokens
 from kvcache.paged.cache import PagedKvCache
+from kvcache.sampling.encoding import encoded
 
 __all__ = [
     "as_calibration", "bias_centres", "cache_folder", "calibration_of", "measure", "path_of",
@@ -110,7 +111,7 @@ def text_or_calibration(calibrate: Any, load: Callable[[], Any]) -> Any:
     tokenizer = load()
     if tokenizer is None:
         raise TypeError(f"calibrate: expected tokens for a checkpoint without a tokenizer, got {short(calibrate)}")
-    return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+    return np.array(encoded(tokenizer, text, "calibrate", add_special_tokens=False), np.uint32)
 
 
 def path_of(model: Transformer, ids: NDArray[np.uint32]) -> Path:

@@ -6,7 +6,7 @@ import argparse
 
 from kvcache.commands.options import add_options, open_engine
 from kvcache.engine import InferenceEngine, SamplingParams
-from kvcache.engine.completion import encoded
+from kvcache.sampling.encoding import encoded
 from kvcache.sampling.text import TextStream
 
 __all__ = ["add_generate", "generate"]

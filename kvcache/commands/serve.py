@@ -7,8 +7,8 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kvcache.commands.chat import MAX_TOKENS
@@ -35,27 +35,32 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--max-running", type=int, default=64, metavar="N", help="answers that run at a time (%(default)s)")
     add("--max-queue", type=int, default=256, metavar="N", help="answers that wait; more get status 429 (%(default)s)")
     add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (%(default)s)")
+    add("--max-bodies", type=int, default=64 << 20, metavar="BYTES",
+        help="of all requests on their way; more get status 503 (%(default)s)")  # fmt: skip
+    add("--plain-special-tokens", action="store_true",
+        help="take special tokens in users' texts as text: no user can end a turn, or begin another one")  # fmt: skip
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="an answer ends after these (%(default)s)")
     add("--drain", type=int, default=30, metavar="SECONDS",
-        help="that answers have to end in when the server is told to end; 0 cancels them (%(default)s)")  # fmt: skip
+        help="that answers have to end in when the server is told to end; 0 cancels them, as a second signal does "
+        "(%(default)s)")  # fmt: skip
 
 
-def serve(options: argparse.Namespace, default: str, server: Callable[[], Callable[..., Any]]) -> int:
+def serve(
+    options: argparse.Namespace, default: str, server: Callable[[], tuple[Callable[..., Any], ModuleType]]
+) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status.
 
     Args:
         options: of the command.
         default: the model where the options name none.
-        server: returns `make_app`, or raises ImportError.
+        server: returns `make_app` and the module `server.process`, or raises ImportError.
 
     Raises:
         ImportError: without the packages of the extra `serve`.
         ValueError: an address of other machines without keys; as `keys_of`.
     """
     try:
-        import uvicorn
-
-        make_app = server()
+        make_app, process = server()
     except ImportError as error:
         raise ImportError(f"serve needs starlette and uvicorn: pip install 'kvcache-cpu[serve]' ({error})") from None
     model, host, keys = options.model or default, options.host, None
@@ -66,34 +71,34 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], Callab
         raise ValueError(f"host: expected a loopback address, or --api-keys beside it, got {host}")
     as_count(options.port, "port", 0, 65535)
     as_finite(options.timeout, "timeout", 0.0, above=True)
-    for limit, least in (("max_body", 1), ("max_queue", 1), ("max_running", 1), ("drain", 0)):
+    for limit, least in (("max_body", 1), ("max_bodies", 1), ("max_queue", 1), ("max_running", 1), ("drain", 0)):
         as_count(getattr(options, limit), limit, least)
     options.model, name = model, options.name or Path(os.path.abspath(model)).name.removesuffix(".gguf")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with closing(socket.create_server((host, options.port), family=family, backlog=1024)) as listening:
+    capacity = process.capacity()
+    with closing(socket.create_server((host, options.port), family=family, backlog=capacity.backlog)) as listening:
         limits = {"max_queue": options.max_queue, "max_running": options.max_running}
         engine = open_engine(options, BatchEngine.from_pretrained, autosave=options.autosave, **limits)
-        app = make_app(engine, name, keys, max_body=options.max_body, timeout=options.timeout)
-        config = uvicorn.Config(
-            app, log_level="warning", timeout_graceful_shutdown=options.drain, limit_concurrency=4096,
-            server_header=False, lifespan="on",
+        app = make_app(
+            engine, name, keys, max_body=options.max_body, max_bodies=options.max_bodies, timeout=options.timeout,
+            plain_special_tokens=options.plain_special_tokens,
         )  # fmt: skip
         address = f"[{host}]" if ":" in host else host
         print(f"{name} at http://{address}:{listening.getsockname()[1]}/v1", flush=True)
         try:
-            uvicorn.Server(config).run(sockets=[listening])
+            process.run(app, listening, capacity, options.drain)
         finally:
-            engine.close(cancel=True)  # where a second signal ended it at once
+            engine.close(cancel=True)  # where a third signal ended it at once
     return 0
 
 
-def keys_of(lines: Iterable[str]) -> dict[str, str]:
-    """The namespace of each key, of lines `KEY` or `KEY NAMESPACE`; a key without a namespace has one of its own.
+def keys_of(lines: Iterable[str]) -> dict[str, str | None]:
+    """The namespace of each key, of lines `KEY` or `KEY NAMESPACE`; None: the key has one of its own.
 
     Empty lines and those that begin with # are left out. ValueError: no key, a key twice, a key with characters beyond
     ASCII, which headers do not have, or a line of another form.
     """
-    keys: dict[str, str] = {}
+    keys: dict[str, str | None] = {}
     for number, line in enumerate(lines, 1):
         if (words := line.split()) and not words[0].startswith("#"):
             if len(words) > 2 or words[0] in keys:
@@ -101,7 +106,7 @@ def keys_of(lines: Iterable[str]) -> dict[str, str]:
                 raise ValueError(f"api_keys: expected KEY or KEY NAMESPACE, each key once, in line {number}, got {got}")
             if not words[0].isascii():
                 raise ValueError(f"api_keys: expected keys of ASCII characters, in line {number}, got another one")
-            keys[words[0]] = words[1] if len(words) == 2 else f"key {sha256(words[0].encode()).hexdigest()[:16]}"
+            keys[words[0]] = words[1] if len(words) == 2 else None
     if not keys:
         raise ValueError("api_keys: expected at least one key, got none")
     return keys

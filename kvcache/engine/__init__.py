@@ -4,12 +4,12 @@ from kvcache.core.rowformat import Format
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, TokenLogprobs
 from kvcache.engine.engine import InferenceEngine
-from kvcache.engine.policy import Policy
 from kvcache.engine.prefix_cached import PrefixCachedEngine
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Attend, Model
 from kvcache.sampling.sampling import SamplingParams
+from kvcache.texts.policy import Policy
 
 __all__ = [
     "Answer",

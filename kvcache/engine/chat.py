@@ -14,8 +14,9 @@ from functools import lru_cache
 from typing import Any
 
 from kvcache.core.arguments import plain_int, short
-from kvcache.engine.completion import FinishReason, Request, encoded
+from kvcache.engine.completion import FinishReason, Request
 from kvcache.errors import CheckpointError
+from kvcache.sampling.encoding import encoded
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 
 __all__ = ["Answer", "chat_tokens", "render"]
@@ -68,17 +69,21 @@ class Answer:
         return f"Answer({len(self.tokens)} tokens to {self.prompt_tokens}, {self.finish_reason or 'not at its end'})"
 
 
-def chat_tokens(text: CheckpointText | GgufText | None, rendered: str) -> list[int]:
+def chat_tokens(text: CheckpointText | GgufText | None, rendered: str, most: int | None = None) -> list[int]:
     """The token ids of a conversation that a template wrote. The tokenizer adds no special tokens to those in the text.
+
+    Args:
+        most: as of `encoded`.
 
     Raises:
         ValueError: the engine has no tokenizer, or the text is not Unicode.
+        TooManyTokens: the text certainly has more than `most` tokens.
         ImportError, CheckpointError: as `InferenceEngine.tokenizer`.
     """
     tokenizer = None if text is None else text.tokenizer
     if tokenizer is None:
         raise ValueError("messages: expected an engine with a tokenizer, got one without")
-    return encoded(tokenizer, rendered, "messages", add_special_tokens=False)
+    return encoded(tokenizer, rendered, "messages", most=most, add_special_tokens=False)
 
 
 def render(
@@ -87,7 +92,7 @@ def render(
     """A conversation in the words of the checkpoint's template; see `InferenceEngine.apply_chat_template`."""
     if text is None or (template := text.template("tool_use" if tools else "default")) is None:
         raise ValueError("messages: expected an engine whose checkpoint has a chat template, got none")
-    conversation = [_with_thoughts(template, message) for message in _messages(messages)]
+    conversation = [_with_thoughts(template, _in_words_of(template, each)) for each in _messages(messages)]
     known = None if tools is None else _tools(tools)
     compiled = _compiled(template)
     names: dict[str, Any] = {"messages": conversation, "tools": known, "documents": None, **text.special_tokens}
@@ -108,8 +113,33 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     for message in found:
         if not isinstance(message.get("role"), str):
             raise ValueError(f'messages: expected a "role" in each, a text, got {short(message.get("role"))}')
-    # A key without a value is as no key: interfaces write content=None where there are only calls of tools.
-    return [{key: value for key, value in message.items() if value is not None} for message in found]
+    return found
+
+
+# A template that asks whether a content is none knows contents of none; one that has a loop over it knows lists of
+# parts. The others are written for texts alone.
+_CONTENT = r"(?:\w+\.content|\w+\[\s*['\"]content['\"]\s*\]|\bcontent)"
+_KNOWS_NONE = re.compile(rf"{_CONTENT}\s+is\s+(?:not\s+)?none\b", re.IGNORECASE)
+_KNOWS_PARTS = re.compile(rf"\bfor\s+\w+\s+in\s+{_CONTENT}\s*(?:\||-?%}}|\bif\b)")
+
+
+def _in_words_of(template: str, message: dict[str, Any]) -> dict[str, Any]:
+    """A message as the template expects it: any other key without a value is no key.
+
+    Content: none beside calls of tools is an empty text, and a list of parts is their text, unless the template
+    knows better.
+    """
+    kept = {key: value for key, value in message.items() if value is not None}
+    if "content" not in message:
+        return kept
+    content = message["content"]
+    if content is None:
+        content = None if _KNOWS_NONE.search(template) else ""
+    elif isinstance(content, list) and not _KNOWS_PARTS.search(template):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise ValueError(f"messages: expected parts of type text, got {short(content)}")
+        content = "".join(part["text"] for part in content)
+    return {**kept, "content": content}
 
 
 def _with_thoughts(template: str, message: dict[str, Any]) -> dict[str, Any]:

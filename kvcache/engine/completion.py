@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from kvcache.networks.protocols import Float32
 from kvcache.networks.tokens import as_tokens
+from kvcache.sampling.encoding import encoded
 from kvcache.sampling.sampling import Sampler
 from kvcache.sampling.text import TextStream
-from kvcache.sampling.tokenizer_errors import tokenizer_errors
 
-__all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt", "encoded"]
+__all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt"]
 
 FinishReason = Literal["stop", "length"]
 
@@ -130,11 +130,18 @@ def _logprobs(logits: Float32, token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(float(shifted[token]), {int(each): float(shifted[each]) for each in top})
 
 
-def as_prompt(prompt: Any, tokenizer: Callable[[], Any], vocab_size: int) -> NDArray[np.uint32]:
+def as_prompt(
+    prompt: Any, tokenizer: Callable[[], Any], vocab_size: int, most: int | None = None
+) -> NDArray[np.uint32]:
     """A prompt's token ids: of a text, those that the tokenizer gives; of ids, a checked copy.
+
+    Args:
+        tokenizer: returns the tokenizer, or None. It is called for a text.
+        most: as of `encoded`.
 
     Raises:
         ValueError: a text without a tokenizer, or one that is not Unicode; an id outside the vocabulary.
+        TooManyTokens: a text that certainly has more than `most` tokens.
         TypeError: neither a text nor integers.
     """
     if not isinstance(prompt, str):
@@ -142,20 +149,4 @@ def as_prompt(prompt: Any, tokenizer: Callable[[], Any], vocab_size: int) -> NDA
     encoder = tokenizer()
     if encoder is None:
         raise ValueError("prompt: expected token ids, since the engine has no tokenizer, got a text")
-    return as_tokens(encoded(encoder, prompt, "prompt"), vocab_size)
-
-
-def encoded(tokenizer: Any, text: str, name: str, **options: Any) -> list[int]:
-    """The ids that a tokenizer gives for a text; `options` are those of its `encode`.
-
-    Raises:
-        ValueError: a str with half of a surrogate pair, which JSON may have and a tokenizer does not take.
-        CheckpointError: the tokenizer fails at it.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name}: expected Unicode text, got a lone surrogate") from None
-    with tokenizer_errors("tokenizer", "the tokens of a text"):
-        ids: list[int] = tokenizer.encode(text, **options).ids
-    return ids
+    return as_tokens(encoded(encoder, prompt, "prompt", most=most), vocab_size)

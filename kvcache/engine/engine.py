@@ -11,24 +11,22 @@ from numpy.typing import NDArray
 from kvcache.core.arguments import as_count, as_floats, as_index, as_instance
 from kvcache.core.copying import refuse_copies
 from kvcache.core.layer_formats import Formats
+from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
 from kvcache.engine import opening
-from kvcache.engine.cache_options import cache_options
 from kvcache.engine.chat import Answer, chat_tokens, render
 from kvcache.engine.completion import Completion, Request
-from kvcache.engine.evicting import Budgets, EvictingSequence
-from kvcache.engine.policy import Policy
+from kvcache.engine.current import CurrentText, Share
 from kvcache.engine.requests import Requests
-from kvcache.engine.sequence import LiveSequence, ModelSequence, Share
-from kvcache.engine.storage import Storage
-from kvcache.engine.windows import LayerGroups, Windows
-from kvcache.errors import OutOfMemoryError
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.networks.tokens import as_tokens
 from kvcache.paged.cache import PagedKvCache
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
+from kvcache.texts.policy import Policy
+from kvcache.texts.settings import CacheSettings, Load
 
 __all__ = ["InferenceEngine"]
 
@@ -109,25 +107,16 @@ class InferenceEngine:
         self.model = model
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
-        block_size = as_count(block_size, "block_size", 1, most=None)
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
-        self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
-        positions = None if budgets is not None and budgets.endless else model.config.max_position_embeddings
-        groups = LayerGroups.of(model, block_size, prefill_chunk)
-        windows = bool(groups.windows)
-        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, budgets, windows)
-        self._residual_length = storage.residual_length
-        self._cache_options = cache_options(
-            model, budgets, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes, block_size=block_size,
-            prefill_chunk=prefill_chunk, storage=storage, rotate=rotate, groups=groups,
+        self._settings = CacheSettings.of(
+            model, Load(0, prefill_chunk), dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
+            block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
+            residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
+            make_cache=self._make_cache,
         )  # fmt: skip
-        cache, make = self._make_cache(**self._cache_options), storage.of_layers(self._make_cache, self._cache_options)
-        self._sequence: ModelSequence = (
-            LiveSequence(model, cache, prefill_chunk, Windows.of(groups, model, make))
-            if budgets is None
-            else EvictingSequence(model, cache, prefill_chunk, budgets)
-        )
-        self._requests = Requests(self._sequence, positions, seed)
+        self._budgets = self._settings.budgets
+        self._sequence = CurrentText(self._settings, self._settings.total_blocks())
+        self._requests = Requests(self._sequence, seed)
         self._text: CheckpointText | GgufText | None = None
 
     from_pretrained, from_gguf = classmethod(opening.from_pretrained), classmethod(opening.from_gguf)
@@ -146,10 +135,12 @@ class InferenceEngine:
         Raises:
             OutOfMemoryError: the system refuses the memory; the old cache is kept.
         """
-        more = as_count(blocks, "blocks", most=None)
+        self._enlarge(as_count(blocks, "blocks", most=None), None)
+
+    def _enlarge(self, blocks: int, cached: int | None) -> None:
+        """Do so; `cached` blocks are for prefixes."""
         with self._requests.call:
-            total = self.cache.total_blocks + more
-            self._sequence.move(self._make_cache(**self._cache_options | {"num_blocks": total}), more)
+            self._sequence.move(self._settings.pool(self.cache.total_blocks + blocks, cached))
 
     # ---------------------------------------------------------------- state
 
@@ -175,7 +166,7 @@ class InferenceEngine:
     @property
     def residual_length(self) -> int:
         """Tokens per group of the residual; 0: queries read all tokens as the cache stores them."""
-        return self._residual_length
+        return self._settings.storage.residual_length
 
     def alive_tokens(self, layer: int) -> int:
         """The number of tokens whose K and V this layer has; `num_tokens` without eviction.
@@ -225,7 +216,12 @@ class InferenceEngine:
         Raises:
             InvalidOperationError: the engine evicts, so each layer has its own sequence.
         """
-        return self._sequence.seq_id
+        self._expect_one_sequence()
+        return self._sequence.text.seq_id
+
+    def _expect_one_sequence(self) -> None:
+        if self._budgets is not None:
+            raise InvalidOperationError("an engine that evicts has one sequence per layer: layer l is sequence l")
 
     @property
     def version(self) -> int:
@@ -254,8 +250,9 @@ class InferenceEngine:
 
     def memory(self) -> dict[str, int]:
         """Bytes: "weights" (0 for a model that does not say), "kv" (cache, residual), "bookkeeping" and "scratch"."""
-        weights = getattr(getattr(self.model, "weights", None), "nbytes", 0)
-        return {"weights": weights, **self._sequence.memory()}
+        weights, current = getattr(self.model, "weights", None), self._sequence
+        products = {"scratch": getattr(weights, "scratch_bytes", 0)}
+        return {"weights": getattr(weights, "nbytes", 0), **total(current.pool.memory([current.text]), products)}
 
     __reduce_ex__ = refuse_copies("make another one over the same `model`")
 
@@ -269,7 +266,6 @@ class InferenceEngine:
     def check(self) -> None:
         """Verify the invariants of the engine and of its cache; AssertionError names the broken one."""
         with self._requests.lock:
-            self.cache.check()
             self._sequence.check()
 
     # ---------------------------------------------------------------- whole requests
@@ -328,8 +324,11 @@ class InferenceEngine:
 
         Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
         """
-        request = self._request(self.apply_chat_template(messages, tools=tools, tokenize=True), params, with_text=True)
+        request = self._request(self._chat_prompt(messages, tools), params, with_text=True)
         return Answer(request, self._requests.stream(request, whole=False))
+
+    def _chat_prompt(self, messages: Any, tools: Any) -> list[int]:
+        return chat_tokens(self._text, render(self._text, messages, tools), self._requests.max_positions)
 
     def score(self, tokens: Any) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.
@@ -363,6 +362,7 @@ class InferenceEngine:
         Raises:
             InvalidOperationError: the engine evicts, so each layer has its own sequence.
         """
+        self._expect_one_sequence()
         with self._requests.call:
             self._sequence.replace(share)
             return self._sequence.num_tokens

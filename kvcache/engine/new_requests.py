@@ -42,12 +42,15 @@ class NewRequests:
         max_positions: maximum number of positions of a text; None: no limit.
         seed: see `InferenceEngine`.
         lock: guards the count of requests.
+
+    Attributes:
+        max_positions: see above.
     """
 
     def __init__(
         self, config: NetworkConfig, max_positions: int | None, seed: int, lock: CallLock | MendingLock
     ) -> None:
-        self._config, self._max_positions, self._lock = config, max_positions, lock
+        self._config, self.max_positions, self._lock = config, max_positions, lock
         self.reseed(seed)
 
     def reseed(self, seed: int) -> None:
@@ -79,7 +82,7 @@ class NewRequests:
             TypeError, ValueError: as `InferenceEngine.complete`; a token of `logit_bias` is outside the vocabulary;
                 stop strings, or a text, without a tokenizer.
         """
-        tokens = as_prompt(prompt, tokenizer, self._config.vocab_size)
+        tokens = self.tokens_of(prompt, tokenizer, None if is_history else self.max_positions)
         if not is_history and (len(tokens) or not or_empty):
             self.check_span(tokens, 0)
         shared = self.shared(params) if shared is None else shared
@@ -94,13 +97,17 @@ class NewRequests:
         sampler = Sampler(params, rng, vocab_size, tokens, biases=shared.biases)
         return Request(tokens, sampler, text, shared.stop_tokens)
 
+    def tokens_of(self, prompt: Any, tokenizer: Callable[[], Any], most: int | None) -> NDArray[np.uint32]:
+        """The token ids of a prompt; see `as_prompt`."""
+        return as_prompt(prompt, tokenizer, self._config.vocab_size, most)
+
     def check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:
         """Raise ValueError unless there is a token, and every position from `pos` on is one of the network's."""
         if not len(tokens):
             raise ValueError("tokens: expected at least one, got none")
-        if self._max_positions is not None and pos + len(tokens) > self._max_positions:
+        if self.max_positions is not None and pos + len(tokens) > self.max_positions:
             raise ValueError(
-                f"tokens: expected positions below max_position_embeddings ({self._max_positions}), "
+                f"tokens: expected positions below max_position_embeddings ({self.max_positions}), "
                 f"got {len(tokens)} tokens from position {pos}"
             )
 
@@ -109,4 +116,10 @@ class NewRequests:
         with self._lock:
             number = self._count
             self._count += 1
-        return np.random.default_rng((self._seed, number) if params.seed is None else params.seed + sample)
+        # NumPy takes no negative seed; these are read as 64 bits without a sign.
+        own = None if params.seed is None else _unsigned(params.seed + sample)
+        return np.random.default_rng((self._seed, number) if own is None else own)
+
+
+def _unsigned(seed: int) -> int:
+    return seed if seed >= 0 else seed + 2**64

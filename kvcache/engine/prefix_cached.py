@@ -5,34 +5,26 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
+from time import perf_counter
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.core.arguments import as_instance
 from kvcache.core.copying import refuse_copies
-from kvcache.core.memory import total
-from kvcache.engine.cache_options import num_cache_blocks
-from kvcache.engine.cached_windows import CachedWindows
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.engine import InferenceEngine
-from kvcache.engine.newest import NewestGroups
-from kvcache.engine.sequence import LiveSequence
-from kvcache.engine.tiered import Tiered, as_tiers
 from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32
-from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.cache_session import CacheSession
 from kvcache.prefix.prefill import PrefixAwarePrefill
-from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
+from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
+from kvcache.texts.text import Text
+from kvcache.texts.whole import WholeLayers
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
 
@@ -40,7 +32,6 @@ __all__ = ["PrefixCachedEngine"]
 
 logger = logging.getLogger("kvcache")
 
-Tokens = NDArray[np.uint32]
 
 
 class PrefixCachedEngine:
@@ -75,7 +66,6 @@ class PrefixCachedEngine:
     Attributes:
         inner: the engine.
         prefix_cache: the trie of blocks, a `PrefixAwarePrefill`.
-        windows: the cached windows of layers that keep a window alone, `CachedWindows`.
         newest: the unpacked groups; None: the engine has no residual.
         tiers: see above, those of `autosave` too; None: there are none.
         strict: see above.
@@ -97,22 +87,17 @@ class PrefixCachedEngine:
         as_instance(engine, InferenceEngine, "engine")
         if engine.eviction_policy is not None:  # a prefix with holes cannot be shared
             raise ValueError(f"engine: expected one without eviction_policy, got {engine.eviction_policy}")
-        sequence = engine._sequence
-        assert isinstance(sequence, LiveSequence)
-        self._sequence = sequence
         self.tiers = as_tiers(tiers, autosave)
-        max_cache_blocks = num_cache_blocks(sequence, max_cache_blocks, max_memory_bytes)
-        engine.enlarge(max_cache_blocks)
+        blocks = engine._settings.cached_blocks(engine.cache.total_blocks, max_cache_blocks, max_memory_bytes)
+        engine._enlarge(blocks, blocks)
         if seed is not None:
             engine.reseed(seed)
-        self.inner, self._cache = engine, engine.cache
-        self.prefix_cache = PrefixAwarePrefill(PrefixCache.over(engine.cache, max_cache_blocks))
-        self.windows = CachedWindows(sequence.windows.groups, max_cache_blocks)
-        pays = NewestGroups.pay(engine.cache, max_cache_blocks)
-        self.newest = NewestGroups(engine.cache, max_cache_blocks) if pays else None
-        self._tiered: Tiered | None = None
-        if self.tiers is not None:
-            self._tiered = Tiered(self.tiers, engine, sequence, self.prefix_cache.cache, self.windows)
+        self.inner, self._sequence, self._pool = engine, engine._sequence, engine._sequence.pool
+        whole = self._pool.groups[0]
+        assert isinstance(whole, WholeLayers)
+        assert whole.index is not None
+        self.prefix_cache, self.newest = PrefixAwarePrefill(whole.index), whole.newest
+        self._arrivals = None if self.tiers is None else Arrivals(self.tiers, engine.model, self._pool)
         self.strict = strict
 
     def close(self, timeout: float = 5.0) -> bool:
@@ -194,7 +179,7 @@ class PrefixCachedEngine:
 
         A template may write earlier messages in another way than before: what is reused goes by tokens.
         """
-        prompt = self.apply_chat_template(messages, tools=tools, tokenize=True)
+        prompt = self.inner._chat_prompt(messages, tools)
         request = self._checked(prompt, params, namespace, with_text=True)
         return Answer(request, self._stream_in_turn(request, namespace, whole=False))
 
@@ -208,7 +193,7 @@ class PrefixCachedEngine:
 
     def _check_cache(self) -> None:
         """InvalidOperationError, once the blocks that are cached are not those of the engine any more."""
-        if self.inner.cache is not self._cache:
+        if self._sequence.pool is not self._pool:
             raise InvalidOperationError("engine: expected the cache that it got here, got another one since then")
 
     def cache_stats(self) -> PrefixCacheStats:
@@ -217,22 +202,18 @@ class PrefixCachedEngine:
         For a network with windows, `miss_reasons` also counts "window": a prefix was cached, but not the window of its
         last tokens. `hit_tokens` are those that did not run again.
         """
-        return self.windows.counted(self.prefix_cache.stats())
+        return self._pool.stats()
 
     def memory(self) -> dict[str, int]:
         """Bytes of "weights", of K and V, "kv", of "bookkeeping" and of "scratch", those of the engine included.
 
         "kv" has the cached blocks, which lie in the engine's cache, and the unpacked groups.
         """
-        newest = {} if self.newest is None else self.newest.memory()
-        return total(self.inner.memory(), self.prefix_cache.cache.memory(), self.windows.memory(), newest)
+        return self.inner.memory()
 
     def clear_cache(self) -> None:
         """Drop every cached block; counters and the engine's own sequence are kept."""
-        self.prefix_cache.cache.clear()
-        self.windows.clear()
-        if self.newest is not None:
-            self.newest.cache.clear()
+        self._pool.clear()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the prefix cache to a file that an engine over the same model can `load`; see `PrefixCache.save`.
@@ -245,7 +226,7 @@ class PrefixCachedEngine:
             OSError: an error of the file system; the old file is kept.
         """
         self._check_cache()
-        self.prefix_cache.cache.save(path, self._name(model), beside=self._beside())
+        self._pool.save(path, self._name(model))
 
     def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
         """Add the blocks of a saved file to the cache and return their number; K and V are read at the first match.
@@ -260,14 +241,7 @@ class PrefixCachedEngine:
             as `PrefixCache.load`: SnapshotError for the file of another model or a damaged one.
         """
         self._check_cache()
-        if self.prefix_cache.cache.is_empty:
-            for cache in self._beside():  # drop what belongs to texts that are no longer cached
-                cache.clear()
-        return self.prefix_cache.cache.load(path, self._name(model), beside=self._beside())
-
-    def _beside(self) -> list[PrefixCache]:
-        """The caches that are saved in one file with the prefix cache."""
-        return self.windows.caches + ([] if self.newest is None else [self.newest.cache])
+        return self._pool.load(path, self._name(model))
 
     def _name(self, model: str | None) -> str:
         return fingerprint(self.inner.model) if model is None else model
@@ -281,10 +255,9 @@ class PrefixCachedEngine:
     def check(self) -> None:
         """Verify the invariants of the engine and of the prefix cache; AssertionError names the broken one."""
         self.inner.check()
-        self.prefix_cache.cache.check()
-        self.windows.check()
-        if self.newest is not None:
-            self.newest.check()
+        if self._sequence.pool is not self._pool:
+            for cache in self._pool.prefixes:
+                cache.check()
 
     def _stream_in_turn(self, request: Request, namespace: Hashable, *, whole: bool) -> Iterator[int]:
         turn = self.inner._requests.turns.take(self.inner.version)
@@ -294,105 +267,76 @@ class PrefixCachedEngine:
             turn.give_back()
 
     def _stream(self, turn: Turn, request: Request, namespace: Hashable, *, whole: bool) -> Iterator[int]:
-        """Run a request that has its turn. If it fails and is `whole`, the sequence is empty afterwards."""
-        engine, requests, tokens = self.inner, self.inner._requests, request.tokens
-        text = tokens.tolist()
-        key = requests.regimes.key(namespace, requests.regimes.of(len(tokens)))
+        """Run a request that has its turn. If it fails and is `whole`, the text is empty afterwards."""
+        requests, current = self.inner._requests, self._sequence
         self._check_cache()
-        with self.prefix_cache.prepare(tokens, key)[0] as session:
-            try:
-                with requests.lock:
-                    before = requests.num_prefilled
-                    with self._looking(tokens, session.num_tokens, key):
-                        logits = self._prefill(tokens, session, key)
-                    request.cached_tokens = len(tokens) - (requests.num_prefilled - before)
-                    turn.leave(engine.version)
-                    self._store(text, namespace)
-                yield from requests.decode(logits, request, turn, text)
-            except BaseException:
-                if whole:
-                    requests.lock.when_free(self._sequence.clear)
-                raise
-            finally:
-                # The computed tokens are valid however the stream ended.
-                requests.lock.hand_over(partial(self._store_if_unchanged, turn, text, len(tokens), namespace))
+        try:
+            with requests.lock:
+                logits = self._prefill(request, namespace)
+                turn.leave(current.version)
+            yield from requests.decode(logits, request, turn)
+        except BaseException:
+            if whole:
+                requests.lock.when_free(current.clear)
+            raise
+        finally:
+            # The computed tokens are valid however the stream ended.
+            requests.lock.hand_over(partial(self._store_if_unchanged, turn, len(request.tokens)))
 
-    def _store_if_unchanged(self, turn: Turn, text: list[int], prompt: int, namespace: Hashable) -> None:
+    def _store_if_unchanged(self, turn: Turn, prompt: int) -> None:
         if self.inner.version == turn.version:
             # A stream that is dropped inside a call of the cache cannot store its tokens.
             with suppress(InvalidOperationError):
-                self._store(text, namespace)
-                self._offer(text, prompt, namespace)
+                text = self._sequence.text
+                self._pool.keep(text, text.computed)
+                if self._arrivals is not None:
+                    self._arrivals.ended(text)
 
-    def _looking(self, tokens: Tokens, start: int, namespace: Hashable) -> AbstractContextManager[None]:
-        """Ask the tiers, if any, for what follows token `start`, while the prompt runs inside."""
-        return nullcontext() if self._tiered is None else self._tiered.looking(tokens, start, namespace)
+    def _prefill(self, request: Request, namespace: Hashable) -> Float32:
+        """Start the text with the cached blocks of a prompt and run the rest; returns the logits after the prompt."""
+        current, forward, tokens = self._sequence, self._sequence.forward, request.tokens
+        text = Text(tokens, namespace)
+        text.regime = forward.regime(len(tokens))
+        text.space = forward.space_of(namespace, text.regime)
+        if self._arrivals is None:
+            cached, ran = current.start(text), 0
+        else:
+            self._arrivals.clear()  # what an interrupt has left
+            self._arrivals.begin(text)
+            cached = current.start(text, self._arrivals.arrived)
+            ran = self._run_while_more_arrives(self._arrivals, text)
+        ran += 0 if cached == len(tokens) and text.remaining == 1 else text.remaining  # all cached but the logits
+        while text.remaining > (count := current.chunk - text.computed % current.chunk):
+            self._run_part(text, count)
+        logits: Float32 = self._run_part(text, text.remaining)[0]
+        self.inner._requests.num_prefilled += ran
+        request.cached_tokens = len(tokens) - ran
+        return logits
 
-    def _prefill(self, tokens: Tokens, session: CacheSession, namespace: Hashable) -> Float32:
-        """Start the sequence with the cached blocks and run the rest; returns the logits after the prompt."""
-        engine, whole = self.inner, len(tokens)
-        # The last token always runs, since logits are not cached.
-        start = min(session.num_tokens, len(tokens) - 1)
-        count = 0
-        rows: list[tuple[Float32, Float32]] = []
-        firsts: list[tuple[Float32, Float32]] = []
-        length, num_firsts = engine.residual_length, engine.cache.first_tokens
-        if num_firsts and start >= (length or num_firsts):
-            # Every token reads the first ones unpacked. Without a copy of these, all run again.
-            firsts = [] if self.newest is None else self.newest.recall_firsts(tokens, namespace)
-            start = start if firsts else 0
-        elif num_firsts and not length:
-            start = 0  # the first tokens are cached in part
-        if begun := start % (length or 1):
-            # A token must read its own group unpacked, as in a run without the cache. The unpacked copy provides the
-            # first `count` tokens of the group; the other cached ones run again.
-            if self.newest is not None:
-                count, rows = self.newest.recall(tokens[:start], namespace)
-            start += count - begun
-        with self.windows.hold(tokens, start, namespace) as (found, pages):
-            blocks = session.shared_blocks[: -(-found // engine.cache.block_size)]
+    def _run_part(self, text: Text, count: int) -> Float32:
+        """Run the next tokens of the text; the logits after the last one of the prompt."""
+        began = perf_counter()
+        rows = self._sequence.run_part(count, "last" if count == text.remaining else "none")
+        if self._arrivals is not None:
+            self._arrivals.measured(count, perf_counter() - began)
+        return rows
 
-            def share(cache: PagedKvCache, seq_id: int) -> int:
-                cache.adopt(seq_id, blocks, found)
-                return found
-
-            self._sequence.clear()
-            self._sequence.replace(share, pages)
-            engine._requests.regimes.know(tokens[:found], engine._requests.regimes.of(whole))
-        if count or firsts:
-            engine.cache.unpack(engine.seq_id, rows, firsts)
-        parted, start = start // engine.cache.block_size * engine.cache.block_size, found
-        if found < parted < len(tokens):
-            # Two texts part here, and the window has left. Keep it for the next such text.
-            engine._requests.prefill(tokens[found:parted], found, whole)
-            self.windows.keep(tokens[:parted], self._sequence.places, namespace)
-            start = parted
-        if self.newest is not None and count < begun and (end := start - count + length) < len(tokens):
-            # Two texts diverge in this group, as after a shared system prompt. Keep it for the next such text.
-            engine._requests.prefill(tokens[start:end], start, whole)
-            self.newest.keep(engine.seq_id, tokens[:end], namespace)
-            start = end
-        if self._tiered is not None:
-            start = self._tiered.run(tokens, start, namespace)
-        if session.num_tokens == len(tokens) == start + 1:
-            return engine._requests.extend(tokens[-1:], start)
-        with nullcontext() if self._tiered is None else self._tiered.measured(len(tokens) - start):
-            return engine._requests.prefill(tokens[start:], start)
-
-    def _store(self, text: list[int], namespace: Hashable) -> None:
-        """Insert the full blocks of the sequence into the trie, by reference."""
-        engine, cache = self.inner, self.prefix_cache.cache
-        namespace = engine._requests.regimes.key(namespace, engine._requests.regimes.current)
-        tokens = np.array(text[: engine.num_tokens], np.uint32)
-        full = len(tokens) // cache.block_size
-        blocks = engine.cache.block_table([engine.seq_id]).block_ids
-        cached = cache.adopt(tokens, blocks[:full], namespace)
-        self.windows.keep(tokens, self._sequence.places, namespace)
-        if self.newest is not None and cached == full:
-            self.newest.keep(engine.seq_id, tokens, namespace)
-
-    def _offer(self, text: list[int], prompt: int, namespace: Hashable) -> None:
-        """Offer the text of a request that has ended to the tiers."""
-        if self._tiered is not None:
-            key = self.inner._requests.regimes.key(namespace, self.inner._requests.regimes.current)
-            self._tiered.used(np.array(text[: self.inner.num_tokens], np.uint32), prompt, key)
+    def _run_while_more_arrives(self, arrivals: Arrivals, text: Text) -> int:
+        """Run a prompt, but for its last token, as long as more may arrive of it; how many tokens ran."""
+        firsts, ran, piece, left_at = self.inner.cache.first_tokens, 0, GROUP_TOKENS, -1
+        while arrivals.is_looked_up(text) and text.remaining > 1:
+            before = text.computed
+            if arrivals.reaches_past(text, left_at):
+                left_at = text.computed
+                self._sequence.start_again(arrivals.arrived)
+            elif not arrivals.is_looked_up(text):
+                break
+            start = text.computed
+            end = firsts if start < firsts else start - start % GROUP_TOKENS + piece
+            # Short pieces take more time for each token: where nothing has arrived, the next one is longer.
+            piece = GROUP_TOKENS if start > before else min(2 * piece, self._sequence.chunk)
+            if count := min(end, text.num_tokens - 1) - start:
+                self._run_part(text, count)
+                ran += count
+        arrivals.end(text)
+        return ran

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.completion import Request
+from kvcache.engine.current import CurrentText
 from kvcache.engine.new_requests import NewRequests
-from kvcache.engine.regimes import Regimes
-from kvcache.engine.sequence import ModelSequence
 from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.networks.protocols import Float32
 
@@ -27,7 +26,6 @@ class Requests:
 
     Args:
         sequence: the tokens so far, and the network that extends them.
-        max_positions: maximum number of positions of a text; None: no limit.
         seed: see `InferenceEngine`.
 
     Attributes:
@@ -35,42 +33,32 @@ class Requests:
         turns: the turns of streams, over the version of the sequence.
         call: a context manager for one call that changes the sequence: holds a turn and the lock.
         num_prefilled: tokens prefilled so far.
-        regimes: extends the sequence in the regime of its text.
     """
 
-    def __init__(self, sequence: ModelSequence, max_positions: int | None, seed: int) -> None:
-        self.sequence, self.max_positions = sequence, max_positions
-        self.config = sequence.model.config
+    def __init__(self, sequence: CurrentText, seed: int) -> None:
+        self.sequence, self.max_positions = sequence, sequence.settings.max_positions
+        self.config = sequence.settings.model.config
         self.lock = MendingLock(CallLock(level=2), sequence.mend)
         self.turns = Turns()
         self.call = CallInTurn(self.turns, self.lock)
         self.num_prefilled = 0
-        self.regimes = Regimes(sequence)
-        new = NewRequests(self.config, max_positions, seed, self.lock)
+        new = NewRequests(self.config, self.max_positions, seed, self.lock)
         self.request, self.check_span, self.reseed = new.request, new.check_span, new.reseed
 
     # ---------------------------------------------------------------- steps, with the lock held, in a turn
 
-    def prefill(self, tokens: Tokens, pos: int, whole: int = 0) -> Float32:
+    def prefill(self, tokens: Tokens, pos: int) -> Float32:
         """Do what `extend` does, and count the tokens as prefilled."""
-        logits = self.extend(tokens, pos, whole)
+        logits = self.extend(tokens, pos)
         self.num_prefilled += len(tokens)
         return logits
 
-    def prefill_part(self, tokens: Tokens, pos: int, whole: int) -> None:
-        """Do what `prefill` does for a part of a text of `whole` tokens, without logits."""
-        self.regimes.extend(tokens, pos, "none", whole)
-        self.num_prefilled += len(tokens)
-
-    def extend(self, tokens: Tokens, pos: int, whole: int = 0) -> Float32:
-        """Run tokens at positions from `pos` on and return the logits `(vocab_size,)` after the last token.
-
-        `whole` is the length of the whole text, where more tokens are to follow.
-        """
+    def extend(self, tokens: Tokens, pos: int) -> Float32:
+        """Run tokens at positions from `pos` on and return the logits `(vocab_size,)` after the last token."""
         if pos > self.sequence.num_tokens:
             raise ValueError(f"pos: expected at most the {self.sequence.num_tokens} tokens in the cache, got {pos}")
         self.check_span(tokens, pos)
-        logits: Float32 = self.regimes.extend(tokens, pos, "last", whole)[0]
+        logits: Float32 = self.sequence.extend(tokens, pos)[0]
         return logits
 
     # ---------------------------------------------------------------- whole requests
@@ -83,7 +71,7 @@ class Requests:
                 self.sequence.clear()
                 logits = self.prefill(request.tokens, 0)
                 turn.leave(self.sequence.version)
-            yield from self.decode(logits, request, turn, [])
+            yield from self.decode(logits, request, turn)
         except BaseException:
             if whole:
                 self.lock.when_free(self.sequence.clear)
@@ -96,12 +84,12 @@ class Requests:
         turn = self.turns.take(self.sequence.version)
         try:
             turn.leave(version)
-            yield from self.decode(logits, request, turn, [])
+            yield from self.decode(logits, request, turn)
         finally:
             turn.give_back()
 
-    def decode(self, logits: Float32, request: Request, turn: Turn, text: list[int]) -> Iterator[int]:
-        """Sample tokens and run them; the step that adds a token to the sequence also adds it to `text`."""
+    def decode(self, logits: Float32, request: Request, turn: Turn) -> Iterator[int]:
+        """Sample tokens and run them."""
         for left in reversed(range(request.params.max_tokens)):
             token = request.sampler.sample(logits)
             if token in request.stop_tokens:
@@ -116,7 +104,6 @@ class Requests:
                 if self.sequence.num_tokens == self.max_positions:
                     return
                 logits = self.extend(np.array([token], np.uint32), self.sequence.num_tokens)
-                text.append(token)
                 turn.leave(self.sequence.version)
 
     def score(self, tokens: Tokens) -> Float32:
@@ -129,7 +116,7 @@ class Requests:
             try:
                 for start in range(0, len(scores), chunk):
                     piece = tokens[start : min(start + chunk, len(scores))]
-                    logits = self.regimes.extend(piece, start, "all", len(scores))
+                    logits = self.sequence.extend(piece, start, "all", len(scores))
                     targets = tokens[start + 1 : start + 1 + len(piece)]
                     scores[start : start + len(piece)] = log_probabilities(logits, targets)
             except BaseException:

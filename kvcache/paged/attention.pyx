@@ -25,6 +25,12 @@ cnp.import_array()
 cdef int64_t MOST_START = 2 ** 62
 
 
+cdef inline bint is_indices(object values):
+    """Whether these are int64 `(n,)` as they are."""
+    return type(values) is np.ndarray and cnp.PyArray_TYPE(values) == cnp.NPY_INT64 and cnp.PyArray_NDIM(values) == 1 \
+        and cnp.PyArray_IS_C_CONTIGUOUS(values) and cnp.PyArray_ISALIGNED(values)
+
+
 cdef class SequenceAttention:
     """softmax(q K^T scale) V over sequences of one table, in the blocks of one store.
 
@@ -63,8 +69,8 @@ cdef class SequenceAttention:
         cdef cnp.ndarray first = None, parents = None, tree = None
         if sink_queries is not None:
             sink_q = attention.queries_(sink_queries, "sink_queries")
-        if query_lens is not None:
-            lens = as_indices(query_lens, "query_lens")
+        if query_lens is not None:  # called once per layer of a step
+            lens = query_lens if is_indices(query_lens) else as_indices(query_lens, "query_lens")
         if context_lens is not None:
             shown = as_indices(context_lens, "context_lens")
         if starts is not None:
@@ -77,7 +83,7 @@ cdef class SequenceAttention:
             tree[0] = parents
         if not causal and (width or tree is not None):
             raise ValueError(f"causal: expected True beside {'window' if width else 'mask'}, got False")
-        to = as_output(out)
+        to = None if out is None else as_output(out)
         # All is converted: from here on only the library's own code runs.
         if sink_q is not None and not cnp.PyArray_SAMESHAPE(sink_q, q):
             raise ValueError(f"sink_queries: expected shape {np.shape(q)}, as of queries, got {np.shape(sink_q)}")

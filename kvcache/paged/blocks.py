@@ -18,6 +18,7 @@ from kvcache.errors import BlockNotFoundError
 __all__ = ["PagedBlocks"]
 
 Int32 = npt.NDArray[np.int32]
+_FLOAT32 = np.dtype(np.float32)
 
 
 class FormattedRows(KvRows):
@@ -79,6 +80,9 @@ class PagedBlocks:
             )
             rows.given = KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
             return rows
+        pairs = (keys, shape), (values, value_shape)  # as a network has them, there is nothing to convert
+        if all([type(x) is np.ndarray and x.dtype is _FLOAT32 and x.shape[1:] == like[1:] for x, like in pairs]):  # noqa: C419  # a generator costs a call an item
+            return KvRows(np.asarray(keys), np.asarray(values))
         return KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
 
     def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:

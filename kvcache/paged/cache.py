@@ -40,6 +40,8 @@ __all__ = ["PagedKvCache"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+_INT64 = np.dtype(np.int64)
 Pair = TypeVar("Pair", bound=tuple[Any, Any])
 
 
@@ -331,6 +333,29 @@ class PagedKvCache:
         return rows if out is None else (keys, values)
 
     attention = attending.attention
+
+    def write_and_attend(
+        self, layer: int, seq_ids: npt.ArrayLike, lens: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike,
+        queries: npt.ArrayLike, *, scale: float | None = None, window: int | None = None, softcap: float | None = None,
+        sinks: npt.ArrayLike | None = None, starts: npt.ArrayLike | None = None,
+    ) -> Float32:  # fmt: skip
+        """`write_ragged` of the newest tokens, and `attention` of their queries: what a layer does in a pass.
+
+        Args:
+            queries: `(sum(lens), num_query_heads, head_dim)`; other arguments as of these two.
+        """
+        ids = as_seq_ids(seq_ids).copy()
+        if isinstance(lens, np.ndarray) and lens.dtype is _INT64:  # called once per layer of a step
+            counts: Int64 = np.ascontiguousarray(lens).copy()
+        else:
+            counts = as_indices(lens, "lens").copy()
+        number = layer if type(layer) is int and -1 < layer < 2**30 else as_integer(layer, "layer")
+        self._sequences.write_batch(number, ids, self._blocks.as_rows(keys, values), counts)
+        mixed: Float32 = self._attention.over(
+            number, queries, ids, counts, scale, None, None, False, None, False, window, softcap, sinks, starts, True,
+            None, 0,
+        )  # fmt: skip
+        return mixed
 
     # -- tokens that a residual or `first_tokens` keeps unpacked: see paged/unpacked.py -----------------------
 

@@ -25,6 +25,7 @@ _GROUP = 64  # logits per group, see _top_k
 # Float32 holds numbers below 3.4e38: with these bounds a sum of a logit and a bias stays finite under the penalty.
 _MOST_BIAS, _MOST_PENALTY = 1e30, 1e6
 _MOST_STOP_TOKENS = 1 << 16
+_LEAST_SEED = -(2**63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,12 @@ class SamplingParams:
         temperature: logits are divided by it. Below 1e-6 the most likely token is taken; ties go to the lowest id.
         top_k: keep the k most likely tokens; ties go to the lowest ids. 0 is off.
         top_p: of these, keep the most likely tokens, as few as have probabilities that sum to `top_p` (nucleus
-            sampling, arXiv 1904.09751, section 3.1). 1 is off.
+            sampling, arXiv 1904.09751, section 3.1). 1 is off; 0 takes the most likely token.
         min_p: of these, keep tokens at least `min_p` times as likely as the most likely one (arXiv 2407.01082). 0 is
             off.
         max_tokens: maximum number of new tokens.
-        seed: seed of this request's random numbers; None derives one from the engine's seed and the number of
-            the request.
+        seed: seed of this request's random numbers, from -2**63 on; None derives one from the engine's seed and the
+            number of the request.
         stop_token_ids: tokens that end the text, besides the model's own, at most 65,536; they are not returned.
         stop: strings that end the text, one or several; the engine needs a tokenizer. The tokens that spell one are
             returned by `generate` and `stream`; the text of `complete` ends before it.
@@ -78,15 +79,16 @@ class SamplingParams:
         store = object.__setattr__
         store(self, "temperature", as_finite(self.temperature, "temperature", 0.0))
         store(self, "top_k", as_count(self.top_k, "top_k", most=None))
-        store(self, "top_p", as_finite(self.top_p, "top_p", 0.0, 1.0, above=True))
+        store(self, "top_p", as_finite(self.top_p, "top_p", 0.0, 1.0))
         penalty = as_finite(self.repetition_penalty, "repetition_penalty", 1 / _MOST_PENALTY, _MOST_PENALTY)
         store(self, "repetition_penalty", penalty)
         for name in ("presence_penalty", "frequency_penalty"):
             store(self, name, as_finite(getattr(self, name), name, -2.0, 2.0))
         store(self, "max_tokens", as_count(self.max_tokens, "max_tokens", most=None))
-        for name in ("seed", "logprobs"):
-            if getattr(self, name) is not None:
-                store(self, name, as_count(getattr(self, name), name, most=None))
+        if self.seed is not None:
+            store(self, "seed", as_count(self.seed, "seed", _LEAST_SEED, most=None))
+        if self.logprobs is not None:
+            store(self, "logprobs", as_count(self.logprobs, "logprobs", most=None))
         try:
             some = islice(self.stop_token_ids, _MOST_STOP_TOKENS + 1)
             stops = tuple(as_count(token, "stop_token_ids", most=None) for token in some)
@@ -188,7 +190,7 @@ class Sampler:
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken, and no random number used."""
-        return self.params.temperature < GREEDY_TEMPERATURE or self.params.top_k == 1
+        return self.params.temperature < GREEDY_TEMPERATURE or self.params.top_k == 1 or self.params.top_p == 0.0
 
     def resumed(self, text: NDArray[np.uint32], num_drawn: int) -> Sampler:
         """A sampler of the same random numbers in its state after `text`, whose last `num_drawn` tokens it drew."""

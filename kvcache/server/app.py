@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from asyncio import CancelledError
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from hashlib import sha256
 from typing import Any
 from urllib.parse import urlsplit
 
-from anyio import create_task_group, fail_after, move_on_after
+from anyio.to_thread import run_sync
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcache.core.arguments import short
 from kvcache.core.hosts import is_loopback
 from kvcache.errors import OutOfMemoryError, QueueFullError
-from kvcache.server.bodies import REFUSED, Body, choice, head, parse, refusal, too_many, usage
-from kvcache.serving import BatchEngine, NewTokens, exposition
-from kvcache.serving import Request as EngineRequest
-from kvcache.serving.work import Work
+from kvcache.server.answers import Answer
+from kvcache.server.bodies import parse
+from kvcache.server.keys import Keys
+from kvcache.server.limits import Arrivals, Threads
+from kvcache.server.logprobs import TokenTexts
+from kvcache.server.prompts import Prompts
+from kvcache.server.refusals import REFUSED, ending, refusal, too_large, too_many
+from kvcache.serving import BatchEngine, exposition
 
 __all__ = ["make_app"]
 
@@ -36,21 +37,25 @@ _ARRIVING, _READING = 30.0, 30.0  # seconds for a body; and beyond the time limi
 
 
 def make_app(
-    engine: BatchEngine, model: str, keys: Mapping[str, str] | None = None, *, max_body: int = 4 << 20,
-    timeout: float = 600.0,
+    engine: BatchEngine, model: str, keys: Mapping[str, str | None] | None = None, *, max_body: int = 4 << 20,
+    max_bodies: int = 64 << 20, timeout: float = 600.0, plain_special_tokens: bool = False,
 ) -> Starlette:  # fmt: skip
     """An application with OpenAI's interface; it starts the engine, and closes it at its end.
 
     Args:
         engine: has a tokenizer; it has the limits of queue and memory.
         model: the name by which clients ask for the model.
-        keys: API keys, and the namespace of each; namespaces share no cached prefixes. None: requests need
-            no key, must address this machine as a loopback host, and share one namespace.
+        keys: API keys, and the namespace of each; namespaces share no cached prefixes. None for a namespace: the key
+            has one of its own. None for `keys`: requests need no key, must address this machine as a loopback host,
+            and share one namespace.
         max_body: the most bytes of a body.
+        max_bodies: the most bytes of all bodies that are on their way, beyond the first 64 KiB of each.
         timeout: seconds from the arrival of a body to the last token of its answer.
+        plain_special_tokens: whether special tokens in the texts of users are text; see `PlainText`.
     """
-    # By digests: neither a time nor a message tells anything of a key.
-    spaces = {sha256(key.encode()).digest(): space for key, space in (keys or {}).items()}
+    known = None if keys is None else Keys(keys)
+    arrivals, threads = Arrivals(max_body, max(max_body, max_bodies)), Threads()
+    prompts, texts = Prompts(engine, plain_special_tokens), TokenTexts(engine.tokenizer)
     statuses: Counter[int] = Counter()
 
     @asynccontextmanager
@@ -59,34 +64,33 @@ def make_app(
         try:
             yield
         finally:
-            await run_in_threadpool(engine.close, cancel=True)
+            await run_sync(partial(engine.close, cancel=True))
 
     def namespace(request: Request) -> str | None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        found = spaces.get(sha256(key.strip().encode()).digest()) if scheme.lower() == "bearer" else None
-        if found is None and keys is not None:
-            raise HTTPException(401, "authorization: expected Bearer and a known key, got another")
-        return found
+        return None if known is None else known.namespace(request.headers.get("authorization"))
 
     async def complete(chat: bool, request: Request) -> ASGIApp:
-        space, data = namespace(request), await _read(request, max_body, min(_ARRIVING, timeout))
-        return await run_in_threadpool(begin, data, chat, space)
+        space = namespace(request)
+        async with arrivals.body(request, min(_ARRIVING, timeout)) as data:
+            return await run_sync(begin, data, chat, space, limiter=threads.for_body(len(data)))
 
-    def begin(data: bytes, chat: bool, space: str | None) -> ASGIApp:
+    def begin(data: bytearray, chat: bool, space: str | None) -> ASGIApp:
         """Queue the requests of a body, all or none."""
-        body = parse(data, chat, engine.sampling_params)
+        body = parse(data, chat, engine.sampling_params, engine.max_positions)
         if body.model != model:
             raise HTTPException(404, f"model: expected {model}, got {short(body.model)}")
-        answer = _Answer(body, engine.tokenizer, timeout + _READING)
+        answer = Answer(body, texts, threads, timeout + _READING)
+        tokens = None
         try:
-            for prompt in body.prompts:
-                tokens = engine.apply_chat_template(prompt, tokenize=True) if chat else prompt
+            for tokens in prompts.tokens(body):
                 answer.requests.append(engine.submit(tokens, body.params, namespace=space, deadline=timeout, n=body.n))
         except BaseException as error:
             answer.cancel()
             count = body.n * len(body.prompts)
             if isinstance(error, QueueFullError) and count > error.max_queue:  # there is never room for all of it
                 raise too_many(chat, error.max_queue, count) from None
+            if isinstance(error, OutOfMemoryError) and tokens is not None:
+                raise too_large(body.field, len(tokens)) from None
             raise
         return answer
 
@@ -105,11 +109,17 @@ def make_app(
 
     async def metrics(request: Request) -> Response:
         """What Prometheus reads. A key of the namespace `metrics` gets all namespaces, and another key its own."""
-        own = namespace(request)
-        stats, found = await run_in_threadpool(lambda: (engine.stats(), engine.namespace_stats()))
-        found = {name: counts for name, counts in found.items() if own in (None, "metrics", name)}
-        text = exposition(stats, found, http_responses=("status", statuses))
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(
+            await run_sync(report, namespace(request), limiter=threads.reports),
+            media_type="text/plain; version=0.0.4",
+        )
+
+    def report(own: str | None) -> str:
+        found = {
+            name if known is None else known.shown(name): counts
+            for name, counts in engine.namespace_stats().items() if own in (None, "metrics", name)
+        }  # fmt: skip
+        return exposition(engine.stats(), found, http_responses=("status", statuses))
 
     def counting(app: ASGIApp) -> ASGIApp:
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,6 +134,11 @@ def make_app(
 
             try:
                 await app(scope, receive, note)
+            except CancelledError:  # the server ends; an answer that has begun says so itself
+                if scope["type"] != "http":
+                    raise
+                if not begun:
+                    await refusal(ending())(scope, receive, note)
             except Exception:
                 if not begun:  # the application answers so to an error that nothing expects
                     statuses[500] += 1
@@ -139,6 +154,8 @@ def make_app(
     ]  # fmt: skip
     handlers: dict[Any, Any] = dict.fromkeys((*REFUSED, Exception), lambda request, error: refusal(error))
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app.state.arrivals = arrivals
+    app.router.redirect_slashes = False  # to a place that the client's header Host names
     if keys is None:  # or a page that a browser shows could ask in its user's name, by a name of its own for us
         app.add_middleware(_only_local)
     app.add_middleware(counting)
@@ -162,110 +179,3 @@ def _is_local(host: str) -> bool:
     with suppress(ValueError):
         return is_loopback(urlsplit(f"//{host}").hostname or "")
     return False
-
-
-def _is_cut(work: Work) -> bool:
-    """Whether memory ran out behind its first token; what it has is its answer then."""
-    return isinstance(work.error, OutOfMemoryError) and work.num_tokens > work.num_prompt
-
-
-async def _arrivals(request: EngineRequest, with_text: bool = True) -> AsyncIterator[NewTokens]:
-    """As `arrivals` of the request, less the ends of samples that failed; raises unless these are cut alone."""
-    try:
-        async for new in request.arrivals(with_text=with_text):
-            if new.finish_reason != "error" or _is_cut(request.works[new.index]):
-                yield new
-    except OutOfMemoryError:
-        if not all(work.error is None or _is_cut(work) for work in request.works):
-            raise
-
-
-async def _read(request: Request, most: int, seconds: float) -> bytes:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # which no page of another origin may send
-        raise HTTPException(415, f"content-type: expected application/json, got {kind[:100]}")
-    data, announced = bytearray(), int(request.headers.get("content-length", 0))
-    try:
-        with fail_after(seconds):
-            async for chunk in request.stream():
-                data += chunk
-                if max(len(data), announced) > most:
-                    raise HTTPException(413, f"body: expected at most {most} bytes, got more")
-    except (TimeoutError, ClientDisconnect):
-        raise HTTPException(408, "body: expected all of it in time, got a part of it") from None
-    return bytes(data)
-
-
-class _Answer:
-    """An ASGI application that answers a body. A client that leaves cancels its requests, within a step.
-
-    A server that ends cancels this: an answer that has not begun is an error of status 500, and a stream ends with one.
-    """
-
-    def __init__(self, body: Body, tokenizer: Any, seconds: float) -> None:
-        self._body, self._choice, self._seconds = body, partial(choice, body, tokenizer), seconds
-        self.requests: list[EngineRequest] = []  # one for each prompt
-
-    def cancel(self) -> None:
-        for request in self.requests:
-            request.cancel()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            tasks.cancel_scope.cancel()
-
-        sent: list[Message] = []
-
-        async def note(message: Message) -> None:
-            sent[:] = [message]
-            await send(message)
-
-        try:
-            async with create_task_group() as tasks:
-                tasks.start_soon(watch)
-                with move_on_after(self._seconds):
-                    if self._body.stream:
-                        headers = {"cache-control": "no-cache"}
-                        await StreamingResponse(self._events(), 200, headers, "text/event-stream").stream_response(note)
-                    else:
-                        await (await self._whole())(scope, receive, note)
-                tasks.cancel_scope.cancel()
-        except CancelledError:
-            error = refusal(HTTPException(500, "answer: expected one, got none: the server ends"))
-            if not sent:
-                await error(scope, receive, send)
-            elif self._body.stream and sent[0].get("more_body", True):
-                await send({"type": "http.response.body", "body": b"data: %b\n\ndata: [DONE]\n\n" % bytes(error.body)})
-        finally:
-            self.cancel()
-
-    async def _whole(self) -> Response:
-        choices: list[Any] = []
-        try:
-            for request in self.requests:
-                async for _ in _arrivals(request, with_text=False):
-                    pass
-                for each in request.completions_so_far():
-                    choices.append(self._choice(len(choices), each, request.prompt[-1:]))
-            return JSONResponse({**head(self._body), "choices": choices, "usage": usage(self.requests)})
-        except Exception as error:
-            return refusal(error, running=True)
-
-    async def _events(self) -> AsyncIterator[str]:
-        common = head(self._body) | ({"usage": None} if self._body.with_usage else {})
-        try:
-            for number, request in enumerate(self.requests):
-                last: dict[int, list[int]] = {}  # the token before the next one, of each sample
-                async for new in _arrivals(request):
-                    before, first = last.get(new.index, request.prompt[-1:]), new.index not in last
-                    last[new.index] = new.tokens[-1:] or before
-                    found = self._choice(number * request.n + new.index, new, before, first)
-                    if new.text or new.logprobs or new.finish_reason or first:
-                        yield f"data: {json.dumps({**common, 'choices': [found]})}\n\n"
-            if self._body.with_usage:
-                yield f"data: {json.dumps({**common, 'choices': [], 'usage': usage(self.requests)})}\n\n"
-        except Exception as error:
-            yield f"data: {bytes(refusal(error, running=True).body).decode()}\n\n"
-        yield "data: [DONE]\n\n"

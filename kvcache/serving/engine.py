@@ -16,33 +16,31 @@ from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.engine import InferenceEngine
-from kvcache.engine.evicting import Budgets
 from kvcache.engine.new_requests import NewRequests, Shared
-from kvcache.engine.policy import Policy
 from kvcache.engine.requests import SCORE_FLOATS
-from kvcache.engine.storage import Storage
-from kvcache.engine.tiered import as_tiers
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.fingerprint import fingerprint
-from kvcache.networks.protocols import Float32, Model, NetworkConfig, layer_attention
+from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.text import TextStream
-from kvcache.serving.budget import TokenBudget
-from kvcache.serving.forward import Forward
+from kvcache.serving.budget import CHEAP_ROWS, MOST, MOST_PROMPTS, TokenBudget
+from kvcache.serving.guesses import MOST as MOST_DRAFTS
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
 from kvcache.serving.observed import Observed, OnEviction
-from kvcache.serving.pools import make_pools
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
 from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
 from kvcache.serving.thread import StepThread
-from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.work import Drawing, Scoring, Work
+from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
+from kvcache.texts.forward import Forward
+from kvcache.texts.policy import Policy
+from kvcache.texts.settings import CacheSettings, Load
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
 
@@ -98,6 +96,7 @@ class BatchEngine:
         model: the network.
         sampling_params: the defaults of a request.
         clock, tiers: see above.
+        max_positions: the most tokens of a text; None: any number, under StreamingLLM.
     """
 
     def __init__(
@@ -129,28 +128,30 @@ class BatchEngine:
         self.model, self.clock = model, clock
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
-        self._budgets = budgets = Budgets.of(eviction_policy, kv_budget, model)
-        config, max_running = model.config, as_count(max_running, "max_running", 1)
+        max_running = as_count(max_running, "max_running", 1)
         self.tiers = tiers = as_tiers(tiers, autosave)
         self._autosaves = autosave is not None
-        windows = any(each.window for each in layer_attention(model))
-        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, budgets, windows)
-        self._residual_length = storage.residual_length
-        self._blocks = make_pools(
-            model, budgets, storage, rotate, block_size, num_blocks, max_memory_bytes, max_running, tiers
-        )
-        if tiers is not None:
-            blocks = self._blocks
-            blocks.tiered = TieredWorks(tiers, model, blocks.cache, blocks.prefixes, blocks.windows)
-        forward = Forward(model, self._blocks)
+        block_size = as_count(block_size, "block_size", 1, most=None)
+        spare = 1 if tiers is None else max(GROUP_TOKENS, block_size) + 1
+        load = Load(max_running, MOST, MOST_DRAFTS, MOST_PROMPTS + CHEAP_ROWS, spare, 16384, 4)
+        self._settings = settings = CacheSettings.of(
+            model, load, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
+            block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
+            residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
+        )  # fmt: skip
+        if tiers is not None and settings.budgets is not None:
+            raise ValueError(f"tiers: expected none with an eviction_policy, got {tiers}")
+        self._pool = settings.pool(settings.total_blocks())
+        arrivals = None if tiers is None else Arrivals(tiers, model, self._pool)
+        forward = Forward(model, self._pool)
         scheduler = Scheduler(
-            self._blocks, TokenBudget(target_gap), max_running,
-            max(1, SCORE_FLOATS // config.vocab_size), forward.regime_of,
-            Observed(self._blocks.prefixes, on_eviction, clock, forward.name_of),
+            forward, arrivals, TokenBudget(target_gap), max_running, MOST_PROMPTS if settings.keeps_f16 else MOST,
+            max(1, SCORE_FLOATS // model.config.vocab_size),
+            Observed(self._pool, on_eviction, clock, forward.name_of),
         )  # fmt: skip
         self._steps = Steps(scheduler, forward, as_count(max_queue, "max_queue", 1), clock)
-        positions = None if budgets is not None and budgets.endless else config.max_position_embeddings
-        self._new = NewRequests(config, positions, seed, self._steps.inbox_lock)
+        self.max_positions = settings.max_positions
+        self._new = NewRequests(model.config, self.max_positions, seed, self._steps.inbox_lock)
         self._speculate = bool(speculate)
         self._thread: StepThread | None = None
         self._text: Any = None
@@ -205,7 +206,7 @@ class BatchEngine:
         priority, n = as_integer(priority, "priority"), as_count(n, "n", 1)
         deadline = None if deadline is None else as_finite(deadline, "deadline", 0.0)
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
-        prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size)
+        prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size, self.max_positions)
         self._steps.expect_room(n)  # before each sample takes its random numbers
         shared = self._new.shared(params)
         samples = [self._sample(prompt, params, namespace, shared, i) for i in range(n)]
@@ -225,13 +226,13 @@ class BatchEngine:
         make_text = None if decoder is None else partial(TextStream, decoder, request.tokens, shared.stop_strings)
         guesses = Guesses() if self._speculate else None
         work = Drawing(request, make_text, self.config, namespace, guesses)
-        if self._budgets is not None:
-            work.evict(self._blocks.chunk, endless=self._budgets.endless)
+        if self._settings.budgets is not None:
+            work.evict(self._pool.chunk, endless=self._settings.max_positions is None)
         return work
 
     def _enqueue(self, pending: Pending, works: Sequence[Work], priority: int, deadline: float | None) -> None:
-        if (needed := self._blocks.blocks_for(works[0].num_tokens)) > self._blocks.cache.total_blocks:
-            raise OutOfMemoryError(needed, self._blocks.cache.total_blocks)
+        if (needed := self._pool.blocks_for(works[0].num_tokens)) > (total_blocks := self._pool.total_blocks):
+            raise OutOfMemoryError(needed, total_blocks)
         self._steps.enqueue(pending, works, priority, deadline)
         if self._thread is not None:
             self._thread.wake()
@@ -269,10 +270,11 @@ class BatchEngine:
             texts: token ids, at least one each; or texts, if the engine has a tokenizer.
             progress: as of `generate_batch`.
         """
-        prompts = [as_prompt(text, lambda: self.tokenizer, self.config.vocab_size) for text in texts]
+        most = self.max_positions and self.max_positions + 1  # the last token does not run
+        prompts = [as_prompt(text, lambda: self.tokenizer, self.config.vocab_size, most) for text in texts]
         for tokens in prompts:
             self._new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
-        chunk = min(self._blocks.chunk, max(1, SCORE_FLOATS // self.config.vocab_size))
+        chunk = min(self._pool.chunk, max(1, SCORE_FLOATS // self.config.vocab_size))
         works = [Scoring(tokens, chunk) for tokens in prompts]
 
         def submit(work: Scoring) -> Pending:
@@ -369,19 +371,17 @@ class BatchEngine:
 
     def cache_stats(self) -> PrefixCacheStats:
         """As `PrefixCachedEngine.cache_stats`; a request that waits for blocks, or was preempted, looks up again."""
-        return self._blocks.windows.cached.counted(self._blocks.prefixes.stats())
+        return self._pool.stats()
 
     def clear_cache(self) -> None:
         """Drop every cached prefix; running requests keep their blocks."""
-        self._blocks.prefixes.clear()
-        for cache in self._blocks.beside:
-            cache.clear()
+        self._pool.clear()
         self._steps.publish()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
         self._expect_all_kept("save")
-        self._blocks.prefixes.save(path, self._name(model), beside=self._blocks.beside)
+        self._pool.save(path, self._name(model))
 
     def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
         """Add the blocks of a saved file to the cached prefixes; see `PrefixCachedEngine.load`.
@@ -390,16 +390,14 @@ class BatchEngine:
             InvalidOperationError: prefixes are cached already.
         """
         self._expect_all_kept("load")
-        if self._blocks.prefixes.is_empty:
-            for cache in self._blocks.beside:  # of texts that are no longer cached
-                cache.clear()
-        count = self._blocks.prefixes.load(path, self._name(model), beside=self._blocks.beside)
+        count = self._pool.load(path, self._name(model))
         self._steps.publish()
         return count
 
     def _expect_all_kept(self, call: str) -> None:
-        if self._budgets is not None:
-            raise InvalidOperationError(f"{call}: expected an engine that keeps all tokens, got {self._budgets.policy}")
+        budgets = self._settings.budgets
+        if budgets is not None:
+            raise InvalidOperationError(f"{call}: expected an engine that keeps all tokens, got {budgets.policy}")
 
     def _name(self, model: str | None) -> str:
         return fingerprint(self.model) if model is None else model
@@ -408,17 +406,18 @@ class BatchEngine:
         """Bytes: "weights" (0 for a model that does not say), "kv", "bookkeeping" and "scratch"."""
         weights = getattr(self.model, "weights", None)
         products = {"scratch": getattr(weights, "scratch_bytes", 0)}
-        return {"weights": getattr(weights, "nbytes", 0), **total(self._blocks.memory(), products)}
+        return {"weights": getattr(weights, "nbytes", 0), **total(self._pool.memory(self._steps.running), products)}
 
     @property
     def residual_length(self) -> int:
         """Tokens per group of the residual; 0: queries read all tokens as the cache stores them."""
-        return self._residual_length
+        return self._settings.storage.residual_length
 
     __reduce_ex__ = refuse_copies("make another one over the same `model`")
 
     def __repr__(self) -> str:
-        steps, num_blocks, free = self._steps, *self._blocks.total_and_free()
+        steps, blocks = self._steps, self._pool.count()
+        num_blocks, free = sum(blocks.values()), blocks["free"]
         return (
             f"BatchEngine({type(self.model).__name__}, {self.config.num_layers} layers, {steps.num_running} running, "
             f"{steps.num_waiting} waiting, {num_blocks - free} of {num_blocks} blocks in use)"

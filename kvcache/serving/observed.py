@@ -12,11 +12,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from kvcache.core.locks import CallLock
-from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.serving.failures import as_failure
 from kvcache.serving.request import Pending
 from kvcache.serving.stats import Eviction, Histogram, NamespaceStats
 from kvcache.serving.work import Work
+from kvcache.texts.pool import Pool
 
 __all__ = ["MOST_NAMESPACES", "Observed", "OnEviction"]
 
@@ -47,7 +47,7 @@ class Observed:
     """The counters of an engine.
 
     Args:
-        prefixes: its prefix cache.
+        pool: its memory.
         on_eviction: is told of evictions; None: nobody is.
         clock: seconds.
         name_of: the caller's name of a namespace of the prefix cache.
@@ -57,16 +57,16 @@ class Observed:
     """
 
     def __init__(
-        self, prefixes: PrefixCache, on_eviction: OnEviction | None, clock: Callable[[], float],
+        self, pool: Pool, on_eviction: OnEviction | None, clock: Callable[[], float],
         name_of: Callable[[Hashable], Hashable],
     ) -> None:  # fmt: skip
         if on_eviction is not None and not callable(on_eviction):
             raise TypeError(f"on_eviction: expected a function, got {type(on_eviction).__name__}")
-        self._prefixes, self._on_eviction, self._clock, self._name_of = prefixes, on_eviction, clock, name_of
+        self._pool, self._on_eviction, self._clock, self._name_of = pool, on_eviction, clock, name_of
         self.queued, self.first_token = _Times(), _Times()
         self._lock = CallLock(level=0)
         self._namespaces: OrderedDict[Hashable, list[int]] = OrderedDict()
-        self._evicted = prefixes.watch_evictions()
+        self._evicted = pool.watch_evictions()
         self._untold: deque[Eviction] = deque()
         self._logged_at, self._tokens, self._times = -_LOG_EVERY, 0, 0  # evictions since the last line
 
@@ -134,7 +134,7 @@ class Observed:
     def namespaces(self) -> dict[Hashable, NamespaceStats]:
         """The counters of each namespace that had a request, or has something cached."""
         cached: dict[Hashable, int] = {}
-        for name, tokens in self._prefixes.namespace_tokens().items():
+        for name, tokens in self._pool.namespace_tokens().items():
             own = self._name_of(name)
             cached[own] = cached.get(own, 0) + tokens
         with self._lock:

@@ -16,14 +16,14 @@ preempted is among the first to begin again.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvcache.errors import OutOfMemoryError
-from kvcache.serving.blocks import SharedBlocks
-from kvcache.serving.budget import CHEAP_ROWS, LEAST, MOST, MOST_PROMPTS, TokenBudget
+from kvcache.serving.budget import CHEAP_ROWS, LEAST, TokenBudget
 from kvcache.serving.observed import Observed
-from kvcache.serving.tiered import TieredWorks
 from kvcache.serving.work import FinishReason, Work
+from kvcache.texts.arrivals import Arrivals
+from kvcache.texts.forward import Forward
 
 __all__ = ["PATIENCE", "Scheduler"]
 
@@ -38,11 +38,12 @@ class Scheduler:
     """The works that wait and those that run.
 
     Args:
-        blocks: the memory.
+        forward: the passes, and the memory.
+        arrivals: what tiers deliver; None: there are no tiers.
         budget: prompt tokens per step.
         max_running: the most works that run at a time.
+        most_prompts: prompts of which a step may run a piece.
         most_rows: the most rows of logits of a step for works that need one for each token.
-        regime_of: of a text of so many tokens, see `protocols.Model`; None: there is one regime.
         observed: counts.
 
     Attributes:
@@ -54,12 +55,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: SharedBlocks, budget: TokenBudget, max_running: int, most_rows: int,
-        regime_of: Callable[[int], int] | None, observed: Observed,
+        self, forward: Forward, arrivals: Arrivals | None, budget: TokenBudget, max_running: int, most_prompts: int,
+        most_rows: int, observed: Observed,
     ) -> None:  # fmt: skip
-        self.blocks, self.budget, self.observed = blocks, budget, observed
-        self._max_running, self._most_rows, self._regime_of = max_running, most_rows, regime_of
-        self._most_prompts = MOST_PROMPTS if blocks.keeps_unpacked else MOST
+        self.pool, self.arrivals, self.budget, self.observed = forward.pool, arrivals, budget, observed
+        self._forward, self._max_running, self._most_rows = forward, max_running, most_rows
+        self._most_prompts = most_prompts
         self.works: dict[int, Work] = {}
         self.running: list[Work] = []
         self._waiting: list[Work] = []  # a heap; ended works leave it when they come to its top
@@ -95,8 +96,8 @@ class Scheduler:
             return
         if work.reason is None:
             work.__dict__.update(reason=reason, error=error, trace=getattr(error, "__traceback__", None))
-        if self.blocks.tiered is not None:
-            self.blocks.tiered.ended(work)
+        if self.arrivals is not None:
+            self.arrivals.ended(work)
         self._leave(work)
         self.release_followers(work)
         self.ended.append(work)
@@ -108,7 +109,7 @@ class Scheduler:
 
     def _leave(self, work: Work) -> None:
         """Take a work's sequence; those that wait for it wait on their own from now on."""
-        self.blocks.stop(work)
+        self.pool.stop(work)
         if work in self.running:
             self.running.remove(work)
         self._blocked = False
@@ -125,7 +126,7 @@ class Scheduler:
 
     def preempt(self, work: Work) -> None:
         """Take a work's sequence; it waits again, and its full blocks stay cached."""
-        self.blocks.index(work)
+        self.pool.index(work)
         self._leave(work)
         work.preemptions += 1
         self.preemptions += 1
@@ -143,12 +144,13 @@ class Scheduler:
 
     def plan(self, now: float) -> Pieces:
         """The pieces of the next step, `(work, number of its next tokens)`; their sequences have room for them."""
-        for work in [] if self._regime_of is None else list(self.running):
-            if self._regime(work.num_tokens) != work.regime:  # it runs again from its start, in its new regime
+        regime = self._forward.regime
+        for work in [] if self._forward.regime_of is None else list(self.running):
+            if regime(work.num_tokens) != work.regime:  # it runs again from its start, in its new regime
                 self._leave(work)
                 heapq.heappush(self._waiting, work)
-        if self.blocks.tiered is not None:
-            self._jump(self.blocks.tiered)
+        if self.arrivals is not None:
+            self._jump(self.arrivals)
         decodes = [(work, 1) for work in self.running if work.remaining == 1]
         catching_up = [work for work in self.running if work.remaining > 1]
         left, rows, prompts = self.budget.tokens(len(decodes)), self._most_rows, self._most_prompts
@@ -184,7 +186,7 @@ class Scheduler:
         for work in sorted(work for work, count in pieces if work.shares and count < work.remaining):
             count = dict(pieces)[work]
             more = min(work.remaining - count, left)
-            if more and self.blocks.lengthen(work, count, more):
+            if more and self.pool.lengthen(work, count, more):
                 pieces = [(each, n + more if each is work else n) for each, n in pieces]
                 left -= more
         return pieces
@@ -199,17 +201,14 @@ class Scheduler:
     def _may_begin(self) -> bool:
         return not self._blocked and len(self.running) < self._max_running
 
-    def _jump(self, tiered: TieredWorks) -> None:
+    def _jump(self, arrivals: Arrivals) -> None:
         """Let works begin again whose blocks have arrived from tiers."""
-        tiered.keep(self.works)
+        arrivals.keep(set(self.works.values()))
         for work in list(self.running):
-            if tiered.reaches_past(work):
+            if arrivals.reaches_past(work, work.left_at):
                 work.left_at = work.computed
                 self._leave(work)
                 heapq.heappush(self._waiting, work)
-
-    def _regime(self, num_tokens: int) -> int:
-        return 0 if self._regime_of is None else self._regime_of(num_tokens)
 
     def _guess(self, decodes: Pieces, most: int) -> Pieces:
         """Add the guesses of works; together with the decodes they are at most so many rows."""
@@ -217,7 +216,7 @@ class Scheduler:
         guessed = []
         for work, count in decodes:
             guess = 0 if left <= 0 or work.followers else work.think(left)
-            if guess and self._regime(work.num_tokens + guess) != work.regime:
+            if guess and self._forward.regime(work.num_tokens + guess) != work.regime:
                 guess = 0
             guessed.append((work, count + guess))
             left -= guess
@@ -236,7 +235,7 @@ class Scheduler:
         """
         while pieces:
             try:
-                self.blocks.append(pieces)
+                self.pool.append(pieces)
                 break
             except OutOfMemoryError as error:
                 if not preempt:
@@ -257,17 +256,19 @@ class Scheduler:
         while self._waiting and not self._blocked and len(self.running) < self._max_running:
             work = self._waiting[0]
             if work.reason is None and work.seq_id < 0:
-                work.regime = regime = self._regime(work.num_tokens)
-                work.space = work.namespace if self._regime_of is None else (regime, work.namespace)
+                work.regime = self._forward.regime(work.num_tokens)
+                work.space = self._forward.space_of(work.namespace, work.regime)
             if work.reason is not None or work.seq_id >= 0 or self._park(work):
                 heapq.heappop(self._waiting)
                 continue
-            if not self.blocks.start(work, self.running):
+            if self.arrivals is not None:
+                self.arrivals.begin(work)
+            if not self.pool.start(work, self.running, None if self.arrivals is None else self.arrivals.arrived):
                 if self.running:
                     self._blocked = True
                     return
-                needed = self.blocks.blocks_for(work.num_tokens)
-                self.end(work, "error", OutOfMemoryError(needed, self.blocks.cache.total_blocks))
+                needed = self.pool.blocks_for(work.num_tokens)
+                self.end(work, "error", OutOfMemoryError(needed, self.pool.total_blocks))
                 continue
             heapq.heappop(self._waiting)
             self._run(work)
@@ -289,13 +290,13 @@ class Scheduler:
         """Let a work wait for a running one that is about to compute a longer prefix of it; whether there is one."""
         if not work.shares:
             return False
-        best, place = None, self.blocks.cached(work)
+        best, place = None, self.pool.shared.longest(work)
         for other in self.running:
             if other.remaining > 1 and other.shares and other.space == work.space:
                 most = min(work.num_tokens - 1, other.num_tokens)
                 differ = work.tokens[:most] != other.tokens[:most]
                 common = int(differ.argmax()) if differ.any() else most
-                common -= common % self.blocks.cache.block_size
+                common -= common % self.pool.block_size
                 if common > max(place, other.computed):
                     best, place = other, common
         if best is not None:
@@ -308,13 +309,14 @@ class Scheduler:
         Args:
             wrong: guesses behind them that ran too, and did not hold.
         """
-        size = self.blocks.cache.block_size
+        size = self.pool.block_size
         filled = (work.computed + count) // size > work.computed // size
-        self.blocks.ran(work, count, wrong)
+        self.pool.ran(work, count, wrong)
+        self.pool.compact(work)
         if filled:
-            self.blocks.index(work)
+            self.pool.index(work)
         for entry in [entry for entry in work.parked if entry[0] <= work.computed]:
-            self.blocks.windows.keep(work, entry[0])
+            self.pool.keep(work, entry[0])
             heapq.heappush(self._waiting, entry[1])
             work.parked.remove(entry)
 
@@ -322,11 +324,11 @@ class Scheduler:
         """Begin a follower with the sequence of its leader, whose prompt has run.
 
         Raises:
-            OutOfMemoryError: as many works run as may.
+            OutOfMemoryError: as many works run as may; or they share nothing.
         """
-        if len(self.running) >= self._max_running:
+        if len(self.running) >= self._max_running or not work.shares:
             raise OutOfMemoryError(1, 0, "places")
-        self.blocks.fork(work, follower, computed)
+        self.pool.fork(work, follower, computed)
         follower.regime, follower.space, follower.started = work.regime, work.space, now
         follower.cached_tokens = work.cached_tokens
         self.observed.began(follower, now)
@@ -340,12 +342,13 @@ class Scheduler:
         """Restore a consistent state; may run at any time, any number of times."""
         for work in list(self.works.values()):
             if work.reason is not None:
-                work.moved(-1, 0)
+                work.moved(-1, 0, ())
                 self.works.pop(work.key[1])
         owned = [work for work in self.works.values() if work.seq_id >= 0]
         for work in owned:
             work.computed = min(work.computed, work.num_tokens - 1)  # its logits are lost, so the last token runs again
-        lost = self.blocks.mend(owned)
+        self.pool.shared.close_sessions()  # a call that an error ended may not have
+        lost = self.pool.settle(owned)
         self.running = sorted(work for work in owned if work not in lost)
         for work in self.works.values():
             work.mend()
@@ -363,7 +366,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
-        self.blocks.check(self.running)
+        self.pool.check(self.running)
         assert self.running == sorted(self.running), "works do not run in the order of their keys"
         parked = {id(work) for leader in self.running for _, work in leader.parked}
         heap = {id(work) for work in self._waiting}

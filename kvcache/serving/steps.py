@@ -16,11 +16,11 @@ from kvcache.core.locks import CallLock, MendingLock
 from kvcache.errors import InvalidOperationError, QueueFullError
 from kvcache.networks.protocols import Float32
 from kvcache.serving.failures import as_failure
-from kvcache.serving.forward import Forward
 from kvcache.serving.request import Pending
 from kvcache.serving.scheduler import PATIENCE, Scheduler
 from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.work import Work
+from kvcache.texts.forward import Forward
 
 __all__ = ["Steps"]
 
@@ -52,6 +52,11 @@ class Steps:
         self._steps = self._finished = self._prefilled = self._new_tokens = self._cached_tokens = 0
         self._guessed = self._accepted = 0
         self._publish()
+
+    @property
+    def running(self) -> Sequence[Work]:
+        """Works that have a sequence."""
+        return self._scheduler.running
 
     @property
     def num_running(self) -> int:
@@ -146,8 +151,8 @@ class Steps:
             if pieces:
                 self._steps += 1
                 self._prefilled += prefilled
-                if self._scheduler.blocks.tiered is not None:
-                    self._scheduler.blocks.tiered.measured(prefilled, self._clock() - began)
+                if self._scheduler.arrivals is not None:
+                    self._scheduler.arrivals.measured(prefilled, self._clock() - began)
                 self._scheduler.budget.observe(decodes, prefilled, self._clock() - began)
             self._tell()
             busy = bool(self._scheduler.works)
@@ -157,7 +162,7 @@ class Steps:
     def _note_evictions(self, pieces: list[tuple[Work, int]]) -> None:
         if not self._scheduler.observed.any_evicted:
             return
-        blocks_for = self._scheduler.blocks.blocks_for
+        blocks_for = self._scheduler.pool.blocks_for
         takers = [work for work, n in pieces if blocks_for(work.computed + n) > blocks_for(work.computed)]
         takers = takers or [work for work, _ in pieces]  # a copy of a shared block; the taker was preempted
         self._scheduler.observed.note_evictions([work.key[1] for work in takers], self._pending)
@@ -176,7 +181,7 @@ class Steps:
 
     def _pass(self, pieces: list[tuple[Work, int]]) -> None:
         try:
-            logits = self._forward.run(pieces)
+            logits = self._forward.run([(work, n, work.rows_due(n)) for work, n in pieces])
         except BaseException as error:  # of the network, a policy or a format, or of memory
             failure = as_failure(error, "model.forward")
             for work, _ in pieces:
@@ -209,7 +214,11 @@ class Steps:
                 wrong = guessed - max(0, new - 1)  # the last one counts as drawn, not as run
                 self._guessed += guessed
                 self._accepted += held
-        self._scheduler.ran(work, n - wrong, wrong)
+        try:
+            self._scheduler.ran(work, n - wrong, wrong)
+        except BaseException as error:  # of a policy, or of memory
+            self._scheduler.end(work, "error", as_failure(error, "eviction_policy.keep"))
+            return
         if (reason := work.ending()) is not None:
             self._scheduler.end(work, reason)
         elif len(rows) and (pending := self._pending.get(work.key[1])) is not None:
@@ -274,7 +283,7 @@ class Steps:
         self.lock.hand_over(self._publish)
 
     def _publish(self) -> None:
-        blocks, observed = self._scheduler.blocks.count(), self._scheduler.observed
+        blocks, observed = self._scheduler.pool.count(), self._scheduler.observed
         self._published = BatchStats(
             0, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens, self._cached_tokens,
             self._scheduler.preemptions, self._guessed, self._accepted, blocks["free"], blocks["claimed"],

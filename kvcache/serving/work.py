@@ -1,11 +1,4 @@
-"""What the scheduler schedules: a text that catches up with its tokens, in order to draw the next one or to score all.
-
-    tokens     prompt prompt prompt prompt new new
-    computed   ^^^^^^^^^^^^^^^^^^^^                      K and V of these are in the cache
-
-Prefill, decode, a resumption after a preemption and a prefix hit are one case: `remaining` tokens are to run. The
-logits of the last one give the next token. `computed` is below the number of tokens as long as the text runs.
-"""
+"""`Work`: a text that the scheduler runs until it catches up with its tokens, to draw the next one or to score all."""
 
 from __future__ import annotations
 
@@ -16,23 +9,22 @@ from types import TracebackType
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.engine.completion import Request, TokenLogprobs
 from kvcache.engine.requests import log_probabilities
 from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.sampling.text import TextStream
 from kvcache.serving.guesses import NO_GUESS, Guesses
+from kvcache.texts.text import Text, Tokens
 
-__all__ = ["Drawing", "FinishReason", "Scoring", "Tokens", "Work"]
+__all__ = ["Drawing", "FinishReason", "Scoring", "Work"]
 
-Tokens = NDArray[np.uint32]
 _OPENING = 256  # tokens: attention reads no fewer together
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
-class Work(ABC):
-    """A text of a request, and how far it is.
+class Work(Text, ABC):
+    """A text of a request, and how far it is. `computed` is below the number of tokens as long as it runs.
 
     Args:
         tokens: those to run; a copy of the caller's.
@@ -42,13 +34,7 @@ class Work(ABC):
         key: the order in which works run; lower first.
         arrival: when it was submitted, in seconds of the engine's clock.
         deadline: when it ends at the latest; None: never.
-        seq_id: its sequence in the cache; -1: it waits.
-        computed: tokens whose K and V the sequence has.
-        firsts: the first token that each group of layers with a window still has; None: it is just changing.
         chunk: its prompt runs in pieces that end at multiples of this, its new tokens one by one; 0: in any pieces.
-        window_ends: at which tokens the windows are to be cached, when they have run.
-        regime: of these, see `protocols.Model`.
-        space: the namespace of its cached blocks; one for each regime, if the network has several.
         opening: its namespace's hash and its first tokens, by which the texts of a pass are sorted.
         reason: why it ended; None: it has not.
         error: what it failed with.
@@ -63,18 +49,12 @@ class Work(ABC):
         parked: `(tokens, work)`: works that wait until this one has run these tokens, which are theirs too.
     """
 
-    shares: bool = True  # whether its prompt may come from cached blocks
-
     def __init__(self, tokens: Tokens, namespace: Hashable) -> None:
-        self._buffer, self.num_tokens = tokens, len(tokens)
-        self.namespace, self.space, self.num_prompt = namespace, namespace, len(tokens)
+        super().__init__(tokens, namespace)
         self.opening = (hash(namespace), tokens[:_OPENING].tobytes())
         self.key: tuple[float, int] = (0.0, 0)
         self.arrival = 0.0
         self.deadline: float | None = None
-        self.seq_id, self.computed, self.regime = -1, 0, 0
-        self.firsts: tuple[int, ...] | None = ()
-        self.window_ends: list[int] = []
         self.chunk = 0
         self.reason: FinishReason | None = None
         self.error: Exception | None = None
@@ -88,11 +68,6 @@ class Work(ABC):
         self.guess = NO_GUESS
         self.parked: list[tuple[int, Work]] = []
 
-    @property
-    def tokens(self) -> Tokens:
-        """All tokens so far, `(num_tokens,)`."""
-        return self._buffer[: self.num_tokens]
-
     def next_tokens(self, count: int) -> Tokens:
         """The next `count` tokens to run; behind the last one those of the guess."""
         own = self.tokens[self.computed : self.computed + count]
@@ -103,25 +78,13 @@ class Work(ABC):
         return 0
 
     @property
-    def remaining(self) -> int:
-        """Tokens that are to run."""
-        return self.num_tokens - self.computed
-
-    @property
     def fixed_piece(self) -> int:
         """Tokens of the next piece, where `chunk` says it."""
         ahead = self.num_prompt - self.computed
         return min(ahead, self.chunk - self.computed % self.chunk) if ahead > 0 else 1
 
-    def moved(self, seq_id: int, computed: int) -> None:
-        """Note another sequence, or none, in one step."""
-        self.__dict__.update(seq_id=seq_id, computed=computed)
-
     def __lt__(self, other: Work) -> bool:
         return self.key < other.key
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.computed} of {self.num_tokens} tokens, sequence {self.seq_id})"
 
     @abstractmethod
     def rows_due(self, count: int) -> int:
@@ -228,15 +191,9 @@ class Drawing(Work):
         self._request.observe(token, logits)
         if self._watched is not None:
             self._watched.add(token)
-        self._append(token)
+        self.add(token)
         self._drawing = False
         return token
-
-    def _append(self, token: int) -> None:
-        if self.num_tokens == len(self._buffer):
-            self._buffer = np.concatenate([self._buffer, np.empty(len(self._buffer) + 64, np.uint32)])
-        self._buffer[self.num_tokens] = token
-        self.num_tokens += 1
 
     def ending(self) -> FinishReason | None:
         if self._stopped or (self._watched is not None and self._watched.stopped):

@@ -205,21 +205,21 @@ def test_keys_of_layers_with_a_window_are_rounded_with_feedback_and_not_centred(
         for known in (text, False)
     ]
     exact = InferenceEngine(network, dtype="f32", prefill_chunk=64)
-    caches = [engines[0].cache, *(group.cache for group in engines[0]._sequence.windows.groups)]
-    layers = sorted(layer for group in engines[0]._sequence.windows.groups for layer in group.layers)
+    caches = [engines[0].cache, *(group.cache for group in engines[0]._sequence.pool.groups[1:])]
+    layers = sorted(layer for group in engines[0]._sequence.pool.groups[1:] for layer in group.layers)
     known = [cache.calibration for cache in caches if cache.num_layers]
     assert sum(each.shape[0] for each in known) == model.config.num_layers
     assert len(layers) >= model.config.num_layers - 1
     assert not any(each.centres.any() for each in known)
     assert engines[1].cache.calibration is None
     whole = measure(network, text)
-    for group in engines[0]._sequence.windows.groups:
+    for group in engines[0]._sequence.pool.groups[1:]:
         np.testing.assert_array_equal(group.cache.calibration.moments, whole.moments[list(group.layers)])
     fresh = rng.integers(0, model.config.vocab_size, 200).astype(np.uint32)
     rows = []  # keys of the first layer, which are those of every format
     for engine in (exact, *engines):
         engine.prefill_from_pos(fresh[:20], 0)
-        (cache,) = [engine.cache] if len(sizes) == 1 else [engine._sequence.windows.groups[0].cache]
+        (cache,) = [engine.cache] if len(sizes) == 1 else [engine._sequence.pool.groups[1].cache]
         rows.append(cache.read(0, cache.sequence_ids()[0])[0])
     near, far = (np.einsum("nhd,hde,nhe->", e, whole.moments[0], e) for e in (each - rows[0] for each in rows[1:]))
     assert near < 0.8 * far

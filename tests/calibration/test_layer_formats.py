@@ -68,8 +68,8 @@ def test_layers_with_windows_keep_their_formats(rng):
     text = rng.integers(0, network.config.vocab_size, 60).astype(np.uint32)
     dtype = formats(network, "q8", "q4")
     engine = InferenceEngine(network, dtype=dtype, max_memory_bytes="1MiB")
-    windows = engine._sequence.windows
-    seen = {layer: name for group in windows.groups for layer, name in _named(group.layers, group.cache)}
+    windows = engine._sequence.pool.groups[1:]
+    seen = {layer: name for group in windows for layer, name in _named(group.layers, group.cache)}
     whole = [layer for layer in range(len(dtype)) if layer not in seen]
     seen.update(_named(whole, engine.cache))
     assert [seen[layer] for layer in range(len(dtype))] == dtype

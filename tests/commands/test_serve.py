@@ -58,6 +58,8 @@ def test_what_the_command_refuses(capsys, monkeypatch):
     monkeypatch.setenv("KVCACHE_API_KEYS", "")
     assert main(["serve", "--host", "0.0.0.0"]) == 2
     assert "api_keys: expected at least one key" in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "kvcache.server.process")
+    monkeypatch.delattr("kvcache.server.process")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve"]) == 2
     assert "kvcache-cpu[serve]" in capsys.readouterr().err

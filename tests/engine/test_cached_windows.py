@@ -29,7 +29,7 @@ def new_tokens(cached, tokens, namespace=None):
 def settled(cached):
     gc.collect()
     cached.check()
-    for cache in (cached.prefix_cache.cache, *cached.windows.caches):
+    for cache in (cached.prefix_cache.cache, *cached._pool.prefixes[1:]):
         assert cache.pinned_blocks == 0
         assert cache.references().sum() == len(cache)
 
@@ -93,7 +93,7 @@ def test_an_eviction_in_either_group_changes_no_answer(which):
         alone = InferenceEngine(network("longer"), prefill_chunk=24, num_blocks=40)
         alone.model.expect(text, None)
         alone.generate(text, FOUR)
-        [cached.prefix_cache.cache, *cached.windows.caches][which].evict(count)
+        [cached.prefix_cache.cache, *cached._pool.prefixes[1:]][which].evict(count)
         cached.inner.model.expect(text, None)
         cached.generate(text, FOUR)
         for place, row in cached.inner.model.outputs.items():
@@ -111,7 +111,7 @@ def test_namespaces_share_no_windows():
 def test_pages_are_shared_by_reference():
     cached, text = engine("longer", 1000), prompt(7, 160)
     cached.generate(text, NONE)
-    group = cached.inner._sequence.windows.groups[0].cache
+    group = cached._pool.groups[1].cache
     used = group.used_block_count
     for _ in range(5):
         cached.generate(text, NONE)
@@ -125,8 +125,8 @@ def test_few_pages_are_enough_for_a_window():
     for seed in range(5):
         new_tokens(cached, prompt(seed, 200))
         settled(cached)
-    assert all(0 < len(cache) <= cache.capacity for cache in cached.windows.caches)
-    assert engine("longer", 0).windows.caches[0].capacity == 0
+    assert all(0 < len(cache) <= cache.capacity for cache in cached._pool.prefixes[1:])
+    assert engine("longer", 0)._pool.prefixes[1:][0].capacity == 0
 
 
 def test_a_restarted_engine_has_its_windows(tmp_path):
@@ -146,7 +146,7 @@ def test_a_network_without_windows_counts_as_before():
     cached = engine(model=RecordingNetwork())
     new_tokens(cached, prompt(9, 100))
     assert "window" not in cached.cache_stats().miss_reasons
-    assert cached.windows.caches == []
+    assert cached._pool.prefixes[1:] == []
 
 
 @pytest.mark.parametrize("seed", range(4))

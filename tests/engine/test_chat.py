@@ -111,6 +111,31 @@ def test_what_templates_use(tmp_path, template, text):
     assert written(tmp_path, template, [message]) == text
 
 
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+PARTS = {"role": "user", "content": [{"type": "text", "text": " a"}, {"type": "text", "text": "b "}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "text"),
+    [
+        ("{{ m.content + '.' }}", CALL, "."),
+        ("{{ m['content'].strip() }}{{ m.tool_calls | length }}", CALL, "1"),
+        ("{% if m['content'] is none %}calls{% else %}{{ m['content'] }}{% endif %}", CALL, "calls"),
+        ("{% if m.content is not none %}{{ m.content }}{% endif %}", CALL, ""),
+        ("{{ m.content + '.' }}", PARTS, " ab ."),
+        ("{% if m.content is string %}{{ m.content }}{% else %}lost{% endif %}", PARTS, " ab "),
+        ("{% for line in m.content.split('b') %}{{ line }}|{% endfor %}", PARTS, " a| |"),
+        ("{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ part.text | trim }}"
+         "{% endfor %}{% endif %}", PARTS, "ab"),
+        ("{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part.text }},{% endfor %}", PARTS,
+         " a,b ,"),
+    ],
+)  # fmt: skip
+def test_contents_of_none_and_of_parts(tmp_path, template, message, text):
+    """A template gets none, or a list, only where it knows them; transformers then writes the same."""
+    assert written(tmp_path, "{% for m in messages %}" + template + "{% endfor %}", [message]) == text
+
+
 def test_values_of_subclasses_are_plain(tmp_path):
     class Role(str, Enum):
         USER = "user"
@@ -152,7 +177,9 @@ def test_templates_of_several_places_and_names(tmp_path):
         ([{"role": "user", "content": object()}], TypeError, "messages: expected texts"),
         ([{"role": "user", "content": b"x"}], TypeError, "messages: expected texts"),
         ([{"role": "wizard", "content": "x"}], ValueError, "messages: expected ones .* no wizards"),
-        ([{"role": "user", "content": ["x"]}], ValueError, "messages: expected ones .* error of it"),
+        ([{"role": "user", "content": {"x": 1}}], ValueError, "messages: expected ones .* error of it"),
+        ([{"role": "user", "content": ["x"]}], ValueError, r"messages: expected parts of type text, got \['x'\]"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], ValueError, "messages: expected parts of type text"),
     ],
 )
 def test_messages_that_are_refused(tmp_path, messages, error, says):

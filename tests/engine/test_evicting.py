@@ -10,9 +10,9 @@ from oracle_evicting import DenseEvictingEngine
 from places import GOLDEN
 
 from kvcache.engine import InferenceEngine, Transformer
-from kvcache.engine.evicting import most_blocks, survivors
 from kvcache.errors import InvalidOperationError
 from kvcache.eviction import EvictionPolicy
+from kvcache.texts.budgets import most_blocks, survivors
 
 
 @pytest.fixture(params=POLICIES, ids=str)

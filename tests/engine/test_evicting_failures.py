@@ -11,9 +11,9 @@ from evicting_engines import H2O, POLICIES, PROMPT, assert_bounded, assert_same,
 from places import GOLDEN
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
-from kvcache.engine.evicting import Budgets
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy, EvictionStrategy
+from kvcache.texts.budgets import Budgets
 
 pytestmark = pytest.mark.no_level
 

@@ -11,9 +11,9 @@ from engines import GREEDY, PROMPT, assert_same_state, state
 from bench.support.guides import definitions
 from kvcache import BatchEngine, PagedKvCache, PrefixCache, PrefixCachedEngine
 from kvcache.engine import InferenceEngine
-from kvcache.engine.tiered import model_name
 from kvcache.errors import SnapshotError
 from kvcache.eviction import EvictionPolicy
+from kvcache.texts.arrivals import model_name
 
 Q8 = definitions("policies.md")["Q8"]
 

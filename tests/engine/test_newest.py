@@ -10,8 +10,8 @@ from recording_network import DIM, KV_HEADS, LAYERS, VOCABULARY, RecordingNetwor
 
 from kvcache import InvalidOperationError
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
-from kvcache.engine.newest import NewestGroups
 from kvcache.paged.cache import PagedKvCache
+from kvcache.texts.newest import NewestGroups
 
 SHORT = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 NONE = SamplingParams(max_tokens=0)

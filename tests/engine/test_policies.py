@@ -11,7 +11,7 @@ from oracle_evicting import DensePolicyEngine
 
 from bench.support.guides import definitions
 from kvcache.engine import InferenceEngine, Policy
-from kvcache.engine.evicting import survivors
+from kvcache.texts.budgets import survivors
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 SnapKV, AdaKV = (definitions("policies.md")[name] for name in ("SnapKV", "AdaKV"))

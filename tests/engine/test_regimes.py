@@ -43,8 +43,8 @@ def test_the_regimes_differ(model, border):
     assert border + 40 <= model.config.max_position_embeddings
     tokens = prompt(model, border)
     engine = InferenceEngine(model, num_blocks=40)
-    first = engine._requests.regimes.extend(tokens, 0, "last")
-    second = engine._requests.regimes.extend(tokens, 0, "last", border + 1)
+    first = engine._sequence.extend(tokens, 0, "last")
+    second = engine._sequence.extend(tokens, 0, "last", border + 1)
     assert np.abs(first - second).max() > 1e-3
 
 

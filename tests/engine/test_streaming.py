@@ -10,9 +10,9 @@ from places import GOLDEN
 
 from kvcache import CacheManager, KVCacheConfig
 from kvcache.engine import InferenceEngine, SamplingParams, Transformer
-from kvcache.engine.evicting import most_blocks
 from kvcache.errors import InvalidOperationError
 from kvcache.eviction import EvictionPolicy
+from kvcache.texts.budgets import most_blocks
 
 TEXT = np.random.default_rng(11).integers(0, 256, 4000).astype(np.uint32)
 STREAM = EvictionPolicy.StreamingLLM(4, 20)

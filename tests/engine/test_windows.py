@@ -8,8 +8,9 @@ from windowed_networks import FOUR, FULL, KINDS, NONE, network, window
 
 from kvcache import EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
-from kvcache.engine.windows import SPARE, LayerGroups, Windows
 from kvcache.errors import InvalidOperationError
+
+SPARE = 64  # tokens before a window that stay
 
 
 @pytest.fixture(params=KINDS)
@@ -85,7 +86,7 @@ def test_layers_with_a_window_keep_little_more(kind):
     it.prefill_from_pos(tokens[:350], 0)
     for pos in range(350, 390):
         it.decode_step(int(tokens[pos]), pos)
-    groups = it._sequence.windows.groups
+    groups = it._sequence.pool.groups[1:]
     for layer, positions in enumerate(kept(it)):
         held = [group.window for group in groups if layer in group.layers]
         if not held:
@@ -95,14 +96,18 @@ def test_layers_with_a_window_keep_little_more(kind):
         assert held[0] + SPARE - 1 <= len(positions) < held[0] + SPARE + 2 * 16
 
 
+def groups(model):
+    """The layers that keep all tokens, and those of each window."""
+    settings = InferenceEngine(model)._settings
+    return settings.whole, settings.windows
+
+
 def test_the_groups_of_a_network():
-    groups = LayerGroups.of(network("windows alone"), 16, 24)
-    assert (groups.whole, [group.window for group in groups.windows]) == ((), [20, 50])
-    groups = LayerGroups.of(network("two windows"), 16, 24)
-    assert groups.whole == (1,)
-    assert [(group.window, group.layers) for group in groups.windows] == [(20, (0,)), (70, (2,))]
+    whole, windows = groups(network("windows alone"))
+    assert (whole, list(windows)) == ((), [20, 50])
+    assert groups(network("two windows")) == ((1,), {20: (0,), 70: (2,)})
     model = RecordingNetwork((FULL, window(400), window(399)))
-    assert LayerGroups.of(model, 16, 24).whole == (0, 1), "a window of all positions is none"
+    assert groups(model)[0] == (0, 1), "a window of all positions is none"
 
 
 def test_a_text_can_be_cut_within_the_spare_tokens(rng, kind):
@@ -150,8 +155,8 @@ def test_a_failing_call_changes_nothing(kind, count, back):
         it.model.countdown = -1
         assert it.num_tokens == before
         it.check()
-        for group, place in zip(it._sequence.windows.groups, it._sequence.places, strict=True):
-            assert place.first <= group.first_seen(before - back)
+        for group, first in zip(it._sequence.pool.groups[1:], it._sequence.text.places[1:], strict=True):
+            assert first <= group.first_seen(before - back)
     more = np.concatenate([tokens[: 300 - back], prompt(8, 30)])
     it.model.expect(more, None)
     it.prefill_from_pos(more[300 - back :], 300 - back)
@@ -196,7 +201,7 @@ def test_bytes_are_bounded_by_the_window():
     assert few.memory()["kv"] < 0.7 * many.memory()["kv"]  # SPARE is large beside a window of 5
     for each in (few, many):
         each.prefill_from_pos(prompt(9, 390), 0)
-    used = [group.cache.used_block_count for group in few._sequence.windows.groups]
+    used = [group.cache.used_block_count for group in few._sequence.pool.groups[1:]]
     assert used == [5 - 1 + SPARE + 6]  # the last piece has 6 tokens
 
 
@@ -218,4 +223,3 @@ def test_enlarge_keeps_the_windows(kind):
     it.model.expect(tokens, None)
     it.generate(tokens, NONE)
     it.check()
-    assert isinstance(it._sequence.windows, Windows)

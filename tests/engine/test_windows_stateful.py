@@ -94,7 +94,7 @@ class Requests(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2), count=st.integers(1, 30))
     def evict(self, which, count):
         """Blocks or pages leave, so that texts have the one without the other."""
-        caches = [self.cached.prefix_cache.cache, *self.cached.windows.caches]
+        caches = [self.cached.prefix_cache.cache, *self.cached._pool.prefixes[1:]]
         self.evicted |= caches[which % len(caches)].evict(count) > 0
 
     @rule()
@@ -104,14 +104,14 @@ class Requests(RuleBasedStateMachine):
             self.cached.save(path, "recording")
             loaded = self.fresh()
             assert loaded.load(path, "recording") == len(self.cached.prefix_cache.cache)
-            for ours, theirs in zip(loaded.windows.caches, self.cached.windows.caches, strict=True):
+            for ours, theirs in zip(loaded._pool.prefixes[1:], self.cached._pool.prefixes[1:], strict=True):
                 assert len(ours) == len(theirs)
         self.cached = loaded
 
     @rule()
     def forget(self):
         self.cached.clear_cache()
-        assert all(len(cache) == 0 for cache in self.cached.windows.caches)
+        assert all(len(cache) == 0 for cache in self.cached._pool.prefixes[1:])
 
     @invariant()
     def settled(self):
@@ -119,7 +119,7 @@ class Requests(RuleBasedStateMachine):
             return
         gc.collect(0)
         self.cached.check()
-        for cache in (self.cached.prefix_cache.cache, *self.cached.windows.caches):
+        for cache in (self.cached.prefix_cache.cache, *self.cached._pool.prefixes[1:]):
             assert cache.pinned_blocks == 0
             assert cache.references().sum() == len(cache) <= cache.capacity
         stats = self.cached.cache_stats()

@@ -6,9 +6,9 @@ import torch
 from hf_models import dynamic, left_padded, logits_of, make_model
 
 from kvcache import EvictionPolicy
-from kvcache.engine.evicting import survivors
 from kvcache.integrations.transformers import PagedCache
 from kvcache.integrations.transformers.hf import AttentionInterface, AttentionMaskInterface, sdpa_mask
+from kvcache.texts.budgets import survivors
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 

@@ -14,7 +14,7 @@ def floors():
     """The floor of each package, and of each module outside the packages."""
     text = (PROJECT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (house,) = re.findall(r"(?s)```\nkvcache/\n(.*?)```", text)
-    lines = re.findall(r"(?m)^  (\d)  ((?:\w+/? )+)", house)
+    lines = re.findall(r"(?m)^ +(\d+)  ((?:\w+/? )+)", house)
     return {name.strip("/"): int(floor) for floor, names in lines for name in names.split()}
 
 

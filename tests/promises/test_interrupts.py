@@ -80,7 +80,7 @@ class Served:
         held = {block for seq in owned for block in cache.get_sequence(seq).block_ids}
         if self.cached:
             prefixes = self.it.prefix_cache.cache
-            for each in (prefixes, *self.it._beside()):
+            for each in (prefixes, *self.it._pool.prefixes[1:]):
                 assert each.pinned_blocks == 0
                 assert each.references().sum() == len(each)
             held.update(prefixes.block_ids())

@@ -51,7 +51,7 @@ def test_requests_over_a_cache_that_is_far_too_small(network, long, dtype):
     gc.collect()
     cached.check()
     prefixes = cached.prefix_cache.cache
-    for cache in (prefixes, *cached._beside()):
+    for cache in (prefixes, *cached._pool.prefixes[1:]):
         stats = cache.stats()
         assert stats.total_evictions > 0
         assert stats.total_hits > 0

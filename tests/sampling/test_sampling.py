@@ -346,7 +346,7 @@ def test_numpy_numbers_and_any_iterable():
         ("temperature", None, TypeError),
         ("top_k", -1, ValueError),
         ("top_k", 2.0, TypeError),
-        ("top_p", 0.0, ValueError),
+        ("top_p", -0.1, ValueError),
         ("top_p", 1.1, ValueError),
         ("top_p", math.nan, ValueError),
         ("repetition_penalty", 0, ValueError),
@@ -359,7 +359,7 @@ def test_numpy_numbers_and_any_iterable():
         ("frequency_penalty", "1", TypeError),
         ("max_tokens", -1, ValueError),
         ("max_tokens", None, TypeError),
-        ("seed", -1, ValueError),
+        ("seed", -(2**63) - 1, ValueError),
         ("seed", 1.5, TypeError),
         ("stop_token_ids", 3, TypeError),
         ("stop_token_ids", (1.5,), TypeError),
@@ -388,3 +388,11 @@ def test_numpy_numbers_and_any_iterable():
 def test_refused_settings(name, value, error):
     with pytest.raises(error, match=name):
         SamplingParams(**{name: value})
+
+
+def test_a_top_p_of_zero_takes_the_most_likely_token():
+    logits = np.array([0.0, 3.0, 2.9, 3.0], np.float32)
+    for temperature in (1e-3, 1.0, 1e30):  # with the last one all tokens are equally likely
+        params = SamplingParams(top_p=0, temperature=temperature, top_k=0)
+        sampler = Sampler(params, np.random.default_rng(1), 4, HISTORY[:0])
+        assert [sampler.sample(logits) for _ in range(8)] == [1] * 8

@@ -342,7 +342,7 @@ def test_the_end(path, drain):
             status, whole = answer(connection)
             assert (status, json.loads(whole)["usage"]["completion_tokens"]) == (200, 9)
         else:
-            assert answer(connection)[0] == 500
+            assert answer(connection)[0] == 503
             served.network.open()
     settled(served.engine)
     assert not served.engine.is_running
@@ -362,8 +362,8 @@ def test_the_end_says_so(path, caplog):
         served.end()
         (status, whole), (streaming, events) = map(answer, connections)
         served.network.open()
-    assert (status, json.loads(whole)["error"]["message"]) == (500, "answer: expected one, got none: the server ends")
-    assert streaming in (200, 500)
+    assert (status, json.loads(whole)["error"]["message"]) == (503, "answer: expected one, got none: the server ends")
+    assert streaming in (200, 503)
     assert b"the server ends" in events
     assert not [each for each in caplog.records if each.exc_info]
 

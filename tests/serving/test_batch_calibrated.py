@@ -21,7 +21,7 @@ def known(network):
 
 def all_of(model, asked, blocks, **options):
     alone, engine = Alone(model, **options), BatchEngine(model, num_blocks=blocks, **options)
-    assert engine.residual_length == alone.engine.residual_length
+    assert engine.residual_length == alone.texts.cache.residual_length
     requests = [engine.submit(prompt, params) for prompt, params in asked]
     run(engine)
     for request, (prompt, params) in zip(requests, asked, strict=True):

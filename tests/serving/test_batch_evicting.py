@@ -146,11 +146,11 @@ def test_interrupted_and_failing(network, long):
     alone = Alone(network, **POLICIES["h2o"])
     wanted = [alone(*each) for each in asked]
     long_text = np.random.default_rng(6).integers(0, 250, network.config.max_position_embeddings - 4).astype(np.uint32)
-    scores = alone.engine.score(long_text).tobytes()
+    scores = alone.score(long_text).tobytes()
 
     def serve(lines):
         engine = BatchEngine(network, max_running=2, **POLICIES["h2o"])
-        requests, scoring = [engine.submit(*each) for each in asked], Scoring(long_text, engine._blocks.chunk)
+        requests, scoring = [engine.submit(*each) for each in asked], Scoring(long_text, engine._pool.chunk)
         engine._enqueue(Pending(engine, [scoring]), [scoring], 0, None)
         with suppress(KeyboardInterrupt), lines:
             run(engine, check=False)

@@ -25,7 +25,7 @@ def all_of(model, asked, blocks, **options):
     """Run all requests at once and compare each with itself alone."""
     alone = Alone(model, **options)
     engine = BatchEngine(model, num_blocks=blocks, **options)
-    assert engine.residual_length == alone.engine.residual_length
+    assert engine.residual_length == alone.texts.cache.residual_length
     requests = [engine.submit(prompt, params) for prompt, params in asked]
     run(engine)
     for request, (prompt, params) in zip(requests, asked, strict=True):
@@ -159,11 +159,11 @@ def test_the_memory_of_windows():
     options = {"dtype": "f16", "max_running": 4, "num_blocks": 4 * 2048}
     engine, whole = BatchEngine(model, **options), BatchEngine(whole, **options)
     assert engine.memory()["kv"] <= 0.25 * whole.memory()["kv"]
-    (windows,) = engine._blocks.windows.groups
+    _, windows = engine._pool.groups
     request = engine.submit(np.arange(2000) % 9, SamplingParams(temperature=0.0, max_tokens=30))
     used = []
     while engine.step():
-        used.append(windows.cache.used_block_count - engine._blocks.windows.cached.caches[0].idle_blocks)
+        used.append(windows.cache.used_block_count - windows.pages.idle_blocks)
     assert max(used) <= 2 * 32 + 1, "a window, and the piece of a step"
     assert request.metrics.ttft is not None
     limit = 300 * 2**10

@@ -94,12 +94,12 @@ class Requests(RuleBasedStateMachine):
     def score(self, which):
         if self.engine is not None and self.engine.stats().waiting < 12:
             scores = self.engine.score_batch([PROMPTS[which]])[0]
-            assert scores.tobytes() == ALONE[self.kind].engine.score(PROMPTS[which]).tobytes()
+            assert scores.tobytes() == ALONE[self.kind].score(PROMPTS[which]).tobytes()
 
     @invariant()
     def the_pool_is_divided(self):
         if self.engine is not None:
-            stats, total = self.engine.stats(), self.engine._blocks.cache.total_blocks
+            stats, total = self.engine.stats(), self.engine._pool.total_blocks
             assert stats.free_blocks + stats.claimed_blocks + stats.cached_blocks == total
             self.engine.check()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvcache.engine import InferenceEngine
-from kvcache.engine.evicting import most_blocks
 from kvcache.eviction import EvictionPolicy
 from kvcache.paged.cache import PagedKvCache
+from kvcache.texts.budgets import most_blocks
 
 PROMPT = np.random.default_rng(7).integers(0, 256, 70).astype(np.uint32)
 
@@ -33,7 +33,7 @@ def layers(engine):
 def state(engine):
     engine.check()
     held = [engine.cache.read(0, layer) for layer in layers(engine)]
-    scores = [alive.scores for alive in engine._sequence._alive]
+    scores = [alive.scores for alive in engine._sequence.text.places[0].alive]
     positions = [engine.kept_positions(layer) for layer in layers(engine)]
     return engine.num_tokens, engine.prefill_token_count, positions, scores, held
 

@@ -76,17 +76,19 @@ class Served:
     """A server on a free port, until the end of the `with` block.
 
     Attributes:
+        path: of the checkpoint.
         alone: an engine for one request at a time over the same network.
-        engine, network, app, server: of the server.
+        engine, network, app, server, arrivals: of the server.
         url: of its interface.
     """
 
     def __init__(self, path, keys=None, drain=None, limits=(), **options):
-        self.alone = InferenceEngine.from_pretrained(path)
+        self.path, self.alone = path, InferenceEngine.from_pretrained(path)
         self.network = Gated(self.alone.model)
         self.engine = BatchEngine(self.network, self.alone.sampling_params, **{"num_blocks": 400, **options})
         self.engine._text = self.alone._text
         self.app = make_app(self.engine, MODEL, keys, **dict(limits))
+        self.arrivals = self.app.state.arrivals
         config = uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=drain, lifespan="on")
         self.server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)

@@ -41,6 +41,10 @@ class DenseKvCache:
         return self.num_blocks
 
     @property
+    def total_memory_bytes(self) -> int:
+        return 0
+
+    @property
     def free_block_count(self) -> int:
         return self.num_blocks - sum(self._blocks(self._tokens(seq_id)) for seq_id in self.sequences)
 
@@ -61,8 +65,19 @@ class DenseKvCache:
         self.sequences[seq_id] = [np.empty((2, 0, *self.row), np.float32) for _ in range(self.num_layers)]
         self._resize(seq_id, num_tokens)
 
-    def append(self, seq_id: int, num_tokens: int) -> None:
-        self._resize(seq_id, self._tokens(seq_id) + num_tokens)
+    def append_batch(self, seq_ids: Sequence[int], counts: Sequence[int]) -> None:
+        for seq_id, count in zip(seq_ids, counts, strict=True):  # an engine has one text
+            self._resize(int(seq_id), self._tokens(int(seq_id)) + int(count))
+
+    def adopt(self, seq_id: int, block_ids: Sequence[int], num_tokens: int) -> None:
+        assert len(block_ids) == num_tokens == 0, "nothing is shared here"
+        self.allocate(seq_id, 0)
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self.sequences
+
+    def sequence_ids(self) -> list[int]:
+        return sorted(self.sequences)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         assert num_tokens <= self._tokens(seq_id)
@@ -88,11 +103,16 @@ class DenseKvCache:
     def check(self) -> None:
         assert self.free_block_count >= 0
 
-    def write(self, layer: int, seq_id: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        assert len(keys) == len(values) <= self._tokens(seq_id)
+    def write_and_attend(
+        self, layer: int, seq_ids: Sequence[int], lens: Sequence[int], keys: NDArray[Any], values: NDArray[Any],
+        queries: NDArray[Any], **options: Any,
+    ) -> NDArray[np.float32]:  # fmt: skip
+        (seq_id,), (count,) = seq_ids, lens
+        assert len(keys) == len(values) == count <= self._tokens(seq_id)
         start = self._tokens(seq_id) - len(keys)
         self.sequences[seq_id][layer][0, start:] = keys
         self.sequences[seq_id][layer][1, start:] = values
+        return self.attention(layer, queries, seq_ids, query_lens=lens, **options)
 
     def attention(
         self, layer: int, queries: NDArray[Any], seq_ids: Sequence[int], *, query_lens: Sequence[int], **options: Any

@@ -1,8 +1,9 @@
 """Requests for the tests of `BatchEngine`, and what one engine alone answers."""
 
 import numpy as np
+from oracle_text import PlainTexts
 
-from kvcache import InferenceEngine, SamplingParams
+from kvcache import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=8)
 
@@ -52,16 +53,19 @@ def prompts(seed, count, longest, vocab_size=250):
 
 
 class Alone:
-    """The answer of each request alone in an `InferenceEngine`; answers are remembered."""
+    """The answer of each request alone, by the plain twin of the engines; answers are remembered."""
 
     def __init__(self, model, **options):
-        self.engine, self.answers = InferenceEngine(model, **options), {}
+        self.texts, self.answers = PlainTexts(model, **options), {}
 
     def __call__(self, prompt, params):
         key = prompt.tobytes(), params
         if key not in self.answers:
-            self.answers[key] = self.engine.complete(prompt, params)
+            self.answers[key] = self.texts.complete(prompt, params)
         return self.answers[key]
+
+    def score(self, tokens):
+        return self.texts.score(tokens)
 
 
 def run(engine, check=True):
@@ -88,4 +92,4 @@ def settled(engine):
     engine.check()
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.claimed_blocks) == (0, 0, 0)
-    assert stats.free_blocks + stats.cached_blocks == engine._blocks.cache.total_blocks
+    assert stats.free_blocks + stats.cached_blocks == engine._pool.total_blocks

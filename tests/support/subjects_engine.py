@@ -86,9 +86,9 @@ class WindowedLayers(Engine):
         return engine
 
     def _state(self):
-        windows = [sequences(group.cache)[0] for group in self.it._sequence.windows.groups]
+        windows = [sequences(group.cache)[0] for group in self.it._sequence.pool.groups[1:]]
         content = [[entry[3] for _, entry in sorted(seqs.items())] for seqs in windows]
-        firsts = [place.first for place in self.it._sequence.places]
+        firsts = self.it._sequence.text.places[1:]
         return *super()._state(), content, firsts
 
     def prefill(self):
@@ -138,7 +138,7 @@ class Served(Subject):
     def _check(self):
         gc.collect()
         self.it.check()
-        for prefixes in (self.it.prefix_cache.cache, *self.it._beside()):
+        for prefixes in (self.it.prefix_cache.cache, *self.it._pool.prefixes[1:]):
             assert prefixes.references().sum() == len(prefixes), "something is pinned or lost"
 
     def generate(self):

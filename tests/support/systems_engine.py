@@ -268,7 +268,7 @@ class CachedSystem(EngineSystem):
         self.cached.check()
         cache, prefixes = self.engine.cache, self.cached.prefix_cache.cache
         assert len(cache.sequence_ids()) == 1
-        for each in (prefixes, *self.cached._beside()):
+        for each in (prefixes, *self.cached._pool.prefixes[1:]):
             assert each.pinned_blocks == 0, "something is held"
             assert each.references().sum() == len(each)
         held = set(cache.get_sequence(self.engine.seq_id).block_ids) | set(prefixes.block_ids())

@@ -10,6 +10,7 @@ from tier_stores import SECRET, Faulty, ObjectStore
 
 from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer
+from kvcache.texts.arrivals import Arrivals
 from kvcache.tiers import Tiers
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -53,7 +54,7 @@ def test_networks_with_windows(name, block_size):
     alone, size = InferenceEngine(model, **options), max(64 // block_size * block_size, block_size)
     stores = [ObjectStore(), ObjectStore()]
     with tiers_over(stores[0]) as tiers, BatchEngine(model, tiers=tiers, **options) as engine:
-        assert engine._blocks.windows.groups
+        assert engine._pool.groups[1:]
         request = engine.submit(tokens, params)
         same(request.completions()[0], alone.complete(tokens, params))
         settled(engine)
@@ -85,12 +86,12 @@ def test_windows_that_arrive_and_have_no_room(monkeypatch, wait):
     want = InferenceEngine(model).complete(tokens, sampled(3, logprobs=1))
     with tiers_over(store) as tiers, BatchEngine(model, tiers=tiers) as engine:
         engine.generate_batch([tokens], SHORT)
-    monkeypatch.setattr("kvcache.serving.tiered.take_windows", lambda *_: False)
+    monkeypatch.setattr(Arrivals, "_take_windows", lambda *_: False)
     with tiers_over(store, head_start=wait) as tiers, BatchEngine(model, tiers=tiers) as engine:
         request = engine.submit(tokens, sampled(3, logprobs=1))
         same(request.completions()[0], want)
         assert request.metrics.cached_tokens == 0
-        assert engine._blocks.tiered._lookups == {}
+        assert engine._steps._scheduler.arrivals._lookups == {}
         settled(engine)
 
 
@@ -117,7 +118,7 @@ def test_many_requests_under_random_faults(monkeypatch, name, dtype, head_start)
                 if request not in cancelled:
                     same(request.completions()[0], alone(text, params))
             settled(engine)
-            assert engine._blocks.tiered._lookups == {}
+            assert engine._steps._scheduler.arrivals._lookups == {}
             whole, (stats,) = tiers.flush(60), tiers.stats()
             assert stats.queued_bytes == 0
             assert whole == (stats.dropped == 0)

@@ -195,7 +195,7 @@ def test_networks_with_windows(name, block_size):
     with waiting(store) as tiers:
         first = engine_over(model, tiers, **options)
         answer = first.generate(tokens, SEEDED)
-        assert first.inner._sequence.windows.groups
+        assert first.inner._sequence.pool.groups[1:]
         assert tiers.flush(60)
     size, chat = max(64 // block_size * block_size, block_size), np.append(tokens, [*answer, *prompt(2, 60)])
     for text in (tokens, chat.astype(np.uint32)):

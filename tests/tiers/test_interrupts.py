@@ -45,6 +45,6 @@ def test_interrupted_at_every_line(name, long):
             assert cached.generate(text, SHORT) == want
             assert cached.generate(prompt(2, 300), SHORT)
             settled(cached)
-            assert cached._tiered._source._lookups == []
-            assert cached._tiered._source._expected == {}
+            assert cached._arrivals.source._lookups == []
+            assert cached._arrivals.source._expected == {}
             assert cached.close(60)

@@ -303,5 +303,5 @@ def test_memory_stays_as_it_is(network, long):
         finally:
             tracemalloc.stop()
         assert after < before + 50_000
-        assert cached._tiered._source._lookups == []
-        assert cached._tiered._source._expected == {}
+        assert cached._arrivals.source._lookups == []
+        assert cached._arrivals.source._expected == {}

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import as_count, as_instance
-from kvcache.engine.evicting import survivors
 from kvcache.eviction import EvictionPolicy, Rule
+from kvcache.texts.budgets import survivors
 
 __all__ = ["Eviction", "rules_of"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvcache.calibration.calibrating import as_calibration, path_of
@@ -13,11 +13,10 @@ from kvcache.core.arguments import short
 from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats, formats_of_layers
 from kvcache.core.rowformat import Format, stored_dtypes
-from kvcache.engine.evicting import Budgets
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Model
 from kvcache.networks.tokens import as_tokens
-from kvcache.paged.cache import PagedKvCache
+from kvcache.texts.budgets import Budgets
 
 __all__ = ["Storage"]
 
@@ -85,16 +84,7 @@ class Storage(NamedTuple):
             return None
         return known if len(layers) == len(known.centres) else known.of_layers([*layers])
 
-    def of_layers(self, make: Callable[..., PagedKvCache], options: dict[str, Any]) -> Callable[..., PagedKvCache]:
-        """`make_cache(num_blocks=, layers=)`: what makes caches of some layers in these formats.
-
-        Args:
-            make, options: makes a cache of these options, apart from those two.
-        """
-
-        def make_cache(num_blocks: int, layers: Sequence[int]) -> PagedKvCache:
-            keys, values = (formats_of_layers(each, layers) for each in self.formats)
-            own = {"num_blocks": num_blocks, "num_layers": len(layers), "key_dtype": keys, "value_dtype": values}
-            return make(**options | own | {"calibration": self.calibration_of(layers)})
-
-        return make_cache
+    def formats_of(self, layers: Sequence[int]) -> tuple[Any, Any]:
+        """What a cache of these layers is made with."""
+        keys, values = (formats_of_layers(each, layers) for each in self.formats)
+        return keys, values

@@ -21,19 +21,20 @@ from kvcache.networks.protocols import Float32
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
 
-__all__ = ["NewestGroups"]
+__all__ = ["NewestGroups", "num_newest"]
 
 # Cached tokens per unpacked token: a ninth more memory in q4 (16 bits over 32 times 4.5), a fifth in q2.
 _SHARE = 32
 Tokens = NDArray[np.uint32]
 
 
-def _shape(cache: PagedKvCache, max_blocks: int, texts: int = 0) -> tuple[int, int]:
-    """Number and size of the blocks of `NewestGroups`."""
+def num_newest(length: int, firsts: int, block_size: int, max_blocks: int, texts: int = 0) -> tuple[int, int]:
+    """Number and size of the blocks of `NewestGroups` over a cache with these settings; 0: there is nothing to keep."""
     # The end of a cached block is also the end of one of these blocks, as is that of the first tokens.
-    length, firsts = _length(cache), cache.first_tokens
-    size = gcd(length, cache.block_size, firsts)
-    num_tokens = texts * firsts if texts else max(2 * (length + firsts), max_blocks * cache.block_size // _SHARE)
+    size = gcd(length, block_size, firsts)
+    if not texts and ((length or firsts) <= 1 or not max_blocks):
+        return 0, size
+    num_tokens = texts * firsts if texts else max(2 * ((length or firsts) + firsts), max_blocks * block_size // _SHARE)
     return -(-num_tokens // size), size
 
 
@@ -57,7 +58,7 @@ class NewestGroups:
     Args:
         source: the cache of the sequences, with a residual or first tokens. Their groups are stored here.
         max_blocks: maximum number of blocks of the prefix cache over it; sets the room for groups, at least two.
-        texts: instead of it, room for the first tokens of so many texts; for `keep_firsts` alone.
+        texts: instead of it, room for the sink tokens of so many texts, which are then all that is kept.
 
     Attributes:
         cache: the blocks. A group that begins at token `first` is a text of its own in the namespace `(namespace, the
@@ -66,42 +67,26 @@ class NewestGroups:
 
     def __init__(self, source: PagedKvCache, max_blocks: int = 0, *, texts: int = 0) -> None:
         self._source, self._length, self._firsts = source, _length(source), source.first_tokens
-        self._paged = _rows(source, *_shape(source, max_blocks, texts))
+        self._keeps_groups = not texts
+        shape = num_newest(source.residual_length, source.first_tokens, source.block_size, max_blocks, texts)
+        self._paged = _rows(source, *shape)
         self.cache = PrefixCache.over(self._paged)
-
-    @staticmethod
-    def kv_bytes(source: PagedKvCache, max_blocks: int) -> int:
-        """Bytes of K and V of an object with these arguments; 0 where there are no groups to keep."""
-        if not NewestGroups.pay(source, max_blocks):
-            return 0
-        num_blocks, size = _shape(source, max_blocks)
-        return num_blocks * _rows(source, 0, size).block_memory_bytes
-
-    @staticmethod
-    def pay(source: PagedKvCache, max_blocks: int) -> bool:
-        """Whether there are groups to keep beside a prefix cache of so many blocks."""
-        return max_blocks > 0 and _length(source) > 1
 
     def memory(self) -> dict[str, int]:
         """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"."""
         return total(self._paged.memory(), self.cache.memory())
 
     def keep(self, seq_id: int, text: Tokens, namespace: Hashable) -> None:
-        """Store the full blocks of a sequence's last group, that of `text`, and its first tokens, if there is room."""
-        firsts, first, stop = self._source.unpacked_tokens(seq_id)
-        size = self.cache.block_size
-        if firsts:
-            self._keep(seq_id, 0, text[:firsts], _name(text[:0], namespace))
-        num_blocks = (stop - first) // size
-        if first % self._length or not num_blocks:
-            return  # the first tokens of the group exist in packed form only
-        self._keep(seq_id, firsts, text[first : first + num_blocks * size], _name(text[:first], namespace))
-
-    def keep_firsts(self, seq_id: int, text: Tokens, namespace: Hashable) -> None:
-        """Store the first tokens of a sequence, that of `text`, if it has them unpacked and there is room."""
-        firsts, base, _ = self._source.unpacked_tokens(seq_id)
-        if len(text) >= self._firsts and (firsts == self._firsts or not base):
+        """Store the sink tokens of a sequence, and the full blocks of the last group of `text`, its first tokens."""
+        firsts, base, stop = self._source.unpacked_tokens(seq_id)
+        size, first = self.cache.block_size, (len(text) - 1) // self._length * self._length
+        if 0 < self._firsts <= len(text) and (firsts == self._firsts or not base):
             self._keep(seq_id, 0, text[: self._firsts], _name(text[:0], namespace))
+        num_blocks = (min(stop, len(text)) - first) // size
+        if not self._keeps_groups or first < base or num_blocks <= 0:
+            return  # the first tokens of the group exist in packed form only
+        group = text[first : first + num_blocks * size]
+        self._keep(seq_id, firsts + first - base, group, _name(text[:first], namespace))
 
     def _keep(self, seq_id: int, row: int, group: Tokens, name: Hashable) -> None:
         """Store tokens of a sequence, of which the first is the unpacked one `row`."""
@@ -125,6 +110,8 @@ class NewestGroups:
         `rows` has K and V `(count, num_kv_heads, head_dim)` for each layer.
         """
         first = len(tokens) - len(tokens) % self._length
+        if not self._keeps_groups:
+            return 0, []
         return self._recall(tokens[first:], _name(tokens[:first], namespace))
 
     def recall_firsts(self, tokens: Tokens, namespace: Hashable) -> list[tuple[Float32, Float32]]:

@@ -1,0 +1,324 @@
+"""`CurrentText`: the one text of an engine, extended by running tokens. A failing call leaves it unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from copy import copy
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import InvalidOperationError, KvCacheError, OutOfMemoryError
+from kvcache.networks.protocols import Float32, Logits
+from kvcache.paged.cache import PagedKvCache
+from kvcache.texts.forward import Forward
+from kvcache.texts.group import Claim
+from kvcache.texts.pool import Pool
+from kvcache.texts.settings import CacheSettings
+from kvcache.texts.sharing import Arrived
+from kvcache.texts.text import Text, Tokens
+
+__all__ = ["CurrentText", "Share"]
+
+Share = Callable[[PagedKvCache, int], int]
+
+_NO_TOKENS = np.empty(0, np.uint32)
+
+
+class CurrentText:
+    """The text of an `InferenceEngine`. A change runs on a successor, which takes its place in one step.
+
+    The successor has the same sequence where all that it drops can be computed without; otherwise the text moves to a
+    fork first, which shares its blocks. The text and its fork have the numbers 0 and 1.
+
+    Args:
+        settings: of the caches.
+        num_blocks: of the layers that keep all tokens.
+
+    Attributes:
+        text: the text as the last completed call has left it.
+        pool, forward: its memory, and the passes of the network.
+        chunk: the most tokens of a pass; pieces end at its multiples, so that after a cached prefix they are those of a
+            cold run.
+        version: increases with every change, so that an iterator can detect changes by other calls.
+    """
+
+    def __init__(self, settings: CacheSettings, num_blocks: int) -> None:
+        self.settings, self.chunk, self.version = settings, settings.piece, 0
+        self._reclaim: Callable[[OutOfMemoryError], bool] | None = None
+        self.move(settings.pool(num_blocks))
+
+    def move(self, pool: Pool) -> None:
+        """Become an empty text in another pool."""
+        text = _empty(pool, 0)
+        forward = Forward(self.settings.model, pool)
+        self.__dict__.update(pool=pool, forward=forward, text=text, version=self.version + 1)  # in one step
+        self.reclaim = self._reclaim
+
+    pool: Pool
+    forward: Forward
+    text: Text
+
+    @property
+    def reclaim(self) -> Callable[[OutOfMemoryError], bool] | None:
+        """See `InferenceEngine`."""
+        return self._reclaim
+
+    @reclaim.setter
+    def reclaim(self, function: Callable[[OutOfMemoryError], bool] | None) -> None:
+        self._reclaim = self.pool.groups[0].reclaim = function
+
+    @property
+    def cache(self) -> PagedKvCache:
+        """The cache of the layers that keep all tokens, or of all layers that evict."""
+        return self.pool.groups[0].caches[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the text, evicted ones included: the position of the next token."""
+        return self.text.computed
+
+    # -- it becomes another text ------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Become an empty text. Cannot run out of blocks: an empty text has none."""
+        self._become(Text(_NO_TOKENS))
+
+    def _become(self, text: Text) -> None:
+        """End the text, and what an exception has left; take another one, which gets an empty sequence."""
+        self.text = text
+        self.version += 1
+        self.pool.settle([])
+        text.moved(0, 0, self.pool.empty(0))
+
+    def start(self, text: Text, arrived: Arrived | None = None) -> int:
+        """Become a text with its longest cached prefix; returns the number of tokens that the index has of it.
+
+        Args:
+            arrived: see `Pool.start`.
+        """
+        self._become(Text(_NO_TOKENS))
+        with self.pool.shared.hold(text, text.num_tokens, arrived) as (found, claims):
+            self.pool.begin(text, found, claims, 1 - self.text.seq_id)
+            old, self.text = self.text, text
+            self.version += 1
+            self.pool.drop(old)
+            return claims[0].cached
+
+    def start_again(self, arrived: Arrived) -> None:
+        """Begin the text again with cached blocks that reach past what it has computed, if there are any."""
+        text = self.text
+        self.pool.keep(text, text.computed)
+        with self.pool.shared.hold(text, text.num_tokens, arrived, again=True) as (found, claims):
+            if found > text.computed:
+                old = copy(text)
+                self.pool.begin(text, found, claims, 1 - text.seq_id)
+                self.version += 1
+                self.pool.drop(old)
+
+    def replace(self, share: Share) -> None:
+        """Become the sequence that `share(cache, id)` creates; `share` returns its number of tokens.
+
+        The old sequence is freed afterwards. Raises what `share` raises, and ValueError if its result is wrong.
+        """
+        whole, *others = self.pool.groups
+        cache, fresh, places = self.cache, 1 - self.text.seq_id, list[Any]()
+        try:
+            num_tokens = share(cache, fresh)
+            made = cache.get_sequence(fresh)
+            if made is None or made.num_tokens != num_tokens:
+                held = "no sequence" if made is None else f"{made.num_tokens} tokens"
+                raise ValueError(f"share: expected sequence {fresh} of {num_tokens!r} tokens, got {held}")
+            if cache.residual_length or cache.first_tokens:
+                cache.unpack(fresh)  # what it shares is read packed
+            places = [None, *[group.begin(fresh, num_tokens, Claim(num_tokens)) for group in others]]
+        except Exception:
+            with suppress(KvCacheError):  # `share` may have failed before it created the sequence
+                for group in (whole, *others):
+                    group.free(fresh, None)
+            raise
+        text = Text(np.zeros(num_tokens, np.uint32))
+        text.is_known, text.shares = not num_tokens, False
+        text.moved(fresh, num_tokens, tuple(places))
+        old, self.text = self.text, text
+        self.version += 1
+        self.pool.drop(old)
+
+    # -- it grows ---------------------------------------------------------------------------------------------
+
+    def extend(self, tokens: Tokens, pos: int, logits: Logits = "last", whole: int = 0) -> Float32:
+        """Cut the text to `pos` tokens, then run new ones at positions `pos`, `pos + 1`, ...
+
+        Where positions depend on the length of a text (longrope), one that enters another regime runs again from its
+        start. All K and V of a text are of one regime, so that its logits are those of a cold run.
+
+        Args:
+            tokens: at least one.
+            pos: at most `num_tokens`.
+            logits: "last", or "all" for at most `chunk` tokens.
+            whole: tokens of the whole text, where more are to follow; they decide the regime.
+
+        Returns:
+            float32 `(1 or len(tokens), vocab_size)`.
+
+        Raises:
+            InvalidOperationError: tokens that the first new one reads have left; the tokens before `pos` are not known,
+                as after `InferenceEngine.begin`, and positions depend on the length.
+        """
+        text, forward, end = self.text, self.forward, pos + len(tokens)
+        regime = forward.regime(max(whole, end))
+        if forward.regime_of is not None and pos and not text.is_known:
+            raise InvalidOperationError(
+                f"pos: expected 0, since positions of this network depend on the length of the text, and the tokens "
+                f"before {pos} are not known, got {pos}"
+            )
+        start = pos if regime == text.regime or not pos else 0
+        self.pool.expect(text, start)
+        if start < pos:
+            tokens, logits = np.concatenate([text.tokens[:pos], tokens]), "last"
+        if start == text.computed and not self._needs_fork(end):
+            return self._run_in_place(tokens, start, regime, logits)
+        if start < text.computed and not self._has_room_beside(start, end - start):
+            self.pool.cut(text, start)
+            text.num_tokens, text.is_known = start, text.is_known or not start
+            self.version += 1
+            return self._run_in_place(tokens, start, regime, logits)
+        return self._run_beside(tokens, start, regime, logits)
+
+    def _needs_fork(self, end: int) -> bool:
+        """Whether a failure would lose something; where there is no room for a fork, f16 rows stay packed then."""
+        text = self.text
+        if not self.pool.loses(text, end, self.chunk):
+            return False
+        try:
+            self.pool.expect_room(text, text.computed, end - text.computed, beside=True)
+        except OutOfMemoryError:
+            return False
+        return True
+
+    def _has_room_beside(self, pos: int, count: int) -> bool:
+        """Whether `count` tokens fit from `pos` on, while a fork keeps the old ones.
+
+        Raises:
+            OutOfMemoryError: they do not fit even if the old ones are dropped.
+        """
+        try:
+            self.pool.expect_room(self.text, pos, count, beside=True)
+        except OutOfMemoryError:
+            self.pool.expect_room(self.text, pos, count, beside=False)
+            return False
+        return True
+
+    def _run_in_place(self, tokens: Tokens, pos: int, regime: int, logits: Logits) -> Float32:
+        text = self.text
+        if len(tokens) > self.chunk:
+            # Find out now whether all tokens fit, rather than after most of the work.
+            self.pool.expect_room(text, pos, len(tokens), beside=False)
+        try:
+            first = self._count(pos, pos + len(tokens), logits)
+            self.pool.append([(text, first)])
+            longer = self._continued(tokens, pos, regime)
+            rows = self._run(longer, logits, first)
+        except Exception:
+            self.pool.cut(text, pos)
+            raise
+        self.text = longer
+        self.version += 1
+        self.pool.compact(longer)
+        return rows
+
+    def _run_beside(self, tokens: Tokens, pos: int, regime: int, logits: Logits) -> Float32:
+        """Move the text to a fork, and run its successor in its place."""
+        text, spare = self.text, copy(self.text)
+        self.pool.fork(text, spare, text.computed, 1 - text.seq_id)
+        self.text = spare
+        longer = self._continued(tokens, pos, regime)
+        longer.moved(text.seq_id, text.computed, text.places)
+        try:
+            self.pool.cut(longer, pos)
+            if len(tokens) > self.chunk:
+                self.pool.expect_room(longer, pos, len(tokens), beside=False)
+            rows = self._run(longer, logits)
+        except Exception:
+            self.pool.drop(longer)
+            self._renumber()
+            raise
+        self.text = longer
+        self.version += 1
+        self.pool.drop(spare)
+        self.pool.compact(longer)
+        return rows
+
+    def _renumber(self) -> None:
+        """Give the text its other number, if there is memory for that."""
+        with suppress(MemoryError):
+            old, text = self.text, copy(self.text)
+            self.pool.fork(old, text, old.computed, 1 - old.seq_id)
+            self.text = text
+            self.pool.drop(old)
+
+    def _continued(self, tokens: Tokens, pos: int, regime: int) -> Text:
+        """The text with these tokens from `pos` on."""
+        longer = self.text.continued(tokens, pos)
+        if regime != longer.regime or not pos:
+            longer.regime, longer.is_known = regime, longer.is_known or not pos
+            longer.space = self.forward.space_of(longer.namespace, regime)
+        return longer
+
+    def _count(self, pos: int, end: int, logits: Logits) -> int:
+        """Tokens of the pass that begins at `pos`."""
+        return end - pos if logits == "all" else min(end - pos, self.chunk - pos % self.chunk)
+
+    def _run(self, text: Text, logits: Logits, has_room: int = 0) -> Float32:
+        """Run what remains of a text; for `has_room` tokens there is room already."""
+        rows = np.empty((0, 0), np.float32)
+        while text.remaining:
+            count = self._count(text.computed, text.num_tokens, logits)
+            if not has_room:
+                self.pool.append([(text, count)])
+            has_room = 0
+            due = count if logits == "all" else int(logits == "last" and count == text.remaining)
+            rows = self.forward.run([(text, count, due)])[0]
+            self.pool.ran(text, count)
+        return rows
+
+    def run_part(self, count: int, logits: Logits) -> Float32:
+        """Run the next tokens of a text that `start` began; a failure leaves those that were computed before."""
+        text = self.text
+        try:
+            self.pool.append([(text, count)])
+            rows = self.forward.run([(text, count, int(logits == "last"))])[0]
+            self.pool.ran(text, count)
+        except Exception:
+            self.pool.cut(text, text.computed)
+            raise
+        self.version += 1
+        return rows
+
+    # -- after an exception, and reports ------------------------------------------------------------------------
+
+    def mend(self) -> None:
+        """Restore the state after the last completed call; may run after an interrupt between any two lines."""
+        text = self.text
+        if self.pool.settle([text]):
+            self.text = _empty(self.pool, 0)
+            self.version += 1
+        if self.text.seq_id:  # an exception ended a change beside it
+            self._renumber()
+
+    def positions(self, layer: int) -> NDArray[np.int64]:
+        """The text positions of the tokens whose K and V this layer has, ascending, `(n,)`."""
+        return self.pool.positions(self.text, layer)
+
+    def check(self) -> None:
+        """Verify the invariants; AssertionError names the fault."""
+        self.pool.check([self.text])
+
+
+def _empty(pool: Pool, seq_id: int) -> Text:
+    """An empty text with a sequence."""
+    text = Text(_NO_TOKENS)
+    text.moved(seq_id, 0, pool.empty(seq_id))
+    return text

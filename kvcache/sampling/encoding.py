@@ -1,0 +1,161 @@
+"""Token ids of a text: one function for all callers, which refuses by length a text that cannot fit."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from kvcache.sampling.tokenizer_errors import tokenizer_errors
+
+__all__ = ["TooManyTokens", "encoded", "least_tokens"]
+
+_SHORT = 4096  # characters: `encode`, which holds the GIL, then takes less than 20 ms, of whatever text
+_LARGE = 1 << 18  # characters: the tokens of such a text take 100 bytes for each of its own, which are to come back
+# A character beyond ASCII has at most 4 bytes, and Unicode composes at most 4 characters into one. So a byte of a
+# normalised text stands for one of ASCII, or for at most 12 of others: 2 bytes for one of ASCII and three of others.
+_FOLDED = 12
+_KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"}
+_DROPPING_SPACES = {"Strip", "Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
+_FOLDING = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase"}
+
+
+class TooManyTokens(ValueError):
+    """A text has more tokens than the network has positions.
+
+    Args:
+        name: of the argument.
+        most: the number of positions.
+        got: the number of tokens, or what is known of it.
+    """
+
+    def __init__(self, name: str, most: int, got: str) -> None:
+        super().__init__(f"{name}: expected at most {most} tokens, got {got}")
+        self.most = most
+
+
+class _Lengths(NamedTuple):
+    """How a tokenizer may shorten a text.
+
+    Attributes:
+        longest: the most bytes that a token stands for.
+        folds: whether characters beyond ASCII may become shorter, or be composed.
+        drops_spaces: whether white space may vanish.
+    """
+
+    longest: int
+    folds: bool
+    drops_spaces: bool
+
+
+_known: WeakKeyDictionary[Any, _Lengths | None] = WeakKeyDictionary()
+
+
+def encoded(
+    tokenizer: Any, text: str, name: str, *, most: int | None = None, add_special_tokens: bool = True
+) -> list[int]:
+    """The ids that a tokenizer gives for a text; other threads run meanwhile.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`.
+        name: of the argument, for messages.
+        most: raise TooManyTokens, without a look at the tokens, for a text that certainly has more than so many.
+        add_special_tokens: whether the tokenizer surrounds the text with those of its post-processor.
+
+    Raises:
+        ValueError: a str with half of a surrogate pair, which JSON may have and a tokenizer does not take.
+        TooManyTokens: see `most`.
+        CheckpointError: the tokenizer fails at it.
+    """
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}: expected Unicode text, got a lone surrogate") from None
+    if most is not None and size > most and least_tokens(tokenizer, text) > most:
+        raise TooManyTokens(name, most, f"a text of {size} bytes")
+    with tokenizer_errors("tokenizer", "the tokens of a text"):
+        if len(text) <= _SHORT:
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    if len(text) >= _LARGE:
+        _give_back()
+    return ids
+
+
+def least_tokens(tokenizer: Any, text: str) -> int:
+    """A number of tokens that a text has at least, by its length; 0 where the tokenizer allows no such bound."""
+    if tokenizer not in _known:
+        _known[tokenizer] = _lengths(json.loads(tokenizer.to_str()))
+    if (lengths := _known[tokenizer]) is None:
+        return 0
+    if lengths.drops_spaces:
+        text = "".join(text.split())
+    size = len(text.encode())
+    if lengths.folds:
+        plain = len(text.encode("ascii", "ignore"))
+        size = plain + (size - plain) // _FOLDED
+    return -(-size // lengths.longest)
+
+
+def _lengths(tokenizer: dict[str, Any]) -> _Lengths | None:
+    """Those of a tokenizer in the form of `tokenizer.json`.
+
+    None: one token may stand for any number of bytes. Some models have one token for all that they do not know, or
+    none; some normalisers drop characters.
+    """
+    steps = [*_flat(tokenizer["normalizer"], "normalizers"), *_flat(tokenizer["pre_tokenizer"], "pretokenizers")]
+    model, added = tokenizer["model"], tokenizer["added_tokens"]
+    if tokenizer["truncation"] is not None or not all(map(_keeps, steps)):
+        return None
+    kinds = {step["type"] for step in steps}
+    pieces = {piece for piece, *_ in model["vocab"]} if model["type"] == "Unigram" else set(model["vocab"])
+    if "ByteLevel" in kinds and model["type"] == "BPE":
+        known, longest = set(_alphabet()), max(map(len, pieces), default=0)  # each character is written for a byte
+    elif model.get("byte_fallback") and model["type"] in ("BPE", "Unigram"):
+        known, longest = {f"<0x{byte:02X}>" for byte in range(256)}, max(len(piece.encode()) for piece in pieces)
+    else:
+        return None
+    if not known <= pieces:
+        return None
+    longest = max(longest, *(len(token["content"].encode()) for token in added), 1)
+    strips = any(token["lstrip"] or token["rstrip"] for token in added)
+    return _Lengths(longest, bool(kinds & _FOLDING), strips or bool(kinds & _DROPPING_SPACES))
+
+
+def _flat(step: dict[str, Any] | None, name: str) -> Iterable[dict[str, Any]]:
+    """The steps of a normaliser or pre-tokenizer, those of sequences one by one."""
+    if step is None:
+        return
+    if step["type"] != "Sequence":
+        yield step
+        return
+    for each in step[name]:
+        yield from _flat(each, name)
+
+
+def _keeps(step: dict[str, Any]) -> bool:
+    """Whether a step drops nothing but white space, and shortens no text beyond `_FOLDED`."""
+    kind = step["type"]
+    if kind == "Replace":
+        found = step["pattern"].get("String")
+        return found is not None and len(found.encode()) <= len(step["content"].encode())
+    if kind in ("Split", "Punctuation"):
+        return bool(step["behavior"] != "Removed")
+    return kind == "Prepend" or kind in _KEEPING | _DROPPING_SPACES | _FOLDING
+
+
+def _alphabet() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    found: list[str] = ByteLevel.alphabet()
+    return found
+
+
+def _give_back() -> None:
+    """Return freed memory to the system. The C library keeps it otherwise, all of a text of megabytes."""
+    with suppress(AttributeError, OSError, TypeError):  # a C library without this call
+        ctypes.CDLL(None).malloc_trim(0)

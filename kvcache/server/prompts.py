@@ -1,0 +1,64 @@
+"""The tokens of a body's prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.networks.tokens import as_tokens
+from kvcache.sampling.encoding import TooManyTokens, encoded, least_tokens
+from kvcache.sampling.plain_text import PlainText
+from kvcache.server.bodies import Body
+from kvcache.serving import BatchEngine
+
+__all__ = ["Prompts"]
+
+
+class Prompts:
+    """Makes token ids of texts and conversations; in messages they have the names of OpenAI's interface.
+
+    Args:
+        engine: has a tokenizer.
+        plain: whether special tokens in the texts of users are text.
+    """
+
+    def __init__(self, engine: BatchEngine, plain: bool) -> None:
+        self._engine = engine
+        self._plain = PlainText(engine.tokenizer) if plain else None
+        least_tokens(engine.tokenizer, "")  # which reads the vocabulary, once
+
+    def tokens(self, body: Body) -> list[npt.NDArray[np.uint32]]:
+        """Those of each prompt.
+
+        Raises:
+            TooManyTokens: more than the network has positions.
+            TypeError, ValueError: none, or not of the vocabulary.
+        """
+        return [self._checked(self._of(body, prompt), body.field) for prompt in body.prompts]
+
+    def _of(self, body: Body, prompt: Any) -> list[int]:
+        engine, most = self._engine, self._engine.max_positions
+        if body.chat:
+            if self._plain is not None:
+                return self._plain.encode_chat(prompt, engine.apply_chat_template, most=most)
+            text = engine.apply_chat_template(prompt)
+            return encoded(engine.tokenizer, text, body.field, most=most, add_special_tokens=False)
+        if isinstance(prompt, list):
+            return prompt
+        if self._plain is not None:
+            return self._plain.encode(prompt, body.field, most=most)
+        return encoded(engine.tokenizer, prompt, body.field, most=most)
+
+    def _checked(self, tokens: list[int], field: str) -> npt.NDArray[np.uint32]:
+        most = self._engine.max_positions
+        if most is not None and len(tokens) > most:
+            raise TooManyTokens(field, most, f"{len(tokens)} tokens")
+        if not tokens:
+            raise ValueError(f"{field}: expected at least one token, got none")
+        try:
+            return as_tokens(tokens, self._engine.config.vocab_size)
+        except (TypeError, ValueError) as error:
+            _, _, why = str(error).partition(": ")
+            raise ValueError(f"{field}: {why}") from None

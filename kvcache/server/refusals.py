@@ -1,0 +1,75 @@
+"""Errors as a client of OpenAI's interface gets them: status, message, the field they are about, and a code."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from kvcache.errors import CheckpointError, InvalidOperationError, OutOfMemoryError, QueueFullError
+from kvcache.sampling.encoding import TooManyTokens
+
+__all__ = ["REFUSED", "BodyError", "ending", "refusal", "too_large", "too_many"]
+
+logger = logging.getLogger("kvcache")
+
+CONTEXT = "context_length_exceeded"
+_STATUSES: dict[type[Exception], int] = {  # of what may be raised before a request runs
+    QueueFullError: 429, InvalidOperationError: 503, CheckpointError: 500, OutOfMemoryError: 400, TypeError: 400,
+    ValueError: 400,
+}  # fmt: skip
+REFUSED = (*_STATUSES, HTTPException)
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+_NO_FIELDS = {"answer", "authorization", "body", "content-type", "host"}  # names of messages about something else
+
+
+class BodyError(ValueError):
+    """A body that is refused, with one of the codes of OpenAI's interface."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def too_many(chat: bool, most: int, count: int) -> ValueError:
+    """A body asks for more answers than may be."""
+    name = "messages" if chat else "prompt"
+    return ValueError(f"{name}: expected at most {most} answers, n for each, got {count}")
+
+
+def too_large(field: str, tokens: int) -> BodyError:
+    """A text needs more memory than the engine has."""
+    return BodyError(f"{field}: expected a text that fits the memory for tokens, got one of {tokens} tokens", CONTEXT)
+
+
+def ending() -> HTTPException:
+    """There is no answer, since the server ends."""
+    return HTTPException(503, "answer: expected one, got none: the server ends")
+
+
+def refusal(error: Exception, *, running: bool = False) -> Response:
+    """An error as a client gets it. What it did not cause goes to the log; `running`: a request failed as it ran."""
+    known = not running or isinstance(error, BodyError)
+    status = next((_STATUSES[kind] for kind in type(error).__mro__ if known and kind in _STATUSES), 500)
+    message = str(error)
+    if isinstance(error, InvalidOperationError) and known:
+        error = ending()
+    if isinstance(error, HTTPException):
+        status, message = error.status_code, error.detail
+    elif status == 500:
+        logger.error("a request failed", exc_info=error)
+        message = f"the request failed: {type(error).__name__}"
+    name, found, _ = message.partition(": expected")
+    field = name if found and name not in _NO_FIELDS else None
+    code = getattr(error, "code", None) or _CODES.get(status)
+    if isinstance(error, TooManyTokens):  # clients look for these words, or for the code
+        code, message = CONTEXT, f"{message}: this model's maximum context length is {error.most} tokens"
+    elif (status, field) == (404, "model"):
+        code = "model_not_found"
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    value = {"message": message, "type": kind, "param": field, "code": code}
+    headers = {"retry-after": "1"} if status in (429, 503) else getattr(error, "headers", None)
+    return Response(json.dumps({"error": value}), status, headers, "application/json")  # ASCII, whatever is in a text

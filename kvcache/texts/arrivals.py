@@ -1,0 +1,185 @@
+"""`Arrivals`: what tiers deliver of prompts, while these run.
+
+A prompt runs in pieces as long as something may arrive. Where blocks have arrived past what it has computed, its text
+begins again, and finds them with those that it computed itself. The pieces change no bit of its K and V.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from functools import partial
+
+from kvcache.core.calibration import Calibration
+from kvcache.core.rowformat import RowFormats
+from kvcache.networks.fingerprint import fingerprint
+from kvcache.networks.protocols import Model
+from kvcache.texts.pool import Pool
+from kvcache.texts.text import Text
+from kvcache.texts.whole import WholeLayers
+from kvcache.texts.window import WindowLayers
+from kvcache.tiers.directory import DirectoryTier
+from kvcache.tiers.lookups import Lookup
+from kvcache.tiers.source import GROUP_TOKENS
+from kvcache.tiers.tiers import Tiers
+from kvcache.tiers.windows import WindowedLookup, WindowSource
+
+__all__ = ["GROUP_TOKENS", "Arrivals", "as_tiers", "model_name"]
+
+AUTOSAVE_BYTES = 8 << 30  # of a directory that `autosave` names by its path
+# Seconds that a prompt waits at most for the directory of `autosave`. A miss takes 0.1 ms, and 64 tokens of a hit some
+# ms. Without the wait, a prompt of one piece has run before the first value is there.
+AUTOSAVE_START = 0.05
+
+
+def as_tiers(
+    tiers: Tiers | None, autosave: str | os.PathLike[str] | DirectoryTier | None
+) -> Tiers | None:  # fmt: skip
+    """The tiers of an engine.
+
+    Raises:
+        TypeError, ValueError: another kind; both are given.
+        OSError: the directory of `autosave` cannot be made or read.
+    """
+    if tiers is None and autosave is None:
+        return None
+    if tiers is not None and not isinstance(tiers, Tiers):
+        raise TypeError(f"tiers: expected a Tiers, got {type(tiers).__name__}")
+    if tiers is not None and autosave is not None:
+        raise ValueError("autosave: expected None with tiers, which may have a DirectoryTier, got a path")
+    if tiers is not None:
+        return tiers
+    assert autosave is not None
+    directory = autosave if isinstance(autosave, DirectoryTier) else DirectoryTier(autosave, AUTOSAVE_BYTES)
+    return Tiers([directory], after_uses=1, head_start=AUTOSAVE_START)
+
+
+def model_name(model: Model, residual_length: int, calibration: Calibration | None, formats: RowFormats) -> str:
+    """What K and V of an engine depend on beside the library's formats; engines of all kinds share values."""
+    calibrated = "" if calibration is None else f", calibrated {calibration.fingerprint}"
+    named = f", {formats.fingerprint}" if formats.fingerprint else ""
+    return f"{fingerprint(model)}, residual_length {residual_length}{calibrated}{named}"
+
+
+class Arrivals:
+    """The lookups of texts in tiers, which become the sources of the prefix caches of a pool.
+
+    Args:
+        tiers: where blocks come from and go to.
+        model: the network.
+        pool: K and V of its layers; not of layers that evict.
+
+    Attributes:
+        source: of the index of prefixes.
+
+    Raises:
+        TypeError: the model is no `Transformer`.
+    """
+
+    def __init__(self, tiers: Tiers, model: Model, pool: Pool) -> None:
+        self._tiers, self._pool = tiers, pool
+        whole = pool.groups[0]
+        assert isinstance(whole, WholeLayers)
+        assert whole.index is not None
+        cache = whole.cache
+        self._group, self._firsts = cache.residual_length or 1, cache.first_tokens
+        name = partial(model_name, model, cache.residual_length, formats=cache.formats)
+        whole.index.source = self.source = tiers.source(name(cache.calibration), waits=False)
+        self._windows = [group for group in pool.groups[1:] if isinstance(group, WindowLayers)]
+        parts = []
+        for group in self._windows:
+            part = tiers.window_source(f"{name(group.cache.calibration)}, layers {group.layers}", group.window)
+            parts.append(part)
+            assert group.pages is not None
+            group.pages.source, group.ends = part, self.source.format.group_tokens
+        if parts:
+            self.source.make_lookup = partial(WindowedLookup, sources=parts)
+        self._lookups: dict[Text, Lookup] = {}
+        self._asked: set[Text] = set()
+
+    def begin(self, text: Text) -> None:
+        """Ask the tiers for the prompt of a text that is about to begin, once."""
+        if not text.shares or text in self._asked or text.num_tokens != text.num_prompt:
+            return
+        self._asked.add(text)
+        tokens = text.tokens.copy()
+        lookup = self.source.start(text.space, tokens, self._pool.shared.longest(text))
+        if lookup is not None:
+            self._lookups[text] = lookup
+            lookup.wait(self._tiers.head_start)
+
+    def arrived(self, text: Text, found: int) -> None:
+        """Cache the windows that have arrived for a text of which `found` tokens are cached in the other layers."""
+        lookup = self._lookups.get(text)
+        if lookup is None or found < lookup.available(0):
+            return
+        if not self._take_windows(lookup, text):
+            self.end(text)
+
+    def _take_windows(self, lookup: Lookup, text: Text) -> bool:
+        """Cache the windows that a lookup has fetched, where its text may continue; whether there is room for them."""
+        if not isinstance(lookup, WindowedLookup) or not lookup.target:
+            return True
+        tokens, target = text.tokens, lookup.target
+        for group, part in zip(self._windows, lookup.parts, strict=True):
+            group.take(tokens, target, text.space, part.bodies)
+        return self._pool.shared.longest_of(tokens, target, text.space) == target
+
+    def is_looked_up(self, text: Text) -> bool:
+        """Whether more may arrive of a text."""
+        return text in self._lookups
+
+    def reaches_past(self, text: Text, left_at: int) -> bool:
+        """Whether blocks have arrived past what a text has computed; it finds them when it begins again.
+
+        Args:
+            left_at: what it had computed when it last began again; -1: it has not.
+        """
+        lookup = self._lookups.get(text)
+        if lookup is None or text.computed < self._firsts:  # these run in any case, since all read them in f16
+            return False
+        if self._windows and left_at >= 0:  # it has begun again, and there was no room for all of them
+            self.end(text)
+            return False
+        ended, most = lookup.ended, min(lookup.available(text.computed), text.num_prompt - 1)
+        ahead = most // self._group * self._group > max(text.computed, left_at)
+        if not ahead and (ended or text.remaining == 1):
+            self.end(text)
+        lookup.reached = text.computed // self.source.format.group_tokens
+        return ahead
+
+    def ended(self, text: Text) -> None:
+        """Offer what a text computed to the tiers, and end its lookup."""
+        self.end(text)
+        if not text.shares or text.seq_id < 0:
+            return
+        tokens = text.tokens[: text.computed]
+        self._pool.keep_beside(text, text.computed)
+        self.source.used(text.space, tokens)
+        for group in self._windows:
+            source = group.prefixes[0].source
+            assert isinstance(source, WindowSource)
+            ends = {min(length, len(tokens)) // group.ends * group.ends for length in (text.num_prompt, len(tokens))}
+            for end in sorted(ends - {0}):
+                source.ends(text.space, tokens, partial(group.blocks, tokens, end, text.space))
+
+    def keep(self, texts: Collection[Text]) -> None:
+        """End the lookups of all but these texts, after an exception too."""
+        for text in [text for text in self._lookups if text not in texts]:
+            self.end(text)
+        self._asked.intersection_update(texts)
+
+    def clear(self) -> None:
+        """End all lookups, also those of calls that an error ended."""
+        self._lookups.clear()
+        self._asked.clear()
+        self.source.end_all()
+
+    def end(self, text: Text) -> None:
+        """End the lookup of a text, if there is one."""
+        self.source.end(self._lookups.pop(text, None))
+
+    def measured(self, count: int, seconds: float) -> None:
+        """Note how long `count` tokens of prompts took to compute."""
+        if count >= GROUP_TOKENS:
+            self.source.computing.add(count / max(seconds, 1e-9))

@@ -1,0 +1,141 @@
+"""`Budgets`: a policy, how many tokens of each layer it keeps, and which these are."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.core.arguments import as_count
+from kvcache.eviction import EvictionPolicy, Rule
+from kvcache.lists.kept_tokens import KeptTokens
+from kvcache.networks.protocols import Model, layer_attention
+from kvcache.texts.policy import Policy, as_budgets, as_kept, as_score_queries, is_policy
+from kvcache.texts.scores import Alive, Scoring
+
+__all__ = ["Budgets", "most_blocks", "survivors"]
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """A policy and its limit for each layer.
+
+    Attributes:
+        policy: chooses the tokens that stay.
+        kv_budget: tokens per layer; under PyramidKV on average.
+        rules: one `Rule` per layer; a `Policy` protects no tokens.
+        scoring: the queries that count.
+    """
+
+    policy: EvictionPolicy | Policy
+    kv_budget: int
+    rules: tuple[Rule, ...]
+    scoring: Scoring
+
+    @classmethod
+    def of(cls, policy: EvictionPolicy | Policy | None, kv_budget: int | None, model: Model) -> Budgets | None:
+        """Check the `eviction_policy` and `kv_budget` of an engine; None if it has neither.
+
+        Raises:
+            TypeError: neither an `EvictionPolicy` nor a `Policy`; a budget that is not a whole number; StreamingLLM for
+                a network that is not a `StreamingModel`.
+            ValueError: one without the other; a budget below 1; PyramidKV for another number of layers; StreamingLLM
+                with a budget that leaves no position for a query; settings of a `Policy` out of range.
+        """
+        num_layers = model.config.num_layers
+        if policy is None and kv_budget is None:
+            return None
+        if windows := [each.window for each in layer_attention(model) if each.window is not None]:
+            raise ValueError(
+                f"eviction_policy: expected none for a network with layers that have a window (of {windows[0]}), "
+                f"got {policy}"
+            )
+        if policy is None:
+            raise ValueError("kv_budget: expected an eviction_policy with it, got None")
+        if not isinstance(policy, EvictionPolicy) and not is_policy(policy):
+            got = f"the class {policy.__qualname__}" if isinstance(policy, type) else type(policy).__name__
+            raise TypeError(f"eviction_policy: expected an EvictionPolicy or an object with `keep`, got {got}")
+        if kv_budget is None and isinstance(policy, EvictionPolicy):
+            kv_budget = policy.most
+        if kv_budget is None:
+            raise ValueError("eviction_policy: expected a kv_budget (tokens per layer) with it, got none")
+        kv_budget = as_count(kv_budget, "kv_budget", 1, most=None)
+        # No text has more than 2**30 tokens; `KeptTokens` counts in 32 bits.
+        if not isinstance(policy, EvictionPolicy):
+            scoring = Scoring(as_score_queries(policy), model.config.num_kv_heads)
+            limits = as_budgets(policy, kv_budget, num_layers)
+            return cls(policy, kv_budget, tuple(Rule(min(limit, 1 << 30), 0, 0) for limit in limits), scoring)
+        if policy.total_layers not in (None, num_layers):
+            raise ValueError(f"eviction_policy: expected PyramidKV({num_layers}) for this network, got {policy}")
+        shares = policy.shares(kv_budget * num_layers, range(num_layers))
+        rules = tuple(policy.rule(min(share, 1 << 30)) for share in shares.values())
+        if policy.endless:
+            _check_endless(model, rules[0].limit)
+        return cls(policy, kv_budget, rules, Scoring(None if policy.by_score else 0))
+
+    @property
+    def endless(self) -> bool:
+        """Whether the length of a text is not limited, see `EvictionPolicy`."""
+        return isinstance(self.policy, EvictionPolicy) and self.policy.endless
+
+    def keep(self, layer: int, alive: Alive, end: int) -> Int64:
+        """The indices of the tokens of a layer that stay in a text of `end` tokens, ascending."""
+        scores, rule = self.scoring.mean(alive, end), self.rules[layer]
+        if isinstance(self.policy, EvictionPolicy):
+            return survivors(scores, rule, self.policy.by_score)
+        found = self.policy.keep(layer, scores, alive.positions.copy(), rule.limit)
+        return as_kept(found, len(alive.positions), rule.limit)
+
+    def piece(self, chunk: int, positions: int) -> int:
+        """The maximum length of a piece: `chunk`, and under StreamingLLM the positions that survivors leave free."""
+        return min(chunk, positions - self.rules[0].limit) if self.endless else chunk
+
+    def peak_blocks(self, block_size: int, chunk: int, positions: int) -> int:
+        """The maximum number of blocks of a text that runs in pieces of `chunk` with at most `positions` survivors.
+
+        Per layer: the survivors, one piece, and the survivors again, which a fork keeps until the call has succeeded.
+        For one layer at a time, also the new blocks of a compaction.
+        """
+        rest = [most_blocks(min(rule.limit, positions), block_size) for rule in self.rules]
+        return 2 * sum(rest) + max(rest) + len(rest) * (-(-min(chunk, positions) // block_size) + 1)
+
+
+def _check_endless(model: Model, limit: int) -> None:
+    parameters = inspect.signature(model.forward).parameters
+    if "sink_positions" not in parameters:
+        raise TypeError(
+            f"eviction_policy: expected a network that rotates queries for the sinks (protocols.StreamingModel: "
+            f"forward(..., sink_positions=)) for StreamingLLM, got {type(model).__name__} with "
+            f"forward({', '.join(parameters)})"
+        )
+    positions = model.config.max_position_embeddings
+    if limit >= positions:
+        raise ValueError(
+            f"kv_budget: expected sinks and window below max_position_embeddings ({positions}) for StreamingLLM, "
+            f"got {limit}: no position is left for the next token"
+        )
+
+
+def survivors(scores: Float64, rule: Rule, by_score: bool) -> Int64:
+    """The entries of a list that stay: int64 indices, ascending, at most `rule.limit` of `len(scores)`.
+
+    The first `rule.front` and the last `rule.back` stay. From the middle the lowest score is evicted first, among
+    equals the earliest entry; without `by_score` always the earliest. `CacheManager` evicts by the same code.
+    """
+    kept = KeptTokens(by_score)
+    kept.append(len(scores), len(scores), rule.front, rule.back)
+    if by_score:
+        kept.add_scores(scores)
+    kept.evict(*rule)
+    return kept.positions()
+
+
+def most_blocks(num_tokens: int, block_size: int) -> int:
+    """The maximum number of blocks of a layer between calls: a quarter more than needed, plus one."""
+    needed = -(-num_tokens // block_size)
+    return needed + needed // 4 + (needed > 0)

@@ -1,0 +1,85 @@
+"""One pass of the network over the next tokens of texts: one attention call per layer, one product per matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcache.networks.protocols import Float32, Model
+from kvcache.texts.pool import Pool
+from kvcache.texts.text import Text
+
+__all__ = ["Forward"]
+
+
+class Forward:
+    """Runs pieces of texts, whose sequences have room for them, through a network.
+
+    Rows do not depend on one another: the logits of a text have the same bits in any company and in any pieces.
+
+    Args:
+        model: the network.
+        pool: K and V of all layers.
+
+    Attributes:
+        pool: see above.
+        regime_of: of a text of so many tokens, see `protocols.Model`; None: there is one regime.
+    """
+
+    def __init__(self, model: Model, pool: Pool) -> None:
+        self._model, self.pool = model, pool
+        self._selects = bool(getattr(model, "selects_rows", False))
+        regime: Callable[[int], int] | None = getattr(model, "regime", None)
+        several = regime is not None and regime(1) != regime(model.config.max_position_embeddings)
+        self.regime_of = regime if several else None
+
+    def regime(self, num_tokens: int) -> int:
+        """The regime of a text of so many tokens."""
+        return 0 if self.regime_of is None else self.regime_of(num_tokens)
+
+    def space_of(self, namespace: Hashable, regime: int) -> Hashable:
+        """The namespace of cached prefixes of this regime."""
+        return namespace if self.regime_of is None else (regime, namespace)
+
+    def name_of(self, space: Any) -> Hashable:
+        """The caller's name of a namespace of cached prefixes."""
+        name: Hashable = space if self.regime_of is None else space[1]
+        return name
+
+    def run(self, pieces: Sequence[tuple[Text, int, int]]) -> list[Float32]:
+        """Run pieces of one regime, `(text, its next tokens, rows of logits)`: those of the last tokens.
+
+        Returns:
+            For each piece its logits, float32 `(rows, vocab_size)`.
+        """
+        texts, counts, wanted_rows = zip(*pieces, strict=True)
+        own = [text.next_tokens(count) for text, count, _ in pieces]
+        tokens = own[0] if len(own) == 1 else np.concatenate(own)
+        starts, lens, due = np.array([text.computed for text in texts]), np.array(counts), np.array(wanted_rows)
+        stops, ends = lens.cumsum(), due.cumsum()
+        positions = np.arange(len(tokens)) + (starts - (stops - lens)).repeat(lens)
+        rows = np.arange(ends[-1]) + (stops - ends).repeat(due)
+        wanted: Any = rows
+        if not len(rows):
+            wanted = "none"
+        elif len(rows) == 1 and rows[0] == len(tokens) - 1:
+            wanted = "last"
+        elif not self._selects or len(rows) == len(tokens):
+            wanted = "all"
+        attend, places = self.pool.attend(texts, lens)
+        if self.regime_of is not None:
+            places = places | {"regime": texts[0].regime}
+        logits = self._model.forward(tokens, positions, attend, wanted, **places)
+        expected = (len(tokens) if isinstance(wanted, str) and wanted == "all" else len(rows), self.vocab_size)
+        if logits.shape != expected:
+            raise ValueError(f"model.forward: expected logits of shape {expected}, got {logits.shape}")
+        if len(rows) < len(logits):
+            logits = logits[rows]
+        return [logits[end - count : end] for end, count in zip(ends.tolist(), due.tolist(), strict=True)]
+
+    @property
+    def vocab_size(self) -> int:
+        """Length of a row of logits."""
+        return self._model.config.vocab_size

@@ -1,0 +1,320 @@
+"""`Pool`: K and V of all layers of the texts that run, in groups of layers that keep tokens alike.
+
+    free       no reference
+    claimed    a sequence refers to them, and perhaps the prefix index too
+    cached     the index alone refers to them: evicted, the least recently used first, where a sequence needs them
+
+Full blocks enter the index as they fill, so that texts share with texts that are still running. A text that loses its
+sequence finds its blocks again, as far as they have stayed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.core.memory import total
+from kvcache.errors import OutOfMemoryError
+from kvcache.networks.protocols import Attend, Float32
+from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.prefix.prefix_stats import PrefixCacheStats
+from kvcache.texts.group import Claim, Group, Lens
+from kvcache.texts.sharing import Arrived, SharedPrefixes
+from kvcache.texts.text import Text
+
+__all__ = ["Pool"]
+
+
+class Pool:
+    """The groups of a network's layers. Verbs that change several texts change all of them, or raise and change none.
+
+    Args:
+        groups: each layer is in one of them; of several the first is that of the layers that keep all tokens.
+        block_size: tokens per block.
+        chunk: prompts run in pieces that end at multiples of this; 0: in any pieces.
+
+    Attributes:
+        groups, chunk: see above.
+        shared: the prefixes that are cached, of all groups.
+    """
+
+    def __init__(self, groups: Sequence[Group], block_size: int, chunk: int = 0) -> None:
+        self.groups, self.block_size, self.chunk = tuple(groups), block_size, chunk
+        self.shared = SharedPrefixes(self.groups)
+        self._numbers = count()
+        self._group_of = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
+
+    # -- texts begin and end --------------------------------------------------------------------------------
+
+    def start(self, text: Text, running: Sequence[Text], arrived: Arrived | None = None) -> bool:
+        """Give a text a sequence of its longest cached prefix, if there is room for all its tokens; whether there is.
+
+        Args:
+            running: the texts that have one; for each, a block must be left.
+            arrived: called with the text and the number of tokens that the index has of it, before groups are asked.
+
+        Raises:
+            MemoryError: of the system; nothing has changed.
+        """
+        most, end = text.num_tokens if text.shares else 0, text.num_tokens - 1
+        if self._start(text, most, running, arrived) or running:
+            return text.seq_id >= 0
+        # Alone it has room for all its tokens, but not beside what is held and not used: then less is shared.
+        whole = min(self.shared.longest(text), end) // self.block_size * self.block_size
+        return self._start(text, whole, running, arrived) or self._start(text, 0, running, arrived)
+
+    def _start(self, text: Text, most: int, running: Sequence[Text], arrived: Arrived | None) -> bool:
+        """Do what `start` does where the first `most` tokens may be shared."""
+        with self.shared.hold(text, most, arrived) as (found, claims):
+            asked = zip(self.groups, claims, strict=True)
+            if not all(group.has_room(text, found, claim, running) for group, claim in asked):
+                return False
+            self.begin(text, found, claims, next(self._numbers))
+        return True
+
+    def begin(self, text: Text, found: int, claims: Sequence[Claim], seq_id: int) -> None:
+        """Give a text a sequence of `found` claimed tokens."""
+        places: list[Any] = []
+        try:
+            for group, claim in zip(self.groups, claims, strict=True):
+                places.append(group.begin(seq_id, found, claim))
+        except Exception:
+            self._free(seq_id, places)
+            raise
+        partings = [claim.parting for claim in claims if claim.parting < text.num_tokens]
+        text.keep_at = sorted({at for at in (*partings, text.num_prompt) if at > found})
+        text.moved(seq_id, found, tuple(places))
+
+    def empty(self, seq_id: int) -> tuple[Any, ...]:
+        """Start a sequence without tokens; returns its places."""
+        text = Text(np.empty(0, np.uint32))
+        self.begin(text, 0, [Claim(0)] * len(self.groups), seq_id)
+        return text.places
+
+    def fork(self, text: Text, other: Text, computed: int, seq_id: int | None = None) -> None:
+        """Give another text a sequence that shares all that a text has; `computed` of its tokens have run."""
+        seq_id, places = next(self._numbers) if seq_id is None else seq_id, list[Any]()
+        try:
+            for i, group in enumerate(self.groups):
+                places.append(group.fork(text, i, seq_id))
+        except Exception:
+            self._free(seq_id, places)
+            raise
+        other.moved(seq_id, computed, tuple(places))
+
+    def stop(self, text: Text) -> None:
+        """Take a text's sequence away; its full blocks stay cached until their memory is needed."""
+        if text.seq_id >= 0:
+            self.keep_beside(text, text.computed)
+            self.drop(text)
+
+    def drop(self, text: Text) -> None:
+        """Take a text's sequence away, and keep nothing of it."""
+        seq_id, places = text.seq_id, text.places
+        text.moved(-1, 0, ())
+        if seq_id >= 0:
+            self._free(seq_id, places)
+
+    def _free(self, seq_id: int, places: Sequence[Any]) -> None:
+        for i, group in enumerate(self.groups):
+            group.free(seq_id, places[i] if i < len(places) else None)
+
+    # -- a pass ---------------------------------------------------------------------------------------------
+
+    def append(self, pieces: Sequence[tuple[Text, int]]) -> None:
+        """Make room for the next tokens of many texts, all or nothing; evicts what no sequence refers to.
+
+        Raises:
+            OutOfMemoryError: there are too few blocks, even so.
+        """
+        texts = [text for text, _ in pieces]
+        ids, counts = self._ids(texts), np.array([count for _, count in pieces])
+        for i, group in enumerate(self.groups):
+            try:
+                group.append(texts, i, ids, counts)
+            except Exception:
+                for text in texts if i else ():
+                    for before in range(i):
+                        self._cut(text, before, text.computed)
+                raise
+
+    def lengthen(self, text: Text, count: int, more: int) -> bool:
+        """Make room for `more` tokens behind the next `count`, which have room; whether there is."""
+        self.cut(text, text.computed)  # a residual keeps what queries read from the group on in which an append began
+        try:
+            self.append([(text, count + more)])
+        except OutOfMemoryError:
+            self.append([(text, count)])
+            return False
+        return True
+
+    def attend(self, texts: Sequence[Text], lens: Lens) -> tuple[Attend, dict[str, Any]]:
+        """The `attend` of a pass over the next tokens of texts, and more keyword arguments of the network."""
+        ids = self._ids(texts)
+        found = [group.attend(texts, i, ids, lens) for i, group in enumerate(self.groups)]
+        if len(found) == 1:
+            return found[0]
+        calls = {layer: found[i][0] for layer, i in self._group_of.items()}
+
+        def attend(
+            layer: int, queries: Float32, keys: Float32, values: Float32, sinks: Float32 | None = None, /
+        ) -> Float32:
+            return calls[layer](layer, queries, keys, values, sinks)
+
+        return attend, {name: value for _, places in found for name, value in places.items()}
+
+    def ran(self, text: Text, count: int, wrong: int = 0) -> None:
+        """Note that the next `count` tokens of a text have run; keep what others may continue with, drop the rest.
+
+        Args:
+            wrong: draft tokens behind them that ran too, and were not drawn.
+        """
+        before = text.computed
+        text.moved(text.seq_id, before + count, text.places)
+        if wrong:
+            self.cut(text, text.computed)
+        for at in [at for at in text.keep_at if at <= text.computed]:
+            self.keep(text, at)
+            text.keep_at.remove(at)
+        for i, group in enumerate(self.groups):
+            group.ran(text, i, before)
+
+    def compact(self, text: Text) -> None:
+        """Free blocks that a text does not need, now that a pass and its copies have ended."""
+        for i, group in enumerate(self.groups):
+            group.compact(text, i)
+
+    def _ids(self, texts: Sequence[Text]) -> NDArray[np.uint64]:
+        return np.array([text.seq_id for text in texts], np.uint64)
+
+    # -- going back -----------------------------------------------------------------------------------------
+
+    def expect(self, text: Text, pos: int) -> None:
+        """Raise InvalidOperationError if a token that the query at `pos` reads has left."""
+        for i, group in enumerate(self.groups):
+            group.expect(text, i, pos)
+
+    def expect_room(self, text: Text, pos: int, count: int, beside: bool) -> None:
+        """Raise OutOfMemoryError unless a text that is cut to `pos` has room for `count` more tokens.
+
+        Args:
+            beside: a copy of the text keeps its tokens meanwhile.
+        """
+        for i, group in enumerate(self.groups):
+            group.expect_room(text, i, pos, count, beside)
+
+    def loses(self, text: Text, end: int, chunk: int) -> bool:
+        """Whether running a text up to `end`, in chunks, drops what a rollback to `text.computed` needs."""
+        return any(group.loses(text, i, end, chunk) for i, group in enumerate(self.groups))
+
+    def cut(self, text: Text, pos: int) -> None:
+        """Cut a text to `pos` tokens, which `expect` allows."""
+        for i in range(len(self.groups)):
+            self._cut(text, i, pos)
+        text.computed = pos
+
+    def _cut(self, text: Text, index: int, pos: int) -> None:
+        place = self.groups[index].cut(text, index, pos)
+        if place is not text.places[index]:
+            text.places = (*text.places[:index], place, *text.places[index + 1 :])
+
+    def settle(self, texts: Sequence[Text]) -> list[Text]:
+        """Free sequences that no text has, and cut others to what was computed; the texts that have no sequence.
+
+        May run at any time, after an exception between any two lines.
+        """
+        lost: list[Text] = [text for text in texts if text.seq_id < 0]
+        whole = [text for text in texts if text.seq_id >= 0]
+        for i, group in enumerate(self.groups):
+            lost += [text for text in group.settle(whole, i) if text not in lost]
+        for text in lost:
+            self.drop(text)
+        return lost
+
+    # -- cached prefixes ------------------------------------------------------------------------------------
+
+    def keep(self, text: Text, stop: int) -> None:
+        """Cache what another text needs to continue behind the first `stop` tokens, as far as it is there."""
+        for i, group in enumerate(self.groups):
+            group.keep(text, i, stop)
+
+    def keep_beside(self, text: Text, stop: int) -> None:
+        """Do so in all groups but that of the index."""
+        for i, group in enumerate(self.groups[1:], 1):
+            group.keep(text, i, stop)
+
+    def index(self, text: Text) -> None:
+        """Cache the full blocks of a text, so that others share them while it runs."""
+        self.groups[0].keep(text, 0, text.computed)
+
+    @property
+    def prefixes(self) -> list[PrefixCache]:
+        """The prefix caches of all groups, that of the index first, as they are saved in one file."""
+        return [each for group in self.groups for each in group.prefixes]
+
+    def clear(self) -> None:
+        """Forget every cached prefix; texts that run keep their blocks."""
+        for each in self.prefixes:
+            each.clear()
+
+    def save(self, path: Any, model: str) -> None:
+        """Write the cached prefixes to a file; see `PrefixCache.save`."""
+        index, *beside = self.prefixes
+        index.save(path, model, beside=beside)
+
+    def load(self, path: Any, model: str) -> int:
+        """Add the blocks of a saved file; see `PrefixCache.load`."""
+        index, *beside = self.prefixes
+        if index.is_empty:
+            for cache in beside:  # of texts that are no longer cached
+                cache.clear()
+        return index.load(path, model, beside=beside)
+
+    # -- blocks ---------------------------------------------------------------------------------------------
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """The blocks of so many tokens, in the layers that keep all of them."""
+        return self.groups[0].blocks_for(num_tokens)
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks in all, of these layers."""
+        return sum(self.count().values())
+
+    def count(self) -> dict[str, int]:
+        """How many of these blocks are "free", "claimed" and "cached"."""
+        return self.groups[0].count()
+
+    # -- reports --------------------------------------------------------------------------------------------
+
+    def stats(self) -> PrefixCacheStats:
+        """The counters of the index, less what was found and ran again."""
+        if not self.prefixes:
+            return PrefixCacheStats(0.0, 0, 0, 0, 0, 0, 0, 0, 0, {})
+        return self.shared.counted(self.prefixes[0].stats())
+
+    def watch_evictions(self) -> deque[Any]:
+        """What the index evicts from now on, see `PrefixCache.watch_evictions`."""
+        return self.prefixes[0].watch_evictions() if self.prefixes else deque()
+
+    def namespace_tokens(self) -> dict[Hashable, int]:
+        """Cached tokens of each namespace."""
+        return self.prefixes[0].namespace_tokens() if self.prefixes else {}
+
+    def positions(self, text: Text, layer: int) -> NDArray[np.int64]:
+        """The text positions of the tokens whose K and V a layer has, ascending."""
+        return self.groups[self._group_of[layer]].positions(text, self._group_of[layer], layer)
+
+    def memory(self, texts: Sequence[Text]) -> dict[str, int]:
+        """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"; `texts` are those that run."""
+        return total(*[report for i, group in enumerate(self.groups) for report in group.memory(texts, i)])
+
+    def check(self, texts: Sequence[Text]) -> None:
+        """Verify the invariants; AssertionError says what is wrong."""
+        for i, group in enumerate(self.groups):
+            group.check(texts, i)

@@ -1,0 +1,333 @@
+"""`CacheSettings`: how an engine stores K and V, and the pool that it makes of that, with one formula for its size."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcache.calibration.residual import most_unpacked
+from kvcache.core.arguments import as_bytes, as_count
+from kvcache.core.layer_formats import Formats, formats_of_layers, is_mixed, unpacked
+from kvcache.core.rowformat import Format
+from kvcache.core.store import BlockStore
+from kvcache.eviction import EvictionPolicy
+from kvcache.networks.protocols import Model, layer_attention
+from kvcache.paged.cache import PagedKvCache
+from kvcache.paged.spans import row_block
+from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.texts.budgets import Budgets
+from kvcache.texts.evicting import EvictingLayers
+from kvcache.texts.group import Group
+from kvcache.texts.newest import NewestGroups, num_newest
+from kvcache.texts.policy import Policy
+from kvcache.texts.pool import Pool
+from kvcache.texts.storage import Storage
+from kvcache.texts.whole import WholeLayers
+from kvcache.texts.window import WindowLayers, num_kept, num_pages
+
+__all__ = ["CacheSettings", "Load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine runs at a time.
+
+    Attributes:
+        texts: the most texts; 0: one, which a change leaves as it was until it has succeeded.
+        piece: the most tokens of a pass.
+        drafts: the most draft tokens of a text in a pass.
+        prompts: the most prompts of which a pass has several tokens.
+        spare: tokens before a window that stay, so that a text can be cut.
+        default_tokens: of the default pool, at most; and how many whole contexts it has room for.
+        default_contexts: see there.
+    """
+
+    texts: int
+    piece: int
+    drafts: int = 0
+    prompts: int = 1
+    spare: int = 64
+    default_tokens: int = 8192
+    default_contexts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """The arguments of an engine about its caches, checked.
+
+    Attributes:
+        model: the network.
+        load: what runs at a time.
+        storage: formats, calibration, residual, sink tokens.
+        budgets: of layers that evict; None: they keep all tokens.
+        rotate, block_size, num_blocks, max_memory_bytes: see `InferenceEngine`.
+        make_cache: makes a cache of its keyword arguments.
+        whole: the layers that keep all tokens, ascending.
+        windows: the layers of each window.
+    """
+
+    model: Model
+    load: Load
+    storage: Storage
+    budgets: Budgets | None
+    rotate: bool | str
+    block_size: int
+    num_blocks: int | None
+    max_memory_bytes: int | str | None
+    make_cache: Callable[..., PagedKvCache]
+    whole: tuple[int, ...] = field(default=())
+    windows: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, model: Model, load: Load, *, dtype: Formats | Format, key_dtype: Formats | Format | None,
+        value_dtype: Formats | Format | None, rotate: bool | str, block_size: int, num_blocks: int | None,
+        max_memory_bytes: int | str | None, residual_length: int | None, calibrate: Any,
+        eviction_policy: EvictionPolicy | Policy | None, kv_budget: int | None,
+        make_cache: Callable[..., PagedKvCache] = PagedKvCache,
+    ) -> CacheSettings:  # fmt: skip
+        """Check the arguments of an engine; see there for the errors."""
+        block_size, config = as_count(block_size, "block_size", 1, most=None), model.config
+        budgets = Budgets.of(eviction_policy, kv_budget, model)
+        whole, windows = _groups_of(model)
+        storage = Storage.of(
+            model, dtype, key_dtype, value_dtype, calibrate, residual_length, budgets, bool(windows)
+        )  # fmt: skip
+        if num_blocks is not None:
+            num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
+        if budgets is not None and any(map(is_mixed, storage.dtypes)):
+            raise ValueError("dtype: expected one format with an eviction_policy, got one for each layer")
+        for each, name in zip(storage.dtypes, ("key_dtype", "value_dtype"), strict=True):
+            if is_mixed(each) and len(each) != config.num_layers:
+                count = config.num_layers
+                raise ValueError(f"{name}: expected one format, or one for each of {count} layers, got {each}")
+        regime: Callable[[int], int] | None = getattr(model, "regime", None)
+        if budgets is not None and regime is not None and regime(1) != regime(config.max_position_embeddings):
+            raise ValueError(
+                f"eviction_policy: expected none for a network whose positions depend on the length of the text, "
+                f"got {budgets.policy}"
+            )
+        settings = cls(
+            model, load, storage, budgets, rotate, block_size, num_blocks, max_memory_bytes, make_cache, whole, windows
+        )
+        settings.block_bytes(range(config.num_layers))  # raises for a format that is not supported
+        return settings
+
+    @property
+    def piece(self) -> int:
+        """The most tokens of a pass that a text may have."""
+        positions = self.model.config.max_position_embeddings
+        return self.load.piece if self.budgets is None else self.budgets.piece(self.load.piece, positions)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The most positions of a text; None: its length is not limited."""
+        endless = self.budgets is not None and self.budgets.endless
+        return None if endless else self.model.config.max_position_embeddings
+
+    @property
+    def keeps_f16(self) -> bool:
+        """Whether texts read some tokens in f16 beside packed ones."""
+        return self.budgets is None and (self.storage.residual_length > 0 or self.storage.firsts > 0)
+
+    # -- sizes ----------------------------------------------------------------------------------------------
+
+    def block_bytes(self, layers: Sequence[int]) -> int:
+        """Bytes of K and V of a block of these layers."""
+        config, dtypes = self.model.config, [formats_of_layers(each, layers) for each in self.storage.dtypes]
+        settings = self.block_size, config.num_kv_heads, config.head_dim, *dtypes, self.rotate
+        return BlockStore(len(layers), 0, *settings).block_bytes
+
+    @property
+    def _f16_bytes(self) -> int:
+        """Bytes of a token in all layers, as a residual has it."""
+        config, (key, value) = self.model.config, map(unpacked, self.storage.dtypes)
+        return BlockStore(config.num_layers, 0, 1, config.num_kv_heads, config.head_dim, key, value).block_bytes
+
+    @property
+    def _most_f16(self) -> int:
+        """Tokens that the texts of a pass keep in f16 at most, in blocks of them.
+
+        Each has its group behind its sink tokens; with groups, a piece of several tokens has these too, and at most one
+        block in part. `unpack` makes room for two blocks more than it needs.
+        """
+        length, firsts, load = self.storage.residual_length, self.storage.firsts, self.load
+        if not length and not firsts:
+            return 0
+        if not load.texts or self.budgets is not None:
+            return most_unpacked(length, min(load.piece, self.model.config.max_position_embeddings), firsts)
+        size = row_block(length, firsts)
+        pieces = load.piece + size * load.prompts if length else 0
+        return load.texts * (firsts + length) + pieces + 2 * size
+
+    def _newest(self, cached: int) -> tuple[int, int]:
+        """Number and size of the blocks of tokens in f16 beside a prefix cache of so many blocks."""
+        texts = 4 * self.load.texts if self.storage.firsts else 0
+        cached = 0 if self.load.texts else cached
+        return num_newest(self.storage.residual_length, self.storage.firsts, self.block_size, cached, texts)
+
+    def window_blocks(self, window: int, blocks: int, cached: int) -> int:
+        """The blocks of a window's cache beside `blocks` of the layers that keep all tokens.
+
+        There is room for the windows of all texts that run, the pieces of a pass, and some cached pages. With many
+        texts there are never more than `blocks`, so that a window takes no more memory than all tokens would.
+
+        Args:
+            cached: the most blocks of the prefix cache.
+        """
+        load, size, kept = self.load, self.block_size, window - 1 + self.load.spare
+        piece = -(-load.piece // size) + 1
+        if load.texts:
+            return min(blocks, load.texts * num_kept(kept, size) + piece + num_pages(kept, size, blocks, 16))
+        most = 2 * (-(-self.model.config.max_position_embeddings // size) + 1)
+        return min(2 * (num_kept(kept, size) + piece), most) + num_pages(kept, size, cached)
+
+    def kv_bytes(self, blocks: int, cached: int = 0) -> int:
+        """Bytes of K and V of a pool with so many blocks, of which the prefix cache may have `cached`."""
+        number, size = self._newest(cached)
+        windows = [
+            self.window_blocks(window, blocks, cached) * self.block_bytes(layers)
+            for window, layers in self.windows.items()
+        ]
+        f16 = self._most_f16 + number * size
+        return blocks * self._own_bytes + sum(windows) + (f16 * self._f16_bytes if f16 else 0)
+
+    @property
+    def _own_bytes(self) -> int:
+        """Bytes of a block of the layers that keep all tokens; with a policy of one layer."""
+        return self.block_bytes(self.whole if self.budgets is None else self.whole[:1])
+
+    def fitting(self, most: int, needed: Callable[[int], int], limit: Any, of_what: str = "of one block") -> int:
+        """The most blocks, at most `most`, for which `needed` has no more bytes than `limit`.
+
+        Raises:
+            TypeError, ValueError: no number of bytes; too few for one block.
+        """
+        limit = as_bytes(limit, "max_memory_bytes")
+        if limit < needed(1):
+            raise ValueError(f"max_memory_bytes: expected at least {needed(1)}, the bytes {of_what}, got {limit}")
+        return bisect_right(range(min(most, 2**31 - 1) + 1), limit, key=needed) - 1
+
+    def total_blocks(self) -> int:
+        """The blocks of a pool: `num_blocks`, or what `max_memory_bytes` allow, or the lower of both, or the default.
+
+        With a policy those of the cache of a text.
+        """
+        if self.budgets is not None:
+            return self._evicting_blocks(self.budgets)
+        load, size, positions = self.load, self.block_size, self.model.config.max_position_embeddings
+        # Plus one block: cutting the last token off may copy the last block.
+        count, context = self.num_blocks, -(-load.default_contexts * positions // size) + 1
+        if self.max_memory_bytes is None:
+            tokens = min(load.default_contexts * positions, load.default_tokens)
+            return -(-tokens // size) + 1 if count is None else count
+        if count is None:
+            count = context if not load.texts else load.texts * context if self.windows else 2**31 - 1
+        return self._fitting_pool(count)
+
+    def _fitting_pool(self, count: int) -> int:
+        beside = self.kv_bytes(0)
+        also = f" ({beside} beside it)" if beside else ""
+        return self.fitting(count, self.kv_bytes, self.max_memory_bytes, f"of one block{also}")
+
+    def _evicting_blocks(self, budgets: Budgets) -> int:
+        peak = budgets.peak_blocks(self.block_size, self.load.piece, self.model.config.max_position_embeddings)
+        if self.load.texts:
+            return peak
+        count = peak if self.num_blocks is None else self.num_blocks
+        return count if self.max_memory_bytes is None else self._fitting_pool(count)
+
+    def evicting_texts(self, blocks: int) -> int:
+        """The most texts that evict, each with so many blocks of its own. ValueError: there is too little for one."""
+        most = max(1, self.load.texts)
+        if not self.load.texts:
+            return most
+        if self.num_blocks is not None:
+            most = min(most, as_count(self.num_blocks, "num_blocks", blocks, most=None) // blocks)
+        if self.max_memory_bytes is not None:
+            limit, own = as_bytes(self.max_memory_bytes, "max_memory_bytes"), self.kv_bytes(blocks)
+            if limit < own:
+                raise ValueError(f"max_memory_bytes: expected at least {own}, the bytes of one text, got {limit}")
+            most = min(most, limit // own)
+        return most
+
+    def cached_blocks(self, pool_blocks: int, count: int | None, max_memory_bytes: int | str | None) -> int:
+        """The blocks of a prefix cache beside a pool: `count`, or what `max_memory_bytes` of all K and V allow.
+
+        Raises:
+            TypeError: neither is given; another kind.
+            ValueError: a negative number; too few bytes for one block.
+        """
+        if count is None and max_memory_bytes is None:
+            raise TypeError("max_cache_blocks: expected an int, or max_memory_bytes in its place, got None")
+        count = None if count is None else as_count(count, "max_cache_blocks", most=None)
+        if max_memory_bytes is None:
+            assert count is not None
+            return count
+        size = max(1, self._own_bytes)
+        most = as_bytes(max_memory_bytes, "max_memory_bytes") // size + 1 if count is None else count
+        return self.fitting(
+            max(most, 1), lambda blocks: self.kv_bytes(pool_blocks + blocks, blocks), max_memory_bytes,
+            "of one block and of the engine's K and V",
+        )  # fmt: skip
+
+    # -- caches ---------------------------------------------------------------------------------------------
+
+    def _options(self, layers: Sequence[int], num_blocks: int) -> dict[str, Any]:
+        """The arguments of a cache of these layers."""
+        keys, values = self.storage.formats_of(layers)
+        return {
+            "num_blocks": num_blocks, "block_size": self.block_size, "num_heads": self.model.config.num_kv_heads,
+            "head_dim": self.model.config.head_dim, "num_layers": len(layers), "key_dtype": keys,
+            "value_dtype": values, "rotate": self.rotate, "calibration": self.storage.calibration_of(layers),
+            "residual_length": self.storage.residual_length, "first_tokens": self.storage.firsts,
+        }  # fmt: skip
+
+    def pool(self, num_blocks: int, cached: int | None = None) -> Pool:
+        """Make a pool; without texts.
+
+        Args:
+            num_blocks: of the layers that keep all tokens.
+            cached: the most blocks of the prefix cache; None: of many texts all, of one none.
+        """
+        if self.budgets is not None:
+            return self._evicting(self.budgets, num_blocks)
+        load, attention = self.load, layer_attention(self.model)
+        cache = self.make_cache(**self._options(self.whole, num_blocks))
+        if self._most_f16:
+            cache.reserve_unpacked(self._most_f16)
+        own_ids = None if load.texts else (0, 1)
+        newest, (number, _) = None, self._newest(cached or 0)
+        if number:
+            newest = NewestGroups(cache, texts=4 * load.texts) if load.texts else NewestGroups(cache, cached or 0)
+        shares = bool(load.texts) or cached is not None
+        index = PrefixCache.over(cache, cached) if shares else None
+        groups: list[Group] = [WholeLayers(self.whole, attention, cache, index, newest, load.drafts, own_ids)]
+        for window, layers in self.windows.items():
+            kept, pages = window - 1 + load.spare, None
+            paged = self.make_cache(**self._options(layers, self.window_blocks(window, num_blocks, cached or 0)))
+            if shares:
+                most = None if cached is None else num_pages(kept, self.block_size, cached)
+                pages = PrefixCache.over(paged, most)
+            groups.append(WindowLayers(window, kept, layers, attention, paged, pages, load.piece, own_ids))
+        return Pool(groups, self.block_size)
+
+    def _evicting(self, budgets: Budgets, num_blocks: int) -> Pool:
+        layers = range(self.model.config.num_layers)
+        options = self._options(layers, num_blocks) | {"separate_layers": True}
+
+        def make_cache() -> PagedKvCache:
+            return self.make_cache(**options)
+
+        group = EvictingLayers(budgets, layer_attention(self.model), make_cache, self.evicting_texts(num_blocks))
+        return Pool([group], self.block_size, self.piece)
+
+
+def _groups_of(model: Model) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """The layers that keep all tokens, ascending, and those of each window."""
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    for layer, each in enumerate(layer_attention(model)):
+        found[each.window or 0] = (*found.get(each.window or 0, ()), layer)
+    return found[0], {window: found[window] for window in sorted(found) if window}

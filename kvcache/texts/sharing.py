@@ -1,0 +1,97 @@
+"""`SharedPrefixes`: behind how many cached tokens a text can continue in all groups, and what it needs for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from kvcache.prefix.prefix_stats import PrefixCacheStats
+from kvcache.texts.group import Claim, Group
+from kvcache.texts.text import Text, Tokens
+
+__all__ = ["Arrived", "SharedPrefixes"]
+
+Arrived = Callable[[Text, int], None]
+
+
+class SharedPrefixes:
+    """The cached prefixes of all groups.
+
+    Args:
+        groups: the first one has the index, which says how many tokens are cached at most.
+
+    Attributes:
+        gone: texts that continued before the end of their cached prefix, since a group lacked what they needed there.
+        gone_tokens: the tokens between the two.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self.gone = self.gone_tokens = 0
+
+    def longest(self, text: Text) -> int:
+        """How many tokens of a text are cached."""
+        if not text.shares:
+            return 0
+        tokens, space = text.tokens, text.space
+        return self.longest_of(tokens, self._groups[0].longest(tokens, text.num_tokens, space), space)
+
+    def longest_of(self, tokens: Tokens, stop: int, space: object) -> int:
+        """The longest prefix of at most `stop` tokens that every group but the first one has."""
+        before, others = -1, self._groups[1:]
+        while before != stop and others:
+            before = stop
+            for group in others:
+                stop = group.longest(tokens, stop, space)
+        return stop
+
+    @contextmanager
+    def hold(
+        self, text: Text, most: int, arrived: Arrived | None = None, again: bool = False
+    ) -> Iterator[tuple[int, list[Claim]]]:
+        """The longest prefix of a text that every group has, at most `most` tokens and all but the last; held.
+
+        Args:
+            arrived: see `Pool.start`.
+            again: whether the text has been looked up before, and is not to be counted twice.
+
+        Yields:
+            The number of its tokens, and what each group has of them.
+        """
+        tokens, space, others = text.tokens[:most], text.space, self._groups[1:]
+        with ExitStack() as session:
+            first = self._groups[0].hold(tokens, text.num_tokens - 1, space, session, again)
+            assert first is not None
+            if arrived is not None:
+                arrived(text, first.cached)
+            while True:
+                with ExitStack() as held:
+                    stop = self.longest_of(text.tokens, first.stop, space)
+                    claims = [group.hold(text.tokens, stop, space, held, again) for group in others]
+                    if None not in claims:
+                        break_at = self._parting(first.stop, stop)
+                        self.gone += stop < first.stop
+                        self.gone_tokens += first.stop - stop
+                        yield stop, [first._replace(parting=break_at or first.parting), *filter(None, claims)]
+                        return
+
+    def _parting(self, cached: int, stop: int) -> int:
+        """Where two texts part and a group lacks what the next such text needs; 0: none does."""
+        at = cached // self._groups[0].caches[0].block_size * self._groups[0].caches[0].block_size
+        return at if stop < at else 0
+
+    def close_sessions(self) -> None:
+        """Release all that is held; for an owner whose calls have ended."""
+        for group in self._groups:
+            for cache in group.prefixes:
+                cache.close_sessions()
+
+    def counted(self, stats: PrefixCacheStats) -> PrefixCacheStats:
+        """`stats` without the tokens that were found and ran again; the reason "window" counts these texts."""
+        if not self._groups[1:]:
+            return stats
+        hit = stats.hit_tokens - self.gone_tokens
+        reasons = {**stats.miss_reasons, "window": self.gone}
+        rate = hit / stats.lookup_tokens if stats.lookup_tokens else 0.0
+        return replace(stats, hit_rate=rate, hit_tokens=hit, miss_reasons=reasons)

@@ -1,0 +1,90 @@
+"""`Text`: tokens, of which the first ones have their K and V in some groups of layers.
+
+    tokens     prompt prompt prompt prompt new new
+    computed   ^^^^^^^^^^^^^^^^^^^^                      K and V of these are in the pool
+
+Prefill, decode, a resumption after a preemption and a prefix hit are one case: `remaining` tokens are to run. The
+logits of the last one give the next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from copy import copy
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Text", "Tokens"]
+
+Tokens = NDArray[np.uint32]
+Self = TypeVar("Self", bound="Text")
+
+
+class Text:
+    """A text, and how far it is.
+
+    Args:
+        tokens: those to run; a copy of the caller's.
+        namespace: texts share cached blocks within one namespace.
+
+    Attributes:
+        num_tokens, num_prompt: tokens so far, and those that it began with.
+        seq_id: its sequence in the caches of all groups; -1: it has none.
+        computed: tokens whose K and V the groups have.
+        places: what each group knows of this text beside its sequence; see there.
+        space: the namespace of its cached blocks; one for each regime, if the network has several.
+        regime: of the tokens that ran, see `protocols.Model`.
+        keep_at: after how many tokens another text may continue; groups keep what it needs when these have run.
+        is_known: whether `tokens` are those of the sequence; not so where a caller made the sequence.
+    """
+
+    shares: bool = True  # whether its first tokens may come from cached blocks, and its blocks be cached
+
+    def __init__(self, tokens: Tokens, namespace: Hashable = None) -> None:
+        self._buffer, self.num_tokens = tokens, len(tokens)
+        self.namespace, self.space, self.num_prompt = namespace, namespace, len(tokens)
+        self.seq_id, self.computed, self.regime = -1, 0, 0
+        self.places: tuple[Any, ...] = ()
+        self.keep_at: list[int] = []
+        self.is_known = True
+
+    @property
+    def tokens(self) -> Tokens:
+        """All tokens so far, `(num_tokens,)`."""
+        return self._buffer[: self.num_tokens]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are to run."""
+        return self.num_tokens - self.computed
+
+    def next_tokens(self, count: int) -> Tokens:
+        """The next `count` tokens to run."""
+        return self._buffer[self.computed : self.computed + count]
+
+    def add(self, token: int) -> None:
+        """Add one token that is to run."""
+        if self.num_tokens == len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.empty(len(self._buffer) + 64, np.uint32)])
+        self._buffer[self.num_tokens] = token
+        self.num_tokens += 1
+
+    def continued(self: Self, tokens: Tokens, pos: int) -> Self:
+        """A text with the same places, of which `tokens` are those from `pos` on; `pos` is at most `computed`."""
+        other = copy(self)
+        if len(tokens) == 1 and pos == self.num_tokens:
+            other.add(int(tokens[0]))
+        else:
+            other._buffer = np.concatenate([self._buffer[:pos], tokens])
+            other.num_tokens = pos + len(tokens)
+        other.keep_at = []
+        return other
+
+    def moved(self, seq_id: int, computed: int, places: tuple[Any, ...]) -> None:
+        """Note another sequence, or none, in one step."""
+        self.__dict__.update(seq_id=seq_id, computed=computed, places=places)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.computed} of {self.num_tokens} tokens, sequence {self.seq_id})"

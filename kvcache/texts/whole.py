@@ -1,0 +1,268 @@
+"""Layers that keep every token, and the index of cached prefixes over their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import OutOfMemoryError
+from kvcache.networks.protocols import Float32, LayerAttention
+from kvcache.paged.cache import PagedKvCache
+from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.texts.group import (
+    Claim,
+    Ids,
+    LayerCall,
+    Lens,
+    Reclaim,
+    Rows,
+    append_within,
+    free_within,
+    has_blocks,
+    settle_within,
+)  # fmt: skip
+from kvcache.texts.newest import NewestGroups
+from kvcache.texts.text import Text, Tokens
+
+__all__ = ["WholeLayers"]
+
+
+class WholeLayers:
+    """The layers that keep every token.
+
+    Their cache is there even if it has no layers: its blocks are what prefixes are found by. A text has no place here
+    beside its sequence: None.
+
+    Args:
+        layers: of the network, ascending.
+        attention: how each layer of the network attends.
+        cache: K and V of these layers.
+        index: the prefix cache over its blocks; None: nothing is cached.
+        newest: tokens of cached texts in f16, for caches with a residual or sink tokens; None: there are none.
+        most_drafts: draft tokens that a text may have in a pass.
+        own_ids: the sequences that texts may have; None: all of the cache.
+    """
+
+    def __init__(
+        self, layers: Sequence[int], attention: Sequence[LayerAttention], cache: PagedKvCache,
+        index: PrefixCache | None = None, newest: NewestGroups | None = None, most_drafts: int = 0,
+        own_ids: Iterable[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.layers, self.cache, self.index, self.newest = tuple(layers), cache, index, newest
+        self.reclaim: Reclaim | None = None
+        self._calls = {layer: (own, attention[layer].options()) for own, layer in enumerate(layers)}
+        self._most_drafts, self._own_ids = most_drafts, own_ids
+        self._bytes = cache.total_memory_bytes
+
+    @property
+    def caches(self) -> Sequence[PagedKvCache]:
+        return (self.cache,)
+
+    @property
+    def prefixes(self) -> Sequence[PrefixCache]:
+        return [] if self.index is None else [self.index] if self.newest is None else [self.index, self.newest.cache]
+
+    @property
+    def keeps_f16(self) -> bool:
+        """Whether tokens of a text that runs are read in f16."""
+        return self.cache.residual_length > 0 or self.cache.first_tokens > 0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.cache.block_size)
+
+    def count(self) -> dict[str, int]:
+        free, idle = (self.cache.free_block_count, 0) if self.index is None else self.index.num_free_and_idle()
+        return {"free": free, "claimed": self.cache.total_blocks - free - idle, "cached": idle}
+
+    # -- a text begins --------------------------------------------------------------------------------------
+
+    def has_room(self, text: Text, found: int, claim: Claim, running: Sequence[Text]) -> bool:
+        size, texts = self.cache.block_size, len(running)
+        tokens = sum([each.num_tokens for each in running])  # each with drafts, a block that it began, and a copy
+        claimed = len(claim.blocks) + (tokens + texts * (self._most_drafts + size - 1)) // size + texts
+        needed = -(-text.num_tokens // size) - found // size + texts
+        return has_blocks(self.cache, [] if self.index is None else [self.index], needed, claimed)
+
+    def begin(self, seq_id: int, found: int, claim: Claim) -> None:
+        self.cache.adopt(seq_id, claim.blocks[: -(-found // self.cache.block_size)], found)
+        if claim.rows or claim.firsts:
+            self.cache.unpack(seq_id, claim.rows, claim.firsts)
+
+    def fork(self, text: Text, index: int, seq_id: int) -> None:
+        self.cache.fork(text.seq_id, seq_id)
+
+    # -- a pass ---------------------------------------------------------------------------------------------
+
+    def append(self, texts: Sequence[Text], index: int, ids: Ids, counts: Lens) -> None:
+        append_within(self.cache, ids, counts, self._make_room)
+
+    def _make_room(self, error: OutOfMemoryError) -> bool:
+        if self.index is not None and self.index.evict(error.requested - error.available):
+            return True
+        if self.cache.free_block_count > error.available:  # another thread has freed some
+            return True
+        return self.reclaim is not None and self.reclaim(error)
+
+    def expect_room(self, text: Text, index: int, pos: int, count: int, beside: bool) -> None:
+        cache, kept = self.cache, -(-pos // self.cache.block_size)
+        if beside:
+            return self._expect_free(-(-(pos + count) // cache.block_size) - pos // cache.block_size)
+        blocks = cache.block_table([text.seq_id]).block_ids
+        holders = cache.reference_counts(blocks)
+        copied = int(pos % cache.block_size and holders[kept - 1] > 1)
+        own = int((holders[kept:] == 1).sum())  # those that the cut frees
+        self._expect_free(-(-(pos + count) // cache.block_size) - kept + copied - own)
+
+    def compact(self, text: Text, index: int) -> None:
+        """Nothing: its blocks are full but for the last one."""
+
+    def _expect_free(self, blocks: int) -> None:
+        """Free blocks until there are so many; OutOfMemoryError: that is not possible."""
+        while (free := self.cache.free_block_count) < blocks:
+            error = OutOfMemoryError(blocks, free)
+            if not self._make_room(error):
+                raise error
+
+    def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
+        cache, calls = self.cache, self._calls
+
+        def attend(
+            layer: int, queries: Float32, keys: Float32, values: Float32, _: Float32 | None = None, /
+        ) -> Float32:
+            own, options = calls[layer]
+            return cache.write_and_attend(own, ids, lens, keys, values, queries, **options)
+
+        return attend, {}
+
+    def ran(self, text: Text, index: int, before: int) -> None:
+        cache = self.cache
+        if (length := cache.residual_length) and before // length < (text.computed - 1) // length:
+            cache.pack(text.seq_id, (text.computed - 1) // length * length)  # only the last group stays in f16
+
+    # -- going back -----------------------------------------------------------------------------------------
+
+    def loses(self, text: Text, index: int, end: int, chunk: int) -> bool:
+        """One group of the residual ends, or a chunk of several."""
+        pos, length = text.computed, self.cache.residual_length
+        return length > 0 < pos and (pos % length == 0 or pos // chunk < (end - 1) // chunk)
+
+    def expect(self, text: Text, index: int, pos: int) -> None:
+        """Nothing: every token is there."""
+
+    def cut(self, text: Text, index: int, pos: int) -> None:
+        self.cache.truncate(text.seq_id, pos)
+
+    def free(self, seq_id: int, place: Any) -> None:
+        free_within(self.cache, seq_id)
+
+    def settle(self, texts: Sequence[Text], index: int) -> list[Text]:
+        lost = [text for text in texts if text.seq_id not in self.cache]
+        settle_within(self.cache, {text.seq_id for text in texts}, self._own_ids)
+        for text in texts:
+            if text not in lost:
+                self.cache.truncate(text.seq_id, text.computed)
+                self.ran(text, index, 0)
+                if self._own_ids is None and not self._reads_f16(text):
+                    lost.append(text)
+        return lost
+
+    def _reads_f16(self, text: Text) -> bool:
+        """Whether a text has its sink tokens in f16, and of its last group those that were computed."""
+        if not self.keeps_f16:
+            return True
+        (firsts, base, _), length = self.cache.unpacked_tokens(text.seq_id), self.cache.residual_length
+        whole = firsts == self.cache.first_tokens or not base
+        return whole and (not length or base <= text.computed // length * length)
+
+    # -- cached prefixes ------------------------------------------------------------------------------------
+
+    def longest(self, tokens: Tokens, stop: int, space: Any) -> int:
+        return 0 if self.index is None else min(stop, self.index.peek(tokens, space))
+
+    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> Claim:
+        """Look the tokens up, which counts; the last one is to run, since logits are not cached."""
+        if self.index is None:
+            return Claim(0)
+        look_up = self.index.open_again if again else self.index.open_session
+        session = held.enter_context(look_up(tokens, space))
+        blocks = np.array(session.shared_blocks, np.int32)
+        return self.claim(tokens, min(stop, session.num_tokens), space, blocks)._replace(cached=session.num_tokens)
+
+    def claim(self, tokens: Tokens, stop: int, space: Any, blocks: NDArray[np.int32]) -> Claim:
+        """A claim of the first `stop` tokens in blocks that are held, as far as a text can go on after them.
+
+        A token must read its own group in f16, and all read the sink tokens so. Copies of these are kept; where some of
+        a group are missing it runs again, and where the sink tokens are, everything does.
+        """
+        length, num_firsts = self.cache.residual_length, self.cache.first_tokens
+        rows: Rows = ()
+        firsts: Rows = ()
+        if num_firsts and stop >= (length or num_firsts):
+            firsts = () if self.newest is None else self.newest.recall_firsts(tokens, space)
+            stop = stop if firsts else 0
+        elif num_firsts and not length:
+            stop = 0
+        begun, count, parting = stop % (length or 1), 0, 0
+        if begun:
+            if self.newest is not None:
+                count, rows = self.newest.recall(tokens[:stop], space)
+            stop += count - begun
+            if self.newest is not None and count < begun:
+                parting = stop - count + length
+        return Claim(stop, 0, blocks, rows if count else (), firsts, parting)
+
+    def keep(self, text: Text, index: int, stop: int) -> None:
+        """Cache the full blocks, by reference, and the tokens that another text reads in f16."""
+        if self.index is None or not text.shares:
+            return
+        full = stop // self.cache.block_size
+        cached = 0
+        with suppress(MemoryError):  # of the system: the blocks are not cached then
+            blocks = self.cache.block_table([text.seq_id]).block_ids
+            cached = self.index.adopt(text.tokens[: full * self.cache.block_size], blocks[:full], text.space)
+        if cached == full:
+            self._keep_newest(text, stop)
+
+    def _keep_newest(self, text: Text, stop: int) -> None:
+        if self.newest is not None and text.shares:
+            with suppress(MemoryError):
+                self.newest.keep(text.seq_id, text.tokens[:stop], text.space)
+
+    # -- reports --------------------------------------------------------------------------------------------
+
+    def positions(self, text: Text, index: int, layer: int) -> NDArray[np.int64]:
+        return np.arange(text.computed)
+
+    def memory(self, texts: Sequence[Text], index: int) -> list[dict[str, int]]:
+        newest = [] if self.newest is None else [self.newest.memory()]
+        return [self.cache.memory(), *([] if self.index is None else [self.index.memory()]), *newest]
+
+    def check(self, texts: Sequence[Text], index: int) -> None:
+        cache = self.cache
+        cache.check()
+        for each in self.prefixes[:1]:
+            each.check()
+            assert self._own_ids is not None or each.pinned_blocks == 0, "blocks of a prefix are held that no text uses"
+        if self.newest is not None:
+            self.newest.check()
+        owned = sorted(text.seq_id for text in texts)
+        ids = [int(each) for each in cache.sequence_ids()]
+        if self._own_ids is not None:
+            ids = [each for each in ids if each in self._own_ids]
+        assert ids == owned, f"sequences {ids} and those of texts, {owned}, differ"
+        claimed: set[int] = set()
+        for text in texts:
+            info = cache.get_sequence(text.seq_id)
+            assert info is not None, f"{text}: the sequence is gone"
+            assert info.num_tokens == text.computed, f"{text}: the sequence has {info.num_tokens} tokens"
+            assert self._own_ids is not None or self._reads_f16(text), f"{text}: tokens that it reads are packed"
+            if self._own_ids is None:
+                claimed.update(int(block) for block in info.block_ids)
+        if self._own_ids is None and self.index is not None:
+            free, idle = self.index.num_free_and_idle()
+            assert cache.total_memory_bytes == self._bytes, "tokens in f16 took more memory than was reserved"
+            assert free + idle + len(claimed) == cache.total_blocks, "free, claimed and cached blocks are not all"

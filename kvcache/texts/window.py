@@ -1,0 +1,322 @@
+"""Layers whose queries see a window: a cache of their own, which keeps little more than the newest tokens.
+
+Layers of one window form a group. While a text runs, blocks before the window leave the group's cache:
+
+    text            0 ............................................ 8,191
+    other layers    0 ............................................ 8,191       num_blocks grows with the text
+    window of 512   .......................... 7,600 .............. 8,191      num_blocks does not
+
+The place of a text is the position of its first token in the cache, a multiple of the block size, so that a token has
+the same slot of its block in every group. None: it is just changing; it is the number of computed tokens less those in
+the cache. A text may be cut to a position whose window is still there.
+
+Windows of cached prefixes are kept where prompts and texts end, and where two texts part. Pages are found by the exact
+tokens of the page, in a namespace of the hash of all tokens before it. So texts share the pages of the tokens that they
+share, a page needs no page before it, and the least recently used one leaves first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
+from kvcache.networks.protocols import Float32, LayerAttention
+from kvcache.paged.cache import PagedKvCache
+from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.texts.group import (
+    Claim,
+    Ids,
+    LayerCall,
+    Lens,
+    Reclaim,
+    append_within,
+    free_within,
+    has_blocks,
+    settle_within,
+)  # fmt: skip
+from kvcache.texts.text import Text, Tokens
+from kvcache.tiers.windows import WindowSource
+
+__all__ = ["WindowLayers", "num_kept", "num_pages"]
+
+_SHARE = 4  # cached blocks of the layers that keep all tokens per cached page of a window
+
+
+def num_kept(kept: int, block_size: int) -> int:
+    """The most blocks that a group has between two passes for `kept` tokens of a text, and one that a token begins."""
+    return -(-kept // block_size) + 2
+
+
+def num_pages(kept: int, block_size: int, blocks: int, share: int = _SHARE) -> int:
+    """The pages of one window beside a prefix cache of `blocks` blocks: a share of them, but at least two windows."""
+    return max(2 * num_kept(kept, block_size), blocks // share) if blocks else 0
+
+
+class WindowLayers:
+    """The layers of one window, and the cache of their newest tokens.
+
+    Args:
+        window: a query sees itself and the `window - 1` tokens before it.
+        kept: tokens that stay: those that the newest query sees, and some before, so that a text can be cut.
+        layers: of the network, ascending.
+        attention: how each layer of the network attends.
+        cache: K and V of these layers.
+        pages: the cached windows; None: nothing is cached.
+        most_piece: the most tokens of a pass.
+        own_ids: the sequences that texts may have; None: all of the cache.
+
+    Attributes:
+        ends: the window of the last multiple of this is kept too, where the text still has it.
+    """
+
+    def __init__(
+        self, window: int, kept: int, layers: Sequence[int], attention: Sequence[LayerAttention], cache: PagedKvCache,
+        pages: PrefixCache | None, most_piece: int, own_ids: Iterable[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.window, self.layers, self.cache, self.pages = window, tuple(layers), cache, pages
+        self._size, self._most_piece, self._own_ids = cache.block_size, most_piece, own_ids
+        self._kept = -(-kept // self._size) * self._size  # whole blocks: a fork then shares full ones alone
+        self._calls = {layer: (own, attention[layer].options()) for own, layer in enumerate(layers)}
+        self.ends = 1
+        self.reclaim: Reclaim | None = None
+
+    @property
+    def caches(self) -> Sequence[PagedKvCache]:
+        return (self.cache,)
+
+    @property
+    def prefixes(self) -> Sequence[PrefixCache]:
+        return [] if self.pages is None else [self.pages]
+
+    def first_seen(self, pos: int) -> int:
+        """The first token that the query at `pos` sees."""
+        return max(0, pos - self.window + 1)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return min(-(-num_tokens // self._size), num_kept(self._kept, self._size) + -(-self._most_piece // self._size))
+
+    def count(self) -> dict[str, int]:
+        free, idle = self.cache.free_block_count, sum(each.idle_blocks for each in self.prefixes)
+        return {"free": free, "claimed": self.cache.total_blocks - free - idle, "cached": idle}
+
+    # -- a text begins --------------------------------------------------------------------------------------
+
+    def has_room(self, text: Text, found: int, claim: Claim, running: Sequence[Text]) -> bool:
+        size, first, spare = self._size, claim.first // self._size, len(running)
+        most = num_kept(self._kept, size) + -(-self._most_piece // size)
+        needed = min(-(-text.num_tokens // size) - first, most) - (found // size - first)
+        return has_blocks(self.cache, self.prefixes, needed + spare, len(claim.blocks) + spare * (most + 1))
+
+    def begin(self, seq_id: int, found: int, claim: Claim) -> int:
+        """Start a sequence of the window of `found` tokens.
+
+        Raises:
+            InvalidOperationError: the claim lacks tokens that the next query sees.
+        """
+        if self.first_seen(found) < claim.first or claim.first + len(claim.blocks) * self._size < found:
+            raise InvalidOperationError(
+                f"share: expected the {found - self.first_seen(found)} tokens before {found} for the layers with a "
+                f"window of {self.window}, got {len(claim.blocks)} blocks from token {claim.first} on"
+            )
+        self.cache.adopt(seq_id, claim.blocks, found - claim.first)
+        return claim.first
+
+    def fork(self, text: Text, index: int, seq_id: int) -> int:
+        self.cache.fork(text.seq_id, seq_id)
+        return self._first(text, index)
+
+    def _first(self, text: Text, index: int) -> int:
+        first: int = text.places[index]
+        return first
+
+    # -- a pass ---------------------------------------------------------------------------------------------
+
+    def append(self, texts: Sequence[Text], index: int, ids: Ids, counts: Lens) -> None:
+        for text in texts:
+            first = max(0, text.computed - self._kept) // self._size * self._size
+            if first > self._first(text, index):
+                text.places = (*text.places[:index], None, *text.places[index + 1 :])
+                self.cache.apply_streaming_llm(text.seq_id, 0, text.computed - first)
+                text.places = (*text.places[:index], first, *text.places[index + 1 :])
+        append_within(self.cache, ids, counts, self._make_room)
+
+    def _make_room(self, error: OutOfMemoryError) -> bool:
+        if self.pages is not None and self.pages.evict(error.requested - error.available):
+            return True
+        if self.cache.free_block_count > error.available:  # another thread has freed some
+            return True
+        return self.reclaim is not None and self.reclaim(error)
+
+    def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
+        cache, calls, starts = self.cache, self._calls, np.array([text.places[index] for text in texts])
+
+        def attend(
+            layer: int, queries: Float32, keys: Float32, values: Float32, _: Float32 | None = None, /
+        ) -> Float32:
+            own, options = calls[layer]
+            return cache.write_and_attend(own, ids, lens, keys, values, queries, starts=starts, **options)
+
+        return attend, {}
+
+    def ran(self, text: Text, index: int, before: int) -> None:
+        """Nothing: blocks leave when room is made for the next tokens."""
+
+    def compact(self, text: Text, index: int) -> None:
+        """Nothing: its blocks are full but for the last one."""
+
+    def expect_room(self, text: Text, index: int, pos: int, count: int, beside: bool) -> None:
+        """Nothing: there is room for two windows and a piece of each."""
+
+    # -- going back -----------------------------------------------------------------------------------------
+
+    def loses(self, text: Text, index: int, end: int, chunk: int) -> bool:
+        """The last one of several chunks drops what the first one sees."""
+        last = (end - 1) // chunk * chunk
+        return last > text.computed and max(0, last - self._kept) // self._size * self._size > self._first(text, index)
+
+    def expect(self, text: Text, index: int, pos: int) -> None:
+        first = self._first(text, index)
+        if pos and self.first_seen(pos) < first:
+            raise InvalidOperationError(
+                f"pos: expected at least {first + self.window - 1}, got {pos}: the layers with a window of "
+                f"{self.window} keep the tokens from {first} on; go back to 0 or reset, and run the text again"
+            )
+
+    def cut(self, text: Text, index: int, pos: int) -> int:
+        first = text.places[index]
+        if first is None:
+            held = self.cache.get_sequence(text.seq_id)
+            assert held is not None
+            first = text.computed - held.num_tokens
+        self.cache.truncate(text.seq_id, max(0, pos - first))
+        place: int = min(first, pos)  # of an empty sequence: where the next token is its first
+        return place
+
+    def free(self, seq_id: int, place: Any) -> None:
+        free_within(self.cache, seq_id)
+
+    def settle(self, texts: Sequence[Text], index: int) -> list[Text]:
+        lost = [text for text in texts if text.seq_id not in self.cache]
+        settle_within(self.cache, {text.seq_id for text in texts}, self._own_ids)
+        for text in texts:
+            if text not in lost:
+                first = self.cut(text, index, text.computed)
+                text.places = (*text.places[:index], first, *text.places[index + 1 :])
+        return lost
+
+    # -- cached windows -------------------------------------------------------------------------------------
+
+    def longest(self, tokens: Tokens, stop: int, space: Any) -> int:
+        """The longest prefix of at most `stop` tokens whose window is cached; it may end inside a page."""
+        if all(self._holds(*page) for page in self._window(tokens, stop, space)):
+            return stop
+        best = run = 0
+        for i, page in enumerate(_pages(tokens[: stop // self._size * self._size], self._size, 0, space), 1):
+            run = run + 1 if self._holds(*page) else 0
+            if run >= i - self.first_seen(i * self._size) // self._size:
+                best = i * self._size
+        return best
+
+    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> Claim | None:
+        blocks = []
+        for page, name in self._window(tokens, stop, space):
+            assert self.pages is not None
+            session = held.enter_context(self.pages.open_session(page, name))
+            if session.num_tokens < len(page):
+                return None
+            blocks.append(session.shared_blocks[0])
+        return Claim(stop, self._first_page(stop) * self._size, np.array(blocks, np.int32))
+
+    def keep(self, text: Text, index: int, stop: int) -> None:
+        """Cache the full pages of the window of the first `stop` tokens, as far as the text has them.
+
+        The window is that of the last of these: a prompt that is cached whole runs it again.
+        """
+        place = text.places[index]
+        if self.pages is None or not text.shares or place is None:
+            return
+        size, tokens = self._size, text.tokens[:stop]
+        stop = len(tokens) // size * size
+        with suppress(MemoryError):  # of the system: they are not cached then
+            blocks = self.cache.block_table([text.seq_id]).block_ids
+            first = self.first_seen(max(0, min(stop - 1, len(tokens) // self.ends * self.ends))) // size
+            pages = _pages(tokens[:stop], size, first, text.space)
+            for i, (ids, name) in enumerate(pages, first - place // size):
+                if i >= 0:  # after a prefix that ended inside a page, the text may begin a page later
+                    self.pages.adopt(ids, blocks[i : i + 1], name)
+
+    def blocks(self, tokens: Tokens, stop: int, space: Any) -> dict[int, int]:
+        """The blocks of the window of the first `stop` tokens, by page; empty unless all of them are cached."""
+        assert self.pages is not None
+        found = {}
+        for number, (page, name) in enumerate(self._window(tokens, stop, space), self._first_page(stop)):
+            match = self.pages._cached.index.find(page, name)
+            if match.length < self._size:
+                return {}
+            found[number] = int(match.pages[0])
+        return found
+
+    def take(self, tokens: Tokens, stop: int, space: Any, bodies: dict[int, memoryview]) -> None:
+        """Cache the pages of the window of the first `stop` tokens that have arrived from tiers."""
+        assert self.pages is not None
+        source = self.pages.source
+        assert isinstance(source, WindowSource)
+        for number, (page, name) in enumerate(self._window(tokens, stop, space), self._first_page(stop)):
+            if number in bodies:
+                source.arrived = {name: bodies[number]}
+                with self.pages.open_again(page, name):
+                    source.arrived = {}
+
+    def _first_page(self, stop: int) -> int:
+        return self.first_seen(stop) // self._size
+
+    def _window(self, tokens: Tokens, stop: int, space: Any) -> Iterator[tuple[Tokens, Hashable]]:
+        return _pages(tokens[:stop], self._size, self._first_page(stop), space)
+
+    def _holds(self, page: Tokens, name: Hashable) -> bool:
+        return self.pages is not None and self.pages.peek(page, name) == len(page)
+
+    # -- reports --------------------------------------------------------------------------------------------
+
+    def positions(self, text: Text, index: int, layer: int) -> NDArray[np.int64]:
+        return np.arange(self._first(text, index), text.computed)
+
+    def memory(self, texts: Sequence[Text], index: int) -> list[dict[str, int]]:
+        return [self.cache.memory(), *[each.memory() for each in self.prefixes]]
+
+    def check(self, texts: Sequence[Text], index: int) -> None:
+        cache, claimed = self.cache, set[int]()
+        cache.check()
+        ids = [int(each) for each in cache.sequence_ids()]
+        assert ids == sorted(text.seq_id for text in texts), f"window {self.window}: {ids} are not the texts"
+        for text in texts:
+            first, held = text.places[index], cache.get_sequence(text.seq_id)
+            assert held is not None, f"{text}: its window of {self.window} is gone"
+            assert first is not None, f"{text}: where its window of {self.window} begins is not known"
+            assert held.num_tokens == text.computed - first, f"{text}: {held.num_tokens} tokens from {first} on"
+            assert 0 <= first <= self.first_seen(text.computed), f"{text}: its window of {self.window} has left"
+            assert first % cache.block_size == 0, f"{text}: {first} begins no block"
+            claimed.update(int(block) for block in held.block_ids)
+        for pages in self.prefixes:
+            pages.check()
+            assert self._own_ids is not None or pages.pinned_blocks == 0, f"window {self.window}: pages are held"
+            idle, free = pages.idle_blocks, cache.free_block_count
+            assert free + idle + len(claimed) == cache.total_blocks or self._own_ids is not None, (
+                f"window {self.window}: {free} free, {len(claimed)} claimed and {idle} cached blocks are not all of "
+                f"{cache.total_blocks}"
+            )
+
+
+def _pages(tokens: Tokens, size: int, first: int, space: Any) -> Iterator[tuple[Tokens, Hashable]]:
+    """The pages of `tokens` from page `first` on, the last one perhaps in part, each with its namespace."""
+    before = blake2b(tokens[: first * size].tobytes(), digest_size=32)
+    for start in range(first * size, len(tokens), size):
+        page = tokens[start : start + size]
+        yield page, (space, before.digest())
+        before.update(page.tobytes())

@@ -1,0 +1,81 @@
+"""The process of a server: descriptors, connections, signals."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+from http_servers import answer, post
+
+resource = pytest.importorskip("resource")
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+LIMITS = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
+MAIN = "from kvcache.__main__ import main; sys.exit(main(['serve', '--port', '0', *sys.argv[1:]]))"
+
+
+@contextmanager
+def serving(*options, soft=256, hard=256):
+    """A process with so many descriptors; yields it and the address of the demo model in it."""
+    command = [sys.executable, "-c", LIMITS.format(soft=soft, hard=hard) + MAIN, *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ, **pipes) as process:
+        try:
+            port = re.search(r":(\d+)/v1", process.stdout.readline())[1]
+            yield process, ("127.0.0.1", int(port))
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def asked(address, **body):
+    connection = socket.create_connection(address, timeout=60)
+    connection.sendall(post(json.dumps({"model": "demo", "prompt": "def ", **body}).encode()))
+    return connection
+
+
+def test_more_connections_than_descriptors():
+    """The oldest idle ones make room; requests that run are not among them, and the log stays small."""
+    with serving() as (process, address):
+        slow = asked(address, max_tokens=1500, temperature=0, logit_bias={"0": -100})
+        idle = [socket.create_connection(address, timeout=60) for _ in range(700)]
+        for connection in (asked(address, max_tokens=1) for _ in range(3)):
+            assert answer(connection)[0] == 200
+        assert idle[0].recv(1) == b"", "closed"
+        status, body = answer(slow)
+        assert (status, json.loads(body)["usage"]["completion_tokens"]) == (200, 1500)
+        for connection in idle:
+            connection.close()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        assert len(errors) < 10_000
+        assert "Traceback" not in errors
+
+
+def test_the_soft_limit_of_descriptors_is_raised():
+    with serving(soft=64, hard=1024) as (process, _):
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (1024, 1024)
+
+
+def test_a_second_signal_shortens_the_drain():
+    """Answers that run end at once, and say why."""
+    with serving("--drain", "600") as (process, address):
+        connection = asked(address, max_tokens=1900, n=32, temperature=1, stream=True, logit_bias={"0": -100})
+        assert connection.recv(1 << 16)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        data = b""
+        while piece := connection.recv(1 << 16):
+            data += piece
+        assert b"the server ends" in data
+        assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert process.wait(30) in (0, -signal.SIGTERM)
+        assert "Traceback" not in process.stderr.read()

@@ -1,0 +1,165 @@
+"""A plain twin of the engines: one text at a time, from its start, in a `PagedKvCache` that is made for it alone.
+
+It has no pieces but those of a policy, no forks, no sharing, and it drops nothing but what a policy evicts: a layer
+with a window keeps all tokens and attends to its window. So an engine with the same bits has lost nothing it reads.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from kvcache import InferenceEngine, PagedKvCache
+from kvcache.core.locks import CallLock
+from kvcache.engine import requests as single
+from kvcache.engine.new_requests import NewRequests, stop_tokens
+from kvcache.networks.protocols import layer_attention
+
+PIECE = 512  # tokens after which layers evict
+
+
+class PlainTexts:
+    """What an `InferenceEngine` with these options answers, one text after another.
+
+    The engine is asked for its settings alone: how it stores K and V, and what a policy keeps.
+    """
+
+    def __init__(self, model, **options):
+        settings = InferenceEngine(model, **options)
+        cache = settings.cache
+        self.model, self.attention = model, layer_attention(model)
+        self.budgets, self.lock = settings._budgets, threading.Lock()
+        known = cache.calibration
+        if any(each.window for each in self.attention) and options.get("calibrate"):  # the cache has some layers alone
+            known = options["calibrate"].without_centres(range(model.config.num_layers))
+        self.storage = {
+            "block_size": cache.block_size, "num_heads": cache.num_heads, "head_dim": cache.head_dim,
+            "num_layers": model.config.num_layers, "rotate": options.get("rotate", "auto"),
+            "separate_layers": self.budgets is not None, "calibration": known,
+            "residual_length": cache.residual_length, "first_tokens": cache.first_tokens,
+            "key_dtype": options.get("key_dtype") or options.get("dtype", "f32"),
+            "value_dtype": options.get("value_dtype") or options.get("dtype", "f32"),
+        }  # fmt: skip
+        self.most = None if self.budgets and self.budgets.endless else model.config.max_position_embeddings
+        self.new = NewRequests(model.config, self.most, 0, CallLock())
+        self.begin()
+
+    # -- a text ---------------------------------------------------------------------------------------------
+
+    def begin(self):
+        evicts = self.budgets is not None
+        self.cache = PagedKvCache(self.model.config.num_layers * 200 if evicts else 1, **self.storage)
+        self.num_tokens, self.length = 0, 0
+        for layer in range(self.model.config.num_layers if evicts else 1):
+            self.cache.allocate(layer, 0)
+        self.alive = [self.budgets.scoring.no_tokens] * self.model.config.num_layers if evicts else []
+
+    def run(self, tokens, logits="last"):
+        """Run the next tokens of the text; float32 `(1 or n, vocab)`."""
+        rows = []
+        run = self.run_whole if self.budgets is None else self.run_and_evict
+        while len(tokens):
+            most = len(tokens) if self.budgets is None else self.piece - self.num_tokens % self.piece
+            piece, tokens = tokens[:most], tokens[most:]
+            rows.append(run(piece, "all" if logits == "all" else "none" if len(tokens) else "last"))
+            self.num_tokens += len(piece)
+        return np.concatenate(rows)
+
+    @property
+    def piece(self):
+        return self.budgets.piece(PIECE, self.model.config.max_position_embeddings)
+
+    def places(self):
+        regime = getattr(self.model, "regime", None)
+        if regime is None or regime(1) == regime(self.model.config.max_position_embeddings):
+            return {}
+        return {"regime": regime(self.length)}
+
+    def run_whole(self, tokens, logits):
+        cache, count, size = self.cache, len(tokens), self.cache.block_size
+        cache.grow(max(0, -(-(self.num_tokens + count) // size) - cache.total_blocks))
+        cache.append(0, count)
+
+        def attend(layer, queries, keys, values, *_):
+            cache.write(layer, 0, keys, values)
+            options = self.attention[layer].options()
+            return cache.attention(layer, queries, [0], query_lens=[count], **options)
+
+        positions = np.arange(self.num_tokens, self.num_tokens + count)
+        return self.model.forward(tokens, positions, attend, logits, **self.places())
+
+    def run_and_evict(self, tokens, logits):
+        cache, count, budgets, pos = self.cache, len(tokens), self.budgets, self.num_tokens
+        hole = pos - len(self.alive[0].positions) if budgets.endless else 0
+        drawn = {}
+
+        def attend(layer, queries, keys, values, sink_queries=None):
+            cache.append(layer, count)
+            cache.write(layer, layer, keys, values)
+            options = {**self.attention[layer].options(), "sink_queries": sink_queries}
+            ids = np.array([layer], np.uint64)
+            mixed, drawn[layer] = budgets.scoring.attend(cache, layer, queries, ids, np.array([count]), options)
+            return mixed
+
+        places = {"sink_positions": np.arange(pos - hole, pos - hole + count)} if hole else {}
+        rows = self.model.forward(tokens, np.arange(pos, pos + count), attend, logits, **places)
+        for layer, rule in enumerate(budgets.rules):
+            alive = budgets.scoring.add(self.alive[layer], pos, count, drawn[layer])
+            if len(alive.positions) > rule.limit:
+                kept = budgets.keep(layer, alive, pos + count)
+                alive = budgets.scoring.keep(alive, kept)
+                if budgets.endless:
+                    cache.apply_streaming_llm(layer, rule.front, rule.back)
+                else:
+                    cache.keep_tokens(layer, kept)
+                cache.compact(layer)
+            self.alive[layer] = alive
+        return rows
+
+    # -- answers --------------------------------------------------------------------------------------------
+
+    def complete(self, prompt, params, tokenizer=None):
+        request = self.new.request(prompt, params, lambda: tokenizer, with_text=True)
+        with self.lock:  # tests ask from several threads
+            return request.complete(self.answer(request))
+
+    def answer(self, request):
+        self.begin()
+        self.length = len(request.tokens)
+        logits, text = self.run(request.tokens)[-1], list(request.tokens)
+        stops = stop_tokens(request.params, self.model.config)
+        for left in reversed(range(request.params.max_tokens)):
+            token = request.sampler.sample(logits)
+            if token in stops:
+                request.finish_reason = "stop"
+                return
+            request.observe(token, logits)
+            yield token
+            text.append(token)
+            if left == 0 or request.is_stopped() or len(text) - 1 == self.most:
+                return
+            logits = self.go_on(text)
+
+    def go_on(self, text):
+        """The logits after the newest token; a text that enters another regime runs again from its start."""
+        before, self.length = self.places(), len(text)
+        new = text[-1:]
+        if self.places() != before:
+            self.begin()
+            self.length, new = len(text), text
+        return self.run(np.array(new, np.uint32))[-1]
+
+    def score(self, tokens):
+        """As `InferenceEngine.score`."""
+        with self.lock:
+            self.begin()
+            self.length = len(tokens) - 1
+            scores, chunk = [], max(1, min(PIECE, single.SCORE_FLOATS // self.model.config.vocab_size))
+            if self.budgets is not None:
+                chunk = min(chunk, self.piece)
+            for start in range(0, len(tokens) - 1, chunk):
+                piece = tokens[start : min(start + chunk, len(tokens) - 1)]
+                targets = tokens[start + 1 : start + 1 + len(piece)]
+                scores.append(single.log_probabilities(self.run(piece, "all"), targets))
+        return np.concatenate([np.empty(0), *scores]).astype(np.float32)
