@@ -71,9 +71,18 @@ KEYS = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
+_ROPE_PER_KIND = ("gemma3_text", "olmo2")  # OLMo 3 has this architecture
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _DEFAULT_WHERE_ZERO = (*_CAPS, *_SCALES, "expert_count")
 _REQUIRED = ("num_attention_heads", "rms_norm_eps")  # those that config.json may leave out
+# Entries of `rope.` that are read, and those that change no text.
+_ROPE_ENTRIES = frozenset(
+    {
+        "dimension_count", "dimension_sections", "freq_base", "freq_base_swa", "scale_linear", "scaling.type",
+        "scaling.factor", "scaling.original_context_length", "scaling.finetuned", "scaling.yarn_attn_factor",
+        "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",
+    }
+)  # fmt: skip
 # Options that change the result and are not implemented, and the value that has no effect.
 NEUTRAL: dict[str, Any] = {
     "expert_count": 0,
@@ -126,6 +135,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     for key, neutral in NEUTRAL.items():
         if key not in architecture.understood:
             read.refuse(key, neutral)
+    read.refuse_unread("rope.", _ROPE_ENTRIES)
     found: dict[str, Any] = {"architectures": None, "rope_theta": 10000.0}
     for key, name in KEYS.items():
         value = read.get(name)
@@ -136,6 +146,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     found.setdefault("num_key_value_heads", found["num_attention_heads"])
     found |= {**architecture.fixed, "model_type": _model_type(architecture, found)}
     _set_heads(read, architecture, found)
+    if architecture.model_type not in _ROPE_PER_KIND:
+        read.refuse("rope.freq_base_swa", found["rope_theta"])
     _set_windows(read, architecture, found)
     found["tie_word_embeddings"] = "output.weight" not in file
     if "token_embd.weight" in file:
@@ -218,6 +230,14 @@ class _Entries:
 
     def refuse(self, name: str, *neutral: Any) -> None:
         _refuse(self._file, self.prefix + name, *neutral)
+
+    def refuse_unread(self, group: str, known: frozenset[str]) -> None:
+        """Raise CheckpointError for an entry of a group that is neither known nor in `NEUTRAL`."""
+        for key in self._file.metadata:
+            if key.startswith(self.prefix + group):
+                name = key.removeprefix(self.prefix)
+                if name.removeprefix(group) not in known and name not in NEUTRAL:
+                    self.fail(name, "no such entry", self.either(name))
 
     def fail(self, name: str, expected: str, value: Any = None) -> NoReturn:
         value = self.get(name) if value is None else value

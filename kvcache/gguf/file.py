@@ -1,6 +1,7 @@
 """A strict reader of the GGUF file format, for untrusted files.
 
-All numbers are little-endian; strings are a u64 length and UTF-8. A tensor's sizes begin with its row length:
+All numbers are little-endian; strings are a u64 length and UTF-8, but for texts of the metadata that no reader needs.
+A tensor's sizes begin with its row length:
 
     | "GGUF" | u32 version | u64 tensors | u64 entries |
     | entry: string key, u32 kind, value | ...                    an array is: u32 kind, u64 count, values
@@ -68,7 +69,8 @@ class GgufFile(Mapping[str, TensorInfo]):
     Attributes:
         path: of the file.
         metadata: the entries: int, float, bool, str; lists of str; arrays of numbers and bools. A float32 has the
-            value of its shortest decimal, such as 1e-5.
+            value of its shortest decimal, such as 1e-5. A text that is not UTF-8 is bytes: it is an error for those
+            who read it alone.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -133,7 +135,7 @@ class _Header:
         found: dict[str, Any] = {}
         for _ in range(count):  # a count beyond the file ends at the first read beyond it
             self._what = "metadata"
-            key = self._string(_MAX_KEY)
+            key = self._name()
             if key in found:
                 raise CheckpointError(f"{self._file.path}: {key:.100}: expected each key once, got it twice")
             self._what = f"{key:.100}"
@@ -147,7 +149,7 @@ class _Header:
         position = 0  # where the next tensor begins in the data
         for _ in range(count):
             self._what = "tensors"
-            name = self._string(_MAX_KEY)
+            name = self._name()
             if name in found:
                 raise CheckpointError(f"{self._file.path}: {name:.100}: expected each tensor once, got it twice")
             self._what = f"{name:.100}"
@@ -188,7 +190,7 @@ class _Header:
 
     def _scalar(self, kind: int) -> Any:
         if kind == _STRING:
-            return self._string()
+            return self._text()
         if kind == _BOOL:
             return self._bools(1)[0].item()
         if kind not in _NUMBERS:
@@ -218,10 +220,10 @@ class _Header:
             raise CheckpointError(f"{self._file.path}: {self._what}: expected 0 or 1, got {stored.max()}")
         return stored.astype(np.bool_)
 
-    def _strings(self, count: int) -> list[str]:
-        """Like `_string` for each, in a third of the time: vocabularies have hundreds of thousands."""
+    def _strings(self, count: int) -> list[str | bytes]:
+        """Like `_text` for each, in a third of the time: vocabularies have hundreds of thousands."""
         self._need(8 * count)
-        found: list[str] = []
+        found: list[str | bytes] = []
         while len(found) < count:
             data, at, there = self._data, self._at, len(self._data)
             try:
@@ -232,14 +234,22 @@ class _Header:
                         break
                     found.append(data[begin:stop].decode())
                     at = stop
-            except (struct.error, UnicodeDecodeError):  # `data` ends inside of a length; `_string` tells what is wrong
+            except (struct.error, UnicodeDecodeError):  # `data` ends inside of a length, or this text is bytes
                 pass
             self._at = at
             if len(found) < count:
-                found.append(self._string())
+                found.append(self._text())
         return found
 
-    def _string(self, most: int = MAX_HEADER_BYTES) -> str:
+    def _name(self) -> str:
+        """A key, or the name of a tensor."""
+        found = self._text(_MAX_KEY)
+        if isinstance(found, bytes):
+            raise CheckpointError(f"{self._file.path}: {self._what}: expected UTF-8, got {short(found)}")
+        return found
+
+    def _text(self, most: int = MAX_HEADER_BYTES) -> str | bytes:
+        """A string, as bytes if it is not UTF-8."""
         size = self._u64()
         if size > most:
             raise CheckpointError(
@@ -249,9 +259,7 @@ class _Header:
         try:
             return stored.decode()
         except UnicodeDecodeError:
-            raise CheckpointError(
-                f"{self._file.path}: {self._what}: expected UTF-8, got {short(bytes(stored))}"
-            ) from None
+            return bytes(stored)
 
     def _u32(self) -> int:
         return int.from_bytes(self._take(4), "little")

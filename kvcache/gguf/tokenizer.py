@@ -41,6 +41,7 @@ _PRE = {
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,  # SmolLM3, and some files of Llama 3
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
 }
@@ -74,8 +75,10 @@ def build_tokenizer(file: GgufFile) -> Any:
             kinds = (CONTROL, UNKNOWN) if special else (USER_DEFINED,)
             tokenizer.add_tokens(
                 [
-                    tokenizers.AddedToken(vocabulary.texts[i], special=special, normalized=False)
-                    for i in np.flatnonzero(np.isin(vocabulary.kinds, kinds))
+                    tokenizers.AddedToken(
+                        vocabulary.texts[i], special=special, normalized=False, rstrip=vocabulary.strips_after(i)
+                    )
+                    for i in np.flatnonzero(np.isin(vocabulary.kinds, kinds)).tolist()
                 ]
             )
         _surround(tokenizer, vocabulary, tokenizers)

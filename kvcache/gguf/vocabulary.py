@@ -21,7 +21,6 @@ MOST = 1 << 21  # tokens, and merges; the largest vocabularies have an eighth of
 # Special tokens with these texts end a text too: files name one or two of them by id, networks use several.
 _ENDS = frozenset(
     {
-        "</s>",
         "<EOT>",
         "<|call|>",
         "<eos>",
@@ -35,6 +34,9 @@ _ENDS = frozenset(
         "<|return|>",
     }
 )
+# This one does if it is a control token. In some vocabularies it is a piece of text: HTML ends `<s>` with it.
+_HTML_END = "</s>"
+_NEVER_STRIP = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # of the tokens of Phi-3
 # Pre-tokenizers of files that begin a text with the token bos, if the file does not say.
 _BEGINNING = ("llama3", "llama-v3", "llama-bpe")
 
@@ -53,6 +55,7 @@ class Vocabulary:
         bos, eos, unknown: ids or None.
         add_bos, add_eos: whether they surround an encoded text.
         add_space_prefix: whether a text begins with a space ("llama").
+        strips: whether special tokens take the white space behind them, but for those in `_NEVER_STRIP`.
     """
 
     model: str
@@ -67,6 +70,7 @@ class Vocabulary:
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
+    strips: bool
 
     @classmethod
     def of(cls, file: GgufFile) -> Vocabulary | None:
@@ -104,7 +108,19 @@ class Vocabulary:
             add_bos=read.flag("add_bos_token", pre in _BEGINNING if bytewise else True),
             add_eos=read.flag("add_eos_token", False),
             add_space_prefix=read.flag("add_space_prefix", not bytewise),
+            strips=not bytewise and _is_phi3(file),
         )
+
+    def strips_after(self, id: int) -> bool:
+        """Whether this special token takes the white space behind it."""
+        return self.strips and self.texts[id] not in _NEVER_STRIP
+
+
+def _is_phi3(file: GgufFile) -> bool:
+    """Whether this is a Phi-3 with SentencePiece: files do not say that its special tokens strip."""
+    name = file.metadata.get("general.name")
+    named = isinstance(name, str) and any(part in name.lower() for part in ("phi-3", "phi3"))
+    return named or file.metadata.get("general.architecture") == "phi3"
 
 
 class _Entries:
@@ -135,8 +151,8 @@ class _Entries:
 
     def strings(self, name: str) -> list[str]:
         found = self.get(name)
-        if not isinstance(found, list):
-            self.fail(name, "an array of strings")
+        if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+            self.fail(name, "an array of strings in UTF-8")
         return found
 
     def numbers(self, name: str, count: int, dtype: np.dtype[Any], default: int) -> NDArray[Any]:
@@ -206,6 +222,7 @@ def end_tokens(file: GgufFile) -> list[int] | None:
         # In gpt-oss the end of a message, not that of an answer.
         inner = {"<|end|>"} if {"<|return|>", "<|call|>"} <= special.keys() else set()
         ids += [special[text] for text in special if text in _ENDS - inner]
+        ids += [id for id in (special.get(_HTML_END),) if id is not None and kinds[id] == CONTROL]
     return ids or None
 
 

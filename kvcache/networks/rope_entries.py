@@ -18,6 +18,18 @@ _LEAST_BETA = 1e-6  # of YaRN's betas (rotations over the context): keeps the wa
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PARAMETERS, _SCALING = "rope_parameters", "rope_scaling"
 _KNOWN = ("default", "linear", "llama3", "yarn", "longrope")
+# The keys that one of the kinds reads. transformers too ignores those of another kind.
+_READ = frozenset(
+    {
+        "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
+        "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
+        "short_factor", "long_factor",
+    }
+)  # fmt: skip
+# Keys that nothing here reads and that change no text: sections are those of images, the others are remarks.
+_REMARKS = frozenset({"mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned"})
+# Keys that nothing here reads, and the values without an effect.
+_NEUTRAL = {"attn_factor": 1, "llama_4_scaling_beta": 0, "partial_rotary_factor": 1}
 
 
 class Ropes(NamedTuple):
@@ -109,6 +121,7 @@ def _rotary_dim(values: Mapping[str, Any], config: Mapping[str, Any], family: Fa
 def _rope(
     read: Entries, where: str, config: Entries, family: Family, positions: int, theta: float, rotary_dim: int
 ) -> Rope:
+    _refuse_unread(read, where, family)
     theta = read.number("rope_theta", theta, at_least=1.0)
     if theta <= 1:
         raise CheckpointError(f"rope_theta: expected more than 1, got {theta}")
@@ -158,6 +171,17 @@ def _rope(
         attention_factor=_yarn_attention_factor(read, factor),
         truncate=read.flag("truncate", True),
     )
+
+
+def _refuse_unread(read: Entries, where: str, family: Family) -> None:
+    """Raise CheckpointError for a key that nothing here reads, unless its value changes nothing."""
+    for key in read:
+        if key in _READ or key in _REMARKS or (key == "partial_rotary_factor" and key in family.defaults):
+            continue
+        value, neutral = read.get(key), _NEUTRAL.get(key)
+        if value is not None and (type(value) not in (int, float) or value != neutral):
+            expected = "no such key" if neutral is None else f"{neutral}, or no such key"
+            raise CheckpointError(f"{where}{key}: expected {expected}, got {short(value)}")
 
 
 def long_attention_factor(factor: float, original: int) -> float:

@@ -22,6 +22,7 @@ from gguf_files import (
     array,
     entry,
     pack,
+    string,
     tensor,
     write,
 )  # fmt: skip
@@ -62,6 +63,16 @@ def test_metadata_of_the_package(tmp_path):
     reader = gguf.GGUFReader(path)
     keys = {key for key in reader.fields if not key.startswith("GGUF.")}
     assert set(found) == keys
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+def test_texts_that_are_no_unicode(save, monkeypatch, chunk):
+    """Descriptions in other encodings stop nobody: who reads such a text finds bytes."""
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    latin, texts = "naïve".encode("latin-1"), ["a", b"\xff\xfe", "ß", b"\xc3"]
+    entries = [entry("general.description", STRING, string(latin)), entry("t", ARRAY, array(STRING, texts))]
+    found = GgufFile(save(pack([*entries, entry("n", U8, 7)]))).metadata
+    assert found == {"general.description": latin, "t": texts, "n": 7}
 
 
 def test_tensors_of_the_package(tmp_path, rng):
@@ -114,6 +125,7 @@ def test_an_empty_file_of_entries(save):
         (pack([entry("a", STRING, b"\xff")]), "a: expected 8 bytes at"),
         (pack([entry("a", STRING, array(U8, [])[4:])]), None),
         (pack([entry(b"\xff", U8, 1)]), r"metadata: expected UTF-8, got b'\\xff'"),
+        (pack([], [tensor(b"\xff", [4])]), r"tensors: expected UTF-8, got b'\\xff'"),
         (pack([entry("k" * 70000, U8, 1)]), "metadata: expected a string of at most 65535 bytes, got 70000"),
         (pack([entry("a", ARRAY, array(U8, [], 2**60))]), f"a: expected {2**60} bytes at"),
         (pack([entry("a", ARRAY, array(STRING, [], 2**60))]), f"a: expected {2**63} bytes at"),

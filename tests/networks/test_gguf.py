@@ -210,7 +210,7 @@ def test_no_file(tmp_path):
 
 def test_end_tokens(tmp_path):
     """Those that the file names, and special tokens with usual texts; a normal token of that text is none."""
-    texts = ["<|im_end|>", "a", "<|endoftext|>", "</s>", "<|eot_id|>", "b"]
+    texts = ["<|im_end|>", "a", "<|endoftext|>", "<|end|>", "<|eot_id|>", "b"]
     path = convert(
         GOLDEN / "llama",
         tmp_path / "x.gguf",
@@ -221,6 +221,20 @@ def test_end_tokens(tmp_path):
         tokenizer__ggml__eot_token_id=(U32, 1),
     )
     assert Transformer.from_pretrained(path).config.eos_token_ids == (0, 1, 2, 4, 5)
+
+
+def test_an_end_that_is_a_tag_of_html(tmp_path):
+    """Gemma has `</s>` as a piece of text; where it is a control token, or the one that is named, it ends a text."""
+    for kind, ends, named in ((4, (1,), 1), (1, (1,), 1), (3, (0, 1), 1), (4, (0,), 0)):
+        path = convert(
+            GOLDEN / "llama",
+            tmp_path / "x.gguf",
+            tokenizer__ggml__model=(STRING, "llama"),
+            tokenizer__ggml__tokens=(ARRAY, ["</s>", "<end>"], STRING),
+            tokenizer__ggml__token_type=(ARRAY, [kind, 3], I32),
+            tokenizer__ggml__eos_token_id=(U32, named),
+        )
+        assert Transformer.from_pretrained(path).config.eos_token_ids == ends
 
 
 def test_end_tokens_of_harmony(tmp_path):
@@ -258,6 +272,11 @@ REFUSED = {
     ),
     "longrope": ({"llama.rope.scaling.type": (STRING, "longrope")}, "scaling.type: expected none, linear or yarn"),
     "a factor of texts": ({"llama.rope.scaling.factor": (STRING, "2")}, r"rope_scaling.factor: expected a finite.*'2'"),
+    "an entry of RoPE that nothing reads": (
+        {"llama.rope.scaling.by_night": (F32, 2.0)},
+        "llama.rope.scaling.by_night: expected no such entry, got 2.0",
+    ),
+    "RoPE of windows": ({"llama.rope.freq_base_swa": (F32, 5e5)}, "freq_base_swa: expected 10000.0, got 500000.0"),
     "no layers": ({"llama.block_count": (U32, 0)}, "llama.block_count: expected .* up to 65536, got 0"),
     "NaN": (
         {"llama.rope.freq_base": (F32, float("nan"))},
@@ -291,6 +310,16 @@ def test_refused(tmp_path, case):
     path = write(tmp_path / "x.gguf", letters, entries, tensors_of(GOLDEN / "llama", config))
     with pytest.raises(CheckpointError, match=rf"x\.gguf: .*{message}"):
         Transformer.from_pretrained(path)
+
+
+def test_entries_without_an_effect(tmp_path):
+    said = {"general__description": (STRING, b"na\xefve"), "llama__rope__freq_base_swa": (F32, 10000.0)}
+    said |= {"llama__rope__scaling__finetuned": (BOOL, True)}
+    said |= {"llama__rope__dimension_sections": (ARRAY, [4, 2, 2, 0], I32)}
+    expected = Transformer.from_pretrained(GOLDEN / "llama")
+    found = Transformer.from_pretrained(convert(GOLDEN / "llama", tmp_path / "x.gguf", **said))
+    assert_same_weights(found, expected)
+    assert replace(found.config, architecture=expected.config.architecture) == expected.config
 
 
 TENSORS = {
