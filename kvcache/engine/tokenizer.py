@@ -59,7 +59,8 @@ class CheckpointText:
     def template(self, name: str) -> str | None:
         """The Jinja template of this name, else the one named "default", or None.
 
-        They are those of `chat_template.jinja` and `additional_chat_templates/`, else of `tokenizer_config.json`.
+        They are those of `chat_template.jinja` and `additional_chat_templates/`, else of `tokenizer_config.json`, else
+        of `chat_template.json`, where older folders of networks that take images have it.
 
         Raises:
             CheckpointError: a damaged file.
@@ -89,6 +90,9 @@ class CheckpointText:
     @cached_property
     def _templates(self) -> dict[str, str]:
         path, found = self._directory / "tokenizer_config.json", self._config.get("chat_template")
+        if found is None:
+            path = self._directory / "chat_template.json"
+            found = _json_of(path).get("chat_template")
         if isinstance(found, list):
             found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
         named: dict[str, Any] = found if isinstance(found, dict) else {"default": found}

@@ -18,6 +18,7 @@ from kvcache.networks.families import Family, family_of
 from kvcache.networks.files import read_json
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import ropes_of
+from kvcache.networks.towers import text_config_of
 
 __all__ = ["ModelConfig"]
 
@@ -32,7 +33,8 @@ class ModelConfig:
     """A decoder-only transformer. Its features are fields; `families` says which architecture has which.
 
     Attributes:
-        architecture: the class name in the checkpoint, e.g. "LlamaForCausalLM".
+        architecture: the class name in the checkpoint, e.g. "LlamaForCausalLM"; that of the text network, if it has
+            more than one.
         intermediate_size: of the MLP, or of one expert.
         num_heads, num_kv_heads, head_dim: query heads, KV heads (a divisor), channels of one head.
         max_position_embeddings: positions are in [0, max_position_embeddings).
@@ -114,6 +116,7 @@ class ModelConfig:
         """Validate the contents of a `config.json`. Raises CheckpointError naming the key and its value."""
         if not isinstance(config, Mapping):
             raise TypeError(f"config: expected a Mapping, got {type(config).__name__}")
+        config = text_config_of(config)
         architecture, family = family_of(config)
         read = Entries(config, defaults=family.defaults)
         hidden_size = read.size("hidden_size")

@@ -12,6 +12,7 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, stored_tensors
 from kvcache.networks.tensors import StoredRows, Tensors
+from kvcache.networks.towers import Names
 
 __all__ = ["FolderTensors"]
 
@@ -23,6 +24,7 @@ _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 class FolderTensors:
     """The tensors of a folder, translated.
 
+    - The text network of a checkpoint with several towers: its names have a prefix, the other towers are left out.
     - Norms: some families store the weight minus 1.
     - Mixtral has other names for its experts.
     - Phi-3 has queries, keys and values in one tensor, gate and up in another.
@@ -36,6 +38,7 @@ class FolderTensors:
     def __init__(self, checkpoint: Tensors, config: ModelConfig) -> None:
         self._checkpoint, self._config = checkpoint, config
         self._family = FAMILIES[config.architecture]
+        self._names = Names(checkpoint.__contains__)
         self._slab: tuple[tuple[str, int], StoredRows] | None = None  # the last expert that was read
 
     def __contains__(self, name: str) -> bool:
@@ -46,7 +49,8 @@ class FolderTensors:
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:
         """See `Tensors.require`; messages have the names of the files."""
-        self._checkpoint.require(stored_tensors(expected, self._place), optional)
+        others = self._names.is_of_another_tower
+        self._checkpoint.require(stored_tensors(expected, self._place), lambda name: others(name) or optional(name))
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
@@ -84,6 +88,11 @@ class FolderTensors:
         return StoredRows(slab.format, np.ascontiguousarray(values.T))
 
     def _place(self, name: str) -> Place:
+        place = self._place_of_texts(name)
+        return place._replace(name=self._names(place.name))
+
+    def _place_of_texts(self, name: str) -> Place:
+        """The place of a tensor, as a checkpoint of the text network alone names it."""
         inside = LAYER.fullmatch(name)
         if not inside:
             return Place(name)

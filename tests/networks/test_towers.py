@@ -1,0 +1,131 @@
+"""Text networks inside larger ones, compared with transformers on texts, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from dense_runs import run_dense
+from places import GOLDEN
+from tensor_files import pack_arrays
+
+from kvcache.engine import InferenceEngine, ModelConfig, SamplingParams, Transformer
+from kvcache.errors import CheckpointError
+from kvcache.networks.checkpoint import Checkpoint
+from kvcache.networks.towers import TOWERS
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+TOWER_FOLDERS = sorted(path.parent for path in GOLDEN.glob("towers/*/config.json"))
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
+
+
+@pytest.fixture(params=TOWER_FOLDERS, ids=lambda folder: folder.name)
+def folder(request):
+    return request.param
+
+
+def content_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def copy(folder, place, rename=lambda name: name, **changes):
+    """A copy of a folder with other names of tensors, and another configuration."""
+    shutil.copytree(folder, place, ignore=shutil.ignore_patterns("*.npz", "*.safetensors"))
+    checkpoint = Checkpoint(folder)
+    arrays = {rename(name): checkpoint.read(name) for name in checkpoint._files}
+    (place / "model.safetensors").write_bytes(pack_arrays(arrays))
+    (place / "config.json").write_text(json.dumps(content_of(folder) | changes))
+    return place
+
+
+def test_logits_and_texts(folder):
+    model = Transformer.from_pretrained(folder)
+    with np.load(folder / "golden.npz") as arrays:
+        for length in (33, 200):
+            prompt, expected = arrays[f"prompt_{length}"], arrays[f"exact_{length}"]
+            rows = run_dense(model, prompt)[arrays[f"positions_{length}"]]
+            rounding = np.abs(arrays[f"logits_{length}"] - expected).max()
+            np.testing.assert_allclose(rows, expected, rtol=0, atol=max(2e-6 * np.abs(expected).max(), 2 * rounding))
+            assert InferenceEngine(model).generate(prompt, GREEDY) == arrays[f"greedy_{length}"].tolist()
+
+
+def test_every_kind_has_a_model():
+    assert {content_of(folder)["architectures"][0] for folder in TOWER_FOLDERS} == set(TOWERS)
+
+
+def test_names_of_both_versions_of_transformers(folder, tmp_path):
+    """Files of transformers 4 have the prefix `language_model.model.`, some of version 5 `model.language_model.`."""
+    expected = run_dense(Transformer.from_pretrained(folder), np.arange(40, dtype=np.uint32))
+
+    def newer(name):
+        name = name.removeprefix("language_model.")
+        if name.startswith("model."):
+            return f"model.language_model.{name.removeprefix('model.')}"
+        return name if name.startswith("lm_head") else f"model.{name}"
+
+    for number, rename in enumerate((newer, lambda name: name)):
+        found = Transformer.from_pretrained(copy(folder, tmp_path / str(number), rename))
+        np.testing.assert_array_equal(run_dense(found, np.arange(40, dtype=np.uint32)), expected)
+
+
+def test_tensors_of_no_tower_are_refused(folder, tmp_path):
+    place = copy(folder, tmp_path / "x", lambda name: name.replace("vision_tower", "hearing_tower"))
+    with pytest.raises(CheckpointError, match="expected no others, got the tensors hearing_tower"):
+        Transformer.from_pretrained(place)
+
+
+def test_ends_and_ties_of_the_whole_network(folder):
+    """They come before those of the text network, which are often a default that nobody wrote."""
+    content = content_of(folder)
+    text = content["text_config"] | {"eos_token_id": 1}
+    assert ModelConfig.from_dict(content | {"text_config": text, "eos_token_id": [1, 106]}).eos_token_ids == (1, 106)
+    assert ModelConfig.from_dict(content | {"text_config": text, "eos_token_id": None}).eos_token_ids == (1,)
+    text["tie_word_embeddings"] = False
+    whole = {key: value for key, value in content.items() if key != "tie_word_embeddings"}
+    assert ModelConfig.from_dict(whole | {"text_config": text}).tie_word_embeddings
+    assert not ModelConfig.from_dict(whole | {"text_config": text, "tie_word_embeddings": False}).tie_word_embeddings
+    quantised = {"quantization_config": {"quant_method": "none such"}}
+    with pytest.raises(CheckpointError, match=r"quantization_config: expected .*, got quant_method 'none such'"):
+        ModelConfig.from_dict(content | quantised)
+
+
+def test_what_gemma_3_leaves_out():
+    """The text network of Gemma 3 4B as it is published; the rest are defaults."""
+    published = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106],
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152}, "mm_tokens_per_image": 256,
+    }  # fmt: skip
+    config = ModelConfig.from_dict(published)
+    sizes = (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim, config.max_position_embeddings)
+    assert sizes == (262208, 8, 4, 256, 131072)
+    assert (config.rope.factor, config.rope.theta, config.window_rope.theta) == (8.0, 1e6, 1e4)
+    assert config.windows[:7] == (1024,) * 5 + (None, 1024)
+    assert (config.tie_word_embeddings, config.eos_token_ids) == (True, (1, 106))
+    assert ModelConfig.from_dict(published | {"architectures": None}) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": None}, "text_config: expected an object, got None"),
+        ({"text_config": [1]}, r"text_config: expected an object, got \[1\]"),
+        ({"text_config": {"model_type": "gemma4_text"}}, "text_config.model_type: expected .*, got 'gemma4_text'"),
+        ({"text_config": {"model_type": []}}, "hidden_size: expected .*, got nothing"),
+        ({"text_config": {"model_type": ["x"]}}, r"text_config.model_type: expected .*, got \['x'\]"),
+        (
+            {"architectures": ["Gemma4ForConditionalGeneration"]},
+            r"architectures: expected one of .*Gemma3For.*, got \['Gemma4ForConditionalGeneration'\]",
+        ),
+        ({"architectures": None, "model_type": "gemma4"}, "model_type: expected one of .*mistral3, got 'gemma4'"),
+    ],
+)
+def test_refused(folder, changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_dict(content_of(folder) | changes)
