@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.core.arguments import short
+from kvcache.engine.tekken import tekken_vocabulary
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
-from kvcache.gguf.tokenizer import build_tokenizer
+from kvcache.gguf.tokenizer import build_tokenizer, tokenizer_of
 from kvcache.gguf.vocabulary import Vocabulary, chat_template
 from kvcache.networks.files import MAX_CONFIG_BYTES, read_file, read_json
 
@@ -28,7 +29,7 @@ class CheckpointText:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The `tokenizers.Tokenizer` of `tokenizer.json`, or None without such a file.
+        """The `tokenizers.Tokenizer` of `tokenizer.json`, else of `tekken.json`, or None without such a file.
 
         Raises:
             ImportError: the package is not installed.
@@ -36,7 +37,7 @@ class CheckpointText:
         """
         path = self._directory / "tokenizer.json"
         if not path.exists():
-            return None
+            return None if self._tekken is None else tokenizer_of(self._tekken, self._directory / "tekken.json")
         data = read_file(path, _MAX_BYTES)
         try:
             from tokenizers import Tokenizer
@@ -50,6 +51,13 @@ class CheckpointText:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
+
+    @cached_property
+    def _tekken(self) -> Vocabulary | None:
+        """The vocabulary of `tekken.json`, where no other file has one."""
+        path = self._directory / "tekken.json"
+        others = (self._directory / "tokenizer.json").exists()
+        return None if others or not path.exists() else tekken_vocabulary(path)
 
     @property
     def chat_template(self) -> str | None:
@@ -80,6 +88,8 @@ class CheckpointText:
         found = _special_tokens(self._directory / "tokenizer_config.json", self._config)
         if "added_tokens_decoder" in self._config:
             return found
+        if not self._config and self._tekken is not None:
+            return _tokens_by_id(self._tekken)
         path = self._directory / "special_tokens_map.json"
         return found | _special_tokens(path, _json_of(path))
 
@@ -154,7 +164,9 @@ class GgufText:
     def special_tokens(self) -> dict[str, str]:
         """Of the tokens that the file names by id; as those of `CheckpointText`."""
         found = Vocabulary.of(GgufFile(self._path))
-        if found is None:
-            return {}
-        ids = {"bos_token": found.bos, "eos_token": found.eos, "unk_token": found.unknown}
-        return {name: found.texts[id] for name, id in ids.items() if id is not None}
+        return {} if found is None else _tokens_by_id(found)
+
+
+def _tokens_by_id(vocabulary: Vocabulary) -> dict[str, str]:
+    ids = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos, "unk_token": vocabulary.unknown}
+    return {name: vocabulary.texts[id] for name, id in ids.items() if id is not None}

@@ -88,6 +88,17 @@ PIECES = {
     "llama-bpe": ["I", "'LL", " say", " don", "'t", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
     "smaug-bpe": ["I", "'LL", " say", " don", "'t", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
     "gpt-4o": ["I'LL", " say", " don't", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
+    "tekken": ["I", "'LL", " say", " don", "'t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
+    "qwen35": ["I", "'LL", " say", " don", "'t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
+    "falcon": [
+        "I", "'", "LL", " say", " don", "'", "t", ":", " ", "123", "4", "  ", " x", "!?", "\n", "\n", "y",
+    ],
+    "deepseek-coder": [
+        "I", "'", "LL", " say", " don", "'", "t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?", "\n", "\n", "y",
+    ],
+    "deepseek-llm": [
+        "I", "'", "LL", " say", " don", "'", "t", ":", " ", "1234", "  ", " x", "!?", "\n", "\n", "y",
+    ],
     "default": ["I", "'", "LL", " say", " don", "'", "t", ":", " ", "123", "4", "  ", " x", "!?", "\n", "\n", "y"],
 }
 
@@ -114,11 +125,27 @@ def test_whole_words(bytewise):
         assert bytewise(pre, more).encode(" xyz").tokens == ["Ġ", "x", "y", "z"]
 
 
-def test_composed_characters(bytewise):
-    """Qwen's tokenizers bring a text to Unicode NFC."""
-    assert (
-        bytewise("qwen2").encode("e\u0301").tokens == bytewise("qwen2").encode("é").tokens == [BYTES[0xC3], BYTES[0xA9]]
-    )
+@pytest.mark.parametrize("pre", module._COMPOSED)
+def test_composed_characters(bytewise, pre):
+    """Qwen's tokenizers, and some others, bring a text to Unicode NFC."""
+    assert bytewise(pre).encode("e\u0301").tokens == bytewise(pre).encode("é").tokens == [BYTES[0xC3], BYTES[0xA9]]
+
+
+def test_marks_belong_to_their_letters(bytewise):
+    """Qwen3.5 has them in words, where Qwen2 divides a text before a mark that has no composed letter."""
+    text = "a\u0330b"
+    for pre, expected in (("qwen35", [text]), ("qwen2", ["a", "\u0330b"])):
+        found = [text[start:stop] for _, (start, stop) in bytewise(pre).pre_tokenizer.pre_tokenize_str(text)]
+        assert found == expected
+
+
+def test_tekken_divides_at_changes_of_case(bytewise):
+    """It begins a text with bos, and leaves a word that is a token whole, as the vocabularies of Llama 3 do."""
+    text = "HTTPServer XMLHttp iPhone's"
+    tokenizer = bytewise("tekken", ["ĠiPhone"], bos_token_id=(U32, 0))
+    found = [text[start:stop] for _, (start, stop) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert found == ["HTTPServer", " XMLHttp", " i", "Phone", "'s"]
+    assert tokenizer.encode("he").tokens == ["!", "he"]
 
 
 def test_special_tokens(bytewise):
@@ -230,6 +257,24 @@ def test_runs_that_gemma_has_as_tokens(build):
     assert tokenizer.decode(tokenizer.encode(text).ids[1:], skip_special_tokens=False) == text
 
 
+@pytest.mark.parametrize(("model", "pre"), [("gemma4", None), ("llama", "gemma4")])
+def test_gemma_4_has_merges_over_characters(build, model, pre):
+    """Spaces are written as U+2581 and a merge may join words. bos is first, whatever a file says."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    texts = ["<pad>", "<bos>", "<unk>", *bytes_, "▁", "a", "b", "▁a", "a▁", "\n", "\n\n", "ab", "a▁a", "<|turn>"]
+    kinds = [CONTROL, CONTROL, UNKNOWN, *[BYTE] * 256, *[NORMAL] * 9, CONTROL]
+    entries = {"merges": (ARRAY, ["a b", "a ▁", "a▁ a", "▁ a", "\n \n"], STRING), "pre": pre and (STRING, pre)}
+    entries |= {"bos_token_id": (U32, 1), "unknown_token_id": (U32, 2), "add_bos_token": (BOOL, False)}
+    entries["scores"] = (ARRAY, list(range(len(texts))), F32)  # some files have these too: they mean nothing
+    tokenizer = build(model, texts, kinds, **entries)
+    for text, expected in {
+        "a a": ["a▁a"], " a": ["▁a"], "ab\n\na": ["ab", "\n\n", "a"], "<|turn>a b": ["<|turn>", "a▁", "b"],
+        "é": ["<0xC3>", "<0xA9>"], "": [],
+    }.items():  # fmt: skip
+        assert tokenizer.encode(text).tokens == ["<bos>", *expected]
+        assert tokenizer.decode(tokenizer.encode(text).ids[1:], skip_special_tokens=False) == text
+
+
 def test_a_byte_without_a_token_is_unknown(build):
     tokenizer = build(
         "llama", ["<unk>", "a"], [UNKNOWN, NORMAL], **{f"add_{x}": (BOOL, False) for x in ("space_prefix", "bos_token")}
@@ -267,7 +312,7 @@ def test_the_package_is_missing(bytewise, monkeypatch):
         ({"token_type": (ARRAY, [1], I32)}, "tokenizer.ggml.token_type: expected 268 numbers of int32, one for each"),
         ({"bos_token_id": (U32, 268)}, "bos_token_id: expected the id of one of 268 tokens, got 268"),
         ({"add_bos_token": (U32, 1)}, "add_bos_token: expected true or false, got 1"),
-        ({"model": (STRING, "bert")}, "tokenizer.ggml.model: expected gpt2 or llama, got 'bert'"),
+        ({"model": (STRING, "bert")}, "tokenizer.ggml.model: expected gpt2, llama or gemma4, got 'bert'"),
     ],
 )  # fmt: skip
 def test_refused(bytewise, entries, message):
