@@ -110,9 +110,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Raises CheckpointError for an architecture that is not supported, and for a part of a file that was split."""
-    # First: only the first part names the architecture.
-    _refuse(file, "split.count", 1, 0, where=f"{file.path}: ")
+    """Raises CheckpointError for an architecture that is not supported."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
@@ -218,8 +216,14 @@ class _Entries:
         self._file = file
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of an entry. Raises CheckpointError for an array: layers of different sizes are not supported."""
+        """The value of an entry, or that of every layer where it is an array.
+
+        Raises:
+            CheckpointError: an array of different values: layers of different sizes are not supported.
+        """
         found = self._file.metadata.get(self.prefix + name, default)
+        if isinstance(found, np.ndarray) and len(found) and (found == found[0]).all():
+            return float(str(found[0])) if found.dtype == np.float32 else found[0].item()
         if isinstance(found, (list, np.ndarray)):
             raise CheckpointError(f"{self.prefix}{name}: expected one value for all layers, got {short(found)}")
         return found
@@ -228,8 +232,11 @@ class _Entries:
         """The value of an entry, which may be an array with a value for each layer."""
         return self._file.metadata.get(self.prefix + name)
 
-    def refuse(self, name: str, *neutral: Any) -> None:
-        _refuse(self._file, self.prefix + name, *neutral)
+    def refuse(self, name: str, neutral: Any) -> None:
+        """Raise CheckpointError if the file has the entry, with another value than this."""
+        found = self.get(name)
+        if found is not None and (not isinstance(found, (bool, int, float)) or found != neutral):
+            raise CheckpointError(f"{self.prefix}{name}: expected {neutral}, got {short(found)}")
 
     def refuse_unread(self, group: str, known: frozenset[str]) -> None:
         """Raise CheckpointError for an entry of a group that is neither known nor in `NEUTRAL`."""
@@ -243,13 +250,6 @@ class _Entries:
         value = self.get(name) if value is None else value
         found = "nothing" if value is None else short(value)
         raise CheckpointError(f"{self.prefix}{name}: expected {expected}, got {found}")
-
-
-def _refuse(file: GgufFile, key: str, *neutral: Any, where: str = "") -> None:
-    """Raise CheckpointError if the file has the key, with another value than these."""
-    found = file.metadata.get(key, neutral[0])
-    if not isinstance(found, (bool, int, float)) or found not in neutral:
-        raise CheckpointError(f"{where}{key}: expected {neutral[0]}, got {short(found)}")
 
 
 def _scaling(read: _Entries, has_factors: bool) -> Mapping[str, Any]:

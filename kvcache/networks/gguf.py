@@ -67,7 +67,9 @@ def is_gguf(path: str | Path) -> bool:
 
 
 class GgufCheckpoint:
-    """The tensors of a GGUF file, under the names and in the row order of a Hugging Face checkpoint.
+    """The tensors of a GGUF file, or of all files that it was split into.
+
+    They have the names and the row order of a Hugging Face checkpoint.
 
     In files of the architecture `llama` and some others, rows of q and k are ordered for interleaved RoPE: row
     `2 i + j` of a head is row `i + j * head_dim / 2` of the original. They are put back as they are read. The experts
@@ -135,7 +137,7 @@ class GgufCheckpoint:
         if config.rope.kind != "default":
             raise CheckpointError(f"{path}: {name}: expected no other scaling beside it, got {config.rope.kind}")
         divisors = np.empty(info.shape, "<f4")
-        self.file.read([divisors], info.start, name)
+        self.file.read([divisors], name)
         if not ((divisors > 0) & (divisors <= _MAX_DIVISOR)).all():
             worst = divisors[~((divisors > 0) & (divisors <= _MAX_DIVISOR))][0]
             raise CheckpointError(f"{path}: {name}: expected positive numbers up to {_MAX_DIVISOR:g}, got {worst}")
@@ -186,7 +188,7 @@ class GgufCheckpoint:
         first, stop = first + place.first, stop + place.first
         begin, end = first // head * head, -(-stop // head) * head  # whole heads
         stored = np.empty((end - begin, size), np.uint8)
-        self.file.read([stored], info.start + begin * size, translated)
+        self.file.read([stored], translated, begin * size)
         if head == 1:
             return stored
         pairs = stored.reshape(-1, head // 2, 2, size)

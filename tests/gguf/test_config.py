@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from gguf_files import F32, STRING, U16, U32, entry, pack
+from gguf_files import F32, STRING, U32, entry, pack
 
 from kvcache.engine import ModelConfig
 from kvcache.errors import CheckpointError
-from kvcache.gguf.config import architecture_of, config_of
+from kvcache.gguf.config import config_of
 from kvcache.gguf.file import GgufFile
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -69,11 +69,3 @@ def test_a_file_without_scaling_has_none(parse):
     scaling = {"rope__scaling__type": (STRING, "yarn"), "rope__scaling__factor": (F32, 32.0)}
     rope = parse("gpt-oss", **experts, **scaling).rope
     assert (rope.kind, rope.factor, rope.truncate) == ("yarn", 32.0, False)
-
-
-def test_a_later_part_of_a_file_that_was_split(tmp_path):
-    """It has no architecture, and is refused for what it is."""
-    path = tmp_path / "x.gguf"
-    path.write_bytes(pack([entry("split.no", U16, 1), entry("split.count", U16, 3)]))
-    with pytest.raises(CheckpointError, match=r"x\.gguf: split.count: expected 1, got 3"):
-        architecture_of(GgufFile(path))

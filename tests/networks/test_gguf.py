@@ -188,6 +188,20 @@ def test_small_bands(tmp_path, monkeypatch):
     assert_same_weights(found, Transformer.from_pretrained(GOLDEN / "llama"))
 
 
+def test_a_network_in_several_files(tmp_path):
+    """As the gguf package splits it."""
+    config = ModelConfig.from_pretrained(GOLDEN / "llama")
+    letters, entries = entries_of(config, json.loads((GOLDEN / "llama" / "config.json").read_text()))
+    path = tmp_path / "x.gguf"
+    write(path, letters, entries, tensors_of(GOLDEN / "llama", config), split_max_tensors=8)
+    parts = sorted(tmp_path.glob("x-*-of-*.gguf"))
+    assert len(parts) == 3
+    engine = InferenceEngine.from_pretrained(parts[0])
+    assert engine.generate(PROMPT, GREEDY) == InferenceEngine.from_pretrained(GOLDEN / "llama").generate(PROMPT, GREEDY)
+    with pytest.raises(CheckpointError, match=r"x-00002-of-00003\.gguf: split.no: expected 0, that of the first"):
+        InferenceEngine.from_pretrained(parts[1])
+
+
 def test_from_gguf_of_any_name(tmp_path):
     path = convert(GOLDEN / "llama", tmp_path / "network")
     engine = InferenceEngine.from_gguf(str(path), seed=3, block_size=8)
@@ -264,7 +278,7 @@ REFUSED = {
     ),
     "a soft cap": ({"llama.attn_logit_softcapping": (F32, 50.0)}, "softcapping: expected 0.0, got 50.0"),
     "a window": ({"llama.attention.sliding_window": (U32, 64)}, "llama.attention.sliding_window: expected none, or .*"),
-    "one of several files": ({"split.count": (U32, 3)}, "split.count: expected 1, got 3"),
+    "one of several files": ({"split.count": (U32, 3)}, "split.count: expected a file named NAME-00001-of-00003.gguf"),
     "partial RoPE": ({"llama.rope.dimension_count": (U32, 8)}, "rope.dimension_count: expected 16 as in every head"),
     "values of another size": (
         {"llama.attention.value_length": (U32, 8)},
@@ -284,9 +298,10 @@ REFUSED = {
     ),
     "infinity": ({"llama.attention.layer_norm_rms_epsilon": (F32, float("inf"))}, "epsilon: expected a finite number"),
     "sizes per layer": (
-        {"llama.feed_forward_length": (ARRAY, [112, 112], I32)},
+        {"llama.feed_forward_length": (ARRAY, [112, 96], I32)},
         "feed_forward_length: expected one v",
     ),
+    "texts per layer": ({"llama.block_count": (ARRAY, ["2", "2"], STRING)}, "block_count: expected one value for all"),
     "no heads": ({"llama.attention.head_count": None}, "llama.attention.head_count: expected a number, got nothing"),
     "three pairs": ({"llama.attention.head_count_kv": (U32, 3)}, "attention.head_count_kv: expected a divisor of 4"),
     "embeddings for masks": ({"llama.attention.causal": (BOOL, False)}, "attention.causal: expected True, got False"),
@@ -314,6 +329,9 @@ def test_refused(tmp_path, case):
 
 def test_entries_without_an_effect(tmp_path):
     said = {"general__description": (STRING, b"na\xefve"), "llama__rope__freq_base_swa": (F32, 10000.0)}
+    said |= {"llama__feed_forward_length": (ARRAY, [112, 112], I32)}
+    said |= {"llama__attention__layer_norm_rms_epsilon": (ARRAY, [1e-6] * 2, F32)}
+    said |= {"llama__attention__causal": (ARRAY, [True, True], BOOL)}
     said |= {"llama__rope__scaling__finetuned": (BOOL, True)}
     said |= {"llama__rope__dimension_sections": (ARRAY, [4, 2, 2, 0], I32)}
     expected = Transformer.from_pretrained(GOLDEN / "llama")

@@ -82,10 +82,10 @@ def name_of(name, model_type="llama"):
     return f"{known.get_name(name)}.weight"  # sinks
 
 
-def write(path, architecture, entries, tensors):
+def write(path, architecture, entries, tensors, **options):
     """Write a file with the gguf package. Entries: `(kind, value)`, for arrays `(ARRAY, values, kind)`; tensors:
-    float arrays, or `(raw bytes, type's name)`."""
-    writer = gguf.GGUFWriter(path, architecture)
+    float arrays, or `(raw bytes, type's name)`; options of the package's writer."""
+    writer = gguf.GGUFWriter(path, architecture, **options)
     for key, (kind, content, *of) in entries.items():
         sub = gguf.GGUFValueType(of[0]) if of else None
         writer.add_key_value(key, content, gguf.GGUFValueType(kind), sub)
