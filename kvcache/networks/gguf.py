@@ -53,10 +53,11 @@ _NAMES = {
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
 }
-# The format of `Matrix` for each type. No matrix has the groups of Q5_1, Q5_K, Q6_K: they are quantised again.
+# The format of `Matrix` for each type. No matrix has the groups of Q5_1, Q2_K, Q5_K, Q6_K: they are quantised again.
 _FORMATS = {
     "F32": "f32", "F16": "f16", "BF16": "bf16",
-    "Q8_0": "q8_0", "Q5_0": "q8_0", "Q5_1": "q8_0", "Q5_K": "q8_0", "Q6_K": "q8_0",
+    "Q8_0": "q8_0", "Q5_0": "q8_0", "Q5_1": "q8_0", "Q2_K": "q8_0", "Q3_K": "q8_0", "Q5_K": "q8_0", "Q6_K": "q8_0",
+    "IQ4_NL": "q8_0", "IQ4_XS": "q8_0", "MXFP4": "q8_0",
     "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_1",
 }  # fmt: skip
 
@@ -170,7 +171,7 @@ class GgufCheckpoint:
         return _FORMATS[self.file[self._place(name).name].dtype]
 
     def rows(self, name: str, first: int, stop: int) -> StoredRows:
-        """See `Tensors.rows`. The scales and minima of Q4_K are float32; a matrix rounds them to f16."""
+        """See `Tensors.rows`. Scales and minima of Q4_K and IQ4_XS are float32; a matrix rounds them to f16."""
         info = self.file[self._place(name).name]
         raw, columns = self._rows(name, first, stop), _columns(info.shape)
         if info.dtype in ("F16", "BF16"):
