@@ -155,7 +155,7 @@ def _other_names(path: Path, count: int) -> list[Path]:
         return []
     end = f"-00001-of-{count:05d}.gguf"
     if not path.name.endswith(end):
-        raise CheckpointError(f"{path}: split.count: expected a file named NAME{end}, the first of {count}")
+        raise CheckpointError(f"{path}: split.count: expected a file named NAME{end}, got {short(path.name)}")
     stem = path.name.removesuffix(end)
     return [path.with_name(f"{stem}-{i:05d}-of-{count:05d}.gguf") for i in range(2, count + 1)]
 

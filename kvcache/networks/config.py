@@ -16,6 +16,7 @@ from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
 from kvcache.networks.families import Family, family_of
 from kvcache.networks.files import read_json
+from kvcache.networks.quantisation import quantisation_of
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import ropes_of
 from kvcache.networks.towers import text_config_of
@@ -131,7 +132,7 @@ class ModelConfig:
             raise CheckpointError(f"head_dim: expected an even number (RoPE turns pairs), got {head_dim}")
         positions = read.size("max_position_embeddings")
         num_layers = read.size("num_hidden_layers", most=_MAX_LAYERS)
-        _refuse_unsupported(config, read)
+        _refuse_unsupported(config, family, read)
         ropes = ropes_of(config, family, positions, head_dim)
         rotated = _rotated(read, num_layers)
         attention_bias = read.flag("attention_bias", False)
@@ -175,14 +176,11 @@ class ModelConfig:
         )
 
 
-def _refuse_unsupported(config: Mapping[str, Any], read: Entries) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], family: Family, read: Entries) -> None:
     """Raise CheckpointError for an option that changes the result and is not implemented."""
-    for key in ("quantization_config", "compression_config"):
-        found = config.get(key)
-        if found is not None:
-            method = found.get("quant_method") if isinstance(found, Mapping) else None
-            named = "" if method is None else f"quant_method {short(method)} of "
-            raise CheckpointError(f"{key}: expected an unquantised checkpoint, got {named}{short(found)}")
+    quantisation = quantisation_of(config)
+    if quantisation is not None and (quantisation.method == "mxfp4") and family.experts != "gpt_oss":
+        raise CheckpointError(f"quantization_config: expected mxfp4 for gpt_oss alone, got it for {family.model_type}")
     if read.flag("use_bidirectional_attention", False):
         raise CheckpointError("use_bidirectional_attention: expected false, got true")
 

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 
 from kvcache.engine import ModelConfig
-from kvcache.networks.weights import Checkpoint
+from kvcache.networks.checkpoint import Checkpoint
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 _CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
