@@ -44,7 +44,7 @@ class SamplingParams:
         temperature: logits are divided by it. Below 1e-6 the most likely token is taken; ties go to the lowest id.
         top_k: keep the k most likely tokens; ties go to the lowest ids. 0 is off.
         top_p: of these, keep the most likely tokens, as few as have probabilities that sum to `top_p` (nucleus
-            sampling, arXiv 1904.09751, section 3.1). 1 is off.
+            sampling, arXiv 1904.09751, section 3.1). 1 is off; 0 takes the most likely token.
         min_p: of these, keep tokens at least `min_p` times as likely as the most likely one (arXiv 2407.01082). 0 is
             off.
         max_tokens: maximum number of new tokens.
@@ -76,7 +76,7 @@ class SamplingParams:
         store = object.__setattr__
         store(self, "temperature", as_finite(self.temperature, "temperature", 0.0))
         store(self, "top_k", as_count(self.top_k, "top_k", most=None))
-        store(self, "top_p", as_finite(self.top_p, "top_p", 0.0, 1.0, above=True))
+        store(self, "top_p", as_finite(self.top_p, "top_p", 0.0, 1.0))
         penalty = as_finite(self.repetition_penalty, "repetition_penalty", 1 / _MOST_PENALTY, _MOST_PENALTY)
         store(self, "repetition_penalty", penalty)
         for name in ("presence_penalty", "frequency_penalty"):
@@ -170,7 +170,7 @@ class Sampler:
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken, and no random number used."""
-        return self.params.temperature < GREEDY_TEMPERATURE or self.params.top_k == 1
+        return self.params.temperature < GREEDY_TEMPERATURE or self.params.top_k == 1 or self.params.top_p == 0.0
 
     def resumed(self, text: NDArray[np.uint32], num_drawn: int) -> Sampler:
         """A sampler of the same random numbers in its state after `text`, whose last `num_drawn` tokens it drew."""

@@ -36,6 +36,9 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
 ARCHITECTURES = {
     "llama": Architecture("llama", True, understood=("expert_count",)),  # Mistral, Mixtral and SmolLM2 too
+    "mistral3": Architecture(
+        "ministral3", True, True, ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")
+    ),  # some files of Mistral Small too
     "qwen2": Architecture("qwen2", False),
     "qwen3": Architecture("qwen3", False),
     "qwen3moe": Architecture("qwen3_moe", False, understood=("expert_count",), fixed={"norm_topk_prob": True}),
@@ -155,6 +158,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     found["rope_scaling"] = _scaling(read, "rope_factors_long.weight" in file)
     if found["model_type"] == "gpt_oss":
         found["rope_scaling"] = {**found["rope_scaling"], "truncate": False}
+    if growth := read.get("attention.temperature_scale"):
+        found["rope_scaling"] = {**found["rope_scaling"], "llama_4_scaling_beta": growth}
     return found
 
 
@@ -270,4 +275,7 @@ def _scaling(read: _Entries, has_factors: bool) -> Mapping[str, Any]:
         "beta_fast": read.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": read.get("rope.scaling.yarn_beta_slow"),
     }
+    everywhere = read.get("rope.scaling.yarn_log_multiplier")
+    if everywhere:
+        scaling |= {"mscale": 1.0, "mscale_all_dim": everywhere, "attention_factor": None}
     return {key: value for key, value in scaling.items() if value is not None}

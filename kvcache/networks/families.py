@@ -36,7 +36,7 @@ class Family:
         experts: "mixtral", "qwen", "gpt_oss" or "": how files name and store them.
         fused: whether files store queries, keys and values as one matrix, and gate and up as one.
         defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`. Soft caps,
-            factors and `partial_rotary_factor` are read only where they are here.
+            factors, `partial_rotary_factor` and `llama_4_scaling_beta` are read only where they are here.
     """
 
     model_type: str
@@ -69,6 +69,13 @@ FAMILIES = {
     "MistralForCausalLM": Family(
         "mistral", windows="all", defaults={"num_key_value_heads": 8, "sliding_window": 4096}
     ),
+    "Ministral3ForCausalLM": Family("ministral3", windows="all", defaults={
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "llama_4_scaling_beta": 0.0,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    }),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, windows="types", window_switch=True, defaults=_QWEN),
     "Qwen3ForCausalLM": Family(
         "qwen3", qkv_bias=None, qk_norm="head", windows="types", window_switch=True, defaults=_QWEN | {"head_dim": 128}

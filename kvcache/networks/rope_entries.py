@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvcache.core.arguments import short
@@ -28,8 +29,9 @@ _READ = frozenset(
 )  # fmt: skip
 # Keys that nothing here reads and that change no text: sections are those of images, the others are remarks.
 _REMARKS = frozenset({"mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned"})
-# Keys that nothing here reads, and the values without an effect.
-_NEUTRAL = {"attn_factor": 1, "llama_4_scaling_beta": 0, "partial_rotary_factor": 1}
+# Keys that some families read, or none, and the values without an effect.
+_GROWTH = "llama_4_scaling_beta"
+_NEUTRAL = {"attn_factor": 1, _GROWTH: 0, "partial_rotary_factor": 1}
 
 
 class Ropes(NamedTuple):
@@ -82,7 +84,7 @@ def _ropes_in(name: str, config: Mapping[str, Any], family: Family, positions: i
             theta = Entries(values, f"{name}.").number("rope_theta", theta, at_least=1.0)
         parts.append((sliding, where, read.number("rope_local_base_freq", theta, at_least=1.0)))
     size = _rotary_dim(values, config, family, head_dim)
-    first, *rest = (_rope(Entries(part, where), where, read, family, positions, theta, size)
+    first, *rest = (_growing(Entries(part, where), where, read, family, positions, theta, size)
                     for part, where, theta in parts)  # fmt: skip
     return Ropes(first, rest[0] if rest and rest[0] != first else None, size)
 
@@ -118,10 +120,22 @@ def _rotary_dim(values: Mapping[str, Any], config: Mapping[str, Any], family: Fa
     return size
 
 
+def _growing(
+    read: Entries, where: str, config: Entries, family: Family, positions: int, theta: float, rotary_dim: int
+) -> Rope:
+    """The rotary embedding of an entry, and how queries grow with their position."""
+    _refuse_unread(read, where, family)
+    rope = _rope(read, where, config, family, positions, theta, rotary_dim)
+    growth = read.number(_GROWTH, 0.0) if _GROWTH in family.defaults else 0.0
+    if not growth:
+        return rope
+    original = read.size("original_max_position_embeddings", rope.original_positions or None)
+    return replace(rope, query_growth=growth, original_positions=original)
+
+
 def _rope(
     read: Entries, where: str, config: Entries, family: Family, positions: int, theta: float, rotary_dim: int
 ) -> Rope:
-    _refuse_unread(read, where, family)
     theta = read.number("rope_theta", theta, at_least=1.0)
     if theta <= 1:
         raise CheckpointError(f"rope_theta: expected more than 1, got {theta}")
@@ -176,7 +190,7 @@ def _rope(
 def _refuse_unread(read: Entries, where: str, family: Family) -> None:
     """Raise CheckpointError for a key that nothing here reads, unless its value changes nothing."""
     for key in read:
-        if key in _READ or key in _REMARKS or (key == "partial_rotary_factor" and key in family.defaults):
+        if key in _READ or key in _REMARKS or (key in _NEUTRAL and key in family.defaults):
             continue
         value, neutral = read.get(key), _NEUTRAL.get(key)
         if value is not None and (type(value) not in (int, float) or value != neutral):

@@ -31,7 +31,7 @@ class Tower:
 
 TOWERS = {
     "Gemma3ForConditionalGeneration": Tower("gemma3", ("gemma3_text",)),
-    "Mistral3ForConditionalGeneration": Tower("mistral3", ("mistral",)),
+    "Mistral3ForConditionalGeneration": Tower("mistral3", ("mistral", "ministral3")),
 }
 _BY_TYPE = {tower.model_type: tower for tower in TOWERS.values()}
 # Keys of the whole network, which come before those of its text network, and their defaults.

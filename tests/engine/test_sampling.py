@@ -346,7 +346,7 @@ def test_numpy_numbers_and_any_iterable():
         ("temperature", None, TypeError),
         ("top_k", -1, ValueError),
         ("top_k", 2.0, TypeError),
-        ("top_p", 0.0, ValueError),
+        ("top_p", -0.1, ValueError),
         ("top_p", 1.1, ValueError),
         ("top_p", math.nan, ValueError),
         ("repetition_penalty", 0, ValueError),

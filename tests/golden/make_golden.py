@@ -37,6 +37,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
@@ -131,6 +132,16 @@ VARIANTS = {
     ),
     "mistral_yarn": Variant(
         MistralConfig(**COMMON, head_dim=32, sliding_window=None, rope_parameters=YARN_ROPE), torch.bfloat16
+    ),
+    "ministral3": Variant(
+        Ministral3Config(
+            **COMMON, head_dim=24,
+            rope_parameters=YARN_ROPE | {
+                "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        ),
+        torch.bfloat16,
     ),
     "qwen2": Variant(
         Qwen2Config(**COMMON, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}),

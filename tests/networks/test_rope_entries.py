@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from configs import GEMMA3, GPT_OSS, LLAMA, OLMO3, PHI3, parse
+from configs import GEMMA3, GPT_OSS, LLAMA, MINISTRAL3, OLMO3, PHI3, parse
 
 from kvcache.errors import CheckpointError
 
@@ -94,6 +94,25 @@ def test_keys_of_rope_without_an_effect():
     silent = {"llama_4_scaling_beta": 0.0, "attn_factor": 1, "partial_rotary_factor": 1.0, "alpha": None}
     remarks = {"mrope_section": [2, 3, 3], "max_position_embeddings": 512, "finetuned": True, "low_freq_factor": 4}
     assert parse(LLAMA, rope_parameters=yarn | silent | remarks) == parse(LLAMA, rope_parameters=yarn)
+
+
+def test_queries_that_grow_with_their_position():
+    """Ministral 3 alone has them; without the keys they are those of the published networks."""
+    rope = parse(MINISTRAL3, max_position_embeddings=262144).rope
+    assert (rope.kind, rope.theta, rope.factor, rope.attention_factor) == ("yarn", 1e6, 16.0, 1.0)
+    assert (rope.original_positions, rope.query_growth) == (16384, 0.1)
+    assert rope.query_factors(np.array([0, 16383])) is None
+    found = rope.query_factors(np.array([16383, 16384, 32767, 32768, 262143]))
+    expected = [1, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(3), 1 + 0.1 * math.log(16)]
+    np.testing.assert_allclose(found, expected, rtol=1e-7)
+    flat = parse(MINISTRAL3, rope_parameters={"rope_type": "default", "rope_theta": 1e4}).rope
+    assert flat == parse(LLAMA).rope
+    assert flat.query_factors(np.array([10**6])) is None
+    growing = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
+    with pytest.raises(CheckpointError, match=r"original_max_position_embeddings: expected a positive .*, got nothing"):
+        parse(MINISTRAL3, rope_parameters=growing)
+    rope = parse(MINISTRAL3, rope_parameters=growing | {"original_max_position_embeddings": 8}).rope
+    np.testing.assert_allclose(rope.query_factors(np.array([7, 8])), [1, 1 + 0.5 * math.log(2)], rtol=1e-7)
 
 
 def test_rope_of_gpt_oss():

@@ -111,6 +111,16 @@ def test_what_gemma_3_leaves_out():
     assert ModelConfig.from_dict(published | {"architectures": None}) == config
 
 
+def test_ministral_3_inside_mistral_3():
+    """Both text networks come in the same class; a file that does not say which means the older one."""
+    content = content_of(GOLDEN / "towers" / "mistral3")
+    text = content["text_config"]
+    config = ModelConfig.from_dict(content | {"text_config": text | {"model_type": "ministral3"}})
+    assert config.architecture == "Ministral3ForCausalLM"
+    del text["model_type"]
+    assert ModelConfig.from_dict(content | {"text_config": text}).architecture == "MistralForCausalLM"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -14,6 +14,7 @@ LLAMA = {
     "max_position_embeddings": 512,
 }
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "sliding_window": None}
+MINISTRAL3 = {**LLAMA, "architectures": ["Ministral3ForCausalLM"], "num_key_value_heads": 2}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
 PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}

@@ -21,9 +21,9 @@ _CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BO
 _LETTERS = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "smollm3": "smollm3",
-    "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2", "gpt_oss": "gpt-oss",
+    "granite": "granite", "ministral3": "mistral3", "olmo2": "olmo2", "olmo3": "olmo2", "gpt_oss": "gpt-oss",
 }  # fmt: skip
-_INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
+_INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite")
 
 
 def string(text):
@@ -127,6 +127,9 @@ def entries_of(config, folder_config):
         found["rope.scaling.original_context_length"] = (U32, rope["original_max_position_embeddings"])
         found["rope.scaling.yarn_beta_fast"] = (F32, rope["beta_fast"])
         found["rope.scaling.yarn_beta_slow"] = (F32, rope["beta_slow"])
+    if kind == "ministral3":
+        found["rope.scaling.yarn_log_multiplier"] = (F32, rope["mscale_all_dim"])
+        found["attention.temperature_scale"] = (F32, rope["llama_4_scaling_beta"])
     if any(config.windows):
         found["attention.sliding_window"] = (U32, max(filter(None, config.windows)))
     if kind == "olmo3":
