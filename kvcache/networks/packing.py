@@ -136,7 +136,7 @@ class Floats:
         scales, (rows, columns) = self._scales(), self.shape
         scales = scales.reshape(1, 1) if scales.size == 1 else scales
         height, width = self._block
-        if scales.shape[1] == 1:
+        if scales.shape in ((1, 1), (rows, 1)):
             height, width = rows // len(scales), columns
         chosen = np.repeat(scales[np.arange(first, stop) // height], width, axis=1)[:, :columns]
         return StoredRows("f32", _E4M3[self._parts.rows(first, stop)] * chosen)
@@ -160,42 +160,39 @@ class _Grouped:
     ) -> None:  # fmt: skip
         if groups > 1 and shape[1] % (groups * _GROUP):
             parts.fail(parts.name, f"groups of a multiple of {_GROUP} channels", f"{groups} groups of {shape[1]}")
-        self.shape, self._bits, self._parts = shape, bits, parts
+        if zeros is not None and bits == 8:
+            parts.fail(parts.name, "8 bits without zeros", "zeros beside it")
+        self.shape, self.format = shape, "q8_0" if bits == 8 else "q4_0" if zeros is None else "q4_1"
         self._repeat = shape[1] // groups // _GROUP if groups > 1 else -(-shape[1] // _GROUP)
         self._codes, self._scales, self._zeros = codes, scales, zeros
         self._held: tuple[Float32, Float32 | None] | None = None  # scales and minima, from the first row to the last
 
-    @property
-    def format(self) -> str:
-        if self._bits == 8:
-            self._minima(np.float32(0))
-            return "q8_0"
-        return "q4_0" if self._minima(np.float32(0)) is None else "q4_1"
-
     def rows(self, first: int, stop: int) -> StoredRows:
         if self._held is None:
             read = self._scales()
-            self._held = read, self._minima(read)
+            self._held = read, None if self._zeros is None else -(read * self._zeros())
         scales, minima = self._held
         if stop >= self.shape[0]:
             self._held = None
         codes = self._codes(first, stop)
         wide = np.repeat(scales[first:stop], self._repeat, axis=1)
-        if self._bits == 8:
-            return StoredRows("q8_0", (codes ^ np.uint8(128)).view(np.int8), wide)
-        if minima is None:
-            return StoredRows("q4_0", codes, wide)
-        return StoredRows("q4_1", codes, wide, np.repeat(minima[first:stop], self._repeat, axis=1))
+        if self.format == "q8_0":
+            return StoredRows(self.format, (codes ^ np.uint8(128)).view(np.int8), wide)
+        wide_minima = None if minima is None else np.repeat(minima[first:stop], self._repeat, axis=1)
+        return StoredRows(self.format, codes, wide, wide_minima)
 
-    def _minima(self, scales: Float32 | np.float32) -> Float32 | None:
-        """What a code of 0 stands for; None if all zeros are half of the range."""
-        zeros, middle = None if self._zeros is None else self._zeros(), 1 << self._bits - 1
-        if zeros is None or (zeros == middle).all():
-            return None
-        if self._bits == 8:
-            self._parts.fail(self._parts.name, f"zeros of {middle} in 8 bits", "others")
-        found: Float32 = -(scales * zeros)
-        return found
+
+def _if_all(
+    parts: Parts, name: str, zero: int, zeros: Callable[[], NDArray[Any]], scales: Callable[[], Float32]
+) -> Callable[[], Float32]:
+    """`scales`, but CheckpointError unless all `zeros` of the tensor `name` are `zero`."""
+
+    def checked() -> Float32:
+        if (zeros() != zero).any():
+            parts.fail(name, f"zeros of {zero}, those of symmetric numbers", "others")
+        return scales()
+
+    return checked
 
 
 def _unpacked(words: NDArray[np.int32], bits: int, axis: int) -> UInt8:
@@ -221,16 +218,15 @@ def bytes_of(parts: Parts, stem: str) -> _Grouped:
     parts.main("I8", 2)
     rows, columns = parts.shape
     scales, groups = _row_scales(parts, f"{stem}.weight_scale", rows)
-    name, zeros = f"{stem}.weight_zero_point", None
+    name = f"{stem}.weight_zero_point"
     if parts.has(name):
-        stored = parts.words(name, parts.shape_of(f"{stem}.weight_scale"), "I8")
-        zeros = lambda: stored().view(np.uint8) ^ np.uint8(128)  # noqa: E731
+        scales = _if_all(parts, name, 0, parts.words(name, parts.shape_of(f"{stem}.weight_scale"), "I8"), scales)
 
     def codes(first: int, stop: int) -> UInt8:
         found: UInt8 = parts.rows(first, stop).view(np.uint8) ^ np.uint8(128)
         return found
 
-    return _Grouped(parts, (rows, columns), 8, groups, codes, scales, zeros)
+    return _Grouped(parts, (rows, columns), 8, groups, codes, scales)
 
 
 def packed_of(parts: Parts, stem: str) -> _Grouped:
@@ -289,16 +285,22 @@ def gptq_of(parts: Parts, stem: str, quantisation: Quantisation) -> _Grouped:
     """Words along the input channels; the zeros are along the outputs, less 1 in the older version."""
     parts.main("I32", 2)
     bits, (words, rows) = quantisation.bits, parts.shape
-    columns = words * 32 // bits
+    columns, name = words * 32 // bits, f"{stem}.qzeros"
     groups = _groups(parts, quantisation, columns)
     read = parts.floats(f"{stem}.scales", (groups, rows))
-    packed = parts.words(f"{stem}.qzeros", (groups, rows * bits // 32))
+    packed = parts.words(name, (groups, rows * bits // 32))
     less, mask = np.uint8(quantisation.zeros_less_one), np.uint8((1 << bits) - 1)
     codes = _Columns(lambda: _unpacked(parts.rows(0, words), bits, 0), rows)
     scales = _in_order(parts, f"{stem}.g_idx", columns, groups, lambda: read().T)
-    return _Grouped(
-        parts, (rows, columns), bits, groups, codes, scales, lambda: (_unpacked(packed(), bits, 1) + less & mask).T
-    )  # fmt: skip
+
+    def zeros() -> UInt8:
+        found: UInt8 = (_unpacked(packed(), bits, 1) + less & mask).T
+        return found
+
+    if not quantisation.symmetric:
+        return _Grouped(parts, (rows, columns), bits, groups, codes, scales, zeros)
+    scales = _if_all(parts, name, 1 << bits - 1, zeros, scales)
+    return _Grouped(parts, (rows, columns), bits, groups, codes, scales)
 
 
 def awq_of(parts: Parts, stem: str, quantisation: Quantisation) -> _Grouped:

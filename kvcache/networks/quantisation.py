@@ -24,6 +24,7 @@ class Quantisation(NamedTuple):
         bits: of a number (gptq).
         group_size: channels per scale (gptq, awq); -1: all of a row.
         zeros_less_one: whether zeros are stored less 1 (gptq).
+        symmetric: whether all zeros are half of the range (gptq).
         block: rows and columns per scale (fp8, compressed-tensors), where scales are those of blocks.
     """
 
@@ -31,6 +32,7 @@ class Quantisation(NamedTuple):
     bits: int = 4
     group_size: int = 128
     zeros_less_one: bool = True
+    symmetric: bool = True
     block: tuple[int, int] = _BLOCK
 
 
@@ -118,7 +120,8 @@ def _compressed(read: _Read) -> Quantisation:
 def _gptq(read: _Read) -> Quantisation:
     version = read.one_of("checkpoint_format", None, "gptq", "gptq_v2")
     read.empty("dynamic")
-    return Quantisation("gptq", read.one_of("bits", 4, 8), read.group_size(), version != "gptq_v2")
+    bits, size = read.one_of("bits", 4, 8), read.group_size()
+    return Quantisation("gptq", bits, size, version != "gptq_v2", read.flag("sym", True))
 
 
 def _awq(read: _Read) -> Quantisation:

@@ -61,6 +61,10 @@ def fp8_blocks(rng, rows, columns):
     return fp8(rng, rows, columns, (48, 40), dtype=ml_dtypes.bfloat16)
 
 
+def fp8_wide(rng, rows, columns):
+    return fp8(rng, rows, columns, (48, 256))
+
+
 def fp8_rows(rng, rows, columns):
     value, parts = fp8(rng, rows, columns, (1, columns), "weight_scale")
     return value, parts | {"input_scale": np.ones(1, np.float32)}
@@ -145,6 +149,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_
 CASES = {
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": None}, "f16", 2.0**-11),
     "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [48, 40]}, "f16", 2.0**-11),
+    "fp8 wide blocks": (fp8_wide, {"quant_method": "fp8", "weight_block_size": [48, 256]}, "f16", 2.0**-11),
     "float rows": (fp8_rows, COMPRESSED | {"format": "float-quantized"}, "f16", 2.0**-11),
     "int rows": (int8, COMPRESSED | {"format": "int-quantized"}, "q8_0", 0),
     "int groups": (int8_groups, COMPRESSED | {"format": "int-quantized"}, "q8_0", 0),
@@ -244,8 +249,15 @@ WRONG = {
         r"g_idx: expected channels in the order of their groups, got another order \(desc_act\)",
     ),
     "a bias": ("gptq", {".bias": np.ones(128, np.float16)}, "expected no others, got the tensors .*bias"),
-    "zeros in 8 bits": ("gptq 8 bits", {".qzeros": np.zeros((4, 32), np.int32)}, "expected zeros of 128 in 8 bits"),
-    "zeros of bytes": ("int rows", {".weight_zero_point": np.ones((128, 1), np.int8)}, "zeros of 128 in 8 bits"),
+    "zeros of symmetric numbers": (
+        "gptq", {".qzeros": np.zeros((4, 16), np.int32)},
+        "qzeros: expected zeros of 8, those of symmetric numbers, got others",
+    ),
+    "zeros in 8 bits": ("gptq 8 bits", {".qzeros": np.zeros((4, 32), np.int32)}, "qzeros: expected zeros of 128,"),
+    "zeros of bytes": ("int rows", {".weight_zero_point": np.ones((128, 1), np.int8)}, "point: expected zeros of 0,"),
+    "zeros beside 8 bits": (
+        "packed 8 bits", {".weight_zero_point": np.zeros((32, 2), np.int32)}, "expected 8 bits without zeros,",
+    ),
     "no numbers": ("fp8", {".weight": np.full((128, 128), 0x7F, np.uint8).view(ml_dtypes.float8_e4m3fn)}, "finite"),
     "other blocks": ("fp8 blocks", {".weight_scale_inv": (2, 3)}, "weight_scale_inv: expected .* got .*2, 3"),
     "a scale of the cache": ("float rows", {".k_scale": (1,)}, "expected no others, got the tensors .*k_scale"),
