@@ -133,5 +133,7 @@ class QuantisedTensors:
             source = bytes_of(parts, stem)
         else:
             return
+        if kind != "weight" and f"{stem}.weight" in self._checkpoint:
+            parts.fail(f"{stem}.weight", f"none beside {name}", "the matrix twice")
         self._sources[f"{stem}.weight"] = source
         self._left -= {name, *(f"{stem}.{each}" for each in _BESIDE)}
