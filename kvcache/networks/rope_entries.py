@@ -144,6 +144,8 @@ def _rope(
     kind = "default" if kind is None else kind
     if family.model_type == "phi3" and kind in ("su", "yarn"):  # its older names
         kind = "longrope"
+    if kind == "mrope":  # several positions for a part of an image; those of a text are one
+        kind = "default"
     if kind not in _KNOWN:
         raise CheckpointError(f"{where}rope_type: expected {', '.join(_KNOWN[:-1])} or longrope, got {short(kind)}")
     if kind == "default":

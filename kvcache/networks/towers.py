@@ -22,27 +22,34 @@ class Tower:
 
     Attributes:
         model_type: the name in config.json.
-        texts: the model types that the text network may have; the first one if `text_config` does not say.
+        texts: the model types that the text network may have, and the families that these are. If `text_config` does
+            not say, it is the first one.
+        tied: whether the head is the embedding, if neither part of config.json says.
+        flat: whether older files have the keys of `text_config` beside it.
     """
 
     model_type: str
-    texts: tuple[str, ...]
+    texts: Mapping[str, str]
+    tied: bool = False
+    flat: bool = False
 
 
 TOWERS = {
-    "Gemma3ForConditionalGeneration": Tower("gemma3", ("gemma3_text",)),
-    "Mistral3ForConditionalGeneration": Tower("mistral3", ("mistral", "ministral3")),
+    "Gemma3ForConditionalGeneration": Tower("gemma3", {"gemma3_text": "gemma3_text"}, tied=True),
+    "Mistral3ForConditionalGeneration": Tower(
+        "mistral3", {"mistral": "mistral", "ministral3": "ministral3"}, tied=True
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Tower("qwen2_5_vl", {"qwen2_5_vl_text": "qwen2"}, flat=True),
+    "Qwen3VLForConditionalGeneration": Tower("qwen3_vl", {"qwen3_vl_text": "qwen3"}),
 }
 _BY_TYPE = {tower.model_type: tower for tower in TOWERS.values()}
-# Keys of the whole network, which come before those of its text network, and their defaults.
-_OF_THE_WHOLE = {
-    "tie_word_embeddings": True, "quantization_config": None, "compression_config": None, "eos_token_id": None,
-}  # fmt: skip
+# Keys of the whole network, which come before those of its text network.
+_OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id")
 # From the names of a text network to those in a checkpoint: as transformers 4 and 5 write them.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 _HEADS = {"language_model.model.": "language_model.lm_head.weight"}
 _OTHERS = tuple(
-    f"{prefix}{name}" for prefix in ("", "model.") for name in ("vision_tower.", "multi_modal_projector.")
+    f"{prefix}{name}" for prefix in ("", "model.") for name in ("vision_tower.", "multi_modal_projector.", "visual.")
 )  # fmt: skip
 
 
@@ -61,14 +68,17 @@ def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if tower is None:
         return config
     text = config.get("text_config")
+    if text is None and tower.flat:
+        text = {key: value for key, value in config.items() if key != "model_type"}
     if not isinstance(text, dict):
         raise CheckpointError(f"text_config: expected an object, got {short(text)}")
-    found = text.get("model_type") or tower.texts[0]
-    if found not in tower.texts:
+    found = text.get("model_type") or next(iter(tower.texts))
+    if not isinstance(found, str) or found not in tower.texts:
         raise CheckpointError(f"text_config.model_type: expected {' or '.join(tower.texts)}, got {short(found)}")
-    whole = {key: config.get(key, default) for key, default in _OF_THE_WHOLE.items()}
-    whole = {key: value for key, value in whole.items() if value is not None}
-    return {**text, **whole, "architectures": None, "model_type": found}
+    whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+    tied = config.get("tie_word_embeddings")
+    whole["tie_word_embeddings"] = tower.tied or text.get("tie_word_embeddings") if tied is None else tied
+    return {**text, **whole, "architectures": None, "model_type": tower.texts[found]}
 
 
 class Names:
@@ -87,6 +97,7 @@ class Names:
             return self._prefix + name.removeprefix(_PREFIXES[0])
         return _HEADS.get(self._prefix, name)
 
-    def is_of_another_tower(self, name: str) -> bool:
+    @staticmethod
+    def is_of_another_tower(name: str) -> bool:
         """Whether the tensor of this name belongs to a network for images."""
-        return self._prefix != _PREFIXES[0] and name.startswith(_OTHERS)
+        return name.startswith(_OTHERS)

@@ -127,7 +127,8 @@ class Weights:
             checkpoint: where the tensors are.
             config: the network.
             weights: the format of the matrices, one of `FORMATS`. "auto" keeps them as they are stored, without loss
-                (types of GGUF that no matrix has become q8_0 or q4_1). "q8" and "q4" quantise.
+                (`kvcache/guides/checkpoints.md` says what types of GGUF and of quantised folders become). "q8" and "q4"
+                quantise.
             progress: called with the bytes of the matrices that are loaded, and those of all.
 
         Raises:

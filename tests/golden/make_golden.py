@@ -46,9 +46,11 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
     SmolLM3Config,
 )
 
@@ -100,6 +102,9 @@ LONG_ROPE = {
 GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 32, "sliding_window": 24, "tie_word_embeddings": False}
 
 
+NO_IMAGES = {  # tokens that no prompt has
+    "image_token_id": VOCAB, "video_token_id": VOCAB, "vision_start_token_id": VOCAB, "vision_end_token_id": VOCAB,
+}  # fmt: skip
 VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
@@ -253,6 +258,30 @@ VARIANTS = {
         torch.bfloat16,
         lengths=(33, 200),
     ),
+    "towers/qwen2_5_vl": Variant(
+        Qwen2_5_VLConfig(
+            text_config=COMMON | {"rope_parameters": DEFAULT_ROPE | {"mrope_section": [2, 3, 3]}},
+            vision_config={"hidden_size": 8, "intermediate_size": 8, "depth": 1, "num_heads": 1, "out_hidden_size": 64},
+            **NO_IMAGES,
+        ),
+        torch.bfloat16,
+        lengths=(33, 200),
+    ),
+    "towers/qwen3_vl": Variant(
+        Qwen3VLConfig(
+            text_config=COMMON | {
+                "head_dim": 16,
+                "rope_parameters": DEFAULT_ROPE | {"mrope_section": [2, 3, 3], "mrope_interleaved": True},
+            },
+            vision_config={
+                "hidden_size": 8, "intermediate_size": 8, "depth": 1, "num_heads": 1, "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+            },
+            **NO_IMAGES,
+        ),
+        torch.bfloat16,
+        lengths=(33, 200),
+    ),
     "gpt_oss": Variant(
         GptOssConfig(
             **COMMON | {"intermediate_size": 32}, head_dim=24, num_local_experts=5, num_experts_per_tok=2,
@@ -269,7 +298,7 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
     With tied embeddings the layers get larger weights, since otherwise every token would predict itself.
     """
     config = model.config.get_text_config()
-    gain = 3.0 if config.tie_word_embeddings else 1.0
+    gain = 3.0 if getattr(config, "tie_word_embeddings", False) else 1.0
     gemma = config.model_type.startswith("gemma")
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)

@@ -138,3 +138,21 @@ def test_rows_of_any_range(tmp_path, rng):
             assert found.format == "q4_1"
             lost = LOST["Q4_K"] * np.abs(rows).max()
             np.testing.assert_allclose(found.to_float32(), rows[first:stop], rtol=0, atol=lost)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "phi3_longrope"])
+def test_stacked_and_fused_tensors_of_small_floats(tmp_path, name):
+    """Experts in MXFP4, as the files of gpt-oss have them, and fused matrices: the same as their values in F32."""
+    config = ModelConfig.from_pretrained(GOLDEN / name)
+    content = json.loads((GOLDEN / name / "config.json").read_text())
+    letters, entries = entries_of(config, content)
+    packed = tensors_of(GOLDEN / name, config, "MXFP4")
+    kind = gguf.GGMLQuantizationType.MXFP4
+    plain = {
+        key: gguf.quants.dequantize(value[0], kind) if isinstance(value, tuple) else value
+        for key, value in packed.items()
+    }
+    found = Transformer.from_pretrained(write(tmp_path / "x.gguf", letters, entries, packed))
+    expected = Transformer.from_pretrained(write(tmp_path / "y.gguf", letters, entries, plain))
+    assert_same_weights(found, expected)
+    assert any("q8_0" in mlp.gate_up.format for layer in found.weights.layers for mlp in layer.mlps)

@@ -57,23 +57,39 @@ def test_every_kind_has_a_model():
 
 
 def test_names_of_both_versions_of_transformers(folder, tmp_path):
-    """Files of transformers 4 have the prefix `language_model.model.`, some of version 5 `model.language_model.`."""
+    """`language_model.model.`, `model.language_model.`, and in Qwen2.5-VL no prefix."""
     expected = run_dense(Transformer.from_pretrained(folder), np.arange(40, dtype=np.uint32))
 
     def newer(name):
-        name = name.removeprefix("language_model.")
+        name = plain(name)
         if name.startswith("model."):
             return f"model.language_model.{name.removeprefix('model.')}"
         return name if name.startswith("lm_head") else f"model.{name}"
 
-    for number, rename in enumerate((newer, lambda name: name)):
+    def older(name):
+        name = plain(name)
+        return f"language_model.{name}" if name.startswith(("model.", "lm_head")) else name
+
+    def plain(name):
+        """Without the prefix of texts; other towers have no prefix."""
+        for prefix in ("model.language_model.", "language_model.model."):
+            if name.startswith(prefix):
+                return f"model.{name.removeprefix(prefix)}"
+        found = name.removeprefix("language_model.")
+        return found.removeprefix("model.") if "vis" in found or "projector" in found else found
+
+    for number, rename in enumerate((newer, older, plain)):
         found = Transformer.from_pretrained(copy(folder, tmp_path / str(number), rename))
         np.testing.assert_array_equal(run_dense(found, np.arange(40, dtype=np.uint32)), expected)
 
 
 def test_tensors_of_no_tower_are_refused(folder, tmp_path):
-    place = copy(folder, tmp_path / "x", lambda name: name.replace("vision_tower", "hearing_tower"))
-    with pytest.raises(CheckpointError, match="expected no others, got the tensors hearing_tower"):
+
+    def rename(name):
+        return name.replace("vision_tower", "hearing").replace("visual", "hearing")
+
+    place = copy(folder, tmp_path / "x", rename)
+    with pytest.raises(CheckpointError, match=r"expected no others, got the tensors (model\.)?hearing"):
         Transformer.from_pretrained(place)
 
 
@@ -83,9 +99,11 @@ def test_ends_and_ties_of_the_whole_network(folder):
     text = content["text_config"] | {"eos_token_id": 1}
     assert ModelConfig.from_dict(content | {"text_config": text, "eos_token_id": [1, 106]}).eos_token_ids == (1, 106)
     assert ModelConfig.from_dict(content | {"text_config": text, "eos_token_id": None}).eos_token_ids == (1,)
-    text["tie_word_embeddings"] = False
     whole = {key: value for key, value in content.items() if key != "tie_word_embeddings"}
-    assert ModelConfig.from_dict(whole | {"text_config": text}).tie_word_embeddings
+    for tied in (False, True):
+        text["tie_word_embeddings"] = tied
+        default = TOWERS[content["architectures"][0]].tied
+        assert ModelConfig.from_dict(whole | {"text_config": text}).tie_word_embeddings == (default or tied)
     assert not ModelConfig.from_dict(whole | {"text_config": text, "tie_word_embeddings": False}).tie_word_embeddings
     quantised = {"quantization_config": {"quant_method": "none such"}}
     with pytest.raises(CheckpointError, match=r"quantization_config: expected .*, got quant_method 'none such'"):
@@ -121,6 +139,21 @@ def test_ministral_3_inside_mistral_3():
     assert ModelConfig.from_dict(content | {"text_config": text}).architecture == "MistralForCausalLM"
 
 
+def test_qwen_2_5_vl_as_it_is_published():
+    """Its configuration is flat, and its rotary embedding has a name of its own, which says nothing of a text."""
+    content = content_of(GOLDEN / "towers" / "qwen2_5_vl")
+    expected = ModelConfig.from_dict(content)
+    text = content.pop("text_config")
+    del text["model_type"]
+    theta = text["rope_parameters"]["rope_theta"]
+    older = {"rope_parameters": None, "rope_theta": theta}
+    older["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    assert ModelConfig.from_dict(content | text | older) == expected
+    with pytest.raises(CheckpointError, match="hidden_size: expected a positive whole number, got nothing"):
+        ModelConfig.from_dict(content)
+
+
+@pytest.mark.parametrize("folder", [GOLDEN / "towers" / "gemma3", GOLDEN / "towers" / "qwen3_vl"])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -133,7 +166,7 @@ def test_ministral_3_inside_mistral_3():
             {"architectures": ["Gemma4ForConditionalGeneration"]},
             r"architectures: expected one of .*Gemma3For.*, got \['Gemma4ForConditionalGeneration'\]",
         ),
-        ({"architectures": None, "model_type": "gemma4"}, "model_type: expected one of .*mistral3, got 'gemma4'"),
+        ({"architectures": None, "model_type": "gemma4"}, "model_type: expected one of .*qwen3_vl, got 'gemma4'"),
     ],
 )
 def test_refused(folder, changes, message):
