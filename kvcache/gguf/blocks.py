@@ -1,11 +1,12 @@
 """The tensor types of ggml: how blocks of weights are packed, unpacked with NumPy.
 
-A quantised row is a sequence of blocks. Each block holds 32 or 256 values; every group of 32 (Q6_K: 16) has a scale,
-and in some types a minimum:
+A quantised row is a sequence of blocks. Each block holds 32 or 256 values; every group of 32 (Q6_K and Q2_K: 16) has
+a scale, and in some types a minimum:
 
     value = scale * (code - centre) + minimum
 
-Block layouts are those of ggml-common.h; the two K types share 12 bytes of 6-bit scales and minima (`_six_bits`).
+In IQ4_NL, IQ4_XS and MXFP4 the 4 bits of a value are its place in a table of codes. Block layouts are those of
+ggml-common.h; Q4_K and Q5_K share 12 bytes of 6-bit scales and minima (`_six_bits`).
 `values` equals `gguf.quants.dequantize` bit for bit where scales are finite.
 """
 
@@ -19,7 +20,9 @@ from numpy.typing import NDArray
 
 from kvcache.core.arguments import short
 
-__all__ = ["CODED", "GROUP", "LOADABLE", "TYPES", "TensorType", "codes", "row_bytes", "values"]
+__all__ = [
+    "CODED", "GROUP", "LOADABLE", "TYPES", "TensorType", "codes", "mxfp4_codes", "mxfp4_scales", "row_bytes", "values",
+]  # fmt: skip
 
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
@@ -72,6 +75,7 @@ TYPES = {
     39: TensorType("MXFP4", 32, 17),
     40: TensorType("NVFP4", 64, 36),
     41: TensorType("Q1_0", 128, 18),
+    42: TensorType("Q2_0", 64, 18),
 }
 _BY_NAME = {kind.name: kind for kind in TYPES.values()}
 
@@ -162,14 +166,103 @@ def _q6_k(block: NDArray[Any]) -> _Unpacked:
     return _Unpacked(centred.reshape(-1, 16, 16), block["d"][:, None].astype(np.float32) * block["scales"])
 
 
+def _pairs(packed: UInt8) -> NDArray[Any]:
+    """2-bit codes `(n, 16, 16)` of 256 values: 4 times 32 in each of two runs of 32 bytes, the lowest bits first."""
+    codes = packed.reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    return codes.reshape(-1, 16, 16)
+
+
+def _q2_k(block: NDArray[Any]) -> _Unpacked:
+    scales, minima = block["scales"] & 15, block["scales"] >> 4
+    d, m = (block[name][:, None].astype(np.float32) for name in ("d", "m"))
+    return _Unpacked(_pairs(block["codes"]), d * scales, -(m * minima))
+
+
+def _q3_k_parts(block: NDArray[Any]) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
+    """16 scales of 6 bits `(n, 16)`, -32 to 31, and codes of 3 bits `(n, 16, 16)`, -4 to 3."""
+    low, high = block["scales"][:, :8], block["scales"][:, None, 8:]
+    high = (high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).reshape(-1, 16)
+    scales = (np.concatenate([low & 15, low >> 4], axis=1) | high << 4).view(np.int8) - np.int8(32)
+    # Bit i of the 32 bytes belongs to the i-th run of 32 values; where it is 0, 4 is subtracted.
+    kept = block["high"][:, None] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    codes = _pairs(block["codes"]).view(np.int8) - (kept.reshape(-1, 16, 16) ^ 1).view(np.int8) * np.int8(4)
+    return scales, codes
+
+
+def _q3_k(block: NDArray[Any]) -> _Unpacked:
+    scales, codes = _q3_k_parts(block)
+    return _Unpacked(codes, block["d"][:, None].astype(np.float32) * scales)
+
+
+def _q3_k_codes(block: NDArray[Any]) -> _Unpacked:
+    """Codes times scales, as codes of 8 bits under one scale: negated, since -128 to 124 fit and 128 does not."""
+    scales, codes = _q3_k_parts(block)
+    products = (-(scales[..., None].astype(np.int16) * codes)).astype(np.int8)
+    return _Unpacked(products.reshape(-1, 8, 32), np.repeat(-block["d"][:, None], 8, axis=1))
+
+
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # of 4-bit floats, twice the value
+
+
+def _iq4_nl(block: NDArray[Any]) -> _Unpacked:
+    return _Unpacked(_IQ4[_nibbles(block["codes"], 16)], block["d"][:, None])
+
+
+def _iq4_xs(block: NDArray[Any]) -> _Unpacked:
+    low = np.stack([block["low"] & 15, block["low"] >> 4], axis=2).reshape(-1, 8)
+    high = (block["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3).astype(np.uint8)
+    scales = (low | high << 4).view(np.int8) - np.int8(32)
+    return _Unpacked(_IQ4[_nibbles(block["codes"], 16)], block["d"][:, None].astype(np.float32) * scales)
+
+
+def mxfp4_scales(exponents: UInt8) -> Float32:
+    """Half the scales of MXFP4, `2**(exponent - 128)`: codes are twice the values. The exponent 255 is no number."""
+    halves: Float32 = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
+    halves[exponents == 255] = np.nan
+    return halves
+
+
+def _mxfp4(block: NDArray[Any]) -> _Unpacked:
+    return _Unpacked(_FP4[_nibbles(block["codes"], 16)], mxfp4_scales(block["e"][:, None]))
+
+
+def _mxfp4_codes(block: NDArray[Any]) -> _Unpacked:
+    return _Unpacked(*mxfp4_codes(_nibbles(block["codes"], 16)[:, 0], block["e"]))
+
+
+_LEAST_HALF = np.float32(2.0**-24)  # the least positive number of float16
+
+
+def mxfp4_codes(nibbles: UInt8, exponents: UInt8) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    """Codes and scales of float16 for groups of 4-bit floats.
+
+    Without loss for scales from 2**-23 (groups whose largest weight is 7e-7 or more) to 2**16. Codes under a smaller
+    scale are rounded to multiples of 2**-24. A larger one becomes infinity, which is no weight.
+
+    Args:
+        nibbles: `(..., 32)`, in the order of the values.
+        exponents: `(...)`, of the groups.
+    """
+    found, scales = _FP4[nibbles], mxfp4_scales(exponents)
+    scales[~found.any(axis=-1)] = 0  # a group of zeros may have any scale
+    small = (scales < _LEAST_HALF) & (scales > 0)
+    if small.any():
+        found[small] = np.rint(found[small] * (scales[small] / _LEAST_HALF)[..., None])
+        scales[small] = _LEAST_HALF
+    with np.errstate(over="ignore"):
+        return found, scales.astype(np.float16)
+
+
 class _Layout(NamedTuple):
     block: np.dtype[Any]
     unpack: Callable[[NDArray[Any]], _Unpacked]
     centre: int = 0  # subtracted from unsigned codes
+    codes: Callable[[NDArray[Any]], _Unpacked] | None = None  # for `codes`, if it is not `unpack`
 
 
-def _layout(fields: list[Any], unpack: Callable[[NDArray[Any]], _Unpacked], centre: int = 0) -> _Layout:
-    return _Layout(np.dtype(fields), unpack, centre)
+def _layout(fields: list[Any], *rest: Any) -> _Layout:
+    return _Layout(np.dtype(fields), *rest)
 
 
 _D, _M, _SCALES = ("d", "<f2"), ("m", "<f2"), ("scales", "u1", 12)
@@ -182,9 +275,16 @@ _LAYOUTS = {
     "Q4_K": _layout([_D, _M, _SCALES, ("codes", "u1", 128)], _q4_k),
     "Q5_K": _layout([_D, _M, _SCALES, ("high", "u1", 32), ("codes", "u1", 128)], _q5_k),
     "Q6_K": _layout([("codes", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), _D], _q6_k),
+    "Q2_K": _layout([("scales", "u1", 16), ("codes", "u1", 64), _D, _M], _q2_k),
+    "Q3_K": _layout([("high", "u1", 32), ("codes", "u1", 64), _SCALES, _D], _q3_k, 0, _q3_k_codes),
+    "IQ4_NL": _layout([_D, ("codes", "u1", 16)], _iq4_nl),
+    "IQ4_XS": _layout([_D, ("high", "<u2"), ("low", "u1", 4), ("codes", "u1", 128)], _iq4_xs),
+    "MXFP4": _layout([("e", "u1"), ("codes", "u1", 16)], _mxfp4, 0, _mxfp4_codes),
 }
 LOADABLE = ("F32", "F16", "BF16", *_LAYOUTS)  # the types of `values`
-CODED = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_0")  # the types of `codes`
+_SIGNED = ("Q8_0", "Q5_0", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4")  # codes are int8
+_PAIRED = ("Q4_1", "Q4_K")  # groups have minima
+CODED = (*_SIGNED, "Q4_0", *_PAIRED)  # the types of `codes`
 
 
 def values(kind: str, raw: UInt8, columns: int) -> Float32:
@@ -206,7 +306,7 @@ def values(kind: str, raw: UInt8, columns: int) -> Float32:
         return out
     layout = _LAYOUTS[kind]
     for piece, rows in _pieces(raw, out):
-        with np.errstate(invalid="ignore"):  # scales of a damaged file
+        with np.errstate(invalid="ignore", over="ignore"):  # scales of a damaged file
             found = layout.unpack(piece.reshape(-1).view(layout.block))
             groups = rows.reshape(found.codes.shape)
             np.subtract(found.codes, layout.centre, out=groups, dtype=np.float32, casting="unsafe")
@@ -223,22 +323,26 @@ def codes(kind: str, raw: UInt8, columns: int) -> tuple[NDArray[Any], NDArray[An
     |---|---|---|---|
     | Q8_0 | int8 | float16, None | scale * code |
     | Q5_0 | int8, -16 to 15 | float16, None | scale * code |
+    | Q3_K | int8, -128 to 124 | float16, None; the same for 8 groups | scale * code |
+    | IQ4_NL | int8, of a table | float16, None | scale * code |
+    | IQ4_XS | int8, of a table | float32, None | scale * code |
+    | MXFP4 | int8, twice a 4-bit float | float16, None; see `mxfp4_codes` | scale * code |
     | Q4_0 | uint8, 0 to 15 | float16, None | scale * (code - 8) |
     | Q4_1, Q4_K | uint8, 0 to 15 | float32, float32 | scale * code + minimum |
 
-    The formulas in float32 give the result of `values`, bit for bit. Arguments are those of `values`; `kind` is one
-    of `CODED`.
+    The formulas in float32 give the result of `values`, bit for bit but for the signs of zeros in Q3_K and the
+    smallest scales of MXFP4. Arguments are those of `values`; `kind` is one of `CODED`.
     """
     _check(kind, raw, columns, CODED)
     layout, rows = _LAYOUTS[kind], len(raw)
-    signed, paired = kind in ("Q8_0", "Q5_0"), kind in ("Q4_1", "Q4_K")
-    out = np.empty((rows, columns), np.int8 if signed else np.uint8)
-    scales = np.empty((rows, columns // GROUP), np.float32 if paired else np.float16)
+    paired = kind in _PAIRED
+    out = np.empty((rows, columns), np.int8 if kind in _SIGNED else np.uint8)
+    scales = np.empty((rows, columns // GROUP), np.float32 if paired or kind == "IQ4_XS" else np.float16)
     minima = np.empty(scales.shape, np.float32) if paired else None
     first = 0
     for piece, filled in _pieces(raw, out):
         with np.errstate(invalid="ignore"):  # scales of a damaged file
-            found = layout.unpack(piece.reshape(-1).view(layout.block))
+            found = (layout.codes or layout.unpack)(piece.reshape(-1).view(layout.block))
         band = slice(first, first + len(piece))
         filled.reshape(found.codes.shape)[...] = found.codes
         scales[band] = found.scales.reshape(len(piece), -1)

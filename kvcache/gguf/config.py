@@ -36,6 +36,9 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
 ARCHITECTURES = {
     "llama": Architecture("llama", True, understood=("expert_count",)),  # Mistral, Mixtral and SmolLM2 too
+    "mistral3": Architecture(
+        "ministral3", True, True, ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")
+    ),  # some files of Mistral Small too
     "qwen2": Architecture("qwen2", False),
     "qwen3": Architecture("qwen3", False),
     "qwen3moe": Architecture("qwen3_moe", False, understood=("expert_count",), fixed={"norm_topk_prob": True}),
@@ -71,9 +74,18 @@ KEYS = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
+_ROPE_PER_KIND = ("gemma3_text", "olmo2")  # OLMo 3 has this architecture
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _DEFAULT_WHERE_ZERO = (*_CAPS, *_SCALES, "expert_count")
 _REQUIRED = ("num_attention_heads", "rms_norm_eps")  # those that config.json may leave out
+# Entries of `rope.` that are read, and those that change no text.
+_ROPE_ENTRIES = frozenset(
+    {
+        "dimension_count", "dimension_sections", "freq_base", "freq_base_swa", "scale_linear", "scaling.type",
+        "scaling.factor", "scaling.original_context_length", "scaling.finetuned", "scaling.yarn_attn_factor",
+        "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",
+    }
+)  # fmt: skip
 # Options that change the result and are not implemented, and the value that has no effect.
 NEUTRAL: dict[str, Any] = {
     "expert_count": 0,
@@ -101,9 +113,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Raises CheckpointError for an architecture that is not supported, and for a part of a file that was split."""
-    # First: only the first part names the architecture.
-    _refuse(file, "split.count", 1, 0, where=f"{file.path}: ")
+    """Raises CheckpointError for an architecture that is not supported."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
@@ -126,6 +136,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     for key, neutral in NEUTRAL.items():
         if key not in architecture.understood:
             read.refuse(key, neutral)
+    read.refuse_unread("rope.", _ROPE_ENTRIES)
     found: dict[str, Any] = {"architectures": None, "rope_theta": 10000.0}
     for key, name in KEYS.items():
         value = read.get(name)
@@ -136,6 +147,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     found.setdefault("num_key_value_heads", found["num_attention_heads"])
     found |= {**architecture.fixed, "model_type": _model_type(architecture, found)}
     _set_heads(read, architecture, found)
+    if architecture.model_type not in _ROPE_PER_KIND:
+        read.refuse("rope.freq_base_swa", found["rope_theta"])
     _set_windows(read, architecture, found)
     found["tie_word_embeddings"] = "output.weight" not in file
     if "token_embd.weight" in file:
@@ -145,6 +158,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     found["rope_scaling"] = _scaling(read, "rope_factors_long.weight" in file)
     if found["model_type"] == "gpt_oss":
         found["rope_scaling"] = {**found["rope_scaling"], "truncate": False}
+    if growth := read.get("attention.temperature_scale"):
+        found["rope_scaling"] = {**found["rope_scaling"], "llama_4_scaling_beta": growth}
     return found
 
 
@@ -206,8 +221,14 @@ class _Entries:
         self._file = file
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of an entry. Raises CheckpointError for an array: layers of different sizes are not supported."""
+        """The value of an entry, or that of every layer where it is an array.
+
+        Raises:
+            CheckpointError: an array of different values: layers of different sizes are not supported.
+        """
         found = self._file.metadata.get(self.prefix + name, default)
+        if isinstance(found, np.ndarray) and len(found) and (found == found[0]).all():
+            return float(str(found[0])) if found.dtype == np.float32 else found[0].item()
         if isinstance(found, (list, np.ndarray)):
             raise CheckpointError(f"{self.prefix}{name}: expected one value for all layers, got {short(found)}")
         return found
@@ -216,20 +237,24 @@ class _Entries:
         """The value of an entry, which may be an array with a value for each layer."""
         return self._file.metadata.get(self.prefix + name)
 
-    def refuse(self, name: str, *neutral: Any) -> None:
-        _refuse(self._file, self.prefix + name, *neutral)
+    def refuse(self, name: str, neutral: Any) -> None:
+        """Raise CheckpointError if the file has the entry, with another value than this."""
+        found = self.get(name)
+        if found is not None and (not isinstance(found, (bool, int, float)) or found != neutral):
+            raise CheckpointError(f"{self.prefix}{name}: expected {neutral}, got {short(found)}")
+
+    def refuse_unread(self, group: str, known: frozenset[str]) -> None:
+        """Raise CheckpointError for an entry of a group that is neither known nor in `NEUTRAL`."""
+        for key in self._file.metadata:
+            if key.startswith(self.prefix + group):
+                name = key.removeprefix(self.prefix)
+                if name.removeprefix(group) not in known and name not in NEUTRAL:
+                    self.fail(name, "no such entry", self.either(name))
 
     def fail(self, name: str, expected: str, value: Any = None) -> NoReturn:
         value = self.get(name) if value is None else value
         found = "nothing" if value is None else short(value)
         raise CheckpointError(f"{self.prefix}{name}: expected {expected}, got {found}")
-
-
-def _refuse(file: GgufFile, key: str, *neutral: Any, where: str = "") -> None:
-    """Raise CheckpointError if the file has the key, with another value than these."""
-    found = file.metadata.get(key, neutral[0])
-    if not isinstance(found, (bool, int, float)) or found not in neutral:
-        raise CheckpointError(f"{where}{key}: expected {neutral[0]}, got {short(found)}")
 
 
 def _scaling(read: _Entries, has_factors: bool) -> Mapping[str, Any]:
@@ -250,4 +275,7 @@ def _scaling(read: _Entries, has_factors: bool) -> Mapping[str, Any]:
         "beta_fast": read.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": read.get("rope.scaling.yarn_beta_slow"),
     }
+    everywhere = read.get("rope.scaling.yarn_log_multiplier")
+    if everywhere:
+        scaling |= {"mscale": 1.0, "mscale_all_dim": everywhere, "attention_factor": None}
     return {key: value for key, value in scaling.items() if value is not None}

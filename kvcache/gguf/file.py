@@ -1,6 +1,7 @@
 """A strict reader of the GGUF file format, for untrusted files.
 
-All numbers are little-endian; strings are a u64 length and UTF-8. A tensor's sizes begin with its row length:
+All numbers are little-endian; strings are a u64 length and UTF-8, but for texts of the metadata that no reader needs.
+A tensor's sizes begin with its row length:
 
     | "GGUF" | u32 version | u64 tensors | u64 entries |
     | entry: string key, u32 kind, value | ...                    an array is: u32 kind, u64 count, values
@@ -8,6 +9,9 @@ All numbers are little-endian; strings are a u64 length and UTF-8. A tensor's si
     | padding | data ... |
 
 Offsets count from the start of the data; tensors follow each other, each padded to `general.alignment` bytes.
+
+A large file may be split into `NAME-00001-of-00003.gguf` and so on: entries `split.no` (from 0) and `split.count` say
+which part this is. The first has all metadata. Each has tensors of its own, with offsets in that part.
 
 The library has its own reader since `gguf.GGUFReader` is not made for untrusted files (an array that claims 2**60
 bytes keeps it busy for ever, and a mapped file that shrinks ends the process) and makes three arrays of each string:
@@ -32,8 +36,8 @@ from kvcache.gguf.blocks import TYPES
 
 __all__ = ["MAX_HEADER_BYTES", "GgufFile", "TensorInfo"]
 
-# Metadata and tensor list: the vocabularies of today take up to 20 MB. It bounds the cost of a hostile header to half a
-# GiB (short strings) and some seconds.
+# Metadata and tensor lists of all parts: the vocabularies of today take up to 20 MB. It bounds the cost of hostile
+# headers to half a GiB (short strings) and some seconds.
 MAX_HEADER_BYTES = 64 * 2**20
 _CHUNK = 1 << 20  # bytes of the header read at a time
 _LENGTH = struct.Struct("<Q").unpack_from  # of a string
@@ -41,6 +45,7 @@ _MAX_RANK = 4
 _MAX_VALUES = 2**48  # of one tensor: keeps sizes in bytes inside int64
 _MAX_ALIGNMENT = 1 << 20
 _MAX_COUNT = 1 << 16  # entries, and tensors; large networks have some thousands
+_MAX_PARTS = 512  # all are open while a checkpoint is read; a process may have 1024 files open
 _MAX_KEY = 65535  # bytes of a key or of a tensor's name
 _VERSIONS = (2, 3)  # 3 differs from 2 by allowing big-endian files
 
@@ -49,40 +54,50 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a file: its type's name, its shape (rows first), and its bytes [start, stop) in the file."""
+    """One tensor: its type's name, its shape (rows first), its bytes [start, stop) in a file, and the file's number."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    part: int = 0
 
 
 class GgufFile(Mapping[str, TensorInfo]):
-    """One open file: a mapping from tensor names to `TensorInfo`.
+    """One open file, with the other files that it was split into: a mapping from tensor names to `TensorInfo`.
 
     Opening reads and checks metadata and tensor list, and no data. Tensors are copied into memory, never mapped, so
-    later changes of the file change no value. The file stays open until this object is freed.
+    later changes of a file change no value. The files stay open until this object is freed.
 
     Raises FileNotFoundError, or CheckpointError that names the file and the fault.
 
     Attributes:
-        path: of the file.
+        path: of the (first) file.
         metadata: the entries: int, float, bool, str; lists of str; arrays of numbers and bools. A float32 has the
-            value of its shortest decimal, such as 1e-5.
+            value of its shortest decimal, such as 1e-5. A text that is not UTF-8 is bytes: it is an error for those
+            who read it alone.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            self._file, self._size = open_regular(self.path, CheckpointError)
-        except (FileNotFoundError, NotADirectoryError):
-            raise FileNotFoundError(f"path: expected a GGUF file, got none at {self.path}") from None
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: expected a readable file, got {error.strerror}") from error
-        header = _Header(self)
-        num_tensors, num_entries = header.start()
-        self.metadata: dict[str, Any] = header.entries(num_entries)
-        self._tensors = header.tensors(num_tensors, _alignment(self.metadata, self.path))
+        first = _Part(self.path, MAX_HEADER_BYTES)
+        self.metadata = first.metadata
+        self._parts = [first]
+        self._tensors = dict(first.tensors)
+        count = _count_of(first.metadata, self.path)
+        room = MAX_HEADER_BYTES - first.header_bytes
+        for number, other in enumerate(_other_names(self.path, count), 1):
+            part = _Part(other, room)
+            room -= part.header_bytes
+            _check_part(part, number, count)
+            for name, info in part.tensors.items():
+                if name in self._tensors:
+                    raise CheckpointError(f"{other}: {name:.100}: expected each tensor once, got it twice")
+                self._tensors[name] = info._replace(part=number)
+            self._parts.append(part)
+        total = first.metadata.get("split.tensors.count", len(self)) if count > 1 else len(self)
+        if total != len(self):
+            raise CheckpointError(f"{self.path}: split.tensors.count: expected {len(self)}, got {short(total)}")
 
     def __getitem__(self, name: str) -> TensorInfo:
         return self._tensors[name]
@@ -93,24 +108,79 @@ class GgufFile(Mapping[str, TensorInfo]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    @property
-    def size(self) -> int:
-        """Bytes of the file when it was opened."""
-        return self._size
+    def read(self, buffers: list[Any], name: str, skip: int = 0) -> None:
+        """Fill buffers with the bytes of a tensor, but for the first `skip`.
+
+        Raises CheckpointError if the file has become shorter or cannot be read.
+        """
+        info = self[name]
+        self._parts[info.part].read(buffers, info.start + skip, name)
+
+
+class _Part:
+    """One file: its metadata, its tensors, and the bytes of its header, which may have at most `most`."""
+
+    def __init__(self, path: Path, most: int) -> None:
+        self.path = path
+        try:
+            self._file, self.size = open_regular(path, CheckpointError)
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(f"path: expected a GGUF file, got none at {path}") from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: expected a readable file, got {error.strerror}") from error
+        header = _Header(self, most)
+        num_tensors, num_entries = header.start()
+        self.metadata: dict[str, Any] = header.entries(num_entries)
+        self.tensors = header.tensors(num_tensors, _alignment(self.metadata, path))
+        self.header_bytes = header.size
 
     def read(self, buffers: list[Any], offset: int, what: str) -> None:
         """Fill buffers from `offset` on. Raises CheckpointError that names `what`, the part that was to be read."""
         read_part(self._file.fd, buffers, offset, f"{self.path}: {what}")
 
 
+def _count_of(metadata: Mapping[str, Any], path: Path) -> int:
+    """How many files this one was split into; it has to be the first."""
+    count, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
+    if type(count) is not int or not 0 <= count <= _MAX_PARTS:
+        raise CheckpointError(f"{path}: split.count: expected a whole number up to {_MAX_PARTS}, got {short(count)}")
+    if count > 1 and (type(number) is not int or number):
+        raise CheckpointError(f"{path}: split.no: expected 0, that of the first file, got {short(number)}")
+    return count
+
+
+def _other_names(path: Path, count: int) -> list[Path]:
+    """The other files beside the first one. Names are made from its name: a file does not say where to look."""
+    if count < 2:
+        return []
+    end = f"-00001-of-{count:05d}.gguf"
+    if not path.name.endswith(end):
+        raise CheckpointError(f"{path}: split.count: expected a file named NAME{end}, got {short(path.name)}")
+    stem = path.name.removesuffix(end)
+    return [path.with_name(f"{stem}-{i:05d}-of-{count:05d}.gguf") for i in range(2, count + 1)]
+
+
+def _check_part(part: _Part, number: int, count: int) -> None:
+    for key, expected in (("split.no", number), ("split.count", count)):
+        found = part.metadata.get(key)
+        if type(found) is not int or found != expected:
+            raise CheckpointError(f"{part.path}: {key}: expected {expected}, got {short(found)}")
+
+
 class _Header:
     """Reads the parts of a header one after the other, in chunks; checks every count before it acts on it."""
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: _Part, most: int) -> None:
         self._file = file
+        self._most = most
         self._data = bytearray()
         self._at = 0
         self._what = "header"  # the part that is read
+
+    @property
+    def size(self) -> int:
+        """Bytes that were read so far."""
+        return self._at
 
     def start(self) -> tuple[int, int]:
         """Magic, version and counts: `(tensors, entries)`."""
@@ -133,7 +203,7 @@ class _Header:
         found: dict[str, Any] = {}
         for _ in range(count):  # a count beyond the file ends at the first read beyond it
             self._what = "metadata"
-            key = self._string(_MAX_KEY)
+            key = self._name()
             if key in found:
                 raise CheckpointError(f"{self._file.path}: {key:.100}: expected each key once, got it twice")
             self._what = f"{key:.100}"
@@ -147,7 +217,7 @@ class _Header:
         position = 0  # where the next tensor begins in the data
         for _ in range(count):
             self._what = "tensors"
-            name = self._string(_MAX_KEY)
+            name = self._name()
             if name in found:
                 raise CheckpointError(f"{self._file.path}: {name:.100}: expected each tensor once, got it twice")
             self._what = f"{name:.100}"
@@ -188,7 +258,7 @@ class _Header:
 
     def _scalar(self, kind: int) -> Any:
         if kind == _STRING:
-            return self._string()
+            return self._text()
         if kind == _BOOL:
             return self._bools(1)[0].item()
         if kind not in _NUMBERS:
@@ -218,10 +288,10 @@ class _Header:
             raise CheckpointError(f"{self._file.path}: {self._what}: expected 0 or 1, got {stored.max()}")
         return stored.astype(np.bool_)
 
-    def _strings(self, count: int) -> list[str]:
-        """Like `_string` for each, in a third of the time: vocabularies have hundreds of thousands."""
+    def _strings(self, count: int) -> list[str | bytes]:
+        """Like `_text` for each, in a third of the time: vocabularies have hundreds of thousands."""
         self._need(8 * count)
-        found: list[str] = []
+        found: list[str | bytes] = []
         while len(found) < count:
             data, at, there = self._data, self._at, len(self._data)
             try:
@@ -232,14 +302,22 @@ class _Header:
                         break
                     found.append(data[begin:stop].decode())
                     at = stop
-            except (struct.error, UnicodeDecodeError):  # `data` ends inside of a length; `_string` tells what is wrong
+            except (struct.error, UnicodeDecodeError):  # `data` ends inside of a length, or this text is bytes
                 pass
             self._at = at
             if len(found) < count:
-                found.append(self._string())
+                found.append(self._text())
         return found
 
-    def _string(self, most: int = MAX_HEADER_BYTES) -> str:
+    def _name(self) -> str:
+        """A key, or the name of a tensor."""
+        found = self._text(_MAX_KEY)
+        if isinstance(found, bytes):
+            raise CheckpointError(f"{self._file.path}: {self._what}: expected UTF-8, got {short(found)}")
+        return found
+
+    def _text(self, most: int = MAX_HEADER_BYTES) -> str | bytes:
+        """A string, as bytes if it is not UTF-8."""
         size = self._u64()
         if size > most:
             raise CheckpointError(
@@ -249,9 +327,7 @@ class _Header:
         try:
             return stored.decode()
         except UnicodeDecodeError:
-            raise CheckpointError(
-                f"{self._file.path}: {self._what}: expected UTF-8, got {short(bytes(stored))}"
-            ) from None
+            return bytes(stored)
 
     def _u32(self) -> int:
         return int.from_bytes(self._take(4), "little")
@@ -274,10 +350,10 @@ class _Header:
             raise CheckpointError(
                 f"{path}: {self._what}: expected {size} bytes at {self._at}, got a file of {self._file.size}: truncated"
             )
-        if stop > MAX_HEADER_BYTES:
-            raise CheckpointError(f"{path}: expected a header of at most {MAX_HEADER_BYTES} bytes, got a longer one")
+        if stop > self._most:
+            raise CheckpointError(f"{path}: expected a header of at most {self._most} bytes, got a longer one")
         if stop > have:
-            more = bytearray(min(max(stop - have, _CHUNK), self._file.size - have, MAX_HEADER_BYTES - have))
+            more = bytearray(min(max(stop - have, _CHUNK), self._file.size - have, self._most - have))
             self._file.read([more], have, self._what)
             self._data += more
 

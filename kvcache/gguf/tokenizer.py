@@ -1,7 +1,8 @@
-"""A `tokenizers.Tokenizer` with the vocabulary of a GGUF file."""
+"""A `tokenizers.Tokenizer` with the vocabulary of a GGUF file, or of any other."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import CONTROL, MOST, UNKNOWN, USER_DEFINED, Vocabulary
 
-__all__ = ["build_tokenizer"]
+__all__ = ["TEKKEN_PATTERN", "build_tokenizer", "tokenizer_of"]
 
 # Characters of a SentencePiece token, and of all: the search for merges tries each place in each token.
 _MAX_PIECE = 512
@@ -21,75 +22,102 @@ _MAX_CHARACTERS = 1 << 23
 # those of the models' own `tokenizer.json`; the names are llama.cpp's.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CASELESS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}%s"
+    r"| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3, _QWEN2 = [_CASELESS % "{1,3}"], [_CASELESS % ""]
+_CASED_LETTERS = (
+    "[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ"
+    "-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿ"
+    "ⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]"
+)
+_EAST_ASIAN = "[一-龥ࠀ-一가-퟿]+"
+_DIGITS, _PLAIN = [r"\p{N}", _GPT2], [_GPT2]
+_LLAMA3, _QWEN2 = [_CASELESS % (r"\p{L}", "{1,3}", r"\p{L}")], [_CASELESS % (r"\p{L}", "", r"\p{L}")]
+_GPT4O = [_CASED % (_ENDINGS, _ENDINGS, "{1,3}")]
 _PRE = {
     "default": [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
-    "gpt-2": [_GPT2],
-    "smollm": [r"\p{N}", _GPT2],
-    "refact": [r"\p{N}", _GPT2],  # Granite
-    "dbrx": _LLAMA3,  # OLMo 2 and 3
-    "gpt-4o": [_GPT4O],  # gpt-oss, Phi-4-mini
-    "llama-bpe": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-}
-_WHOLE = ("llama-bpe", "llama-v3", "llama3")  # a part that is a token is not merged up to it
-_COMPOSED = ("qwen2",)  # texts are brought to Unicode NFC first
+    "falcon": [r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"],
+    "qwen35": [_CASELESS % (r"[\p{L}\p{M}]", "", r"\p{L}\p{M}")],
+    "deepseek-coder": [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"],
+    "deepseek-llm": [
+        r"[\r\n]", rf"\s?{_CASED_LETTERS}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _EAST_ASIAN, r"\p{N}+",
+    ],
+    "tekken": [_CASED % ("", "", "")],  # Mistral since Nemo
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"), _PLAIN),
+    # Granite is refact.
+    **dict.fromkeys(
+        ("smollm", "refact", "command-r", "starcoder", "codeshell", "exaone", "minerva-7b", "mellum2"), _DIGITS
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _LLAMA3),  # OLMo 2 and 3, SmolLM3
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan"), _QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),  # gpt-oss, Phi-4-mini
+}  # fmt: skip
+# A part that is a token is not merged up to it.
+_WHOLE = (
+    "llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
+)  # fmt: skip
+_COMPOSED = ("qwen2", "qwen35", "command-r", "mpt", "olmo")  # texts are brought to Unicode NFC first
+
+
+TEKKEN_PATTERN = _PRE["tekken"][0]
 
 
 def build_tokenizer(file: GgufFile) -> Any:
-    """The `tokenizers.Tokenizer` of `file`, or None if the file has no vocabulary.
+    """The `tokenizers.Tokenizer` of `file`, or None if the file has no vocabulary; raises as `tokenizer_of`."""
+    vocabulary = Vocabulary.of(file)
+    return None if vocabulary is None else tokenizer_of(vocabulary, file.path)
+
+
+def tokenizer_of(vocabulary: Vocabulary, path: Path) -> Any:
+    """The `tokenizers.Tokenizer` of a vocabulary; `path` is where it is from.
 
     Raises:
         ImportError: the package is not installed.
         CheckpointError: a damaged vocabulary, or a kind of tokenizer that is not supported.
     """
-    vocabulary = Vocabulary.of(file)
-    if vocabulary is None:
-        return None
     try:
         import tokenizers
     except ImportError:
-        raise ImportError(f"{file.path} needs the tokenizers package: pip install 'kvcache-cpu[text]'") from None
+        raise ImportError(f"{path} needs the tokenizers package: pip install 'kvcache-cpu[text]'") from None
     if vocabulary.model == "gpt2" and vocabulary.pre not in _PRE:
         known, found = ", ".join(_PRE), short(vocabulary.pre)
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.pre: expected one of {known}, got {found}")
-    if vocabulary.model == "llama":
-        _check_pieces(file, vocabulary)
-    make = _bytewise if vocabulary.model == "gpt2" else _sentencepiece
+        raise CheckpointError(f"{path}: tokenizer.ggml.pre: expected one of {known}, got {found}")
+    if vocabulary.model != "gpt2" and not vocabulary.merges:
+        _check_pieces(path, vocabulary)
+    make = _bytewise if vocabulary.model == "gpt2" else _spaced
     try:
         tokenizer = make(vocabulary, tokenizers)
         for special in (True, False):
             kinds = (CONTROL, UNKNOWN) if special else (USER_DEFINED,)
             tokenizer.add_tokens(
                 [
-                    tokenizers.AddedToken(vocabulary.texts[i], special=special, normalized=False)
-                    for i in np.flatnonzero(np.isin(vocabulary.kinds, kinds))
+                    tokenizers.AddedToken(
+                        vocabulary.texts[i], special=special, normalized=False, rstrip=vocabulary.strips_after(i)
+                    )
+                    for i in np.flatnonzero(np.isin(vocabulary.kinds, kinds)).tolist()
                 ]
             )
         _surround(tokenizer, vocabulary, tokenizers)
     except Exception as error:  # the package raises bare Exception for any fault of a vocabulary
-        raise CheckpointError(f"{file.path}: tokenizer: expected a consistent vocabulary, got {error}") from None
+        raise CheckpointError(f"{path}: tokenizer: expected a consistent vocabulary, got {error}") from None
     return tokenizer
 
 
-def _check_pieces(file: GgufFile, vocabulary: Vocabulary) -> None:
+def _check_pieces(path: Path, vocabulary: Vocabulary) -> None:
     """Raise CheckpointError where the search for merges would take too long."""
     sizes = [len(text) for text in vocabulary.texts]
     if max(sizes, default=0) > _MAX_PIECE or sum(sizes) > _MAX_CHARACTERS:
         raise CheckpointError(
-            f"{file.path}: tokenizer.ggml.tokens: expected at most {_MAX_PIECE} characters each and {_MAX_CHARACTERS} "
+            f"{path}: tokenizer.ggml.tokens: expected at most {_MAX_PIECE} characters each and {_MAX_CHARACTERS} "
             f"together, got {max(sizes)} and {sum(sizes)}"
         )
 
@@ -108,13 +136,16 @@ def _bytewise(vocabulary: Vocabulary, tokenizers: Any) -> Any:
     return tokenizer
 
 
-def _sentencepiece(vocabulary: Vocabulary, tokenizers: Any) -> Any:
-    """SentencePiece BPE: spaces are written as U+2581, and a character that is no token as its bytes."""
+def _spaced(vocabulary: Vocabulary, tokenizers: Any) -> Any:
+    """BPE over characters: spaces are written as U+2581, and a character that is no token as its bytes.
+
+    The merges are those of the file (Gemma 4), or follow from the scores of SentencePiece.
+    """
     unknown = None if vocabulary.unknown is None else vocabulary.texts[vocabulary.unknown]
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE(
             vocab=_ids(vocabulary),
-            merges=_merges_by_score(vocabulary),
+            merges=vocabulary.merges or _merges_by_score(vocabulary),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,

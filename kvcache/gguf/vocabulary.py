@@ -12,17 +12,19 @@ from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 
-__all__ = ["CONTROL", "MOST", "UNKNOWN", "USER_DEFINED", "Vocabulary", "chat_template", "end_tokens"]
+__all__ = [
+    "CONTROL", "MOST", "NORMAL", "UNKNOWN", "USER_DEFINED", "Vocabulary", "chat_template", "end_tokens",
+]  # fmt: skip
 
 _PREFIX = "tokenizer.ggml."
-_NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of tokens; 5 unused, 6 a byte
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of tokens; 5 unused, 6 a byte
 _MAX_KIND = 6
 MOST = 1 << 21  # tokens, and merges; the largest vocabularies have an eighth of it
 # Special tokens with these texts end a text too: files name one or two of them by id, networks use several.
 _ENDS = frozenset(
     {
-        "</s>",
         "<EOT>",
+        "<turn|>",
         "<|call|>",
         "<eos>",
         "<end_of_turn>",
@@ -33,10 +35,16 @@ _ENDS = frozenset(
         "<|eot_id|>",
         "<|im_end|>",
         "<|return|>",
+        "<|tool_response>",
     }
 )
+# This one does if it is a control token. In some vocabularies it is a piece of text: HTML ends `<s>` with it.
+_HTML_END = "</s>"
+_NEVER_STRIP = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # of the tokens of Phi-3
 # Pre-tokenizers of files that begin a text with the token bos, if the file does not say.
-_BEGINNING = ("llama3", "llama-v3", "llama-bpe")
+_BEGINNING = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,15 +52,16 @@ class Vocabulary:
     """The tokens of a file, in the order of their ids.
 
     Attributes:
-        model: "gpt2" (BPE over bytes) or "llama" (SentencePiece BPE).
+        model: "gpt2" (BPE over bytes), "llama" (SentencePiece BPE) or "gemma4" (as "llama", with merges).
         pre: how a text is divided before BPE.
         texts: of the tokens, each once.
         kinds: int32, see `CONTROL` and the others.
         scores: float32; of two merges the one with the higher score is first ("llama").
-        merges: pairs of texts, the first is merged first ("gpt2").
+        merges: pairs of texts, the first is merged first ("gpt2" and "gemma4").
         bos, eos, unknown: ids or None.
         add_bos, add_eos: whether they surround an encoded text.
-        add_space_prefix: whether a text begins with a space ("llama").
+        add_space_prefix: whether a text begins with a space ("llama" and "gemma4").
+        strips: whether special tokens take the white space behind them, but for those in `_NEVER_STRIP`.
     """
 
     model: str
@@ -67,6 +76,7 @@ class Vocabulary:
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
+    strips: bool
 
     @classmethod
     def of(cls, file: GgufFile) -> Vocabulary | None:
@@ -79,32 +89,47 @@ class Vocabulary:
         model = read.text("model", None)
         if model in (None, "none", "no_vocab"):
             return None
-        if model not in ("gpt2", "llama"):
-            read.fail("model", "gpt2 or llama")
-        bytewise = model == "gpt2"
+        if model not in ("gpt2", "llama", "gemma4"):
+            read.fail("model", "gpt2, llama or gemma4")
         texts = _texts(read)
         pre = read.text("pre", "default")
-        kinds = read.numbers("token_type", len(texts), np.dtype(np.int32), _NORMAL)
+        if pre == "gemma4":  # files of other converters than llama.cpp's
+            model = "gemma4"
+        bytewise, merged = model == "gpt2", model != "llama"
+        kinds = read.numbers("token_type", len(texts), np.dtype(np.int32), NORMAL)
         if len(kinds) and (kinds.min() < 0 or kinds.max() > _MAX_KIND):
             raise CheckpointError(f"{file.path}: {_PREFIX}token_type: expected 0 to {_MAX_KIND}, got another number")
-        scores = read.numbers("scores", 0 if bytewise else len(texts), np.dtype(np.float32), 0)
+        scores = read.numbers("scores", 0 if merged else len(texts), np.dtype(np.float32), 0)
         if np.isnan(scores).any():
             raise CheckpointError(f"{file.path}: {_PREFIX}scores: expected numbers, got nan")
-        bos, eos = (read.token(name, None if bytewise else id) for name, id in (("bos", 1), ("eos", 2)))
+        bos, eos = (read.token(name, None if merged else id) for name, id in (("bos", 1), ("eos", 2)))
         return cls(
             model=str(model),
             pre=str(pre),
             texts=texts,
             kinds=kinds,
             scores=scores,
-            merges=_merges(read) if bytewise else [],
+            merges=_merges(read) if merged else [],
             bos=bos,
             eos=eos,
-            unknown=read.token("unknown", None if bytewise else 0),
-            add_bos=read.flag("add_bos_token", pre in _BEGINNING if bytewise else True),
+            unknown=read.token("unknown", None if merged else 0),
+            # Files of Gemma 4 that say no are wrong.
+            add_bos=read.flag("add_bos_token", pre in _BEGINNING if bytewise else True) or model == "gemma4",
             add_eos=read.flag("add_eos_token", False),
-            add_space_prefix=read.flag("add_space_prefix", not bytewise),
+            add_space_prefix=read.flag("add_space_prefix", not merged),
+            strips=not merged and _is_phi3(file),
         )
+
+    def strips_after(self, id: int) -> bool:
+        """Whether this special token takes the white space behind it."""
+        return self.strips and self.texts[id] not in _NEVER_STRIP
+
+
+def _is_phi3(file: GgufFile) -> bool:
+    """Whether this is a Phi-3 with SentencePiece: files do not say that its special tokens strip."""
+    name = file.metadata.get("general.name")
+    named = isinstance(name, str) and any(part in name.lower() for part in ("phi-3", "phi3"))
+    return named or file.metadata.get("general.architecture") == "phi3"
 
 
 class _Entries:
@@ -135,8 +160,8 @@ class _Entries:
 
     def strings(self, name: str) -> list[str]:
         found = self.get(name)
-        if not isinstance(found, list):
-            self.fail(name, "an array of strings")
+        if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+            self.fail(name, "an array of strings in UTF-8")
         return found
 
     def numbers(self, name: str, count: int, dtype: np.dtype[Any], default: int) -> NDArray[Any]:
@@ -201,11 +226,12 @@ def end_tokens(file: GgufFile) -> list[int] | None:
     read = _Entries(file)
     if read.get("tokens") is not None and read.get("token_type") is not None:
         texts = read.strings("tokens")
-        kinds = read.numbers("token_type", len(texts), np.dtype(np.int32), _NORMAL)
+        kinds = read.numbers("token_type", len(texts), np.dtype(np.int32), NORMAL)
         special = {texts[i]: int(i) for i in np.flatnonzero((kinds == CONTROL) | (kinds == USER_DEFINED))}
         # In gpt-oss the end of a message, not that of an answer.
         inner = {"<|end|>"} if {"<|return|>", "<|call|>"} <= special.keys() else set()
         ids += [special[text] for text in special if text in _ENDS - inner]
+        ids += [id for id in (special.get(_HTML_END),) if id is not None and kinds[id] == CONTROL]
     return ids or None
 
 

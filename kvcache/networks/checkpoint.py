@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.networks.files import MAX_JSON_BYTES, read_json
-from kvcache.networks.safetensors import SafetensorsFile
+from kvcache.networks.safetensors import SafetensorsFile, TensorInfo
 from kvcache.networks.tensors import StoredRows, require
 
 __all__ = ["Checkpoint"]
@@ -42,16 +43,34 @@ class Checkpoint:
             found = f"; {', '.join(others[:3])} cannot be read" if others else ""
             raise FileNotFoundError(f"expected {_SINGLE} or {_INDEX} in {directory}, found neither{found}")
 
+    dtypes = tuple(_FORMATS)
+
     def __contains__(self, name: str) -> bool:
         """See `Tensors.__contains__`."""
         return name in self._files
+
+    def names(self) -> Iterator[str]:
+        """The names of all tensors."""
+        return iter(self._files)
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype and shape of a tensor."""
+        return self._files[name][name]
+
+    def stored(self, name: str, first: int, stop: int) -> NDArray[Any]:
+        """Rows of a tensor of any dtype that `SafetensorsFile.rows` reads."""
+        return self._files[name].rows(name, first, stop)
+
+    def is_zero(self, name: str) -> bool:
+        """Whether there is a tensor of floats of this name, and all of it is zero."""
+        return name in self._files and self.info(name).dtype in _FORMATS and not self.read(name).any()
 
     def require(
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:
         """See `Tensors.require`."""
         found = {name: file[name] for name, file in self._files.items()}
-        require(found, self.directory, tuple(_FORMATS), expected, optional)
+        require(found, self.directory, self.dtypes, expected, optional)
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""

@@ -16,8 +16,10 @@ from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
 from kvcache.networks.families import Family, family_of
 from kvcache.networks.files import read_json
+from kvcache.networks.quantisation import quantisation_of
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import ropes_of
+from kvcache.networks.towers import text_config_of
 
 __all__ = ["ModelConfig"]
 
@@ -32,7 +34,8 @@ class ModelConfig:
     """A decoder-only transformer. Its features are fields; `families` says which architecture has which.
 
     Attributes:
-        architecture: the class name in the checkpoint, e.g. "LlamaForCausalLM".
+        architecture: the class name in the checkpoint, e.g. "LlamaForCausalLM"; that of the text network, if it has
+            more than one.
         intermediate_size: of the MLP, or of one expert.
         num_heads, num_kv_heads, head_dim: query heads, KV heads (a divisor), channels of one head.
         max_position_embeddings: positions are in [0, max_position_embeddings).
@@ -114,6 +117,7 @@ class ModelConfig:
         """Validate the contents of a `config.json`. Raises CheckpointError naming the key and its value."""
         if not isinstance(config, Mapping):
             raise TypeError(f"config: expected a Mapping, got {type(config).__name__}")
+        config = text_config_of(config)
         architecture, family = family_of(config)
         read = Entries(config, defaults=family.defaults)
         hidden_size = read.size("hidden_size")
@@ -128,7 +132,7 @@ class ModelConfig:
             raise CheckpointError(f"head_dim: expected an even number (RoPE turns pairs), got {head_dim}")
         positions = read.size("max_position_embeddings")
         num_layers = read.size("num_hidden_layers", most=_MAX_LAYERS)
-        _refuse_unsupported(config, read)
+        _refuse_unsupported(config, family, read)
         ropes = ropes_of(config, family, positions, head_dim)
         rotated = _rotated(read, num_layers)
         attention_bias = read.flag("attention_bias", False)
@@ -172,14 +176,11 @@ class ModelConfig:
         )
 
 
-def _refuse_unsupported(config: Mapping[str, Any], read: Entries) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], family: Family, read: Entries) -> None:
     """Raise CheckpointError for an option that changes the result and is not implemented."""
-    for key in ("quantization_config", "compression_config"):
-        found = config.get(key)
-        if found is not None:
-            method = found.get("quant_method") if isinstance(found, Mapping) else None
-            named = "" if method is None else f"quant_method {short(method)} of "
-            raise CheckpointError(f"{key}: expected an unquantised checkpoint, got {named}{short(found)}")
+    quantisation = quantisation_of(config)
+    if quantisation is not None and (quantisation.method == "mxfp4") and family.experts != "gpt_oss":
+        raise CheckpointError(f"quantization_config: expected mxfp4 for gpt_oss alone, got it for {family.model_type}")
     if read.flag("use_bidirectional_attention", False):
         raise CheckpointError("use_bidirectional_attention: expected false, got true")
 

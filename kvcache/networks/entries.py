@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvcache.core.arguments import short
@@ -25,6 +25,10 @@ class Entries:
 
     def __init__(self, values: Mapping[str, Any], where: str = "", defaults: Mapping[str, Any] | None = None) -> None:
         self._values, self._where, self._defaults = values, where, defaults or {}
+
+    def __iter__(self) -> Iterator[str]:
+        """The keys that are there."""
+        return iter(self._values)
 
     def get(self, key: str) -> Any:
         """The value as it is: None if it is null, or absent and without a default."""

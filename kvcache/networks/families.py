@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
+from kvcache.networks.towers import TOWERS
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 
@@ -35,7 +36,7 @@ class Family:
         experts: "mixtral", "qwen", "gpt_oss" or "": how files name and store them.
         fused: whether files store queries, keys and values as one matrix, and gate and up as one.
         defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`. Soft caps,
-            factors and `partial_rotary_factor` are read only where they are here.
+            factors, `partial_rotary_factor` and `llama_4_scaling_beta` are read only where they are here.
     """
 
     model_type: str
@@ -68,6 +69,13 @@ FAMILIES = {
     "MistralForCausalLM": Family(
         "mistral", windows="all", defaults={"num_key_value_heads": 8, "sliding_window": 4096}
     ),
+    "Ministral3ForCausalLM": Family("ministral3", windows="all", defaults={
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "llama_4_scaling_beta": 0.0,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    }),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, windows="types", window_switch=True, defaults=_QWEN),
     "Qwen3ForCausalLM": Family(
         "qwen3", qkv_bias=None, qk_norm="head", windows="types", window_switch=True, defaults=_QWEN | {"head_dim": 128}
@@ -99,7 +107,10 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family(
         "gemma3_text", qkv_bias=None, qk_norm="head", norms="both", norms_less_one=True, embedding_by_size=True,
         activation_key="hidden_activation", windows="types", full_every=6, rope_per_kind=True,
-        defaults=_GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "final_logit_softcapping": None},
+        defaults=_GEMMA | {
+            "vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072, "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4, "final_logit_softcapping": None,
+        },
     ),
     "Phi3ForCausalLM": Family("phi3", windows="all", fused=True, defaults={
         "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,
@@ -144,8 +155,10 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
     if not named:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in _BY_TYPE:
-            raise CheckpointError(f"model_type: expected one of {', '.join(_BY_TYPE)}, got {short(model_type)}")
+            known = ", ".join([*_BY_TYPE, *(tower.model_type for tower in TOWERS.values())])
+            raise CheckpointError(f"model_type: expected one of {known}, got {short(model_type)}")
         return _BY_TYPE[model_type], FAMILIES[_BY_TYPE[model_type]]
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in FAMILIES:
-        raise CheckpointError(f"architectures: expected one of {', '.join(FAMILIES)}, got {short(named)}")
+        known = ", ".join([*FAMILIES, *TOWERS])
+        raise CheckpointError(f"architectures: expected one of {known}, got {short(named)}")
     return named[0], FAMILIES[named[0]]

@@ -12,6 +12,7 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, stored_tensors
 from kvcache.networks.tensors import StoredRows, Tensors
+from kvcache.networks.towers import Names
 
 __all__ = ["FolderTensors"]
 
@@ -23,10 +24,12 @@ _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 class FolderTensors:
     """The tensors of a folder, translated.
 
+    - The text network of a checkpoint with several towers: its names have a prefix, the other towers are left out.
     - Norms: some families store the weight minus 1.
     - Mixtral has other names for its experts.
     - Phi-3 has queries, keys and values in one tensor, gate and up in another.
-    - gpt-oss has all experts of a layer in two tensors `(experts, in, out)`, rows of gate and up in turn.
+    - gpt-oss has all experts of a layer in two tensors `(experts, in, out)`, columns of gate and up in turn; quantised
+      `(experts, out, in)`, rows in turn.
 
     Args:
         checkpoint: the tensors as they are named and stored.
@@ -36,6 +39,9 @@ class FolderTensors:
     def __init__(self, checkpoint: Tensors, config: ModelConfig) -> None:
         self._checkpoint, self._config = checkpoint, config
         self._family = FAMILIES[config.architecture]
+        self._names = Names(checkpoint.__contains__)
+        quantised = self._names("model.layers.0.mlp.experts.down_proj_blocks")
+        self._blocks = self._family.experts == "gpt_oss" and quantised in checkpoint
         self._slab: tuple[tuple[str, int], StoredRows] | None = None  # the last expert that was read
 
     def __contains__(self, name: str) -> bool:
@@ -46,7 +52,8 @@ class FolderTensors:
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:
         """See `Tensors.require`; messages have the names of the files."""
-        self._checkpoint.require(stored_tensors(expected, self._place), optional)
+        others = self._names.is_of_another_tower
+        self._checkpoint.require(stored_tensors(expected, self._place), lambda name: others(name) or optional(name))
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
@@ -70,20 +77,39 @@ class FolderTensors:
         inside = LAYER.fullmatch(name)
         expert = EXPERT.fullmatch(inside[2]) if inside else None
         if expert and self._family.experts == "gpt_oss":
-            return self._transposed(place.name, int(expert[1]), expert[2], first, stop)
+            if not self._blocks:
+                return self._transposed(place.name, int(expert[1]), expert[2], first, stop)
+            if expert[2] != "down":
+                return self._in_turn(place.name, int(expert[1]), expert[2], first, stop)
         return self._checkpoint.rows(place.name, place.first + first, place.first + stop)
 
     def _transposed(self, name: str, expert: int, part: str, first: int, stop: int) -> StoredRows:
         """Rows of an expert that is stored `(in, out)`."""
         inputs = self._config.intermediate_size if part == "down" else self._config.hidden_size
-        if self._slab is None or self._slab[0] != (name, expert):
-            self._slab = (name, expert), self._checkpoint.rows(name, expert * inputs, (expert + 1) * inputs)
-        slab = self._slab[1]
+        slab = self._expert_of(name, expert, inputs)
         columns = {"gate": slice(2 * first, 2 * stop, 2), "up": slice(2 * first + 1, 2 * stop + 1, 2)}
         values = slab.values[:, columns.get(part, slice(first, stop))]
         return StoredRows(slab.format, np.ascontiguousarray(values.T))
 
+    def _in_turn(self, name: str, expert: int, part: str, first: int, stop: int) -> StoredRows:
+        """Rows of an expert that is stored `(out, in)`, rows of gate and up in turn."""
+        slab = self._expert_of(name, expert, 2 * self._config.intermediate_size)
+        rows = slice(2 * first + (part == "up"), 2 * stop, 2)
+        scales = None if slab.scales is None else np.ascontiguousarray(slab.scales[rows])
+        return StoredRows(slab.format, np.ascontiguousarray(slab.values[rows]), scales)
+
+    def _expert_of(self, name: str, expert: int, size: int) -> StoredRows:
+        """All rows of an expert, `size` of them."""
+        if self._slab is None or self._slab[0] != (name, expert):
+            self._slab = (name, expert), self._checkpoint.rows(name, expert * size, (expert + 1) * size)
+        return self._slab[1]
+
     def _place(self, name: str) -> Place:
+        place = self._place_of_texts(name)
+        return place._replace(name=self._names(place.name))
+
+    def _place_of_texts(self, name: str) -> Place:
+        """The place of a tensor, as a checkpoint of the text network alone names it."""
         inside = LAYER.fullmatch(name)
         if not inside:
             return Place(name)
@@ -101,6 +127,11 @@ class FolderTensors:
                 return Place(f"block_sparse_moe.experts.{expert[1]}.{_MIXTRAL[expert[2]]}.weight")
             return Place("block_sparse_moe.gate.weight") if part == "mlp.gate.weight" else None
         if self._family.experts == "gpt_oss":
+            if expert and self._blocks and expert[2] == "down":
+                return Place("mlp.experts.down_proj_blocks", int(expert[1]) * hidden, (experts, hidden, inner))
+            if expert and self._blocks:
+                turn = 2 * int(expert[1]) + (expert[2] == "up")
+                return Place("mlp.experts.gate_up_proj_blocks", turn, (experts, 2 * inner, hidden))
             if expert and expert[2] == "down":
                 return Place("mlp.experts.down_proj", int(expert[1]), (experts, inner, hidden))
             if expert:

@@ -53,10 +53,11 @@ _NAMES = {
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
 }
-# The format of `Matrix` for each type. No matrix has the groups of Q5_1, Q5_K, Q6_K: they are quantised again.
+# The format of `Matrix` for each type. No matrix has the groups of Q5_1, Q2_K, Q5_K, Q6_K: they are quantised again.
 _FORMATS = {
     "F32": "f32", "F16": "f16", "BF16": "bf16",
-    "Q8_0": "q8_0", "Q5_0": "q8_0", "Q5_1": "q8_0", "Q5_K": "q8_0", "Q6_K": "q8_0",
+    "Q8_0": "q8_0", "Q5_0": "q8_0", "Q5_1": "q8_0", "Q2_K": "q8_0", "Q3_K": "q8_0", "Q5_K": "q8_0", "Q6_K": "q8_0",
+    "IQ4_NL": "q8_0", "IQ4_XS": "q8_0", "MXFP4": "q8_0",
     "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_1",
 }  # fmt: skip
 
@@ -67,7 +68,9 @@ def is_gguf(path: str | Path) -> bool:
 
 
 class GgufCheckpoint:
-    """The tensors of a GGUF file, under the names and in the row order of a Hugging Face checkpoint.
+    """The tensors of a GGUF file, or of all files that it was split into.
+
+    They have the names and the row order of a Hugging Face checkpoint.
 
     In files of the architecture `llama` and some others, rows of q and k are ordered for interleaved RoPE: row
     `2 i + j` of a head is row `i + j * head_dim / 2` of the original. They are put back as they are read. The experts
@@ -135,7 +138,7 @@ class GgufCheckpoint:
         if config.rope.kind != "default":
             raise CheckpointError(f"{path}: {name}: expected no other scaling beside it, got {config.rope.kind}")
         divisors = np.empty(info.shape, "<f4")
-        self.file.read([divisors], info.start, name)
+        self.file.read([divisors], name)
         if not ((divisors > 0) & (divisors <= _MAX_DIVISOR)).all():
             worst = divisors[~((divisors > 0) & (divisors <= _MAX_DIVISOR))][0]
             raise CheckpointError(f"{path}: {name}: expected positive numbers up to {_MAX_DIVISOR:g}, got {worst}")
@@ -168,7 +171,7 @@ class GgufCheckpoint:
         return _FORMATS[self.file[self._place(name).name].dtype]
 
     def rows(self, name: str, first: int, stop: int) -> StoredRows:
-        """See `Tensors.rows`. The scales and minima of Q4_K are float32; a matrix rounds them to f16."""
+        """See `Tensors.rows`. Scales and minima of Q4_K and IQ4_XS are float32; a matrix rounds them to f16."""
         info = self.file[self._place(name).name]
         raw, columns = self._rows(name, first, stop), _columns(info.shape)
         if info.dtype in ("F16", "BF16"):
@@ -186,7 +189,7 @@ class GgufCheckpoint:
         first, stop = first + place.first, stop + place.first
         begin, end = first // head * head, -(-stop // head) * head  # whole heads
         stored = np.empty((end - begin, size), np.uint8)
-        self.file.read([stored], info.start + begin * size, translated)
+        self.file.read([stored], translated, begin * size)
         if head == 1:
             return stored
         pairs = stored.reshape(-1, head // 2, 2, size)

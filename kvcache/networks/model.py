@@ -149,10 +149,12 @@ class Transformer:
             x *= np.float32(config.embedding_scale)
         places = (positions,) if sink_positions is None else (positions, sink_positions)
         turns = {table: [table.rows(each) for each in places] for table in set(self._tables[regime])}
+        factors = config.rope.query_factors(positions)
         for i, layer in enumerate(self.weights.layers):
             table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
             projected = self._project(self._normed(x, layer.input_norm), layer)
-            mixed = attend(i, *self._turned(*projected, table, turns[table] if table else places)).reshape(len(x), -1)
+            turned = self._turned(*projected, table, turns[table] if table else places, factors)
+            mixed = attend(i, *turned).reshape(len(x), -1)
             if i == config.num_layers - 1 and not (isinstance(logits, str) and logits == "all"):
                 # After the last attention rows are independent: continue with the requested ones only.
                 rows = slice(len(x) - (logits == "last"), None) if isinstance(logits, str) else logits
@@ -212,10 +214,15 @@ class Transformer:
         return np.concatenate([queries, keys], axis=1).reshape(turned.shape), values
 
     def _turned(
-        self, heads: Float32, values: Float32, table: RopeTable | None, turns: Sequence[Any]
+        self, heads: Float32, values: Float32, table: RopeTable | None, turns: Sequence[Any], factors: Float32 | None
     ) -> tuple[Float32, ...]:
-        """Queries, keys and values, rotated by the first of `turns`; for each other the queries rotated by that."""
+        """Queries, keys and values, rotated by the first of `turns`; for each other the queries rotated by that.
+
+        Queries are multiplied by `factors`, if there are any.
+        """
         count = self.config.num_heads
+        if factors is not None:
+            heads = np.concatenate([heads[:, :count] * factors[:, None, None], heads[:, count:]], axis=1)
         if table is None:
             return heads[:, :count], heads[:, count:], values, *(heads[:, :count] for _ in turns[1:])
         turned = table.rotate(heads, turns[0])

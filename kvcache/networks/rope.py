@@ -39,6 +39,7 @@ class Rope:
         truncate: whether the yarn band is widened to whole channels.
         divisors: what the frequency of each channel pair is divided by, highest frequency first (divided, longrope).
         long_divisors: the same for a text of more than `original_positions` tokens (longrope).
+        query_growth: queries are multiplied by `1 + query_growth * ln(1 + floor(position / original_positions))`.
     """
 
     kind: Literal["default", "linear", "llama3", "yarn", "divided", "longrope"] = "default"
@@ -53,6 +54,7 @@ class Rope:
     truncate: bool = True
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
+    query_growth: float = 0.0
 
     def frequencies(self, head_dim: int, regime: int = 0) -> Float64:
         """Radians per position of each channel pair, float64 `(head_dim // 2,)`, highest first.
@@ -76,6 +78,13 @@ class Rope:
     def regime_of(self, num_tokens: int) -> int:
         """1 for a text whose number of tokens asks for the long divisors of longrope, else 0."""
         return int(self.kind == "longrope" and num_tokens > self.original_positions)
+
+    def query_factors(self, positions: NDArray[np.int64]) -> Float32 | None:
+        """What queries at these positions are multiplied by, `(n,)`; None: 1 each."""
+        if not self.query_growth or positions.max(initial=0) < self.original_positions:
+            return None
+        factors = 1 + self.query_growth * np.log1p(positions // self.original_positions)
+        return factors.astype(np.float32)
 
     def _llama3(self, base: Float64) -> Float64:
         """Keep short wavelengths, stretch long ones, blend between: the rule of Llama 3.1's published code.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvcache.core.arguments import short
@@ -18,6 +19,19 @@ _LEAST_BETA = 1e-6  # of YaRN's betas (rotations over the context): keeps the wa
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PARAMETERS, _SCALING = "rope_parameters", "rope_scaling"
 _KNOWN = ("default", "linear", "llama3", "yarn", "longrope")
+# The keys that one of the kinds reads. transformers too ignores those of another kind.
+_READ = frozenset(
+    {
+        "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
+        "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
+        "short_factor", "long_factor",
+    }
+)  # fmt: skip
+# Keys that nothing here reads and that change no text: sections are those of images, the others are remarks.
+_REMARKS = frozenset({"mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned"})
+# Keys that some families read, or none, and the values without an effect.
+_GROWTH = "llama_4_scaling_beta"
+_NEUTRAL = {"attn_factor": 1, _GROWTH: 0, "partial_rotary_factor": 1}
 
 
 class Ropes(NamedTuple):
@@ -70,7 +84,7 @@ def _ropes_in(name: str, config: Mapping[str, Any], family: Family, positions: i
             theta = Entries(values, f"{name}.").number("rope_theta", theta, at_least=1.0)
         parts.append((sliding, where, read.number("rope_local_base_freq", theta, at_least=1.0)))
     size = _rotary_dim(values, config, family, head_dim)
-    first, *rest = (_rope(Entries(part, where), where, read, family, positions, theta, size)
+    first, *rest = (_growing(Entries(part, where), where, read, family, positions, theta, size)
                     for part, where, theta in parts)  # fmt: skip
     return Ropes(first, rest[0] if rest and rest[0] != first else None, size)
 
@@ -106,6 +120,19 @@ def _rotary_dim(values: Mapping[str, Any], config: Mapping[str, Any], family: Fa
     return size
 
 
+def _growing(
+    read: Entries, where: str, config: Entries, family: Family, positions: int, theta: float, rotary_dim: int
+) -> Rope:
+    """The rotary embedding of an entry, and how queries grow with their position."""
+    _refuse_unread(read, where, family)
+    rope = _rope(read, where, config, family, positions, theta, rotary_dim)
+    growth = read.number(_GROWTH, 0.0) if _GROWTH in family.defaults else 0.0
+    if not growth:
+        return rope
+    original = read.size("original_max_position_embeddings", rope.original_positions or None)
+    return replace(rope, query_growth=growth, original_positions=original)
+
+
 def _rope(
     read: Entries, where: str, config: Entries, family: Family, positions: int, theta: float, rotary_dim: int
 ) -> Rope:
@@ -117,6 +144,8 @@ def _rope(
     kind = "default" if kind is None else kind
     if family.model_type == "phi3" and kind in ("su", "yarn"):  # its older names
         kind = "longrope"
+    if kind == "mrope":  # several positions for a part of an image; those of a text are one
+        kind = "default"
     if kind not in _KNOWN:
         raise CheckpointError(f"{where}rope_type: expected {', '.join(_KNOWN[:-1])} or longrope, got {short(kind)}")
     if kind == "default":
@@ -158,6 +187,17 @@ def _rope(
         attention_factor=_yarn_attention_factor(read, factor),
         truncate=read.flag("truncate", True),
     )
+
+
+def _refuse_unread(read: Entries, where: str, family: Family) -> None:
+    """Raise CheckpointError for a key that nothing here reads, unless its value changes nothing."""
+    for key in read:
+        if key in _READ or key in _REMARKS or (key in _NEUTRAL and key in family.defaults):
+            continue
+        value, neutral = read.get(key), _NEUTRAL.get(key)
+        if value is not None and (type(value) not in (int, float) or value != neutral):
+            expected = "no such key" if neutral is None else f"{neutral}, or no such key"
+            raise CheckpointError(f"{where}{key}: expected {expected}, got {short(value)}")
 
 
 def long_attention_factor(factor: float, original: int) -> float:

@@ -39,6 +39,8 @@ _BITS = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 _LOADABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+# Parts of quantised tensors: read in rows, as whole numbers.
+_PARTS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
 
 
 class TensorInfo(NamedTuple):
@@ -85,19 +87,19 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         return len(self._tensors)
 
     def read(self, name: str) -> Float32:
-        """The tensor as a new float32 array.
+        """A tensor of floats as a new float32 array.
 
         Raises CheckpointError if the file has become shorter or cannot be read.
         """
         info = self[name]
-        stored = self._stored(name, info.start, math.prod(info.shape)).reshape(info.shape)
+        stored = self._stored(name, info.start, math.prod(info.shape), _LOADABLE).reshape(info.shape)
         if info.dtype == "BF16":  # the upper half of a float32
             stored = np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
         found: Float32 = stored.astype(np.float32, copy=False)
         return found
 
     def rows(self, name: str, first: int, stop: int) -> NDArray[Any]:
-        """Rows [first, stop) of a matrix as they are stored: float32, or 16-bit words of F16 and BF16.
+        """Rows [first, stop) of a matrix as they are stored: float32, 16-bit words of F16 and BF16, or whole numbers.
 
         A tensor of more axes counts as one matrix: all but the last axis are rows.
 
@@ -105,15 +107,17 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         """
         info = self[name]
         columns, size = info.shape[-1], _BITS[info.dtype] // 8
-        stored = self._stored(name, info.start + first * columns * size, (stop - first) * columns)
+        stored = self._stored(name, info.start + first * columns * size, (stop - first) * columns, _LOADABLE | _PARTS)
         return (stored.view(np.uint16) if size == 2 else stored).reshape(stop - first, columns)
 
-    def _stored(self, name: str, start: int, count: int) -> NDArray[Any]:
-        """`count` values from `start` on, of the tensor's own dtype."""
+    def _stored(self, name: str, start: int, count: int, known: Mapping[str, str]) -> NDArray[Any]:
+        """`count` values from `start` on, of the tensor's own dtype, one of `known`."""
         dtype = self[name].dtype
-        if dtype not in _LOADABLE:
-            raise CheckpointError(f"{self.path}: {name}: expected F32, F16 or BF16, got {dtype}")
-        stored = np.empty(count, _LOADABLE[dtype])
+        if dtype not in known:
+            listed = list(known)
+            expected = f"{', '.join(listed[:-1])} or {listed[-1]}"
+            raise CheckpointError(f"{self.path}: {name}: expected {expected}, got {dtype}")
+        stored = np.empty(count, known[dtype])
         if count:
             read_part(self._file.fd, [stored], start, f"{self.path}: {name}")
         return stored

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from kvcache.core.arguments import short
 from kvcache.core.matrix import Matrix
 from kvcache.errors import CheckpointError, OutOfMemoryError
-from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.folder import FolderTensors
 from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
 from kvcache.networks.names import EMBEDDING, HEAD, NORM, NORMS, ROUTER, matrices_of, tensors_of
+from kvcache.networks.quantised import open_folder
 from kvcache.networks.tensors import Tensors
 
 __all__ = ["FORMATS", "LayerWeights", "MlpWeights", "Progress", "Weight", "Weights"]
@@ -115,7 +115,7 @@ class Weights:
         cls, directory: str | Path, config: ModelConfig, weights: str = "auto", progress: Progress | None = None
     ) -> Weights:
         """Load the weights of the network that `config` describes from a checkpoint directory; see `read`."""
-        return cls.read(FolderTensors(Checkpoint(directory), config), config, weights, progress)
+        return cls.read(FolderTensors(open_folder(directory), config), config, weights, progress)
 
     @classmethod
     def read(
@@ -127,7 +127,8 @@ class Weights:
             checkpoint: where the tensors are.
             config: the network.
             weights: the format of the matrices, one of `FORMATS`. "auto" keeps them as they are stored, without loss
-                (types of GGUF that no matrix has become q8_0 or q4_1). "q8" and "q4" quantise.
+                (`kvcache/guides/checkpoints.md` says what types of GGUF and of quantised folders become). "q8" and "q4"
+                quantise.
             progress: called with the bytes of the matrices that are loaded, and those of all.
 
         Raises:

@@ -80,10 +80,10 @@ class PagedBlocks:
             )
             rows.given = KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
             return rows
-        pairs = (keys, shape), (values, value_shape)  # as a network has them, there is nothing to convert
-        if all([type(x) is np.ndarray and x.dtype is _FLOAT32 and x.shape[1:] == like[1:] for x, like in pairs]):  # noqa: C419  # a generator costs a call an item
-            return KvRows(np.asarray(keys), np.asarray(values))
-        return KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
+        for x, like in ((keys, shape), (values, value_shape)):
+            if type(x) is not np.ndarray or x.dtype is not _FLOAT32 or x.shape[1:] != like[1:]:
+                return KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
+        return KvRows(np.asarray(keys), np.asarray(values))  # as a network has them: nothing to convert
 
     def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """See `PagedKvCache.copy_blocks`."""

@@ -9,9 +9,10 @@ from typing import Any
 from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
-from kvcache.gguf.tokenizer import build_tokenizer
+from kvcache.gguf.tokenizer import build_tokenizer, tokenizer_of
 from kvcache.gguf.vocabulary import Vocabulary, chat_template
 from kvcache.networks.files import MAX_CONFIG_BYTES, read_file, read_json
+from kvcache.sampling.tekken import tekken_vocabulary
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
 from kvcache.sampling.tokenizer_json import check_tokenizer_json
 
@@ -30,7 +31,7 @@ class CheckpointText:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The `tokenizers.Tokenizer` of `tokenizer.json`, or None without such a file.
+        """The `tokenizers.Tokenizer` of `tokenizer.json`, else of `tekken.json`, or None without such a file.
 
         Raises:
             ImportError: the package is not installed.
@@ -38,7 +39,7 @@ class CheckpointText:
         """
         path = self._directory / "tokenizer.json"
         if not path.exists():
-            return None
+            return None if self._tekken is None else tokenizer_of(self._tekken, self._directory / "tekken.json")
         data = bytes(read_file(path, _MAX_BYTES))
         try:
             from tokenizers import Tokenizer
@@ -52,6 +53,13 @@ class CheckpointText:
         tokenizer.no_padding()
         return tokenizer
 
+    @cached_property
+    def _tekken(self) -> Vocabulary | None:
+        """The vocabulary of `tekken.json`, where no other file has one."""
+        path = self._directory / "tekken.json"
+        others = (self._directory / "tokenizer.json").exists()
+        return None if others or not path.exists() else tekken_vocabulary(path)
+
     @property
     def chat_template(self) -> str | None:
         """The Jinja template named "default", or None; raises as `template`."""
@@ -60,7 +68,8 @@ class CheckpointText:
     def template(self, name: str) -> str | None:
         """The Jinja template of this name, else the one named "default", or None.
 
-        They are those of `chat_template.jinja` and `additional_chat_templates/`, else of `tokenizer_config.json`.
+        They are those of `chat_template.jinja` and `additional_chat_templates/`, else of `tokenizer_config.json`, else
+        of `chat_template.json`, where older folders of networks that take images have it.
 
         Raises:
             CheckpointError: a damaged file.
@@ -80,6 +89,8 @@ class CheckpointText:
         found = _special_tokens(self._directory / "tokenizer_config.json", self._config)
         if "added_tokens_decoder" in self._config:
             return found
+        if not self._config and self._tekken is not None:
+            return _tokens_by_id(self._tekken)
         path = self._directory / "special_tokens_map.json"
         return found | _special_tokens(path, _json_of(path))
 
@@ -90,6 +101,9 @@ class CheckpointText:
     @cached_property
     def _templates(self) -> dict[str, str]:
         path, found = self._directory / "tokenizer_config.json", self._config.get("chat_template")
+        if found is None:
+            path = self._directory / "chat_template.json"
+            found = _json_of(path).get("chat_template")
         if isinstance(found, list):
             found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
         named: dict[str, Any] = found if isinstance(found, dict) else {"default": found}
@@ -151,7 +165,9 @@ class GgufText:
     def special_tokens(self) -> dict[str, str]:
         """Of the tokens that the file names by id; as those of `CheckpointText`."""
         found = Vocabulary.of(GgufFile(self._path))
-        if found is None:
-            return {}
-        ids = {"bos_token": found.bos, "eos_token": found.eos, "unk_token": found.unknown}
-        return {name: found.texts[id] for name, id in ids.items() if id is not None}
+        return {} if found is None else _tokens_by_id(found)
+
+
+def _tokens_by_id(vocabulary: Vocabulary) -> dict[str, str]:
+    ids = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos, "unk_token": vocabulary.unknown}
+    return {name: vocabulary.texts[id] for name, id in ids.items() if id is not None}

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 # Where a block has float16 scales, in bytes from its start.
 SCALES = {
     "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2],
-    "Q6_K": [208],
+    "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0], "IQ4_XS": [0],
 }  # fmt: skip
 
 
@@ -25,6 +25,9 @@ def random_rows(rng, kind, rows, columns):
         for at in SCALES[kind]:
             scales = rng.integers(0, 0x7C00, len(each), dtype=np.uint16) | rng.integers(0, 2, len(each)) << 15
             each[:, at : at + 2] = scales.astype("<u2").view(np.uint8).reshape(-1, 2)
+    elif kind == "MXFP4":  # scales from 2**-23 to 2**16, those that float16 has
+        each = raw.reshape(-1, 17)
+        each[:, 0] = rng.integers(104, 144, len(each))
     else:
         raw.view(np.uint8)[:, 1::2] &= 0xBF  # no infinity and no NaN
     return raw
@@ -57,21 +60,50 @@ def test_codes(rng, monkeypatch, kind, rows, columns):
     codes, scales, minima = blocks.codes(kind, raw, columns)
     assert codes.shape == (rows, columns)
     assert scales.shape == (rows, columns // 32)
-    assert codes.dtype == (np.int8 if kind in ("Q8_0", "Q5_0") else np.uint8)
-    if rows and kind != "Q8_0":
-        assert (codes.min(), codes.max()) == ((-16, 15) if kind == "Q5_0" else (0, 15))
+    signed = {"Q8_0": 127, "Q5_0": 15, "Q3_K": 124, "IQ4_NL": 113, "IQ4_XS": 113, "MXFP4": 12}
+    assert codes.dtype == (np.int8 if kind in signed else np.uint8)
+    if rows:
+        assert codes.max() <= signed.get(kind, 15)
+    if rows > 7:
+        assert codes.max() == signed.get(kind, 15)
+        least = {"Q8_0": -128, "Q5_0": -16, "Q3_K": -128, "IQ4_NL": -127, "IQ4_XS": -127, "MXFP4": -12}
+        assert codes.min() == least.get(kind, 0)
     centred = codes.astype(np.float32) - (8 if kind == "Q4_0" else 0)
     found = centred.reshape(rows, columns // 32, 32) * scales.astype(np.float32)[..., None]
     if kind in ("Q4_1", "Q4_K"):
         assert scales.dtype == minima.dtype == np.float32
         found = found + minima[..., None]
     else:
-        assert scales.dtype == np.float16
+        assert scales.dtype == (np.float32 if kind == "IQ4_XS" else np.float16)
         assert minima is None
     np.testing.assert_array_equal(found.reshape(rows, columns), blocks.values(kind, raw, columns))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in blocks.LOADABLE if kind not in ("F32", "F16", "BF16")])
+def test_scales_of_mxfp4_that_no_half_has():
+    """Every exponent: as the package reads it; with codes, rounded to multiples of 2**-24 where it is smaller."""
+    exponents = np.arange(255, dtype=np.uint8)
+    raw = np.empty((255, 17), np.uint8)
+    raw[:, 0], raw[:, 1:] = exponents, np.arange(16, dtype=np.uint8) * 17
+    found = blocks.values("MXFP4", raw, 32)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(found.view(np.uint32), expected("MXFP4", raw).view(np.uint32))
+    codes, scales, minima = blocks.codes("MXFP4", raw, 32)
+    kept = codes[:144] * scales[:144].astype(np.float32)
+    assert minima is None
+    np.testing.assert_array_equal(kept[104:], found[104:144])
+    assert 0 < np.abs(kept[:104] - found[:104]).max() <= 2.0**-25
+    assert np.isinf(scales[144:]).all()
+    raw[:, 1:] = 0x80  # zeros of both signs: they may have any scale
+    codes, scales, _ = blocks.codes("MXFP4", raw, 32)
+    assert not codes.any()
+    assert not scales.any()
+    raw[:, 0] = 255
+    assert np.isnan(blocks.values("MXFP4", raw, 32)).all()
+    raw[:, 1] = 1
+    assert np.isnan(blocks.codes("MXFP4", raw, 32)[1].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in blocks.LOADABLE if kind not in ("F32", "F16", "BF16", "MXFP4")])
 def test_infinite_scales_are_no_warning(rng, recwarn, kind):
     raw = np.full((2, blocks.row_bytes(kind, 256)), 0x7C, np.uint8)
     assert not np.isfinite(blocks.values(kind, raw, 256)).all()
@@ -89,7 +121,7 @@ def test_sizes_of_all_types():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: blocks.values("Q2_K", np.zeros((1, 84), np.uint8), 256), "kind: expected one of F32, .*, got 'Q2_K'"),
+        (lambda: blocks.values("IQ3_S", np.zeros((1, 110), np.uint8), 256), "kind: expected one of F32, .* 'IQ3_S'"),
         (lambda: blocks.codes("Q6_K", np.zeros((1, 210), np.uint8), 256), "kind: expected one of Q8_0, .*, got 'Q6_K'"),
         (lambda: blocks.values("Q8_0", np.zeros((1, 34), np.uint8), 33), "columns: expected a multiple of 32 for Q8_0"),
         (lambda: blocks.values("Q8_0", np.zeros((1, 34), np.uint8), 0), "columns: expected a multiple of 32 for Q8_0"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from gguf_files import F32, STRING, U16, U32, entry, pack
+from gguf_files import F32, STRING, U32, entry, pack
 
 from kvcache.engine import ModelConfig
 from kvcache.errors import CheckpointError
-from kvcache.gguf.config import architecture_of, config_of
+from kvcache.gguf.config import config_of
 from kvcache.gguf.file import GgufFile
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -62,6 +62,19 @@ def test_partial_rope(parse):
         parse("qwen2", rope__dimension_count=(U32, 6))
 
 
+def test_ministral_3(parse):
+    """`yarn_log_multiplier` is `mscale_all_dim` beside an `mscale` of 1; queries grow over the original context."""
+    scaling = {"rope__scaling__type": (STRING, "yarn"), "rope__scaling__factor": (F32, 16.0)}
+    scaling |= {"rope__scaling__original_context_length": (U32, 512), "rope__scaling__yarn_log_multiplier": (F32, 1.0)}
+    rope = parse("mistral3", **scaling, attention__temperature_scale=(F32, 0.1)).rope
+    assert (rope.kind, rope.attention_factor, rope.original_positions) == ("yarn", 1.0, 512)
+    assert rope.query_growth == 0.1
+    plain = parse("mistral3").rope
+    assert (plain.kind, plain.query_growth) == ("default", 0.0)
+    with pytest.raises(CheckpointError, match=r"^llama.attention.temperature_scale: expected 0\.0, got 0\.1"):
+        parse("llama", attention__temperature_scale=(F32, 0.1))
+
+
 def test_a_file_without_scaling_has_none(parse):
     """A folder of gpt-oss without the keys has YaRN."""
     experts = {"expert_count": (U32, 4), "expert_used_count": (U32, 2), "attention__sliding_window": (U32, 128)}
@@ -69,11 +82,3 @@ def test_a_file_without_scaling_has_none(parse):
     scaling = {"rope__scaling__type": (STRING, "yarn"), "rope__scaling__factor": (F32, 32.0)}
     rope = parse("gpt-oss", **experts, **scaling).rope
     assert (rope.kind, rope.factor, rope.truncate) == ("yarn", 32.0, False)
-
-
-def test_a_later_part_of_a_file_that_was_split(tmp_path):
-    """It has no architecture, and is refused for what it is."""
-    path = tmp_path / "x.gguf"
-    path.write_bytes(pack([entry("split.no", U16, 1), entry("split.count", U16, 3)]))
-    with pytest.raises(CheckpointError, match=r"x\.gguf: split.count: expected 1, got 3"):
-        architecture_of(GgufFile(path))

@@ -22,6 +22,7 @@ from gguf_files import (
     array,
     entry,
     pack,
+    string,
     tensor,
     write,
 )  # fmt: skip
@@ -64,6 +65,16 @@ def test_metadata_of_the_package(tmp_path):
     assert set(found) == keys
 
 
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+def test_texts_that_are_no_unicode(save, monkeypatch, chunk):
+    """Descriptions in other encodings stop nobody: who reads such a text finds bytes."""
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    latin, texts = "naïve".encode("latin-1"), ["a", b"\xff\xfe", "ß", b"\xc3"]
+    entries = [entry("general.description", STRING, string(latin)), entry("t", ARRAY, array(STRING, texts))]
+    found = GgufFile(save(pack([*entries, entry("n", U8, 7)]))).metadata
+    assert found == {"general.description": latin, "t": texts, "n": 7}
+
+
 def test_tensors_of_the_package(tmp_path, rng):
     matrix, vector = rng.standard_normal((3, 5), np.float32), np.arange(7, dtype=np.float16)
     quantised = gguf.quants.quantize(rng.standard_normal((2, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
@@ -74,7 +85,7 @@ def test_tensors_of_the_package(tmp_path, rng):
     ]  # fmt: skip
     for name, content in (("m", matrix), ("v", vector), ("q", quantised)):
         stored = np.empty(file[name].stop - file[name].start, np.uint8)
-        file.read([stored], file[name].start, name)
+        file.read([stored], name)
         assert stored.tobytes() == content.tobytes()
     assert len(file) == 3
 
@@ -114,6 +125,7 @@ def test_an_empty_file_of_entries(save):
         (pack([entry("a", STRING, b"\xff")]), "a: expected 8 bytes at"),
         (pack([entry("a", STRING, array(U8, [])[4:])]), None),
         (pack([entry(b"\xff", U8, 1)]), r"metadata: expected UTF-8, got b'\\xff'"),
+        (pack([], [tensor(b"\xff", [4])]), r"tensors: expected UTF-8, got b'\\xff'"),
         (pack([entry("k" * 70000, U8, 1)]), "metadata: expected a string of at most 65535 bytes, got 70000"),
         (pack([entry("a", ARRAY, array(U8, [], 2**60))]), f"a: expected {2**60} bytes at"),
         (pack([entry("a", ARRAY, array(STRING, [], 2**60))]), f"a: expected {2**63} bytes at"),
@@ -147,6 +159,83 @@ def test_a_header_beyond_the_limit(save, monkeypatch):
         GgufFile(save(pack([entry("a", ARRAY, array(U8, [0] * 200))])))
 
 
+PARTS = [
+    pack([entry("split.no", U16, 0), entry("split.count", U16, 3), entry("a", U8, 1)], [tensor("t", [4])], b"\1" * 16),
+    pack([entry("split.no", U16, 1), entry("split.count", U16, 3), entry("a", U8, 2)]),
+    pack([entry("split.no", U16, 2), entry("split.count", U16, 3)], [tensor("v", [1]), tensor("u", [2], 0, 32)],
+         b"\2" * 4 + bytes(28) + b"\3" * 8),
+]  # fmt: skip
+
+
+def save_parts(folder, parts=PARTS, count=3):
+    for i, part in enumerate(parts, 1):
+        (folder / f"x-{i:05d}-of-{count:05d}.gguf").write_bytes(part)
+    return folder / f"x-00001-of-{count:05d}.gguf"
+
+
+def test_a_file_that_was_split(tmp_path):
+    """The metadata of the first file, and the tensors of all; the second has none."""
+    file = GgufFile(save_parts(tmp_path))
+    assert file.metadata == {"split.no": 0, "split.count": 3, "a": 1}
+    assert [(name, info.shape, info.part) for name, info in file.items()] == [
+        ("t", (4,), 0), ("v", (1,), 2), ("u", (2,), 2),
+    ]  # fmt: skip
+    for name, byte, size in (("t", 1, 16), ("v", 2, 4), ("u", 3, 8)):
+        stored = np.empty(size, np.uint8)
+        file.read([stored], name)
+        assert (stored == byte).all()
+    half = np.empty(4, np.uint8)
+    file.read([half], "u", 4)
+    assert (half == 3).all()
+
+
+def part(number, count=3, tensors=(), data=b"", **more):
+    entries = [entry("split.no", U16, number), entry("split.count", U16, count)]
+    return pack(entries + [entry(key.replace("__", "."), I32, value) for key, value in more.items()], tensors, data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({1: part(2)}, r"x-00002-of-00003.gguf: split.no: expected 1, got 2"),
+        ({1: part(0)}, r"x-00002-of-00003.gguf: split.no: expected 1, got 0"),
+        ({1: pack()}, r"x-00002-of-00003.gguf: split.no: expected 1, got None"),
+        ({2: part(2, 4)}, r"x-00003-of-00003.gguf: split.count: expected 3, got 4"),
+        ({2: pack([entry("split.no", STRING, "2")])}, r"x-00003-of-00003.gguf: split.no: expected 2, got '2'"),
+        ({1: part(1, 3, [tensor("t", [4])], bytes(16))}, "x-00002-of-00003.gguf: t: expected each tensor once"),
+        ({1: part(1, 3, [tensor("w", [4])], bytes(15))}, "x-00002-of-00003.gguf: w: expected .*: truncated"),
+        ({1: b"GGML"}, "x-00002-of-00003.gguf: magic: expected GGUF"),
+        ({0: part(1)}, "x-00001-of-00003.gguf: split.no: expected 0, that of the first file, got 1"),
+        ({0: part(0, 2)}, "x-00001-of-00003.gguf: split.count: expected a file named NAME-00001-of-00002.gguf"),
+        ({0: part(0, 513)}, "split.count: expected a whole number up to 512, got 513"),
+        ({0: pack([entry("split.count", STRING, "3")])}, "split.count: expected a whole number up to 512, got '3'"),
+        ({0: pack([entry("split.count", I32, -1)])}, "split.count: expected a whole number up to 512, got -1"),
+        ({0: part(0, split__tensors__count=9)}, "x-00001-of-00003.gguf: split.tensors.count: expected 2, got 9"),
+    ],
+)
+def test_parts_that_do_not_belong_together(tmp_path, changes, message):
+    path = save_parts(tmp_path, [changes.get(i, content) for i, content in enumerate(PARTS)])
+    with pytest.raises(CheckpointError, match=message):
+        GgufFile(path)
+
+
+def test_a_part_that_is_missing_or_too_long(tmp_path, monkeypatch):
+    path = save_parts(tmp_path)
+    together = sum(part.header_bytes for part in GgufFile(path)._parts)
+    monkeypatch.setattr(module, "MAX_HEADER_BYTES", together)
+    assert len(GgufFile(path)) == 3
+    monkeypatch.setattr(module, "MAX_HEADER_BYTES", together - 1)
+    with pytest.raises(CheckpointError, match=r"x-00003-of-00003.gguf: expected a header of at most \d+ bytes"):
+        GgufFile(path)
+    (tmp_path / "x-00003-of-00003.gguf").unlink()
+    with pytest.raises(FileNotFoundError, match=r"expected a GGUF file, got none at .*x-00003-of-00003.gguf"):
+        GgufFile(path)
+
+
+def test_one_part_of_one(save):
+    assert GgufFile(save(pack([entry("split.count", U16, 1), entry("split.no", U16, 0)]))).metadata["split.count"] == 1
+
+
 def test_no_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="path: expected a GGUF file, got none at"):
         GgufFile(tmp_path / "nowhere.gguf")
@@ -157,4 +246,4 @@ def test_a_file_that_becomes_shorter(save):
     file = GgufFile(path)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"t: expected 256 bytes at \d+, got a truncated file"):
-        file.read([bytearray(256)], file["t"].start, "t")
+        file.read([bytearray(256)], "t")

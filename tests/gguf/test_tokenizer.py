@@ -40,14 +40,16 @@ MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġ Ġ", "1 2", "12 3", "a b"
 def build(tmp_path):
     """Writes a vocabulary and builds its tokenizer."""
 
-    def build_from(kind, texts, kinds, **entries):
+    def build_from(kind, texts, kinds, architecture="llama", name=None, **entries):
         found = {
             "model": (STRING, kind),
             "tokens": (ARRAY, texts, STRING),
             "token_type": (ARRAY, kinds, I32),
         } | entries
         named = {f"tokenizer.ggml.{key}": content for key, content in found.items() if content is not None}
-        return build_tokenizer(GgufFile(write(tmp_path / "x.gguf", "llama", named, {})))
+        if name is not None:
+            named["general.name"] = (STRING, name)
+        return build_tokenizer(GgufFile(write(tmp_path / "x.gguf", architecture, named, {})))
 
     return build_from
 
@@ -84,7 +86,19 @@ PIECES = {
     "smollm": ["I", "'LL", " say", " don", "'t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
     "qwen2": ["I", "'LL", " say", " don", "'t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
     "llama-bpe": ["I", "'LL", " say", " don", "'t", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
+    "smaug-bpe": ["I", "'LL", " say", " don", "'t", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
     "gpt-4o": ["I'LL", " say", " don't", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
+    "tekken": ["I", "'LL", " say", " don", "'t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
+    "qwen35": ["I", "'LL", " say", " don", "'t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
+    "falcon": [
+        "I", "'", "LL", " say", " don", "'", "t", ":", " ", "123", "4", "  ", " x", "!?", "\n", "\n", "y",
+    ],
+    "deepseek-coder": [
+        "I", "'", "LL", " say", " don", "'", "t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?", "\n", "\n", "y",
+    ],
+    "deepseek-llm": [
+        "I", "'", "LL", " say", " don", "'", "t", ":", " ", "1234", "  ", " x", "!?", "\n", "\n", "y",
+    ],
     "default": ["I", "'", "LL", " say", " don", "'", "t", ":", " ", "123", "4", "  ", " x", "!?", "\n", "\n", "y"],
 }
 
@@ -107,14 +121,31 @@ def test_whole_words(bytewise):
     """A word that is a token is one, in the vocabularies of Llama 3, also if no merges lead to it."""
     more = ["Ġxyz"]
     assert bytewise("llama-bpe", more).encode(" xyz").tokens == more
-    assert bytewise("gpt-2", more).encode(" xyz").tokens == ["Ġ", "x", "y", "z"]
+    for pre in ("gpt-2", "smaug-bpe"):
+        assert bytewise(pre, more).encode(" xyz").tokens == ["Ġ", "x", "y", "z"]
 
 
-def test_composed_characters(bytewise):
-    """Qwen's tokenizers bring a text to Unicode NFC."""
-    assert (
-        bytewise("qwen2").encode("e\u0301").tokens == bytewise("qwen2").encode("é").tokens == [BYTES[0xC3], BYTES[0xA9]]
-    )
+@pytest.mark.parametrize("pre", module._COMPOSED)
+def test_composed_characters(bytewise, pre):
+    """Qwen's tokenizers, and some others, bring a text to Unicode NFC."""
+    assert bytewise(pre).encode("e\u0301").tokens == bytewise(pre).encode("é").tokens == [BYTES[0xC3], BYTES[0xA9]]
+
+
+def test_marks_belong_to_their_letters(bytewise):
+    """Qwen3.5 has them in words, where Qwen2 divides a text before a mark that has no composed letter."""
+    text = "a\u0330b"
+    for pre, expected in (("qwen35", [text]), ("qwen2", ["a", "\u0330b"])):
+        found = [text[start:stop] for _, (start, stop) in bytewise(pre).pre_tokenizer.pre_tokenize_str(text)]
+        assert found == expected
+
+
+def test_tekken_divides_at_changes_of_case(bytewise):
+    """It begins a text with bos, and leaves a word that is a token whole, as the vocabularies of Llama 3 do."""
+    text = "HTTPServer XMLHttp iPhone's"
+    tokenizer = bytewise("tekken", ["ĠiPhone"], bos_token_id=(U32, 0))
+    found = [text[start:stop] for _, (start, stop) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert found == ["HTTPServer", " XMLHttp", " i", "Phone", "'s"]
+    assert tokenizer.encode("he").tokens == ["!", "he"]
 
 
 def test_special_tokens(bytewise):
@@ -125,7 +156,7 @@ def test_special_tokens(bytewise):
     assert tokenizer.get_vocab_size() == 256 + len(MERGES) + 2
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "smaug-bpe"])
 def test_beginning_and_end(bytewise, pre):
     """bos and eos as the file says; without a word, vocabularies of Llama 3 add bos and the others do not."""
     named = {"bos_token_id": (U32, 256 + len(MERGES)), "eos_token_id": (U32, 0)}
@@ -191,6 +222,28 @@ def test_spaces_after_special_tokens(spm):
     assert plain.decode(plain.encode(" a").ids) == " a"
 
 
+def test_special_tokens_of_phi3_take_the_spaces_behind_them(build):
+    """No file says so. Without it every chat prompt has a newline after `<|user|>` that the network never saw."""
+    words = ["▁", "a", "b", "▁a", "▁b"]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    texts = ["<unk>", "<s>", "</s>", *bytes_, *words, "<|endoftext|>", "<|user|>", "<|end|>"]
+    kinds = [UNKNOWN, CONTROL, USER_DEFINED, *[BYTE] * 256, *[NORMAL] * len(words), *[CONTROL] * 3]
+    entries = {"scores": (ARRAY, [0.0] * 262 + [1.0, 2.0] + [0.0] * 3, F32), "add_bos_token": (BOOL, False)}
+    text = "<|user|>\na<|end|> \t\nb</s> a<s>\na<|endoftext|> a"
+    phi3 = ["<|user|>", "▁a", "<|end|>", "▁b", "</s>", "▁a"]
+    kept = ["<s>", "▁", "<0x0A>", "a", "<|endoftext|>", "▁", "▁a"]
+
+    def tokens(**network):
+        tokenizer = build("llama", texts, kinds, **network, **entries)
+        return [tokenizer.id_to_token(id) for id in tokenizer.encode(text).ids]
+
+    for network in ({"architecture": "phi3"}, {"name": "Microsoft Phi-3 Mini"}, {"name": "my-phi3-tune"}):
+        assert tokens(**network) == phi3 + kept
+    others = tokens(name="Phi 4")
+    assert others[:4] == ["<|user|>", "▁", "<0x0A>", "a"]
+    assert others[-7:] == kept
+
+
 def test_runs_that_gemma_has_as_tokens(build):
     """Runs of spaces and of newlines are tokens of their own kind; a text does not begin with a space."""
     texts = ["<unk>", "<bos>", "\n\n", "   ", "▁", "a", "b", "▁a", "\n", "<start_of_turn>"]
@@ -202,6 +255,24 @@ def test_runs_that_gemma_has_as_tokens(build):
     expected = ["<bos>", "<start_of_turn>", "a", "▁a", "\n\n", "b", "   ", "a", "\n", "b"]
     assert tokenizer.encode(text).tokens == expected
     assert tokenizer.decode(tokenizer.encode(text).ids[1:], skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(("model", "pre"), [("gemma4", None), ("llama", "gemma4")])
+def test_gemma_4_has_merges_over_characters(build, model, pre):
+    """Spaces are written as U+2581 and a merge may join words. bos is first, whatever a file says."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    texts = ["<pad>", "<bos>", "<unk>", *bytes_, "▁", "a", "b", "▁a", "a▁", "\n", "\n\n", "ab", "a▁a", "<|turn>"]
+    kinds = [CONTROL, CONTROL, UNKNOWN, *[BYTE] * 256, *[NORMAL] * 9, CONTROL]
+    entries = {"merges": (ARRAY, ["a b", "a ▁", "a▁ a", "▁ a", "\n \n"], STRING), "pre": pre and (STRING, pre)}
+    entries |= {"bos_token_id": (U32, 1), "unknown_token_id": (U32, 2), "add_bos_token": (BOOL, False)}
+    entries["scores"] = (ARRAY, list(range(len(texts))), F32)  # some files have these too: they mean nothing
+    tokenizer = build(model, texts, kinds, **entries)
+    for text, expected in {
+        "a a": ["a▁a"], " a": ["▁a"], "ab\n\na": ["ab", "\n\n", "a"], "<|turn>a b": ["<|turn>", "a▁", "b"],
+        "é": ["<0xC3>", "<0xA9>"], "": [],
+    }.items():  # fmt: skip
+        assert tokenizer.encode(text).tokens == ["<bos>", *expected]
+        assert tokenizer.decode(tokenizer.encode(text).ids[1:], skip_special_tokens=False) == text
 
 
 def test_a_byte_without_a_token_is_unknown(build):
@@ -232,14 +303,16 @@ def test_the_package_is_missing(bytewise, monkeypatch):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"pre": "tekken"}, "tokenizer.ggml.pre: expected one of default, .*, got 'tekken'"),
-        ({"merges": None}, "tokenizer.ggml.merges: expected an array of strings, got nothing"),
+        ({"pre": "no-such"}, "tokenizer.ggml.pre: expected one of default, .*, got 'no-such'"),
+        ({"pre": b"\xff"}, r"tokenizer.ggml.pre: expected a string, got b'\\xff'"),
+        ({"merges": (ARRAY, [b"\xff", b"a b"], STRING)}, "merges: expected an array of strings in UTF-8, got "),
+        ({"merges": None}, "tokenizer.ggml.merges: expected an array of strings in UTF-8, got nothing"),
         ({"merges": (ARRAY, ["ab"], STRING)}, "merges: expected two texts and a space between, got 'ab'"),
         ({"merges": (ARRAY, ["y z"], STRING)}, "tokenizer: expected a consistent vocabulary, got .*yz"),
         ({"token_type": (ARRAY, [1], I32)}, "tokenizer.ggml.token_type: expected 268 numbers of int32, one for each"),
         ({"bos_token_id": (U32, 268)}, "bos_token_id: expected the id of one of 268 tokens, got 268"),
         ({"add_bos_token": (U32, 1)}, "add_bos_token: expected true or false, got 1"),
-        ({"model": (STRING, "bert")}, "tokenizer.ggml.model: expected gpt2 or llama, got 'bert'"),
+        ({"model": (STRING, "bert")}, "tokenizer.ggml.model: expected gpt2, llama or gemma4, got 'bert'"),
     ],
 )  # fmt: skip
 def test_refused(bytewise, entries, message):

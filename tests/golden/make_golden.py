@@ -25,17 +25,20 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers
 from transformers import (
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -43,9 +46,11 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
     SmolLM3Config,
 )
 
@@ -97,12 +102,22 @@ LONG_ROPE = {
 GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 32, "sliding_window": 24, "tie_word_embeddings": False}
 
 
+NO_IMAGES = {  # tokens that no prompt has
+    "image_token_id": VOCAB, "video_token_id": VOCAB, "vision_start_token_id": VOCAB, "vision_end_token_id": VOCAB,
+}  # fmt: skip
+VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+
+
 class Variant(NamedTuple):
-    """One golden model: its configuration, stored dtype, and the size at which files are split."""
+    """One golden model: its configuration, stored dtype, and the size at which files are split.
+
+    `lengths` are those of its prompts. Models with another tower beside that of texts are in `towers/`.
+    """
 
     config: PreTrainedConfig
     dtype: torch.dtype
     max_shard_size: str = "1GB"
+    lengths: tuple[int, ...] = PROMPT_LENGTHS
 
 
 VARIANTS = {
@@ -122,6 +137,16 @@ VARIANTS = {
     ),
     "mistral_yarn": Variant(
         MistralConfig(**COMMON, head_dim=32, sliding_window=None, rope_parameters=YARN_ROPE), torch.bfloat16
+    ),
+    "ministral3": Variant(
+        Ministral3Config(
+            **COMMON, head_dim=24,
+            rope_parameters=YARN_ROPE | {
+                "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        ),
+        torch.bfloat16,
     ),
     "qwen2": Variant(
         Qwen2Config(**COMMON, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}),
@@ -212,6 +237,51 @@ VARIANTS = {
         ),
         torch.bfloat16,
     ),
+    "towers/gemma3": Variant(
+        Gemma3Config(
+            text_config=COMMON | GEMMA | {
+                "num_hidden_layers": 3, "sliding_window_pattern": 2, "model_type": "gemma3_text",
+                "tie_word_embeddings": True,
+            },
+            vision_config=VISION | {"image_size": 28, "patch_size": 14},
+            mm_tokens_per_image=1, image_token_index=255, eos_token_id=None,
+        ),
+        torch.bfloat16,
+        lengths=(33, 200),
+    ),
+    "towers/mistral3": Variant(
+        Mistral3Config(
+            text_config=COMMON | {"head_dim": 24, "sliding_window": None, "model_type": "mistral"},
+            vision_config=VISION | {"image_size": 28, "patch_size": 14, "head_dim": 8, "model_type": "pixtral"},
+            image_token_index=255, tie_word_embeddings=False,
+        ),
+        torch.bfloat16,
+        lengths=(33, 200),
+    ),
+    "towers/qwen2_5_vl": Variant(
+        Qwen2_5_VLConfig(
+            text_config=COMMON | {"rope_parameters": DEFAULT_ROPE | {"mrope_section": [2, 3, 3]}},
+            vision_config={"hidden_size": 8, "intermediate_size": 8, "depth": 1, "num_heads": 1, "out_hidden_size": 64},
+            **NO_IMAGES,
+        ),
+        torch.bfloat16,
+        lengths=(33, 200),
+    ),
+    "towers/qwen3_vl": Variant(
+        Qwen3VLConfig(
+            text_config=COMMON | {
+                "head_dim": 16,
+                "rope_parameters": DEFAULT_ROPE | {"mrope_section": [2, 3, 3], "mrope_interleaved": True},
+            },
+            vision_config={
+                "hidden_size": 8, "intermediate_size": 8, "depth": 1, "num_heads": 1, "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+            },
+            **NO_IMAGES,
+        ),
+        torch.bfloat16,
+        lengths=(33, 200),
+    ),
     "gpt_oss": Variant(
         GptOssConfig(
             **COMMON | {"intermediate_size": 32}, head_dim=24, num_local_experts=5, num_experts_per_tok=2,
@@ -227,8 +297,8 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
 
     With tied embeddings the layers get larger weights, since otherwise every token would predict itself.
     """
-    config = model.config
-    gain = 3.0 if config.tie_word_embeddings else 1.0
+    config = model.config.get_text_config()
+    gain = 3.0 if getattr(config, "tie_word_embeddings", False) else 1.0
     gemma = config.model_type.startswith("gemma")
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
@@ -264,28 +334,28 @@ def logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def add_exact(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+def add_exact(variant: Variant, folder: Path, arrays: dict[str, np.ndarray]) -> None:
     """Add the logits of the same network in float64, to tell its errors from the rounding of float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model = auto_class(variant).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     model.double()
     # transformers computes the angles of rotary embeddings by `.float()`, whatever the network's dtype.
     rounds, torch.Tensor.float = torch.Tensor.float, torch.Tensor.double
     try:
-        for length in PROMPT_LENGTHS:
+        for length in variant.lengths:
             logits = logits_of(model, arrays[f"prompt_{length}"].tolist())
             arrays[f"exact_{length}"] = logits.numpy()[arrays[f"positions_{length}"]].astype(np.float32)
     finally:
         torch.Tensor.float = rounds
 
 
-def judge(model: PreTrainedModel, seed: int) -> dict[str, np.ndarray] | None:
+def judge(model: PreTrainedModel, seed: int, lengths: tuple[int, ...]) -> dict[str, np.ndarray] | None:
     """The golden arrays of this model, or None if its greedy choices are not clear enough."""
     rng = np.random.default_rng(seed)
     arrays: dict[str, np.ndarray] = {}
     margin = float("inf")
-    for length in PROMPT_LENGTHS:
+    for length in lengths:
         prompt = rng.integers(0, VOCAB, size=length).tolist()
         logits = logits_of(model, prompt)
         positions = np.arange(length) if length < 100 else np.unique(np.append(np.arange(0, length, 12), length - 1))
@@ -309,23 +379,29 @@ def judge(model: PreTrainedModel, seed: int) -> dict[str, np.ndarray] | None:
     return arrays
 
 
+def auto_class(variant: Variant) -> Any:
+    """The class of transformers that loads a model."""
+    texts_alone = variant.config.get_text_config() is variant.config
+    return transformers.AutoModelForCausalLM if texts_alone else transformers.AutoModelForImageTextToText
+
+
 def make(name: str, folder: Path) -> None:
     """Find the first seed that is clear, and write its checkpoint and golden.npz to `folder`."""
     variant = VARIANTS[name]
     for seed in range(1000):
         shutil.rmtree(folder, ignore_errors=True)
-        model = transformers.AutoModelForCausalLM.from_config(variant.config, attn_implementation="eager")
+        model = auto_class(variant).from_config(variant.config, attn_implementation="eager")
         randomise(model, torch.Generator().manual_seed(seed))
         model.to(variant.dtype).save_pretrained(folder, max_shard_size=variant.max_shard_size)
-        stored = transformers.AutoModelForCausalLM.from_pretrained(
+        stored = auto_class(variant).from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        arrays = judge(stored, seed)
+        arrays = judge(stored, seed, variant.lengths)
         if arrays is not None:
             break
     else:
         raise SystemExit(f"{name}: no seed gives clear choices")
-    add_exact(folder, arrays)
+    add_exact(variant, folder, arrays)
     np.savez_compressed(folder / "golden.npz", **arrays)
     spread = float(np.std(arrays["logits_33"]))
     size = sum(file.stat().st_size for file in folder.iterdir())

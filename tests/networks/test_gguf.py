@@ -6,7 +6,6 @@ import json
 import os
 from dataclasses import replace
 
-import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,40 +21,19 @@ from gguf_files import (
     as_converted,
     convert,
     entries_of,
-    name_of,
     tensors_of,
-    with_rows_for_llama,
     write,
 )  # fmt: skip
+from network_weights import assert_same_weights, float32
 from places import GOLDEN, in_every_build
-from tensor_files import pack_arrays
 
 from kvcache.engine import InferenceEngine, ModelConfig, PrefixCachedEngine, Transformer
 from kvcache.errors import CheckpointError
-from kvcache.gguf import blocks
-from kvcache.networks import names
-from kvcache.networks.checkpoint import Checkpoint
-from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.gguf import GgufCheckpoint
 
 pytestmark = pytest.mark.no_level
 
 MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
-SIMPLE = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # types that the gguf package can make
-
-
-# Types that a matrix keeps without loss; the others are off by at most this share of the largest weight of a group.
-LOST = {"Q5_1": 1 / 240, "Q5_K": 1 / 240, "Q6_K": 1 / 240, "Q4_K": 2.0**-10}
-
-
-def float32(array):
-    return array if isinstance(array, np.ndarray) else array.to_float32()
-
-
-def assert_same_weights(found, expected, lost=0.0):
-    for a, b in zip(found.weights.arrays(), expected.weights.arrays(), strict=True):
-        a, b = float32(a), float32(b)
-        np.testing.assert_allclose(a, b, rtol=0, atol=lost * np.abs(b).max())
 
 
 @pytest.mark.parametrize("name", in_every_build(MODELS))
@@ -78,114 +56,25 @@ def test_the_same_network(tmp_path, name):
     np.testing.assert_allclose(*logits, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", SIMPLE)
-@pytest.mark.parametrize("name", ["llama", "qwen3_tied"])
-def test_quantised_weights(tmp_path, name, kind):
-    """Matrices in each type: what the gguf package makes of them, and the network's result with those weights."""
-    config = ModelConfig.from_pretrained(GOLDEN / name)
-    stored = tensors_of(GOLDEN / name, config, kind)
-    model = Transformer.from_pretrained(convert(GOLDEN / name, tmp_path / "x.gguf", kind))
-    layer, folder = model.weights.layers[1], Checkpoint(GOLDEN / name)
-
-    def expected(tensor, heads=None):
-        content = stored[name_of(tensor)]
-        if isinstance(content, tuple):
-            content = gguf.quants.dequantize(content[0], gguf.GGMLQuantizationType[kind])
-        if heads and name == "llama":  # back to the order of the folder
-            content = content.reshape(heads, -1, 2, content.shape[1]).swapaxes(1, 2).reshape(content.shape)
-        assert content.shape == folder.read(tensor).shape
-        return content
-
-    at = "model.layers.1."
-    qkv = [
-        expected(at + "self_attn.q_proj.weight", config.num_heads),
-        expected(at + "self_attn.k_proj.weight", config.num_kv_heads),
-        expected(at + "self_attn.v_proj.weight"),
-    ]
-    for matrix, want in (
-        (layer.qkv, np.concatenate(qkv)),
-        (layer.output, expected(at + "self_attn.o_proj.weight")),
-        (layer.mlps[0].down, expected(at + "mlp.down_proj.weight")),
-        (model.weights.embedding, expected("model.embed_tokens.weight")),
-    ):
-        np.testing.assert_allclose(float32(matrix), want, rtol=0, atol=LOST.get(kind, 0) * np.abs(want).max())
-    exact = float32(Transformer.from_pretrained(GOLDEN / name).weights.layers[1].qkv)
-    assert 0 < np.abs(float32(layer.qkv) - exact).max() < 0.1 * np.abs(exact).max() or kind == "BF16"
-
-
-LARGE = {
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 64,
-    "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 64, "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-    "tie_word_embeddings": True,
-}  # fmt: skip
-
-
-def random_tensors(rng, config, kind):
-    """`(of the GGUF file, of the folder)`: random blocks of small scales, and what they stand for."""
-    stored, plain = {}, {}
-    quantised = gguf.GGMLQuantizationType[kind]
-    for name, shape in names.tensors_of(config):
-        if len(shape) == 1:
-            plain[name] = stored[name_of(name)] = rng.standard_normal(shape, np.float32)
-            continue
-        raw = rng.integers(0, 256, (shape[0], blocks.row_bytes(kind, shape[1])), dtype=np.uint8)
-        each = raw.reshape(-1, gguf.GGML_QUANT_SIZES[quantised][1])
-        scales = (rng.standard_normal((len(each), 2)) * 1e-4).astype("<f2").view(np.uint8)
-        if kind == "Q6_K":
-            each[:, -2:] = scales[:, :2]
-        else:
-            each[:, :4] = scales
-        stored[name_of(name)] = raw, kind
-        rows = gguf.quants.dequantize(raw, quantised)
-        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
-        if heads:
-            rows = rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
-            np.testing.assert_array_equal(with_rows_for_llama(rows, heads), gguf.quants.dequantize(raw, quantised))
-        plain[name] = np.ascontiguousarray(rows, np.float32)
-    return stored, plain
-
-
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
-def test_k_types(tmp_path, rng, kind):
-    """Types that the package can only read: random blocks, the same network as a folder of float32."""
-    config = ModelConfig.from_dict(LARGE)
-    stored, plain = random_tensors(rng, config, kind)
-    letters, entries = entries_of(config, LARGE)
-    path = write(tmp_path / "x.gguf", letters, entries, stored)
-    (tmp_path / "config.json").write_text(json.dumps(LARGE))
-    (tmp_path / "model.safetensors").write_bytes(pack_arrays(plain))
-    expected = Transformer.from_pretrained(tmp_path)
-    assert_same_weights(Transformer.from_pretrained(path), expected, LOST[kind])
-    found = Transformer.from_pretrained(path, weights="f32")
-    assert_same_weights(found, expected)
-    assert fingerprint(found) == fingerprint(expected)
-    prompt = np.arange(5, 45)
-    answers = [InferenceEngine(model).generate(prompt, GREEDY) for model in (found, expected)]
-    assert answers[0] == answers[1]
-
-
-def test_rows_of_any_range(tmp_path, rng):
-    """`rows` returns those of the original order, whatever the range and the heads that it cuts."""
-    config = ModelConfig.from_dict(LARGE)
-    stored, plain = random_tensors(rng, config, "Q4_K")
-    letters, entries = entries_of(config, LARGE)
-    checkpoint = GgufCheckpoint(write(tmp_path / "x.gguf", letters, entries, stored))
-    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"):
-        rows = plain[name]
-        assert checkpoint.format(name) == "q4_1"
-        for first, stop in ((0, len(rows)), (0, 1), (63, 65), (1, 200), (len(rows) - 1, len(rows)), (5, 5)):
-            found = checkpoint.rows(name, first, stop)
-            assert found.format == "q4_1"
-            lost = LOST["Q4_K"] * np.abs(rows).max()
-            np.testing.assert_allclose(found.to_float32(), rows[first:stop], rtol=0, atol=lost)
-
-
 def test_small_bands(tmp_path, monkeypatch):
     """Bands that are no whole number of heads."""
     monkeypatch.setattr("kvcache.networks.weights._BAND_BYTES", 7 * 64 * 4)
     found = Transformer.from_pretrained(convert(GOLDEN / "llama", tmp_path / "x.gguf"))
     assert_same_weights(found, Transformer.from_pretrained(GOLDEN / "llama"))
+
+
+def test_a_network_in_several_files(tmp_path):
+    """As the gguf package splits it."""
+    config = ModelConfig.from_pretrained(GOLDEN / "llama")
+    letters, entries = entries_of(config, json.loads((GOLDEN / "llama" / "config.json").read_text()))
+    path = tmp_path / "x.gguf"
+    write(path, letters, entries, tensors_of(GOLDEN / "llama", config), split_max_tensors=8)
+    parts = sorted(tmp_path.glob("x-*-of-*.gguf"))
+    assert len(parts) == 3
+    engine = InferenceEngine.from_pretrained(parts[0])
+    assert engine.generate(PROMPT, GREEDY) == InferenceEngine.from_pretrained(GOLDEN / "llama").generate(PROMPT, GREEDY)
+    with pytest.raises(CheckpointError, match=r"x-00002-of-00003\.gguf: split.no: expected 0, that of the first"):
+        InferenceEngine.from_pretrained(parts[1])
 
 
 def test_from_gguf_of_any_name(tmp_path):
@@ -210,7 +99,7 @@ def test_no_file(tmp_path):
 
 def test_end_tokens(tmp_path):
     """The file names end tokens; special tokens with usual texts are some too, normal tokens of such texts are not."""
-    texts = ["<|im_end|>", "a", "<|endoftext|>", "</s>", "<|eot_id|>", "b"]
+    texts = ["<|im_end|>", "a", "<|endoftext|>", "<|end|>", "<|eot_id|>", "b"]
     path = convert(
         GOLDEN / "llama",
         tmp_path / "x.gguf",
@@ -221,6 +110,20 @@ def test_end_tokens(tmp_path):
         tokenizer__ggml__eot_token_id=(U32, 1),
     )
     assert Transformer.from_pretrained(path).config.eos_token_ids == (0, 1, 2, 4, 5)
+
+
+def test_an_end_that_is_a_tag_of_html(tmp_path):
+    """Gemma has `</s>` as a piece of text; where it is a control token, or the one that is named, it ends a text."""
+    for kind, ends, named in ((4, (1,), 1), (1, (1,), 1), (3, (0, 1), 1), (4, (0,), 0)):
+        path = convert(
+            GOLDEN / "llama",
+            tmp_path / "x.gguf",
+            tokenizer__ggml__model=(STRING, "llama"),
+            tokenizer__ggml__tokens=(ARRAY, ["</s>", "<end>"], STRING),
+            tokenizer__ggml__token_type=(ARRAY, [kind, 3], I32),
+            tokenizer__ggml__eos_token_id=(U32, named),
+        )
+        assert Transformer.from_pretrained(path).config.eos_token_ids == ends
 
 
 def test_end_tokens_of_harmony(tmp_path):
@@ -250,7 +153,7 @@ REFUSED = {
     ),
     "a soft cap": ({"llama.attn_logit_softcapping": (F32, 50.0)}, "softcapping: expected 0.0, got 50.0"),
     "a window": ({"llama.attention.sliding_window": (U32, 64)}, "llama.attention.sliding_window: expected none, or .*"),
-    "one of several files": ({"split.count": (U32, 3)}, "split.count: expected 1, got 3"),
+    "one of several files": ({"split.count": (U32, 3)}, "split.count: expected a file named NAME-00001-of-00003.gguf"),
     "partial RoPE": ({"llama.rope.dimension_count": (U32, 8)}, "rope.dimension_count: expected 16 as in every head"),
     "values of another size": (
         {"llama.attention.value_length": (U32, 8)},
@@ -258,6 +161,11 @@ REFUSED = {
     ),
     "longrope": ({"llama.rope.scaling.type": (STRING, "longrope")}, "scaling.type: expected none, linear or yarn"),
     "a factor of texts": ({"llama.rope.scaling.factor": (STRING, "2")}, r"rope_scaling.factor: expected a finite.*'2'"),
+    "an entry of RoPE that nothing reads": (
+        {"llama.rope.scaling.by_night": (F32, 2.0)},
+        "llama.rope.scaling.by_night: expected no such entry, got 2.0",
+    ),
+    "RoPE of windows": ({"llama.rope.freq_base_swa": (F32, 5e5)}, "freq_base_swa: expected 10000.0, got 500000.0"),
     "no layers": ({"llama.block_count": (U32, 0)}, "llama.block_count: expected .* up to 65536, got 0"),
     "NaN": (
         {"llama.rope.freq_base": (F32, float("nan"))},
@@ -265,9 +173,10 @@ REFUSED = {
     ),
     "infinity": ({"llama.attention.layer_norm_rms_epsilon": (F32, float("inf"))}, "epsilon: expected a finite number"),
     "sizes per layer": (
-        {"llama.feed_forward_length": (ARRAY, [112, 112], I32)},
+        {"llama.feed_forward_length": (ARRAY, [112, 96], I32)},
         "feed_forward_length: expected one v",
     ),
+    "texts per layer": ({"llama.block_count": (ARRAY, ["2", "2"], STRING)}, "block_count: expected one value for all"),
     "no heads": ({"llama.attention.head_count": None}, "llama.attention.head_count: expected a number, got nothing"),
     "three pairs": ({"llama.attention.head_count_kv": (U32, 3)}, "attention.head_count_kv: expected a divisor of 4"),
     "embeddings for masks": ({"llama.attention.causal": (BOOL, False)}, "attention.causal: expected True, got False"),
@@ -293,13 +202,26 @@ def test_refused(tmp_path, case):
         Transformer.from_pretrained(path)
 
 
+def test_entries_without_an_effect(tmp_path):
+    said = {"general__description": (STRING, b"na\xefve"), "llama__rope__freq_base_swa": (F32, 10000.0)}
+    said |= {"llama__feed_forward_length": (ARRAY, [112, 112], I32)}
+    said |= {"llama__attention__layer_norm_rms_epsilon": (ARRAY, [1e-6] * 2, F32)}
+    said |= {"llama__attention__causal": (ARRAY, [True, True], BOOL)}
+    said |= {"llama__rope__scaling__finetuned": (BOOL, True)}
+    said |= {"llama__rope__dimension_sections": (ARRAY, [4, 2, 2, 0], I32)}
+    expected = Transformer.from_pretrained(GOLDEN / "llama")
+    found = Transformer.from_pretrained(convert(GOLDEN / "llama", tmp_path / "x.gguf", **said))
+    assert_same_weights(found, expected)
+    assert replace(found.config, architecture=expected.config.architecture) == expected.config
+
+
 TENSORS = {
     "missing": (lambda t: t.pop("output_norm.weight"), "expected the tensors output_norm.weight, got none"),
     "unexpected": (lambda t: t.update({"blk.0.attn_sinks": np.ones(4, "f4")}), "others, got the tensors blk.0.attn_"),
     "a bias of one": (lambda t: t.update({"blk.0.attn_q.bias": np.ones(64, "f4")}), "the tensors blk.0.attn_k"),
     "another type": (
         lambda t: t.update({"token_embd.weight": (np.zeros((256, 64), np.int8), "I8")}),
-        "token_embd.weight: expected F32, F16, BF16, Q8_0, .* or Q6_K, got I8",
+        "token_embd.weight: expected F32, F16, BF16, Q8_0, .* or MXFP4, got I8",
     ),
     "a vector of blocks": (
         lambda t: t.update({"output_norm.weight": (np.zeros(68, np.uint8), "Q8_0")}),

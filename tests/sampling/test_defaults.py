@@ -41,8 +41,8 @@ def test_what_a_checkpoint_says_and_what_it_does_not(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("temperature", "hot"), ("temperature", -1), ("temperature", True), ("top_k", 1.5), ("top_k", -1), ("top_p", 2),
-        ("top_p", 1.5), ("min_p", [0.1]), ("repetition_penalty", 0), ("max_new_tokens", "many"),
+        ("temperature", "hot"), ("temperature", -1), ("temperature", True), ("top_k", 1.5), ("top_k", -1),
+        ("top_p", -0.1), ("top_p", 1.5), ("min_p", [0.1]), ("repetition_penalty", 0), ("max_new_tokens", "many"),
         ("max_new_tokens", -3), ("do_sample", 1), ("do_sample", "no"),
     ],
 )  # fmt: skip
@@ -65,6 +65,18 @@ def test_other_ways_to_generate_are_ignored_and_named(tmp_path, caplog):
     assert [record.getMessage().split(": ", 1)[1] for record in caplog.records] == [
         "num_beams, penalty_alpha: ignored, since the engine has no such sampling"
     ]
+
+
+def test_a_nucleus_of_nothing(tmp_path):
+    """Some checkpoints say so where others say `do_sample` false: the most likely token."""
+    prompt = [5, 6, 7]
+    folder = chat_folder(tmp_path / "x", generation={"do_sample": True, "top_p": 0, "top_k": 50})
+    engine = InferenceEngine.from_pretrained(folder)
+    assert engine.sampling_params == SamplingParams(top_p=0.0, top_k=50)
+    greedy = engine.generate(prompt, SamplingParams(temperature=0.0, max_tokens=9))
+    assert engine.generate(prompt, SamplingParams(top_p=0.0, temperature=5.0, max_tokens=9)) == greedy
+    path = convert(GOLDEN / "llama", tmp_path / "x.gguf", general__sampling__top_p=(F32, 0.0))
+    assert gguf_defaults(GgufFile(path)) == SamplingParams(top_p=0.0)
 
 
 def test_a_gguf_file_says_it_by_llama_cpps_names(tmp_path, caplog):

@@ -76,6 +76,18 @@ def test_chat_template(with_tokenizer, template):
     assert InferenceEngine.from_pretrained(with_tokenizer).chat_template == "{{ x }}"
 
 
+def test_chat_template_of_a_processor(with_tokenizer):
+    """Older folders of networks that take images have it in a file of its own; the tokenizer's comes first."""
+    path = with_tokenizer / "chat_template.json"
+    path.write_text(json.dumps({"chat_template": "{{ y }}"}))
+    assert InferenceEngine.from_pretrained(with_tokenizer).chat_template == "{{ y }}"
+    path.write_text(json.dumps({"chat_template": 3}))
+    with pytest.raises(CheckpointError, match=r"chat_template\.json: chat_template: expected a string, got 3"):
+        _ = InferenceEngine.from_pretrained(with_tokenizer).chat_template
+    (with_tokenizer / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ x }}"}))
+    assert InferenceEngine.from_pretrained(with_tokenizer).chat_template == "{{ x }}"
+
+
 def test_special_tokens(tmp_path):
     """`special_tokens_map.json` comes first, unless `tokenizer_config.json` lists its tokens itself."""
 

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 
 from kvcache.engine import ModelConfig
-from kvcache.networks.weights import Checkpoint
+from kvcache.networks.checkpoint import Checkpoint
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 _CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
@@ -21,9 +21,9 @@ _CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BO
 _LETTERS = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "smollm3": "smollm3",
-    "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2", "gpt_oss": "gpt-oss",
+    "granite": "granite", "ministral3": "mistral3", "olmo2": "olmo2", "olmo3": "olmo2", "gpt_oss": "gpt-oss",
 }  # fmt: skip
-_INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
+_INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite")
 
 
 def string(text):
@@ -82,10 +82,10 @@ def name_of(name, model_type="llama"):
     return f"{known.get_name(name)}.weight"  # sinks
 
 
-def write(path, architecture, entries, tensors):
+def write(path, architecture, entries, tensors, **options):
     """Write a file with the gguf package. Entries: `(kind, value)`, for arrays `(ARRAY, values, kind)`; tensors:
-    float arrays, or `(raw bytes, type's name)`."""
-    writer = gguf.GGUFWriter(path, architecture)
+    float arrays, or `(raw bytes, type's name)`; options of the package's writer."""
+    writer = gguf.GGUFWriter(path, architecture, **options)
     for key, (kind, content, *of) in entries.items():
         sub = gguf.GGUFValueType(of[0]) if of else None
         writer.add_key_value(key, content, gguf.GGUFValueType(kind), sub)
@@ -127,6 +127,9 @@ def entries_of(config, folder_config):
         found["rope.scaling.original_context_length"] = (U32, rope["original_max_position_embeddings"])
         found["rope.scaling.yarn_beta_fast"] = (F32, rope["beta_fast"])
         found["rope.scaling.yarn_beta_slow"] = (F32, rope["beta_slow"])
+    if kind == "ministral3":
+        found["rope.scaling.yarn_log_multiplier"] = (F32, rope["mscale_all_dim"])
+        found["attention.temperature_scale"] = (F32, rope["llama_4_scaling_beta"])
     if any(config.windows):
         found["attention.sliding_window"] = (U32, max(filter(None, config.windows)))
     if kind == "olmo3":

@@ -20,6 +20,7 @@ from places import GOLDEN
 from tensor_files import entry, pack, pack_arrays
 
 from kvcache.engine import InferenceEngine
+from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.files import MAX_CONFIG_BYTES, MAX_JSON_BYTES
 
 ROOM = 1 << 30  # bytes that the process may allocate in addition
@@ -185,11 +186,8 @@ for key, value in (
     ("rope_parameters", {"rope_type": "linear", "factor": 0}), ("rope_parameters", {"rope_theta": 5e-324}),
     ("rope_parameters", {"rope_theta": [10000]}), ("rope_parameters", "x" * 1_000_000),
 ):  # fmt: skip
-    if key == "sliding_window":
-        change = edit(CONFIG, lambda c, v=value: c.update(architectures=["MistralForCausalLM"], sliding_window=v))
-    else:
-        change = edit(CONFIG, lambda c, key=key, value=value: c.update({key: value}))
-    case(f"{CONFIG}: {key}: {value!r:.60}", change)
+    changes = {key: value} | ({"architectures": ["MistralForCausalLM"]} if key == "sliding_window" else {})
+    case(f"{CONFIG}: {key}: {value!r:.60}", edit(CONFIG, lambda c, changes=changes: c.update(changes)))
 EXPERTS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 for name, key, value in (
     ("GptOss", "num_local_experts", 2**31 - 1), ("GptOss", "num_experts_per_tok", 2**31 - 1),
@@ -276,25 +274,86 @@ def terabytes(folder):
 case(f"{SINGLE}: a sparse network of a terabyte", terabytes)
 
 
+O_PROJ = "model.layers.1.self_attn.o_proj."
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+def packed(change=None, at=None, said=PACKED):
+    """The network with one matrix in words of 4 bits; `change` its tensors, or the header of a sparse file `at` it."""
+
+    def prepare(folder):
+        edit(CONFIG, lambda content: content.update(quantization_config=said))(folder)
+        checkpoint = Checkpoint(folder)
+        arrays = {name: checkpoint.read(name) for name in checkpoint.names() if name != f"{O_PROJ}weight"}
+        parts = {"weight_packed": np.zeros((64, 8), np.int32), "weight_scale": np.ones((64, 1), np.float16)}
+        parts["weight_shape"] = np.array([64, 64])
+        arrays |= {f"{O_PROJ}{name}": part for name, part in (parts | (change or {})).items() if part is not None}
+        (folder / SINGLE).write_bytes(pack_arrays(arrays))
+        if at is not None:
+            header, data = header_of(folder)
+            name, dtype, shape = at
+            size = int(np.prod(shape, dtype=object)) * {"I32": 4, "F32": 4, "I8": 1}[dtype]
+            header[O_PROJ + name] = entry(dtype, shape, len(data), len(data) + size)
+            raw = pack(header, data)
+            sparse(SINGLE, len(raw) + size, raw)(folder)
+
+    return prepare
+
+
+TERA = 2**40
+for name, change in {
+    "no scales": {"weight_scale": None}, "no shape": {"weight_shape": None},
+    "a shape of zeros": {"weight_shape": np.array([0, 0])}, "a negative shape": {"weight_shape": np.array([-64, -64])},
+    "a huge shape": {"weight_shape": np.array([64, 2**62])},
+    "a shape of floats": {"weight_shape": np.ones(2, np.float32)},
+    "words of floats": {"weight_packed": np.zeros((64, 8), np.float32)},
+    "words in three axes": {"weight_packed": np.zeros((64, 4, 2), np.int32)},
+    "words of no row": {"weight_packed": np.zeros((0, 8), np.int32)},
+    "scales of no group": {"weight_scale": np.zeros((64, 0), np.float16)},
+    "scales that are no numbers": {"weight_scale": np.full((64, 1), np.nan, np.float16)},
+    "infinite scales": {"weight_scale": np.full((64, 1), 1e30, np.float32)},
+    "zeros of another shape": {"weight_zero_point": np.zeros((3, 1), np.int32)},
+    "an order of another size": {"weight_g_idx": np.zeros(3, np.int32)},
+    "an order backwards": {"weight_g_idx": np.arange(64, dtype=np.int32)[::-1].copy()},
+    "the matrix twice": {"weight": np.zeros((64, 64), np.float32)},
+}.items():  # fmt: skip
+    case(f"packed: {name}", packed(change))
+for name, dtype, shape in (
+    ("weight_packed", "I32", [64, TERA // 256]), ("weight_packed", "I32", [TERA // 32, 8]),
+    ("weight_scale", "F32", [64, TERA // 256]), ("weight_zero_point", "I32", [8, TERA // 32]),
+    ("weight_g_idx", "I32", [TERA // 4]), ("bias", "F32", [TERA // 4]), ("weight_shape", "I32", [TERA // 4]),
+):  # fmt: skip
+    case(f"packed: {name} of 1 TiB, {shape}", packed(at=(name, dtype, shape)))
+case("packed: by a method that has no words", packed(said={"quant_method": "fp8"}))
+for number, said in enumerate((
+    [], "gptq", {"quant_method": "fp8", "weight_block_size": [2**70, 0]}, {"quant_method": {}},
+    PACKED | {"config_groups": {"x" * 1_000_000: {"weights": {"block_structure": "x"}}}},
+    PACKED | {"config_groups": {"a": {"weights": {"block_structure": [0.5, 1]}}}}, {"quant_method": "mxfp4"},
+    {"quant_method": "gptq", "bits": 10**100}, {"quant_method": "gptq", "bits": True},
+    {"quant_method": "gptq", "bits": 4, "group_size": 2**40}, {"quant_method": "awq", "bits": 4, "group_size": "x"},
+    {"quant_method": "gptq", "bits": 4, "dynamic": {"x": 1}}, {"quant_method": "x" * 1_000_000},
+)):  # fmt: skip
+    change = edit(CONFIG, lambda c, said=said: c.update(quantization_config=said))
+    case(f"{CONFIG}: quantised, {number}: {said!r:.60}", change)
+for text in (None, [], "x", {"model_type": {}}, {"hidden_size": 2**70}, {"model_type": "x" * 1_000_000}, {"a": {}}):
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    case(f"{CONFIG}: text_config: {text!r:.60}", edit(CONFIG, lambda c, whole=whole: c.update(whole)))
+for kind, content in {
+    "empty": b"", "deep": DEEP, "a list": b"[]", "no vocabulary": b'{"config": {}}', "a number": b'{"config": 1}',
+    "another pattern": b'{"config": {"pattern": "(a+)+$"}, "vocab": []}',
+}.items():  # fmt: skip
+    case(f"tekken.json: {kind}", replace("tekken.json", content))
+case("tekken.json: sparse, 1 TiB", sparse("tekken.json", TERA))
+case("tekken.json: a pipe", lambda folder: os.mkfifo(folder / "tekken.json"))
+
+
 def weight_map(change):
     return sharded(edit(INDEX, lambda content: change(content["weight_map"])))
 
 
 for shard in (
-    "../model.safetensors",
-    "/dev/zero",
-    "a/b",
-    "..",
-    ".",
-    "",
-    "a\0b",
-    "x" * 5000,
-    "y" * 200,
-    7,
-    None,
-    [],
-    {},
-):
+    "../model.safetensors", "/dev/zero", "a/b", "..", ".", "", "a\0b", "x" * 5000, "y" * 200, 7, None, [], {},
+):  # fmt: skip
     case(f"index: shard {shard!r:.30}", weight_map(lambda m, s=shard: m.update({NORM: s})))
 case("index: config.json as a shard", weight_map(lambda m: m.update({NORM: CONFIG})))
 case("index: itself as a shard", weight_map(lambda m: m.update({NORM: INDEX})))

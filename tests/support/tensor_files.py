@@ -8,6 +8,10 @@ import ml_dtypes
 import numpy as np
 
 NAMES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16"}
+PARTS = {
+    np.dtype(np.uint8): "U8", np.dtype(np.int8): "I8", np.dtype(np.int32): "I32", np.dtype(np.int64): "I64",
+    np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
+}  # fmt: skip
 
 
 def entry(dtype, shape, start, stop):
@@ -23,6 +27,6 @@ def pack(header, data=b"", length=None):
 def pack_arrays(arrays):
     header, data = {}, b""
     for name, array in arrays.items():
-        header[name] = entry(NAMES[array.dtype], list(array.shape), len(data), len(data) + array.nbytes)
+        header[name] = entry((NAMES | PARTS)[array.dtype], list(array.shape), len(data), len(data) + array.nbytes)
         data += array.tobytes()
     return pack(header, data)

@@ -1,0 +1,139 @@
+"""Quantised matrices in Hugging Face folders: how they are named and packed, and the rows of `Matrix` that they become.
+
+| method | tensors of a matrix `(out, in)` | kept as |
+|---|---|---|
+| mxfp4 (gpt-oss) | `_blocks` U8 `(experts, out, in / 32, 16)`, `_scales` U8 | q8_0, see `mxfp4_codes` |
+| fp8, float-quantized | F8_E4M3, a scale of all, of each row or of each block | f16 |
+| int-quantized | I8, a scale of each row or group | q8_0 |
+| pack-quantized, gptq, awq | I32 of 4 or 8 bits, a scale and a zero of each group | q4_0, q8_0; with zeros q4_1 |
+
+Shapes and dtypes are checked when a folder is opened; what is beside a matrix is read with it, and forgotten after it.
+A matrix keeps scales in f16: those of F32 and small ones of BF16 are rounded, and so are the minima of q4_1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.networks.checkpoint import Checkpoint
+from kvcache.networks.files import read_json
+from kvcache.networks.packing import Blocks, Floats, Parts, Source, awq_of, bytes_of, gptq_of, packed_of
+from kvcache.networks.quantisation import Quantisation, quantisation_of
+from kvcache.networks.tensors import StoredRows, require
+from kvcache.networks.towers import text_config_of
+
+__all__ = ["QuantisedTensors", "open_folder"]
+
+Float32 = NDArray[np.float32]
+
+# The tensors beside a matrix. The last three say how activations were rounded; the rows here do not depend on them.
+_BESIDE = (
+    "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx", "scales", "qzeros",
+    "g_idx", "activation_scale", "input_scale", "input_zero_point",
+)  # fmt: skip
+
+
+def open_folder(directory: str | Path) -> Checkpoint | QuantisedTensors:
+    """The tensors of a checkpoint folder, by the names of its files.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        CheckpointError: a file is damaged, or quantised in a way that is not read.
+    """
+    directory = Path(directory)
+    quantisation = quantisation_of(text_config_of(read_json(directory / "config.json")))
+    checkpoint = Checkpoint(directory)
+    return checkpoint if quantisation is None else QuantisedTensors(checkpoint, quantisation)
+
+
+class _Info(NamedTuple):
+    """A tensor as `require` sees it: a quantised one counts as F32."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class QuantisedTensors:
+    """The tensors of a folder some of which are quantised: each of these under one name, with its logical shape.
+
+    The name is that of the matrix (`... .weight`), of mxfp4 that of its blocks.
+
+    Args:
+        checkpoint: the tensors as they are stored.
+        quantisation: what `config.json` says of them.
+
+    Raises:
+        CheckpointError: a part is missing, of the wrong shape or dtype, or packed in a way that is not read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, quantisation: Quantisation) -> None:
+        self._checkpoint = checkpoint
+        self._sources: dict[str, Source] = {}
+        self._biases: dict[str, int] = {}  # of matrices in words: some writers add zeros to each
+        self._left = set(checkpoint.names())
+        for name in sorted(self._left):
+            if name in self._left:
+                self._find(name, quantisation)
+
+    def __contains__(self, name: str) -> bool:
+        """See `Tensors.__contains__`."""
+        return name in self._left or name in self._sources
+
+    def require(
+        self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        """See `Tensors.require`."""
+        found: dict[str, Any] = {name: self._checkpoint.info(name) for name in self._left}
+        found |= {name: _Info("F32", source.shape) for name, source in self._sources.items()}
+
+        def needless(name: str) -> bool:
+            rows = self._biases.get(name)
+            zeros = rows is not None and found[name].shape == (rows,) and self._checkpoint.is_zero(name)
+            return zeros or optional(name)
+
+        require(found, self._checkpoint.directory, self._checkpoint.dtypes, expected, needless)
+
+    def read(self, name: str) -> Float32:
+        """See `Tensors.read`."""
+        return self._checkpoint.read(name)
+
+    def format(self, name: str) -> str:
+        """See `Tensors.format`."""
+        source = self._sources.get(name)
+        return self._checkpoint.format(name) if source is None else source.format
+
+    def rows(self, name: str, first: int, stop: int) -> StoredRows:
+        """See `Tensors.rows`."""
+        source = self._sources.get(name)
+        return self._checkpoint.rows(name, first, stop) if source is None else source.rows(first, stop)
+
+    def _find(self, name: str, quantisation: Quantisation) -> None:
+        """Add the source whose main tensor has this name, if it is one, and take its parts away from the others."""
+        parts, (stem, _, kind) = Parts(self._checkpoint, name), name.rpartition(".")
+        method, dtype = quantisation.method, self._checkpoint.info(name).dtype
+        compressed = method == "compressed-tensors"
+        if method == "mxfp4" and name.endswith("_blocks"):
+            self._sources[name] = Blocks(parts)
+            self._left -= {name, f"{name.removesuffix('blocks')}scales"}
+            return
+        source: Source
+        if kind == "qweight" and method in ("gptq", "awq"):
+            source = (gptq_of if method == "gptq" else awq_of)(parts, stem, quantisation)
+            self._biases[f"{stem}.bias"] = source.shape[0]
+        elif kind == "weight_packed" and compressed:
+            source = packed_of(parts, stem)
+        elif kind == "weight" and dtype == "F8_E4M3" and (compressed or method == "fp8"):
+            source = Floats(parts, stem, quantisation.block)
+        elif kind == "weight" and dtype == "I8" and compressed:
+            source = bytes_of(parts, stem)
+        else:
+            return
+        if kind != "weight" and f"{stem}.weight" in self._checkpoint:
+            parts.fail(f"{stem}.weight", f"none beside {name}", "the matrix twice")
+        self._sources[f"{stem}.weight"] = source
+        self._left -= {name, *(f"{stem}.{each}" for each in _BESIDE)}

@@ -1,0 +1,103 @@
+"""Text networks inside larger ones: the part of a `config.json` that describes them, and the names of their tensors.
+
+A checkpoint that also takes images or sounds has a tower for each kind of input. That of texts is one of `FAMILIES`:
+`text_config` describes it, and its tensors have a prefix. Without an image the others take no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcache.core.arguments import short
+from kvcache.errors import CheckpointError
+
+__all__ = ["TOWERS", "Names", "text_config_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """One row of the table.
+
+    Attributes:
+        model_type: the name in config.json.
+        texts: the model types that the text network may have, and the families that these are. If `text_config` does
+            not say, it is the first one.
+        tied: whether the head is the embedding, if neither part of config.json says.
+        flat: whether older files have the keys of `text_config` beside it.
+    """
+
+    model_type: str
+    texts: Mapping[str, str]
+    tied: bool = False
+    flat: bool = False
+
+
+TOWERS = {
+    "Gemma3ForConditionalGeneration": Tower("gemma3", {"gemma3_text": "gemma3_text"}, tied=True),
+    "Mistral3ForConditionalGeneration": Tower(
+        "mistral3", {"mistral": "mistral", "ministral3": "ministral3"}, tied=True
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Tower("qwen2_5_vl", {"qwen2_5_vl_text": "qwen2"}, flat=True),
+    "Qwen3VLForConditionalGeneration": Tower("qwen3_vl", {"qwen3_vl_text": "qwen3"}),
+}
+_BY_TYPE = {tower.model_type: tower for tower in TOWERS.values()}
+# Keys of the whole network, which come before those of its text network.
+_OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id")
+# From the names of a text network to those in a checkpoint: as transformers 4 and 5 write them.
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+_HEADS = {"language_model.model.": "language_model.lm_head.weight"}
+_OTHERS = tuple(
+    f"{prefix}{name}" for prefix in ("", "model.") for name in ("vision_tower.", "multi_modal_projector.", "visual.")
+)  # fmt: skip
+
+
+def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the text network: `text_config` of a checkpoint with several towers, else `config`.
+
+    Raises:
+        CheckpointError: `text_config` is no object, or describes a network that is not known for this checkpoint.
+    """
+    named, model_type = config.get("architectures"), config.get("model_type")
+    if named:
+        one = isinstance(named, list) and len(named) == 1 and isinstance(named[0], str)
+        tower = TOWERS.get(named[0]) if one else None
+    else:
+        tower = _BY_TYPE.get(model_type) if isinstance(model_type, str) else None
+    if tower is None:
+        return config
+    text = config.get("text_config")
+    if text is None and tower.flat:
+        text = {key: value for key, value in config.items() if key != "model_type"}
+    if not isinstance(text, dict):
+        raise CheckpointError(f"text_config: expected an object, got {short(text)}")
+    found = text.get("model_type") or next(iter(tower.texts))
+    if not isinstance(found, str) or found not in tower.texts:
+        raise CheckpointError(f"text_config.model_type: expected {' or '.join(tower.texts)}, got {short(found)}")
+    whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+    tied = config.get("tie_word_embeddings")
+    whole["tie_word_embeddings"] = tower.tied or text.get("tie_word_embeddings") if tied is None else tied
+    return {**text, **whole, "architectures": None, "model_type": tower.texts[found]}
+
+
+class Names:
+    """The names in a checkpoint of the tensors of its text network.
+
+    Args:
+        has: whether the checkpoint has a tensor of a name.
+    """
+
+    def __init__(self, has: Callable[[str], bool]) -> None:
+        self._prefix = next((prefix for prefix in _PREFIXES if has(f"{prefix}embed_tokens.weight")), _PREFIXES[0])
+
+    def __call__(self, name: str) -> str:
+        """The name in the checkpoint of the text network's tensor `name`."""
+        if name.startswith(_PREFIXES[0]):
+            return self._prefix + name.removeprefix(_PREFIXES[0])
+        return _HEADS.get(self._prefix, name)
+
+    @staticmethod
+    def is_of_another_tower(name: str) -> bool:
+        """Whether the tensor of this name belongs to a network for images."""
+        return name.startswith(_OTHERS)

@@ -1,0 +1,137 @@
+"""Mistral's own tokenizer file, `tekken.json`, where a folder has no `tokenizer.json`.
+
+It lists tokens as bytes, in the order of their ranks: a text is divided by a regular expression, and of all neighbours
+whose bytes together are a token those of the lowest rank are joined first. The ids of special tokens come before.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from kvcache.core.arguments import short
+from kvcache.errors import CheckpointError
+from kvcache.gguf.tokenizer import TEKKEN_PATTERN
+from kvcache.gguf.vocabulary import CONTROL, MOST, NORMAL, USER_DEFINED, Vocabulary
+from kvcache.networks.files import read_json
+
+__all__ = ["tekken_vocabulary"]
+
+_MAX_BYTES = 32 * 2**20  # files of 150 000 tokens take 15 MB
+_MAX_TOKEN = 256  # bytes of a token: each place in it is tried for merges; the longest has 128
+# The special tokens of files that list none.
+_SPECIAL = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
+)  # fmt: skip
+_BOS, _EOS, _UNKNOWN = 1, 2, 0
+
+
+def tekken_vocabulary(path: Path) -> Vocabulary:
+    """The tokens of the file. Raises CheckpointError for a damaged file, or one of another pattern."""
+    read = _File(path)
+    special = read.special_tokens()
+    ranks = read.ranks(read.size("default_vocab_size") - len(special))
+    letters = _letters()
+    words = ["".join(letters[byte] for byte in token) for token in ranks]
+    texts = [text for text, _ in special] + words
+    if len(set(texts)) != len(texts):
+        read.fail("vocab", "each token once", "one twice")
+    kinds = [CONTROL if control else USER_DEFINED for _, control in special] + [NORMAL] * len(words)
+    return Vocabulary(
+        model="gpt2",
+        pre="tekken",
+        texts=texts,
+        kinds=np.array(kinds, np.int32),
+        scores=np.zeros(len(texts), np.float32),
+        merges=_merges(ranks, words),
+        bos=_BOS,
+        eos=_EOS,
+        unknown=_UNKNOWN,
+        add_bos=True,
+        add_eos=False,
+        add_space_prefix=False,
+        strips=False,
+    )
+
+
+class _File:
+    """Typed reads of the file; every error names file and key."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._content = read_json(path, _MAX_BYTES)
+        config = self._content.get("config")
+        if not isinstance(config, dict):
+            self.fail("config", "an object", short(config))
+        if config.get("pattern") != TEKKEN_PATTERN:
+            self.fail("config.pattern", "that of Mistral's tokenizers", short(config.get("pattern")))
+        self._config = config
+
+    def fail(self, key: str, expected: str, found: str) -> NoReturn:
+        raise CheckpointError(f"{self._path}: {key}: expected {expected}, got {found}")
+
+    def size(self, key: str) -> int:
+        found = self._config.get(key)
+        if type(found) is not int or not len(_SPECIAL) <= found <= MOST:
+            self.fail(f"config.{key}", f"a whole number from {len(_SPECIAL)} to {MOST}", short(found))
+        return found
+
+    def special_tokens(self) -> list[tuple[str, bool]]:
+        """Text of each, and whether it is a control token; unnamed ones have a text of their id."""
+        listed = self._content.get("special_tokens")
+        if listed is None:
+            listed = [{"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(_SPECIAL)]
+        count = self.size("default_num_special_tokens")
+        if not isinstance(listed, list) or not _EOS < len(listed) <= count:
+            self.fail("special_tokens", f"a list of {_EOS + 1} to {count} tokens", short(listed))
+        found = []
+        for i, token in enumerate(listed):
+            if not isinstance(token, dict) or token.get("rank") != i or not isinstance(token.get("token_str"), str):
+                self.fail("special_tokens", f"the text of the token of rank {i}", short(token))
+            found.append((token["token_str"], token.get("is_control") is not False))
+        return found + [(f"<SPECIAL_{i}>", True) for i in range(len(found), count)]
+
+    def ranks(self, count: int) -> list[bytes]:
+        """The bytes of the first `count` tokens, by rank; those behind are of larger vocabularies."""
+        listed = self._content.get("vocab")
+        if not isinstance(listed, list) or not 256 <= count <= len(listed):
+            self.fail("vocab", f"a list of at least {max(count, 256)} tokens", short(listed))
+        found = []
+        for i, token in enumerate(listed[:count]):
+            stored = token.get("token_bytes") if isinstance(token, dict) and token.get("rank") == i else None
+            if not isinstance(stored, str) or len(stored) > 2 * _MAX_TOKEN:
+                self.fail("vocab", f"the bytes of the token of rank {i}", short(token))
+            try:
+                found.append(base64.b64decode(stored, validate=True))
+            except (binascii.Error, ValueError):
+                self.fail("vocab", f"base64 of the token of rank {i}", short(stored))
+        if found[:256] != [bytes([i]) for i in range(256)]:
+            self.fail("vocab", "each byte first", "other tokens")
+        return found
+
+
+def _letters() -> list[str]:
+    """The characters by which byte-level BPE writes bytes: printable ones stand for themselves."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _merges(ranks: list[bytes], words: list[str]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, the lowest rank first; ties in the order of the ranks of the parts."""
+    ids = {token: rank for rank, token in enumerate(ranks)}
+    found = []
+    for token, word in zip(ranks, words, strict=True):
+        pairs = []
+        for i in range(1, len(token)):
+            left, right = ids.get(token[:i]), ids.get(token[i:])
+            if left is not None and right is not None:
+                pairs.append((left, right, i))
+        found += [(word[:i], word[i:]) for _, _, i in sorted(pairs)]
+    return found
