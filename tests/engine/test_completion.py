@@ -13,6 +13,7 @@ from places import GOLDEN
 
 from kvcache.demo import DIRECTORY
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
+from kvcache.serving import BatchEngine
 
 LONG = replace(GREEDY, max_tokens=24)
 
@@ -208,3 +209,13 @@ def test_without_the_tokenizers_package(tmp_path, monkeypatch):
     for prompt, params in (("text", GREEDY), (PROMPT, replace(GREEDY, stop="x"))):
         with pytest.raises(ImportError, match=r"kvcache-cpu\[text\]"):
             engine.complete(prompt, params)
+
+
+def test_negative_seeds(demo):
+    """They are 64 bits without a sign; of several samples each has the next seed."""
+    texts = {seed: demo.complete("def ", replace(LONG, temperature=1.5, top_k=0, seed=seed)).tokens
+             for seed in (-(2**63), -1, 0, 2**64 - 1)}  # fmt: skip
+    assert texts[-1] == texts[2**64 - 1] != texts[0] != texts[-(2**63)]
+    with BatchEngine.from_pretrained(DIRECTORY, num_blocks=64) as engine:
+        params = replace(LONG, temperature=1.5, top_k=0, seed=-1)
+        assert engine.submit("def ", params, n=2).result() == [texts[-1], texts[0]]
