@@ -114,7 +114,7 @@ def test_a_check_says(case):
         (lambda: KVCacheConfig(8, 2, 8, 5), "quantization_bits: expected one of 2, 3, 4, 8, got 5"),
         (lambda: CacheManager(3), "config: expected a KVCacheConfig, got int"),
         (lambda: CacheManager(KVCacheConfig(8, 1, 8)).get([1]), r"positions: expected ints in \[0, 0\), got 1"),
-        (lambda: SamplingParams(top_p=0), "top_p: expected a finite number above 0 and of at most 1, got 0"),
+        (lambda: SamplingParams(top_p=2), "top_p: expected a finite number of at least 0 and of at most 1, got 2"),
         (lambda: EvictionPolicy.H2O(2.0), "recent_fraction: expected a finite number of at least 0 and of at most 1"),
         (lambda: set_num_threads(0), "n: expected an int >= 1, got 0"),
     ],

@@ -36,7 +36,7 @@ REFUSED = [
     ({"prompt": "x"}, "prompt"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "1"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"seed": 1.5}, "seed"),
     ({"n": 0}, "n"),
     ({"n": 10**9}, "n"),
