@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from secrets import randbelow
 from typing import Any
 
-from kvcache.sampling.encoding import encoded
+from kvcache.sampling.text_tokens import encoded
 
 __all__ = ["PlainText"]
 

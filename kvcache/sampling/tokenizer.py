@@ -163,7 +163,7 @@ class GgufText:
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
-        """Of the tokens that the file names by id; as those of `CheckpointText`."""
+        """The texts of the tokens that the file names by id; as those of `CheckpointText`."""
         found = Vocabulary.of(GgufFile(self._path))
         return {} if found is None else _tokens_by_id(found)
 

@@ -13,7 +13,7 @@ from kvcache import BatchEngine, SamplingParams
 from kvcache.demo import DIRECTORY
 from kvcache.engine import InferenceEngine
 from kvcache.errors import CheckpointError
-from kvcache.sampling.text import TextStream
+from kvcache.sampling.text_stream import TextStream
 
 tokenizers = pytest.importorskip("tokenizers")
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]

@@ -13,14 +13,14 @@ import numpy as np
 from kvcache import InferenceEngine, PagedKvCache
 from kvcache.core.locks import CallLock
 from kvcache.engine import requests as single
-from kvcache.engine.new_requests import NewRequests, stop_tokens
+from kvcache.engine.new_requests import NewRequests
 from kvcache.networks.protocols import layer_attention
 
 PIECE = 512  # tokens after which layers evict
 
 
 class PlainTexts:
-    """What an `InferenceEngine` with these options answers, one text after another.
+    """The answers of an `InferenceEngine` with these options, one text after another.
 
     The engine is asked for its settings alone: how it stores K and V, and what a policy keeps.
     """
@@ -128,7 +128,7 @@ class PlainTexts:
         self.begin()
         self.length = len(request.tokens)
         logits, text = self.run(request.tokens)[-1], list(request.tokens)
-        stops = stop_tokens(request.params, self.model.config)
+        stops = {*request.params.stop_token_ids, *getattr(self.model.config, "eos_token_ids", ())}
         for left in reversed(range(request.params.max_tokens)):
             token = request.sampler.sample(logits)
             if token in stops:

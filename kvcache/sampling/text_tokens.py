@@ -102,7 +102,7 @@ def least_tokens(tokenizer: Any, text: str) -> int:
 
 
 def _lengths(tokenizer: dict[str, Any]) -> _Lengths | None:
-    """Those of a tokenizer in the form of `tokenizer.json`.
+    """The lengths of a tokenizer in the form of `tokenizer.json`.
 
     None: one token may stand for any number of bytes. Some models have one token for all that they do not know, or
     none; some normalisers drop characters.

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from kvcache import BatchEngine, InferenceEngine, SamplingParams
 from kvcache.demo import DIRECTORY
-from kvcache.sampling.encoding import TooManyTokens, encoded, least_tokens
+from kvcache.sampling.text_tokens import TooManyTokens, encoded, least_tokens
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
