@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcache.engine.completion import TokenLogprobs
 from kvcache.sampling.text_stream import TextStream
+from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.written import JsonObject
 
 __all__ = ["Offsets", "TokenTexts", "of_chat", "of_texts"]
@@ -31,7 +32,7 @@ class TokenTexts:
 
     def _decoded(self, token: int) -> tuple[str, list[int] | None]:
         """The text of a token, and its bytes; None: it is a part of a character."""
-        alone, twice = (self.tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        alone, twice = (decoded(self.tokenizer, [token] * n, skip_special_tokens=False) for n in (1, 2))
         # Decoders drop a space at the beginning of a text, which a token has behind itself.
         text = twice[len(alone) :] if twice != alone and twice.startswith(alone) else alone
         return text, None if "\ufffd" in text else list(text.encode())

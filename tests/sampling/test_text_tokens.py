@@ -92,6 +92,10 @@ def test_where_a_token_may_stand_for_any_text_no_length_counts(tokenizer):
     assert least_tokens(tokenizer, "x" * 1000) == 0
 
 
+def test_a_tokenizer_without_tokens():
+    assert least_tokens(Tokenizer(models.BPE(vocab={}, merges=[], byte_fallback=True)), "x" * 1000) == 0
+
+
 def test_long_texts_have_the_ids_of_short_calls(demo):
     text = json.dumps(json.loads((DIRECTORY / "tokenizer.json").read_text())["model"]["merges"])[:20_000]
     assert encoded(demo.tokenizer, text, "prompt") == demo.tokenizer.encode(text).ids
