@@ -20,7 +20,7 @@ from kvcache.engine import ModelConfig, Transformer
 from kvcache.errors import CheckpointError
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.names import tensors_of
-from kvcache.networks.packing import _E4M3
+from kvcache.networks.packed_matrices import _E4M3
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
