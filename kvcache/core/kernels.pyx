@@ -39,8 +39,8 @@ cdef extern from "kvc.h" nogil:
     void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
                         unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) noexcept
     void kvc_clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot, int count) noexcept
-    size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
-                                    int num_query_heads, int num_threads) noexcept
+    size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, const kvc_seq *residuals,
+                                    int64_t num_seqs, int num_query_heads, int num_threads) noexcept
     void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch,
                     int num_threads) noexcept
     void kvc_write_runs(const kvc_kernels *kernels, const kvc_layout *layout, unsigned char *arena,
@@ -134,9 +134,9 @@ cdef void clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t bl
     kvc_clear_slots(layout, arena, block, slot, count)
 
 
-cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
-                                 int num_query_heads, int num_threads) noexcept nogil:
-    return kvc_attend_scratch_bytes(layout, seqs, num_seqs, num_query_heads, num_threads)
+cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, const kvc_seq *residuals,
+                                 int64_t num_seqs, int num_query_heads, int num_threads) noexcept nogil:
+    return kvc_attend_scratch_bytes(layout, seqs, residuals, num_seqs, num_query_heads, num_threads)
 
 
 cdef void attend(const kvc_attend_args *args, void *scratch, int num_threads) noexcept nogil:
