@@ -69,7 +69,7 @@ if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
 # except the parts that exist once, which know what levels there are.
 HEADERS = sorted(glob("ckernels/*.h"))
 PARTS = (
-    "blend", "dispatch", "layout", "matmul_parallel", "matrix", "network_parallel", "parallel", "rows_parallel",
+    "dispatch", "layout", "matmul_parallel", "matrix", "network_parallel", "parallel", "rows_parallel",
     "threads",
 )  # fmt: skip
 ONCE = [f"ckernels/kvc_{part}.c" for part in PARTS]

@@ -204,10 +204,6 @@ size_t kvc_attend_scratch_bytes(const kvc_layout *, const kvc_seq *, const kvc_s
                                 int num_query_heads, int num_threads);
 void kvc_attend(const kvc_kernels *, const kvc_attend_args *, void *scratch, int num_threads);
 
-/* kvc_blend.c: out = b + share (a - b), share = 1 / (1 + exp(-log_odds)), for `rows` rows of `dim` floats, each with a
- * log_odds that is not NaN. Of outputs over two parts of a context: the first's log-sum-exp less the second's. */
-void kvc_blend(int64_t rows, int64_t dim, const float *a, const float *b, const float *log_odds, float *out);
-
 /* kvc_rows_parallel.c: write_runs on several threads. With more than one, runs of one block follow one another. */
 void kvc_write_runs(const kvc_kernels *, const kvc_layout *, unsigned char *arena, const kvc_run *, int64_t num_runs,
                     kvc_float_rows keys, kvc_float_rows values, const kvc_head_keys *, int num_threads);

@@ -170,9 +170,6 @@ cdef void clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t bl
 cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, const kvc_seq *residuals,
                                  int64_t num_seqs, int num_query_heads, int num_threads) noexcept nogil
 cdef void attend(const kvc_attend_args *args, void *scratch, int num_threads) noexcept nogil
-# As kvc_blend in ckernels/kvc.h.
-cdef void blend(int64_t rows, int64_t dim, const float *a, const float *b, const float *log_odds,
-                float *out) noexcept nogil
 
 # Products with weights: kvc_matrix.h. quantise_weights fills codes (count, columns), scales and minima (count, groups).
 cdef int matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept nogil

@@ -20,16 +20,6 @@ __all__ = ["PagedBlocks"]
 Int32 = npt.NDArray[np.int32]
 
 
-class FormattedRows(KvRows):
-    """Rows as a `Format` keeps them.
-
-    Attributes:
-        given: as the caller has them, which a residual reads.
-    """
-
-    given: KvRows
-
-
 class PagedBlocks:
     """A store of blocks, a pool that counts the references on each, and one lock for both.
 
@@ -72,13 +62,18 @@ class PagedBlocks:
             TypeError, ValueError: not such arrays of floats; whatever a `Format` raises.
         """
         shape, value_shape = self._shapes
-        if self.formats.fingerprint:
-            rows = FormattedRows(
-                as_stored(self.formats.rows(0, keys, shape, "keys"), shape, "keys"),
-                as_stored(self.formats.rows(1, values, value_shape, "values"), value_shape, "values"),
-            )
-            rows.given = KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
-            return rows
+        if not self.formats.fingerprint:
+            return KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
+        rows = KvRows(
+            as_stored(self.formats.rows(0, keys, shape, "keys"), shape, "keys"),
+            as_stored(self.formats.rows(1, values, value_shape, "values"), value_shape, "values"),
+        )
+        rows.given = self.as_given(keys, values)
+        return rows
+
+    def as_given(self, keys: npt.ArrayLike, values: npt.ArrayLike) -> KvRows:
+        """`as_rows` without a `Format`."""
+        shape, value_shape = self._shapes
         return KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
 
     def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:

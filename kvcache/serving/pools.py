@@ -17,7 +17,7 @@ from kvcache.engine.storage import Storage
 from kvcache.engine.windows import LayerGroups
 from kvcache.networks.protocols import Model
 from kvcache.paged.cache import PagedKvCache
-from kvcache.paged.spans import row_block
+from kvcache.paged.residual import row_block
 from kvcache.serving.blocks import SharedBlocks
 from kvcache.serving.budget import CHEAP_ROWS, MOST, MOST_PROMPTS
 from kvcache.serving.evicting import EvictingTexts
