@@ -6,8 +6,8 @@ earlier groups packed, but for the first tokens of the text, which every query r
 
     text 0 .. 140   0 .. 15 in f16 | 16 .. 127 packed | 128 .. 140 in f16
 
-All tokens are packed. Those of the span of a sequence have a row in f16 too, in its second run list. `base` is the start
-of the group in which the last `append` began, so the queries of all new tokens find their groups.
+All tokens are packed. Those of the span of a sequence have a row in f16 too, in its second run list. `base` is the
+start of the group in which the last `append` began, so the queries of all new tokens find their groups.
 
     span (16, 128) of 141 tokens    0 .. 15 | 128 .. 140     29 rows
     span (0, 0) of 141 tokens       0 .. 140                 nothing was dropped yet

@@ -51,8 +51,9 @@ cdef class Residual:
     def __cinit__(self, BlockStore store not None, int64_t length, int64_t firsts):
         self.length, self.firsts = length, firsts
         self.store = BlockStore(
-            store.num_named, 0, row_block(length, firsts), store.num_heads, store.head_dim, unpacked_dtype(store.key_dtype),
-            unpacked_dtype(store.value_dtype), "auto", store.value_head_dim, store.separate)
+            store.num_named, 0, row_block(length, firsts), store.num_heads, store.head_dim,
+            unpacked_dtype(store.key_dtype), unpacked_dtype(store.value_dtype), "auto", store.value_head_dim,
+            store.separate)
         self.pool = BlockPool(0)
 
     @property

@@ -315,8 +315,8 @@ cdef class RunLists:
             runs[a].stop = <uint16_t>(runs[a].first + first - before)
         if b < held.num_runs:
             runs[b].first += <uint16_t>(stop - end)
-        for i in range(left, b):
-            if (i > left and runs[i].block == runs[i - 1].block) or (left > 0 and runs[i].block == runs[left - 1].block):
+        for i in range(left, b):    # blocks that no other run has
+            if i > 0 and (runs[i].block == runs[i - 1].block or left > 0 and runs[i].block == runs[left - 1].block):
                 continue
             if b == held.num_runs or runs[i].block != runs[b].block:
                 self.pool.release_(runs[i].block)

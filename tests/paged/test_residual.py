@@ -9,8 +9,6 @@ from residual_caches import DIM, HEADS, LAYERS, make, run
 from kvcache import Calibration, PagedKvCache, PrefixCache, merge_attention
 from kvcache.errors import SequenceNotFoundError
 
-pytestmark = pytest.mark.one_build
-
 
 @pytest.mark.parametrize("dtype", ["q4", "q2", ("q4", "f16")])
 @pytest.mark.parametrize(("length", "firsts"), [(32, 0), (32, 16), (0, 16)])

@@ -10,8 +10,6 @@ from residual_caches import DIM, HEADS, LAYERS, make
 
 from kvcache.errors import InvalidOperationError, OutOfMemoryError, SequenceNotFoundError
 
-pytestmark = pytest.mark.one_build
-
 IDS = st.integers(0, 3)
 
 
