@@ -322,7 +322,10 @@ cdef class SequenceAttention:
         cdef QueryGroup group
         for i in range(n):
             tokens += self._num_shown(show, i)
-        masses = np.zeros((parts.shape[0], tokens) if cnp.PyArray_NDIM(parts) == 2 else tokens, np.float32)
+        shape = [tokens]
+        if cnp.PyArray_NDIM(parts) == 2:
+            shape.insert(0, parts.shape[0])
+        masses = np.zeros(shape, np.float32)
         for i in range(self.num_groups):
             group = self.groups[i]
             while text < group.text:

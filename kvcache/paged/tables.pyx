@@ -244,7 +244,8 @@ cdef class BlockTables:
             raise MemoryError(f"no memory for {n} ranges")
         try:
             ranges = self.run_lists.ranges_(&self.records.seqs[row].tokens, &indices[0] if n else NULL, n, bounds)
-            self.keep_(row, bounds, ranges)
+            if n < self.records.seqs[row].tokens.num_tokens:
+                self.keep_(row, bounds, ranges)
         finally:
             free(bounds)
 

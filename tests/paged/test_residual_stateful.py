@@ -60,6 +60,8 @@ class Naive:
         del self.tokens[count:], self.kept[count:], self.positions[count:]
 
     def evict(self, indices, length, firsts):
+        if len(indices) == len(self.tokens):
+            return  # none leaves, so nothing changes
         if length:
             self.pack(length, firsts)
         for part in (self.tokens, self.kept, self.positions):
