@@ -82,8 +82,13 @@ def make_app(
         answer = Answer(body, texts, threads, timeout + _READING)
         tokens = None
         try:
-            for tokens in prompts.tokens(body):
-                answer.requests.append(engine.submit(tokens, body.params, namespace=space, deadline=timeout, n=body.n))
+            for number, tokens in enumerate(prompts.tokens(body)):
+                place = number * body.n  # a client of many texts waits rather than one of a single text
+                answer.requests.append(
+                    engine.submit(
+                        tokens, body.params, namespace=space, deadline=timeout, n=body.n, priority=place
+                    )
+                )
         except BaseException as error:
             answer.cancel()
             count = body.n * len(body.prompts)

@@ -60,8 +60,9 @@ class BatchEngine:
     bit, whatever runs beside it and however often it was preempted. The `seed` of requests without their own is
     derived alike, from the number of the request; of `n` samples each counts as a request.
 
-    Where memory is short, the request that came last gives it up and continues later. A request that fits the pool
-    alone never runs out of memory.
+    Where memory or places are short, the request that came last gives its up and continues later; the second sample of
+    a request counts as one that came 10 s after it. So a request of one sample that runs stops for earlier requests
+    alone, and does not wait for all samples of others. A request that fits the pool alone never runs out of memory.
 
     Args:
         model: a `Transformer`, or anything with the `Model` protocol.
@@ -192,9 +193,11 @@ class BatchEngine:
             prompt: at least one token id; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
             namespace: requests share blocks only within one namespace (a tenant, an adapter).
-            priority: requests begin in the order of arrival time + 10 s * priority: a lower number is earlier.
+            priority: requests begin in the order of arrival time + 10 s * priority: a lower number is earlier. One that
+                is earlier than the last that runs takes its place, where there is no other.
             deadline: seconds from now; a request that has not ended then ends with the tokens that it has.
-            n: independent samples, at most `max_queue`. With a seed in `params`, sample i draws as one of seed + i.
+            n: independent samples, at most `max_queue`. With a seed in `params`, sample i draws as one of seed + i. It
+                has the priority `priority + i`.
 
         Raises:
             TypeError, ValueError: as `InferenceEngine.complete`.

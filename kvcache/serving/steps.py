@@ -91,8 +91,8 @@ class Steps:
     def enqueue(self, pending: Pending, works: Sequence[Work], priority: int, deadline: float | None) -> None:
         """Queue works: all or none; see `BatchEngine.submit` for the arguments and errors."""
         now = self._clock()
-        for work in works:
-            work.arrival, work.key = now, (now + PATIENCE * priority, next(self._numbers))
+        for sample, work in enumerate(works):
+            work.arrival, work.key = now, (now + PATIENCE * (priority + sample), next(self._numbers))
             work.deadline = None if deadline is None else now + deadline
         with self.inbox_lock:
             self.expect_room(len(works))
