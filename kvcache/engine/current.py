@@ -84,14 +84,15 @@ class CurrentText:
 
     def clear(self) -> None:
         """Become an empty text. Cannot run out of blocks: an empty text has none."""
-        self._become(Text(_NO_TOKENS))
+        text = Text(_NO_TOKENS)
+        self._end_old(text)
+        text.moved(0, 0, self.pool.empty(0))
 
-    def _become(self, text: Text) -> None:
-        """End the text, and what an exception has left; take another one, which gets an empty sequence."""
+    def _end_old(self, text: Text) -> None:
+        """End the text, and what an exception has left; take another one, which has no sequence yet."""
         self.text = text
         self.version += 1
         self.pool.settle([])
-        text.moved(0, 0, self.pool.empty(0))
 
     def start(self, text: Text, arrived: Arrived | None = None) -> int:
         """Become a text with its longest cached prefix; returns the number of tokens that the index has of it.
@@ -99,13 +100,14 @@ class CurrentText:
         Args:
             arrived: see `Pool.start`.
         """
-        self._become(Text(_NO_TOKENS))
-        with self.pool.shared.hold(text, text.num_tokens, arrived) as (found, claims):
-            self.pool.begin(text, found, claims, 1 - self.text.seq_id)
-            old, self.text = self.text, text
-            self.version += 1
-            self.pool.drop(old)
-            return claims[0].cached
+        self._end_old(text)
+        try:
+            with self.pool.shared.hold(text, text.num_tokens, arrived) as (found, claims):
+                self.pool.begin(text, found, claims, 0)
+                return claims[0].cached
+        except Exception:
+            self.clear()
+            raise
 
     def start_again(self, arrived: Arrived) -> None:
         """Begin the text again with cached blocks that reach past what it has computed, if there are any."""
@@ -272,17 +274,17 @@ class CurrentText:
         return end - pos if logits == "all" else min(end - pos, self.chunk - pos % self.chunk)
 
     def _run(self, text: Text, logits: Logits, has_room: int = 0) -> Float32:
-        """Run what remains of a text; for `has_room` tokens there is room already."""
-        rows = np.empty((0, 0), np.float32)
-        while text.remaining:
-            count = self._count(text.computed, text.num_tokens, logits)
+        """Run what remains of a text, at least a token; for `has_room` tokens there is room already."""
+        while True:
+            count = has_room or self._count(text.computed, text.num_tokens, logits)
             if not has_room:
                 self.pool.append([(text, count)])
-            has_room = 0
-            due = count if logits == "all" else int(logits == "last" and count == text.remaining)
-            rows = self.forward.run([(text, count, due)])[0]
+            is_last = text.computed + count == text.num_tokens
+            rows = self.forward.run([(text, count, count if logits == "all" else int(is_last))])[0]
             self.pool.ran(text, count)
-        return rows
+            if is_last:
+                return rows
+            has_room = 0
 
     def run_part(self, count: int, logits: Logits) -> Float32:
         """Run the next tokens of a text that `start` began; a failure leaves those that were computed before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,16 @@ from kvcache.core.copying import refuse_copies
 from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
-from kvcache.engine import opening
 from kvcache.engine.chat import Answer, chat_tokens, render
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.current import CurrentText, Share
+from kvcache.engine.opening import Opened, open_checkpoint, open_gguf, split_options
 from kvcache.engine.requests import Requests
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.networks.tokens import as_tokens
+from kvcache.networks.weights import Progress
 from kvcache.paged.cache import PagedKvCache
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
@@ -119,7 +121,63 @@ class InferenceEngine:
         self._requests = Requests(self._sequence, seed)
         self._text: CheckpointText | GgufText | None = None
 
-    from_pretrained, from_gguf = classmethod(opening.from_pretrained), classmethod(opening.from_gguf)
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        sampling_params: SamplingParams | None = None,
+        seed: int = 0,
+        *,
+        weights: str = "auto",
+        activations: str = "int8",
+        progress: Progress | None = None,
+        calibrate: Any = False,
+        **options: Any,
+    ) -> InferenceEngine:
+        """Make an engine from a Hugging Face checkpoint directory, or from a GGUF file, of a network README.md names.
+
+        Args:
+            directory: contains `config.json`, `*.safetensors` and, for `tokenizer`, `tokenizer.json` or `tekken.json`;
+                or a file whose name ends in `.gguf`, the first of several if it was split; or the id of a model in the
+                local cache of `huggingface_hub`. `kvcache/guides/checkpoints.md` lists what is read.
+            sampling_params: by default those of the checkpoint (`generation_config.json`, `general.sampling.*`), and
+                of `SamplingParams` for what it does not say.
+            weights: the format of the matrices: "auto" as they are stored, "f32", "f16", "bf16", or packed: "q8" (8.5
+                bits per weight), "q4" (5 bits; the head has 8.5).
+            activations: how rows meet weights, "int8", "exact" or "bf16"; see `Transformer`.
+            progress: called with the bytes of weights that are loaded, and those of all.
+            calibrate: False, a `Calibration` or tokens, as for the constructor; "auto": measured on a text that the
+                library has; a path of a text or of a saved `Calibration`. What is measured is kept in the user's
+                cache folder (`kvcache` in XDG_CACHE_HOME) under the names of network and text.
+            seed, options: as for the constructor.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            CheckpointError: a file is damaged, or asks for something that is not supported.
+            OutOfMemoryError: the weights do not fit the machine.
+        """
+        network = {"weights": weights, "activations": activations, "progress": progress}
+        return cls._over(open_checkpoint(directory, sampling_params, calibrate, network), seed, options)
+
+    @classmethod
+    def from_gguf(
+        cls,
+        path: str | Path,
+        sampling_params: SamplingParams | None = None,
+        seed: int = 0,
+        *,
+        calibrate: Any = False,
+        **options: Any,
+    ) -> InferenceEngine:
+        """Make an engine from a GGUF file of any name; arguments and errors are those of `from_pretrained`."""
+        network, _ = split_options(options)
+        return cls._over(open_gguf(path, sampling_params, calibrate, network), seed, options)
+
+    @classmethod
+    def _over(cls, opened: Opened, seed: int, options: dict[str, Any]) -> InferenceEngine:
+        engine = cls(opened.model, opened.sampling_params, seed, calibrate=opened.calibrate, **options)
+        engine._text = opened.text
+        return engine
 
     def _make_cache(self, **options: Any) -> PagedKvCache:
         """Make a cache; the constructor and `enlarge` call this."""

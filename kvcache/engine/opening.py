@@ -1,90 +1,67 @@
-"""An engine from a checkpoint: its network, its text side, and its sampling defaults."""
+"""What an engine needs of a checkpoint: its network, its text side, and its sampling defaults."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from kvcache.calibration.calibrating import text_or_calibration
 from kvcache.engine.hub import checkpoint_path
 from kvcache.gguf.file import GgufFile
 from kvcache.networks.gguf import is_gguf
 from kvcache.networks.model import Transformer
-from kvcache.networks.weights import Progress
 from kvcache.sampling.defaults import folder_defaults, gguf_defaults
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 
-if TYPE_CHECKING:
-    from kvcache.engine.engine import InferenceEngine
-
-__all__ = ["from_gguf", "from_pretrained"]
+__all__ = ["Opened", "open_checkpoint", "open_gguf", "split_options"]
 
 
-def from_pretrained(
-    cls: type[InferenceEngine],
-    /,
-    directory: str | Path,
-    sampling_params: SamplingParams | None = None,
-    seed: int = 0,
-    *,
-    weights: str = "auto",
-    activations: str = "int8",
-    progress: Progress | None = None,
-    calibrate: Any = False,
-    **options: Any,
-) -> InferenceEngine:
-    """Make an engine from a Hugging Face checkpoint directory, or from a GGUF file, of a network that README.md names.
+class Opened(NamedTuple):
+    """An open checkpoint.
+
+    Attributes:
+        model: its network.
+        sampling_params: the caller's, or those of the checkpoint.
+        text: its tokenizer and chat template.
+        calibrate: for the constructor of an engine.
+    """
+
+    model: Transformer
+    sampling_params: SamplingParams
+    text: CheckpointText | GgufText
+    calibrate: Any
+
+
+def open_checkpoint(
+    directory: str | Path, sampling_params: SamplingParams | None, calibrate: Any, network: dict[str, Any]
+) -> Opened:
+    """Open a folder, or a GGUF file; see `InferenceEngine.from_pretrained`.
 
     Args:
-        directory: contains `config.json`, `*.safetensors` and, for `tokenizer`, `tokenizer.json` or `tekken.json`; or a
-            file whose name ends in `.gguf`, the first of several if it was split; or the id of a model in the local
-            cache of `huggingface_hub`. `kvcache/guides/checkpoints.md` lists what is read.
-        sampling_params: by default those of the checkpoint (`generation_config.json`, `general.sampling.*`), and
-            of `SamplingParams` for what it does not say.
-        weights: the format of the matrices: "auto" as they are stored, "f32", "f16", "bf16", or packed: "q8" (8.5
-            bits per weight), "q4" (5 bits; the head has 8.5).
-        activations: how rows meet weights, "int8", "exact" or "bf16"; see `Transformer`.
-        progress: called with the bytes of weights that are loaded, and those of all.
-        calibrate: False, a `Calibration` or tokens, as for the constructor; "auto": measured on a text that the library
-            has; a path of a text or of a saved `Calibration`. What is measured is kept in the user's cache folder
-            (`kvcache` in XDG_CACHE_HOME) under the names of network and text.
-        seed, options: as for the constructor.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        CheckpointError: a file is damaged, or asks for something that is not supported.
-        OutOfMemoryError: the weights do not fit the machine.
+        network: arguments of `Transformer.from_pretrained`.
     """
     path = checkpoint_path(directory)
-    network: dict[str, Any] = {"weights": weights, "activations": activations, "progress": progress}
     if is_gguf(path):
-        return from_gguf(cls, path, sampling_params, seed, calibrate=calibrate, **network, **options)
+        return open_gguf(path, sampling_params, calibrate, network)
     defaults = folder_defaults(path) if sampling_params is None else sampling_params
     text = CheckpointText(path)
-    if calibrate is not False:
-        options["calibrate"] = text_or_calibration(calibrate, lambda: text.tokenizer)
-    engine = cls(Transformer.from_pretrained(path, **network), defaults, seed, **options)
-    engine._text = text
-    return engine
+    known = calibrate if calibrate is False else text_or_calibration(calibrate, lambda: text.tokenizer)
+    return Opened(Transformer.from_pretrained(path, **network), defaults, text, known)
 
 
-def from_gguf(
-    cls: type[InferenceEngine],
-    /,
-    path: str | Path,
-    sampling_params: SamplingParams | None = None,
-    seed: int = 0,
-    *,
-    calibrate: Any = False,
-    **options: Any,
-) -> InferenceEngine:
-    """Make an engine from a GGUF file of any name; arguments and errors are those of `from_pretrained`."""
-    network = {name: options.pop(name) for name in ("weights", "activations", "progress") if name in options}
+def open_gguf(
+    path: str | Path, sampling_params: SamplingParams | None, calibrate: Any, network: dict[str, Any]
+) -> Opened:  # fmt: skip
+    """Open a GGUF file of any name."""
     defaults = gguf_defaults(GgufFile(path)) if sampling_params is None else sampling_params
     text = GgufText(Path(path))
-    if calibrate is not False:
-        options["calibrate"] = text_or_calibration(calibrate, lambda: text.tokenizer)
-    engine = cls(Transformer.from_gguf(path, **network), defaults, seed, **options)
-    engine._text = text
-    return engine
+    known = calibrate if calibrate is False else text_or_calibration(calibrate, lambda: text.tokenizer)
+    return Opened(Transformer.from_gguf(path, **network), defaults, text, known)
+
+
+def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Take the arguments of the network out of those of an engine: these, and `calibrate`."""
+    names = [name for name in options if name in ("weights", "activations", "progress")]
+    network = {name: options.pop(name) for name in names}
+    return network, options.pop("calibrate", False)

@@ -69,7 +69,7 @@ class MatrixStack:
         self, x: Float32, bias: Float32 | None = None, *, activations: str = "int8", out: Float32 | None = None,
         add: bool = False,
     ) -> Float32:  # fmt: skip
-        """What `Matrix.multiply` does."""
+        """Multiply as `Matrix.multiply` does."""
         if add and out is None:
             raise ValueError("out: expected an array to add to, got None")
         product = np.concatenate([part.multiply(x, activations=activations) for part in self.parts], axis=1)

@@ -112,7 +112,7 @@ class Transformer:
         return max(rope.regime_of(num_tokens) for rope in (config.rope, config.window_rope or config.rope))
 
     def key_bias(self, positions: NDArray[np.int64]) -> Float32 | None:
-        """What the biases of key projections are in keys at these positions; None: there are none, or a norm follows.
+        """The biases of key projections as keys at these positions have them; None: no biases, or a norm follows.
 
         float32 `(num_layers, len(positions), num_kv_heads, head_dim)`.
         """

@@ -1,4 +1,4 @@
-"""What a checkpoint of any kind offers to those who load it: names, and rows as they are stored."""
+"""The tensors of a checkpoint of any kind, as loaders see them: names, and rows as they are stored."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def require(
     expected: Iterable[tuple[str, tuple[int, ...]]],
     optional: Callable[[str], bool],
 ) -> None:
-    """What `Tensors.require` does, for the tensors `found` (names to their `shape` and `dtype`) in `path`."""
+    """Check as `Tensors.require` does, for the tensors `found` (names to their `shape` and `dtype`) in `path`."""
     left = set(found)
     missing: list[str] = []
     for name, shape in expected:

@@ -80,10 +80,10 @@ class PagedBlocks:
             )
             rows.given = KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
             return rows
-        for x, like in ((keys, shape), (values, value_shape)):
-            if type(x) is not np.ndarray or x.dtype is not _FLOAT32 or x.shape[1:] != like[1:]:
-                return KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
-        return KvRows(np.asarray(keys), np.asarray(values))  # as a network has them: nothing to convert
+        own = type(keys) is np.ndarray and keys.dtype is _FLOAT32 and keys.shape[1:] == shape[1:]
+        if own and type(values) is np.ndarray and values.dtype is _FLOAT32 and values.shape[1:] == value_shape[1:]:
+            return KvRows(np.asarray(keys), values)  # as a network has them, there is nothing to convert
+        return KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
 
     def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:
         """See `PagedKvCache.copy_blocks`."""

@@ -28,11 +28,11 @@ Tokens = npt.NDArray[np.uint32]
 
 
 class Evicted(NamedTuple):
-    """Blocks that left at the end of a text."""
+    """Blocks that were evicted from the end of a text."""
 
     namespace: Hashable
     tokens: Tokens  # of the text, up to the end of the last block
-    num_tokens: int  # that left, the last ones
+    num_tokens: int  # of the evicted blocks, the last of the text
 
 
 class Source(PageReader, Protocol):
@@ -83,7 +83,7 @@ class CachedBlocks:
 
     Attributes:
         source: a `Source` beside the cache; None: no source.
-        evicted: what has left, for somebody who takes it out; None: nobody does.
+        evicted: a queue of what was evicted, which its reader empties; None: nobody reads it.
     """
 
     def __init__(

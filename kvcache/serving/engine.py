@@ -14,9 +14,10 @@ from kvcache.core.copying import refuse_copies
 from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
+from kvcache.engine.chat import chat_tokens, render
 from kvcache.engine.completion import as_prompt
-from kvcache.engine.engine import InferenceEngine
 from kvcache.engine.new_requests import NewRequests, Shared
+from kvcache.engine.opening import Opened, open_checkpoint, open_gguf, split_options
 from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
@@ -162,17 +163,21 @@ class BatchEngine:
         cls, directory: str | Path, sampling_params: SamplingParams | None = None, seed: int = 0, **options: Any
     ) -> BatchEngine:
         """As `InferenceEngine.from_pretrained`; `options` are also those of this class."""
-        make: Any = InferenceEngine.from_pretrained
-        engine: BatchEngine = make.__func__(cls, directory, sampling_params, seed, **options)
-        return engine
+        network, calibrate = split_options(options)
+        return cls._over(open_checkpoint(directory, sampling_params, calibrate, network), seed, options)
 
     @classmethod
     def from_gguf(
         cls, path: str | Path, sampling_params: SamplingParams | None = None, seed: int = 0, **options: Any
     ) -> BatchEngine:
         """As `InferenceEngine.from_gguf`; `options` are also those of this class."""
-        make: Any = InferenceEngine.from_gguf
-        engine: BatchEngine = make.__func__(cls, path, sampling_params, seed, **options)
+        network, calibrate = split_options(options)
+        return cls._over(open_gguf(path, sampling_params, calibrate, network), seed, options)
+
+    @classmethod
+    def _over(cls, opened: Opened, seed: int, options: dict[str, Any]) -> BatchEngine:
+        engine = cls(opened.model, opened.sampling_params, seed, calibrate=opened.calibrate, **options)
+        engine._text = opened.text
         return engine
 
     # -- requests -------------------------------------------------------------------------------------------
@@ -289,10 +294,12 @@ class BatchEngine:
             pending.raise_error()
         return [work.scores for work in works]
 
-    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-        """As `InferenceEngine.apply_chat_template`."""
-        template: Any = InferenceEngine.apply_chat_template
-        return template(self, messages, **options)
+    def apply_chat_template(
+        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False
+    ) -> Any:
+        """A conversation in the words of the checkpoint's template; see `InferenceEngine.apply_chat_template`."""
+        text = render(self._text, messages, tools, add_generation_prompt)
+        return chat_tokens(self._text, text) if tokenize else text
 
     # -- steps ----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from kvcache.states.cached_state import CachedKvState, checked_layers, finite
 from kvcache.states.kv_cache_access import KvCacheAccess
 from kvcache.states.pending_writes import PendingWrites
 
-__all__ = ["CachedKvState", "KvCache", "KvCacheAccess"]
+__all__ = ["KvCache"]
 
 Float32 = npt.NDArray[np.float32]
 _names = itertools.count()

@@ -29,7 +29,7 @@ from kvcache.states.kv_cache import KvCache
 from kvcache.states.kv_cache_access import KvCacheAccess
 from kvcache.states.prefix_config import PrefixCacheConfig, PrefixKvStats
 
-__all__ = ["PrefixCacheConfig", "PrefixKvCache", "PrefixKvStats"]
+__all__ = ["PrefixKvCache"]
 
 Float32 = npt.NDArray[np.float32]
 

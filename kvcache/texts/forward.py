@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from kvcache.texts.pool import Pool
 from kvcache.texts.text import Text
 
 __all__ = ["Forward"]
+
+_computed = attrgetter("computed")
 
 
 class Forward:
@@ -29,7 +32,7 @@ class Forward:
     """
 
     def __init__(self, model: Model, pool: Pool) -> None:
-        self._model, self.pool = model, pool
+        self._model, self.pool, self._vocab_size = model, pool, model.config.vocab_size
         self._selects = bool(getattr(model, "selects_rows", False))
         regime: Callable[[int], int] | None = getattr(model, "regime", None)
         several = regime is not None and regime(1) != regime(model.config.max_position_embeddings)
@@ -57,7 +60,8 @@ class Forward:
         texts, counts, wanted_rows = zip(*pieces, strict=True)
         own = [text.next_tokens(count) for text, count, _ in pieces]
         tokens = own[0] if len(own) == 1 else np.concatenate(own)
-        starts, lens, due = np.array([text.computed for text in texts]), np.array(counts), np.array(wanted_rows)
+        starts = np.fromiter(map(_computed, texts), np.int64, len(texts))
+        lens, due = np.array(counts), np.array(wanted_rows)
         stops, ends = lens.cumsum(), due.cumsum()
         positions = np.arange(len(tokens)) + (starts - (stops - lens)).repeat(lens)
         rows = np.arange(ends[-1]) + (stops - ends).repeat(due)
@@ -72,14 +76,11 @@ class Forward:
         if self.regime_of is not None:
             places = places | {"regime": texts[0].regime}
         logits = self._model.forward(tokens, positions, attend, wanted, **places)
-        expected = (len(tokens) if isinstance(wanted, str) and wanted == "all" else len(rows), self.vocab_size)
+        expected = (len(tokens) if isinstance(wanted, str) and wanted == "all" else len(rows), self._vocab_size)
         if logits.shape != expected:
             raise ValueError(f"model.forward: expected logits of shape {expected}, got {logits.shape}")
         if len(rows) < len(logits):
             logits = logits[rows]
+        if len(pieces) == 1:
+            return [logits]
         return [logits[end - count : end] for end, count in zip(ends.tolist(), due.tolist(), strict=True)]
-
-    @property
-    def vocab_size(self) -> int:
-        """Length of a row of logits."""
-        return self._model.config.vocab_size

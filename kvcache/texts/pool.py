@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from kvcache.texts.sharing import Arrived, SharedPrefixes
 from kvcache.texts.text import Text
 
 __all__ = ["Pool"]
+
+_seq_id = attrgetter("seq_id")
 
 
 class Pool:
@@ -132,8 +135,8 @@ class Pool:
         Raises:
             OutOfMemoryError: there are too few blocks, even so.
         """
-        texts = [text for text, _ in pieces]
-        ids, counts = self._ids(texts), np.array([count for _, count in pieces])
+        texts, lens = zip(*pieces, strict=True)
+        ids, counts = self._ids(texts), np.array(lens)
         for i, group in enumerate(self.groups):
             try:
                 group.append(texts, i, ids, counts)
@@ -156,9 +159,9 @@ class Pool:
     def attend(self, texts: Sequence[Text], lens: Lens) -> tuple[Attend, dict[str, Any]]:
         """The `attend` of a pass over the next tokens of texts, and more keyword arguments of the network."""
         ids = self._ids(texts)
+        if len(self.groups) == 1:
+            return self.groups[0].attend(texts, 0, ids, lens)
         found = [group.attend(texts, i, ids, lens) for i, group in enumerate(self.groups)]
-        if len(found) == 1:
-            return found[0]
         calls = {layer: found[i][0] for layer, i in self._group_of.items()}
 
         def attend(
@@ -178,9 +181,9 @@ class Pool:
         text.moved(text.seq_id, before + count, text.places)
         if wrong:
             self.cut(text, text.computed)
-        for at in [at for at in text.keep_at if at <= text.computed]:
-            self.keep(text, at)
-            text.keep_at.remove(at)
+        while text.keep_at and text.keep_at[0] <= text.computed:
+            self.keep(text, text.keep_at[0])
+            text.keep_at.pop(0)
         for i, group in enumerate(self.groups):
             group.ran(text, i, before)
 
@@ -190,7 +193,7 @@ class Pool:
             group.compact(text, i)
 
     def _ids(self, texts: Sequence[Text]) -> NDArray[np.uint64]:
-        return np.array([text.seq_id for text in texts], np.uint64)
+        return np.fromiter(map(_seq_id, texts), np.uint64, len(texts))
 
     # -- going back -----------------------------------------------------------------------------------------
 
@@ -210,7 +213,10 @@ class Pool:
 
     def loses(self, text: Text, end: int, chunk: int) -> bool:
         """Whether running a text up to `end`, in chunks, drops what a rollback to `text.computed` needs."""
-        return any(group.loses(text, i, end, chunk) for i, group in enumerate(self.groups))
+        for i, group in enumerate(self.groups):  # noqa: SIM110  called in each step
+            if group.loses(text, i, end, chunk):
+                return True
+        return False
 
     def cut(self, text: Text, pos: int) -> None:
         """Cut a text to `pos` tokens, which `expect` allows."""

@@ -13,7 +13,7 @@ import numpy as np
 from kvcache import InferenceEngine, PagedKvCache
 from kvcache.core.locks import CallLock
 from kvcache.engine import requests as single
-from kvcache.engine.new_requests import NewRequests, stop_tokens
+from kvcache.engine.new_requests import NewRequests
 from kvcache.networks.protocols import layer_attention
 
 PIECE = 512  # tokens after which layers evict
@@ -128,7 +128,7 @@ class PlainTexts:
         self.begin()
         self.length = len(request.tokens)
         logits, text = self.run(request.tokens)[-1], list(request.tokens)
-        stops = stop_tokens(request.params, self.model.config)
+        stops = {*request.params.stop_token_ids, *getattr(self.model.config, "eos_token_ids", ())}
         for left in reversed(range(request.params.max_tokens)):
             token = request.sampler.sample(logits)
             if token in stops:
