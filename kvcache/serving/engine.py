@@ -306,7 +306,8 @@ class BatchEngine:
     def step(self) -> bool:
         """Run one pass of the network over the next tokens of many requests; whether there is work left.
 
-        A network that fails ends the requests of the pass with its error, and raises nothing here.
+        Where a pass fails, its requests run one by one. One that fails alone ends with the error of the network, and
+        nothing is raised here.
         """
         return self._steps.step()
 

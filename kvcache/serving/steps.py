@@ -6,12 +6,14 @@ step, such as Ctrl-C, leaves no work half done: what was not finished of the ste
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
 
+from kvcache.core.arguments import short
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.errors import InvalidOperationError, QueueFullError
 from kvcache.networks.protocols import Float32
@@ -23,6 +25,8 @@ from kvcache.serving.work import Work
 from kvcache.texts.forward import Forward
 
 __all__ = ["Steps"]
+
+logger = logging.getLogger("kvcache")
 
 
 class Steps:
@@ -180,12 +184,17 @@ class Steps:
             return True
 
     def _pass(self, pieces: list[tuple[Work, int]]) -> None:
+        """Run pieces together; where that fails one by one, so that a work at fault ends alone."""
         try:
             logits = self._forward.run([(work, n, work.rows_due(n)) for work, n in pieces])
         except BaseException as error:  # of the network, a policy or a format, or of memory
             failure = as_failure(error, "model.forward")
-            for work, _ in pieces:
-                self._scheduler.end(work, "error", failure)
+            if len(pieces) == 1:
+                self._scheduler.end(pieces[0][0], "error", failure)
+                return
+            logger.warning("a pass over %d requests failed; they run one by one: %s", len(pieces), short(failure))
+            for piece in pieces:
+                self._pass([piece])
             return
         now = self._clock()
         for (work, n), rows in zip(pieces, logits, strict=True):
