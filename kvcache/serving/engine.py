@@ -369,11 +369,14 @@ class BatchEngine:
         return None if self._text is None else self._text.tokenizer
 
     def stats(self) -> BatchStats:
-        """The counters at the end of the last step, and the requests that wait now; waits for no step."""
+        """The counters at the end of the last step, and blocks and requests that wait as they are now.
+
+        Waits for no step, but for the attention of a layer.
+        """
         return self._steps.stats()
 
     def namespace_stats(self) -> dict[Hashable, NamespaceStats]:
-        """The counters of each namespace that has had requests, or has something cached; waits for no step.
+        """The counters of each namespace that has had requests, or has something cached; waits as `stats`.
 
         Of more than 4,096 with requests, the one without a request for longest is forgotten. If it comes back, it
         counts from zero, as counters do after a restart.
@@ -387,7 +390,6 @@ class BatchEngine:
     def clear_cache(self) -> None:
         """Drop every cached prefix; running requests keep their blocks."""
         self._pool.clear()
-        self._steps.publish()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
@@ -401,9 +403,7 @@ class BatchEngine:
             InvalidOperationError: prefixes are cached already.
         """
         self._expect_all_kept("load")
-        count = self._pool.load(path, self._name(model))
-        self._steps.publish()
-        return count
+        return self._pool.load(path, self._name(model))
 
     def _expect_all_kept(self, call: str) -> None:
         budgets = self._settings.budgets

@@ -283,20 +283,19 @@ class Steps:
         self._publish()
 
     def stats(self) -> BatchStats:
-        """The counters at the end of the last step, and the requests that wait now; waits for no step."""
-        last = self._published
-        return replace(last, waiting=self._submitted - last.running - last.finished)
-
-    def publish(self) -> None:
-        """Bring the counters up to date, now or at the end of the running step."""
-        self.lock.hand_over(self._publish)
+        """See `BatchEngine.stats`."""
+        last, blocks = self._published, self._scheduler.pool.count()
+        return replace(
+            last, waiting=self._submitted - last.running - last.finished, free_blocks=blocks["free"],
+            claimed_blocks=blocks["claimed"], cached_blocks=blocks["cached"],
+        )  # fmt: skip
 
     def _publish(self) -> None:
-        blocks, observed = self._scheduler.pool.count(), self._scheduler.observed
+        observed = self._scheduler.observed
         self._published = BatchStats(
             0, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens, self._cached_tokens,
-            self._scheduler.preemptions, self._guessed, self._accepted, blocks["free"], blocks["claimed"],
-            blocks["cached"], observed.queued.snapshot(), observed.first_token.snapshot(),
+            self._scheduler.preemptions, self._guessed, self._accepted, 0, 0, 0, observed.queued.snapshot(),
+            observed.first_token.snapshot(),
         )  # fmt: skip
 
     def namespaces(self) -> dict[Hashable, NamespaceStats]:
