@@ -29,6 +29,7 @@ HEADER = ["type", "bits/weight", "kept as", "bits/weight", "error, any codes", "
 TYPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "F32": ((), ()), "F16": ((), ()), "BF16": ((), ()), "Q8_0": ((0,), ()), "Q4_0": ((0,), ()), "Q4_1": ((0,), (2,)),
     "Q5_0": ((0,), ()), "Q4_K": ((0,), (2,)), "Q5_1": ((0,), (2,)), "Q5_K": ((0,), (2,)), "Q6_K": ((208,), ()),
+    "Q3_K": ((108,), ()), "Q2_K": ((80,), (82,)), "IQ4_NL": ((0,), ()), "IQ4_XS": ((0,), ()), "MXFP4": ((0,), ()),
 }  # fmt: skip
 SIZE = Size(256, 1, 4, 2, 512, 1024, 64)
 MATRIX = "model.layers.0.mlp.down_proj.weight"  # (256, 512), not permuted
@@ -69,7 +70,10 @@ def _random_blocks(kind: str, count: int, size: int, rng: np.random.Generator) -
         return raw.view(np.uint8).reshape(count, size)
     blocks = rng.integers(0, 256, (count, size), np.uint8)
     steps = rng.uniform(0.001, 0.003, count)
-    middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}.get(kind, 0.0)  # K types subtract minima
+    if kind == "MXFP4":  # whose scales are powers of two in a byte
+        blocks[:, 0] = rng.integers(117, 119, count)
+        return blocks
+    middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5, "Q2_K": 1.5}.get(kind, 0.0)  # K types subtract
     for at, values in ((scales, steps), (minima, middle * steps)):
         for first in at:
             blocks[:, first : first + 2] = values.astype(np.float16)[:, None].view(np.uint8)

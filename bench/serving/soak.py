@@ -49,7 +49,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
 
 
 class Soak:
-    """What the clients of one server saw.
+    """The clients of one server, and the times and answers that they saw.
 
     Args:
         address: of the server.

@@ -27,7 +27,7 @@ from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Float32, Model, layer_attention
 from kvcache.networks.tokens import as_tokens
 from kvcache.paged.cache import PagedKvCache
-from kvcache.sampling.encoding import encoded
+from kvcache.sampling.text_tokens import encoded
 
 __all__ = [
     "as_calibration", "bias_centres", "cache_folder", "calibration_of", "measure", "path_of",
@@ -84,7 +84,7 @@ def as_calibration(
 
 
 def text_or_calibration(calibrate: Any, load: Callable[[], Any]) -> Any:
-    """What `from_pretrained` takes beyond the constructor: "auto" and paths, as tokens or a calibration.
+    """Tokens or a calibration from what `from_pretrained` takes beyond the constructor: "auto" and paths.
 
     Args:
         load: loads the tokenizer, or None.
@@ -160,7 +160,7 @@ def _with_losses(model: Model, found: Calibration, ids: NDArray[np.uint32], want
 
 
 def bias_centres(model: Model, without: Sequence[int] = ()) -> Calibration | None:
-    """What is known of keys without a text: the mean over positions of what biases add to them; None: nothing.
+    """The centres of keys without a text: the mean over positions of what biases add to them; None: no biases.
 
     Biases of some networks are a hundred times as large as what they are added to, in the pairs that RoPE hardly turns.
 

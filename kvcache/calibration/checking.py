@@ -96,7 +96,7 @@ def _name(dtype: Formats) -> str:
 
 
 def _kept(path: Path) -> dict[str, float]:
-    """What a file has; nothing where it is missing or damaged."""
+    """The numbers in a file; none where it is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {str(name): float(value) for name, value in found.items()}

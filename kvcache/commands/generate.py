@@ -6,8 +6,8 @@ import argparse
 
 from kvcache.commands.options import add_options, open_engine
 from kvcache.engine import InferenceEngine, SamplingParams
-from kvcache.sampling.encoding import encoded
-from kvcache.sampling.text import TextStream
+from kvcache.sampling.text_stream import TextStream
+from kvcache.sampling.text_tokens import encoded
 
 __all__ = ["add_generate", "generate"]
 

@@ -16,7 +16,7 @@ from typing import Any
 from kvcache.core.arguments import plain_int, short
 from kvcache.engine.completion import FinishReason, Request
 from kvcache.errors import CheckpointError
-from kvcache.sampling.encoding import encoded
+from kvcache.sampling.text_tokens import encoded
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 
 __all__ = ["Answer", "chat_tokens", "render"]

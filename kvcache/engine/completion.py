@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from kvcache.networks.protocols import Float32
 from kvcache.networks.tokens import as_tokens
-from kvcache.sampling.encoding import encoded
 from kvcache.sampling.sampling import Sampler
-from kvcache.sampling.text import TextStream
+from kvcache.sampling.text_stream import TextStream
+from kvcache.sampling.text_tokens import encoded
 
 __all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt"]
 

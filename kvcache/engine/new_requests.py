@@ -15,7 +15,7 @@ from kvcache.engine.completion import Request, as_prompt
 from kvcache.networks.protocols import NetworkConfig
 from kvcache.sampling.sampling import Biases, Sampler, SamplingParams
 from kvcache.sampling.stop_strings import StopStrings
-from kvcache.sampling.text import TextStream
+from kvcache.sampling.text_stream import TextStream
 
 __all__ = ["NewRequests", "Shared"]
 

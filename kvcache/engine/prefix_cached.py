@@ -66,6 +66,7 @@ class PrefixCachedEngine:
     Attributes:
         inner: the engine.
         prefix_cache: the trie of blocks, a `PrefixAwarePrefill`.
+        windows: the groups of layers that keep a window alone, with the cached windows of prefixes.
         newest: the unpacked groups; None: the engine has no residual.
         tiers: see above, those of `autosave` too; None: there are none.
         strict: see above.
@@ -97,6 +98,7 @@ class PrefixCachedEngine:
         assert isinstance(whole, WholeLayers)
         assert whole.index is not None
         self.prefix_cache, self.newest = PrefixAwarePrefill(whole.index), whole.newest
+        self.windows = self._pool.groups[1:]
         self._arrivals = None if self.tiers is None else Arrivals(self.tiers, engine.model, self._pool)
         self.strict = strict
 

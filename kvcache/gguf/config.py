@@ -15,7 +15,7 @@ __all__ = ["ARCHITECTURES", "KEYS", "NEUTRAL", "Architecture", "architecture_of"
 
 
 class Architecture(NamedTuple):
-    """What `general.architecture` says.
+    """An architecture as `general.architecture` names it.
 
     Attributes:
         model_type: of the Hugging Face library.

@@ -21,10 +21,13 @@ class Entries:
         values: the object.
         where: comes before each key in messages, e.g. "rope_scaling.".
         defaults: of absent keys; they come before the defaults that a call names.
+
+    Attributes:
+        where: see above.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "", defaults: Mapping[str, Any] | None = None) -> None:
-        self._values, self._where, self._defaults = values, where, defaults or {}
+        self._values, self.where, self._defaults = values, where, defaults or {}
 
     def __iter__(self) -> Iterator[str]:
         """The keys that are there."""
@@ -43,10 +46,10 @@ class Entries:
         if value is None:
             default = self._defaults.get(key, default)
             if default is None:
-                raise CheckpointError(f"{self._where}{key}: expected {expected}, got nothing")
+                raise CheckpointError(f"{self.where}{key}: expected {expected}, got nothing")
             return default
         if not accept(value):
-            raise CheckpointError(f"{self._where}{key}: expected {expected}, got {short(value)}")
+            raise CheckpointError(f"{self.where}{key}: expected {expected}, got {short(value)}")
         return value
 
     def size(self, key: str, default: int | None = None, *, at_least: int = 1, most: int = _MAX_SIZE) -> int:
@@ -70,16 +73,16 @@ class Entries:
             return None
         found = self.number(key)
         if not found:
-            raise CheckpointError(f"{self._where}{key}: expected a positive number or null, got {found}")
+            raise CheckpointError(f"{self.where}{key}: expected a positive number or null, got {found}")
         return found
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """`count` positive numbers."""
         found = self.get(key)
         if not isinstance(found, list) or len(found) != count:
-            raise CheckpointError(f"{self._where}{key}: expected {count} numbers, got {short(found)}")
+            raise CheckpointError(f"{self.where}{key}: expected {count} numbers, got {short(found)}")
         if not all(type(value) in (int, float) and 0 < value <= _MAX_NUMBER for value in found):
-            raise CheckpointError(f"{self._where}{key}: expected positive numbers, got {short(found)}")
+            raise CheckpointError(f"{self.where}{key}: expected positive numbers, got {short(found)}")
         return tuple(float(value) for value in found)
 
     def flag(self, key: str, default: bool) -> bool:

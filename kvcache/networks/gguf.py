@@ -128,7 +128,7 @@ class GgufCheckpoint:
         return Rope("divided", config.rope.theta, divisors=self._divisors(_ROPE, config))
 
     def _divisors(self, name: str, config: ModelConfig) -> tuple[float, ...]:
-        """What a tensor says that the frequencies are divided by."""
+        """The numbers in a tensor that the frequencies are divided by."""
         path, size = self.file.path, config.rotary_dim // 2
         info = self.file.get(name)
         if info is None:

@@ -17,7 +17,7 @@ _BLOCK = (128, 128)
 
 
 class Quantisation(NamedTuple):
-    """What a folder says. Fields that a method does not use keep their defaults.
+    """The quantisation of a folder. Fields that a method does not use keep their defaults.
 
     Attributes:
         method: one of `METHODS`.
@@ -58,7 +58,7 @@ class _Read(Entries):
     """The entries of a `quantization_config`."""
 
     def fail(self, key: str, expected: str) -> NoReturn:
-        raise CheckpointError(f"{self._where}{key}: expected {expected}, got {short(self.get(key))}")
+        raise CheckpointError(f"{self.where}{key}: expected {expected}, got {short(self.get(key))}")
 
     def one_of(self, key: str, *known: Any) -> Any:
         """The value of an entry, which is one of these."""
@@ -110,7 +110,7 @@ def _compressed(read: _Read) -> Quantisation:
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(weights, Mapping):
-            inner = _Read(weights, f"{read._where}config_groups.{name:.100}.weights.")
+            inner = _Read(weights, f"{read.where}config_groups.{name:.100}.weights.")
             blocks.add(_block(inner, "block_structure", inner.fail))
     if len(blocks) > 1:
         read.fail("config_groups", "blocks of one size")

@@ -22,7 +22,16 @@ from numpy.typing import NDArray
 
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.files import read_json
-from kvcache.networks.packing import Blocks, Floats, Parts, Source, awq_of, bytes_of, gptq_of, packed_of
+from kvcache.networks.packed_matrices import (
+    Blocks,
+    Floats,
+    MatrixTensors,
+    PackedMatrix,
+    awq_of,
+    bytes_of,
+    gptq_of,
+    packed_of,
+)
 from kvcache.networks.quantisation import Quantisation, quantisation_of
 from kvcache.networks.tensors import StoredRows, require
 from kvcache.networks.towers import text_config_of
@@ -73,7 +82,7 @@ class QuantisedTensors:
 
     def __init__(self, checkpoint: Checkpoint, quantisation: Quantisation) -> None:
         self._checkpoint = checkpoint
-        self._sources: dict[str, Source] = {}
+        self._packed: dict[str, PackedMatrix] = {}
         self._biases: dict[str, int] = {}  # of matrices in words: some writers add zeros to each
         self._left = set(checkpoint.names())
         for name in sorted(self._left):
@@ -82,14 +91,14 @@ class QuantisedTensors:
 
     def __contains__(self, name: str) -> bool:
         """See `Tensors.__contains__`."""
-        return name in self._left or name in self._sources
+        return name in self._left or name in self._packed
 
     def require(
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:
         """See `Tensors.require`."""
         found: dict[str, Any] = {name: self._checkpoint.info(name) for name in self._left}
-        found |= {name: _Info("F32", source.shape) for name, source in self._sources.items()}
+        found |= {name: _Info("F32", packed.shape) for name, packed in self._packed.items()}
 
         def needless(name: str) -> bool:
             rows = self._biases.get(name)
@@ -104,36 +113,36 @@ class QuantisedTensors:
 
     def format(self, name: str) -> str:
         """See `Tensors.format`."""
-        source = self._sources.get(name)
-        return self._checkpoint.format(name) if source is None else source.format
+        packed = self._packed.get(name)
+        return self._checkpoint.format(name) if packed is None else packed.format
 
     def rows(self, name: str, first: int, stop: int) -> StoredRows:
         """See `Tensors.rows`."""
-        source = self._sources.get(name)
-        return self._checkpoint.rows(name, first, stop) if source is None else source.rows(first, stop)
+        packed = self._packed.get(name)
+        return self._checkpoint.rows(name, first, stop) if packed is None else packed.rows(first, stop)
 
     def _find(self, name: str, quantisation: Quantisation) -> None:
-        """Add the source whose main tensor has this name, if it is one, and take its parts away from the others."""
-        parts, (stem, _, kind) = Parts(self._checkpoint, name), name.rpartition(".")
+        """Add the matrix whose main tensor has this name, if it is one, and take its parts away from the others."""
+        tensors, (stem, _, kind) = MatrixTensors(self._checkpoint, name), name.rpartition(".")
         method, dtype = quantisation.method, self._checkpoint.info(name).dtype
         compressed = method == "compressed-tensors"
         if method == "mxfp4" and name.endswith("_blocks"):
-            self._sources[name] = Blocks(parts)
+            self._packed[name] = Blocks(tensors)
             self._left -= {name, f"{name.removesuffix('blocks')}scales"}
             return
-        source: Source
+        packed: PackedMatrix
         if kind == "qweight" and method in ("gptq", "awq"):
-            source = (gptq_of if method == "gptq" else awq_of)(parts, stem, quantisation)
-            self._biases[f"{stem}.bias"] = source.shape[0]
+            packed = (gptq_of if method == "gptq" else awq_of)(tensors, stem, quantisation)
+            self._biases[f"{stem}.bias"] = packed.shape[0]
         elif kind == "weight_packed" and compressed:
-            source = packed_of(parts, stem)
+            packed = packed_of(tensors, stem)
         elif kind == "weight" and dtype == "F8_E4M3" and (compressed or method == "fp8"):
-            source = Floats(parts, stem, quantisation.block)
+            packed = Floats(tensors, stem, quantisation.block)
         elif kind == "weight" and dtype == "I8" and compressed:
-            source = bytes_of(parts, stem)
+            packed = bytes_of(tensors, stem)
         else:
             return
         if kind != "weight" and f"{stem}.weight" in self._checkpoint:
-            parts.fail(f"{stem}.weight", f"none beside {name}", "the matrix twice")
-        self._sources[f"{stem}.weight"] = source
+            tensors.fail(f"{stem}.weight", f"none beside {name}", "the matrix twice")
+        self._packed[f"{stem}.weight"] = packed
         self._left -= {name, *(f"{stem}.{each}" for each in _BESIDE)}

@@ -80,7 +80,7 @@ class Rope:
         return int(self.kind == "longrope" and num_tokens > self.original_positions)
 
     def query_factors(self, positions: NDArray[np.int64]) -> Float32 | None:
-        """What queries at these positions are multiplied by, `(n,)`; None: 1 each."""
+        """The factors of queries at these positions, `(n,)`; None: 1 each."""
         if not self.query_growth or positions.max(initial=0) < self.original_positions:
             return None
         factors = 1 + self.query_growth * np.log1p(positions // self.original_positions)

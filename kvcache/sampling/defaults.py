@@ -68,7 +68,7 @@ _GGUF_IGNORED: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "xtc_probability"
 
 
 def folder_defaults(directory: Path) -> SamplingParams:
-    """Those of `generation_config.json`; of `SamplingParams` for what it does not say, or without such a file.
+    """The options of `generation_config.json`; of `SamplingParams` for what it does not say, or without such a file.
 
     `do_sample` false is a temperature of 0. Keys for ways to generate that the engine does not have, such as beams, are
     ignored as long as they are well-formed JSON; a warning names them.
@@ -89,7 +89,7 @@ def folder_defaults(directory: Path) -> SamplingParams:
 
 
 def gguf_defaults(file: GgufFile) -> SamplingParams:
-    """Those of `general.sampling.*`; of `SamplingParams` for what the file does not say.
+    """The options of `general.sampling.*`; of `SamplingParams` for what the file does not say.
 
     Raises:
         CheckpointError: a value that is not one of its key.

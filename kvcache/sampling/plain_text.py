@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from secrets import randbelow
 from typing import Any
 
-from kvcache.sampling.encoding import encoded
+from kvcache.errors import CheckpointError
+from kvcache.sampling.text_tokens import encoded
+from kvcache.sampling.tokenizer_errors import tokenizer_errors
 
 __all__ = ["PlainText"]
 
@@ -32,7 +34,7 @@ class PlainText:
         tokenizer: a `tokenizers.Tokenizer`.
 
     Raises:
-        ValueError: a tokenizer whose special tokens cannot have other contents.
+        CheckpointError: a tokenizer whose special tokens cannot have other contents.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -43,12 +45,13 @@ class PlainText:
         self._secret = f"{randbelow(10**_DIGITS):0{_DIGITS}}"  # digits: templates change the case of letters
         # Fixed width, so that none begins another.
         self._names = {content: f"{self._secret}{i:06}" for i, content in enumerate(ids)}
-        self._tokenizer = Tokenizer.from_str(json.dumps(_renamed(json.loads(tokenizer.to_str()), self._names)))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        with tokenizer_errors("tokenizer", "one whose special tokens can be renamed"):
+            self._tokenizer = Tokenizer.from_str(json.dumps(_renamed(json.loads(tokenizer.to_str()), self._names)))
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
         for content, name in self._names.items():
             if self._tokenizer.token_to_id(name) != ids[content]:
-                raise ValueError(f"tokenizer: expected special tokens that can be renamed, got {content}")
+                raise CheckpointError(f"tokenizer: expected special tokens that can be renamed, got {content}")
         self._special = re.compile(_any_of(ids) if ids else r"(?!)")
         self._mark = re.compile(rf"{self._secret}9\d{{6}}")
         self._beginnings = {content[:n] for content in ids for n in range(1, len(content))}

@@ -15,9 +15,9 @@ import numpy as np
 
 from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
-from kvcache.gguf.tokenizer import TEKKEN_PATTERN
 from kvcache.gguf.vocabulary import CONTROL, MOST, NORMAL, USER_DEFINED, Vocabulary
 from kvcache.networks.files import read_json
+from kvcache.sampling.vocabulary_tokenizer import TEKKEN_PATTERN
 
 __all__ = ["tekken_vocabulary"]
 

@@ -9,12 +9,12 @@ from typing import Any
 from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
-from kvcache.gguf.tokenizer import build_tokenizer, tokenizer_of
 from kvcache.gguf.vocabulary import Vocabulary, chat_template
 from kvcache.networks.files import MAX_CONFIG_BYTES, read_file, read_json
 from kvcache.sampling.tekken import tekken_vocabulary
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
 from kvcache.sampling.tokenizer_json import check_tokenizer_json
+from kvcache.sampling.vocabulary_tokenizer import build_tokenizer, tokenizer_of
 
 __all__ = ["CheckpointText", "GgufText"]
 
@@ -163,7 +163,7 @@ class GgufText:
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
-        """Of the tokens that the file names by id; as those of `CheckpointText`."""
+        """The texts of the tokens that the file names by id; as those of `CheckpointText`."""
         found = Vocabulary.of(GgufFile(self._path))
         return {} if found is None else _tokens_by_id(found)
 

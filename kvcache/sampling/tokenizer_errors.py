@@ -1,4 +1,4 @@
-"""What the `tokenizers` package raises, as errors of this library.
+"""Errors of the `tokenizers` package, raised as errors of this library.
 
 The package raises bare `Exception` for most faults of a tokenizer. Where its Rust code panics, it raises an exception
 that is no `Exception`, which would end a thread.

@@ -21,17 +21,17 @@ from kvcache.server.bodies import Body
 from kvcache.server.limits import Threads
 from kvcache.server.logprobs import Offsets, TokenTexts, of_chat, of_texts
 from kvcache.server.refusals import ending, refusal, too_large
-from kvcache.server.written import Parts, pieces, written
+from kvcache.server.written import JsonObject, pieces, written
 from kvcache.serving import NewTokens
 from kvcache.serving import Request as EngineRequest
 from kvcache.serving.work import Work
 
-__all__ = ["Answer", "head", "usage"]
+__all__ = ["HttpAnswer", "head", "usage"]
 
 _EVENT = 16  # tokens of an event, which with 20 log-probabilities each take milliseconds
 
 
-class Answer:
+class HttpAnswer:
     """An ASGI application that answers a body. A client that leaves cancels its requests, within a step.
 
     A server that ends cancels this: an answer that has not begun is an error of status 503, and a stream ends with one.
@@ -112,20 +112,20 @@ class Answer:
     async def _next(self, made: Iterator[bytes]) -> bytes | None:
         return await run_sync(next, made, None, limiter=self._threads.answers)
 
-    def _answer(self) -> Parts:
+    def _answer(self) -> JsonObject:
         choices = [
             self._choice(number * request.n + index, request, work)
             for number, request in enumerate(self.requests)
             for index, work in enumerate(request.works)
         ]
-        return Parts(**head(self._body), choices=iter(choices), usage=usage(self.requests))
+        return JsonObject(**head(self._body), choices=iter(choices), usage=usage(self.requests))
 
-    def _choice(self, number: int, request: EngineRequest, work: Any) -> Parts:
+    def _choice(self, number: int, request: EngineRequest, work: Any) -> JsonObject:
         reason = _reason(work.reason, is_empty=not work.num_new)
         logprobs = None
         if (found := work.logprobs) is not None:
             logprobs = self._logprobs(work.new_tokens, found, Offsets(self._texts, _prompt(work)))
-        return Parts(index=number, **self._content(work.text, True), logprobs=logprobs, finish_reason=reason)
+        return JsonObject(index=number, **self._content(work.text, True), logprobs=logprobs, finish_reason=reason)
 
     # -- streams --------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class Answer:
                 streams = [_Stream(self, number * request.n + i, work) for i, work in enumerate(request.works)]
                 async for new in self._arrivals(request):
                     for found in streams[new.index].choices(new):
-                        yield f"data: {''.join(written(Parts(**common, choices=iter([found]))))}\n\n"
+                        yield f"data: {''.join(written(JsonObject(**common, choices=iter([found]))))}\n\n"
                         await checkpoint()  # others have their turn between two events
             if self._body.with_usage:
                 yield f"data: {''.join(written({**common, 'choices': [], 'usage': usage(self.requests)}))}\n\n"
@@ -147,7 +147,7 @@ class Answer:
     # -- both -----------------------------------------------------------------------------------------------
 
     async def _arrivals(self, request: EngineRequest) -> AsyncIterator[NewTokens]:
-        """As those of the request, less the ends of samples that failed; raises unless these are cut alone."""
+        """The tokens of a request as they come, less the ends of samples that failed; raises unless these are cut."""
         try:
             async for new in request.arrivals(with_text=False):
                 if new.finish_reason != "error" or _is_cut(request.works[new.index]):
@@ -162,7 +162,7 @@ class Answer:
         role = {"role": "assistant"} if first else {}
         return {"delta" if self._body.stream else "message": {**role, "content": text}}
 
-    def _logprobs(self, tokens: Sequence[int], found: Sequence[TokenLogprobs], offsets: Offsets) -> Parts:
+    def _logprobs(self, tokens: Sequence[int], found: Sequence[TokenLogprobs], offsets: Offsets) -> JsonObject:
         if self._body.chat:
             return of_chat(self._texts, tokens, found)
         return of_texts(self._texts, tokens, found, offsets)
@@ -171,11 +171,11 @@ class Answer:
 class _Stream:
     """The events of one choice of an answer."""
 
-    def __init__(self, answer: Answer, number: int, work: Any) -> None:
+    def __init__(self, answer: HttpAnswer, number: int, work: Any) -> None:
         self._answer, self._number, self._first = answer, number, True
         self._text, self._offsets = work.new_text(), Offsets(answer._texts, _prompt(work))
 
-    def choices(self, new: NewTokens) -> Iterator[Parts]:
+    def choices(self, new: NewTokens) -> Iterator[JsonObject]:
         """The choices of events for what is new, each of a few tokens."""
         reason = _reason(new.finish_reason, is_empty=self._first and not new.tokens)
         for start in range(0, max(1, len(new.tokens)), _EVENT):
@@ -186,7 +186,7 @@ class _Stream:
                 logprobs = self._answer._logprobs(tokens, new.logprobs[start:stop], self._offsets)
             if text or logprobs or ended or self._first:
                 content = self._answer._content(text, self._first)
-                yield Parts(
+                yield JsonObject(
                     index=self._number, **content, logprobs=logprobs, finish_reason=reason if ended else None
                 )
             self._first = False
@@ -211,7 +211,7 @@ def _reason(reason: str | None, *, is_empty: bool) -> str | None:
 
 
 def head(body: Body) -> dict[str, Any]:
-    """What all parts of an answer have."""
+    """The fields that all parts of an answer have."""
     kind, prefix = ("chat.completion", "chatcmpl") if body.chat else ("text_completion", "cmpl")
     kind += ".chunk" if body.chat and body.stream else ""
     return {"id": f"{prefix}-{token_hex(12)}", "object": kind, "created": int(time.time()), "model": body.model}

@@ -22,10 +22,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvcache.core.arguments import short
 from kvcache.core.hosts import is_loopback
 from kvcache.errors import OutOfMemoryError, QueueFullError
-from kvcache.server.answers import Answer
+from kvcache.server.answers import HttpAnswer
+from kvcache.server.api_keys import Keys
 from kvcache.server.bodies import parse
-from kvcache.server.keys import Keys
-from kvcache.server.limits import Arrivals, Threads
+from kvcache.server.limits import BodyReader, Threads
 from kvcache.server.logprobs import TokenTexts
 from kvcache.server.prompts import Prompts
 from kvcache.server.refusals import REFUSED, ending, refusal, too_large, too_many
@@ -54,7 +54,7 @@ def make_app(
         plain_special_tokens: whether special tokens in the texts of users are text; see `PlainText`.
     """
     known = None if keys is None else Keys(keys)
-    arrivals, threads = Arrivals(max_body, max(max_body, max_bodies)), Threads()
+    bodies, threads = BodyReader(max_body, max(max_body, max_bodies)), Threads()
     prompts, texts = Prompts(engine, plain_special_tokens), TokenTexts(engine.tokenizer)
     statuses: Counter[int] = Counter()
 
@@ -71,7 +71,7 @@ def make_app(
 
     async def complete(chat: bool, request: Request) -> ASGIApp:
         space = namespace(request)
-        async with arrivals.body(request, min(_ARRIVING, timeout)) as data:
+        async with bodies.body(request, min(_ARRIVING, timeout)) as data:
             return await run_sync(begin, data, chat, space, limiter=threads.for_body(len(data)))
 
     def begin(data: bytearray, chat: bool, space: str | None) -> ASGIApp:
@@ -79,7 +79,7 @@ def make_app(
         body = parse(data, chat, engine.sampling_params, engine.max_positions)
         if body.model != model:
             raise HTTPException(404, f"model: expected {model}, got {short(body.model)}")
-        answer = Answer(body, texts, threads, timeout + _READING)
+        answer = HttpAnswer(body, texts, threads, timeout + _READING)
         tokens = None
         try:
             for number, tokens in enumerate(prompts.tokens(body)):
@@ -113,7 +113,7 @@ def make_app(
         return JSONResponse({"status": "ok" if good else "the engine does not run"}, 200 if good else 503)
 
     async def metrics(request: Request) -> Response:
-        """What Prometheus reads. A key of the namespace `metrics` gets all namespaces, and another key its own."""
+        """The counters for Prometheus. A key of the namespace `metrics` gets all namespaces, another one its own."""
         return PlainTextResponse(
             await run_sync(report, namespace(request), limiter=threads.reports),
             media_type="text/plain; version=0.0.4",
@@ -159,7 +159,7 @@ def make_app(
     ]  # fmt: skip
     handlers: dict[Any, Any] = dict.fromkeys((*REFUSED, Exception), lambda request, error: refusal(error))
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
-    app.state.arrivals = arrivals
+    app.state.bodies = bodies
     app.router.redirect_slashes = False  # to a place that the client's header Host names
     if keys is None:  # or a page that a browser shows could ask in its user's name, by a name of its own for us
         app.add_middleware(_only_local)

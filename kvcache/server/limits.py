@@ -1,4 +1,4 @@
-"""What all requests share: memory for bodies on their way, and threads for work that takes long."""
+"""Limits that all requests share: memory for bodies on their way, and threads for work that takes long."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from anyio import CapacityLimiter, fail_after
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-__all__ = ["Arrivals", "Threads"]
+__all__ = ["BodyReader", "Threads"]
 
 _SMALL = 1 << 16  # bytes of a body that count nowhere, so that small requests get in whatever others send
 
 
-class Arrivals:
+class BodyReader:
     """Reads bodies, and counts their bytes until they have become requests of the engine.
 
     Args:
@@ -56,22 +56,22 @@ class Threads:
 
     @cached_property
     def reports(self) -> CapacityLimiter:
-        """Of reports for `/metrics`, which wait for nothing else."""
+        """The limit of reports for `/metrics`, which wait for nothing else."""
         return CapacityLimiter(1)
 
     @cached_property
     def answers(self) -> CapacityLimiter:
-        """Of pieces of answers. Each holds the GIL for milliseconds."""
+        """The limit of pieces of answers. Each holds the GIL for milliseconds."""
         return CapacityLimiter(2)
 
     @cached_property
     def short(self) -> CapacityLimiter:
-        """Of small bodies that become requests."""
+        """The limit of small bodies that become requests."""
         return CapacityLimiter(8)
 
     @cached_property
     def long(self) -> CapacityLimiter:
-        """Of large ones: the tokens of a text of 4 MiB take half a gigabyte for a second or two."""
+        """The limit of large bodies: the tokens of a text of 4 MiB take half a gigabyte for a second or two."""
         return CapacityLimiter(1)
 
     def for_body(self, size: int) -> CapacityLimiter:

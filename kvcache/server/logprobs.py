@@ -7,8 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 from kvcache.engine.completion import TokenLogprobs
-from kvcache.sampling.text import TextStream
-from kvcache.server.written import Parts
+from kvcache.sampling.text_stream import TextStream
+from kvcache.sampling.tokenizer_errors import decoded
+from kvcache.server.written import JsonObject
 
 __all__ = ["Offsets", "TokenTexts", "of_chat", "of_texts"]
 
@@ -31,7 +32,7 @@ class TokenTexts:
 
     def _decoded(self, token: int) -> tuple[str, list[int] | None]:
         """The text of a token, and its bytes; None: it is a part of a character."""
-        alone, twice = (self.tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        alone, twice = (decoded(self.tokenizer, [token] * n, skip_special_tokens=False) for n in (1, 2))
         # Decoders drop a space at the beginning of a text, which a token has behind itself.
         text = twice[len(alone) :] if twice != alone and twice.startswith(alone) else alone
         return text, None if "\ufffd" in text else list(text.encode())
@@ -49,21 +50,21 @@ class Offsets:
         self._texts, self._text, self._place = texts, TextStream(texts.tokenizer, prompt), 0
 
     def of(self, tokens: Sequence[int]) -> Iterator[int]:
-        """Those of the next tokens."""
+        """The offsets of the next tokens."""
         for token in tokens:
             piece = self._text.add(token)  # with what waited before it, if that was no character
             yield self._place + max(0, len(piece) - len(self._texts.of(token)[0]))
             self._place += len(piece)
 
 
-def of_chat(texts: TokenTexts, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> Parts:
+def of_chat(texts: TokenTexts, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> JsonObject:
     """`logprobs` of a chat completion, for these tokens."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text, data = texts.of(token)
         return {"token": text, "logprob": logprob, "bytes": data}
 
-    return Parts(
+    return JsonObject(
         content=(
             entry(token, logprob) | {"top_logprobs": [entry(*each) for each in top.items()]}
             for token, (logprob, top) in zip(tokens, found, strict=True)
@@ -73,17 +74,17 @@ def of_chat(texts: TokenTexts, tokens: Sequence[int], found: Sequence[TokenLogpr
 
 def of_texts(
     texts: TokenTexts, tokens: Sequence[int], found: Sequence[TokenLogprobs], offsets: Offsets
-) -> Parts:
+) -> JsonObject:
     """`logprobs` of a completion, for these tokens."""
 
     def by_text(top: Mapping[int, float]) -> dict[str, float]:
-        """Of tokens with one text, such as parts of characters, the most likely counts."""
+        """The log-probability of each text. Of tokens with one text, such as parts of characters, the first counts."""
         best: dict[str, float] = {}
         for token, logprob in top.items():
             best.setdefault(texts.of(token)[0], logprob)
         return best
 
-    return Parts(
+    return JsonObject(
         tokens=(texts.of(token)[0] for token in tokens),
         token_logprobs=(each.logprob for each in found),
         top_logprobs=(by_text(each.top) for each in found),

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.networks.tokens import as_tokens
-from kvcache.sampling.encoding import TooManyTokens, encoded, least_tokens
 from kvcache.sampling.plain_text import PlainText
+from kvcache.sampling.text_tokens import TooManyTokens, encoded, least_tokens
 from kvcache.server.bodies import Body
 from kvcache.serving import BatchEngine
 
@@ -30,7 +30,7 @@ class Prompts:
         least_tokens(engine.tokenizer, "")  # which reads the vocabulary, once
 
     def tokens(self, body: Body) -> list[npt.NDArray[np.uint32]]:
-        """Those of each prompt.
+        """The token ids of each prompt.
 
         Raises:
             TooManyTokens: more than the network has positions.

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvcache.errors import CheckpointError, InvalidOperationError, OutOfMemoryError, QueueFullError
-from kvcache.sampling.encoding import TooManyTokens
+from kvcache.sampling.text_tokens import TooManyTokens
 
 __all__ = ["REFUSED", "BodyError", "ending", "refusal", "too_large", "too_many"]
 

@@ -6,18 +6,20 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Parts", "pieces", "written"]
+__all__ = ["JsonObject", "pieces", "written"]
 
 _PIECE = 1 << 15  # characters, which take a few milliseconds
 
 
-class Parts(dict[str, Any]):
-    """An object of JSON whose values may be made while it is written: iterators, which become arrays, or `Parts`."""
+class JsonObject(dict[str, Any]):
+    """An object of JSON whose values may be made while it is written: iterators, which become arrays, and others of its
+    kind.
+    """
 
 
 def written(value: Any) -> Iterator[str]:
     """The JSON of a value, in parts. It is ASCII, whatever is in a text."""
-    if isinstance(value, Parts):
+    if isinstance(value, JsonObject):
         separator = "{"
         for name, each in value.items():
             yield f"{separator}{json.dumps(name)}: "

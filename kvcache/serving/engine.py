@@ -25,7 +25,7 @@ from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
-from kvcache.sampling.text import TextStream
+from kvcache.sampling.text_stream import TextStream
 from kvcache.serving.budget import CHEAP_ROWS, MOST, MOST_PROMPTS, TokenBudget
 from kvcache.serving.guesses import MOST as MOST_DRAFTS
 from kvcache.serving.guesses import Guesses

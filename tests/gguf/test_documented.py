@@ -7,10 +7,10 @@ from places import PROJECT
 
 from kvcache.gguf.blocks import LOADABLE
 from kvcache.gguf.config import ARCHITECTURES
-from kvcache.gguf.tokenizer import _PRE
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.quantisation import METHODS
 from kvcache.networks.towers import TOWERS
+from kvcache.sampling.vocabulary_tokenizer import _PRE
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 PAGE = (PROJECT / "kvcache" / "guides" / "checkpoints.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.gguf import GgufFile
-from kvcache.gguf.tokenizer import build_tokenizer
+from kvcache.sampling.vocabulary_tokenizer import build_tokenizer
 
 FOLDER = os.environ.get("KVCACHE_VOCABULARIES")
 FILES = sorted(Path(FOLDER).glob("ggml-vocab-*.gguf")) if FOLDER else []

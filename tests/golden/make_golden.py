@@ -85,13 +85,9 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "beta_fast": 8.0,
-    "beta_slow": 1.0,
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 8.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

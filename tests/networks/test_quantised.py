@@ -20,7 +20,7 @@ from kvcache.engine import ModelConfig, Transformer
 from kvcache.errors import CheckpointError
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.names import tensors_of
-from kvcache.networks.packing import _E4M3
+from kvcache.networks.packed_matrices import _E4M3
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -235,6 +235,25 @@ def test_gpt_oss_as_it_is_published(rng, tmp_path):
     tokens = np.arange(30, dtype=np.uint32)
     exact = Transformer(found.config, found.weights, "exact")
     np.testing.assert_allclose(run_dense(exact, tokens), run_dense(expected, tokens), rtol=0, atol=1e-2)
+
+
+def test_a_text_network_inside_a_larger_one(rng, tmp_path):
+    """Instruct folders of Ministral 3: 8-bit floats with a scale each, under the prefix of the text network."""
+    content = json.loads((GOLDEN / "towers" / "mistral3" / "config.json").read_text())
+    checkpoint, plain, quantised = Checkpoint(GOLDEN / "towers" / "mistral3"), {}, {}
+    for name in checkpoint.names():
+        value = plain[name] = quantised[name] = checkpoint.read(name)
+        if name.startswith("language_model.model.layers.") and value.ndim == 2:
+            value, parts = fp8(rng, *value.shape, dtype=ml_dtypes.bfloat16)
+            plain[name] = value.astype(np.float32)
+            parts["activation_scale"] = np.ones((), np.float32)
+            quantised |= {f"{name.removesuffix('weight')}{key}": part for key, part in parts.items()}
+    said = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static", "dequantize": False}
+    save(tmp_path / "plain", content, plain)
+    save(tmp_path / "quantised", content | {"quantization_config": said}, quantised)
+    expected, found = (Transformer.from_pretrained(tmp_path / name) for name in ("plain", "quantised"))
+    assert_same_weights(found, expected, 2.0**-11)
+    assert {layer.output.format for layer in found.weights.layers} == {"f16"}
 
 
 WRONG = {

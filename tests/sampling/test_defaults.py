@@ -41,8 +41,8 @@ def test_what_a_checkpoint_says_and_what_it_does_not(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("temperature", "hot"), ("temperature", -1), ("temperature", True), ("top_k", 1.5), ("top_k", -1),
-        ("top_p", -0.1), ("top_p", 1.5), ("min_p", [0.1]), ("repetition_penalty", 0), ("max_new_tokens", "many"),
+        ("temperature", "hot"), ("temperature", -1), ("temperature", True), ("top_k", 1.5), ("top_k", -1), ("top_p", 2),
+        ("top_p", 1.5), ("min_p", [0.1]), ("repetition_penalty", 0), ("max_new_tokens", "many"),
         ("max_new_tokens", -3), ("do_sample", 1), ("do_sample", "no"),
     ],
 )  # fmt: skip

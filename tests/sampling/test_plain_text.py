@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 from kvcache import InferenceEngine
 from kvcache.demo import DIRECTORY
+from kvcache.errors import CheckpointError
 from kvcache.sampling.plain_text import PlainText, _any_of
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -102,6 +103,15 @@ def test_merges_that_make_a_special_token_are_left_out():
     tokenizer.add_special_tokens([AddedToken(each, normalized=False) for each in ("<unk>", "</s>")])
     unknown = [pieces.index(piece) for piece in ("<", "<0x75>", "<0x6E>", "<0x6B>", ">")]
     assert PlainText(tokenizer).encode("a</s><unk>") == [2, 9, 3, 4, *unknown]
+
+
+def test_a_tokenizer_whose_special_tokens_cannot_be_renamed():
+    """A merge makes one of them, less the prefix of what continues a word."""
+    model = models.BPE(vocab={"a": 0, "##b": 1, "ab": 2}, merges=[("a", "##b")], continuing_subword_prefix="##")
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["ab"])
+    with pytest.raises(CheckpointError, match="tokenizer: expected one whose special tokens can be renamed, got an e"):
+        PlainText(tokenizer)
 
 
 def test_a_vocabulary_of_unigrams():

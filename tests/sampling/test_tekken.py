@@ -12,9 +12,9 @@ from places import GOLDEN
 
 from kvcache.engine import InferenceEngine
 from kvcache.errors import CheckpointError
-from kvcache.gguf.tokenizer import TEKKEN_PATTERN
 from kvcache.sampling.tekken import tekken_vocabulary
 from kvcache.sampling.tokenizer import CheckpointText
+from kvcache.sampling.vocabulary_tokenizer import TEKKEN_PATTERN
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 

@@ -13,7 +13,8 @@ from kvcache import BatchEngine, SamplingParams
 from kvcache.demo import DIRECTORY
 from kvcache.engine import InferenceEngine
 from kvcache.errors import CheckpointError
-from kvcache.sampling.text import TextStream
+from kvcache.sampling.text_stream import TextStream
+from kvcache.server.logprobs import TokenTexts
 
 tokenizers = pytest.importorskip("tokenizers")
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -184,13 +185,15 @@ UNKNOWN = TEMPLATE | {"special_tokens": {}}
 
 def test_a_tokenizer_that_panics_fails_by_name(folder):
     """The package raises an exception that is no `Exception` then."""
-    engine = load(folder, post_processor=UNKNOWN, decoder=STRIPS)
+    engine, a = load(folder, post_processor=UNKNOWN, decoder=STRIPS), OWN["model"]["vocab"]["a"]
     for call in (engine.complete, engine.generate, lambda text: list(engine.stream(text))):
-        with pytest.raises(CheckpointError, match="tokenizer: expected the tokens of a text, got an error"):
-            call("def")
-    stream = TextStream(engine.tokenizer)
-    with pytest.raises(CheckpointError, match="tokenizer: expected the text of tokens, got an error"):
-        stream.extend([OWN["model"]["vocab"]["a"]] * 9, ended=True)
+        for text in ("def", "def " * 2000):
+            with pytest.raises(CheckpointError, match="tokenizer: expected the tokens of a text, got an error"):
+                call(text)
+    texts = TokenTexts(engine.tokenizer)
+    for call in (lambda: TextStream(engine.tokenizer).extend([a] * 9, ended=True), lambda: texts.of(a)):
+        with pytest.raises(CheckpointError, match="tokenizer: expected the text of tokens, got an error"):
+            call()
 
 
 def test_a_tokenizer_that_panics_in_a_step_ends_its_request_alone(folder):

@@ -12,7 +12,7 @@ from kvcache.errors import CheckpointError, InvalidOperationError
 from kvcache.server.bodies import parse
 from kvcache.server.logprobs import Offsets, TokenTexts, of_chat, of_texts
 from kvcache.server.refusals import refusal, too_large
-from kvcache.server.written import Parts, pieces, written
+from kvcache.server.written import JsonObject, pieces, written
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -156,7 +156,7 @@ def test_the_log_probabilities_of_an_answer_are_limited():
 
 
 def found(tokens, top=()):
-    """Those of new tokens; each has the most likely tokens `top`."""
+    """Log-probabilities of new tokens; each has the most likely tokens `top`."""
     return [TokenLogprobs(-1.0, {token: -float(place) for place, token in enumerate(top)}) for _ in tokens]
 
 
@@ -221,7 +221,7 @@ def test_json_is_written_piece_by_piece():
             made.append(number)
             yield {"number": number, "é": None}
 
-    whole = Parts(a=1, items=Parts(inner=items(), empty=iter(()), none=Parts()), last=[{"b": "\ud800"}])
+    whole = JsonObject(a=1, items=JsonObject(inner=items(), empty=iter(()), none=JsonObject()), last=[{"b": "\ud800"}])
     found = pieces(whole)
     first = next(found)
     assert 0 < len(made) < 5_000
@@ -231,7 +231,7 @@ def test_json_is_written_piece_by_piece():
 
 
 def test_a_piece_takes_milliseconds():
-    """Of an answer with 300,000 log-probabilities, none holds the interpreter for long."""
+    """No piece of an answer with 300,000 log-probabilities holds the interpreter for long."""
     tokens, top, texts = [ord("a")] * 16_000, range(97, 117), TokenTexts(Bytes())
     worst, last = 0.0, time.perf_counter()
     for _ in pieces(of_chat(texts, tokens, found(tokens, top))):

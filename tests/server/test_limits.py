@@ -12,7 +12,7 @@ from http_servers import MODEL, Served, answer, fetched, post, tiny_file
 from kvcache import SamplingParams
 from kvcache.commands.serve import keys_of
 from kvcache.server import logprobs
-from kvcache.server.keys import Keys
+from kvcache.server.api_keys import Keys
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -47,12 +47,12 @@ def asked(served, path="/v1/completions", **body):
 
 
 def test_bodies_on_their_way_have_one_budget(path):
-    """What is beyond it is told to come again; small bodies get in all the time, and the room comes back."""
+    """A body beyond it is told to come again; small bodies get in all the time, and the room comes back."""
     with Served(path, limits={"max_body": 300_000, "max_bodies": 600_000}) as served:
         body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1}).encode()
         large = body + b" " * (300_000 - len(body))
         waiting = [served.connect(post(large)[:-1]) for _ in range(2)]
-        until(lambda: served.arrivals._bytes > 400_000)
+        until(lambda: served.bodies._bytes > 400_000)
         waiting.append(served.connect(post(large)[:-1]))
         status, data = answer(waiting.pop())
         assert (status, json.loads(data)["error"]["message"]) == (
@@ -65,11 +65,11 @@ def test_bodies_on_their_way_have_one_budget(path):
         for connection in waiting:
             connection.sendall(b" ")
             assert answer(connection)[0] == 200
-        assert served.arrivals._bytes == 0
+        assert served.bodies._bytes == 0
         left = served.connect(post(large)[:-1])
-        until(lambda: served.arrivals._bytes > 200_000)
+        until(lambda: served.bodies._bytes > 200_000)
         left.close()
-        until(lambda: served.arrivals._bytes == 0)
+        until(lambda: served.bodies._bytes == 0)
 
 
 def until(condition):

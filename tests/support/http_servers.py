@@ -78,7 +78,7 @@ class Served:
     Attributes:
         path: of the checkpoint.
         alone: an engine for one request at a time over the same network.
-        engine, network, app, server, arrivals: of the server.
+        engine, network, app, server, bodies: of the server.
         url: of its interface.
     """
 
@@ -88,7 +88,7 @@ class Served:
         self.engine = BatchEngine(self.network, self.alone.sampling_params, **{"num_blocks": 400, **options})
         self.engine._text = self.alone._text
         self.app = make_app(self.engine, MODEL, keys, **dict(limits))
-        self.arrivals = self.app.state.arrivals
+        self.bodies = self.app.state.bodies
         config = uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=drain, lifespan="on")
         self.server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)

@@ -20,7 +20,7 @@ PIECE = 512  # tokens after which layers evict
 
 
 class PlainTexts:
-    """What an `InferenceEngine` with these options answers, one text after another.
+    """The answers of an `InferenceEngine` with these options, one text after another.
 
     The engine is asked for its settings alone: how it stores K and V, and what a policy keeps.
     """

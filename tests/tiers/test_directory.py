@@ -321,7 +321,7 @@ def test_two_users_share_a_directory():
 
 
 def test_the_secret_needs_no_hard_links(tmp_path, monkeypatch):
-    """Of many that begin at once, all have the one that the first of them drew."""
+    """Tiers that begin at once all have the secret that the first of them drew."""
     monkeypatch.delattr(os, "link")
     written, wrote = [], directory.write_at
 
@@ -338,7 +338,7 @@ def test_the_secret_needs_no_hard_links(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("damaged", [b"", b"short", bytes(33)])
 def test_a_damaged_secret_is_drawn_again(tmp_path, monkeypatch, caplog, damaged):
-    """What was stored under the old one is not found any more, and the next start is an ordinary one."""
+    """Values that were stored under the old one are not found any more, and the next start is an ordinary one."""
     monkeypatch.setattr(directory, "_WRITING", 0.05)
     before = DirectoryTier(tmp_path, 1000).secret
     (tmp_path / "secret").write_bytes(damaged)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
 class Ended(BaseException):
-    """Of no family."""
+    """An exception of no family, whose text cannot be read."""
 
     def __str__(self):
         raise SystemExit

@@ -15,7 +15,7 @@ from kvcache.integrations.transformers.evicting import rules_of
 from kvcache.integrations.transformers.hf import DYNAMIC_LAYER_TYPE_MAPPING, DynamicCache, torch
 from kvcache.integrations.transformers.layer import PagedLayer, State
 from kvcache.integrations.transformers.pace import advise
-from kvcache.integrations.transformers.pool import PAGED_TYPES, Pool
+from kvcache.integrations.transformers.pool import PAGED_TYPES, PagedPool
 
 __all__ = ["PagedCache", "PagedCacheStats"]
 
@@ -92,7 +92,7 @@ class PagedCache(DynamicCache):
     ) -> None:
         formats = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
         by = "window" if eviction_policy is None else "layer"
-        pool = Pool(config, formats, block_size, max_memory_bytes, by)
+        pool = PagedPool(config, formats, block_size, max_memory_bytes, by)
         full = [layer for layer, name in enumerate(pool.types) if name == "full_attention"]
         rules = rules_of(eviction_policy, kv_budget, full)
         self._own(State(pool, rules, bool(eviction_policy and eviction_policy.by_score)))

@@ -23,7 +23,7 @@ from kvcache.integrations.transformers.hf import (
     to_dlpack,
     torch,
 )
-from kvcache.integrations.transformers.pool import MOST_CHANNELS, Kind, Pool
+from kvcache.integrations.transformers.pool import MOST_CHANNELS, Kind, PagedPool
 from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.states import StoredStates
 from kvcache.integrations.transformers.ways import Ways
@@ -60,7 +60,7 @@ class State:
         prompt: of a cache of a `PrefixStore`: token ids, their mask and the namespace.
     """
 
-    def __init__(self, pool: Pool, rules: dict[int, Rule], by_score: bool) -> None:
+    def __init__(self, pool: PagedPool, rules: dict[int, Rule], by_score: bool) -> None:
         self.pool, self.rules, self.by_score = pool, rules, by_score
         self.rows: dict[Kind, Rows] = {}
         self.pending: dict[int, Pending] = {}

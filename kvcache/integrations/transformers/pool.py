@@ -1,4 +1,4 @@
-"""`Pool`: the `PagedKvCache`s of one or many caches of a model, which grow with what is stored, up to a limit.
+"""`PagedPool`: the `PagedKvCache`s of one or many caches of a model, which grow with what is stored, up to a limit.
 
 Layers with the same window, KV heads and head_dim share a `PagedKvCache`: a block holds the tokens of all of them. A
 pool for prefixes ignores the windows, so that a block holds a prefix whole.
@@ -20,7 +20,7 @@ from kvcache.errors import OutOfMemoryError
 from kvcache.integrations.transformers.hf import get_layer_types_and_kwargs
 from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["MOST_CHANNELS", "PAGED_TYPES", "Kind", "Pool", "UInt64"]
+__all__ = ["MOST_CHANNELS", "PAGED_TYPES", "Kind", "PagedPool", "UInt64"]
 
 PAGED_TYPES = ("full_attention", "sliding_attention")
 MOST_CHANNELS = 512  # of a head: what the kernels take
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
     layer: int | None
 
 
-class Pool:
+class PagedPool:
     """Blocks for the K and V of a model.
 
     Threads may share it. A step that finds its blocks, its layers and its sequences made takes no lock here.

@@ -18,7 +18,7 @@ from kvcache.core.memory import total
 from kvcache.errors import InvalidOperationError
 from kvcache.integrations.transformers.cache import PagedCache
 from kvcache.integrations.transformers.layer import State
-from kvcache.integrations.transformers.pool import PAGED_TYPES, Kind, Pool
+from kvcache.integrations.transformers.pool import PAGED_TYPES, Kind, PagedPool
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.tiers.source import TierSource
@@ -78,7 +78,7 @@ class PrefixStore:
             if not isinstance(model, str):
                 raise ValueError(f"model: expected a name of the weights with tiers, got {short(model)}")
         formats = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
-        self._pool = Pool(config, formats, block_size, max_memory_bytes, "shape")
+        self._pool = PagedPool(config, formats, block_size, max_memory_bytes, "shape")
         for name in self._pool.types:
             if name not in (*PAGED_TYPES, "dummy"):
                 raise ValueError(f"config: expected layers with full attention or windows, got {name}")

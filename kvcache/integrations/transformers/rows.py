@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.integrations.transformers.evicting import Eviction
-from kvcache.integrations.transformers.pool import Kind, Pool, UInt64
+from kvcache.integrations.transformers.pool import Kind, PagedPool, UInt64
 
 __all__ = ["Rows"]
 
@@ -46,7 +46,9 @@ class Rows:
         plans: what each query sees, kept while nothing changes: see `sight.py`.
     """
 
-    def __init__(self, pool: Pool, kind: Kind, batch: int, num_tokens: int, eviction: Eviction | None = None) -> None:
+    def __init__(
+        self, pool: PagedPool, kind: Kind, batch: int, num_tokens: int, eviction: Eviction | None = None
+    ) -> None:
         # A quarter more than the first call needs: most calls after it append a few hundred tokens.
         wanted = batch * (-(-(num_tokens + num_tokens // 4) // pool.block_size) + 4)
         self.pool, self.kind, self.paged = pool, kind, pool.blocks_of(kind, wanted)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcache.demo import DIRECTORY
 from kvcache.engine import InferenceEngine
-from kvcache.sampling.text import TextStream
+from kvcache.sampling.text_stream import TextStream
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 

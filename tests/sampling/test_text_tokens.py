@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from kvcache import BatchEngine, InferenceEngine, SamplingParams
 from kvcache.demo import DIRECTORY
-from kvcache.sampling.encoding import TooManyTokens, encoded, least_tokens
+from kvcache.sampling.text_tokens import TooManyTokens, encoded, least_tokens
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -90,6 +90,10 @@ def test_no_text_has_fewer_tokens_than_its_length_says(tokenizer, longest):
 )
 def test_where_a_token_may_stand_for_any_text_no_length_counts(tokenizer):
     assert least_tokens(tokenizer, "x" * 1000) == 0
+
+
+def test_a_tokenizer_without_tokens():
+    assert least_tokens(Tokenizer(models.BPE(vocab={}, merges=[], byte_fallback=True)), "x" * 1000) == 0
 
 
 def test_long_texts_have_the_ids_of_short_calls(demo):

@@ -18,7 +18,7 @@ from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.quantisation import Quantisation
 from kvcache.networks.tensors import StoredRows
 
-__all__ = ["Blocks", "Floats", "Parts", "Source", "awq_of", "bytes_of", "gptq_of", "packed_of"]
+__all__ = ["Blocks", "Floats", "MatrixTensors", "PackedMatrix", "awq_of", "bytes_of", "gptq_of", "packed_of"]
 
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
@@ -27,7 +27,7 @@ _GROUP = 32  # channels per scale in a matrix
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # of the nibbles of a word, by column
 
 
-class Source(Protocol):
+class PackedMatrix(Protocol):
     """A quantised matrix, or several of one shape."""
 
     @property
@@ -37,7 +37,7 @@ class Source(Protocol):
     def rows(self, first: int, stop: int) -> StoredRows: ...
 
 
-class Parts:
+class MatrixTensors:
     """Checked reads of the tensors of one matrix; errors name folder and tensor."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
@@ -88,19 +88,19 @@ class Blocks:
 
     format = "q8_0"
 
-    def __init__(self, parts: Parts) -> None:
-        parts.main("U8", 4)
-        *outer, groups, size = parts.shape
+    def __init__(self, tensors: MatrixTensors) -> None:
+        tensors.main("U8", 4)
+        *outer, groups, size = tensors.shape
         if size != _GROUP // 2:
-            parts.fail(parts.name, f"blocks of {_GROUP // 2} bytes", parts.shape)
-        self._parts, self._groups, self._scales = parts, groups, f"{parts.name.removesuffix('blocks')}scales"
-        parts.words(self._scales, (*outer, groups), "U8")
+            tensors.fail(tensors.name, f"blocks of {_GROUP // 2} bytes", tensors.shape)
+        self._tensors, self._groups, self._scales = tensors, groups, f"{tensors.name.removesuffix('blocks')}scales"
+        tensors.words(self._scales, (*outer, groups), "U8")
         self.shape = (*outer, groups * _GROUP)
 
     def rows(self, first: int, stop: int) -> StoredRows:
-        packed = self._parts.rows(first * self._groups, stop * self._groups)
+        packed = self._tensors.rows(first * self._groups, stop * self._groups)
         nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(stop - first, self._groups, _GROUP)
-        codes, scales = mxfp4_codes(nibbles, self._parts.rows(first, stop, self._scales))
+        codes, scales = mxfp4_codes(nibbles, self._tensors.rows(first, stop, self._scales))
         return StoredRows(self.format, codes.reshape(stop - first, -1), scales)
 
 
@@ -121,16 +121,16 @@ class Floats:
 
     format = "f16"
 
-    def __init__(self, parts: Parts, stem: str, block: tuple[int, int]) -> None:
-        parts.main("F8_E4M3", 2)
-        self._parts, self._block, (rows, columns) = parts, block, parts.shape
-        name = f"{stem}.weight_scale_inv" if parts.has(f"{stem}.weight_scale_inv") else f"{stem}.weight_scale"
+    def __init__(self, tensors: MatrixTensors, stem: str, block: tuple[int, int]) -> None:
+        tensors.main("F8_E4M3", 2)
+        self._tensors, self._block, (rows, columns) = tensors, block, tensors.shape
+        name = f"{stem}.weight_scale_inv" if tensors.has(f"{stem}.weight_scale_inv") else f"{stem}.weight_scale"
         blocks = (-(-rows // block[0]), -(-columns // block[1]))
-        self._scales = parts.floats(name, (), (1,), (1, 1), (rows, 1), blocks)
+        self._scales = tensors.floats(name, (), (1,), (1, 1), (rows, 1), blocks)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._parts.shape
+        return self._tensors.shape
 
     def rows(self, first: int, stop: int) -> StoredRows:
         scales, (rows, columns) = self._scales(), self.shape
@@ -139,14 +139,14 @@ class Floats:
         if scales.shape in ((1, 1), (rows, 1)):
             height, width = rows // len(scales), columns
         chosen = np.repeat(scales[np.arange(first, stop) // height], width, axis=1)[:, :columns]
-        return StoredRows("f32", _E4M3[self._parts.rows(first, stop)] * chosen)
+        return StoredRows("f32", _E4M3[self._tensors.rows(first, stop)] * chosen)
 
 
 class _Grouped:
     """Whole numbers `(out, in)` of 4 or 8 bits: `scale * (code - zero)`, one of each for a group along a row.
 
     Args:
-        parts: of the matrix.
+        tensors: of the matrix.
         shape: `(out, in)`.
         bits: 4 or 8.
         groups: of a row.
@@ -155,13 +155,13 @@ class _Grouped:
     """
 
     def __init__(
-        self, parts: Parts, shape: tuple[int, int], bits: int, groups: int, codes: Callable[[int, int], UInt8],
-        scales: Callable[[], Float32], zeros: Callable[[], UInt8] | None = None,
+        self, tensors: MatrixTensors, shape: tuple[int, int], bits: int, groups: int,
+        codes: Callable[[int, int], UInt8], scales: Callable[[], Float32], zeros: Callable[[], UInt8] | None = None,
     ) -> None:  # fmt: skip
         if groups > 1 and shape[1] % (groups * _GROUP):
-            parts.fail(parts.name, f"groups of a multiple of {_GROUP} channels", f"{groups} groups of {shape[1]}")
+            tensors.fail(tensors.name, f"groups of a multiple of {_GROUP} channels", f"{groups} groups of {shape[1]}")
         if zeros is not None and bits == 8:
-            parts.fail(parts.name, "8 bits without zeros", "zeros beside it")
+            tensors.fail(tensors.name, "8 bits without zeros", "zeros beside it")
         self.shape, self.format = shape, "q8_0" if bits == 8 else "q4_0" if zeros is None else "q4_1"
         self._repeat = shape[1] // groups // _GROUP if groups > 1 else -(-shape[1] // _GROUP)
         self._codes, self._scales, self._zeros = codes, scales, zeros
@@ -183,13 +183,13 @@ class _Grouped:
 
 
 def _if_all(
-    parts: Parts, name: str, zero: int, zeros: Callable[[], NDArray[Any]], scales: Callable[[], Float32]
+    tensors: MatrixTensors, name: str, zero: int, zeros: Callable[[], NDArray[Any]], scales: Callable[[], Float32]
 ) -> Callable[[], Float32]:
     """`scales`, but CheckpointError unless all `zeros` of the tensor `name` are `zero`."""
 
     def checked() -> Float32:
         if (zeros() != zero).any():
-            parts.fail(name, f"zeros of {zero}, those of symmetric numbers", "others")
+            tensors.fail(name, f"zeros of {zero}, those of symmetric numbers", "others")
         return scales()
 
     return checked
@@ -204,62 +204,62 @@ def _unpacked(words: NDArray[np.int32], bits: int, axis: int) -> UInt8:
     return np.moveaxis(codes.reshape(*moved.shape[:-1], -1), -1, axis)
 
 
-def _row_scales(parts: Parts, name: str, rows: int) -> tuple[Callable[[], Float32], int]:
+def _row_scales(tensors: MatrixTensors, name: str, rows: int) -> tuple[Callable[[], Float32], int]:
     """Scales of a matrix, of its rows or of groups along them: `(a function that reads (rows, groups), groups)`."""
-    shape = parts.shape_of(name)
+    shape = tensors.shape_of(name)
     whole = shape in ((), (1,), (1, 1))
     groups = shape[1] if len(shape) == 2 and not whole else 1
-    read = parts.floats(name, shape if whole else (rows, max(groups, 1)))
+    read = tensors.floats(name, shape if whole else (rows, max(groups, 1)))
     return (lambda: np.broadcast_to(read().reshape(1, 1), (rows, 1))) if whole else read, groups
 
 
-def bytes_of(parts: Parts, stem: str) -> _Grouped:
+def bytes_of(tensors: MatrixTensors, stem: str) -> _Grouped:
     """8-bit integers as they are; zeros, if there are any, have to be 0."""
-    parts.main("I8", 2)
-    rows, columns = parts.shape
-    scales, groups = _row_scales(parts, f"{stem}.weight_scale", rows)
+    tensors.main("I8", 2)
+    rows, columns = tensors.shape
+    scales, groups = _row_scales(tensors, f"{stem}.weight_scale", rows)
     name = f"{stem}.weight_zero_point"
-    if parts.has(name):
-        scales = _if_all(parts, name, 0, parts.words(name, parts.shape_of(f"{stem}.weight_scale"), "I8"), scales)
+    if tensors.has(name):
+        scales = _if_all(tensors, name, 0, tensors.words(name, tensors.shape_of(f"{stem}.weight_scale"), "I8"), scales)
 
     def codes(first: int, stop: int) -> UInt8:
-        found: UInt8 = parts.rows(first, stop).view(np.uint8) ^ np.uint8(128)
+        found: UInt8 = tensors.rows(first, stop).view(np.uint8) ^ np.uint8(128)
         return found
 
-    return _Grouped(parts, (rows, columns), 8, groups, codes, scales)
+    return _Grouped(tensors, (rows, columns), 8, groups, codes, scales)
 
 
-def packed_of(parts: Parts, stem: str) -> _Grouped:
+def packed_of(tensors: MatrixTensors, stem: str) -> _Grouped:
     """Words along each row, with codes that are half of the range larger than the numbers, as are the zeros."""
-    parts.main("I32", 2)
-    rows, words = parts.shape
-    shape = tuple(int(size) for size in parts.words(f"{stem}.weight_shape", (2,), "I64")())
+    tensors.main("I32", 2)
+    rows, words = tensors.shape
+    shape = tuple(int(size) for size in tensors.words(f"{stem}.weight_shape", (2,), "I64")())
     bits = words * 32 // max(shape[1], 1)
     if shape[0] != rows or shape[1] * bits != words * 32 or bits not in (4, 8):
-        parts.fail(f"{stem}.weight_shape", f"the shape of {rows} rows of {words} words of 4 or 8 bits", shape)
-    read, groups = _row_scales(parts, f"{stem}.weight_scale", rows)
-    scales, zeros = _in_order(parts, f"{stem}.weight_g_idx", shape[1], groups, read), None
-    if parts.has(f"{stem}.weight_zero_point"):
-        stored = parts.words(f"{stem}.weight_zero_point", (-(-rows * bits // 32), groups))
+        tensors.fail(f"{stem}.weight_shape", f"the shape of {rows} rows of {words} words of 4 or 8 bits", shape)
+    read, groups = _row_scales(tensors, f"{stem}.weight_scale", rows)
+    scales, zeros = _in_order(tensors, f"{stem}.weight_g_idx", shape[1], groups, read), None
+    if tensors.has(f"{stem}.weight_zero_point"):
+        stored = tensors.words(f"{stem}.weight_zero_point", (-(-rows * bits // 32), groups))
         zeros = lambda: _unpacked(stored(), bits, 0)[:rows]  # noqa: E731
 
     def codes(first: int, stop: int) -> UInt8:
-        return _unpacked(parts.rows(first, stop), bits, 1)
+        return _unpacked(tensors.rows(first, stop), bits, 1)
 
-    return _Grouped(parts, (rows, shape[1]), bits, groups, codes, scales, zeros)
+    return _Grouped(tensors, (rows, shape[1]), bits, groups, codes, scales, zeros)
 
 
 def _in_order(
-    parts: Parts, name: str, columns: int, groups: int, scales: Callable[[], Float32]
+    tensors: MatrixTensors, name: str, columns: int, groups: int, scales: Callable[[], Float32]
 ) -> Callable[[], Float32]:
     """`scales`, but CheckpointError unless the channels are in the order of their groups, as `name` says."""
-    if not parts.has(name):
+    if not tensors.has(name):
         return scales
-    stored = parts.words(name, (columns,))
+    stored = tensors.words(name, (columns,))
 
     def checked() -> Float32:
         if columns % groups or not np.array_equal(stored(), np.arange(columns) // (columns // groups)):
-            parts.fail(name, "channels in the order of their groups", "another order (desc_act)")
+            tensors.fail(name, "channels in the order of their groups", "another order (desc_act)")
         return scales()
 
     return checked
@@ -281,38 +281,38 @@ class _Columns:
         return codes[first:stop]
 
 
-def gptq_of(parts: Parts, stem: str, quantisation: Quantisation) -> _Grouped:
+def gptq_of(tensors: MatrixTensors, stem: str, quantisation: Quantisation) -> _Grouped:
     """Words along the input channels; the zeros are along the outputs, less 1 in the older version."""
-    parts.main("I32", 2)
-    bits, (words, rows) = quantisation.bits, parts.shape
+    tensors.main("I32", 2)
+    bits, (words, rows) = quantisation.bits, tensors.shape
     columns, name = words * 32 // bits, f"{stem}.qzeros"
-    groups = _groups(parts, quantisation, columns)
-    read = parts.floats(f"{stem}.scales", (groups, rows))
-    packed = parts.words(name, (groups, rows * bits // 32))
+    groups = _groups(tensors, quantisation, columns)
+    read = tensors.floats(f"{stem}.scales", (groups, rows))
+    packed = tensors.words(name, (groups, rows * bits // 32))
     less, mask = np.uint8(quantisation.zeros_less_one), np.uint8((1 << bits) - 1)
-    codes = _Columns(lambda: _unpacked(parts.rows(0, words), bits, 0), rows)
-    scales = _in_order(parts, f"{stem}.g_idx", columns, groups, lambda: read().T)
+    codes = _Columns(lambda: _unpacked(tensors.rows(0, words), bits, 0), rows)
+    scales = _in_order(tensors, f"{stem}.g_idx", columns, groups, lambda: read().T)
 
     def zeros() -> UInt8:
         found: UInt8 = (_unpacked(packed(), bits, 1) + less & mask).T
         return found
 
     if not quantisation.symmetric:
-        return _Grouped(parts, (rows, columns), bits, groups, codes, scales, zeros)
-    scales = _if_all(parts, name, 1 << bits - 1, zeros, scales)
-    return _Grouped(parts, (rows, columns), bits, groups, codes, scales)
+        return _Grouped(tensors, (rows, columns), bits, groups, codes, scales, zeros)
+    scales = _if_all(tensors, name, 1 << bits - 1, zeros, scales)
+    return _Grouped(tensors, (rows, columns), bits, groups, codes, scales)
 
 
-def awq_of(parts: Parts, stem: str, quantisation: Quantisation) -> _Grouped:
+def awq_of(tensors: MatrixTensors, stem: str, quantisation: Quantisation) -> _Grouped:
     """Words along the outputs, whose nibbles are in an order of their own."""
-    parts.main("I32", 2)
-    columns, words = parts.shape
-    rows, groups = words * 8, _groups(parts, quantisation, columns)
-    scales = parts.floats(f"{stem}.scales", (groups, rows))
-    zeros = parts.words(f"{stem}.qzeros", (groups, words))
-    codes = _Columns(lambda: _awq_codes(parts.rows(0, columns)), rows)
+    tensors.main("I32", 2)
+    columns, words = tensors.shape
+    rows, groups = words * 8, _groups(tensors, quantisation, columns)
+    scales = tensors.floats(f"{stem}.scales", (groups, rows))
+    zeros = tensors.words(f"{stem}.qzeros", (groups, words))
+    codes = _Columns(lambda: _awq_codes(tensors.rows(0, columns)), rows)
     return _Grouped(
-        parts, (rows, columns), 4, groups, codes, lambda: scales().T, lambda: _awq_codes(zeros()).T
+        tensors, (rows, columns), 4, groups, codes, lambda: scales().T, lambda: _awq_codes(zeros()).T
     )  # fmt: skip
 
 
@@ -321,8 +321,8 @@ def _awq_codes(words: NDArray[np.int32]) -> UInt8:
     return codes.reshape(len(codes), -1, 8)[..., _AWQ_ORDER].reshape(codes.shape)
 
 
-def _groups(parts: Parts, quantisation: Quantisation, columns: int) -> int:
+def _groups(tensors: MatrixTensors, quantisation: Quantisation, columns: int) -> int:
     size = quantisation.group_size if quantisation.group_size > 0 else columns
     if columns % size:
-        parts.fail(parts.name, f"a multiple of {size} channels, the group size", columns)
+        tensors.fail(tensors.name, f"a multiple of {size} channels, the group size", columns)
     return columns // size

@@ -87,9 +87,14 @@ def encoded(
 
 
 def least_tokens(tokenizer: Any, text: str) -> int:
-    """A number of tokens that a text has at least, by its length; 0 where the tokenizer allows no such bound."""
+    """A number of tokens that a text has at least, by its length; 0 where the tokenizer allows no such bound.
+
+    Raises:
+        CheckpointError: the tokenizer fails.
+    """
     if tokenizer not in _known:
-        _known[tokenizer] = _lengths(json.loads(tokenizer.to_str()))
+        with tokenizer_errors("tokenizer", "one of the tokenizers package"):
+            _known[tokenizer] = _lengths(json.loads(tokenizer.to_str()))
     if (lengths := _known[tokenizer]) is None:
         return 0
     if lengths.drops_spaces:
@@ -102,7 +107,7 @@ def least_tokens(tokenizer: Any, text: str) -> int:
 
 
 def _lengths(tokenizer: dict[str, Any]) -> _Lengths | None:
-    """Those of a tokenizer in the form of `tokenizer.json`.
+    """The lengths of a tokenizer in the form of `tokenizer.json`.
 
     None: one token may stand for any number of bytes. Some models have one token for all that they do not know, or
     none; some normalisers drop characters.
@@ -116,7 +121,8 @@ def _lengths(tokenizer: dict[str, Any]) -> _Lengths | None:
     if "ByteLevel" in kinds and model["type"] == "BPE":
         known, longest = set(_alphabet()), max(map(len, pieces), default=0)  # each character is written for a byte
     elif model.get("byte_fallback") and model["type"] in ("BPE", "Unigram"):
-        known, longest = {f"<0x{byte:02X}>" for byte in range(256)}, max(len(piece.encode()) for piece in pieces)
+        known = {f"<0x{byte:02X}>" for byte in range(256)}
+        longest = max((len(piece.encode()) for piece in pieces), default=0)
     else:
         return None
     if not known <= pieces:

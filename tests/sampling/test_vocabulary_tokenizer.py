@@ -11,9 +11,9 @@ from gguf_files import ARRAY, BOOL, F32, I32, STRING, U32, write
 
 from kvcache.errors import CheckpointError
 from kvcache.gguf import GgufFile
-from kvcache.gguf import tokenizer as module
-from kvcache.gguf.tokenizer import build_tokenizer
 from kvcache.gguf.vocabulary import chat_template
+from kvcache.sampling import vocabulary_tokenizer as module
+from kvcache.sampling.vocabulary_tokenizer import build_tokenizer
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -318,6 +318,19 @@ def test_the_package_is_missing(bytewise, monkeypatch):
 def test_refused(bytewise, entries, message):
     with pytest.raises(CheckpointError, match=rf"x\.gguf: .*{message}"):
         bytewise(**entries)
+
+
+def test_a_package_that_panics_while_it_builds(bytewise, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+
+    def panic(**_):
+        short = tokenizers.Tokenizer(tokenizers.models.WordLevel({"aa": 0}, "aa"))
+        short.decoder = tokenizers.decoders.Strip("a", 0, 3)
+        short.decode([0])
+
+    monkeypatch.setattr(tokenizers.models, "BPE", panic)
+    with pytest.raises(CheckpointError, match=r"x\.gguf: tokenizer: expected a consistent vocabulary, got an error"):
+        bytewise()
 
 
 def test_limits(build, bytewise, monkeypatch):

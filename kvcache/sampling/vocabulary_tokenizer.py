@@ -11,6 +11,7 @@ from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import CONTROL, MOST, UNKNOWN, USER_DEFINED, Vocabulary
+from kvcache.sampling.tokenizer_errors import tokenizer_errors
 
 __all__ = ["TEKKEN_PATTERN", "build_tokenizer", "tokenizer_of"]
 
@@ -94,7 +95,7 @@ def tokenizer_of(vocabulary: Vocabulary, path: Path) -> Any:
     if vocabulary.model != "gpt2" and not vocabulary.merges:
         _check_pieces(path, vocabulary)
     make = _bytewise if vocabulary.model == "gpt2" else _spaced
-    try:
+    with tokenizer_errors(f"{path}: tokenizer", "a consistent vocabulary"):
         tokenizer = make(vocabulary, tokenizers)
         for special in (True, False):
             kinds = (CONTROL, UNKNOWN) if special else (USER_DEFINED,)
@@ -107,8 +108,6 @@ def tokenizer_of(vocabulary: Vocabulary, path: Path) -> Any:
                 ]
             )
         _surround(tokenizer, vocabulary, tokenizers)
-    except Exception as error:  # the package raises bare Exception for any fault of a vocabulary
-        raise CheckpointError(f"{path}: tokenizer: expected a consistent vocabulary, got {error}") from None
     return tokenizer
 
 
