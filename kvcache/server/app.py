@@ -83,12 +83,9 @@ def make_app(
         tokens = None
         try:
             for number, tokens in enumerate(prompts.tokens(body)):
-                place = number * body.n  # a client of many texts waits rather than one of a single text
-                answer.requests.append(
-                    engine.submit(
-                        tokens, body.params, namespace=space, deadline=timeout, n=body.n, priority=place
-                    )
-                )
+                later = number * body.n  # so that a body of many texts waits rather than one of a single text
+                submit = partial(engine.submit, namespace=space, deadline=timeout, n=body.n, priority=later)
+                answer.requests.append(submit(tokens, body.params))
         except BaseException as error:
             answer.cancel()
             count = body.n * len(body.prompts)
