@@ -82,8 +82,10 @@ def make_app(
         answer = HttpAnswer(body, texts, threads, timeout + _READING)
         tokens = None
         try:
-            for tokens in prompts.tokens(body):
-                answer.requests.append(engine.submit(tokens, body.params, namespace=space, deadline=timeout, n=body.n))
+            for number, tokens in enumerate(prompts.tokens(body)):
+                later = number * body.n  # so that a body of many texts waits rather than one of a single text
+                submit = partial(engine.submit, namespace=space, deadline=timeout, n=body.n, priority=later)
+                answer.requests.append(submit(tokens, body.params))
         except BaseException as error:
             answer.cancel()
             count = body.n * len(body.prompts)

@@ -61,8 +61,9 @@ class BatchEngine:
     bit, whatever runs beside it and however often it was preempted. The `seed` of requests without their own is
     derived alike, from the number of the request; of `n` samples each counts as a request.
 
-    Where memory is short, the request that came last gives it up and continues later. A request that fits the pool
-    alone never runs out of memory.
+    Where memory or places are short, the request that came last gives its up and continues later; the second sample of
+    a request counts as one that came 10 s after it. So a request of one sample that runs stops for earlier requests
+    alone, and does not wait for all samples of others. A request that fits the pool alone never runs out of memory.
 
     Args:
         model: a `Transformer`, or anything with the `Model` protocol.
@@ -197,9 +198,11 @@ class BatchEngine:
             prompt: at least one token id; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
             namespace: requests share blocks only within one namespace (a tenant, an adapter).
-            priority: requests begin in the order of arrival time + 10 s * priority: a lower number is earlier.
+            priority: requests begin in the order of arrival time + 10 s * priority: a lower number is earlier. One that
+                is earlier than the last that runs takes its place, where there is no other.
             deadline: seconds from now; a request that has not ended then ends with the tokens that it has.
-            n: independent samples, at most `max_queue`. With a seed in `params`, sample i draws as one of seed + i.
+            n: independent samples, at most `max_queue`. With a seed in `params`, sample i draws as one of seed + i. It
+                has the priority `priority + i`.
 
         Raises:
             TypeError, ValueError: as `InferenceEngine.complete`.
@@ -303,7 +306,8 @@ class BatchEngine:
     def step(self) -> bool:
         """Run one pass of the network over the next tokens of many requests; whether there is work left.
 
-        A network that fails ends the requests of the pass with its error, and raises nothing here.
+        Where a pass fails, its requests run one by one. One that fails alone ends with the error of the network, and
+        nothing is raised here.
         """
         return self._steps.step()
 
@@ -365,11 +369,14 @@ class BatchEngine:
         return None if self._text is None else self._text.tokenizer
 
     def stats(self) -> BatchStats:
-        """The counters at the end of the last step, and the requests that wait now; waits for no step."""
+        """The counters at the end of the last step, and blocks and requests that wait as they are now.
+
+        Waits for no step, but for the attention of a layer.
+        """
         return self._steps.stats()
 
     def namespace_stats(self) -> dict[Hashable, NamespaceStats]:
-        """The counters of each namespace that has had requests, or has something cached; waits for no step.
+        """The counters of each namespace that has had requests, or has something cached; waits as `stats`.
 
         Of more than 4,096 with requests, the one without a request for longest is forgotten. If it comes back, it
         counts from zero, as counters do after a restart.
@@ -383,7 +390,6 @@ class BatchEngine:
     def clear_cache(self) -> None:
         """Drop every cached prefix; running requests keep their blocks."""
         self._pool.clear()
-        self._steps.publish()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
@@ -397,9 +403,7 @@ class BatchEngine:
             InvalidOperationError: prefixes are cached already.
         """
         self._expect_all_kept("load")
-        count = self._pool.load(path, self._name(model))
-        self._steps.publish()
-        return count
+        return self._pool.load(path, self._name(model))
 
     def _expect_all_kept(self, call: str) -> None:
         budgets = self._settings.budgets

@@ -4,13 +4,16 @@ There are no phases. Each work catches up with its tokens: those that are writte
 runs share what the `TokenBudget` leaves. Where the first of these is not the shortest it has half of that, and the
 shortest have the rest: short prompts do not wait for long ones. If the first one ends in the step, few tokens of others
 run beside it: its first token comes sooner, and theirs hardly later. Works begin in the order of their keys. One begins
-when there is room for all its tokens; where a running work needs blocks that are not there, the last one in the order
-of keys gives up its sequence and begins again later, with the blocks of it that are still cached.
+when there is room for all its tokens. Where a running work needs blocks that are not there, or one that waits comes
+before the last that runs and has no room or place, the last one in the order of keys gives up its sequence. It begins
+again later, with the blocks of it that are still cached.
 
-    key    (arrival + 10 s * priority, number of the request)
+    key    (arrival + 10 s * (priority + number of the sample), number of the work)
 
 So a work of a higher number of priority waits as if it had come later. It never waits for ever, and a work that was
-preempted is among the first to begin again.
+preempted is among the first to begin again. Requests share the memory rather than samples: the second sample of one
+counts as a request that came 10 s after it, so that a request of many samples gives up these before a request of one
+sample stops. Requests of one sample and one priority never stop for those that come after them.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class Scheduler:
         self.running: list[Work] = []
         self._waiting: list[Work] = []  # a heap; ended works leave it when they come to its top
         self._deadlines: list[tuple[float, int]] = []  # a heap
-        self._blocked = False  # the first that waits has no room, and none was freed since
+        self._blocked: Work | None = None  # had no room when it was the first that waits, and none was freed since
         self.ended: list[Work] = []
         self.preemptions = 0
 
@@ -112,7 +115,7 @@ class Scheduler:
         self.pool.stop(work)
         if work in self.running:
             self.running.remove(work)
-        self._blocked = False
+        self._blocked = None
         while work.parked:
             heapq.heappush(self._waiting, work.parked[-1][1])
             work.parked.pop()
@@ -151,10 +154,11 @@ class Scheduler:
                 heapq.heappush(self._waiting, work)
         if self.arrivals is not None:
             self._jump(self.arrivals)
+        self._give_way()
         decodes = [(work, 1) for work in self.running if work.remaining == 1]
         catching_up = [work for work in self.running if work.remaining > 1]
         left, rows, prompts = self.budget.tokens(len(decodes)), self._most_rows, self._most_prompts
-        waits = bool(catching_up or (self._waiting and self._may_begin))
+        waits = bool(catching_up or self._may_begin)
         # Beside prompts each row costs time: few guesses where few tokens of prompts may run.
         pieces = self._guess(decodes, min(CHEAP_ROWS, left // _TOKENS_PER_ROW) if waits else CHEAP_ROWS)
         left -= sum(count for _, count in pieces) - len(decodes)
@@ -199,7 +203,25 @@ class Scheduler:
 
     @property
     def _may_begin(self) -> bool:
-        return not self._blocked and len(self.running) < self._max_running
+        first = self._first_waiting()
+        return first is not None and first is not self._blocked and len(self.running) < self._max_running
+
+    def _first_waiting(self) -> Work | None:
+        """The first work that waits; those that have ended or begun leave the heap."""
+        while self._waiting and (self._waiting[0].reason is not None or self._waiting[0].seq_id >= 0):
+            heapq.heappop(self._waiting)
+        return self._waiting[0] if self._waiting else None
+
+    def _give_way(self) -> None:
+        """Let the last work that runs give up its sequence for one that comes before it and may not begin otherwise.
+
+        Works that share nothing keep theirs: they would run again from their starts.
+        """
+        first = self._first_waiting()
+        if first is not None and self.running and not self._may_begin:
+            last = self.running[-1]
+            if first < last and last.shares:
+                self.preempt(last)
 
     def _jump(self, arrivals: Arrivals) -> None:
         """Let works begin again whose blocks have arrived from tiers."""
@@ -253,19 +275,18 @@ class Scheduler:
 
     def _begin(self, now: float) -> Iterator[Work]:
         """Begin works that wait, one after another, as long as there is room."""
-        while self._waiting and not self._blocked and len(self.running) < self._max_running:
+        while self._may_begin:
             work = self._waiting[0]
-            if work.reason is None and work.seq_id < 0:
-                work.regime = self._forward.regime(work.num_tokens)
-                work.space = self._forward.space_of(work.namespace, work.regime)
-            if work.reason is not None or work.seq_id >= 0 or self._park(work):
+            work.regime = self._forward.regime(work.num_tokens)
+            work.space = self._forward.space_of(work.namespace, work.regime)
+            if self._park(work):
                 heapq.heappop(self._waiting)
                 continue
             if self.arrivals is not None:
                 self.arrivals.begin(work)
             if not self.pool.start(work, self.running, None if self.arrivals is None else self.arrivals.arrived):
                 if self.running:
-                    self._blocked = True
+                    self._blocked = work
                     return
                 needed = self.pool.blocks_for(work.num_tokens)
                 self.end(work, "error", OutOfMemoryError(needed, self.pool.total_blocks))
@@ -359,7 +380,7 @@ class Scheduler:
             work.followers = [each for each in self.works.values() if each.leader is work]
         self._waiting = sorted(work for work in self.works.values() if work.seq_id < 0 and work.leader is None)
         self._deadlines = sorted((w.deadline, w.key[1]) for w in self.works.values() if w.deadline is not None)
-        self._blocked = False
+        self._blocked = None
         for work in self.running:
             if (reason := work.ending()) is not None:
                 self.end(work, reason)

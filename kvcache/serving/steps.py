@@ -6,12 +6,14 @@ step, such as Ctrl-C, leaves no work half done: what was not finished of the ste
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
 
+from kvcache.core.arguments import short
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.errors import InvalidOperationError, QueueFullError
 from kvcache.networks.protocols import Float32
@@ -23,6 +25,8 @@ from kvcache.serving.work import Work
 from kvcache.texts.forward import Forward
 
 __all__ = ["Steps"]
+
+logger = logging.getLogger("kvcache")
 
 
 class Steps:
@@ -91,8 +95,8 @@ class Steps:
     def enqueue(self, pending: Pending, works: Sequence[Work], priority: int, deadline: float | None) -> None:
         """Queue works: all or none; see `BatchEngine.submit` for the arguments and errors."""
         now = self._clock()
-        for work in works:
-            work.arrival, work.key = now, (now + PATIENCE * priority, next(self._numbers))
+        for sample, work in enumerate(works):
+            work.arrival, work.key = now, (now + PATIENCE * (priority + sample), next(self._numbers))
             work.deadline = None if deadline is None else now + deadline
         with self.inbox_lock:
             self.expect_room(len(works))
@@ -180,12 +184,17 @@ class Steps:
             return True
 
     def _pass(self, pieces: list[tuple[Work, int]]) -> None:
+        """Run pieces together; where that fails one by one, so that a work at fault ends alone."""
         try:
             logits = self._forward.run([(work, n, work.rows_due(n)) for work, n in pieces])
         except BaseException as error:  # of the network, a policy or a format, or of memory
             failure = as_failure(error, "model.forward")
-            for work, _ in pieces:
-                self._scheduler.end(work, "error", failure)
+            if len(pieces) == 1:
+                self._scheduler.end(pieces[0][0], "error", failure)
+                return
+            logger.warning("a pass over %d requests failed; they run one by one: %s", len(pieces), short(failure))
+            for piece in pieces:
+                self._pass([piece])
             return
         now = self._clock()
         for (work, n), rows in zip(pieces, logits, strict=True):
@@ -274,20 +283,19 @@ class Steps:
         self._publish()
 
     def stats(self) -> BatchStats:
-        """The counters at the end of the last step, and the requests that wait now; waits for no step."""
-        last = self._published
-        return replace(last, waiting=self._submitted - last.running - last.finished)
-
-    def publish(self) -> None:
-        """Bring the counters up to date, now or at the end of the running step."""
-        self.lock.hand_over(self._publish)
+        """See `BatchEngine.stats`."""
+        last, blocks = self._published, self._scheduler.pool.count()
+        return replace(
+            last, waiting=self._submitted - last.running - last.finished, free_blocks=blocks["free"],
+            claimed_blocks=blocks["claimed"], cached_blocks=blocks["cached"],
+        )  # fmt: skip
 
     def _publish(self) -> None:
-        blocks, observed = self._scheduler.pool.count(), self._scheduler.observed
+        observed = self._scheduler.observed
         self._published = BatchStats(
             0, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens, self._cached_tokens,
-            self._scheduler.preemptions, self._guessed, self._accepted, blocks["free"], blocks["claimed"],
-            blocks["cached"], observed.queued.snapshot(), observed.first_token.snapshot(),
+            self._scheduler.preemptions, self._guessed, self._accepted, 0, 0, 0, observed.queued.snapshot(),
+            observed.first_token.snapshot(),
         )  # fmt: skip
 
     def namespaces(self) -> dict[Hashable, NamespaceStats]:

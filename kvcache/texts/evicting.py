@@ -91,10 +91,15 @@ class EvictingLayers:
     def blocks_for(self, num_tokens: int) -> int:
         return 0
 
+    @property
+    def total_blocks(self) -> int:
+        """Those of all texts that may run."""
+        return self._most * self._caches[0].total_blocks
+
     def count(self) -> dict[str, int]:
-        """Of all texts that may run; those that have no cache yet are free."""
+        """Those of texts that have no cache yet are free."""
         used = sum(cache.used_block_count for cache in self._caches)
-        return {"free": self._most * self._caches[0].total_blocks - used, "claimed": used, "cached": 0}
+        return {"free": self.total_blocks - used, "claimed": used, "cached": 0}
 
     def _place(self, text: Text, index: int) -> Survivors:
         place: Survivors = text.places[index]

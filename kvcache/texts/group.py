@@ -83,6 +83,11 @@ class Group(Protocol):
         """The blocks of so many tokens; 0: a text has room for all that it may keep."""
         ...
 
+    @property
+    def total_blocks(self) -> int:
+        """Blocks in all."""
+        ...
+
     def count(self) -> dict[str, int]:
         """How many blocks are "free", "claimed" and "cached"."""
         ...

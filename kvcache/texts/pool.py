@@ -290,7 +290,7 @@ class Pool:
     @property
     def total_blocks(self) -> int:
         """Blocks in all, of these layers."""
-        return sum(self.count().values())
+        return self.groups[0].total_blocks
 
     def count(self) -> dict[str, int]:
         """How many of these blocks are "free", "claimed" and "cached"."""

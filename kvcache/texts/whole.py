@@ -74,6 +74,10 @@ class WholeLayers:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.cache.block_size)
 
+    @property
+    def total_blocks(self) -> int:
+        return self.cache.total_blocks
+
     def count(self) -> dict[str, int]:
         free, idle = (self.cache.free_block_count, 0) if self.index is None else self.index.num_free_and_idle()
         return {"free": free, "claimed": self.cache.total_blocks - free - idle, "cached": idle}

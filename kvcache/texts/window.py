@@ -101,6 +101,10 @@ class WindowLayers:
     def blocks_for(self, num_tokens: int) -> int:
         return min(-(-num_tokens // self._size), num_kept(self._kept, self._size) + -(-self._most_piece // self._size))
 
+    @property
+    def total_blocks(self) -> int:
+        return self.cache.total_blocks
+
     def count(self) -> dict[str, int]:
         free, idle = self.cache.free_block_count, sum(each.idle_blocks for each in self.prefixes)
         return {"free": free, "claimed": self.cache.total_blocks - free - idle, "cached": idle}

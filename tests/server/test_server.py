@@ -262,6 +262,22 @@ def test_a_full_queue(path):
         assert [answer(each)[0] for each in connections] == [200, 200]
 
 
+def test_many_texts_in_a_body_do_not_stop_a_single_one(path):
+    """The texts of one body take all places; from the second one on they come behind another body's only text."""
+    with Served(path, max_running=2) as served:
+        served.network.closed = True
+        bodies = [{"model": MODEL, "prompt": text, "max_tokens": most} for text, most in (([*"abcd"], 50), ("x", 4))]
+        connections = [served.connect(post(json.dumps(bodies[0]).encode()))]
+        assert served.network.waiting.wait(60)
+        until(lambda: len(served.engine._steps._pending) == 4)
+        connections.append(served.connect(post(json.dumps(bodies[1]).encode())))
+        until(lambda: len(served.engine._steps._pending) == 5)
+        *many, one = [request.works[0] for request in served.engine._steps._pending.values()]
+        served.network.open()
+        assert [answer(each)[0] for each in connections] == [200, 200]
+        assert one.times[0] < many[1].times[-1]
+
+
 def test_more_answers_than_may_wait(path):
     """There is never room for them, so no client is told to try again."""
     with Served(path, max_queue=2, max_running=1) as served:

@@ -172,10 +172,9 @@ def test_interrupted_and_failing(network, long):
         requests = [engine.submit(*each) for each in asked]
         model.countdown, model.after = countdown, False
         run(engine)
-        assert {request.finish_reason for request in requests} >= {"error"}
-        for request, want in zip(requests, wanted, strict=True):
-            if request.finish_reason != "error":
-                same(request.completions()[0], want)
+        assert model.countdown < 0, "no pass failed"
+        for request, want in zip(requests, wanted, strict=True):  # a pass that failed once runs again, one by one
+            same(request.completions()[0], want)
         gone(engine)
 
 

@@ -11,7 +11,7 @@ from interrupts import Lines, places
 from serving import GREEDY, Alone, Clock, prompts, repeating, run, same, sampled, settled
 from windowed_networks import Windowed
 
-from kvcache import BatchEngine, InvalidOperationError, SamplingParams
+from kvcache import BatchEngine, EvictionPolicy, InvalidOperationError, SamplingParams
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -77,30 +77,58 @@ def test_interrupted_at_every_line(network, long, kind):
             raise AssertionError(f"interrupted at {lines.handled_at}") from error
 
 
+class Refusing:
+    """A network that fails in each pass with a chosen token, before or after the attention of its last layer."""
+
+    def __init__(self, network, token, after):
+        self.network, self.config, self.token, self.after = network, network.config, token, after
+        if hasattr(network, "attention"):
+            self.attention = network.attention
+        self.together = 0  # passes over several texts that failed
+
+    def forward(self, tokens, positions, attend, logits):
+        def refusing(layer, *args):
+            refused = layer == self.config.num_layers - 1 and self.token in tokens
+            self.together += refused and len(np.unique(positions)) < len(positions)
+            if refused and not self.after:
+                raise ArithmeticError("broken")
+            mixed = attend(layer, *args)
+            if refused:
+                raise ArithmeticError("broken")
+            return mixed
+
+        return self.network.forward(tokens, positions, refusing, logits)
+
+
 @pytest.mark.parametrize("after", [False, True])
-def test_a_network_that_fails(network, after):
-    """The requests of the pass end with its error; those that wait give what they give alone."""
-    alone = Alone(network)
-    for countdown in range(1, 30, 3):
-        model = Failing(network, ArithmeticError("broken"))
-        engine = BatchEngine(model, num_blocks=6)
-        requests = [engine.submit(*each) for each in ASKED]
-        model.countdown, model.after = countdown, after
-        run(engine)
-        failed = 0
-        for request, each in zip(requests, ASKED, strict=True):
-            if request.finish_reason == "error":
-                failed += 1
-                with pytest.raises(ArithmeticError, match="broken"):
-                    request.result()
-                with pytest.raises(ArithmeticError, match="broken"):
-                    list(request)
-                assert request.tokens == alone(*each).tokens[: len(request.tokens)]
-            else:
-                same(request.completions()[0], alone(*each))
-        assert failed > 0
-        settled(engine)
-        same(engine.submit(*ASKED[0]).completions()[0], alone(*ASKED[0]))
+@pytest.mark.parametrize("kind", ["plain", "residual", "windows", "evicting"])
+def test_a_request_with_which_the_network_fails(network, kind, after):
+    """It ends with the error, and keeps its tokens; those beside it give what they give alone."""
+    network = Windowed(network, 9) if kind == "windows" else network
+    options = {
+        "residual": {"dtype": "q4", "residual_length": 12},
+        "evicting": {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 16},
+    }.get(kind, {})
+    alone = Alone(network, **options)
+    expected = [alone(*each) for each in ASKED]
+    run_tokens = [{*map(int, prompt), *one.tokens[:-1]} for (prompt, _), one in zip(ASKED, expected, strict=True)]
+    token = next(t for t in sorted(set.union(*run_tokens)) if sum(t in each for each in run_tokens) == 2)
+    blocks = {} if kind == "evicting" else {"num_blocks": 12}
+    model = Refusing(network, token, after)
+    engine = BatchEngine(model, seed=3, clock=Clock(), **blocks, **options)
+    requests = [engine.submit(*each) for each in ASKED]
+    run(engine)
+    for request, one, own in zip(requests, expected, run_tokens, strict=True):
+        if token in own:
+            with pytest.raises(ArithmeticError, match="broken"):
+                request.result()
+            with pytest.raises(ArithmeticError, match="broken"):
+                list(request)
+            assert request.tokens == one.tokens[: len(request.tokens)]
+        else:
+            same(request.completions()[0], one)
+    assert model.together > 0
+    settled(engine)
 
 
 def test_the_error_of_a_request_keeps_no_frame_of_those_who_ask_for_its_result(network):

@@ -166,6 +166,19 @@ def test_priorities_and_order():
     assert sorted(starts, key=starts.get) == ["urgent", "first", "second", "late", "last"]
 
 
+def test_an_urgent_request_takes_the_place_of_the_last():
+    """One that comes before the last that runs begins at once; the other one goes on later, with the same tokens."""
+    _, _, engine = served(max_running=2)
+    first, second = (engine.submit([i] * 40, asked(30)) for i in (5, 6))
+    for _ in range(10):
+        engine.step()
+    urgent = engine.submit([7, 8], asked(3), priority=-1)
+    assert len(urgent.result()) == 3
+    run(engine)
+    assert (first.metrics.preemptions, second.metrics.preemptions, urgent.metrics.preemptions) == (0, 1, 0)
+    assert [len(each.result()) for each in (first, second)] == [30, 30]
+
+
 def test_a_twin_waits_for_the_prefix():
     """One of the requests that share 400 tokens runs these; the others wait for it, and one without them does not."""
     _, model, engine = served()
@@ -198,6 +211,53 @@ def test_the_last_one_gives_way():
     assert first.metrics.preemptions == 0
     assert first.works[0].times[-1] <= second.works[0].times[-1] <= third.works[0].times[-1]
     assert second.metrics.preemptions + third.metrics.preemptions > 0
+
+
+def longest_pause(engine, request):
+    """Step until a request has ended: the steps until its first token, and the most from one token to the next."""
+    seen = waited = 0
+    waits = []
+    while not request.is_finished:
+        engine.step()
+        waited += 1
+        if len(request.tokens) > seen or request.is_finished:
+            waits.append(waited)
+            seen, waited = len(request.tokens), 0
+    return waits[0], max(waits[1:])
+
+
+@pytest.mark.parametrize("options", [{"num_blocks": 60}, {"max_running": 6}], ids=["memory", "places"])
+def test_many_samples_stop_no_request_of_one(options):
+    """One request's samples need more memory, or more places, than there are: they give way to a later request."""
+    _, _, engine = served(block_size=4, **options)
+    many = engine.submit([1] * 8, asked(60), n=12)
+    for _ in range(5):
+        engine.step()
+    for start in range(4):  # the first of these begins when all memory or all places are taken, or soon will be
+        one = engine.submit([2 + start] * 8, asked(40))
+        first, longest = longest_pause(engine, one)
+        assert longest == 1
+        assert first <= 6
+        assert one.metrics.preemptions == 0
+    assert many.works[0].preemptions == 0
+    run(engine)
+    assert many.metrics.preemptions > 0
+    assert [len(each) for each in many.result()] == [60] * 12
+
+
+def test_a_small_request_passes_one_that_has_no_room():
+    """The first sample of a later request comes before the last ones of an earlier one, which have no room."""
+    _, _, engine = served(num_blocks=30, block_size=4)
+    first = engine.submit([1] * 40, asked(20))
+    large = engine.submit([2] * 100, asked(4), priority=1)
+    engine.step()
+    assert large.metrics.queued is None
+    small = engine.submit([3] * 4, asked(4))
+    engine.step()
+    assert small.metrics.queued is not None
+    run(engine)
+    assert first.metrics.preemptions == small.metrics.preemptions == 0
+    assert large.finish_reason == "length"
 
 
 @settings(max_examples=25)
