@@ -14,7 +14,7 @@ from kvcache.core.arguments import as_instance
 from kvcache.core.copying import refuse_copies
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, Request
-from kvcache.engine.engine import InferenceEngine
+from kvcache.engine.inference import InferenceEngine
 from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.fingerprint import fingerprint
