@@ -85,8 +85,11 @@ typedef struct kvc_seq {
 /* The arguments of one attention call. Rows of queries and out: sequence by sequence, as in seqs. Queries are widened
  * where an item reads them, doubles rounded.
  *
+ * A context may have a residual, tokens in another layout: those that a text keeps in f16 beside packed ones. Queries see
+ * the tokens of seqs[i] and those of residuals[i], which come last in the sum; scores are in this order too.
+ *
  * The bits of a row of out and lse depend on its query, the scale, softcap and sink, the tokens that the query sees and
- * their text positions, the position that ends the sink tokens, the layout and the level. They do not depend on other
+ * their text positions, the position that ends the sink tokens, the layouts and the level. They do not depend on other
  * queries and sequences of the call, on tokens that the query does not see (whether they are stored or not), or on the
  * number of threads. If K and V are both tiled (kvc_quant.h), they also depend on how these tokens are divided into
  * runs, but not on the blocks' ids; and if runs with holes between them lie before the first of these tokens in its
@@ -107,6 +110,12 @@ typedef struct kvc_attend_args {
     const float *sinks; /* (num_query_heads), or NULL: a score of each head that joins the sum and has no value */
     int64_t sink_stride; /* 0, or num_query_heads: each query has sinks of its own, (total_queries, num_query_heads) */
     int64_t score_stride; /* 0, or floats from one KV head's scores to the next one's: these are of its query heads */
+    const kvc_head_keys *known; /* NULL, or (num_heads): keys in `arena` lack these centres; lse and sinks are of whole keys */
+    /* NULL, or (num_seqs): as many queries as in seqs[i], at most KVC_SEGMENT tokens (kvc_attend.h), without start, window,
+     * tree, sink or skipped tokens. There are no sink queries then. */
+    const kvc_seq *residuals;
+    const kvc_layout *residual_layout; /* of the same heads and channels, not rotated, without centres */
+    const unsigned char *residual_arena;
 } kvc_attend_args;
 
 /* A part of that call that runs on one thread. A row is a (query, query head of the group) pair of one KV head,
@@ -117,7 +126,8 @@ typedef struct kvc_item {
     int64_t first_score; /* of the sequence, in scores */
     int64_t row, row_stop;
     int64_t token, token_stop;
-    int64_t first_segment, segments; /* of all tokens that these rows see */
+    int64_t first_segment, segments; /* of all tokens that these rows see; the last one is that of the residual, if any */
+    int64_t residual; /* tokens of the residual that these rows see, read by the last part; of scores: 1: they are of these */
     int32_t head, head_stop; /* KV heads */
     int32_t part, parts; /* of the context, in whole segments */
     int64_t members; /* the item reads the first tokens of so many sequences, from `seq` on, which share them; 0: of one */
@@ -190,13 +200,9 @@ void kvc_copy_slots(const kvc_layout *, const unsigned char *src_arena, int32_t 
 void kvc_clear_slots(const kvc_layout *, unsigned char *arena, int32_t block, int slot, int count);
 
 /* kvc_parallel.c: attention on several threads; scratch has kvc_attend_scratch_bytes at any alignment. */
-size_t kvc_attend_scratch_bytes(const kvc_layout *, const kvc_seq *, int64_t num_seqs, int num_query_heads,
-                                int num_threads);
+size_t kvc_attend_scratch_bytes(const kvc_layout *, const kvc_seq *, const kvc_seq *residuals, int64_t num_seqs,
+                                int num_query_heads, int num_threads);
 void kvc_attend(const kvc_kernels *, const kvc_attend_args *, void *scratch, int num_threads);
-
-/* kvc_blend.c: out = b + share (a - b), share = 1 / (1 + exp(-log_odds)), for `rows` rows of `dim` floats, each with a
- * log_odds that is not NaN. Of outputs over two parts of a context: the first's log-sum-exp less the second's. */
-void kvc_blend(int64_t rows, int64_t dim, const float *a, const float *b, const float *log_odds, float *out);
 
 /* kvc_rows_parallel.c: write_runs on several threads. With more than one, runs of one block follow one another. */
 void kvc_write_runs(const kvc_kernels *, const kvc_layout *, unsigned char *arena, const kvc_run *, int64_t num_runs,

@@ -124,20 +124,24 @@ NOINLINE void add_sink(float sink, float largest, float sum, float *inverse, flo
 }
 
 /* Writes acc / sum of one (head, row) to out. Adding 0 turns -0 into 0: its sign may come from a product with the
- * weight 0 of a token that the row does not see. */
+ * weight 0 of a token that the row does not see. Beside residuals acc and largest are of whole rows already. */
 static void write_row(const job *j, int head, int64_t row, const float *acc, float largest, float sum) {
+    const kvc_attend_args *args = j->args;
     const size_t pair = pair_index(j, head, row);
+    const int dim = j->v_rows.dim, whole = args->residuals != NULL;
+    const int is_moved = !whole && sum != 0.0f && (args->lse || args->sinks); /* largest lacks the centre of the keys */
+    const float centre = is_moved ? (float)centre_score(j, head, row) : 0.0f;
     float inverse = sum == 0.0f ? 0.0f : 1.0f / sum, lse = -INFINITY;
-    if (j->args->lse && sum != 0.0f) lse = largest * (float)LN2 + logf(sum);
-    if (j->args->sinks) {
-        const size_t heads = (size_t)j->args->num_query_heads, query = pair / heads;
-        add_sink(j->args->sinks[query * (size_t)j->args->sink_stride + pair % heads], largest, sum, &inverse, &lse);
+    if (args->lse && sum != 0.0f) lse = largest * (float)LN2 + logf(sum);
+    if (args->sinks) {
+        const size_t heads = (size_t)args->num_query_heads, query = pair / heads;
+        const float sink = args->sinks[query * (size_t)args->sink_stride + pair % heads];
+        add_sink(sink - centre, largest, sum, &inverse, &lse);
     }
-    const int dim = j->v_rows.dim;
-    float *out = j->args->out + pair * (size_t)dim;
+    float *out = args->out + pair * (size_t)dim;
     for (int d = 0; d < dim; d++) out[d] = acc[d] * inverse + 0.0f;
-    if (j->v_rows.rotated) KVC_FN(hadamard)(out, dim);
-    if (j->args->lse) j->args->lse[pair] = lse;
+    if (kvc_rows_of(args->layout, KVC_VALUES).rotated && !whole) KVC_FN(hadamard)(out, dim);
+    if (args->lse) args->lse[pair] = lse + centre;
     if (j->item->norms) {
         j->item->norms[2 * pair] = largest;
         j->item->norms[2 * pair + 1] = inverse;
@@ -149,6 +153,17 @@ static void write_rows(const job *j, results total, int first, int stop) {
     for (int i = first; i < stop; i++) {
         write_row(j, j->item->head + i / j->rows, j->item->row + i % j->rows,
                   total.acc + (size_t)i * (size_t)j->v_padded, total.largest[i], total.sum[i]);
+    }
+}
+
+/* Turns rows [first, stop) of the merged packed segments into what a residual is merged with: V without its rotation,
+ * and scores of keys with their centre. */
+static void make_whole(const job *j, results total, int first, int stop) {
+    const int rotated = kvc_rows_of(j->args->layout, KVC_VALUES).rotated;
+    for (int i = first; i < stop; i++) {
+        if (total.sum[i] == 0.0f) continue;
+        if (rotated) KVC_FN(hadamard)(total.acc + (size_t)i * (size_t)j->v_padded, j->v_rows.dim);
+        total.largest[i] += (float)(LOG2E * centre_score(j, j->item->head + i / j->rows, j->item->row + i % j->rows));
     }
 }
 
@@ -207,31 +222,38 @@ static void attend_chunk(const job *j, const chunk *now, const chunk *next, int 
     mix_values(j, now, head, j->rows, lanes, j->segment.acc + index * (size_t)j->v_padded, k, next);
 }
 
+/* Attends over the tokens from one on up to the end of what the job reads. */
+NOINLINE void attend_tokens(job *j, int64_t token) {
+    if (token >= j->token_stop) return;
+    const int heads = j->item->head_stop - j->item->head;
+    for (int h = 0; h < heads; h++) pack_queries(j, j->item->head + h, j->item->row, j->rows, (size_t)(h * j->rows));
+    chunk chunks[2];
+    cursor at = seek(j, token);
+    next_chunk(j, &at, &chunks[0]);
+    int64_t segment = -1; /* of the chunk before */
+    for (int turn = 0; chunks[turn].lanes; turn ^= 1) {
+        const chunk *now = &chunks[turn], *next = &chunks[turn ^ 1];
+        if (now->segment != segment) begin_segment(j, segment = now->segment);
+        next_chunk(j, &at, &chunks[turn ^ 1]);
+        for (int h = 0; h < heads; h++) attend_chunk(j, now, next, h);
+        if (!next->lanes || next->segment != segment) end_segment(j, segment);
+    }
+}
+
 void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
     job j;
     start(&j, args, item);
     take_scratch(&j, scratch);
-    const int heads = item->head_stop - item->head;
-    for (int h = 0; h < heads; h++) pack_queries(&j, item->head + h, item->row, j.rows, (size_t)(h * j.rows));
-
-    chunk chunks[2];
-    chunks[0].lanes = chunks[1].lanes = 0;
-    cursor at = {NULL, 0, 0, 0};
-    int64_t segment = -1; /* of the chunk before */
-    if (item->token < item->token_stop) {
-        at = seek(&j, item->token);
-        next_chunk(&j, &at, &chunks[0]);
-    }
-    for (int turn = 0; chunks[turn].lanes; turn ^= 1) {
-        const chunk *now = &chunks[turn], *next = &chunks[turn ^ 1];
-        if (now->segment != segment) begin_segment(&j, segment = now->segment);
-        next_chunk(&j, &at, &chunks[turn ^ 1]);
-        for (int h = 0; h < heads; h++) attend_chunk(&j, now, next, h);
-        if (!next->lanes || next->segment != segment) end_segment(&j, segment);
+    const int rows = (item->head_stop - item->head) * j.rows;
+    attend_tokens(&j, item->token);
+    if (args->residuals && j.merged) make_whole(&j, j.total, 0, rows);
+    if (item->residual && item->part + 1 == item->parts) {
+        read_from(&j, 1, item->residual);
+        attend_tokens(&j, 0);
     }
     if (item->members || item->results) return;
-    if (!j.merged) clear_results(j.total, heads * j.rows, j.v_padded);
-    write_rows(&j, j.total, 0, heads * j.rows);
+    if (!j.merged) clear_results(j.total, rows, j.v_padded);
+    write_rows(&j, j.total, 0, rows);
 }
 
 /* The first row of a part's share, a multiple of 16 (whole vectors of maxima and sums). */
@@ -244,10 +266,13 @@ void KVC_FN(combine_parts)(const kvc_attend_args *args, const kvc_item *item) {
     start(&j, args, item);
     const int rows = (item->head_stop - item->head) * j.rows;
     const int first = share_of(rows, item->part, item->parts), stop = share_of(rows, item->part + 1, item->parts);
-    const int64_t floats = kvc_result_floats(j.layout, rows);
+    const int64_t floats = kvc_result_floats(j.layout, rows), packed = item->segments - (item->residual > 0);
     const results total = results_at(item->results, rows, j.v_padded);
-    for (int64_t s = 1; s < item->segments; s++)
+    for (int64_t s = 1; s < item->segments; s++) {
+        if (s == packed) make_whole(&j, total, first, stop);
         merge_results(results_at(item->results + s * floats, rows, j.v_padded), first, stop, j.v_padded, total);
+    }
+    if (args->residuals && packed == item->segments) make_whole(&j, total, first, stop);
     write_rows(&j, total, first, stop);
 }
 
@@ -258,9 +283,11 @@ static void add_weights(const job *j, const chunk *c, int head, int64_t row, int
         float *w = j->weights + r * KVC_CHUNK;
         const float *norm = j->item->norms + 2 * pair_index(j, head, row + r);
         if (norm[1] != norm[1]) continue; /* NaN: a query that is not finite adds nothing */
+        float largest = norm[0];
+        if (j->args->residuals && !j->item->residual) largest -= (float)(LOG2E * centre_score(j, head, row + r));
         finish_scores(j, c, row + r, lanes, w);
         for (int t = 0; t < lanes; t += KVC_LANES) {
-            const f32v power_v = f32v_sub(f32v_load(w + t), f32v_set1(norm[0]));
+            const f32v power_v = f32v_sub(f32v_load(w + t), f32v_set1(largest));
             f32v_store(w + t, f32v_mul(f32v_exp2(power_v), f32v_set1(norm[1])));
         }
         for (int i = 0; i < c->pieces; i++) {
@@ -273,6 +300,7 @@ static void add_weights(const job *j, const chunk *c, int head, int64_t row, int
 void KVC_FN(score_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
     job j;
     start(&j, args, item);
+    read_from(&j, (int)item->residual, item->token_stop);
     take_scratch(&j, scratch);
     const int64_t zeros = item->part ? item->token : 0; /* the first part has those that no query sees, too */
     for (int head = 0; head < (args->score_stride ? j.layout->num_heads : 1); head++) {

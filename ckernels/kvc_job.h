@@ -41,10 +41,14 @@ typedef struct cursor { /* the next token of a sequence */
 typedef struct job {
     const kvc_attend_args *args;
     const kvc_item *item;
-    const kvc_layout *layout;
-    const kvc_seq *seq;
     int group, rows;
     int padded, v_padded; /* floats of a row of q, and of an accumulator: kvc_padded_dim */
+    /* Which tokens are read: those of the sequence, or of its residual (read_from). */
+    const kvc_seq *seq;
+    const kvc_layout *layout;
+    const unsigned char *arena;
+    int64_t first_segment; /* the segment of text position 0 */
+    int64_t token_stop;
     int units; /* 1: K and V are tiled, and products are integer */
     kvc_rows k_rows, v_rows;
     size_t k_row_bytes, v_row_bytes;
@@ -125,7 +129,7 @@ static cursor seek(const job *j, int64_t token) {
 
 /* A piece of a tile takes the 16 lanes of the tile, any other piece one lane per token. */
 static void add_piece(const job *j, const cursor *at, int count, chunk *c) {
-    const unsigned char *block = j->args->arena + (size_t)at->run->block * j->layout->block_bytes;
+    const unsigned char *block = j->arena + (size_t)at->run->block * j->layout->block_bytes;
     const int row = j->units ? at->slot / KVC_TILE * KVC_TILE : at->slot; /* which a tile begins with */
     const unsigned char *k = block + (size_t)row * j->k_row_bytes;
     const unsigned char *v = block + (size_t)j->layout->num_heads * j->layout->key_head_bytes + (size_t)row * j->v_row_bytes;
@@ -156,9 +160,9 @@ static void mark_gaps(chunk *c) {
  * vector, so a chunk may be shortened by whole vectors. */
 static void next_chunk(const job *j, cursor *at, chunk *c) {
     const int64_t sinks = j->seq->sink_tokens, first = at->token;
-    c->segment = kvc_segment_of(j->seq, first);
-    const int64_t segment_stop = (c->segment + 1) * KVC_SEGMENT - j->seq->start;
-    int64_t stop = j->item->token_stop < segment_stop ? j->item->token_stop : segment_stop;
+    const int64_t segment = kvc_segment_of(j->seq, first), segment_stop = (segment + 1) * KVC_SEGMENT - j->seq->start;
+    c->segment = j->first_segment + segment;
+    int64_t stop = j->token_stop < segment_stop ? j->token_stop : segment_stop;
     const int most = j->units ? KVC_CHUNK - at->skipped * KVC_TILE : KVC_CHUNK - at->skipped / 16 * 16;
     const int lead = j->units ? 0 : at->skipped % 16;
     c->lanes = lead, c->pieces = 0, c->even = 1;
@@ -186,28 +190,38 @@ static void next_chunk(const job *j, cursor *at, chunk *c) {
     }
 }
 
+/* Reads tokens up to `token_stop` from now on: those of the sequence, or of its residual, whose segment is the last one. */
+static void read_from(job *j, int residual, int64_t token_stop) {
+    const kvc_attend_args *args = j->args;
+    const kvc_layout *layout = residual ? args->residual_layout : args->layout;
+    j->seq = (residual ? args->residuals : args->seqs) + j->item->seq;
+    j->layout = layout;
+    j->arena = residual ? args->residual_arena : args->arena;
+    j->first_segment = residual ? j->item->first_segment + j->item->segments - 1 : 0;
+    j->token_stop = token_stop;
+    j->k_rows = kvc_rows_of(layout, KVC_KEYS);
+    j->v_rows = kvc_rows_of(layout, KVC_VALUES);
+    j->k_row_bytes = kvc_row_bytes(j->k_rows);
+    j->v_row_bytes = kvc_row_bytes(j->v_rows);
+#if defined(KVC_HAVE_DOTS)
+    j->units = j->k_rows.tiled && j->v_rows.tiled;
+#endif
+}
+
 static void start(job *j, const kvc_attend_args *args, const kvc_item *item) {
     const kvc_layout *layout = args->layout;
     memset(j, 0, sizeof *j);
     j->args = args;
     j->item = item;
-    j->layout = layout;
-    j->seq = &args->seqs[item->seq];
     j->padded = (int)kvc_padded_dim(layout->head_dim);
     j->v_padded = (int)kvc_padded_dim(layout->value_head_dim);
     j->group = args->num_query_heads / layout->num_heads;
     j->rows = (int)(item->row_stop - item->row);
-    j->k_rows = kvc_rows_of(layout, KVC_KEYS);
-    j->v_rows = kvc_rows_of(layout, KVC_VALUES);
-    j->k_row_bytes = kvc_row_bytes(j->k_rows);
-    j->v_row_bytes = kvc_row_bytes(j->v_rows);
     if (args->softcap > 0.0f) {
         j->cap = args->softcap * (float)LOG2E;
         j->inverse_cap = 1.0f / j->cap;
     }
-#if defined(KVC_HAVE_DOTS)
-    j->units = j->k_rows.tiled && j->v_rows.tiled;
-#endif
+    read_from(j, 0, item->token_stop);
 }
 
 /* Divides the thread's scratch; combine_parts needs none. */
@@ -265,6 +279,17 @@ static void pack_queries(const job *j, int head, int64_t row, int rows, size_t i
 #endif
         }
     }
+}
+
+/* What the centre of a head's stored keys would add to each score of a row, in natural logarithms. */
+static double centre_score(const job *j, int head, int64_t row) {
+    const float *centre = j->args->known ? j->args->known[head].centre : NULL;
+    if (!centre) return 0.0;
+    float widened[KVC_MAX_HEAD_DIM];
+    const float *q = query_row(j, &j->args->queries, head, row, widened);
+    double sums[4] = {0.0, 0.0, 0.0, 0.0}; /* four, so that no addition waits for the one before */
+    for (int d = 0; d < j->k_rows.dim; d++) sums[d % 4] += (double)q[d] * centre[d];
+    return (double)j->args->scale * ((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
 /* Tokens that row r of the item sees. */

@@ -4,7 +4,7 @@
  *               would not end at the same time)
  *   Tokens that no row of a unit sees, before its windows, belong to none and cost nothing.
  *   unit     -> parts of the context, in whole segments, if a unit exceeds a thread's fair share; if there are
- *               too few segments, a unit of few rows has fewer heads
+ *               too few segments, a unit of few rows has fewer heads. A residual is the last segment.
  *
  * Neighbouring sequences of few rows that begin with the same blocks read these together, so that K and V are unpacked once
  * for all of them. Such a set has a unit of each head over the shared tokens. Its results of each segment become those of
@@ -35,7 +35,7 @@ enum {
 
 typedef struct plan {
     const kvc_layout *layout;
-    const kvc_seq *seqs;
+    const kvc_seq *seqs, *residuals;
     int64_t num_seqs;
     int32_t num_query_heads, num_threads;
     int64_t fair_share; /* key-row products of one piece */
@@ -49,6 +49,7 @@ typedef struct unit { /* rows and heads that share their tokens */
     int64_t shared;           /* of one sequence: its tokens that the units of its set read */
     int64_t row, row_stop, first_segment, segments;
     kvc_span seen;
+    int64_t residual;         /* tokens of the residual that its rows see */
     int32_t head, head_stop, parts;
 } unit;
 
@@ -125,11 +126,17 @@ static kvc_span seen_by(const kvc_seq *seq, int64_t first, int64_t last) {
     return (kvc_span){kvc_seen(seq, first).first, kvc_seen(seq, last).stop};
 }
 
+/* Tokens of the residual that a sequence's queries up to `last` see. */
+static int64_t residual_of(const plan *p, const kvc_seq *seq, int64_t last) {
+    return p->residuals ? kvc_seen(p->residuals + (seq - p->seqs), last).stop : 0;
+}
+
 /* The number of units for few rows: one with all heads, unless the context has too few segments for the threads. */
 static int64_t num_head_groups(const plan *p, const kvc_seq *seq) {
-    const kvc_span seen = seen_by(seq, 0, seq->num_queries - 1);
-    const int64_t segments = kvc_num_segments(seq, seen);
-    const int64_t pieces = num_pieces(p, (seen.stop - seen.first) * seq_rows(p, seq) * p->layout->num_heads);
+    const int64_t last = seq->num_queries - 1, residual = residual_of(p, seq, last);
+    const kvc_span seen = seen_by(seq, 0, last);
+    const int64_t segments = kvc_num_segments(seq, seen) + (residual > 0);
+    const int64_t pieces = num_pieces(p, (seen.stop - seen.first + residual) * seq_rows(p, seq) * p->layout->num_heads);
     if (pieces <= segments || !segments) return 1;
     const int64_t groups = ceil_div(pieces, segments);
     return groups < p->layout->num_heads ? groups : p->layout->num_heads;
@@ -145,7 +152,8 @@ static int64_t rows_of_unit(int64_t rows, int64_t units) {
 static int64_t num_units_of_head(const plan *p, const kvc_seq *seq) {
     const int64_t rows = seq_rows(p, seq), heads = p->layout->num_heads;
     const kvc_span seen = seen_by(seq, 0, seq->num_queries - 1);
-    const int64_t tokens = seen.stop - seen.first, parts = tokens < KVC_SEGMENT ? 1 : tokens / KVC_SEGMENT;
+    const int64_t tokens = seen.stop - seen.first + residual_of(p, seq, seq->num_queries - 1);
+    const int64_t parts = tokens < KVC_SEGMENT ? 1 : tokens / KVC_SEGMENT;
     int64_t blocks = ceil_div(rows, KVC_ITEM_ROWS);
     while (heads * blocks * parts % p->num_threads && num_pieces(p, tokens * rows / blocks) > parts &&
            rows >= (blocks + 1) * MIN_UNIT_ROWS)
@@ -160,12 +168,12 @@ static int64_t num_units(const plan *p, const kvc_seq *seq) {
 }
 
 static int64_t unit_work(const unit *u) {
-    return (u->seen.stop - u->seen.first) * (u->row_stop - u->row) * (u->head_stop - u->head);
+    return (u->seen.stop - u->seen.first + u->residual) * (u->row_stop - u->row) * (u->head_stop - u->head);
 }
 
 /* The number of parts of a unit: of its segments from the first one on that it reads. */
 static void divide(const plan *p, const kvc_seq *seq, unit *u) {
-    const int64_t pieces = num_pieces(p, unit_work(u)), segments = kvc_num_segments(seq, u->seen);
+    const int64_t pieces = num_pieces(p, unit_work(u)), segments = kvc_num_segments(seq, u->seen) + (u->residual > 0);
     const int64_t parts = pieces < segments ? pieces : segments;
     u->parts = parts < 1 ? 1 : (int32_t)parts;
 }
@@ -194,8 +202,9 @@ static unit unit_at(const plan *p, const walk *at) {
         u.head_stop = (int32_t)(p->layout->num_heads * (index + 1) / at->units);
     }
     u.seen = seen_by(seq, u.row / group, (u.row_stop - 1) / group);
+    u.residual = residual_of(p, seq, (u.row_stop - 1) / group);
     u.first_segment = kvc_segment_of(seq, u.seen.first);
-    u.segments = kvc_num_segments(seq, u.seen);
+    u.segments = kvc_num_segments(seq, u.seen) + (u.residual > 0);
     if (u.shared) u.seen.first = u.shared;
     divide(p, seq, &u);
     return u;
@@ -239,13 +248,14 @@ static int64_t unit_floats(const plan *p, const unit *u) {
     return u->segments * kvc_result_floats(p->layout, (u->row_stop - u->row) * (u->head_stop - u->head));
 }
 
-static plan make_plan(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs, int num_query_heads,
-                      int num_threads) {
-    plan p = {layout, seqs, num_seqs, num_query_heads, num_threads, 0, 0, 0, 0, 0, 0, 0};
+static plan make_plan(const kvc_layout *layout, const kvc_seq *seqs, const kvc_seq *residuals, int64_t num_seqs,
+                      int num_query_heads, int num_threads) {
+    plan p = {layout, seqs, residuals, num_seqs, num_query_heads, num_threads, 0, 0, 0, 0, 0, 0, 0};
     unit u;
     for (int64_t s = 0; s < num_seqs; s++) {
         p.total_queries += seqs[s].num_queries;
         p.num_score_items += num_score_parts(&seqs[s], num_threads);
+        if (residuals) p.num_score_items += num_score_parts(&residuals[s], num_threads);
     }
     for (walk at = {0}; next_unit(&p, &at, &u);) p.work += unit_work(&u);
     if (num_threads > 1 && p.work >= MIN_SPUN_WORK) { /* otherwise units are not divided */
@@ -274,9 +284,9 @@ static size_t thread_bytes(const plan *p) {
     return align64((size_t)kvc_thread_scratch_floats(p->layout) * sizeof(float));
 }
 
-size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
-                                int num_query_heads, int num_threads) {
-    const plan p = make_plan(layout, seqs, num_seqs, num_query_heads, num_threads);
+size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, const kvc_seq *residuals,
+                                int64_t num_seqs, int num_query_heads, int num_threads) {
+    const plan p = make_plan(layout, seqs, residuals, num_seqs, num_query_heads, num_threads);
     return 64 + items_bytes(&p) + norms_bytes(&p) + results_bytes(&p) +
            (size_t)num_threads * thread_bytes(&p);
 }
@@ -304,6 +314,7 @@ static void list_items(const plan *p, kvc_item *items, float *norms, float *resu
                 .token_stop = stop < u.seen.stop ? stop : u.seen.stop,
                 .first_segment = u.first_segment,
                 .segments = u.segments,
+                .residual = u.residual,
                 .head = u.head,
                 .head_stop = u.head_stop,
                 .part = part,
@@ -322,22 +333,26 @@ static void list_items(const plan *p, kvc_item *items, float *norms, float *resu
 static void list_score_items(const plan *p, kvc_item *items, float *norms, int num_threads) {
     int64_t first_query = 0, first_score = 0;
     for (int64_t s = 0; s < p->num_seqs; s++) {
-        const kvc_seq *seq = &p->seqs[s];
-        const int64_t parts = num_score_parts(seq, num_threads);
-        const int64_t first = first_scored(seq), seen = num_scores(seq) - first;
-        for (int64_t part = 0; part < parts; part++, items++) {
-            *items = (kvc_item){.seq = s,
-                                .first_query = first_query,
-                                .first_score = first_score,
-                                .row_stop = seq_rows(p, seq),
-                                .head_stop = p->layout->num_heads,
-                                .parts = 1,
-                                .norms = norms};
-            items->token = first + seen * part / parts;
-            items->token_stop = first + seen * (part + 1) / parts;
-            items->part = (int32_t)part;
+        for (int residual = 0; residual <= (p->residuals != NULL); residual++) {
+            const kvc_seq *seq = residual ? &p->residuals[s] : &p->seqs[s];
+            const int64_t parts = num_score_parts(seq, num_threads);
+            const int64_t first = first_scored(seq), seen = num_scores(seq) - first;
+            for (int64_t part = 0; part < parts; part++, items++) {
+                *items = (kvc_item){.seq = s,
+                                    .first_query = first_query,
+                                    .first_score = first_score,
+                                    .row_stop = seq_rows(p, seq),
+                                    .residual = residual,
+                                    .head_stop = p->layout->num_heads,
+                                    .parts = 1,
+                                    .norms = norms};
+                items->token = first + seen * part / parts;
+                items->token_stop = first + seen * (part + 1) / parts;
+                items->part = (int32_t)part;
+            }
+            first_score += num_scores(seq);
         }
-        first_query += seq->num_queries, first_score += num_scores(seq);
+        first_query += p->seqs[s].num_queries;
     }
 }
 
@@ -371,7 +386,7 @@ static void score_at(void *context, int64_t i, int thread) {
 
 void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch, int num_threads) {
     call c = {.kernels = kernels, .args = args};
-    c.plan = make_plan(args->layout, args->seqs, args->num_seqs, args->num_query_heads, num_threads);
+    c.plan = make_plan(args->layout, args->seqs, args->residuals, args->num_seqs, args->num_query_heads, num_threads);
     unsigned char *base = (unsigned char *)align64((size_t)scratch);
     c.items = (kvc_item *)base;
     c.norms = (float *)(base + items_bytes(&c.plan));

@@ -8,6 +8,9 @@
  * threads nor on other rows. A segment of which a row sees no token does not change the row. So the segments before a
  * window need not be read, nor be stored: segments are counted by text positions.
  *
+ * The tokens of a residual are one segment more, merged last. Its V is not rotated and its keys have no centre, so the
+ * packed segments before it are freed of both first (make_whole).
+ *
  * With 1,024 tokens per segment, merging costs decode in q4, the fastest format, about 2 % at head_dim 64 and 1 % at
  * 128; with 512 tokens about 4 and 2 %. The threads still have enough pieces: decode with too few segments is also
  * divided by heads (kvc_parallel.c).

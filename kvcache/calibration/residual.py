@@ -13,7 +13,7 @@ from kvcache.core.kernels import FORMATS
 from kvcache.core.layer_formats import Formats, names_of, unpacked
 from kvcache.core.store import BlockStore
 from kvcache.networks.protocols import Float32, NetworkConfig
-from kvcache.paged.spans import row_block
+from kvcache.paged.residual import row_block
 
 __all__ = [
     "FIRSTS", "LENGTHS", "AttendPiece", "as_length", "default_length", "most_unpacked", "num_firsts", "residual_bytes",

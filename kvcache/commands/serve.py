@@ -15,7 +15,7 @@ from kvcache.commands.chat import MAX_TOKENS
 from kvcache.commands.options import add_options, open_engine
 from kvcache.core.arguments import as_count, as_finite
 from kvcache.core.hosts import is_loopback
-from kvcache.serving.engine import BatchEngine
+from kvcache.serving.batch import BatchEngine
 
 __all__ = ["add_serve", "keys_of", "serve"]
 

@@ -14,7 +14,10 @@ cdef class Attention:
     cdef BlockStore store
     cdef void *scratch                 # of the kernels, grown to the largest call so far
     cdef size_t scratch_bytes
-    cdef kvc_seq *seqs                 # (seqs_capacity,) the sequences of the call, filled by the caller of `attend_`
+    cdef BlockStore residual           # of the tokens in another layout (kvc_attend_args in kvc.h); or None
+    # (seqs_capacity,) the sequences of the call, filled by the caller of `attend_`, and with `residual` their residuals
+    cdef kvc_seq *seqs
+    cdef kvc_seq *residuals
     cdef int64_t seqs_capacity
 
     # Conversions of arguments, which may run any code
@@ -27,7 +30,7 @@ cdef class Attention:
 
     # The call
     cdef int reserve_seqs(self, int64_t count) except -1
-    cdef kvc_seq *seq_(self, int64_t index) noexcept                      # sequence `index`, all 0
+    cdef kvc_seq *seq_(self, int64_t index) noexcept                      # sequence `index`, and its residual, all 0
     cdef int attend_(self, int64_t layer, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
                      float scale, float softcap, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
                      cnp.ndarray lse) except -1

@@ -8,8 +8,7 @@ from libc.string cimport memcmp, memset
 
 from kvcache.core cimport kernels
 from kvcache.core.arguments cimport is_plain
-from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_attend_args, kvc_head_keys, kvc_layout, kvc_run, kvc_seq, \
-    kvc_tensor
+from kvcache.core.kernels cimport kvc_attend_args, kvc_layout, kvc_run, kvc_seq
 from kvcache.core.knownkeys cimport is_centred
 from kvcache.core.kvrows cimport tensor_of, together
 from kvcache.core.recycled cimport new_floats
@@ -35,19 +34,21 @@ cdef class Attention:
 
     Args:
         store: where K and V lie.
+        residual: where those of residuals lie; None: there are none.
     """
 
-    def __cinit__(self, BlockStore store not None):
-        self.store = store
+    def __cinit__(self, BlockStore store not None, BlockStore residual=None):
+        self.store, self.residual = store, residual
 
     def __dealloc__(self):
         free(self.scratch)
         free(self.seqs)
+        free(self.residuals)
 
     @property
     def nbytes(self):
         """Bytes of scratch that are kept from call to call."""
-        return self.scratch_bytes + <size_t>self.seqs_capacity * sizeof(kvc_seq)
+        return self.scratch_bytes + <size_t>self.seqs_capacity * sizeof(kvc_seq) * (1 + (self.residual is not None))
 
     def over_runs(self, layer, runs, queries, scale=None, out=None, bint return_scores=False, softcap=None, sinks=None):
         """Causal attention over the tokens at one list of runs, the last query on the last token.
@@ -120,16 +121,24 @@ cdef class Attention:
         return as_sinks(sinks, (queries.shape[0], queries.shape[1]))
 
     cdef int reserve_seqs(self, int64_t count) except -1:
-        cdef kvc_seq *seqs
+        cdef kvc_seq *grown
         if count > self.seqs_capacity:
-            seqs = <kvc_seq *>realloc(self.seqs, count * sizeof(kvc_seq))
-            if seqs == NULL:
+            grown = <kvc_seq *>realloc(self.seqs, count * sizeof(kvc_seq))
+            if grown == NULL:
                 raise MemoryError(f"no memory for {count} sequences")
-            self.seqs, self.seqs_capacity = seqs, count
+            self.seqs = grown
+            if self.residual is not None:
+                grown = <kvc_seq *>realloc(self.residuals, count * sizeof(kvc_seq))
+                if grown == NULL:
+                    raise MemoryError(f"no memory for {count} residuals")
+                self.residuals = grown
+            self.seqs_capacity = count
         return 0
 
     cdef kvc_seq *seq_(self, int64_t index) noexcept:
         memset(&self.seqs[index], 0, sizeof(kvc_seq))
+        if self.residual is not None:
+            memset(&self.residuals[index], 0, sizeof(kvc_seq))
         return &self.seqs[index]
 
     cdef int attend_(self, int64_t layer, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
@@ -144,9 +153,7 @@ cdef class Attention:
         if centred and (softcap != 0 or sink_queries is not None):
             name = "softcap" if softcap != 0 else "sink_queries"
             raise ValueError(f"{name}: expected none in a layer whose keys a calibration centres, got one")
-        if centred and sinks is not None:
-            sinks = np.tile(sinks, (queries.shape[0] if cnp.PyArray_NDIM(sinks) == 1 else 1, 1))    # a copy
-        cdef size_t size = kernels.attend_scratch_bytes(layout, self.seqs, num_seqs, heads, threads)
+        cdef size_t size = kernels.attend_scratch_bytes(layout, self.seqs, self.residuals, num_seqs, heads, threads)
         if size > self.scratch_bytes:
             free(self.scratch)
             self.scratch_bytes = 0
@@ -157,6 +164,10 @@ cdef class Attention:
         memset(&args, 0, sizeof(kvc_attend_args))
         args.layout, args.arena, args.seqs, args.num_seqs = layout, self.store.base_(layer), self.seqs, num_seqs
         args.num_query_heads, args.scale, args.softcap = heads, scale, softcap
+        args.known = self.store.known_(layer)
+        if self.residual is not None:
+            args.residuals, args.residual_layout = self.residuals, self.residual.layouts.of_(layer)
+            args.residual_arena = self.residual.base_(layer)
         args.queries, args.out = tensor_of(queries), <float *>cnp.PyArray_DATA(out)
         if sink_queries is not None:
             args.sink_queries = tensor_of(sink_queries)
@@ -169,35 +180,5 @@ cdef class Attention:
         if lse is not None:
             args.lse = <float *>cnp.PyArray_DATA(lse)
         with nogil:
-            if centred and sinks is not None:
-                _add_centres(&args, self.store.known_(layer), queries.shape[0], -1, <float *>args.sinks)
             kernels.attend(&args, self.scratch, threads)
-            if centred and lse is not None:
-                _add_centres(&args, self.store.known_(layer), queries.shape[0], 1, args.lse)
         return 0
-
-
-cdef void _add_centres(const kvc_attend_args *args, const kvc_head_keys *known, int64_t num_queries, int sign,
-                       float *to) noexcept nogil:
-    """Make each lse that of the keys as `read` returns them: the stored ones lack their centre, which all share.
-
-    With sign -1 the other way round: sinks beside such keys become those beside the stored ones.
-    """
-    cdef int64_t dim = args.layout.head_dim, heads = args.num_query_heads, group = heads // args.layout.num_heads
-    cdef int64_t row, i
-    cdef float q[KVC_MAX_HEAD_DIM]
-    cdef const float *c
-    cdef kvc_tensor one = args.queries
-    cdef double sums[4]
-    for row in range(num_queries * heads):
-        c = known[row % heads // group].centre
-        if c != NULL:
-            one.data = args.queries.data + row % heads * one.head_stride
-            kernels.gather_rows(&one, row // heads, 1, 1, <int>dim, q)
-            sums[0] = sums[1] = sums[2] = sums[3] = 0.0    # four, so that no addition waits for the one before
-            for i in range(0, dim, 4):
-                sums[0] += <double>q[i] * c[i]
-                sums[1] += <double>q[i + 1] * c[i + 1]
-                sums[2] += <double>q[i + 2] * c[i + 2]
-                sums[3] += <double>q[i + 3] * c[i + 3]
-            to[row] += <float>(sign * (args.scale * ((sums[0] + sums[1]) + (sums[2] + sums[3]))))

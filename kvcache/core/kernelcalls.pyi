@@ -54,4 +54,8 @@ def attend(
     tree: npt.NDArray[np.int64] | None = None,
     threads: int = 1,
     scratch: Callable[[int], _Bytes] | None = None,
+    centres: _Floats | None = None,
+    residuals: Sequence[_Runs] | None = None,
+    residual_layout: Layout | None = None,
+    residual_arena: _Bytes | None = None,
 ) -> Any: ...

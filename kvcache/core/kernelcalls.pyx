@@ -163,17 +163,19 @@ def clear(Layout layout, arena, int block, int slot, int count):
 
 def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None, out=None, scores=None, lse=None,
            hidden_tokens=0, starts=None, window=0, softcap=0.0, sinks=None, whole=False, tree=None, int threads=1,
-           scratch=None):
+           scratch=None, centres=None, residuals=None, Layout residual_layout=None, residual_arena=None):
     """sequences: (runs, num_queries, sink_tokens) each. Fills and returns out (and scores, where given), and lse.
 
     starts: the text position of each sequence's first token, 0 by default. window, softcap: 0 for none. scores: of two
     dimensions for those of each KV head. sinks: of two for those of each query. tree: int64 (2, queries), parents and
     depths, not checked beyond its shape. scratch: a function of a number of bytes that gives a uint8 array, by default
-    np.empty.
+    np.empty. centres: of keys, as of `write`. residuals: the runs of each sequence's residual, over `residual_arena`;
+    its scores follow those of the sequence.
     """
     cdef kvc_attend_args args
     cdef Py_ssize_t count = len(sequences), i
     cdef int64_t total_queries = 0, total_tokens = 0
+    cdef kvc_head_keys *known = NULL
     if queries.ndim != 3 or queries.shape[1] == 0 or queries.shape[1] % layout.c.num_heads or threads < 1:
         raise ValueError(f"queries: expected (n, a multiple of {layout.c.num_heads}, {layout.c.head_dim}) and "
                          f"threads >= 1, got {queries.shape} and {threads}")
@@ -181,10 +183,11 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
         out = np.empty((*queries.shape[:2], layout.c.value_head_dim), np.float32)
     cdef int heads = queries.shape[1]
     cdef unsigned char *base = _bytes(arena)
-    cdef kvc_seq *seqs = <kvc_seq *>malloc((count + 1) * sizeof(kvc_seq))
+    cdef kvc_seq *seqs = <kvc_seq *>malloc((2 * count + 1) * sizeof(kvc_seq))    # and the residuals
+    cdef kvc_seq *near = seqs + count
     if seqs == NULL:
         raise MemoryError
-    memset(seqs, 0, (count + 1) * sizeof(kvc_seq))
+    memset(seqs, 0, (2 * count + 1) * sizeof(kvc_seq))
     memset(&args, 0, sizeof(kvc_attend_args))
     try:
         for i, (runs, num_queries, sink_tokens) in enumerate(sequences):
@@ -200,8 +203,16 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
                 seqs[i].depths = <const int64_t *><size_t>tree[1, total_queries:].ctypes.data
             total_queries += num_queries
             total_tokens += seqs[i].num_tokens - seqs[i].hidden_tokens
+            if residuals is not None:
+                near[i].runs = _runs_of(residual_layout, residual_arena, residuals[i], &near[i].num_tokens)
+                near[i].num_runs, near[i].num_queries = len(residuals[i]), num_queries
+                total_tokens += near[i].num_tokens
+        known = _known(layout, centres, None)
+        args.known = known
+        if residuals is not None:
+            args.residuals, args.residual_layout, args.residual_arena = near, &residual_layout.c, _bytes(residual_arena)
         shape = (total_queries, heads, layout.c.head_dim)
-        need = <Py_ssize_t>kernels.attend_scratch_bytes(&layout.c, seqs, count, heads, threads)
+        need = <Py_ssize_t>kernels.attend_scratch_bytes(&layout.c, seqs, args.residuals, count, heads, threads)
         space = (scratch or (lambda size: np.empty(size, np.uint8)))(need)
         if len(space) < need:
             raise ValueError(f"scratch: expected {need} bytes, got {len(space)}")
@@ -219,7 +230,8 @@ def attend(Layout layout, arena, sequences, queries, scale, *, sink_queries=None
         args.sinks = _floats(sinks, shape[:2] if args.sink_stride else (heads,))
         kernels.attend(&args, _bytes(space), threads)
     finally:
-        for i in range(count):
+        for i in range(2 * count):
             free(<void *>seqs[i].runs)
         free(seqs)
+        free(known)
     return out if scores is None else (out, scores)

@@ -88,6 +88,10 @@ cdef extern from "kvc.h" nogil:
         const float *sinks              # (num_query_heads), or NULL
         int64_t sink_stride             # 0, or num_query_heads: sinks of each query
         int64_t score_stride            # 0, or of scores (num_heads, score_stride): of each KV head
+        const kvc_head_keys *known      # (num_heads), whose centres the keys in `arena` lack; or NULL
+        const kvc_seq *residuals        # (num_seqs), further tokens of each context, in the next two; or NULL
+        const kvc_layout *residual_layout
+        const unsigned char *residual_arena
 
 
 cdef extern from "kvc_matrix.h" nogil:
@@ -163,12 +167,9 @@ cdef void clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t bl
                       int count) noexcept nogil
 
 # Attention; scratch has attend_scratch_bytes.
-cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
-                                 int num_query_heads, int num_threads) noexcept nogil
+cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, const kvc_seq *residuals,
+                                 int64_t num_seqs, int num_query_heads, int num_threads) noexcept nogil
 cdef void attend(const kvc_attend_args *args, void *scratch, int num_threads) noexcept nogil
-# As kvc_blend in ckernels/kvc.h.
-cdef void blend(int64_t rows, int64_t dim, const float *a, const float *b, const float *log_odds,
-                float *out) noexcept nogil
 
 # Products with weights: kvc_matrix.h. quantise_weights fills codes (count, columns), scales and minima (count, groups).
 cdef int matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept nogil

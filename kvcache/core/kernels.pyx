@@ -39,15 +39,13 @@ cdef extern from "kvc.h" nogil:
     void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
                         unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) noexcept
     void kvc_clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot, int count) noexcept
-    size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
-                                    int num_query_heads, int num_threads) noexcept
+    size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, const kvc_seq *residuals,
+                                    int64_t num_seqs, int num_query_heads, int num_threads) noexcept
     void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch,
                     int num_threads) noexcept
     void kvc_write_runs(const kvc_kernels *kernels, const kvc_layout *layout, unsigned char *arena,
                         const kvc_run *runs, int64_t num_runs, kvc_float_rows keys, kvc_float_rows values,
                         const kvc_head_keys *known, int num_threads) noexcept
-    void kvc_blend(int64_t rows, int64_t dim, const float *a, const float *b, const float *log_odds,
-                   float *out) noexcept
     size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args, int num_threads) noexcept
     void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) noexcept
     void kvc_rms_norm(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t dim, const float *x,
@@ -134,9 +132,9 @@ cdef void clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t bl
     kvc_clear_slots(layout, arena, block, slot, count)
 
 
-cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, int64_t num_seqs,
-                                 int num_query_heads, int num_threads) noexcept nogil:
-    return kvc_attend_scratch_bytes(layout, seqs, num_seqs, num_query_heads, num_threads)
+cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, const kvc_seq *residuals,
+                                 int64_t num_seqs, int num_query_heads, int num_threads) noexcept nogil:
+    return kvc_attend_scratch_bytes(layout, seqs, residuals, num_seqs, num_query_heads, num_threads)
 
 
 cdef void attend(const kvc_attend_args *args, void *scratch, int num_threads) noexcept nogil:
@@ -223,11 +221,6 @@ cdef void digest(int64_t n, const unsigned char *data, const uint32_t *key, uint
 
 cdef int num_threads() noexcept nogil:
     return _threads
-
-
-cdef void blend(int64_t rows, int64_t dim, const float *a, const float *b, const float *log_odds,
-                float *out) noexcept nogil:
-    kvc_blend(rows, dim, a, b, log_odds, out)
 
 
 cdef void run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept nogil:

@@ -13,6 +13,7 @@ cdef class KvRows:
     cdef cnp.ndarray keys, values         # (count, num_heads, dims[side]) each
     cdef bint plain                       # both are float32, with the heads of a token one behind another
     cdef kvc_tensor tensors[2]            # of K and of V
+    cdef public KvRows given              # as the caller has them, where a `Format` has changed them; else None
     cdef float *staged                    # not plain: (STEP, num_heads, dims[0]) of K, then the same of V
 
     # K (side 0) or V of tokens [first, first + n) as float32 rows; n is at most STEP, unless `plain`.

@@ -23,6 +23,9 @@ cdef class KvRows:
         keys, values: `(n, num_heads, head_dim)`, each with a head_dim of its own, of float32, float16, float64, or
             words of bfloat16 (uint16). An array whose channels do not lie together, or that is not aligned, is copied.
 
+    Attributes:
+        given: the rows as a caller has them, where a `Format` in Python has made these of them; None: these are they.
+
     Raises:
         ValueError: other dimensions, or another number of rows or heads in each.
         MemoryError: no memory for the converted rows of a few tokens.

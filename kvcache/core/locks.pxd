@@ -15,7 +15,7 @@ thread:
                      again before the next call
 
 Taking and leaving a lock are single compiled calls, which no signal handler can divide. An object whose changes all are
-such calls needs no `mend`, and has a `CallLock` (prefix/index/prefixes.pyx).
+such calls needs no `mend`, and has a `CallLock` (prefix/index/prefix_index.pyx).
 """
 
 from cpython.pythread cimport PyThread_type_lock

@@ -36,9 +36,9 @@ cdef class BlockStore:
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots)   # inside the arena; -1: of any number
     cdef void note_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil
     cdef int check_values_(self, KvRows rows, int64_t layer) except -1   # shape and values, or ValueError
-    # Store rows of values that were checked, as many as the runs have slots.
+    # Store rows of values that were checked, from `first` on as many as the runs have slots.
     # On several threads runs of one block follow one another.
-    cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows,
+    cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows, int64_t first,
                      int threads) noexcept nogil
 
     cdef int dim_(self, int side) noexcept nogil                          # head_dim of K (0) or of V (1)

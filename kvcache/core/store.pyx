@@ -152,7 +152,7 @@ cdef class BlockStore:
         self.check_values_(rows, number)
         if view.shape[0]:
             with nogil:
-                self.write_(number, &view[0], view.shape[0], rows, 1)
+                self.write_(number, &view[0], view.shape[0], rows, 0, 1)
 
     def read(self, layer, runs):
         """The rows at `runs` (dtype `RUN`) as `(keys, values)`, float32, of the shapes that `write` takes.
@@ -375,17 +375,17 @@ cdef class BlockStore:
                                  f"got {np.float32(value)} in row {row}")
         return 0
 
-    cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows,
+    cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows, int64_t first,
                      int threads) noexcept nogil:
         cdef kvc_run part
-        cdef int64_t i, n, row = 0
+        cdef int64_t i, n, row = first
         cdef unsigned char *base = self.base_(layer)
         cdef const kvc_head_keys *known = self.known_(layer)
         cdef const kvc_layout *layout = self.layouts.of_(layer)
         self.note_written_(runs, num_runs)
         if rows.plain:
-            kernels.write_runs(layout, base, runs, num_runs, rows.rows(0, 0, rows.count),
-                               rows.rows(1, 0, rows.count), known, threads)
+            kernels.write_runs(layout, base, runs, num_runs, rows.rows(0, first, rows.count - first),
+                               rows.rows(1, first, rows.count - first), known, threads)
             return
         for i in range(num_runs):    # in pieces that end with tiles
             part = runs[i]

@@ -12,7 +12,7 @@ from kvcache.demo import DIRECTORY
 from kvcache.demo.display import Display
 from kvcache.demo.workload import MAX_TOKENS, conversations
 from kvcache.engine import InferenceEngine, SamplingParams
-from kvcache.engine.prefix_cached import PrefixCachedEngine
+from kvcache.engine.cached import PrefixCachedEngine
 
 __all__ = ["Pass", "Request", "run"]
 

@@ -1,10 +1,10 @@
 """Text generation from a checkpoint: the transformer, sampling, and the engine that runs both over a cache."""
 
 from kvcache.core.rowformat import Format
+from kvcache.engine.cached import PrefixCachedEngine
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, TokenLogprobs
-from kvcache.engine.engine import InferenceEngine
-from kvcache.engine.prefix_cached import PrefixCachedEngine
+from kvcache.engine.inference import InferenceEngine
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Attend, Model

@@ -33,6 +33,7 @@ class Requests:
         turns: the turns of streams, over the version of the sequence.
         call: a context manager for one call that changes the sequence: holds a turn and the lock.
         num_prefilled: tokens prefilled so far.
+        new: makes the requests.
     """
 
     def __init__(self, sequence: CurrentText, seed: int) -> None:
@@ -42,8 +43,7 @@ class Requests:
         self.turns = Turns()
         self.call = CallInTurn(self.turns, self.lock)
         self.num_prefilled = 0
-        new = NewRequests(self.config, self.max_positions, seed, self.lock)
-        self.request, self.check_span, self.reseed = new.request, new.check_span, new.reseed
+        self.new = NewRequests(self.config, self.max_positions, seed, self.lock)
 
     # ---------------------------------------------------------------- steps, with the lock held, in a turn
 
@@ -57,7 +57,7 @@ class Requests:
         """Run tokens at positions from `pos` on and return the logits `(vocab_size,)` after the last token."""
         if pos > self.sequence.num_tokens:
             raise ValueError(f"pos: expected at most the {self.sequence.num_tokens} tokens in the cache, got {pos}")
-        self.check_span(tokens, pos)
+        self.new.check_span(tokens, pos)
         logits: Float32 = self.sequence.extend(tokens, pos)[0]
         return logits
 
@@ -108,7 +108,7 @@ class Requests:
 
     def score(self, tokens: Tokens) -> Float32:
         """Log-probability of each token after the first; see `InferenceEngine.score`."""
-        self.check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
+        self.new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
         scores = np.empty(len(tokens) - 1, np.float32)
         chunk = max(1, min(self.sequence.chunk, SCORE_FLOATS // self.config.vocab_size))
         with self.call:

@@ -5,6 +5,8 @@ from libc.stdint cimport int64_t, uint64_t
 
 from kvcache.core.attention cimport Attention
 from kvcache.core.locks cimport CallLock
+from kvcache.paged.records cimport Sequence
+from kvcache.paged.residual cimport Residual
 from kvcache.paged.tables cimport BlockTables
 
 
@@ -16,6 +18,13 @@ cdef struct Sight:
     bint whole                   # not causal
     int64_t skipped              # the first tokens of each sequence that no query sees
 
+# Queries of one sequence that read the same rows in f16: those of one group of the text, or its first tokens.
+cdef struct QueryGroup:
+    int64_t text                 # which sequence of the call it is
+    int64_t ahead, begin, end    # the tokens with these rows, [0, ahead) and [begin, end)
+    int64_t first_run            # of the rows, in the runs that the residual's list has cut
+
+
 cdef enum:
     BY_HEAD = 2                  # of return_scores: 0 no, 1 their sum
 
@@ -23,19 +32,32 @@ cdef enum:
 cdef class SequenceAttention:
     cdef CallLock lock           # of table and store
     cdef BlockTables table
-    cdef Attention attention     # over the store
+    cdef Residual residual       # of the table; None: there is none
+    cdef Attention attention     # over the store, and that of the residual
+    cdef QueryGroup *groups      # (groups_capacity,) of a call with a residual, each a sequence of `attention`
+    cdef int64_t groups_capacity, num_groups
 
     # With the lock held and everything converted. `lens`, `shown`, `starts`: int64, or None: one query each, all
     # tokens, from position 0 on. `tree`: int64 (2, total_queries), the parents, and room for the depths; or None.
     # `given` is returned for `result`: the object over whose memory `result` is.
     cdef object _attend(self, int64_t layer, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
                         cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree, const Sight *sight,
-                        cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse,
-                        bint touches)
+                        cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse)
     cdef void _touch(self, int64_t n) noexcept                   # the n picked sequences
     cdef int _mass(self, object return_scores) except -1         # 0, 1 or BY_HEAD
     # Describes the sequences to `attention` and checks that the queries add up; leaves their rows in `table.picked`.
     cdef int _describe(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree,
                        const Sight *sight, int64_t num_queries) except -1
+    # The same with a residual: each sequence becomes as many as its queries are in groups. Then the sums of masses of
+    # these, as the kernels give them, for each sequence.
+    cdef int _describe_groups(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, int64_t num_queries) except -1
+    cdef int _reserve_groups(self, int64_t count) except -1
+    cdef int _add_groups(self, int64_t text, const Sequence *seq, int64_t count, int64_t stop) except -1
+    # Queries that see the first `context` tokens packed, but for `ahead`: all of them, or those up to each query.
+    cdef int _add_group(self, const Sequence *seq, int64_t queries, int64_t context, QueryGroup group,
+                        bint whole) except -1
+    cdef int64_t _num_shown(self, const int64_t *show, int64_t text) noexcept    # tokens of a sequence; show NULL: all
+    cdef object _collect_masses(self, cnp.ndarray parts, cnp.ndarray shown, int64_t n)
+    cdef int _refuse(self, object given) except -1               # arguments that a residual excludes
     # The number of ancestors of each query of a tree; ValueError where a parent is not an earlier query, or -1.
     cdef int _measure(self, uint64_t seq_id, int64_t count, const int64_t *parents, int64_t *depths) except -1

@@ -29,6 +29,4 @@ class SequenceAttention:
         causal: bool,
         mask: npt.ArrayLike | None,
         skip_tokens: int,
-        touches: bool = True,
     ) -> Any: ...
-    def touch(self, seq_ids: npt.ArrayLike) -> None: ...

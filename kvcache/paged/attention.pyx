@@ -2,6 +2,7 @@
 
 cimport numpy as cnp
 from libc.stdint cimport int64_t, uint64_t
+from libc.stdlib cimport free, realloc
 
 from kvcache.core.arguments cimport overlap
 from kvcache.core.attention cimport Attention
@@ -9,13 +10,15 @@ from kvcache.core.counts cimport saturating_sum
 from kvcache.core.kernels cimport kvc_seq
 from kvcache.core.locks cimport CallLock
 from kvcache.core.store cimport BlockStore
-from kvcache.paged.records cimport Sequence
+from kvcache.paged.records cimport RunList, Sequence
+from kvcache.paged.residual cimport row_of
+from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.seq_ids cimport uint64_ids
-from kvcache.paged.tables cimport BlockTables
+from kvcache.paged.tables cimport BlockTables, count_at
 
 import numpy as np
 
-from kvcache.core.arguments import as_count, as_indices, as_integer, as_output
+from kvcache.core.arguments import as_count, as_indices, as_integer, as_output, short
 
 __all__ = ["SequenceAttention"]
 
@@ -31,6 +34,24 @@ cdef inline bint is_indices(object values):
         and cnp.PyArray_IS_C_CONTIGUOUS(values) and cnp.PyArray_ISALIGNED(values)
 
 
+# Arguments that have one value beside a residual, and that value.
+_FIXED = {"sink_queries": None, "window": None, "starts": None, "causal": True, "mask": None, "skip_tokens": 0}
+
+
+# The numbers of each sequence, NULL of None; or ValueError.
+cdef const int64_t *numbers(cnp.ndarray array, int64_t n, str name) except? NULL:
+    if array is None:
+        return NULL
+    if array.shape[0] != n:
+        raise ValueError(f"{name}: expected {n} numbers, one per sequence, got {array.shape[0]}")
+    return <const int64_t *>cnp.PyArray_DATA(array)
+
+
+cdef void place(kvc_seq *out, const RunList *held) noexcept nogil:
+    out.runs, out.num_runs = held.runs, held.num_runs
+    out.num_tokens, out.sink_tokens = held.num_tokens, held.sink_tokens
+
+
 cdef class SequenceAttention:
     """softmax(q K^T scale) V over sequences of one table, in the blocks of one store.
 
@@ -41,21 +62,27 @@ cdef class SequenceAttention:
     """
 
     def __cinit__(self, CallLock lock not None, BlockStore store not None, BlockTables table not None):
-        self.lock, self.table, self.attention = lock, table, Attention(store)
+        self.lock, self.table, self.residual = lock, table, table.residual
+        self.attention = Attention(store, None if table.residual is None else table.residual.store)
+
+    def __dealloc__(self):
+        free(self.groups)
 
     @property
     def nbytes(self):
         """Bytes of scratch that are kept from call to call."""
-        return self.attention.nbytes
+        return self.attention.nbytes + self.groups_capacity * sizeof(QueryGroup)
 
     def over(self, layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores, context_lens,
-             bint return_lse, window, softcap, sinks, starts, bint causal, mask, skip_tokens, bint touches=True):
-        """Causal attention of several sequences in one call; counts as an access, if it `touches`.
+             bint return_lse, window, softcap, sinks, starts, bint causal, mask, skip_tokens):
+        """Causal attention of several sequences in one call; counts as an access.
 
         All else is as of `PagedKvCache.attention`. A call that raises has changed nothing.
         """
         cdef Attention attention = self.attention
         cdef int64_t number
+        if self.residual is not None:
+            self._refuse((sink_queries, window, starts, causal, mask, skip_tokens))
         if type(layer) is int and -1 < layer < 2 ** 30:  # called once per layer of a step
             number = layer
         else:
@@ -97,17 +124,7 @@ cdef class SequenceAttention:
         self.lock.enter()
         try:
             return self._attend(attention.store.named_layer(number), q, sink_q, ids, lens, shown, first, tree, &sight,
-                                logits, result, result if out is None else out, mass, return_lse, touches)
-        finally:
-            self.lock.leave()
-
-    def touch(self, seq_ids):
-        """Count an access of sequences, integers `(n,)`; SequenceNotFoundError: one does not exist, and none counts."""
-        cdef cnp.ndarray ids = uint64_ids(seq_ids)
-        self.lock.enter()
-        try:
-            self.table.find_(<const uint64_t *>cnp.PyArray_DATA(ids), ids.shape[0])
-            self._touch(ids.shape[0])
+                                logits, result, result if out is None else out, mass, return_lse)
         finally:
             self.lock.leave()
 
@@ -115,21 +132,27 @@ cdef class SequenceAttention:
 
     cdef object _attend(self, int64_t layer, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
                         cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree, const Sight *sight,
-                        cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse,
-                        bint touches):
-        cdef int64_t i, n = ids.shape[0], tokens = 0
+                        cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse):
+        cdef Attention attention = self.attention
+        cdef int64_t i, n = ids.shape[0], num_seqs = n, tokens = 0
         cdef cnp.ndarray scores = None, lse = None
-        self._describe(ids, lens, shown, starts, tree, sight, q.shape[0])
+        if self.residual is None:
+            self._describe(ids, lens, shown, starts, tree, sight, q.shape[0])
+        else:
+            self._describe_groups(ids, lens, shown, q.shape[0])
+            num_seqs = self.num_groups
         if return_scores:
-            for i in range(n):
-                tokens += self.attention.seqs[i].num_tokens - self.attention.seqs[i].hidden_tokens
-            scores = np.zeros(tokens if return_scores == 1 else (self.attention.store.num_heads, tokens), np.float32)
+            for i in range(num_seqs):
+                tokens += attention.seqs[i].num_tokens - attention.seqs[i].hidden_tokens
+                if self.residual is not None:
+                    tokens += attention.residuals[i].num_tokens
+            scores = np.zeros(tokens if return_scores == 1 else (attention.store.num_heads, tokens), np.float32)
         if return_lse:
             lse = cnp.PyArray_EMPTY(2, q.shape, cnp.NPY_FLOAT32, 0)
-        self.attention.attend_(layer, n, q, sink_queries, sight.scale, sight.softcap, sinks, result, scores,
-                               lse)
-        if touches:
-            self._touch(n)
+        attention.attend_(layer, num_seqs, q, sink_queries, sight.scale, sight.softcap, sinks, result, scores, lse)
+        if return_scores and self.residual is not None:
+            scores = self._collect_masses(scores, shown, n)
+        self._touch(n)
         if return_lse:
             return (given, scores, lse) if return_scores else (given, lse)
         return (given, scores) if return_scores else given
@@ -149,32 +172,20 @@ cdef class SequenceAttention:
     cdef int _describe(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree,
                        const Sight *sight, int64_t num_queries) except -1:
         cdef const uint64_t *id = <const uint64_t *>cnp.PyArray_DATA(ids)
-        cdef const int64_t *show = NULL
-        cdef const int64_t *length = NULL
-        cdef const int64_t *first = NULL
-        cdef int64_t *parents = NULL
         cdef int64_t i, n = ids.shape[0], total = 0
+        cdef const int64_t *length = numbers(lens, n, "query_lens")
+        cdef const int64_t *show = numbers(shown, n, "context_lens")
+        cdef const int64_t *first = numbers(starts, n, "starts")
+        cdef int64_t *parents = NULL
         cdef Sequence *seq
         cdef kvc_seq *out
-        if lens is not None:
-            if lens.shape[0] != n:
-                raise ValueError(f"query_lens: expected {n} numbers, one per sequence, got {lens.shape[0]}")
-            length = <const int64_t *>cnp.PyArray_DATA(lens)
-        if shown is not None:
-            if shown.shape[0] != n:
-                raise ValueError(f"context_lens: expected {n} numbers, one per sequence, got {shown.shape[0]}")
-            show = <const int64_t *>cnp.PyArray_DATA(shown)
-        if starts is not None:
-            if starts.shape[0] != n:
-                raise ValueError(f"starts: expected {n} numbers, one per sequence, got {starts.shape[0]}")
-            first = <const int64_t *>cnp.PyArray_DATA(starts)
         self.attention.reserve_seqs(n)
         self.table.find_(id, n)
         for i in range(n):
             seq = &self.table.records.seqs[self.table.picked[i]]
             out = self.attention.seq_(i)
-            out.runs, out.num_runs, out.num_tokens = seq.runs, seq.num_runs, seq.num_tokens
-            out.sink_tokens, out.window, out.whole = seq.sink_tokens, sight.window, sight.whole
+            place(out, &seq.tokens)
+            out.window, out.whole = sight.window, sight.whole
             out.skipped_tokens = sight.skipped
             if first != NULL:
                 if not 0 <= first[i] <= MOST_START:
@@ -182,12 +193,12 @@ cdef class SequenceAttention:
                 out.start = first[i]
             out.num_queries = 1 if length == NULL else length[i]
             if show != NULL:
-                if not 0 <= show[i] <= seq.num_tokens:
-                    raise ValueError(f"context_lens: expected 0 to {seq.num_tokens} tokens of sequence {id[i]}, "
+                if not 0 <= show[i] <= out.num_tokens:
+                    raise ValueError(f"context_lens: expected 0 to {out.num_tokens} tokens of sequence {id[i]}, "
                                      f"got {show[i]}")
-                out.hidden_tokens = seq.num_tokens - show[i]
-            if out.num_queries < 0 or (out.num_queries > seq.num_tokens and not sight.whole):
-                raise ValueError(f"query_lens: expected 0 to {seq.num_tokens} queries for sequence {id[i]}, "
+                out.hidden_tokens = out.num_tokens - show[i]
+            if out.num_queries < 0 or (out.num_queries > out.num_tokens and not sight.whole):
+                raise ValueError(f"query_lens: expected 0 to {out.num_tokens} queries for sequence {id[i]}, "
                                  f"got {out.num_queries}")
             total = saturating_sum(total, out.num_queries)
         if total != num_queries:
@@ -209,3 +220,119 @@ cdef class SequenceAttention:
                                  f"got {parents[i]}")
             depths[i] = 0 if parents[i] < 0 else depths[parents[i]] + 1
         return 0
+
+    # -- with a residual ------------------------------------------------------------------------------------
+
+    cdef int _refuse(self, object given) except -1:
+        for (name, fixed), value in zip(_FIXED.items(), given):
+            if value is not fixed and (fixed is None or value != fixed):
+                lengths = f"residual_length {self.residual.length} and first_tokens {self.residual.firsts}"
+                raise ValueError(f"{name}: expected {fixed} with {lengths}, got {short(value)}")
+        return 0
+
+    cdef int _describe_groups(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown,
+                              int64_t num_queries) except -1:
+        cdef const uint64_t *id = <const uint64_t *>cnp.PyArray_DATA(ids)
+        cdef int64_t i, n = ids.shape[0], count, stop, most, total = 0, length = self.residual.length
+        cdef const int64_t *counts = numbers(lens, n, "query_lens")
+        cdef const int64_t *show = numbers(shown, n, "context_lens")
+        cdef RunLists rows = self.residual.run_lists
+        cdef Sequence *seq
+        if show == NULL:
+            self.table.pick_(id, n)
+        else:
+            self.table.find_(id, n)    # a sequence may be named several times
+        for i in range(n):
+            seq = &self.table.records.seqs[self.table.picked[i]]
+            count, stop = count_at(counts, i), self._num_shown(show, i)
+            if not 0 <= stop <= seq.tokens.num_tokens:
+                raise ValueError(f"context_lens: expected 0 to {seq.tokens.num_tokens} tokens of sequence {id[i]}, "
+                                 f"got {stop}")
+            most = max(0, stop - (seq.span.base if length else 0))
+            most = most if show == NULL else min(most, 1)
+            if not 0 <= count <= most:
+                group = ", from the group of its last append on" if length else ""
+                raise ValueError(f"query_lens: expected 0 to {most} queries for sequence {id[i]}{group}, got {count}")
+            total = saturating_sum(total, count)
+        if total != num_queries:
+            raise ValueError(f"queries: expected {total} rows, got {num_queries}")
+        self._reserve_groups(2 * n + (total // length if length else 0))
+        self.num_groups = rows.num_cut = 0
+        for i in range(n):
+            seq = &self.table.records.seqs[self.table.picked[i]]
+            self._add_groups(i, seq, count_at(counts, i), self._num_shown(show, i))
+        for i in range(self.num_groups):    # `cut` stays where it is from here on
+            self.attention.residuals[i].runs = rows.cut + self.groups[i].first_run
+        return 0
+
+    cdef int _reserve_groups(self, int64_t count) except -1:
+        cdef QueryGroup *grown
+        self.attention.reserve_seqs(count)
+        if count > self.groups_capacity:
+            grown = <QueryGroup *>realloc(self.groups, count * sizeof(QueryGroup))
+            if grown == NULL:
+                raise MemoryError(f"no memory for {count} groups of queries")
+            self.groups, self.groups_capacity = grown, count
+        return 0
+
+    cdef int _add_groups(self, int64_t text, const Sequence *seq, int64_t count, int64_t stop) except -1:
+        cdef int64_t firsts = seq.span.firsts if seq.span.base else self.residual.firsts
+        cdef int64_t pos = stop - count, group, end, begin
+        if self.residual.length == 0:
+            end = min(firsts, stop)
+            if pos < end:    # first tokens, which see no packed one
+                self._add_group(seq, end - pos, 0, QueryGroup(text, 0, 0, end, 0), True)
+                pos = end
+            if pos < stop:
+                self._add_group(seq, stop - pos, stop, QueryGroup(text, firsts, stop, stop, 0), False)
+            return 0
+        while pos < stop:
+            group = self.residual.group_of(seq, pos)
+            end, begin = min(group + self.residual.length, stop), max(group, seq.span.base)
+            if seq.span.base == 0 and begin < firsts:
+                begin = 0
+            self._add_group(seq, end - pos, begin, QueryGroup(text, firsts if begin else 0, begin, end, 0), True)
+            pos = end
+        return 0
+
+    cdef int _add_group(self, const Sequence *seq, int64_t queries, int64_t context, QueryGroup group,
+                        bint whole) except -1:
+        cdef RunLists rows = self.residual.run_lists
+        cdef kvc_seq *packed = self.attention.seq_(self.num_groups)
+        cdef kvc_seq *near = &self.attention.residuals[self.num_groups]
+        place(packed, &seq.tokens)
+        packed.num_queries = near.num_queries = queries
+        packed.hidden_tokens, packed.skipped_tokens, packed.whole = packed.num_tokens - context, group.ahead, whole
+        group.first_run = rows.num_cut
+        rows.slice_(&seq.residual, 0, group.ahead)
+        if group.begin < group.end:
+            rows.slice_(&seq.residual, row_of(seq, group.begin), row_of(seq, group.end - 1) + 1)
+        near.num_runs, near.num_tokens = rows.num_cut - group.first_run, group.ahead + group.end - group.begin
+        near.whole = not whole    # without groups all queries behind the first tokens see all of these
+        self.groups[self.num_groups] = group
+        self.num_groups += 1
+        return 0
+
+    cdef int64_t _num_shown(self, const int64_t *show, int64_t text) noexcept:
+        return self.table.records.seqs[self.table.picked[text]].tokens.num_tokens if show == NULL else show[text]
+
+    cdef object _collect_masses(self, cnp.ndarray parts, cnp.ndarray shown, int64_t n):
+        cdef const int64_t *show = numbers(shown, n, "context_lens")
+        cdef int64_t i, text = 0, tokens = 0, at = 0, first = 0, context
+        cdef QueryGroup group
+        for i in range(n):
+            tokens += self._num_shown(show, i)
+        shape = [tokens]
+        if cnp.PyArray_NDIM(parts) == 2:
+            shape.insert(0, parts.shape[0])
+        masses = np.zeros(shape, np.float32)
+        for i in range(self.num_groups):
+            group = self.groups[i]
+            while text < group.text:
+                first += self._num_shown(show, text)
+                text += 1
+            context = self.attention.seqs[i].num_tokens - self.attention.seqs[i].hidden_tokens
+            for begin, end in ((0, context), (0, group.ahead), (group.begin, group.end)):
+                masses[..., first + begin : first + end] += parts[..., at : at + end - begin]
+                at += end - begin
+        return masses

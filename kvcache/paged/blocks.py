@@ -21,16 +21,6 @@ Int32 = npt.NDArray[np.int32]
 _FLOAT32 = np.dtype(np.float32)
 
 
-class FormattedRows(KvRows):
-    """Rows as a `Format` keeps them.
-
-    Attributes:
-        given: as the caller has them, which a residual reads.
-    """
-
-    given: KvRows
-
-
 class PagedBlocks:
     """A store of blocks, a pool that counts the references on each, and one lock for both.
 
@@ -73,16 +63,21 @@ class PagedBlocks:
             TypeError, ValueError: not such arrays of floats; whatever a `Format` raises.
         """
         shape, value_shape = self._shapes
-        if self.formats.fingerprint:
-            rows = FormattedRows(
-                as_stored(self.formats.rows(0, keys, shape, "keys"), shape, "keys"),
-                as_stored(self.formats.rows(1, values, value_shape, "values"), value_shape, "values"),
-            )
-            rows.given = KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
-            return rows
-        own = type(keys) is np.ndarray and keys.dtype is _FLOAT32 and keys.shape[1:] == shape[1:]
-        if own and type(values) is np.ndarray and values.dtype is _FLOAT32 and values.shape[1:] == value_shape[1:]:
-            return KvRows(np.asarray(keys), values)  # as a network has them, there is nothing to convert
+        if not self.formats.fingerprint:
+            own = type(keys) is np.ndarray and keys.dtype is _FLOAT32 and keys.shape[1:] == shape[1:]
+            if own and type(values) is np.ndarray and values.dtype is _FLOAT32 and values.shape[1:] == value_shape[1:]:
+                return KvRows(np.asarray(keys), values)  # as a network has them, there is nothing to convert
+            return self.as_given(keys, values)
+        rows = KvRows(
+            as_stored(self.formats.rows(0, keys, shape, "keys"), shape, "keys"),
+            as_stored(self.formats.rows(1, values, value_shape, "values"), value_shape, "values"),
+        )
+        rows.given = self.as_given(keys, values)
+        return rows
+
+    def as_given(self, keys: npt.ArrayLike, values: npt.ArrayLike) -> KvRows:
+        """`as_rows` without a `Format`."""
+        shape, value_shape = self._shapes
         return KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))
 
     def copy(self, sources: npt.ArrayLike, targets: npt.ArrayLike) -> None:

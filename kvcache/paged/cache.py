@@ -6,43 +6,65 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import REQUIRED, as_indices, as_integer, as_output, as_pair
+from kvcache.core.arguments import REQUIRED, as_count, as_indices, as_integer, as_output, as_pair, as_share
 from kvcache.core.calibration import Calibration
 from kvcache.core.copying import refuse_copies
+from kvcache.core.kvrows import KvRows
 from kvcache.core.layer_formats import Formats
-from kvcache.core.layer_formats import unpacked as unpacked_dtypes
-from kvcache.core.locks import CallLock
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.rowformat import Format, RowFormats, stored_dtypes
 from kvcache.core.store import BlockStore
 from kvcache.errors import SequenceNotFoundError
 from kvcache.eviction import EvictionStrategy
-from kvcache.paged import attending, eviction, reports, unpacked
 from kvcache.paged.attention import SequenceAttention
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.evictor import Evictor
 from kvcache.paged.handle import PagedKvCacheHandle
-from kvcache.paged.reports import read_only
-from kvcache.paged.residual import ResidualSequences
-from kvcache.paged.residual_attention import ResidualAttention
+from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo
+from kvcache.paged.residual import Residual, as_lengths, refuse
 from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
 from kvcache.paged.sequences import PagedSequences
 from kvcache.paged.shown import as_html, describe, describe_settings
-from kvcache.paged.spans import as_lengths, refuse, row_block
 from kvcache.paged.tables import BlockTables
 
-__all__ = ["PagedKvCache"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["AttentionOptions", "PagedKvCache"]
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 _INT64 = np.dtype(np.int64)
 Pair = TypeVar("Pair", bound=tuple[Any, Any])
+Self = TypeVar("Self", bound="PagedKvCache")
+Out = TypeVar("Out")
+No = Literal[False]
+Yes = Literal[True]
+Scored = Literal[True, "head"]
+Rows = Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The options of `PagedKvCache.attention` that do not change what it returns."""
+
+    query_lens: npt.ArrayLike | None
+    scale: float | None
+    sink_queries: npt.ArrayLike | None
+    context_lens: npt.ArrayLike | None
+    window: int | None
+    softcap: float | None
+    sinks: npt.ArrayLike | None
+    starts: npt.ArrayLike | None
+    causal: bool
+    mask: npt.ArrayLike | None
+    skip_tokens: int
 
 
 class PagedKvCache:
@@ -116,7 +138,6 @@ class PagedKvCache:
         residual_length: int = 0,
         first_tokens: int = 0,
     ) -> None:
-        lock = CallLock()  # of a residual: it comes before those of its parts
         length, firsts = as_lengths(residual_length, first_tokens, max_memory_bytes)
         formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
         dtypes = stored_dtypes(formats, calibration, "calibration")
@@ -125,20 +146,11 @@ class PagedKvCache:
         store = BlockStore(num_layers, total, *settings, calibration)
         self._blocks = PagedBlocks(store, RowFormats(*formats))
         self._store, self._pool, self._lock = store, self._blocks.pool, self._blocks.lock
-        self._table = BlockTables(self._pool, store.block_size)
+        self._residual = Residual(store, length, firsts) if length or firsts else None
+        self._table = BlockTables(self._pool, store.block_size, self._residual)
         self._blocks.holders.append(self._table.references)
-        self._sequences: PagedSequences | ResidualSequences = PagedSequences(self._lock, store, self._table)
-        self._attention: SequenceAttention | ResidualAttention = SequenceAttention(self._lock, store, self._table)
-        self._residual: ResidualSequences | None = None
-        if length or firsts:
-            rows = PagedKvCache(
-                0, row_block(length, firsts), store.num_heads, store.head_dim, num_layers=store.num_named,
-                key_dtype=unpacked_dtypes(store.key_dtype), value_dtype=unpacked_dtypes(store.value_dtype),
-                value_head_dim=store.value_head_dim, separate_layers=separate_layers,
-            )  # fmt: skip
-            self._residual = ResidualSequences(lock, self._sequences, self._table, rows, length, firsts)
-            self._sequences = self._residual
-            self._attention = ResidualAttention(self._residual, self._attention)
+        self._sequences = PagedSequences(self._lock, store, self._table)
+        self._attention = SequenceAttention(self._lock, store, self._table)
         self._evictor = Evictor(self._lock, self._table)
         self._threshold = 0.0
         self.with_eviction_strategy(eviction_strategy or EvictionStrategy.LRU())
@@ -146,32 +158,101 @@ class PagedKvCache:
 
     # -- shape and memory -----------------------------------------------------------------------------------
 
-    num_layers = read_only(lambda self: self._store.num_named, "Layers.")
-    separate_layers = read_only(lambda self: self._store.separate, "Whether each sequence is of one layer.")
-    num_heads = read_only(lambda self: self._store.num_heads, "KV heads.")
-    head_dim = read_only(lambda self: self._store.head_dim, "Channels per head of K and of queries.")
-    value_head_dim = read_only(lambda self: self._store.value_head_dim, "Channels per head of V and of the output.")
-    block_size = read_only(lambda self: self._store.block_size, "Tokens per block.")
-    key_dtype = read_only(lambda self: self._store.key_dtype, "Format that stores K; a tuple where layers differ.")
-    value_dtype = read_only(lambda self: self._store.value_dtype, "Format that stores V; a tuple where layers differ.")
-    formats = read_only(lambda self: self._blocks.formats, "The formats of K and V that are written in Python.")
-    calibration = read_only(lambda self: self._store.calibration, "The `Calibration` of the keys, or None.")
-    total_blocks = read_only(lambda self: self._pool.num_blocks, "Blocks in all.")
-    free_block_count = read_only(lambda self: self._pool.num_free, "Blocks without a reference.")
-    used_block_count = read_only(lambda self: self._pool.num_used, "Blocks with references; a shared one counts once.")
-    block_memory_bytes = read_only(lambda self: self._store.block_bytes, "Bytes of K and V of a block in all layers.")
-    residual_length = read_only(lambda self: self._residual.length if self._residual else 0, "Tokens of a group, or 0.")
-    first_tokens = read_only(lambda self: self._residual.firsts if self._residual else 0, "Those read unpacked by all.")
-    total_memory_bytes = read_only(
-        lambda self: self._store.nbytes + reports.unpacked_bytes(self)[0], "Bytes of K and V of all blocks."
-    )
-    used_memory_bytes = read_only(
-        lambda self: self._store.block_bytes * self._pool.num_used + reports.unpacked_bytes(self)[1],
-        "Bytes of K and V of the blocks in use.",
-    )
-    utilization = read_only(
-        lambda self: self._pool.num_used / max(self._pool.num_blocks, 1), "Used blocks over all; 0.0 without blocks."
-    )
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return self._store.num_named
+
+    @property
+    def separate_layers(self) -> bool:
+        """Whether each sequence is of one layer."""
+        return self._store.separate
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads."""
+        return self._store.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head of K and of queries."""
+        return self._store.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Channels per head of V and of the output."""
+        return self._store.value_head_dim
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._store.block_size
+
+    @property
+    def key_dtype(self) -> str | tuple[str, ...]:
+        """Format that stores K; a tuple where layers differ."""
+        return self._store.key_dtype
+
+    @property
+    def value_dtype(self) -> str | tuple[str, ...]:
+        """Format that stores V; a tuple where layers differ."""
+        return self._store.value_dtype
+
+    @property
+    def formats(self) -> RowFormats:
+        """The formats of K and V that are written in Python."""
+        return self._blocks.formats
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The `Calibration` of the keys, or None."""
+        return self._store.calibration
+
+    @property
+    def residual_length(self) -> int:
+        """Tokens of a group, or 0."""
+        return 0 if self._residual is None else self._residual.length
+
+    @property
+    def first_tokens(self) -> int:
+        """First tokens that every query reads in f16."""
+        return 0 if self._residual is None else self._residual.firsts
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks in all."""
+        return self._pool.num_blocks
+
+    @property
+    def free_block_count(self) -> int:
+        """Blocks without a reference."""
+        return self._pool.num_free
+
+    @property
+    def used_block_count(self) -> int:
+        """Blocks with references; a shared one counts once."""
+        return self._pool.num_used
+
+    @property
+    def utilization(self) -> float:
+        """Used blocks over all; 0.0 without blocks."""
+        return self._pool.num_used / max(self._pool.num_blocks, 1)
+
+    @property
+    def block_memory_bytes(self) -> int:
+        """Bytes of K and V of a block in all layers."""
+        return self._store.block_bytes
+
+    @property
+    def total_memory_bytes(self) -> int:
+        """Bytes of K and V of all blocks, those of rows in f16 included."""
+        return self._store.nbytes + (0 if self._residual is None else self._residual.store.nbytes)
+
+    @property
+    def used_memory_bytes(self) -> int:
+        """Bytes of K and V of the blocks in use, those of rows in f16 included."""
+        beside = 0 if self._residual is None else self._residual.used_bytes
+        return self._store.block_bytes * self._pool.num_used + beside
 
     @property
     def blocks(self) -> PagedBlocks:
@@ -279,7 +360,7 @@ class PagedKvCache:
         """
         self._sequences.compact(as_seq_id(seq_id))
 
-    # -- K and V; attention: see paged/attending.py -------------------------------------------------------
+    # -- K and V ----------------------------------------------------------------------------------------------
 
     def write(
         self, layer: int, seq_id: int, keys: npt.ArrayLike, values: npt.ArrayLike, start: int | None = None
@@ -332,7 +413,128 @@ class PagedKvCache:
         rows = self._sequences.read(layer, seq_id, first, last, keys=as_output(keys), values=as_output(values))
         return rows if out is None else (keys, values)
 
-    attention = attending.attention
+    @overload
+    def attention(
+        self, layer: int, queries: npt.ArrayLike, seq_ids: npt.ArrayLike, *,
+        out: None = None, return_scores: No = False, return_lse: No = False, **options: Unpack[AttentionOptions],
+    ) -> Float32: ...
+    @overload
+    def attention(
+        self, layer: int, queries: npt.ArrayLike, seq_ids: npt.ArrayLike, *,
+        out: None = None, return_scores: Scored, return_lse: No = False, **options: Unpack[AttentionOptions],
+    ) -> tuple[Float32, Float32]: ...
+    @overload
+    def attention(
+        self, layer: int, queries: npt.ArrayLike, seq_ids: npt.ArrayLike, *,
+        out: None = None, return_scores: No = False, return_lse: Yes, **options: Unpack[AttentionOptions],
+    ) -> tuple[Float32, Float32]: ...
+    @overload
+    def attention(
+        self, layer: int, queries: npt.ArrayLike, seq_ids: npt.ArrayLike, *,
+        out: None = None, return_scores: Scored, return_lse: Yes, **options: Unpack[AttentionOptions],
+    ) -> tuple[Float32, Float32, Float32]: ...
+    @overload
+    def attention(
+        self, layer: int, queries: npt.ArrayLike, seq_ids: npt.ArrayLike, *,
+        out: Out, return_scores: No = False, return_lse: No = False, **options: Unpack[AttentionOptions],
+    ) -> Out: ...
+    @overload
+    def attention(
+        self, layer: int, queries: npt.ArrayLike, seq_ids: npt.ArrayLike, *,
+        out: Out, return_scores: Scored, return_lse: No = False, **options: Unpack[AttentionOptions],
+    ) -> tuple[Out, Float32]: ...
+    @overload
+    def attention(
+        self, layer: int, queries: npt.ArrayLike, seq_ids: npt.ArrayLike, *,
+        out: Out, return_scores: No = False, return_lse: Yes, **options: Unpack[AttentionOptions],
+    ) -> tuple[Out, Float32]: ...
+    @overload
+    def attention(
+        self, layer: int, queries: npt.ArrayLike, seq_ids: npt.ArrayLike, *,
+        out: Out, return_scores: Scored, return_lse: Yes, **options: Unpack[AttentionOptions],
+    ) -> tuple[Out, Float32, Float32]: ...
+    @overload  # flags that only the running program knows
+    def attention(
+        self, layer: int, queries: npt.ArrayLike, seq_ids: npt.ArrayLike, *,
+        out: Any = None, return_scores: bool | Literal["head"] = False, return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
+    ) -> Any: ...
+    def attention(
+        self,
+        layer: int,
+        queries: npt.ArrayLike,
+        seq_ids: npt.ArrayLike,
+        *,
+        query_lens: npt.ArrayLike | None = None, scale: float | None = None,
+        sink_queries: npt.ArrayLike | None = None, out: Any = None,
+        return_scores: bool | Literal["head"] = False, context_lens: npt.ArrayLike | None = None,
+        return_lse: bool = False, window: int | None = None, softcap: float | None = None,
+        sinks: npt.ArrayLike | None = None, starts: npt.ArrayLike | None = None,
+        causal: bool = True, mask: npt.ArrayLike | None = None, skip_tokens: int = 0,
+    ) -> Any:  # fmt: skip
+        """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
+
+        Causal: the last query of a sequence has the position of its last token, the one before it the position before.
+
+        A query has the same output and log-sum-exp, bit for bit, whatever else is in the call and however many threads
+        run it: alone, in a chunk of a prompt or beside other sequences. They depend on the query, the tokens it sees,
+        their text positions and the SIMD level; in quantised formats also on the slots of these tokens within their
+        blocks (and on those of 1,023 tokens before them if some are missing in between). They do not depend on whether
+        tokens before a window are stored.
+
+        A query with a value that is not finite has NaN as its output and log-sum-exp, and adds nothing to attention
+        masses.
+
+        Sequences that follow one another and begin with the same blocks (forks, adopted prefixes) have these read once
+        for all, which changes no bit: where a KV head has one or two query heads, a block a multiple of 16 tokens, and
+        each sequence few queries, 256 shared tokens and more, and neither window, start, mask nor skipped or evicted
+        tokens.
+
+        With `residual_length` each query reads the tokens of its own group in f16, with `first_tokens` the first ones:
+        what is attended there and in the packed rows is merged. With `residual_length` a sequence keeps f16 rows only
+        from the group on in which its last `append` began, so it can have queries of these tokens alone: ValueError for
+        more. `sink_queries`, `window`, `starts`, `causal`, `mask` and `skip_tokens` keep their defaults: ValueError.
+        With `context_lens` each sequence has one query at most, that of the last token that is shown.
+
+        Args:
+            queries: `(total_queries, num_query_heads, head_dim)`, num_query_heads a multiple of num_heads; query head h
+                reads KV head h // (num_query_heads / num_heads). Read in place, and widened, as `write` reads rows.
+            seq_ids: integers `(n,)`: the sequences to attend to, in the order of the queries.
+            query_lens: integers `(n,)`: queries of each sequence, total_queries together; by default one each.
+            scale: by default head_dim ** -0.5.
+            sink_queries: of the shape of `queries`, used for the tokens before a StreamingLLM hole: the same queries
+                under the RoPE of the shorter distance.
+            out: float32, C-contiguous, of the shape of the result, or a tensor such as that: written and returned.
+            return_scores: also return each token's attention mass, summed over queries and heads; "head": over queries
+                and the query heads of each KV head.
+            context_lens: integers `(n,)`: how many of its first tokens each sequence shows, by default all. Where a
+                part of the context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be
+                named several times, with different queries. The output of a query that sees no token is 0.
+            skip_tokens: the first so many tokens of each sequence are seen by no query, as if a window had left them.
+            return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf without tokens.
+            window: the query at position p sees positions p - window + 1 to p. Tokens that no query sees are not read.
+            softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); above 0.
+            sinks: finite logits that join the normaliser of the softmax, and the log-sum-exp, alone: floats
+                `(num_query_heads,)`, or `(total_queries, num_query_heads)`. Where two parts of a context are attended
+                apart, each call may have the log-sum-exp of the other part here: outputs and masses of the two then add
+                up.
+            starts: integers `(n,)`: the text position of each sequence's first token, by default 0; above where the
+                first ones were dropped.
+            causal: False: every query sees all tokens that are shown, and `query_lens` has no limit; without `window`.
+            mask: integers `(total_queries,)`, a tree: each query's parent, the index of an earlier query of its
+                sequence, or -1. A query sees the tokens before the queries', its ancestors' and its own; its position
+                is the first behind those tokens plus the number of its ancestors. If each parent is the query before,
+                bits are those without `mask`.
+
+        Returns:
+            float32 `(total_queries, num_query_heads, value_head_dim)`; a tuple if more is asked for, in this order:
+            `return_scores`: float32 `(total tokens shown,)`, one sequence after another; "head": `(num_heads, ...)`;
+            `return_lse`: float32 `(total_queries, num_query_heads)`, natural logarithms.
+        """
+        # Called once per layer of a step: in the order of the arguments, which takes half as long as by name.
+        return self._attention.over(layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores,
+                                    context_lens, bool(return_lse), window, softcap, sinks, starts, bool(causal),
+                                    mask, skip_tokens)  # fmt: skip
 
     def write_and_attend(
         self, layer: int, seq_ids: npt.ArrayLike, lens: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike,
@@ -357,22 +559,122 @@ class PagedKvCache:
         )  # fmt: skip
         return mixed
 
-    # -- tokens that a residual or `first_tokens` keeps unpacked: see paged/unpacked.py -----------------------
+    # -- tokens with rows in f16 --------------------------------------------------------------------------------
+    #
+    # For texts that continue behind a cached prefix: its blocks are packed. The rows of its last group and of its first
+    # tokens, read from the sequence that computed them and kept elsewhere, come back in the sequence that adopts them.
 
-    unpacked_tokens, read_unpacked = unpacked.unpacked_tokens, unpacked.read_unpacked
-    unpack, pack, reserve_unpacked = unpacked.unpack, unpacked.pack, unpacked.reserve_unpacked
+    def unpacked_tokens(self, seq_id: int) -> tuple[int, int, int]:
+        """The tokens that have f16 rows, `(firsts, base, stop)`: those of [0, firsts) and of [base, stop), the newest.
 
-    # -- eviction, which callers start: see paged/eviction.py -------------------------------------------------
+        Raises:
+            ValueError: the cache has no `residual_length` and no `first_tokens`; so for all of these methods.
+        """
+        self._expect_residual()
+        seq_id = as_seq_id(seq_id)
+        with self._lock:
+            return self._table.span(seq_id)
 
-    eviction_strategy = read_only(lambda self: self._evictor.strategy, "Which sequence is evicted first.")
-    eviction_threshold = read_only(lambda self: self._threshold, "See `needs_eviction`.")
-    needs_eviction = read_only(
-        lambda self: self.utilization >= self._threshold, "Whether `utilization` is at least `eviction_threshold`."
-    )
-    with_eviction_strategy, with_eviction_threshold = eviction.with_eviction_strategy, eviction.with_eviction_threshold
-    set_priority, pin, unpin = eviction.set_priority, eviction.pin, eviction.unpin
-    select_eviction_target, evict = eviction.select_eviction_target, eviction.evict
-    evict_to_threshold = eviction.evict_to_threshold
+    def read_unpacked(self, layer: int, seq_id: int) -> tuple[Float32, Float32]:
+        """`(keys, values)` of the tokens of `unpacked_tokens`, first ones first, as `read` returns them."""
+        self._expect_residual()
+        return self._sequences.read_unpacked(as_integer(layer, "layer"), as_seq_id(seq_id))
+
+    def unpack(self, seq_id: int, newest: Rows = (), firsts: Rows = ()) -> None:
+        """Give a sequence f16 rows of its newest tokens and of its first ones; all others are read packed from now on.
+
+        Args:
+            newest: for each layer K and V `(n, num_heads, head_dim)` of the last n tokens, all of one group; empty:
+                none.
+            firsts: those of the first `first_tokens` tokens, which come before the newest; empty: none.
+        """
+        residual = self._expect_residual()
+        rows, ahead = self._as_rows(residual, newest, "newest"), self._as_rows(residual, firsts, "firsts")
+        self._sequences.unpack(as_seq_id(seq_id), rows, ahead)
+
+    def pack(self, seq_id: int, num_tokens: int) -> None:
+        """Read the first `num_tokens` tokens packed from now on, but for `first_tokens`; frees their f16 rows."""
+        self._expect_residual()
+        self._sequences.pack(as_seq_id(seq_id), as_count(num_tokens, "num_tokens"))
+
+    def reserve_unpacked(self, num_tokens: int) -> None:
+        """Map f16 rows for so many tokens in all, now rather than when they are needed; touched when first written."""
+        self._expect_residual()
+        self._sequences.reserve_unpacked(as_count(num_tokens, "num_tokens"))
+
+    def _expect_residual(self) -> Residual:
+        if self._residual is None:
+            raise ValueError("residual_length: expected a cache with it or with first_tokens, got 0 and 0")
+        return self._residual
+
+    def _as_rows(self, residual: Residual, rows: Rows, name: str) -> list[KvRows]:
+        """The rows of each layer as they are, without the `Format` of the cache."""
+        found = [self._blocks.as_given(keys, values) for keys, values in rows]
+        if len(found) not in (0, self.num_layers):
+            raise ValueError(f"{name}: expected rows of {self.num_layers} layers, got {len(found)}")
+        if len({each.count for each in found}) > 1:
+            raise ValueError(f"{name}: expected as many tokens in each layer, got {[each.count for each in found]}")
+        for layer, each in enumerate(found):
+            residual.store.check_rows(each, layer)
+        return found
+
+    # -- eviction, which callers start --------------------------------------------------------------------------
+
+    @property
+    def eviction_strategy(self) -> EvictionStrategy:
+        """Which sequence is evicted first."""
+        return self._evictor.strategy
+
+    @property
+    def eviction_threshold(self) -> float:
+        """See `needs_eviction`."""
+        return self._threshold
+
+    @property
+    def needs_eviction(self) -> bool:
+        """Whether `utilization` is at least `eviction_threshold`."""
+        return self.utilization >= self._threshold
+
+    def with_eviction_strategy(self: Self, strategy: EvictionStrategy) -> Self:
+        """Choose which sequence is evicted first; returns the cache."""
+        if not isinstance(strategy, EvictionStrategy):
+            raise TypeError(f"strategy: expected an EvictionStrategy, got {type(strategy).__name__}")
+        self._evictor.order_by(strategy)
+        return self
+
+    def with_eviction_threshold(self: Self, threshold: float) -> Self:
+        """Set the share of blocks in use from which `needs_eviction` is true, clamped to [0, 1]; returns the cache."""
+        self._threshold = min(1.0, max(0.0, as_share(threshold, "threshold")))
+        return self
+
+    def set_priority(self, seq_id: int, priority: int) -> None:
+        """Set a priority in [0, levels): under `EvictionStrategy.Priority(levels)` the lowest is evicted first."""
+        self._evictor.set_priority(as_seq_id(seq_id), as_integer(priority, "priority"))
+
+    def pin(self, seq_id: int) -> None:
+        """Never evict this sequence until it was unpinned as often as pinned."""
+        self._evictor.pin(as_seq_id(seq_id))
+
+    def unpin(self, seq_id: int) -> None:
+        """Undo one `pin`; InvalidOperationError if the sequence is not pinned."""
+        self._evictor.unpin(as_seq_id(seq_id))
+
+    def select_eviction_target(self) -> SeqId | None:
+        """The sequence that `evict` would take; None when there is none that is not pinned."""
+        seq_id = self._evictor.victim()
+        return None if seq_id is None else SeqId(seq_id)
+
+    def evict(self) -> SeqId:
+        """Free the eviction target and return its id; InvalidOperationError if all sequences are pinned."""
+        return SeqId(self._evictor.evict())
+
+    def evict_to_threshold(self, target_util: float) -> list[SeqId]:
+        """Evict until `utilization` is at most `target_util`; the evicted ids, in order.
+
+        Sequences whose blocks are all shared would free nothing and are evicted last. Pinned ones always stay, so the
+        utilization may remain above the target.
+        """
+        return list(map(SeqId, self._evictor.evict_to(as_share(target_util, "target_util")).tolist()))
 
     # -- blocks ---------------------------------------------------------------------------------------------
 
@@ -405,12 +707,13 @@ class PagedKvCache:
         with self._lock:
             self._blocks.check()
             self._table.check()
-        if self._residual is not None:
-            self._residual.check()
 
-    # -- reports: see paged/reports.py ----------------------------------------------------------------------
+    # -- reports ------------------------------------------------------------------------------------------------
 
-    num_sequences = read_only(lambda self: len(self._table), "Sequences alive.")
+    @property
+    def num_sequences(self) -> int:
+        """Sequences alive."""
+        return len(self._table)
 
     def __contains__(self, seq_id: int) -> bool:
         """Whether there is such a sequence; takes no memory."""
@@ -424,11 +727,39 @@ class PagedKvCache:
         with self._lock:
             if seq_id not in self._table:
                 raise SequenceNotFoundError(seq_id)
-            return PagedKvCacheHandle(self, seq_id, self._table.uid(seq_id))
+            return PagedKvCacheHandle(self, self._sequences, self._table, seq_id, self._table.uid(seq_id))
 
-    sequence_ids, get_sequence, block_table = reports.sequence_ids, reports.get_sequence, reports.block_table
-    stats, memory = reports.stats, reports.memory
-    _repr_html_ = as_html
+    def sequence_ids(self) -> list[SeqId]:
+        """Every id, ascending."""
+        with self._lock:
+            return list(map(SeqId, self._table.seq_ids()))
+
+    def get_sequence(self, seq_id: int) -> SequenceInfo | None:
+        """A snapshot of one sequence, or None; not an access."""
+        seq_id = as_seq_id(seq_id)
+        with self._lock:
+            return SequenceInfo.of(self._table, seq_id)
+
+    def block_table(self, seq_ids: npt.ArrayLike) -> CsrBlockTable:
+        """The block tables of several sequences as CSR arrays, with FlashInfer's names and layout."""
+        ids = as_seq_ids(seq_ids)
+        with self._lock:
+            return CsrBlockTable(*self._table.csr(ids))
+
+    def stats(self) -> CacheStats:
+        """The counters now."""
+        with self._lock:
+            return CacheStats.of(self._pool, self._table, self._store, self._evictor.evictions)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: "kv" of all blocks, "bookkeeping" of tables, pools and eviction order, "scratch" of attention."""
+        beside = 0 if self._residual is None else self._residual.nbytes
+        return {
+            "kv": self.total_memory_bytes,
+            "bookkeeping": self.stats().bookkeeping_bytes + beside,
+            "scratch": self._attention.nbytes,
+        }
+
     __reduce_ex__ = refuse_copies("`fork` copies a sequence")
 
     def __str__(self) -> str:
@@ -436,3 +767,6 @@ class PagedKvCache:
 
     def __repr__(self) -> str:
         return describe_settings(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)

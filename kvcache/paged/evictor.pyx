@@ -107,7 +107,7 @@ cdef class Evictor:
         cdef bint one_left
         while pool.num_blocks - pool.num_free > utilization * pool.num_blocks:
             row = victims.first()
-            if row >= 0 and self.table.run_lists.shares_all(&records.seqs[row]):
+            if row >= 0 and self.table.run_lists.shares_all(&records.seqs[row].tokens):
                 victims.left(row)
                 passed[last] = row
                 last += 1

@@ -15,6 +15,8 @@ from kvcache.paged.reports import SequenceInfo
 
 if TYPE_CHECKING:
     from kvcache.paged.cache import PagedKvCache
+    from kvcache.paged.sequences import PagedSequences
+    from kvcache.paged.tables import BlockTables
 
 __all__ = ["PagedKvCacheHandle"]
 
@@ -27,15 +29,15 @@ class PagedKvCacheHandle(KvCacheHandle):
     Every access of a sequence that was freed or evicted raises `InvalidOperationError`.
     """
 
-    def __init__(self, cache: PagedKvCache, seq_id: int, uid: int) -> None:
-        self._cache = cache
-        self._seq_id = seq_id
-        self._uid = uid
+    def __init__(
+        self, cache: PagedKvCache, sequences: PagedSequences, table: BlockTables, seq_id: int, uid: int
+    ) -> None:
+        self._cache, self._sequences, self._table = cache, sequences, table
+        self._seq_id, self._uid = seq_id, uid
 
     def _sequence(self) -> SequenceInfo:
-        with self._cache._lock:
-            info = SequenceInfo.of(self._cache._table, self._seq_id) if self.is_valid else None
-        if info is None:
+        info = self._cache.get_sequence(self._seq_id) if self.is_valid else None
+        if info is None or not self.is_valid:  # another one may have got the id in between
             raise InvalidOperationError(f"sequence {self._seq_id} of this handle was freed or evicted")
         return info
 
@@ -53,7 +55,7 @@ class PagedKvCacheHandle(KvCacheHandle):
         return LiveBlockTable(self._cache.block_size, lambda: self.block_table, self._resize)
 
     def _resize(self, num_tokens: int) -> None:
-        self._cache._sequences.resize(self._seq_id, as_integer(num_tokens, "num_tokens"), self._uid)
+        self._sequences.resize(self._seq_id, as_integer(num_tokens, "num_tokens"), self._uid)
 
     def as_any(self) -> PagedKvCacheHandle:
         return self
@@ -86,11 +88,11 @@ class PagedKvCacheHandle(KvCacheHandle):
         return self.kv_cache(layer)[1]
 
     def kv_cache(self, layer: int) -> tuple[Float32, Float32]:
-        return self._cache._sequences.read(as_integer(layer, "layer"), self._seq_id, 0, None, self._uid)
+        return self._sequences.read(as_integer(layer, "layer"), self._seq_id, 0, None, self._uid)
 
     def clone_handle(self) -> PagedKvCacheHandle:
         self._sequence()
-        return PagedKvCacheHandle(self._cache, self._seq_id, self._uid)
+        return PagedKvCacheHandle(self._cache, self._sequences, self._table, self._seq_id, self._uid)
 
     def stats(self) -> CacheHandleStats:
         info = self._sequence()
@@ -105,7 +107,7 @@ class PagedKvCacheHandle(KvCacheHandle):
 
     @property
     def is_valid(self) -> bool:
-        return self._cache._table.uid(self._seq_id) == self._uid
+        return self._table.uid(self._seq_id) == self._uid
 
     @property
     def cache_id(self) -> str:

@@ -2,6 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memset
 
 from kvcache.core.idmap cimport IdMap
 from kvcache.core.kernels cimport kvc_run
@@ -25,10 +26,13 @@ cdef class SequenceRecords:
         self.spare = np.empty(0, np.int32)
 
     def __dealloc__(self):
-        cdef int32_t row
+        cdef int32_t row, i
+        cdef RunList *held
         for row in range(self.capacity):
-            free(self.seqs[row].runs)
-            free(self.seqs[row].positions)
+            for i in range(2):
+                held = &self.seqs[row].residual if i else &self.seqs[row].tokens
+                free(held.runs)
+                free(held.positions)
         free(self.seqs)
 
     @property
@@ -41,9 +45,15 @@ cdef class SequenceRecords:
         """Verify every invariant of the records; AssertionError names the broken one."""
         self.row_by_id.check()
         assert self.row_by_id.used + self.num_spare == self.capacity, "a row is lost"
-        room = sum(self.seqs[i].capacity * (1 + (self.seqs[i].positions != NULL)) for i in range(self.capacity))
+        cdef int32_t row, i
+        cdef int64_t room = 0, idle = 0
+        cdef RunList *held
+        for row in range(self.capacity):
+            for i in range(2):
+                held = &self.seqs[row].residual if i else &self.seqs[row].tokens
+                room += held.capacity * (1 + (held.positions != NULL))
+                idle += held.capacity if self.seqs[row].uid < 0 else 0
         assert self.run_room == room, f"room for {room} runs is counted as {self.run_room}"
-        idle = sum(self.seqs[i].capacity for i in range(self.capacity) if self.seqs[i].uid < 0)
         assert self.idle_room == idle <= self.most_idle, f"idle room for {idle} runs is counted as {self.idle_room}"
 
     # -- below the shell ------------------------------------------------------------------------------------
@@ -59,18 +69,24 @@ cdef class SequenceRecords:
             raise InvalidOperationError(f"sequence {seq_id} already exists")
         return 0
 
-    cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs, bint holes) except -1:
+    cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs, bint holes, int64_t residual_runs) except -1:
         if self.num_spare == 0:
             self._grow()
         self.row_by_id.reserve(self.row_by_id.used + 1)
         cdef int32_t row = self.spare[self.num_spare - 1]
         cdef Sequence *seq = &self.seqs[row]
-        self._reuse_room(seq, num_runs + 1, holes)
+        self._reuse_room(&seq.tokens, num_runs + 1, holes)
+        try:
+            self._reuse_room(&seq.residual, residual_runs + 1 if residual_runs >= 0 else 0, residual_runs >= 0)
+        except MemoryError:
+            self._leave_room(&seq.tokens)
+            raise
         self.num_spare -= 1
         seq.seq_id, seq.uid = seq_id, self.next_uid
-        seq.num_runs = seq.num_tokens = seq.next_position = seq.sink_tokens = 0
+        make_empty(&seq.tokens)
+        make_empty(&seq.residual)
+        seq.span.firsts = seq.span.base = 0
         seq.access_count = seq.priority = seq.pins = seq.mark = 0
-        seq.dense = True
         self.next_uid += 1
         self.row_by_id.put(seq_id, row)
         return row
@@ -81,8 +97,8 @@ cdef class SequenceRecords:
         self.spare[self.num_spare] = row
         self.num_spare += 1
         seq.uid = -1
-        self.idle_room += seq.capacity
-        self._drop_room(seq, keep_runs=self.idle_room <= self.most_idle)
+        self._leave_room(&seq.tokens)
+        self._leave_room(&seq.residual)
 
     cdef void swap_ids_(self, int32_t first, int32_t second) noexcept nogil:
         cdef Sequence *a = &self.seqs[first]
@@ -92,30 +108,30 @@ cdef class SequenceRecords:
         self.row_by_id.put(a.seq_id, first)
         self.row_by_id.put(b.seq_id, second)
 
-    cdef int reserve_(self, Sequence *seq, int64_t num_runs) except -1:
-        if num_runs <= seq.capacity:
+    cdef int reserve_(self, RunList *held, int64_t num_runs) except -1:
+        if num_runs <= held.capacity:
             return 0
-        cdef int64_t capacity = max(num_runs, seq.capacity + seq.capacity // 2)
-        cdef kvc_run *runs = <kvc_run *>realloc(seq.runs, capacity * sizeof(kvc_run))
+        cdef int64_t capacity = max(num_runs, held.capacity + held.capacity // 2)
+        cdef kvc_run *runs = <kvc_run *>realloc(held.runs, capacity * sizeof(kvc_run))
         if runs == NULL:
             raise MemoryError(f"no memory for {num_runs} runs")
-        seq.runs = runs
+        held.runs = runs
         cdef int64_t *positions
-        if seq.positions != NULL:
-            positions = <int64_t *>realloc(seq.positions, capacity * sizeof(int64_t))
+        if held.positions != NULL:
+            positions = <int64_t *>realloc(held.positions, capacity * sizeof(int64_t))
             if positions == NULL:
                 raise MemoryError(f"no memory for {num_runs} runs")
-            seq.positions = positions
-            self.run_room += capacity - seq.capacity
-        self.run_room += capacity - seq.capacity
-        seq.capacity = capacity
+            held.positions = positions
+            self.run_room += capacity - held.capacity
+        self.run_room += capacity - held.capacity
+        held.capacity = capacity
         return 0
 
-    cdef void replace_room_(self, Sequence *seq, kvc_run *runs, int64_t *positions, int64_t capacity) noexcept nogil:
-        self.run_room += capacity * (1 + (positions != NULL)) - seq.capacity * (1 + (seq.positions != NULL))
-        free(seq.runs)
-        free(seq.positions)
-        seq.runs, seq.positions, seq.capacity = runs, positions, capacity
+    cdef void replace_room_(self, RunList *held, kvc_run *runs, int64_t *positions, int64_t capacity) noexcept nogil:
+        self.run_room += capacity * (1 + (positions != NULL)) - held.capacity * (1 + (held.positions != NULL))
+        free(held.runs)
+        free(held.positions)
+        held.runs, held.positions, held.capacity = runs, positions, capacity
 
     cdef int _grow(self) except -1:
         cdef int32_t row, old = self.capacity, new = max(2 * self.capacity, 8)
@@ -124,37 +140,45 @@ cdef class SequenceRecords:
         if seqs == NULL:
             raise MemoryError(f"no memory for {new} sequences")
         self.seqs, self.capacity, self.spare = seqs, new, spare
+        memset(self.seqs + old, 0, (new - old) * sizeof(Sequence))
         for row in range(old, new):
-            self.seqs[row].runs, self.seqs[row].positions = NULL, NULL
-            self.seqs[row].capacity, self.seqs[row].uid = 0, -1
+            self.seqs[row].uid = -1
             self.spare[new - 1 - row] = row       # row `old` comes off the stack first
         self.num_spare = new - old
         return 0
 
-    cdef int _reuse_room(self, Sequence *seq, int64_t num_runs, bint holes) except -1:
-        if seq.capacity > 2 * num_runs + 16:
-            self._drop_room(seq, keep_runs=False)
-        self.idle_room -= seq.capacity
+    cdef int _reuse_room(self, RunList *held, int64_t num_runs, bint holes) except -1:
+        if held.capacity > 2 * num_runs + 16:
+            self._drop_room(held, keep_runs=False)
+        self.idle_room -= held.capacity
         try:
-            self.reserve_(seq, num_runs)
+            self.reserve_(held, num_runs)
             if holes:
-                seq.positions = <int64_t *>malloc(seq.capacity * sizeof(int64_t))
-                if seq.positions == NULL:
+                held.positions = <int64_t *>malloc(held.capacity * sizeof(int64_t))
+                if held.positions == NULL:
                     raise MemoryError(f"no memory for {num_runs} positions")
-                self.run_room += seq.capacity
+                self.run_room += held.capacity
         except MemoryError:
-            self.idle_room += seq.capacity
-            self._drop_room(seq, keep_runs=self.idle_room <= self.most_idle)
+            self._leave_room(held)
             raise
         return 0
 
-    cdef void _drop_room(self, Sequence *seq, bint keep_runs) noexcept nogil:
-        if seq.positions != NULL:
-            self.run_room -= seq.capacity
-            free(seq.positions)
-            seq.positions = NULL
+    cdef void _leave_room(self, RunList *held) noexcept nogil:
+        self.idle_room += held.capacity
+        self._drop_room(held, keep_runs=self.idle_room <= self.most_idle)
+
+    cdef void _drop_room(self, RunList *held, bint keep_runs) noexcept nogil:
+        if held.positions != NULL:
+            self.run_room -= held.capacity
+            free(held.positions)
+            held.positions = NULL
         if not keep_runs:
-            self.run_room -= seq.capacity
-            self.idle_room -= seq.capacity
-            free(seq.runs)
-            seq.runs, seq.capacity = NULL, 0
+            self.run_room -= held.capacity
+            self.idle_room -= held.capacity
+            free(held.runs)
+            held.runs, held.capacity = NULL, 0
+
+
+cdef void make_empty(RunList *held) noexcept nogil:
+    held.num_runs = held.num_tokens = held.next_position = held.sink_tokens = 0
+    held.dense = True

@@ -1,45 +1,20 @@
-"""What `PagedKvCache` reports: snapshots of a sequence, of the counters, of block tables, and the methods for them."""
+"""What `PagedKvCache` reports: ids, snapshots of a sequence and of the counters, block tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.memory import total
 from kvcache.core.pool import BlockPool
 from kvcache.core.store import BlockStore
-from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
 from kvcache.paged.tables import BlockTables
 
-if TYPE_CHECKING:
-    from kvcache.paged.cache import PagedKvCache
-
-__all__ = [
-    "BlockId",
-    "CacheStats",
-    "CsrBlockTable",
-    "SeqId",
-    "SequenceInfo",
-    "block_table",
-    "get_sequence",
-    "memory",
-    "read_only",
-    "sequence_ids",
-    "stats",
-    "unpacked_bytes",
-]
+__all__ = ["BlockId", "CacheStats", "CsrBlockTable", "SeqId", "SequenceInfo"]
 
 Int32 = npt.NDArray[np.int32]
-T = TypeVar("T")
-
-
-def read_only(get: Callable[[PagedKvCache], T], doc: str) -> T:
-    """A property of this value and docstring, which type checkers see as the value's type."""
-    return cast(T, property(get, doc=doc))
 
 
 class SeqId(int):
@@ -150,42 +125,3 @@ class CsrBlockTable(NamedTuple):
     def last_block_len(self) -> Int32:
         """`last_page_len`."""
         return self.last_page_len
-
-
-def sequence_ids(cache: PagedKvCache) -> list[SeqId]:
-    """Every id, ascending."""
-    with cache._lock:
-        return list(map(SeqId, cache._table.seq_ids()))
-
-
-def get_sequence(cache: PagedKvCache, seq_id: int) -> SequenceInfo | None:
-    """A snapshot of one sequence, or None; not an access."""
-    seq_id = as_seq_id(seq_id)
-    with cache._lock:
-        return SequenceInfo.of(cache._table, seq_id)
-
-
-def block_table(cache: PagedKvCache, seq_ids: npt.ArrayLike) -> CsrBlockTable:
-    """The block tables of several sequences as CSR arrays, with FlashInfer's names and layout."""
-    ids = as_seq_ids(seq_ids)
-    with cache._lock:
-        return CsrBlockTable(*cache._table.csr(ids))
-
-
-def stats(cache: PagedKvCache) -> CacheStats:
-    """The counters now."""
-    with cache._lock:
-        return CacheStats.of(cache._pool, cache._table, cache._store, cache._evictor.evictions)
-
-
-def memory(cache: PagedKvCache) -> dict[str, int]:
-    """Bytes: "kv" of all blocks, "bookkeeping" of block tables, pool and eviction order, "scratch" of attention."""
-    beside = {} if cache._residual is None else cache._residual.rows.memory()
-    kv, scratch = cache._store.nbytes, cache._attention.nbytes
-    return total({"kv": kv, "bookkeeping": cache.stats().bookkeeping_bytes, "scratch": scratch}, beside)
-
-
-def unpacked_bytes(cache: PagedKvCache) -> tuple[int, int]:
-    """Bytes of all blocks of a residual, and of those in use; zeros without one."""
-    rows = None if cache._residual is None else cache._residual.rows
-    return (0, 0) if rows is None else (rows.total_memory_bytes, rows.used_memory_bytes)

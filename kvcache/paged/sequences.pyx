@@ -3,17 +3,21 @@
 cimport numpy as cnp
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int64_t, uint64_t
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memset
 
 from kvcache.core.locks cimport CallLock
-from kvcache.core.kernels cimport num_threads
+from kvcache.core.counts cimport blocks_of
+from kvcache.core.kernels cimport kvc_run, num_threads
 from kvcache.core.kvrows cimport KvRows
 from kvcache.core.mapped cimport MappedMemory
 from kvcache.core.pool cimport BlockPool
 from kvcache.core.store cimport BlockStore
-from kvcache.paged.records cimport Sequence
+from kvcache.paged.records cimport RunList, Sequence, Span
+from kvcache.paged.residual cimport Residual, Rows
 from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.seq_ids cimport uint64_ids
-from kvcache.paged.sharing cimport own_runs, reorder_runs
+from kvcache.paged.sharing cimport Stretch, blocks_to_own, own_all, reorder_runs
 from kvcache.paged.tables cimport BlockTables, count_at, counts_of, start_at
 
 from functools import partial
@@ -21,7 +25,7 @@ from functools import partial
 import numpy as np
 
 from kvcache.core.arguments import described
-from kvcache.errors import InvalidOperationError
+from kvcache.errors import InvalidOperationError, OutOfMemoryError
 
 __all__ = ["PagedSequences"]
 
@@ -46,7 +50,10 @@ cdef class PagedSequences:
     """
 
     def __cinit__(self, CallLock lock not None, BlockStore store not None, BlockTables table not None):
-        self.lock, self.store, self.table = lock, store, table
+        self.lock, self.store, self.table, self.residual = lock, store, table, table.residual
+
+    def __dealloc__(self):
+        free(self.stretches)
 
     # A `with` statement costs 80 ns more than the lock itself: the most frequent calls enter and leave it by hand.
 
@@ -156,7 +163,7 @@ cdef class PagedSequences:
         cdef int64_t old, more
         with self.lock:
             self._expect(seq_id, uid)
-            old = self.table.records.seqs[self.table.records.find(seq_id)].num_tokens
+            old = self.table.records.seqs[self.table.records.find(seq_id)].tokens.num_tokens
             if num_tokens > old:
                 more = num_tokens - old
                 self.table.append_(&seq_id, &more, 1)
@@ -226,28 +233,57 @@ cdef class PagedSequences:
         """
         cdef BlockTables table = self.table
         cdef RunLists lists = table.run_lists
-        cdef Sequence *seq
+        cdef RunList *held
         cdef bint to_end = stop is None
         cdef int64_t last = 0 if to_end else stop
         with self.lock:
             if uid >= 0:
                 self._expect(seq_id, uid)
             table.find_(&seq_id, 1)
-            seq = &table.records.seqs[table.picked[0]]
-            last = seq.num_tokens if to_end else last
-            if not 0 <= start <= last <= seq.num_tokens:
-                raise IndexError(f"start: expected 0 <= start <= stop <= {seq.num_tokens}, got [{start}, {last})")
+            held = &table.records.seqs[table.picked[0]].tokens
+            last = held.num_tokens if to_end else last
+            if not 0 <= start <= last <= held.num_tokens:
+                raise IndexError(f"start: expected 0 <= start <= stop <= {held.num_tokens}, got [{start}, {last})")
             self.store.named_layer(layer)
             if keys is None:
                 keys, values = self.store.new_rows(last - start, 0), self.store.new_rows(last - start, 1)
             else:
                 self._check_outputs(keys, values, last - start)
             lists.num_cut = 0
-            lists.slice_(seq, start, last)
+            lists.slice_(held, start, last)
             if lists.num_cut:
                 self.store.read_(layer, lists.cut, lists.num_cut, keys, values)
             table.victims.touched(table.picked[0])
         return keys, values
+
+    # -- rows in f16 ----------------------------------------------------------------------------------------
+
+    def pack(self, uint64_t seq_id, int64_t num_tokens):
+        """Drop the rows in f16 of the first `num_tokens` tokens, but for those that every query reads."""
+        with self.lock:
+            self.table.pack_(seq_id, num_tokens)
+
+    def unpack(self, uint64_t seq_id, list newest, list firsts):
+        """Replace the rows in f16 by those of the last and the first tokens: one `KvRows` a layer each, or none."""
+        with self.lock:
+            self._unpack(seq_id, newest, firsts)
+
+    def read_unpacked(self, int64_t layer, uint64_t seq_id):
+        """The rows in f16 as `(keys, values)`, float32, the first ones first."""
+        cdef RunList *held
+        with self.lock:
+            held = &self.table.records.seqs[self.table.records.find(seq_id)].residual
+            self.residual.store.named_layer(layer)
+            keys = self.residual.store.new_rows(held.num_tokens, 0)
+            values = self.residual.store.new_rows(held.num_tokens, 1)
+            if held.num_runs:
+                self.residual.store.read_(layer, held.runs, held.num_runs, keys, values)
+        return keys, values
+
+    def reserve_unpacked(self, int64_t num_tokens):
+        """Map memory for so many rows in f16."""
+        with self.lock:
+            self.residual.grow_to_(blocks_of(num_tokens, self.residual.store.layout.block_size))
 
     # -- below the shell ------------------------------------------------------------------------------------
 
@@ -270,39 +306,56 @@ cdef class PagedSequences:
     cdef int _write(self, int64_t layer, const uint64_t *ids, const int64_t *starts, const int64_t *counts, int64_t n,
                     KvRows rows, str name) except -1:
         cdef BlockTables table = self.table
-        cdef BlockStore store = self.store
-        cdef RunLists lists = table.run_lists
+        cdef Residual residual = self.residual
+        cdef KvRows given = rows
         cdef Sequence *seq
-        cdef int64_t i, start, count, total = 0
-        store.named_layer(layer)
+        cdef Stretch *own
+        cdef int64_t i, start, count, blocks, rest = 0, total = 0
+        self.store.named_layer(layer)
         table.pick_(ids, n)
-        lists.num_cut = 0
+        self._reserve_stretches(3 * n)
+        own = self.stretches
         for i in range(n):
             seq = &table.records.seqs[table.picked[i]]
-            if counts == NULL and seq.num_tokens == 0:
+            if counts == NULL and seq.tokens.num_tokens == 0:
                 raise ValueError(f"seq_ids: expected sequences with tokens, got an empty one: {ids[i]}")
             count = count_at(counts, i)
             start = start_at(seq, starts, i, max(count, 0))
-            if name == "start" and starts == NULL and count > seq.num_tokens:
-                raise ValueError(f"keys: expected at most {seq.num_tokens} rows for sequence {ids[i]}, got {count}")
-            if count < 0 or start < 0 or start > seq.num_tokens - count:
-                raise IndexError(f"{name}: expected tokens within [0, {seq.num_tokens}), got {count} from {start} on")
-            lists.slice_(seq, start, start + count)
+            if name == "start" and starts == NULL and count > seq.tokens.num_tokens:
+                raise ValueError(f"keys: expected at most {seq.tokens.num_tokens} rows for sequence {ids[i]}, "
+                                 f"got {count}")
+            if count < 0 or start < 0 or start > seq.tokens.num_tokens - count:
+                raise IndexError(f"{name}: expected tokens within [0, {seq.tokens.num_tokens}), "
+                                 f"got {count} from {start} on")
+            own[i] = Stretch(&seq.tokens, start, start + count, total)
             total += count
         if rows.count != total:
             raise ValueError(f"keys: expected {total} rows for {n} sequences, got {rows.count}")
-        store.check_values_(rows, layer)
-        if lists.cut_is_shared():
-            own_runs(table, starts, counts, n)
-            self._copy_blocks()
-            lists.num_cut = 0
-            for i in range(n):    # the same tokens in blocks of their own, into room that is there
-                seq = &table.records.seqs[table.picked[i]]
-                start = start_at(seq, starts, i, count_at(counts, i))
-                lists.slice_(seq, start, start + count_at(counts, i))
-        if lists.num_cut:
-            with nogil:
-                store.write_(layer, lists.cut, lists.num_cut, rows, num_threads())
+        if residual is not None:
+            given = rows if rows.given is None else rows.given
+            residual.store.check_values_(given, layer)
+        self.store.check_values_(rows, layer)
+        self._cut(table.run_lists, own, n)
+        if table.run_lists.cut_is_shared():
+            blocks = blocks_to_own(table.run_lists, own, n)
+            if blocks > table.pool.num_free:
+                raise OutOfMemoryError(blocks, table.pool.num_free)
+            table.run_lists.reserve_copies_(blocks)
+        if residual is not None:
+            rest = self._find_rows(n)
+            self._cut(residual.run_lists, own + n, rest)    # room for them, and what they lie in now
+            if residual.run_lists.cut_is_shared():
+                blocks = blocks_to_own(residual.run_lists, own + n, rest)
+                residual.make_room_(blocks)
+                residual.run_lists.reserve_copies_(blocks)
+                own_all(residual.run_lists, own + n, rest)
+        # From here on nothing fails.
+        if table.run_lists.cut_is_shared():
+            own_all(table.run_lists, own, n)
+        self._copy_blocks()
+        self._store(self.store, table.run_lists, layer, own, n, rows)
+        if residual is not None:
+            self._store(residual.store, residual.run_lists, layer, own + n, rest, given)
         for i in range(n):
             table.victims.touched(table.picked[i])
         return 0
@@ -313,13 +366,103 @@ cdef class PagedSequences:
         self._copy_blocks()
         for i in range(n):
             seq = &self.table.records.seqs[self.table.picked[i]]
-            self.store.clear_new_(seq.runs, seq.num_runs, count_at(counts, i))
+            self.store.clear_new_(seq.tokens.runs, seq.tokens.num_runs, count_at(counts, i))
+            if self.residual is not None:
+                self.residual.store.clear_new_(seq.residual.runs, seq.residual.num_runs, self.table.more_rows[i])
 
     cdef void _copy_blocks(self) noexcept:
-        cdef RunLists lists = self.table.run_lists
-        if lists.num_copies:
-            self.store.copy_(&lists.copy_src[0], &lists.copy_dst[0], lists.num_copies)
-            lists.num_copies = 0
+        copy_blocks(self.store, self.table.run_lists)
+        if self.residual is not None:
+            copy_blocks(self.residual.store, self.residual.run_lists)
+
+    cdef int _reserve_stretches(self, int64_t n) except -1:
+        cdef Stretch *grown
+        if n > self.capacity:
+            grown = <Stretch *>realloc(self.stretches, 2 * n * sizeof(Stretch))
+            if grown == NULL:
+                raise MemoryError(f"no memory for a batch of {n} sequences")
+            self.stretches, self.capacity = grown, 2 * n
+        return 0
+
+    cdef int64_t _find_rows(self, int64_t n) noexcept:
+        cdef const Stretch *tokens
+        cdef Sequence *seq
+        cdef Rows[2] rows
+        cdef int64_t i, found = n
+        cdef int part
+        for i in range(n):
+            tokens, seq = &self.stretches[i], &self.table.records.seqs[self.table.picked[i]]
+            for part in range(self.residual.find_rows(seq, tokens.first, tokens.stop, rows)):
+                self.stretches[found] = Stretch(
+                    &seq.residual, rows[part].row, rows[part].row + rows[part].stop - rows[part].first,
+                    tokens.row + rows[part].first - tokens.first)
+                found += 1
+        return found - n
+
+    cdef bint _cut(self, RunLists lists, const Stretch *stretches, int64_t n) except -1:
+        cdef int64_t i, row = 0
+        cdef bint joined = True
+        lists.num_cut = 0
+        for i in range(n):
+            lists.slice_(stretches[i].held, stretches[i].first, stretches[i].stop)
+            joined = joined and stretches[i].row - stretches[0].row == row
+            row += stretches[i].stop - stretches[i].first
+        return joined
+
+    cdef void _store(self, BlockStore store, RunLists lists, int64_t layer, const Stretch *stretches, int64_t n,
+                     KvRows rows) noexcept:
+        cdef int64_t i
+        if self._cut(lists, stretches, n):
+            if lists.num_cut:
+                with nogil:
+                    store.write_(layer, lists.cut, lists.num_cut, rows, stretches[0].row, num_threads())
+            return
+        for i in range(n):
+            self._cut(lists, stretches + i, 1)
+            if lists.num_cut:
+                store.write_(layer, lists.cut, lists.num_cut, rows, stretches[i].row, 1)
+
+    cdef int _unpack(self, uint64_t seq_id, list newest, list firsts) except -1:
+        cdef Residual residual = self.residual
+        cdef RunLists lists = residual.run_lists
+        cdef Sequence *seq = &self.table.records.seqs[self.table.records.find(seq_id)]
+        cdef RunList fresh
+        cdef int64_t ahead = (<KvRows>firsts[0]).count if firsts else 0
+        cdef int64_t count = ahead + ((<KvRows>newest[0]).count if newest else 0)
+        cdef int64_t layer, num_ahead, blocks = blocks_of(count, lists.block_size)
+        cdef Span span = residual.unpacked(seq, ahead, count - ahead)
+        residual.make_room_(blocks)
+        while lists.cut_capacity < blocks + 1:    # a block may have tokens of both
+            lists._grow_cut()
+        memset(&fresh, 0, sizeof(RunList))
+        fresh.capacity = blocks + 1
+        fresh.runs = <kvc_run *>malloc(fresh.capacity * sizeof(kvc_run))
+        fresh.positions = <int64_t *>malloc(fresh.capacity * sizeof(int64_t))
+        if fresh.runs == NULL or fresh.positions == NULL:
+            free(fresh.runs)
+            free(fresh.positions)
+            raise MemoryError(f"no memory for {fresh.capacity} runs")
+        lists.extend_(&fresh, count)
+        lists.count_positions_(&fresh)
+        lists.num_cut = 0
+        lists.slice_(&fresh, 0, ahead)
+        num_ahead = lists.num_cut
+        lists.slice_(&fresh, ahead, count)
+        for layer in range(residual.store.num_named):
+            if ahead:
+                residual.store.write_(layer, lists.cut, num_ahead, <KvRows>firsts[layer], 0, 1)
+            if count > ahead:
+                residual.store.write_(layer, lists.cut + num_ahead, lists.num_cut - num_ahead, <KvRows>newest[layer],
+                                      0, 1)
+        lists.become_(&seq.residual, &fresh)
+        seq.span = span
+        return 0
+
+
+cdef void copy_blocks(BlockStore store, RunLists lists) noexcept:
+    if lists.num_copies:
+        store.copy_(&lists.copy_src[0], &lists.copy_dst[0], lists.num_copies)
+        lists.num_copies = 0
 
 
 cdef bint _is_writeable(cnp.ndarray out):

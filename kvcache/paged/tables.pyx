@@ -5,13 +5,17 @@ Every verb checks and reserves first and changes afterwards, so a call that rais
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint64_t
-from libc.stdlib cimport free, realloc
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memset
 
 from kvcache.core.counts cimport blocks_of, saturating_sum
 from kvcache.core.idmap cimport IdMap
 from kvcache.core.pool cimport BlockPool
 from kvcache.core.tokens cimport int32s
-from kvcache.paged.records cimport RUN_STRIDE, Sequence, SequenceRecords, begins_block, blocks_in_order, room_in_tail
+from kvcache.paged.records cimport (
+    RUN_STRIDE, RunList, Sequence, SequenceRecords, Span, begins_block, blocks_in_order,
+)
+from kvcache.paged.residual cimport Residual
 from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.seq_ids cimport uint64_ids
 from kvcache.paged.victims cimport VictimOrder
@@ -46,20 +50,24 @@ cdef class BlockTables:
     Args:
         pool: the `BlockPool` that the blocks come from; it may have other holders too.
         block_size: tokens per block, 1 to 256.
+        residual: the `Residual` of the sequences; None: they have none.
 
     A call that names a sequence that does not exist raises SequenceNotFoundError, one that names a sequence twice
     ValueError, one that needs more blocks than are free OutOfMemoryError.
     """
 
-    def __cinit__(self, BlockPool pool not None, int32_t block_size):
-        self.pool, self.block_size = pool, block_size
+    def __cinit__(self, BlockPool pool not None, int32_t block_size, Residual residual=None):
+        self.pool, self.block_size, self.residual = pool, block_size, residual
         self.records = SequenceRecords(pool.num_blocks)
         self.run_lists = RunLists(pool, self.records, block_size)
+        if residual is not None:
+            residual.run_lists = RunLists(residual.pool, self.records, residual.store.layout.block_size)
         self.victims = VictimOrder(self.records)
         self._make_room(FIRST_ROOM)
 
     def __dealloc__(self):
         free(self.picked)
+        free(self.more_rows)
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -81,55 +89,66 @@ cdef class BlockTables:
     def info(self, uint64_t seq_id):
         """`(num_tokens, next_position, last_access, access_count, priority, pins, sink_tokens)`."""
         cdef Sequence *seq = &self.records.seqs[self.records.find(seq_id)]
-        return (seq.num_tokens, seq.next_position, seq.last_access, seq.access_count, seq.priority, seq.pins,
-                seq.sink_tokens)
+        return (seq.tokens.num_tokens, seq.tokens.next_position, seq.last_access, seq.access_count, seq.priority,
+                seq.pins, seq.tokens.sink_tokens)
+
+    def span(self, uint64_t seq_id):
+        """`(firsts, base, num_tokens)`: the tokens [0, firsts) and [base, num_tokens) have rows in f16."""
+        cdef Sequence *seq = &self.records.seqs[self.records.find(seq_id)]
+        return seq.span.firsts, seq.span.base, seq.tokens.num_tokens
 
     def runs(self, uint64_t seq_id):
         """The sequence's runs, a copy, dtype `RUN`."""
-        return self.run_lists.copy_runs(&self.records.seqs[self.records.find(seq_id)])
+        return self.run_lists.copy_runs(&self.records.seqs[self.records.find(seq_id)].tokens)
 
     def run_positions(self, uint64_t seq_id):
         """Text position of each run's first token, int64, a copy."""
-        return self.run_lists.copy_positions(&self.records.seqs[self.records.find(seq_id)])
+        return self.run_lists.copy_positions(&self.records.seqs[self.records.find(seq_id)].tokens)
 
     def blocks(self, uint64_t seq_id):
         """The blocks in the order of the text, each once, int32."""
-        return self.run_lists.distinct_blocks(&self.records.seqs[self.records.find(seq_id)])
+        return self.run_lists.distinct_blocks(&self.records.seqs[self.records.find(seq_id)].tokens)
 
     def csr(self, seq_ids):
         """`(indptr, indices, last_page_len)`, int32: the block tables one after another, each block once."""
         cdef cnp.ndarray ids = uint64_ids(seq_ids)
         cdef int64_t i, n = ids.shape[0], total = 0
-        cdef Sequence *seq
+        cdef RunList *held
         self.find_(numbers(ids), n)
         for i in range(n):
-            total += self.records.seqs[self.picked[i]].num_runs
+            total += self.records.seqs[self.picked[i]].tokens.num_runs
         cdef cnp.ndarray indptr = np.zeros(n + 1, np.int32), lengths = np.zeros(n, np.int32)
         cdef cnp.ndarray blocks = np.empty(total, np.int32)
         total = 0
         for i in range(n):
-            seq = &self.records.seqs[self.picked[i]]
-            total += blocks_in_order(seq, int32s(blocks) + total)
+            held = &self.records.seqs[self.picked[i]].tokens
+            total += blocks_in_order(held, int32s(blocks) + total)
             int32s(indptr)[i + 1] = <int32_t>total
-            if seq.num_runs:
-                int32s(lengths)[i] = seq.runs[seq.num_runs - 1].stop
+            if held.num_runs:
+                int32s(lengths)[i] = held.runs[held.num_runs - 1].stop
         return indptr, blocks[:total], lengths
 
     def references(self):
         """References that the sequences hold on each block, int32 `(num_blocks,)`."""
-        cdef cnp.ndarray counts = np.zeros(self.pool.num_blocks, np.int32)
+        return self._count_references(self.pool, False)
+
+    cdef object _count_references(self, BlockPool pool, bint residual):
+        cdef cnp.ndarray counts = np.zeros(pool.num_blocks, np.int32)
         cdef int64_t row, run
         cdef Sequence *seq
+        cdef RunList *held
         for row in range(self.records.capacity):
             seq = &self.records.seqs[row]
-            for run in range(seq.num_runs if seq.uid >= 0 else 0):
-                int32s(counts)[seq.runs[run].block] += begins_block(seq, run)
+            held = &seq.residual if residual else &seq.tokens
+            for run in range(held.num_runs if seq.uid >= 0 else 0):
+                int32s(counts)[held.runs[run].block] += begins_block(held, run)
         return counts
 
     @property
     def nbytes(self):
         """Bytes of this bookkeeping, the order of victims included."""
-        return self.records.nbytes + self.run_lists.nbytes + self.victims.nbytes + self.room * sizeof(int32_t)
+        scratch = self.room * (sizeof(int32_t) + sizeof(int64_t))
+        return self.records.nbytes + self.run_lists.nbytes + self.victims.nbytes + scratch
 
     def check(self):
         """Verify every invariant of the tables; the owner compares their references with those of the pool.
@@ -140,8 +159,17 @@ cdef class BlockTables:
         self.records.check()
         self.victims.check()
         assert self.run_lists.num_copies == 0, "copies were ordered and not carried out"
+        cdef Sequence *seq
         for seq_id in self.seq_ids():
-            self.run_lists.check_(&self.records.seqs[self.records.find(seq_id)])
+            seq = &self.records.seqs[self.records.find(seq_id)]
+            self.run_lists.check_(&seq.tokens, f"sequence {seq_id}")
+            if self.residual is not None:
+                self.residual.check_(seq)
+        if self.residual is not None:
+            assert self.residual.run_lists.num_copies == 0, "copies of rows in f16 were ordered and not carried out"
+            self.residual.pool.check()
+            held = self._count_references(self.residual.pool, True)
+            assert (held == self.residual.pool.ref_counts()).all(), "a block of rows in f16 has other references"
         assert (self.references() <= self.pool.ref_counts()).all(), "a block has fewer references than holders"
 
     # -- many sequences in one call -------------------------------------------------------------------------
@@ -196,7 +224,8 @@ cdef class BlockTables:
             for i in range(count):
                 self.pool.release_(blocks[i])
             raise
-        self.run_lists.adopt_(&self.records.seqs[self.picked[0]], &blocks[0] if count else NULL, num_tokens)
+        self.run_lists.adopt_(&self.records.seqs[self.picked[0]].tokens, &blocks[0] if count else NULL, num_tokens)
+        self.records.seqs[self.picked[0]].span.base = num_tokens    # no token has a row in f16
         self.victims.entered(self.picked[0])
 
     def swap(self, uint64_t first, uint64_t second):
@@ -209,27 +238,47 @@ cdef class BlockTables:
     def keep(self, uint64_t seq_id, const int64_t[::1] indices):
         """Keep only the tokens at `indices`, strictly ascending, among those alive."""
         cdef int32_t row = self.records.find(seq_id)
-        cdef int64_t n = indices.shape[0]
-        self.run_lists.keep_(&self.records.seqs[row], &indices[0] if n else NULL, n)
-        self.victims.changed(row)
+        cdef int64_t n = indices.shape[0], ranges
+        cdef int64_t *bounds = <int64_t *>malloc(max(n, 1) * 2 * sizeof(int64_t))
+        if bounds == NULL:
+            raise MemoryError(f"no memory for {n} ranges")
+        try:
+            ranges = self.run_lists.ranges_(&self.records.seqs[row].tokens, &indices[0] if n else NULL, n, bounds)
+            if n < self.records.seqs[row].tokens.num_tokens:
+                self.keep_(row, bounds, ranges)
+        finally:
+            free(bounds)
 
     def stream(self, uint64_t seq_id, int64_t sink_tokens, int64_t window_tokens):
         """Keep the first `sink_tokens` and the last `window_tokens` tokens; the number of dropped ones."""
         cdef int32_t row = self.records.find(seq_id)
-        cdef int64_t before = self.records.seqs[row].num_tokens
-        self.run_lists.stream_(&self.records.seqs[row], sink_tokens, window_tokens)
-        self.victims.changed(row)
-        return before - self.records.seqs[row].num_tokens
+        cdef int64_t n = self.records.seqs[row].tokens.num_tokens
+        cdef int64_t[4] bounds
+        if sink_tokens < 0:
+            raise ValueError(f"sink_tokens: expected a count >= 0, got {sink_tokens}")
+        if window_tokens < 0:
+            raise ValueError(f"window_tokens: expected a count >= 0, got {window_tokens}")
+        if sink_tokens >= n or window_tokens >= n - sink_tokens:
+            return 0
+        bounds[0], bounds[1], bounds[2], bounds[3] = 0, sink_tokens, n - window_tokens, n
+        self.keep_(row, bounds, 2)
+        self.records.seqs[row].tokens.sink_tokens = sink_tokens
+        return n - sink_tokens - window_tokens
 
     # -- below the shell ------------------------------------------------------------------------------------
 
     cdef int _make_room(self, int64_t n) except -1:
-        cdef int32_t *grown
+        cdef int32_t *picked
+        cdef int64_t *more
         if n > self.room:
-            grown = <int32_t *>realloc(self.picked, 2 * n * sizeof(int32_t))
-            if grown == NULL:
+            picked = <int32_t *>realloc(self.picked, 2 * n * sizeof(int32_t))
+            if picked == NULL:
                 raise MemoryError(f"no memory for a batch of {n} sequences")
-            self.picked, self.room = grown, 2 * n
+            self.picked = picked
+            more = <int64_t *>realloc(self.more_rows, 2 * n * sizeof(int64_t))
+            if more == NULL:
+                raise MemoryError(f"no memory for a batch of {n} sequences")
+            self.more_rows, self.room = more, 2 * n
         return 0
 
     cdef int find_(self, const uint64_t *ids, int64_t n) except -1:
@@ -262,7 +311,7 @@ cdef class BlockTables:
         return blocks_of(num_tokens, self.block_size)
 
     cdef int _start(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1:
-        cdef int64_t i, num_runs, taken = 0
+        cdef int64_t i, num_runs, residual_runs = -1 if self.residual is None else 0, taken = 0
         cdef bint holes = False
         cdef Sequence *source
         try:
@@ -274,9 +323,10 @@ cdef class BlockTables:
                     num_runs = blocks_of(counts[i], self.block_size)
                 else:
                     source = &self.records.seqs[self.picked[n + i]]
-                    num_runs, holes = source.num_runs, source.positions != NULL
+                    num_runs, holes = source.tokens.num_runs, source.tokens.positions != NULL
+                    residual_runs = source.residual.num_runs if residual_runs >= 0 else -1
                 self.victims.reserve_()
-                self.picked[i] = self.records.open_(ids[i], num_runs, holes)
+                self.picked[i] = self.records.open_(ids[i], num_runs, holes, residual_runs)
                 taken += 1
         except BaseException:
             for i in range(taken):
@@ -287,14 +337,17 @@ cdef class BlockTables:
     cdef bint end_(self, int32_t row) noexcept nogil:
         cdef Sequence *seq = &self.records.seqs[row]
         cdef bint one_left = False
-        if seq.num_runs:
-            one_left = self.pool.release_each(&seq.runs[0].block, seq.num_runs, RUN_STRIDE)
+        if seq.tokens.num_runs:
+            one_left = self.pool.release_each(&seq.tokens.runs[0].block, seq.tokens.num_runs, RUN_STRIDE)
+        if seq.residual.num_runs:
+            self.residual.pool.release_each(&seq.residual.runs[0].block, seq.residual.num_runs, RUN_STRIDE)
         self.victims.left(row)
         self.records.close_(row)
         return one_left
 
     cdef int allocate_(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1:
         cdef int64_t i, blocks = 0
+        cdef Sequence *seq
         for i in range(n):
             self.records.refuse_taken(ids[i])
         for i in range(n):
@@ -303,10 +356,42 @@ cdef class BlockTables:
             raise OutOfMemoryError(blocks, self.pool.num_free)
         self._make_room(n)
         self._start(ids, counts, n)
+        try:
+            self._reserve_rows(counts, n)
+        except BaseException:
+            for i in range(n):
+                self.end_(self.picked[i])
+            raise
         for i in range(n):
-            self.run_lists.extend_(&self.records.seqs[self.picked[i]], counts[i])
+            seq = &self.records.seqs[self.picked[i]]
+            self._append_rows(seq, counts[i], self.more_rows[i])
+            self.run_lists.extend_(&seq.tokens, counts[i])
             self.victims.entered(self.picked[i])
         return 0
+
+    cdef int _reserve_rows(self, const int64_t *counts, int64_t n) except -1:
+        cdef Residual residual = self.residual
+        cdef int64_t i, size
+        cdef Sequence *seq
+        if residual is None:
+            return 0
+        for i in range(n):
+            seq = &self.records.seqs[self.picked[i]]
+            self.more_rows[i] = residual.rows_to_append(seq, count_at(counts, i))
+        residual.make_room_(residual.run_lists.blocks_to_append(self.picked, True, self.more_rows, n))
+        residual.run_lists.reserve_copies_(n)
+        size = residual.run_lists.block_size
+        for i in range(n):    # one run more where rows between others leave
+            seq = &self.records.seqs[self.picked[i]]
+            self.records.reserve_(&seq.residual, seq.residual.num_runs + blocks_of(self.more_rows[i], size) + 1)
+        return 0
+
+    cdef void _append_rows(self, Sequence *seq, int64_t count, int64_t rows) noexcept nogil:
+        cdef Span span
+        if self.residual is not None:
+            span = self.residual.appended(seq, count)
+            self.residual.run_lists.extend_(&seq.residual, rows)
+            self.residual.pack_(seq, span)
 
     cdef int append_(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1:
         cdef RunLists run_lists = self.run_lists
@@ -318,7 +403,7 @@ cdef class BlockTables:
         if counts != NULL:
             for i in range(n):
                 self._blocks_for(counts[i], "counts")
-        blocks = self._blocks_to_append(counts, n)
+        blocks = run_lists.blocks_to_append(self.picked, False, counts, n)
         if blocks > self.pool.num_free:
             raise OutOfMemoryError(blocks, self.pool.num_free)
         for i in range(n):
@@ -326,49 +411,21 @@ cdef class BlockTables:
             if counts != NULL:
                 count = counts[i]
             # A run for each block, and one in the tail block where a hole lies before the new tokens.
-            if seq.num_runs + count + 1 > seq.capacity:
-                self.records.reserve_(seq, seq.num_runs + blocks_of(count, self.block_size) + 1)
+            if seq.tokens.num_runs + count + 1 > seq.tokens.capacity:
+                self.records.reserve_(&seq.tokens, seq.tokens.num_runs + blocks_of(count, self.block_size) + 1)
         if blocks > 0:
             run_lists.reserve_copies_(n)
+        self._reserve_rows(counts, n)
         for i in range(n):
             seq = &seqs[self.picked[i]]
             if counts != NULL:
                 count = counts[i]
-            if count != 1 or not run_lists.step_(seq):
-                run_lists.extend_(seq, count)
+            self._append_rows(seq, count, self.more_rows[i])
+            if count != 1 or not run_lists.step_(&seq.tokens):
+                run_lists.extend_(&seq.tokens, count)
             victims.touched(self.picked[i])
             victims.lengthened(self.picked[i])
         return 0
-
-    cdef int64_t _blocks_to_append(self, const int64_t *counts, int64_t n) noexcept nogil:
-        """Blocks that the picked sequences take for their new tokens, the copies of shared tails counted."""
-        cdef Sequence *seqs = self.records.seqs
-        cdef int32_t *refs = &self.pool.refs[0] if self.pool.num_blocks else NULL
-        cdef Sequence *seq
-        cdef int32_t tail
-        cdef int64_t i, undo, count = 1, room, blocks = 0
-        cdef bint shared = False
-        for i in range(n):
-            seq = &seqs[self.picked[i]]
-            if counts != NULL:
-                count = counts[i]
-            room = room_in_tail(seq, self.block_size)
-            if count > room:
-                blocks = saturating_sum(blocks, blocks_of(count - room, self.block_size))
-            if room > 0 and count > 0:
-                shared |= refs[seq.runs[seq.num_runs - 1].block] > 1
-        if not shared:
-            return blocks
-        # Of those that append to one shared tail block the last holder does not copy it: count each with the references
-        # of those before it already dropped, and put them back.
-        for undo in range(2):
-            for i in range(n):
-                seq = &seqs[self.picked[i]]
-                if room_in_tail(seq, self.block_size) > 0 and (counts == NULL or counts[i] > 0):
-                    tail = seq.runs[seq.num_runs - 1].block
-                    blocks += undo == 0 and refs[tail] > 1
-                    refs[tail] += 1 if undo else -1
-        return blocks
 
     cdef int fork_(self, const uint64_t *sources, const uint64_t *targets, int64_t n) except -1:
         cdef int64_t i
@@ -382,21 +439,31 @@ cdef class BlockTables:
         self._start(targets, NULL, n)
         for i in range(n):
             source, target = &self.records.seqs[self.picked[n + i]], &self.records.seqs[self.picked[i]]
-            self.run_lists.share_(source, target)
+            self.share_(source, target)
             target.priority = source.priority
             self.victims.entered(self.picked[i])
         self.forks += n
         return 0
 
+    cdef void share_(self, const Sequence *source, Sequence *target) noexcept nogil:
+        self.run_lists.share_(&source.tokens, &target.tokens)
+        target.span = source.span
+        if self.residual is not None:
+            self.residual.run_lists.share_(&source.residual, &target.residual)
+
     cdef int truncate_(self, const uint64_t *ids, const int64_t *counts, int64_t n) except -1:
         cdef int64_t i, most
+        cdef Sequence *seq
         self.pick_(ids, n)
         for i in range(n):
-            most = self.records.seqs[self.picked[i]].num_tokens
+            most = self.records.seqs[self.picked[i]].tokens.num_tokens
             if not 0 <= counts[i] <= most:
                 raise ValueError(f"num_tokens: expected 0 to {most} for sequence {ids[i]}, got {counts[i]}")
         for i in range(n):
-            self.run_lists.truncate_(&self.records.seqs[self.picked[i]], counts[i])
+            seq = &self.records.seqs[self.picked[i]]
+            if self.residual is not None:
+                self.residual.truncate_(seq, counts[i])
+            self.run_lists.truncate_(&seq.tokens, counts[i])
             self.victims.changed(self.picked[i])
         return 0
 
@@ -408,4 +475,43 @@ cdef class BlockTables:
         return 0
 
     cdef object compact_(self, uint64_t seq_id):
-        return self.run_lists.compact_(&self.records.seqs[self.records.find(seq_id)])
+        return self.run_lists.compact_(&self.records.seqs[self.records.find(seq_id)].tokens)
+
+    cdef int pack_(self, uint64_t seq_id, int64_t num_tokens) except -1:
+        cdef Sequence *seq = &self.records.seqs[self.records.find(seq_id)]
+        self.records.reserve_(&seq.residual, seq.residual.num_runs + 1)
+        self.residual.pack_(seq, self.residual.packed(seq, min(num_tokens, seq.tokens.num_tokens)))
+        return 0
+
+    cdef int keep_(self, int32_t row, const int64_t *bounds, int64_t ranges) except -1:
+        cdef Sequence *seq = &self.records.seqs[row]
+        cdef RunList kept
+        cdef RunList rows
+        cdef int64_t *row_bounds = NULL
+        cdef int64_t row_ranges = 0
+        cdef Span span
+        memset(&kept, 0, sizeof(RunList))
+        memset(&rows, 0, sizeof(RunList))
+        try:
+            self.run_lists.select_(&seq.tokens, bounds, ranges, &kept)
+            if self.residual is not None:
+                row_bounds = <int64_t *>malloc((4 * ranges + 1) * sizeof(int64_t))
+                if row_bounds == NULL:
+                    raise MemoryError(f"no memory for {2 * ranges} ranges")
+                span = self.residual.thinned(seq, bounds, ranges, row_bounds, &row_ranges)
+                self.residual.run_lists.select_(&seq.residual, row_bounds, row_ranges, &rows)
+        except MemoryError:
+            free(kept.runs)
+            free(kept.positions)
+            free(rows.runs)
+            free(rows.positions)
+            raise
+        finally:
+            free(row_bounds)
+        self.run_lists.become_(&seq.tokens, &kept)
+        if self.residual is not None:
+            self.residual.run_lists.become_(&seq.residual, &rows)
+            self.residual.run_lists.count_positions_(&seq.residual)
+            seq.span = span
+        self.victims.changed(row)
+        return 0

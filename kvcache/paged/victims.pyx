@@ -80,7 +80,7 @@ cdef class VictimOrder:
         if self.key == KEY_FREQUENCY:
             return <double>seq.access_count
         if self.key == KEY_LENGTH:
-            return <double>-seq.num_tokens
+            return <double>-seq.tokens.num_tokens
         if self.key == KEY_PRIORITY:
             return <double>seq.priority
         return <double>seq.last_access

@@ -17,7 +17,7 @@ from kvcache.errors import InvalidOperationError
 from kvcache.serving.work import Drawing, FinishReason, Work
 
 if TYPE_CHECKING:
-    from kvcache.serving.engine import BatchEngine
+    from kvcache.serving.batch import BatchEngine
 
 __all__ = ["NewTokens", "Pending", "Request", "RequestMetrics"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weakref import ref
 
 if TYPE_CHECKING:
-    from kvcache.serving.engine import BatchEngine
+    from kvcache.serving.batch import BatchEngine
 
 __all__ = ["StepThread"]
 

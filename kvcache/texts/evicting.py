@@ -218,7 +218,7 @@ class EvictingLayers:
                     cache.compact(place.first + layer)
 
     def expect_room(self, text: Text, index: int, pos: int, count: int, beside: bool) -> None:
-        """Nothing: a cache has room for the survivors of a text, a copy of them, and a piece."""
+        """Do nothing: a cache has room for the survivors of a text, a copy of them, and a piece."""
 
     # -- going back -----------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class EvictingLayers:
         return Claim(0)
 
     def keep(self, text: Text, index: int, stop: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     # -- reports --------------------------------------------------------------------------------------------
 

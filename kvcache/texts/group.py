@@ -53,7 +53,7 @@ class Claim(NamedTuple):
 
     stop: int
     first: int = 0
-    blocks: NDArray[np.int32] = np.empty(0, np.int32)
+    blocks: NDArray[np.int64] = np.empty(0, np.int64)
     rows: Rows = ()
     firsts: Rows = ()
     parting: int = 0

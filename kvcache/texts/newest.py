@@ -1,6 +1,6 @@
 """Unpacked copies of the groups in which cached texts end, so that a request can continue inside a group.
 
-A query reads the tokens of its own group unpacked (paged/residual.py), but a cached prefix has only packed tokens.
+A query reads the tokens of its own group unpacked (paged/residual.pxd), but a cached prefix has only packed tokens.
 Without a copy, the tokens of the last group would run through the network again. Copies exist of the groups in which
 prompts and answers end, and of the groups in which two texts diverge. The least recently used copies are evicted.
 """

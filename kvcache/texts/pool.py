@@ -10,6 +10,7 @@ sequence finds its blocks again, as far as they have stayed.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Hashable, Sequence
 from itertools import count
@@ -89,8 +90,10 @@ class Pool:
         except Exception:
             self._free(seq_id, places)
             raise
-        partings = [claim.parting for claim in claims if claim.parting < text.num_tokens]
-        text.keep_at = sorted({at for at in (*partings, text.num_prompt) if at > found})
+        text.keep_at = [text.num_prompt] if found < text.num_prompt else []
+        for claim in claims:
+            if found < claim.parting < text.num_tokens:
+                insort(text.keep_at, claim.parting)
         text.moved(seq_id, found, tuple(places))
 
     def empty(self, seq_id: int) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from kvcache.core.store import BlockStore
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.protocols import Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
-from kvcache.paged.spans import row_block
+from kvcache.paged.residual import row_block
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.budgets import Budgets
 from kvcache.texts.evicting import EvictingLayers

@@ -122,7 +122,7 @@ class WholeLayers:
         self._expect_free(-(-(pos + count) // cache.block_size) - kept + copied - own)
 
     def compact(self, text: Text, index: int) -> None:
-        """Nothing: its blocks are full but for the last one."""
+        """Do nothing: its blocks are full but for the last one."""
 
     def _expect_free(self, blocks: int) -> None:
         """Free blocks until there are so many; OutOfMemoryError: that is not possible."""
@@ -155,7 +155,7 @@ class WholeLayers:
         return length > 0 < pos and (pos % length == 0 or pos // chunk < (end - 1) // chunk)
 
     def expect(self, text: Text, index: int, pos: int) -> None:
-        """Nothing: every token is there."""
+        """Do nothing: every token is there."""
 
     def cut(self, text: Text, index: int, pos: int) -> None:
         self.cache.truncate(text.seq_id, pos)
@@ -193,10 +193,10 @@ class WholeLayers:
             return Claim(0)
         look_up = self.index.open_again if again else self.index.open_session
         session = held.enter_context(look_up(tokens, space))
-        blocks = np.array(session.shared_blocks, np.int32)
+        blocks = np.array(session.shared_blocks, np.int64)
         return self.claim(tokens, min(stop, session.num_tokens), space, blocks)._replace(cached=session.num_tokens)
 
-    def claim(self, tokens: Tokens, stop: int, space: Any, blocks: NDArray[np.int32]) -> Claim:
+    def claim(self, tokens: Tokens, stop: int, space: Any, blocks: NDArray[np.int64]) -> Claim:
         """A claim of the first `stop` tokens in blocks that are held, as far as a text can go on after them.
 
         A token must read its own group in f16, and all read the sink tokens so. Copies of these are kept; where some of
@@ -226,7 +226,7 @@ class WholeLayers:
         full = stop // self.cache.block_size
         cached = 0
         with suppress(MemoryError):  # of the system: the blocks are not cached then
-            blocks = self.cache.block_table([text.seq_id]).block_ids
+            blocks = self.cache.block_table(np.array([text.seq_id], np.uint64)).block_ids.astype(np.int64)
             cached = self.index.adopt(text.tokens[: full * self.cache.block_size], blocks[:full], text.space)
         if cached == full:
             self._keep_newest(text, stop)

@@ -169,13 +169,13 @@ class WindowLayers:
         return attend, {}
 
     def ran(self, text: Text, index: int, before: int) -> None:
-        """Nothing: blocks leave when room is made for the next tokens."""
+        """Do nothing: blocks leave when room is made for the next tokens."""
 
     def compact(self, text: Text, index: int) -> None:
-        """Nothing: its blocks are full but for the last one."""
+        """Do nothing: its blocks are full but for the last one."""
 
     def expect_room(self, text: Text, index: int, pos: int, count: int, beside: bool) -> None:
-        """Nothing: there is room for two windows and a piece of each."""
+        """Do nothing: there is room for two windows and a piece of each."""
 
     # -- going back -----------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class WindowLayers:
             if session.num_tokens < len(page):
                 return None
             blocks.append(session.shared_blocks[0])
-        return Claim(stop, self._first_page(stop) * self._size, np.array(blocks, np.int32))
+        return Claim(stop, self._first_page(stop) * self._size, np.array(blocks, np.int64))
 
     def keep(self, text: Text, index: int, stop: int) -> None:
         """Cache the full pages of the window of the first `stop` tokens, as far as the text has them.

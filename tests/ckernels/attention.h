@@ -18,6 +18,12 @@ typedef struct question {
     memory given[2];                   /* the same queries as a caller has them */
     kvc_tensor rows[2];                /* over those */
     int has_sinks, has_scores, kind, at_end, has_logits, by_head, by_query; /* has_logits: sinks are given */
+    world near;         /* of the residuals; no blocks: there are none */
+    memory near_arena;
+    sequence near_of[MOST_SEQS];
+    kvc_seq residuals[MOST_SEQS];
+    kvc_head_keys known[4]; /* of each KV head, over `centres` */
+    memory centres;
 } question;
 
 typedef struct answer {
@@ -31,7 +37,8 @@ static void *ask(void *to) {
     const question *q = a->question;
     const kvc_layout *l = &q->world->layout;
     const size_t floats = (size_t)q->queries * (size_t)q->query_heads * (size_t)l->value_head_dim;
-    const size_t bytes = kvc_attend_scratch_bytes(l, q->seqs, q->num_seqs, q->query_heads, q->threads);
+    const kvc_seq *residuals = q->near.num_blocks ? q->residuals : NULL;
+    const size_t bytes = kvc_attend_scratch_bytes(l, q->seqs, residuals, q->num_seqs, q->query_heads, q->threads);
     a->out = take(floats * sizeof(float), 4, q->at_end);
     a->scores = take((size_t)(q->tokens * (q->by_head ? l->num_heads : 1)) * sizeof(float), 4, q->at_end);
     a->lse = take((size_t)q->queries * (size_t)q->query_heads * sizeof(float), 4, q->at_end);
@@ -50,7 +57,11 @@ static void *ask(void *to) {
                                   .softcap = q->softcap,
                                   .sinks = q->has_logits ? q->sinks.at : NULL,
                                   .sink_stride = q->by_query ? q->query_heads : 0,
-                                  .score_stride = q->by_head ? q->tokens : 0};
+                                  .score_stride = q->by_head ? q->tokens : 0,
+                                  .known = q->centres.at ? q->known : NULL,
+                                  .residuals = residuals,
+                                  .residual_layout = &q->near.layout,
+                                  .residual_arena = q->near.arena};
     kvc_attend(a->kernels, &args, (char *)scratch.at + q->offset, q->threads);
     give_back(&scratch);
     return NULL;
@@ -121,6 +132,60 @@ static void draw_options(const source *s, question *q) {
     if (num_sinks && splitmix(&state) % 8 == 0) sinks[0] = splitmix(&state) % 2 ? 3e38f : -3e38f;
 }
 
+/* Centres of the keys, but of the second head's. */
+static void draw_centres(uint64_t *state, question *q) {
+    const int dim = q->world->layout.head_dim;
+    q->centres = take((size_t)dim * sizeof(float), 4, 1);
+    float *centre = q->centres.at;
+    for (int d = 0; d < dim; d++) centre[d] = gaussian(state);
+    for (int h = 0; h < q->world->layout.num_heads; h++) q->known[h] = (kvc_head_keys){h == 1 ? NULL : centre, NULL};
+}
+
+/* Blocks of Gaussian floats for the residuals, of which each sequence has some. */
+static void draw_residuals(uint64_t *state, question *q) {
+    world *n = &q->near;
+    const kvc_layout *l = &q->world->layout;
+    const int size = 1 + (int)(splitmix(state) % 20), dims[2] = {l->head_dim, l->value_head_dim};
+    const int most = q->world->many && splitmix(state) % 4 == 0 ? 1024 : 90; /* tokens */
+    const kvc_format key = splitmix(state) % 2 ? KVC_F16 : KVC_F32, value = splitmix(state) % 2 ? KVC_F16 : KVC_F32;
+    if (kvc_layout_init(&n->layout, size, l->num_heads, dims[0], dims[1], key, value, 0, 0)) fail("no residual");
+    n->num_blocks = 1 + most / size;
+    n->arena_bytes = (size_t)n->num_blocks * n->layout.block_bytes;
+    q->near_arena = take(n->arena_bytes, 64, 1), n->arena = q->near_arena.at;
+    const size_t slots = (size_t)(n->num_blocks * size);
+    kvc_run *all = malloc((size_t)n->num_blocks * sizeof *all);
+    for (int b = 0; b < n->num_blocks; b++) all[b] = (kvc_run){b, 0, (uint16_t)size};
+    n->plain = malloc(slots);
+    memset(n->plain, 1, slots);
+    for (int side = 0; side < 2; side++) {
+        n->row[side] = (size_t)(l->num_heads * dims[side]);
+        float *x = n->rows[side] = malloc(slots * n->row[side] * sizeof *x);
+        for (size_t i = 0; i < slots * n->row[side]; i++) x[i] = gaussian(state);
+        const kvc_float_rows rows = {x, (int64_t)n->row[side]}, none = {NULL, 0};
+        scalar_level()->write_runs(&n->layout, n->arena, all, n->num_blocks, side ? none : rows, side ? rows : none, NULL);
+        scalar_level()->read_runs(&n->layout, n->arena, all, n->num_blocks, side ? NULL : x, side ? x : NULL, n->row[side],
+                                  (size_t)dims[side], NULL);
+    }
+    free(all);
+    for (int i = 0; i < q->num_seqs; i++) {
+        sequence *of = &q->near_of[i];
+        const int blocks = splitmix(state) % 8 ? 1 + (int)(splitmix(state) % (uint64_t)n->num_blocks) : 0;
+        const int first_block = (int)(splitmix(state) % (uint64_t)n->num_blocks);
+        *of = (sequence){.slots = malloc((size_t)(blocks * size + 1) * sizeof(size_t)), .num_runs = blocks};
+        of->runs = take((size_t)blocks * sizeof(kvc_run), 4, 1);
+        for (int b = 0; b < blocks; b++) { /* whole blocks, and others cut at either end */
+            const int block = (first_block + b) % n->num_blocks, cut = splitmix(state) % 3 == 0;
+            const int first = cut ? (int)(splitmix(state) % (uint64_t)size) : 0;
+            const int stop = cut ? first + 1 + (int)(splitmix(state) % (uint64_t)(size - first)) : size;
+            ((kvc_run *)of->runs.at)[b] = (kvc_run){block, (uint16_t)first, (uint16_t)stop};
+            for (int slot = first; slot < stop; slot++) of->slots[of->num_tokens++] = slot_of(n, block, slot);
+        }
+        q->residuals[i] = (kvc_seq){.runs = of->runs.at, .num_runs = blocks, .num_tokens = of->num_tokens,
+                                    .num_queries = q->seqs[i].num_queries, .whole = splitmix(state) % 3 == 0};
+        q->tokens += of->num_tokens;
+    }
+}
+
 /* Queries of any element, token by token or head by head; x becomes what they are as floats. */
 static kvc_tensor give_queries(uint64_t *state, const question *q, float *x, memory *given) {
     static const int sizes[] = {4, 2, 2, 8};
@@ -181,6 +246,9 @@ static question draw_question(source *s, const world *w) {
     draw_floats(s, q.kind, q.q.at, floats);
     draw_floats(s, q.kind, q.sink_q.at, floats);
     draw_options(s, &q);
+    uint64_t near = w->options + s->at * 419 + (uint64_t)q.tokens;
+    if (!q.has_sinks && splitmix(&near) % 3 == 0) draw_residuals(&near, &q);
+    if (!q.has_sinks && q.softcap == 0.0f && splitmix(&near) % 3 == 0) draw_centres(&near, &q);
     uint64_t state = w->options + s->at * 131 + (uint64_t)q.queries;
     q.rows[0] = give_queries(&state, &q, q.q.at, &q.given[0]);
     q.rows[1] = give_queries(&state, &q, q.sink_q.at, &q.given[1]);
@@ -233,15 +301,18 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first_q
     const kvc_seq *of = &q->seqs[seq];
     const float *sinks = q->sinks.at;
     const double sink = q->has_logits ? sinks[q->by_query ? pair : (size_t)query_head] : -INFINITY;
-    size_t *slots = malloc((2 * (size_t)of->num_tokens + 1) * sizeof *slots), *tokens = slots + of->num_tokens;
+    const kvc_seq *residual = &q->residuals[seq]; /* all 0 without residuals */
+    const int64_t all = of->num_tokens + residual->num_tokens, close = stop_seen(residual, query);
+    size_t *slots = malloc((2 * (size_t)all + 1) * sizeof *slots), *tokens = slots + all;
     int64_t seen = 0, sink_tokens = 0;
     for (int64_t t = first_seen(of, query); t < stop_seen(of, query); t++) {
         if (of->parents && !tree_sees(of, query, t)) continue;
         slots[seen] = q->of[seq].slots[t], tokens[seen++] = (size_t)t, sink_tokens += t < of->sink_tokens;
     }
-    const row_answer expected =
-        attend_row(w, slots, seen, head, q->scale, row, sink_row, sink_tokens, q->softcap, sink, weights);
-    if (q->by_head) total += head * of->num_tokens, error += head * of->num_tokens;
+    for (int64_t t = 0; t < close; t++) slots[seen] = q->near_of[seq].slots[t], tokens[seen++] = (size_t)(of->num_tokens + t);
+    const context c = {w, &q->near, slots, seen, close, q->centres.at ? q->known[head].centre : NULL};
+    const row_answer expected = attend_row(&c, head, q->scale, row, sink_row, sink_tokens, q->softcap, sink, weights);
+    if (q->by_head) total += head * all, error += head * all;
     for (int64_t t = 0; t < seen; t++) {
         total[tokens[t]] += weights[t];
         error[tokens[t]] += fmin(expm1(2 * expected.score_error) * weights[t], 1.0) + 1e-5 * weights[t] + 1e-7;
@@ -325,7 +396,13 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
     of->num_queries = 1;
     const int64_t unseen = first_seen(of, 0);
     const int dropped = (q->threads + query) % 2 && unseen < of->num_tokens && !prefix_matters(q, seq, unseen);
-    memory runs = keep_tokens(of, dropped ? unseen : 0, of->num_tokens);
+    memory runs = keep_tokens(of, dropped ? unseen : 0, of->num_tokens), near_runs = {0};
+    if (q->near.num_blocks) { /* of which it reads the tokens that it sees */
+        kvc_seq *near = &alone.residuals[0];
+        *near = q->residuals[seq];
+        near_runs = keep_tokens(near, 0, stop_seen(near, query));
+        near->start = 0, near->num_queries = 1, near->whole = query % 2 && near->num_tokens;
+    }
     if (of->hidden_tokens > of->num_tokens) of->hidden_tokens = of->num_tokens;
     alone.num_seqs = 1, alone.queries = 1, alone.tokens = of->num_tokens - of->hidden_tokens;
     alone.threads = q->threads % 3 + 1, alone.has_scores = alone.by_head = 0;
@@ -343,6 +420,7 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
         give_back(&again.out), give_back(&again.scores), give_back(&again.lse);
     }
     give_back(&runs);
+    if (q->near.num_blocks) give_back(&near_runs);
 }
 
 static void expect_sequence(const question *q, int seq, int64_t first_query, int64_t first_score,
@@ -354,8 +432,9 @@ static void expect_sequence(const question *q, int seq, int64_t first_query, int
         if (!slot_is_ordinary(q->world, (int)(tokens->slots[t] / (size_t)size), slot)) return;
     }
     const int parts = q->by_head ? q->world->layout.num_heads : 1; /* of scores */
-    double *space = calloc((size_t)((2 * parts + 1) * of->num_tokens) + 1, sizeof *space);
-    double *weights = space, *total = space + of->num_tokens, *error = total + parts * of->num_tokens;
+    const int64_t all = of->num_tokens + q->residuals[seq].num_tokens;
+    double *space = calloc((size_t)((2 * parts + 1) * all) + 1, sizeof *space);
+    double *weights = space, *total = space + all, *error = total + parts * all;
     int ordinary = 1;
     for (int64_t query = 0; query < of->num_queries; query++) {
         for (int head = 0; head < q->query_heads; head++)
@@ -364,10 +443,11 @@ static void expect_sequence(const question *q, int seq, int64_t first_query, int
     for (int64_t i = 0; ordinary && i < 3 && i < of->num_queries; i++)
         expect_same_alone(q, seq, of->num_queries - 1 - i * (of->num_queries - 1) / 2, first_query, answers);
     for (int level = 0; q->has_scores && ordinary && level < num_levels(); level++) {
-        for (int64_t i = 0; i < parts * of->num_tokens; i++) {
-            const int64_t part = i / of->num_tokens, t = i % of->num_tokens;
-            if (t >= of->num_tokens - of->hidden_tokens) continue;
-            const float score = ((const float *)answers[level].scores.at)[part * q->tokens + first_score + t];
+        for (int64_t i = 0; i < parts * all; i++) {
+            const int64_t part = i / all, t = i % all, shown = of->num_tokens - of->hidden_tokens;
+            if (t >= shown && t < of->num_tokens) continue;
+            const int64_t at = part * q->tokens + first_score + (t < shown ? t : t - of->hidden_tokens);
+            const float score = ((const float *)answers[level].scores.at)[at];
             if (!(fabs(score - total[i]) <= error[i]))
                 fail("%s: weight of token %d is %g, not %g, may err %g", level_at(level)->name, (int)t, score,
                      total[i], error[i]);
@@ -383,14 +463,21 @@ static void step_attend(source *s, world *w) {
     int64_t first_query = 0, first_score = 0;
     for (int i = 0; i < q.num_seqs; i++) {
         expect_sequence(&q, i, first_query, first_score, answers);
-        first_query += q.seqs[i].num_queries, first_score += q.seqs[i].num_tokens - q.seqs[i].hidden_tokens;
+        first_query += q.seqs[i].num_queries;
+        first_score += q.seqs[i].num_tokens - q.seqs[i].hidden_tokens + q.residuals[i].num_tokens;
     }
     for (int level = 0; level < num_levels(); level++)
         give_back(&answers[level].out), give_back(&answers[level].scores), give_back(&answers[level].lse);
     for (int i = 0; i < q.num_seqs; i++) {
         drop_runs(&q.of[i]);
         if (q.seqs[i].parents) give_back(&q.tree[i]);
+        if (q.near.num_blocks) drop_runs(&q.near_of[i]);
     }
+    if (q.near.num_blocks) {
+        give_back(&q.near_arena);
+        free(q.near.plain), free(q.near.rows[0]), free(q.near.rows[1]);
+    }
+    if (q.centres.at) give_back(&q.centres);
     give_back(&q.q), give_back(&q.sink_q), give_back(&q.given[0]), give_back(&q.given[1]);
     if (q.sinks.at) give_back(&q.sinks);
 }

@@ -77,7 +77,15 @@ static inline double norm_of(const float *x, int n) {
     return sqrt(sum);
 }
 
-/* One row: the query at q over the first `seen` tokens of a sequence, of one KV head. */
+/* Tokens of a context: the first ones in one world, whose keys lack a centre (NULL: none), the last `near` in another. */
+typedef struct context {
+    const world *far, *close;
+    const size_t *slots; /* of each token */
+    int64_t seen, near;
+    const float *centre;
+} context;
+
+/* One row: the query at q over the tokens of a context, of one KV head. */
 typedef struct row_answer {
     double out[KVC_MAX_HEAD_DIM], error; /* error: the bound on the L2 error of the row */
     double score_error;                  /* of any score, in natural logarithms */
@@ -85,36 +93,39 @@ typedef struct row_answer {
     int plain;
 } row_answer;
 
-/* slots: of each token. weights: [seen], filled. cap: 0 for none. sink: -INFINITY for none. */
-static inline row_answer attend_row(const world *w, const size_t *slots, int64_t seen, int head, double scale,
-                                    const float *q, const float *sink_q, int64_t sinks, double cap, double sink,
-                                    double *weights) {
-    const kvc_layout *l = &w->layout;
+/* weights: [seen], filled. cap: 0 for none. sink: -INFINITY for none. */
+static inline row_answer attend_row(const context *c, int head, double scale, const float *q, const float *sink_q,
+                                    int64_t sinks, double cap, double sink, double *weights) {
+    const kvc_layout *l = &c->far->layout;
     const int dim = l->head_dim, v_dim = l->value_head_dim;
-    row_answer answer = {.plain = 1};
+    const int64_t seen = c->seen, far = seen - c->near;
+    const size_t *slots = c->slots;
+    row_answer answer = {.plain = !c->centre};
     double largest = sink, sum = 0, most = 0, k_norm = 0, k_half = 0, v_norm = 0, v_half = 0, v_most_half = 0;
     for (int64_t t = 0; t < seen; t++) {
+        const world *w = t < far ? c->far : c->close;
         const float *k = w->rows[KVC_KEYS] + slots[t] * w->row[KVC_KEYS] + (size_t)(head * dim);
-        const float *x = sink_q && t < sinks ? sink_q : q;
+        const float *x = sink_q && t < sinks ? sink_q : q, *centre = t < far ? c->centre : NULL;
         double product = 0;
-        for (int d = 0; d < dim; d++) product += (double)k[d] * x[d];
+        for (int d = 0; d < dim; d++) product += ((double)k[d] + (centre ? (double)centre[d] : 0)) * x[d];
         weights[t] = cap > 0 ? cap * tanh(product * scale / cap) : product * scale;
         if (cap > 0) most = fmax(most, fabs(weights[t]));
         largest = fmax(largest, weights[t]);
-        k_norm = fmax(k_norm, norm_of(k, dim));
+        k_norm = fmax(k_norm, norm_of(k, dim) + (centre ? norm_of(centre, dim) : 0));
         answer.plain &= w->plain[slots[t]];
     }
     for (int64_t t = 0; t < seen; t++) sum += weights[t] = exp(weights[t] - largest);
     if (sink > -INFINITY) sum += exp(sink - largest);
     answer.lse = sum > 0 ? largest + log(sum) : -INFINITY;
     for (int64_t t = 0; t < seen; t++) {
+        const world *w = t < far ? c->far : c->close;
         const float *v = w->rows[KVC_VALUES] + slots[t] * w->row[KVC_VALUES] + (size_t)(head * v_dim);
-        const int block = (int)(slots[t] / (size_t)l->block_size),
-                  slot = (int)(slots[t] % (size_t)l->block_size);
+        const size_t size = (size_t)w->layout.block_size;
+        const int block = (int)(slots[t] / size), slot = (int)(slots[t] % size);
         weights[t] /= sum;
         for (int d = 0; d < v_dim; d++) answer.out[d] += weights[t] * v[d];
         v_norm = fmax(v_norm, norm_of(v, v_dim));
-        const kvc_rows k_rows = kvc_rows_of(l, KVC_KEYS), v_rows = kvc_rows_of(l, KVC_VALUES);
+        const kvc_rows k_rows = kvc_rows_of(&w->layout, KVC_KEYS), v_rows = kvc_rows_of(&w->layout, KVC_VALUES);
         const float k_scale = stored_scale(w, KVC_KEYS, block, slot, head);
         const double half =
             stored_scale(w, KVC_VALUES, block, slot, head) * ((1 << v_rows.bits % 16) - 1) / 2;

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import attention
 
+import kvcache
 from kvcache import Calibration
 from kvcache.engine import InferenceEngine
 from kvcache.eviction import EvictionPolicy
@@ -176,3 +180,25 @@ def test_f32_sides_stay_exact():
     engine.prefill_from_pos([0] * 100, 0)
     with pytest.raises(ValueError, match="f16 can hold"):
         InferenceEngine(network, dtype="f16", residual_length=16).prefill_from_pos([0] * 3, 0)
+
+
+def calls_of_a_step(dtype, length):
+    """Python calls of `kvcache` in a decode step behind 20 tokens."""
+    engine = InferenceEngine(Echo(), dtype=dtype, residual_length=length, num_blocks=64)
+    engine.prefill_from_pos([1] * 20, 0)
+    engine.decode_step(1, 20)
+    found, package = Counter(), str(Path(kvcache.__file__).parent)
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            found[frame.f_code.co_name] += 1
+
+    sys.setprofile(note)
+    engine.decode_step(1, 21)
+    sys.setprofile(None)
+    return found
+
+
+@pytest.mark.no_level
+def test_a_step_makes_as_many_calls_as_without_a_residual():
+    assert calls_of_a_step("q4", 16) == calls_of_a_step("f16", 0)

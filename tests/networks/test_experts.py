@@ -1,6 +1,5 @@
 """Experts: the mixture compared with its definition, and their weights in every format and file."""
 
-import json
 import shutil
 
 import gguf
@@ -134,15 +133,3 @@ def test_other_shapes(tmp_path, name, tensor, shape):
 
     with pytest.raises(CheckpointError, match=rf"{tensor}: expected shape .*, got \({', '.join(map(str, shape))}\)"):
         Transformer.from_pretrained(rewritten(tmp_path, name, change))
-
-
-def test_gpt_oss_as_it_was_published(tmp_path):
-    """Its files have MXFP4 weights, which are refused by name."""
-
-
-    shutil.copytree(GOLDEN / "gpt_oss", tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="expected an unquantised checkpoint, got quant_method 'mxfp4' of"):
-        Transformer.from_pretrained(tmp_path)

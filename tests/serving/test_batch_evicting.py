@@ -16,7 +16,7 @@ from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, InvalidOperati
 from kvcache.calibration.calibrating import measure
 from kvcache.engine import Transformer
 from kvcache.engine import requests as single
-from kvcache.serving import engine as batches
+from kvcache.serving import batch as batches
 from kvcache.serving.request import Pending
 from kvcache.serving.work import Scoring
 from kvcache.tiers import DirectoryTier, Tiers

@@ -182,6 +182,85 @@ class CompactShared(Paged):
         self.it.allocate_batch([21, 22, 23, 24], [1, 5, 40, 2])
 
 
+class WithResidual(Paged):
+    """Rows in f16 beside packed ones: forks that share them, groups that leave, and no free block for more."""
+
+    def _build(self):
+        cache = PagedKvCache(
+            120, BLOCK, HEADS, DIM, num_layers=LAYERS, dtype="q4", residual_length=12, first_tokens=4
+        )  # fmt: skip
+        for seq, n in ((1, 30), (2, 41), (3, 7)):
+            cache.allocate(seq, 0)
+            cache.append(seq, n)
+            for layer in range(LAYERS):
+                cache.write(layer, seq, *rows(n, seq, HEADS, DIM))
+        for seq in (11, 12, 13):
+            cache.fork(1, seq)
+        cache.append(2, 1)
+        cache.keep_tokens(2, range(0, 42, 2))
+        return cache
+
+    def _state(self):
+        seqs = map(int, self.it.sequence_ids())
+        exact = {
+            seq: plain([self.it.unpacked_tokens(seq), [self.it.read_unpacked(layer, seq) for layer in range(LAYERS)]])
+            for seq in seqs
+        }
+        return super()._state(), exact
+
+    def allocate_batch(self):
+        self.it.allocate_batch(list(range(20, 50)), [2] * 30)
+
+    def adopt(self):
+        self.it.adopt(20, self.it.get_sequence(1).block_ids, 30)
+
+    def append(self):
+        self.it.append(2, 70)
+
+    def append_batch(self):
+        self.it.append_batch([1, 11, 12, 2, 3], [30, 0, 20, 9, 40])
+
+    def truncate_batch(self):
+        self.it.truncate_batch([3, 1, 2], [3, 0, 5])
+
+    def fork_batch(self):
+        self.it.fork_batch([3, 1, 2] * 5, list(range(20, 35)))
+
+    def reorder(self):
+        self.it.reorder([2, 1, 3, 11], [2, 0, 2, 0])
+
+    def keep_tokens(self):
+        self.it.keep_tokens(1, range(0, 30, 3))
+
+    def stream(self):
+        self.it.apply_streaming_llm(1, 6, 10)
+
+    def write(self):
+        self.it.write(1, 11, *rows(30, 9, HEADS, DIM))
+
+    def write_ragged(self):
+        self.it.write_ragged(0, [1, 12, 3, 2], [7, 0, 7, 21], *rows(35, 9, HEADS, DIM))
+
+    def pack(self):
+        self.it.pack(1, 13)
+
+    def unpack(self):
+        self.it.unpack(11, [rows(6, 9, HEADS, DIM)] * LAYERS, [rows(4, 8, HEADS, DIM)] * LAYERS)
+
+    def reserve_unpacked(self):
+        self.it.reserve_unpacked(500)
+
+    def attention(self):
+        queries = rows(32, 9, HEADS * 2, DIM)[0]
+        self.it.attention(0, queries, [1, 3, 2], query_lens=[22, 7, 3], return_scores=True)
+
+    def evict(self):
+        self.it.evict()
+
+    def free(self):
+        self.it.free(1)
+
+
 class Live(Subject):
     def _build(self):
         cache = KvCache(LAYERS, 400, 16)

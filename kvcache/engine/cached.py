@@ -14,7 +14,7 @@ from kvcache.core.arguments import as_instance
 from kvcache.core.copying import refuse_copies
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, Request
-from kvcache.engine.engine import InferenceEngine
+from kvcache.engine.inference import InferenceEngine
 from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.fingerprint import fingerprint
@@ -290,7 +290,8 @@ class PrefixCachedEngine:
             # A stream that is dropped inside a call of the cache cannot store its tokens.
             with suppress(InvalidOperationError):
                 text = self._sequence.text
-                self._pool.keep(text, text.computed)
+                if text.computed > text.num_prompt:  # what the prompt needs was kept when it had run
+                    self._pool.keep(text, text.computed)
                 if self._arrivals is not None:
                     self._arrivals.ended(text)
 
@@ -307,7 +308,8 @@ class PrefixCachedEngine:
             self._arrivals.begin(text)
             cached = current.start(text, self._arrivals.arrived)
             ran = self._run_while_more_arrives(self._arrivals, text)
-        ran += 0 if cached == len(tokens) and text.remaining == 1 else text.remaining  # all cached but the logits
+        remaining = text.remaining
+        ran += 0 if cached == len(tokens) and remaining == 1 else remaining  # all is cached, but no logits
         while text.remaining > (count := current.chunk - text.computed % current.chunk):
             self._run_part(text, count)
         logits: Float32 = self._run_part(text, text.remaining)[0]

@@ -185,7 +185,7 @@ class InferenceEngine:
 
     def reseed(self, seed: int) -> None:
         """Restart the random numbers of requests without their own seed."""
-        self._requests.reseed(seed)
+        self._requests.new.reseed(seed)
 
     def enlarge(self, blocks: int) -> None:
         """Replace the cache by an empty one with `blocks` more; a `PrefixCachedEngine` over the old one then raises.
@@ -473,6 +473,6 @@ class InferenceEngine:
         return self._requests.decode_in_turn(version, logits, self._request(history, params, is_history=True))
 
     def _request(self, prompt: Any, params: SamplingParams | None, **options: Any) -> Request:
-        """A new request, checked; adds one to the count of requests. The options are those of `Requests.request`."""
+        """A new request, checked; adds one to the count of requests. The options are those of `NewRequests.request`."""
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
-        return self._requests.request(prompt, params, lambda: self.tokenizer, **options)
+        return self._requests.new.request(prompt, params, lambda: self.tokenizer, **options)

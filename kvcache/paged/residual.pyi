@@ -1,0 +1,19 @@
+from typing import Any
+
+from kvcache.core.pool import BlockPool
+from kvcache.core.store import BlockStore
+
+def as_lengths(residual_length: Any, first_tokens: Any, max_memory_bytes: Any) -> tuple[int, int]: ...
+def row_block(length: int, firsts: int) -> int: ...
+def refuse(what: str, length: int, firsts: int) -> None: ...
+
+class Residual:
+    store: BlockStore
+    pool: BlockPool
+    length: int
+    firsts: int
+    def __init__(self, store: BlockStore, length: int, firsts: int) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...

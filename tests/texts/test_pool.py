@@ -1,0 +1,147 @@
+"""A pool of each kind of group: random verbs over many texts keep every invariant, and change no bit of a text."""
+
+import inspect
+
+import numpy as np
+import pytest
+from oracle_text import PlainTexts
+from places import GOLDEN
+from windowed_networks import Windowed
+
+from kvcache import EvictionPolicy, OutOfMemoryError
+from kvcache.engine import Transformer
+from kvcache.texts.evicting import EvictingLayers
+from kvcache.texts.forward import Forward
+from kvcache.texts.group import Group
+from kvcache.texts.settings import CacheSettings, Load
+from kvcache.texts.text import Text
+from kvcache.texts.whole import WholeLayers
+from kvcache.texts.window import WindowLayers
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
+PLAIN = {
+    "dtype": "f32", "key_dtype": None, "value_dtype": None, "rotate": "auto", "residual_length": None,
+    "calibrate": False, "eviction_policy": None, "kv_budget": None,
+}  # fmt: skip
+KINDS = {
+    "whole": (NETWORK, {}),
+    "groups of 12": (NETWORK, {"dtype": "q4", "residual_length": 12}),
+    "a window": (Windowed(NETWORK, 10), {"dtype": "q8"}),
+    "windows alone": (Windowed(NETWORK, 30, 5), {"dtype": "f16"}),
+    "evicting": (NETWORK, {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 20}),
+}
+
+
+@pytest.mark.parametrize("kind", [WholeLayers, WindowLayers, EvictingLayers])
+def test_every_kind_has_the_verbs_of_a_group(kind):
+    verbs = [name for name, value in vars(Group).items() if inspect.isfunction(value) and not name.startswith("_")]
+    assert len(verbs) > 10
+    for name in verbs:
+        wanted, found = (list(inspect.signature(getattr(each, name)).parameters) for each in (Group, kind))
+        assert found == wanted, name
+
+
+class Texts:
+    """A pool, and texts of which each is compared to the plain twin that ran the same tokens."""
+
+    def __init__(self, kind, seed, **limits):
+        model, options = KINDS[kind]
+        self.rng, self.evicts = np.random.default_rng(seed), kind == "evicting"
+        load = Load(4, 512, spare=1)
+        settings = CacheSettings.of(
+            model, load, block_size=8, **{"num_blocks": None, "max_memory_bytes": None} | limits, **PLAIN | options
+        )
+        self.pool = settings.pool(settings.total_blocks())
+        self.forward, self.plain = Forward(model, self.pool), PlainTexts(model, block_size=8, **options)
+        self.texts = []
+        self.stem = self.rng.integers(0, 250, 60).astype(np.uint32)
+
+    def start(self):
+        head = self.stem[: int(self.rng.integers(1, 60))]
+        tokens = np.concatenate([head, self.rng.integers(0, 250, int(self.rng.integers(1, 9))).astype(np.uint32)])
+        text = Text(tokens)
+        text.shares = not self.evicts
+        if len(self.texts) < 4 and self.pool.start(text, self.texts):
+            self.texts.append(text)
+
+    def run(self):
+        """One pass over all texts: a piece of each, as a scheduler chooses it."""
+        pieces = []
+        for text in self.texts:
+            if not text.remaining:
+                text.add(int(self.rng.integers(250)))
+            whole = self.evicts and text.computed < text.num_prompt  # evictions depend on the pieces
+            pieces.append((text, text.remaining if whole else int(self.rng.integers(1, text.remaining + 1))))
+        if not pieces:
+            return
+        try:
+            self.pool.append(pieces)
+        except OutOfMemoryError:
+            return
+        rows = self.forward.run([(text, count, 1) for text, count in pieces])
+        for (text, count), logits in zip(pieces, rows, strict=True):
+            self.pool.ran(text, count)
+            self.pool.compact(text)
+            if self.rng.random() < 0.4:
+                self.pool.index(text)
+            self.plain.begin()
+            if self.evicts:
+                want = self.plain.run(text.tokens[: text.num_prompt])
+                for token in text.tokens[text.num_prompt : text.computed]:
+                    want = self.plain.run(np.array([token]))
+            else:
+                want = self.plain.run(text.tokens[: text.computed])
+            assert logits[-1].tobytes() == want[-1].tobytes()
+
+    def fork(self):
+        if self.texts and len(self.texts) < 4 and not self.evicts:
+            text = self.texts[int(self.rng.integers(len(self.texts)))]
+            other = Text(text.tokens.copy())
+            self.pool.fork(text, other, text.computed)
+            self.texts.append(other)
+
+    def stop(self):
+        if self.texts:
+            self.pool.stop(self.texts.pop(int(self.rng.integers(len(self.texts)))))
+
+    def broken(self):
+        """A pass that ends behind its append: all texts are as before."""
+        if self.texts:
+            before = [text.computed for text in self.texts]
+            try:
+                self.pool.append([(text, 3) for text in self.texts])
+            except OutOfMemoryError:
+                return
+            assert self.pool.settle(self.texts) == []
+            assert [text.computed for text in self.texts] == before
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_verbs(kind, seed):
+    it = Texts(kind, seed)
+    for _ in range(60):
+        name = it.rng.choice(["start", "start", "run", "run", "run", "run", "fork", "stop", "broken"])
+        getattr(it, name)()
+        it.pool.check(it.texts)
+    while it.texts:
+        it.stop()
+    it.pool.check([])
+    it.pool.clear()
+    assert it.pool.count()["free"] == it.pool.total_blocks
+
+
+@pytest.mark.parametrize("kind", ["whole", "a window"])
+def test_too_little_room_changes_nothing(kind):
+    """An append that fails in the last group leaves the others as they were."""
+    it = Texts(kind, 5, num_blocks=12)
+    it.start()
+    it.run()
+    (text,) = it.texts
+    before = text.computed, text.places, it.pool.count()["free"]
+    with pytest.raises(OutOfMemoryError):
+        it.pool.append([(text, 500)])
+    assert (text.computed, text.places) == before[:2]
+    it.pool.check([text])
