@@ -1,8 +1,9 @@
-"""The process of a server: its descriptors, its connections, and the signals that end it."""
+"""The process of a server: its descriptors, its connections, its heaps, and the signals that end it."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import logging
 import socket
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import uvicorn
 from starlette.types import ASGIApp
 
-__all__ = ["Capacity", "capacity", "run"]
+__all__ = ["Capacity", "bound_heaps", "capacity", "run"]
 
 logger = logging.getLogger("kvcache")
 
@@ -23,6 +24,8 @@ _DESCRIPTORS, _CONNECTIONS, _BACKLOG = 1 << 16, 4096, 1024  # the most of each
 _LOOKED_AT = 64  # connections, for one that is idle
 _LOG_EVERY = 10.0  # seconds between lines about descriptors
 _SWITCH = 0.0005  # seconds: a step waits so long for the interpreter after each kernel, beside threads that write JSON
+# Heaps of the C library. Each keeps what its threads had at their most, and by default there are eight for each core.
+_HEAPS, _M_ARENA_MAX = 2, -8
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -53,6 +56,12 @@ def capacity() -> Capacity:
     return Capacity(connections, min(_BACKLOG, max(1, (descriptors - connections) // 2)))
 
 
+def bound_heaps() -> None:
+    """Let all threads from now on share few heaps of the C library, where it is glibc."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _HEAPS)
+
+
 def run(app: ASGIApp, listening: socket.socket, limits: Capacity, drain: int) -> None:
     """Serve an application until SIGINT or SIGTERM.
 
@@ -63,6 +72,7 @@ def run(app: ASGIApp, listening: socket.socket, limits: Capacity, drain: int) ->
         drain: seconds that answers have to end in. A second signal ends them, and a third one the process.
     """
     sys.setswitchinterval(_SWITCH)
+    bound_heaps()
     config = uvicorn.Config(
         app, log_level="warning", timeout_graceful_shutdown=drain, limit_concurrency=limits.connections + 1,
         backlog=limits.backlog, server_header=False, lifespan="on",

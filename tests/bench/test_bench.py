@@ -147,6 +147,6 @@ def test_soak(capsys):
     pytest.importorskip("uvicorn")
     assert main(["soak", "--seconds", "1", "--hostile", "0", "--streams", "1"]) in (0, 1)
     printed = capsys.readouterr().out
-    for kind in ("stream", "/health", "/metrics"):
-        assert re.search(rf"^{kind} +[1-9]\d* pauses, the longest one \d+\.\d+ s", printed, re.MULTILINE), printed
+    for kind in ("stream", "/health", "/metrics", "first event"):
+        assert re.search(rf"^{kind} +[1-9]\d* times, the longest one \d+\.\d+ s", printed, re.MULTILINE), printed
     assert re.search(r"^memory +\d+ MiB before, \d+ at most, \d+ after", printed, re.MULTILINE)

@@ -1,5 +1,6 @@
 """The process of a server: descriptors, connections, signals."""
 
+import ctypes
 import json
 import os
 import re
@@ -79,3 +80,39 @@ def test_a_second_signal_shortens_the_drain():
         assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert process.wait(30) in (0, -signal.SIGTERM)
         assert "Traceback" not in process.stderr.read()
+
+
+HEAPS = """
+import ctypes, sys, threading
+from kvcache.server import process
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+if sys.argv[1] == "bounded":
+    process.bound_heaps()
+meeting = threading.Barrier(8)
+
+def allocate():
+    meeting.wait()
+    libc.malloc(5000)
+    meeting.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+file = ctypes.c_void_p(libc.fopen(sys.argv[2].encode(), b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="needs glibc")
+def test_threads_share_heaps(tmp_path):
+    """The memory that threads of a server leave is that of two heaps, not of one for each of them."""
+    counts = {}
+    for kind in ("default", "bounded"):
+        subprocess.run([sys.executable, "-c", HEAPS, kind, str(tmp_path / kind)], check=True)
+        counts[kind] = (tmp_path / kind).read_text().count("<heap nr=")
+    assert counts["bounded"] <= 2 < counts["default"]
