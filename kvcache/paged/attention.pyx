@@ -90,7 +90,9 @@ cdef class SequenceAttention:
         cdef float factor = attention.scale_(scale), cap = attention.softcap_(softcap)
         cdef int mass = self._mass(return_scores)
         cdef int64_t width = 0 if window is None else as_count(window, "window", 1)
-        cdef int64_t skipped = 0 if type(skip_tokens) is int and skip_tokens == 0 else as_count(skip_tokens, "skip_tokens", 0, MOST_START)
+        cdef int64_t skipped = 0
+        if type(skip_tokens) is not int or skip_tokens:    # called once per layer of a step
+            skipped = as_count(skip_tokens, "skip_tokens", 0, MOST_START)
         cdef cnp.ndarray q = attention.queries_(queries, "queries"), sink_q = None, lens = None, shown = None
         cdef cnp.ndarray ids = uint64_ids(seq_ids), logits = attention.sinks_(sinks, q)
         cdef cnp.ndarray first = None, parents = None, tree = None
