@@ -14,10 +14,10 @@ from kvcache.errors import InvalidOperationError, KvCacheError, OutOfMemoryError
 from kvcache.networks.protocols import Float32, Logits
 from kvcache.paged.cache import PagedKvCache
 from kvcache.texts.forward import Forward
-from kvcache.texts.group import Claim
+from kvcache.texts.group import CachedStart
 from kvcache.texts.pool import Pool
 from kvcache.texts.settings import CacheSettings
-from kvcache.texts.sharing import Arrived
+from kvcache.texts.shared_prefixes import Arrived
 from kvcache.texts.text import Text, Tokens
 
 __all__ = ["CurrentText", "Share"]
@@ -135,7 +135,7 @@ class CurrentText:
                 raise ValueError(f"share: expected sequence {fresh} of {num_tokens!r} tokens, got {held}")
             if cache.residual_length or cache.first_tokens:
                 cache.unpack(fresh)  # what it shares is read packed
-            places = [None, *[group.begin(fresh, num_tokens, Claim(num_tokens)) for group in others]]
+            places = [None, *[group.begin(fresh, num_tokens, CachedStart(num_tokens)) for group in others]]
         except Exception:
             with suppress(KvCacheError):  # `share` may have failed before it created the sequence
                 for group in (whole, *others):

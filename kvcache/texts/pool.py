@@ -25,8 +25,8 @@ from kvcache.errors import OutOfMemoryError
 from kvcache.networks.protocols import Attend, Float32
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.texts.group import Claim, Group, Lens
-from kvcache.texts.sharing import Arrived, SharedPrefixes
+from kvcache.texts.group import CachedStart, Group, Lens
+from kvcache.texts.shared_prefixes import Arrived, SharedPrefixes
 from kvcache.texts.text import Text
 
 __all__ = ["Pool"]
@@ -81,7 +81,7 @@ class Pool:
             self.begin(text, found, claims, next(self._numbers))
         return True
 
-    def begin(self, text: Text, found: int, claims: Sequence[Claim], seq_id: int) -> None:
+    def begin(self, text: Text, found: int, claims: Sequence[CachedStart], seq_id: int) -> None:
         """Give a text a sequence of `found` claimed tokens."""
         places: list[Any] = []
         try:
@@ -99,7 +99,7 @@ class Pool:
     def empty(self, seq_id: int) -> tuple[Any, ...]:
         """Start a sequence without tokens; returns its places."""
         text = Text(np.empty(0, np.uint32))
-        self.begin(text, 0, [Claim(0)] * len(self.groups), seq_id)
+        self.begin(text, 0, [CachedStart(0)] * len(self.groups), seq_id)
         return text.places
 
     def fork(self, text: Text, other: Text, computed: int, seq_id: int | None = None) -> None:
@@ -308,7 +308,7 @@ class Pool:
         return self.shared.counted(self.prefixes[0].stats())
 
     def watch_evictions(self) -> deque[Any]:
-        """What the index evicts from now on, see `PrefixCache.watch_evictions`."""
+        """The evictions of the index from now on, see `PrefixCache.watch_evictions`."""
         return self.prefixes[0].watch_evictions() if self.prefixes else deque()
 
     def namespace_tokens(self) -> dict[Hashable, int]:

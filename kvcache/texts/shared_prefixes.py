@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.texts.group import Claim, Group
+from kvcache.texts.group import CachedStart, Group
 from kvcache.texts.text import Text, Tokens
 
 __all__ = ["Arrived", "SharedPrefixes"]
@@ -49,7 +49,7 @@ class SharedPrefixes:
     @contextmanager
     def hold(
         self, text: Text, most: int, arrived: Arrived | None = None, again: bool = False
-    ) -> Iterator[tuple[int, list[Claim]]]:
+    ) -> Iterator[tuple[int, list[CachedStart]]]:
         """The longest prefix of a text that every group has, at most `most` tokens and all but the last; held.
 
         Args:
