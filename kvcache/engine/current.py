@@ -102,9 +102,9 @@ class CurrentText:
         """
         self._end_old(text)
         try:
-            with self.pool.shared.hold(text, text.num_tokens, arrived) as (found, claims):
-                self.pool.begin(text, found, claims, 0)
-                return claims[0].cached
+            with self.pool.shared.hold(text, text.num_tokens, arrived) as (found, starts):
+                self.pool.begin(text, found, starts, 0)
+                return starts[0].cached
         except Exception:
             self.clear()
             raise
@@ -113,10 +113,10 @@ class CurrentText:
         """Begin the text again with cached blocks that reach past what it has computed, if there are any."""
         text = self.text
         self.pool.keep(text, text.computed)
-        with self.pool.shared.hold(text, text.num_tokens, arrived, again=True) as (found, claims):
+        with self.pool.shared.hold(text, text.num_tokens, arrived, again=True) as (found, starts):
             if found > text.computed:
                 old = copy(text)
-                self.pool.begin(text, found, claims, 1 - text.seq_id)
+                self.pool.begin(text, found, starts, 1 - text.seq_id)
                 self.version += 1
                 self.pool.drop(old)
 

@@ -107,11 +107,11 @@ class EvictingLayers:
 
     # -- a text begins --------------------------------------------------------------------------------------
 
-    def has_room(self, text: Text, found: int, claim: CachedStart, running: Sequence[Text]) -> bool:
+    def has_room(self, text: Text, found: int, start: CachedStart, running: Sequence[Text]) -> bool:
         """A text begins where there is memory for all that it may ever keep."""
         return len(self._taken) < self._most
 
-    def begin(self, seq_id: int, found: int, claim: CachedStart) -> Survivors:
+    def begin(self, seq_id: int, found: int, start: CachedStart) -> Survivors:
         number = next(i for i in range(self._most) if i not in self._taken.values())
         if number == len(self._caches):
             self._caches.append(self._make_cache())

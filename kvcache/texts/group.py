@@ -94,12 +94,12 @@ class Group(Protocol):
         """How many blocks are "free", "claimed" and "cached"."""
         ...
 
-    def has_room(self, text: Text, found: int, claim: CachedStart, running: Sequence[Text]) -> bool:
-        """Whether all tokens of a text have room behind its first `found`, which `claim` has, beside those that run."""
+    def has_room(self, text: Text, found: int, start: CachedStart, running: Sequence[Text]) -> bool:
+        """Whether all tokens of a text have room behind its first `found`, which `start` has, beside those that run."""
         ...
 
-    def begin(self, seq_id: int, found: int, claim: CachedStart) -> Any:
-        """Start a sequence of `found` claimed tokens, which are shared, not copied; returns its place."""
+    def begin(self, seq_id: int, found: int, start: CachedStart) -> Any:
+        """Start a sequence of `found` cached tokens, which are shared, not copied; returns its place."""
         ...
 
     def append(self, texts: Sequence[Text], index: int, ids: Ids, counts: Lens) -> None:

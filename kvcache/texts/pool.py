@@ -74,26 +74,26 @@ class Pool:
 
     def _start(self, text: Text, most: int, running: Sequence[Text], arrived: Arrived | None) -> bool:
         """Do what `start` does where the first `most` tokens may be shared."""
-        with self.shared.hold(text, most, arrived) as (found, claims):
-            asked = zip(self.groups, claims, strict=True)
-            if not all(group.has_room(text, found, claim, running) for group, claim in asked):
+        with self.shared.hold(text, most, arrived) as (found, starts):
+            asked = zip(self.groups, starts, strict=True)
+            if not all(group.has_room(text, found, start, running) for group, start in asked):
                 return False
-            self.begin(text, found, claims, next(self._numbers))
+            self.begin(text, found, starts, next(self._numbers))
         return True
 
-    def begin(self, text: Text, found: int, claims: Sequence[CachedStart], seq_id: int) -> None:
-        """Give a text a sequence of `found` claimed tokens."""
+    def begin(self, text: Text, found: int, starts: Sequence[CachedStart], seq_id: int) -> None:
+        """Give a text a sequence of `found` cached tokens."""
         places: list[Any] = []
         try:
-            for group, claim in zip(self.groups, claims, strict=True):
-                places.append(group.begin(seq_id, found, claim))
+            for group, start in zip(self.groups, starts, strict=True):
+                places.append(group.begin(seq_id, found, start))
         except Exception:
             self._free(seq_id, places)
             raise
         text.keep_at = [text.num_prompt] if found < text.num_prompt else []
-        for claim in claims:
-            if found < claim.parting < text.num_tokens:
-                insort(text.keep_at, claim.parting)
+        for start in starts:
+            if found < start.parting < text.num_tokens:
+                insort(text.keep_at, start.parting)
         text.moved(seq_id, found, tuple(places))
 
     def empty(self, seq_id: int) -> tuple[Any, ...]:

@@ -68,12 +68,12 @@ class SharedPrefixes:
             while True:
                 with ExitStack() as held:
                     stop = self.longest_of(text.tokens, first.stop, space)
-                    claims = [group.hold(text.tokens, stop, space, held, again) for group in others]
-                    if None not in claims:
+                    starts = [group.hold(text.tokens, stop, space, held, again) for group in others]
+                    if None not in starts:
                         break_at = self._parting(first.stop, stop)
                         self.gone += stop < first.stop
                         self.gone_tokens += first.stop - stop
-                        yield stop, [first._replace(parting=break_at or first.parting), *filter(None, claims)]
+                        yield stop, [first._replace(parting=break_at or first.parting), *filter(None, starts)]
                         return
 
     def _parting(self, cached: int, stop: int) -> int:

@@ -111,25 +111,25 @@ class WindowLayers:
 
     # -- a text begins --------------------------------------------------------------------------------------
 
-    def has_room(self, text: Text, found: int, claim: CachedStart, running: Sequence[Text]) -> bool:
-        size, first, spare = self._size, claim.first // self._size, len(running)
+    def has_room(self, text: Text, found: int, start: CachedStart, running: Sequence[Text]) -> bool:
+        size, first, spare = self._size, start.first // self._size, len(running)
         most = num_kept(self._kept, size) + -(-self._most_piece // size)
         needed = min(-(-text.num_tokens // size) - first, most) - (found // size - first)
-        return has_blocks(self.cache, self.prefixes, needed + spare, len(claim.blocks) + spare * (most + 1))
+        return has_blocks(self.cache, self.prefixes, needed + spare, len(start.blocks) + spare * (most + 1))
 
-    def begin(self, seq_id: int, found: int, claim: CachedStart) -> int:
+    def begin(self, seq_id: int, found: int, start: CachedStart) -> int:
         """Start a sequence of the window of `found` tokens.
 
         Raises:
-            InvalidOperationError: the claim lacks tokens that the next query sees.
+            InvalidOperationError: `start` lacks tokens that the next query sees.
         """
-        if self.first_seen(found) < claim.first or claim.first + len(claim.blocks) * self._size < found:
+        if self.first_seen(found) < start.first or start.first + len(start.blocks) * self._size < found:
             raise InvalidOperationError(
                 f"share: expected the {found - self.first_seen(found)} tokens before {found} for the layers with a "
-                f"window of {self.window}, got {len(claim.blocks)} blocks from token {claim.first} on"
+                f"window of {self.window}, got {len(start.blocks)} blocks from token {start.first} on"
             )
-        self.cache.adopt(seq_id, claim.blocks, found - claim.first)
-        return claim.first
+        self.cache.adopt(seq_id, start.blocks, found - start.first)
+        return start.first
 
     def fork(self, text: Text, index: int, seq_id: int) -> int:
         self.cache.fork(text.seq_id, seq_id)
