@@ -33,7 +33,6 @@ __all__ = ["PrefixCachedEngine"]
 logger = logging.getLogger("kvcache")
 
 
-
 class PrefixCachedEngine:
     """An `InferenceEngine` with a prefix cache in front.
 
@@ -89,11 +88,13 @@ class PrefixCachedEngine:
         if engine.eviction_policy is not None:  # a prefix with holes cannot be shared
             raise ValueError(f"engine: expected one without eviction_policy, got {engine.eviction_policy}")
         self.tiers = as_tiers(tiers, autosave)
-        blocks = engine._settings.cached_blocks(engine.cache.total_blocks, max_cache_blocks, max_memory_bytes)
-        engine._enlarge(blocks, blocks)
+        self.inner, self._requests, self._sequence = engine, engine.requests, engine.requests.sequence
+        settings = self._sequence.settings
+        blocks = settings.cached_blocks(engine.cache.total_blocks, max_cache_blocks, max_memory_bytes)
+        self._requests.enlarge(blocks, blocks)
         if seed is not None:
             engine.reseed(seed)
-        self.inner, self._sequence, self._pool = engine, engine._sequence, engine._sequence.pool
+        self._pool = self._sequence.pool
         whole = self._pool.groups[0]
         assert isinstance(whole, WholeLayers)
         assert whole.index is not None
@@ -135,7 +136,7 @@ class PrefixCachedEngine:
         request = self._checked(prompt_tokens, params, namespace)
         if not len(request.tokens):
             return []
-        turn = self.inner._requests.turns.take(self.inner.version)
+        turn = self._requests.turns.take(self.inner.version)
         try:
             return list(self._stream(turn, request, namespace, whole=True))
         except Exception:
@@ -181,7 +182,7 @@ class PrefixCachedEngine:
 
         A template may write earlier messages in another way than before: what is reused goes by tokens.
         """
-        prompt = self.inner._chat_prompt(messages, tools)
+        prompt = self._requests.chat_prompt(messages, tools)
         request = self._checked(prompt, params, namespace, with_text=True)
         return Answer(request, self._stream_in_turn(request, namespace, whole=False))
 
@@ -191,7 +192,8 @@ class PrefixCachedEngine:
         """A new request; its prompt may be empty."""
         self._check_cache()
         hash(namespace)  # raises TypeError here rather than in the middle of the request
-        return self.inner._request(prompt, params, with_text=with_text, or_empty=not with_text)
+        params = self.inner.sampling_params if params is None else params
+        return self._requests.request(prompt, params, with_text=with_text, or_empty=not with_text)
 
     def _check_cache(self) -> None:
         """InvalidOperationError, once the blocks that are cached are not those of the engine any more."""
@@ -262,7 +264,7 @@ class PrefixCachedEngine:
                 cache.check()
 
     def _stream_in_turn(self, request: Request, namespace: Hashable, *, whole: bool) -> Iterator[int]:
-        turn = self.inner._requests.turns.take(self.inner.version)
+        turn = self._requests.turns.take(self.inner.version)
         try:
             yield from self._stream(turn, request, namespace, whole=whole)
         finally:
@@ -270,7 +272,7 @@ class PrefixCachedEngine:
 
     def _stream(self, turn: Turn, request: Request, namespace: Hashable, *, whole: bool) -> Iterator[int]:
         """Run a request that has its turn. If it fails and is `whole`, the text is empty afterwards."""
-        requests, current = self.inner._requests, self._sequence
+        requests, current = self._requests, self._sequence
         self._check_cache()
         try:
             with requests.lock:
@@ -313,7 +315,7 @@ class PrefixCachedEngine:
         while text.remaining > (count := current.chunk - text.computed % current.chunk):
             self._run_part(text, count)
         logits: Float32 = self._run_part(text, text.remaining)[0]
-        self.inner._requests.num_prefilled += ran
+        self._requests.num_prefilled += ran
         request.cached_tokens = len(tokens) - ran
         return logits
 

@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """As of a `Completion`; None before the end, and after `close`."""
+        """See `Completion`; None before the end, and after `close`."""
         return self._request.end if self._request.is_complete else None
 
     def __iter__(self) -> Answer:

@@ -34,7 +34,7 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What `complete` returns.
+    """The result of `complete`.
 
     Attributes:
         tokens: the new tokens, without the stop token; with those that spell a stop string.

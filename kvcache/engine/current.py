@@ -14,10 +14,10 @@ from kvcache.errors import InvalidOperationError, KvCacheError, OutOfMemoryError
 from kvcache.networks.protocols import Float32, Logits
 from kvcache.paged.cache import PagedKvCache
 from kvcache.texts.forward import Forward
-from kvcache.texts.group import Claim
+from kvcache.texts.group import CachedStart
 from kvcache.texts.pool import Pool
 from kvcache.texts.settings import CacheSettings
-from kvcache.texts.sharing import Arrived
+from kvcache.texts.shared_prefixes import Arrived
 from kvcache.texts.text import Text, Tokens
 
 __all__ = ["CurrentText", "Share"]
@@ -102,9 +102,9 @@ class CurrentText:
         """
         self._end_old(text)
         try:
-            with self.pool.shared.hold(text, text.num_tokens, arrived) as (found, claims):
-                self.pool.begin(text, found, claims, 0)
-                return claims[0].cached
+            with self.pool.shared.hold(text, text.num_tokens, arrived) as (found, starts):
+                self.pool.begin(text, found, starts, 0)
+                return starts[0].cached
         except Exception:
             self.clear()
             raise
@@ -113,10 +113,10 @@ class CurrentText:
         """Begin the text again with cached blocks that reach past what it has computed, if there are any."""
         text = self.text
         self.pool.keep(text, text.computed)
-        with self.pool.shared.hold(text, text.num_tokens, arrived, again=True) as (found, claims):
+        with self.pool.shared.hold(text, text.num_tokens, arrived, again=True) as (found, starts):
             if found > text.computed:
                 old = copy(text)
-                self.pool.begin(text, found, claims, 1 - text.seq_id)
+                self.pool.begin(text, found, starts, 1 - text.seq_id)
                 self.version += 1
                 self.pool.drop(old)
 
@@ -135,7 +135,7 @@ class CurrentText:
                 raise ValueError(f"share: expected sequence {fresh} of {num_tokens!r} tokens, got {held}")
             if cache.residual_length or cache.first_tokens:
                 cache.unpack(fresh)  # what it shares is read packed
-            places = [None, *[group.begin(fresh, num_tokens, Claim(num_tokens)) for group in others]]
+            places = [None, *[group.begin(fresh, num_tokens, CachedStart(num_tokens)) for group in others]]
         except Exception:
             with suppress(KvCacheError):  # `share` may have failed before it created the sequence
                 for group in (whole, *others):

@@ -26,7 +26,6 @@ from kvcache.networks.tokens import as_tokens
 from kvcache.networks.weights import Progress
 from kvcache.paged.cache import PagedKvCache
 from kvcache.sampling.sampling import SamplingParams
-from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.texts.policy import Policy
 from kvcache.texts.settings import CacheSettings, Load
 
@@ -118,8 +117,7 @@ class InferenceEngine:
         )  # fmt: skip
         self._budgets = self._settings.budgets
         self._sequence = CurrentText(self._settings, self._settings.total_blocks())
-        self._requests = Requests(self._sequence, seed)
-        self._text: CheckpointText | GgufText | None = None
+        self.requests = Requests(self._sequence, seed)  # internal: a `PrefixCachedEngine` runs its own by it too
 
     @classmethod
     def from_pretrained(
@@ -176,7 +174,7 @@ class InferenceEngine:
     @classmethod
     def _over(cls, opened: Opened, seed: int, options: dict[str, Any]) -> InferenceEngine:
         engine = cls(opened.model, opened.sampling_params, seed, calibrate=opened.calibrate, **options)
-        engine._text = opened.text
+        engine.requests.text = opened.text
         return engine
 
     def _make_cache(self, **options: Any) -> PagedKvCache:
@@ -185,7 +183,7 @@ class InferenceEngine:
 
     def reseed(self, seed: int) -> None:
         """Restart the random numbers of requests without their own seed."""
-        self._requests.new.reseed(seed)
+        self.requests.new.reseed(seed)
 
     def enlarge(self, blocks: int) -> None:
         """Replace the cache by an empty one with `blocks` more; a `PrefixCachedEngine` over the old one then raises.
@@ -193,12 +191,7 @@ class InferenceEngine:
         Raises:
             OutOfMemoryError: the system refuses the memory; the old cache is kept.
         """
-        self._enlarge(as_count(blocks, "blocks", most=None), None)
-
-    def _enlarge(self, blocks: int, cached: int | None) -> None:
-        """Do so; `cached` blocks are for prefixes."""
-        with self._requests.call:
-            self._sequence.move(self._settings.pool(self.cache.total_blocks + blocks, cached))
+        self.requests.enlarge(as_count(blocks, "blocks", most=None))
 
     # ---------------------------------------------------------------- state
 
@@ -241,7 +234,7 @@ class InferenceEngine:
             TypeError, IndexError: no such layer.
         """
         layer = as_index(layer, "layer", self.config.num_layers)
-        with self._requests.lock:
+        with self.requests.lock:
             return self._sequence.positions(layer)
 
     @property
@@ -289,7 +282,7 @@ class InferenceEngine:
     @property
     def prefill_token_count(self) -> int:
         """The number of tokens prefilled by all requests so far; failed calls and `score` do not count."""
-        return self._requests.num_prefilled
+        return self.requests.num_prefilled
 
     @property
     def tokenizer(self) -> Any:
@@ -299,12 +292,12 @@ class InferenceEngine:
             ImportError: the checkpoint has one, but the `tokenizers` package (extra `text`) is not installed.
             CheckpointError: it is damaged.
         """
-        return None if self._text is None else self._text.tokenizer
+        return self.requests.tokenizer
 
     @property
     def chat_template(self) -> str | None:
         """The checkpoint's Jinja template of a conversation; None if it has none. CheckpointError: it is damaged."""
-        return None if self._text is None else self._text.chat_template
+        return None if self.requests.text is None else self.requests.text.chat_template
 
     def memory(self) -> dict[str, int]:
         """Bytes: "weights" (0 for a model that does not say), "kv" (cache, residual), "bookkeeping" and "scratch"."""
@@ -315,7 +308,7 @@ class InferenceEngine:
     __reduce_ex__ = refuse_copies("make another one over the same `model`")
 
     def __repr__(self) -> str:
-        of = self._requests.max_positions or "endless"
+        of = self.requests.max_positions or "endless"
         return (
             f"{type(self).__name__}({type(self.model).__name__}, {self.config.num_layers} layers, "
             f"{self._sequence.num_tokens} of {of} positions in use)"
@@ -323,7 +316,7 @@ class InferenceEngine:
 
     def check(self) -> None:
         """Verify the invariants of the engine and of its cache; AssertionError names the broken one."""
-        with self._requests.lock:
+        with self.requests.lock:
             self._sequence.check()
 
     # ---------------------------------------------------------------- whole requests
@@ -343,11 +336,11 @@ class InferenceEngine:
             OutOfMemoryError: the cache is too small.
         """
         request = self._request(prompt, params, with_text=True)
-        return request.complete(self._requests.stream(request, whole=True))
+        return request.complete(self.requests.stream(request, whole=True))
 
     def generate(self, prompt_tokens: Any, params: SamplingParams | None = None) -> list[int]:
         """Do what `complete` does, and return the new tokens alone."""
-        return list(self._requests.stream(self._request(prompt_tokens, params), whole=True))
+        return list(self.requests.stream(self._request(prompt_tokens, params), whole=True))
 
     def stream(self, prompt_tokens: Any, params: SamplingParams | None = None) -> Iterator[int]:
         """Do what `generate` does, token by token: check the arguments now, run the prompt at the first `next`.
@@ -357,7 +350,7 @@ class InferenceEngine:
         So does the next token of a stream if another call of that thread has changed the sequence. A stream may be
         continued on another thread.
         """
-        return self._requests.stream(self._request(prompt_tokens, params), whole=False)
+        return self.requests.stream(self._request(prompt_tokens, params), whole=False)
 
     def apply_chat_template(
         self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False
@@ -374,19 +367,16 @@ class InferenceEngine:
             TypeError, ValueError: no template or tokenizer; messages that the template does not take.
             ImportError: without the packages of the extra `text`. CheckpointError: a damaged template.
         """
-        text = render(self._text, messages, tools, add_generation_prompt)
-        return chat_tokens(self._text, text) if tokenize else text
+        text = render(self.requests.text, messages, tools, add_generation_prompt)
+        return chat_tokens(self.requests.text, text) if tokenize else text
 
     def chat(self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None) -> Answer:
         """Answer a conversation: an iterator of pieces of text, which `stream` computes token by token.
 
         Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
         """
-        request = self._request(self._chat_prompt(messages, tools), params, with_text=True)
-        return Answer(request, self._requests.stream(request, whole=False))
-
-    def _chat_prompt(self, messages: Any, tools: Any) -> list[int]:
-        return chat_tokens(self._text, render(self._text, messages, tools), self._requests.max_positions)
+        request = self._request(self.requests.chat_prompt(messages, tools), params, with_text=True)
+        return Answer(request, self.requests.stream(request, whole=False))
 
     def score(self, tokens: Any) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.
@@ -397,13 +387,13 @@ class InferenceEngine:
         An engine that evicts does so between pieces of `prefill_chunk` tokens: within a piece each token sees the
         survivors and all earlier tokens of the piece. `prefill_chunk=1` evicts after every token.
         """
-        return self._requests.score(as_tokens(tokens, self.config.vocab_size))
+        return self.requests.score(as_tokens(tokens, self.config.vocab_size))
 
     # ---------------------------------------------------------------- one sequence, step by step
 
     def reset(self) -> None:
         """Start an empty sequence. `prefill_token_count` is not reset."""
-        with self._requests.call:
+        with self.requests.call:
             self._sequence.clear()
 
     def begin(self, share: Share) -> int:
@@ -421,7 +411,7 @@ class InferenceEngine:
             InvalidOperationError: the engine evicts, so each layer has its own sequence.
         """
         self._expect_one_sequence()
-        with self._requests.call:
+        with self.requests.call:
             self._sequence.replace(share)
             return self._sequence.num_tokens
 
@@ -445,14 +435,14 @@ class InferenceEngine:
         from `pos` on does it leave just the tokens before `pos`.
         """
         tokens, pos = as_tokens(tokens, self.config.vocab_size), as_count(pos, "pos")
-        with self._requests.call:
-            return self._requests.prefill(tokens, pos)
+        with self.requests.call:
+            return self.requests.prefill(tokens, pos)
 
     def decode_step(self, token: int, pos: int) -> Float32:
         """Run one token at position `pos`, as `prefill_from_pos` does, without counting it as prefill."""
         tokens, pos = as_tokens((token,), self.config.vocab_size), as_count(pos, "pos")
-        with self._requests.call:
-            return self._requests.extend(tokens, pos)
+        with self.requests.call:
+            return self.requests.extend(tokens, pos)
 
     def decode(self, logits: Float32, params: SamplingParams | None = None, history: Any = ()) -> Iterator[int]:
         """Sample from `logits`, run the token, sample again: the loop of every request after its prefill.
@@ -470,9 +460,7 @@ class InferenceEngine:
             InvalidOperationError if another call has changed the sequence.
         """
         version, logits = self.version, as_floats(logits, (self.config.vocab_size,), "logits")
-        return self._requests.decode_in_turn(version, logits, self._request(history, params, is_history=True))
+        return self.requests.decode_in_turn(version, logits, self._request(history, params, is_history=True))
 
     def _request(self, prompt: Any, params: SamplingParams | None, **options: Any) -> Request:
-        """A new request, checked; adds one to the count of requests. The options are those of `NewRequests.request`."""
-        params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
-        return self._requests.new.request(prompt, params, lambda: self.tokenizer, **options)
+        return self.requests.request(prompt, self.sampling_params if params is None else params, **options)

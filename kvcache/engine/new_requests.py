@@ -21,7 +21,7 @@ __all__ = ["NewRequests", "Shared"]
 
 
 class Shared(NamedTuple):
-    """What is worked out once for all samples of a request.
+    """The values that all samples of a request share.
 
     Attributes:
         stop_tokens: the tokens that end it, those of the network included.
@@ -59,7 +59,7 @@ class NewRequests:
         self._count = 0
 
     def shared(self, params: SamplingParams) -> Shared:
-        """What the samples of a request share. ValueError: as `Biases.of`."""
+        """The values that the samples of a request share. ValueError: as `Biases.of`."""
         stop_tokens = frozenset((*params.stop_token_ids, *getattr(self._config, "eos_token_ids", ())))
         return Shared(stop_tokens, StopStrings(params.stop), Biases.of(params, self._config.vocab_size))
 

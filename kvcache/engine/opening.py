@@ -1,4 +1,4 @@
-"""What an engine needs of a checkpoint: its network, its text side, and its sampling defaults."""
+"""The parts of a checkpoint that an engine needs: its network, its text side, and its sampling defaults."""
 
 from __future__ import annotations
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.arguments import as_instance
 from kvcache.core.locks import CallLock, MendingLock
+from kvcache.engine.chat import chat_tokens, render
 from kvcache.engine.completion import Request
 from kvcache.engine.current import CurrentText
 from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.networks.protocols import Float32
+from kvcache.sampling.sampling import SamplingParams
+from kvcache.sampling.tokenizer import CheckpointText, GgufText
 
 __all__ = ["SCORE_FLOATS", "Requests", "Tokens", "log_probabilities"]
 
@@ -34,6 +39,7 @@ class Requests:
         call: a context manager for one call that changes the sequence: holds a turn and the lock.
         num_prefilled: tokens prefilled so far.
         new: makes the requests.
+        text: the text side of the checkpoint; None: there is none.
     """
 
     def __init__(self, sequence: CurrentText, seed: int) -> None:
@@ -44,6 +50,26 @@ class Requests:
         self.call = CallInTurn(self.turns, self.lock)
         self.num_prefilled = 0
         self.new = NewRequests(self.config, self.max_positions, seed, self.lock)
+        self.text: CheckpointText | GgufText | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """See `InferenceEngine`."""
+        return None if self.text is None else self.text.tokenizer
+
+    def request(self, prompt: Any, params: SamplingParams, **options: Any) -> Request:
+        """A new request, checked; adds one to the count of requests. The options are those of `NewRequests.request`."""
+        params = as_instance(params, SamplingParams, "params")
+        return self.new.request(prompt, params, lambda: self.tokenizer, **options)
+
+    def chat_prompt(self, messages: Any, tools: Any) -> list[int]:
+        """The token ids of a conversation, behind which the answer begins; errors as of `InferenceEngine.chat`."""
+        return chat_tokens(self.text, render(self.text, messages, tools), self.max_positions)
+
+    def enlarge(self, blocks: int, cached: int | None = None) -> None:
+        """Begin an empty text in a pool of `blocks` more; `cached` of them are for prefixes, None: there are none."""
+        with self.call:
+            self.sequence.move(self.sequence.settings.pool(self.sequence.cache.total_blocks + blocks, cached))
 
     # ---------------------------------------------------------------- steps, with the lock held, in a turn
 

@@ -1,4 +1,4 @@
-"""What `PagedKvCache` reports: ids, snapshots of a sequence and of the counters, block tables."""
+"""The reports of a `PagedKvCache`: ids, snapshots of a sequence and of the counters, block tables."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SequenceInfo:
 
     @classmethod
     def of(cls, table: BlockTables, seq_id: int) -> SequenceInfo | None:
-        """What a table says of a sequence; None without such a sequence."""
+        """The snapshot of a sequence of a table; None: there is no such sequence."""
         if seq_id not in table:
             return None
         num_tokens, next_position, last_access, access_count, priority, _, _ = table.info(seq_id)
@@ -100,7 +100,7 @@ class CacheStats:
 
     @classmethod
     def of(cls, pool: BlockPool, table: BlockTables, store: BlockStore, evictions: int) -> CacheStats:
-        """What the parts of a cache say."""
+        """The counters of the parts of a cache."""
         size = pool.nbytes + table.nbytes + store.bookkeeping
         return cls(pool.total_allocations, pool.total_frees, evictions, table.forks, pool.peak_used, size)
 

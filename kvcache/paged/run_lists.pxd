@@ -67,4 +67,4 @@ cdef class RunLists:
     cdef void _add_blocks(self, RunList *held, int64_t count) noexcept nogil
     cdef void _copy_on_write(self, RunList *held, int64_t run) noexcept nogil
     cdef int64_t _run_at(self, const RunList *held, int64_t token, int64_t *before) noexcept nogil
-    cdef int _grow_cut(self) except -1
+    cdef int grow_cut(self) except -1

@@ -71,7 +71,7 @@ cdef class RunLists:
         cdef kvc_run piece
         while start < stop:
             if self.num_cut == self.cut_capacity:
-                self._grow_cut()
+                self.grow_cut()
             piece = held.runs[run]
             length = min(stop - start, before + run_length(piece) - start)
             piece.first += <uint16_t>(start - before)
@@ -83,7 +83,7 @@ cdef class RunLists:
             run += 1
         return 0
 
-    cdef int _grow_cut(self) except -1:
+    cdef int grow_cut(self) except -1:
         cdef int64_t capacity = max(2 * self.cut_capacity, 64)
         cdef kvc_run *cut = <kvc_run *>realloc(self.cut, capacity * sizeof(kvc_run))
         if cut == NULL:

@@ -433,7 +433,7 @@ cdef class PagedSequences:
         cdef Span span = residual.unpacked(seq, ahead, count - ahead)
         residual.make_room_(blocks)
         while lists.cut_capacity < blocks + 1:    # a block may have tokens of both
-            lists._grow_cut()
+            lists.grow_cut()
         memset(&fresh, 0, sizeof(RunList))
         fresh.capacity = blocks + 1
         fresh.runs = <kvc_run *>malloc(fresh.capacity * sizeof(kvc_run))

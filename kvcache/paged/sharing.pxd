@@ -1,4 +1,4 @@
-"""What many sequences of a table share, changed at once: runs handed on, and blocks copied before a write."""
+"""Changes of what many sequences of a table share, at once: runs handed on, and blocks copied before a write."""
 
 from libc.stdint cimport int64_t, uint64_t
 

@@ -36,7 +36,6 @@ from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
 from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
-from kvcache.serving.thread import StepThread
 from kvcache.serving.work import Drawing, Scoring, Work
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.forward import Forward
@@ -155,7 +154,6 @@ class BatchEngine:
         self.max_positions = settings.max_positions
         self._new = NewRequests(model.config, self.max_positions, seed, self._steps.inbox_lock)
         self._speculate = bool(speculate)
-        self._thread: StepThread | None = None
         self._text: Any = None
 
     @classmethod
@@ -220,7 +218,7 @@ class BatchEngine:
         samples = [self._sample(prompt, params, namespace, shared, i) for i in range(n)]
         for each in samples[1:]:
             each.leader = samples[0]
-        request = Request(self, samples)
+        request = Request(self._steps, samples)
         self._enqueue(request, samples, priority, deadline)
         return request
 
@@ -242,11 +240,6 @@ class BatchEngine:
         if (needed := self._pool.blocks_for(works[0].num_tokens)) > (total_blocks := self._pool.total_blocks):
             raise OutOfMemoryError(needed, total_blocks)
         self._steps.enqueue(pending, works, priority, deadline)
-        if self._thread is not None:
-            self._thread.wake()
-
-    def _cancel(self, pending: Pending) -> None:
-        self._steps.cancel(pending)
 
     def generate_batch(
         self,
@@ -286,7 +279,7 @@ class BatchEngine:
         works = [Scoring(tokens, chunk) for tokens in prompts]
 
         def submit(work: Scoring) -> Pending:
-            pending = Pending(self, [work])
+            pending = Pending(self._steps, [work])
             self._enqueue(pending, [work], 0, None)
             return pending
 
@@ -311,16 +304,12 @@ class BatchEngine:
         """
         return self._steps.step()
 
-    def _step_or_fail(self) -> bool:
-        return self._steps.step_or_fail()
-
     # -- start and close ------------------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
         """Whether a thread steps the engine, other than this one."""
-        thread = self._thread
-        return thread is not None and thread.is_alive and not thread.is_current
+        return self._steps.is_running
 
     def start(self) -> BatchEngine:
         """Run a thread that steps as long as there is work; returns the engine. A second call does nothing.
@@ -328,10 +317,7 @@ class BatchEngine:
         Raises:
             InvalidOperationError: the engine is closed.
         """
-        with self._steps.lock:
-            self._steps.expect_open()
-            if self._thread is None or not self._thread.is_alive:
-                self._thread = StepThread(self)
+        self._steps.start(self)
         return self
 
     def close(self, *, cancel: bool = False) -> None:
@@ -343,8 +329,7 @@ class BatchEngine:
         self._steps.close()
         if cancel:
             self._steps.cancel_all()
-        if self._thread is not None:
-            self._thread.stop()
+        self._steps.stop()
         while self.step():
             pass
         if self._autosaves and self.tiers is not None:

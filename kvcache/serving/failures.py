@@ -1,4 +1,4 @@
-"""What the code of a caller raises in a step, as the error of a request: also an exception that is no `Exception`.
+"""Exceptions of a caller's code in a step, as errors of requests: also one that is no `Exception`.
 
 Python runs signal handlers in the main thread. So an exception there that is no `Exception` may be an interrupt, such
 as Ctrl-C, and leaves the step. In any other thread the code of a caller has raised it, and it ends requests as every

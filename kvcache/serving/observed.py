@@ -1,4 +1,4 @@
-"""What a `BatchEngine` counts of its requests: times, namespaces, and evictions, of which its caller is told.
+"""The counters of a `BatchEngine`: times and namespaces of requests, and evictions, of which its caller is told.
 
 All of it is noted while the engine's lock is held, but for `deliver`, which runs the caller's code. The counters of
 namespaces have a lock of their own, so that a report of them waits for no step.

@@ -19,7 +19,7 @@ _GAUGES = {"waiting", "running", "free_blocks", "claimed_blocks", "cached_blocks
 def exposition(
     stats: BatchStats, namespaces: Mapping[Hashable, NamespaceStats], **counters: tuple[str, Mapping[Any, int]]
 ) -> str:
-    """What `BatchEngine.stats` and `namespace_stats` returned, a line for each number.
+    """Write the results of `BatchEngine.stats` and `namespace_stats`, a line for each number.
 
     Names are those of the fields: `kvcache_running` of a gauge, `kvcache_new_tokens_total` of a counter,
     `kvcache_queued_seconds` of a histogram, `kvcache_namespace_hits_total{namespace="alice"}` of a

@@ -9,15 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from kvcache.core.copying import refuse_copies
 from kvcache.engine.completion import Completion, TokenLogprobs
 from kvcache.errors import InvalidOperationError
 from kvcache.serving.work import Drawing, FinishReason, Work
-
-if TYPE_CHECKING:
-    from kvcache.serving.batch import BatchEngine
 
 __all__ = ["NewTokens", "Pending", "Request", "RequestMetrics"]
 
@@ -46,7 +43,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """What has come of one sample of a request since the item before.
+    """The new tokens of one sample of a request since the item before.
 
     Attributes:
         index: the number of the sample, from 0 on.
@@ -64,6 +61,17 @@ class NewTokens:
     text: str | None
 
 
+class Stepping(Protocol):
+    """The steps that works run in; see `Steps`."""
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
+    @property
+    def is_running(self) -> bool: ...
+    def step(self) -> bool: ...
+    def cancel(self, pending: Pending) -> None: ...
+
+
 class Pending:
     """Works of one call, and those that wait for them.
 
@@ -73,8 +81,8 @@ class Pending:
         works: of the call.
     """
 
-    def __init__(self, engine: BatchEngine, works: Sequence[Work]) -> None:
-        self._engine, self.works = engine, tuple(works)
+    def __init__(self, steps: Stepping, works: Sequence[Work]) -> None:
+        self._steps, self.works = steps, tuple(works)
         self._waiters: deque[Callable[[], None]] = deque()
 
     @property
@@ -84,7 +92,7 @@ class Pending:
 
     def cancel(self) -> None:
         """End it, at the latest after the running step; it keeps its tokens. Does nothing after its end."""
-        self._engine._cancel(self)
+        self._steps.cancel(self)
 
     def raise_error(self) -> None:
         """Raise what a work has failed with."""
@@ -94,14 +102,14 @@ class Pending:
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
         """Wait until a condition holds; TimeoutError after so many seconds."""
-        engine = self._engine
-        stop = None if timeout is None else engine.clock() + timeout
+        steps = self._steps
+        stop = None if timeout is None else steps.clock() + timeout
         while not until():
-            left = None if stop is None else stop - engine.clock()
+            left = None if stop is None else stop - steps.clock()
             if left is not None and left <= 0:
                 raise TimeoutError(f"timeout: expected the end within {timeout} s, got none")
-            if not engine.is_running:
-                engine.step()
+            if not steps.is_running:
+                steps.step()
                 continue
             woken: SimpleQueue[None] = SimpleQueue()
             self._waiters.append(lambda woken=woken: woken.put(None))  # type: ignore[misc]
@@ -118,13 +126,13 @@ class Pending:
 
 
 class Request(Pending):
-    """What `BatchEngine.submit` returns: an iterable, and asynchronous iterable, of the new tokens.
+    """The result of `BatchEngine.submit`: an iterable, and asynchronous iterable, of the new tokens.
 
     Without a thread of the engine, waiting for tokens steps the engine. A request that is dropped runs to its end.
     """
 
-    def __init__(self, engine: BatchEngine, samples: Sequence[Drawing]) -> None:
-        super().__init__(engine, samples)
+    def __init__(self, steps: Stepping, samples: Sequence[Drawing]) -> None:
+        super().__init__(steps, samples)
         self._samples = tuple(samples)
 
     @property
@@ -233,7 +241,7 @@ class Request(Pending):
                 yield token
 
     async def arrivals(self, *, with_text: bool = True) -> AsyncIterator[NewTokens]:
-        """What comes of every sample, as it comes; the last item of each sample has its `finish_reason`.
+        """The new tokens of every sample, as they come; the last item of each sample has its `finish_reason`.
 
         The event loop is free while it waits. No step waits for the caller: one that is late finds several tokens in
         an item.
@@ -273,9 +281,9 @@ class Request(Pending):
         return sum(sample.num_new + (sample.reason is not None) for sample in self._samples)
 
     async def _next_step(self, before: int) -> None:
-        if not self._engine.is_running:
+        if not self._steps.is_running:
             if self._progress() == before:
-                await asyncio.to_thread(self._engine.step)
+                await asyncio.to_thread(self._steps.step)
             return
         loop = asyncio.get_running_loop()
         arrived = loop.create_future()

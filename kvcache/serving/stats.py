@@ -1,4 +1,4 @@
-"""What a `BatchEngine` reports."""
+"""The reports of a `BatchEngine`."""
 
 from __future__ import annotations
 

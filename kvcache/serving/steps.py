@@ -22,6 +22,7 @@ from kvcache.serving.failures import as_failure
 from kvcache.serving.request import Pending
 from kvcache.serving.scheduler import PATIENCE, Scheduler
 from kvcache.serving.stats import BatchStats, NamespaceStats
+from kvcache.serving.thread import StepThread
 from kvcache.serving.work import Work
 from kvcache.texts.forward import Forward
 
@@ -40,12 +41,13 @@ class Steps:
         clock: seconds.
 
     Attributes:
+        clock: see above.
         lock: held by everything that changes a work.
         inbox_lock: held while works come in.
     """
 
     def __init__(self, scheduler: Scheduler, forward: Forward, max_queue: int, clock: Callable[[], float]) -> None:
-        self._scheduler, self._forward, self._max_queue, self._clock = scheduler, forward, max_queue, clock
+        self._scheduler, self._forward, self._max_queue, self.clock = scheduler, forward, max_queue, clock
         self.lock = MendingLock(CallLock(level=2), self._mend)
         self.inbox_lock = CallLock(level=0)
         self._inbox: deque[Work] = deque()
@@ -53,6 +55,7 @@ class Steps:
         self._pending: dict[int, Pending] = {}  # of each work that has not ended
         self._ended: deque[Pending] = deque()  # to be woken
         self._closed = False
+        self._thread: StepThread | None = None
         self._submitted = 0  # works, under the lock of the inbox
         self._steps = self._finished = self._prefilled = self._new_tokens = self._cached_tokens = 0
         self._guessed = self._accepted = 0
@@ -96,7 +99,7 @@ class Steps:
 
     def enqueue(self, pending: Pending, works: Sequence[Work], priority: int, deadline: float | None) -> None:
         """Queue works: all or none; see `BatchEngine.submit` for the arguments and errors."""
-        now = self._clock()
+        now = self.clock()
         for sample, work in enumerate(works):
             work.arrival, work.key = now, (now + PATIENCE * (priority + sample), next(self._numbers))
             work.deadline = None if deadline is None else now + deadline
@@ -105,6 +108,8 @@ class Steps:
             self._pending.update((work.key[1], pending) for work in works)
             self._inbox.extend(works)
             self._submitted += len(works)
+        if self._thread is not None:
+            self._thread.wake()
 
     def cancel(self, pending: Pending) -> None:
         """End works: now, or when the running step ends."""
@@ -139,13 +144,33 @@ class Steps:
         else:
             waited.wait(lambda: waited.is_finished or self._finished != before)
 
+    # -- a thread -------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """See `BatchEngine.is_running`."""
+        thread = self._thread
+        return thread is not None and thread.is_alive and not thread.is_current
+
+    def start(self, owner: object) -> None:
+        """Run a thread that steps until `stop`, or until `owner` is dropped and all work is done; see `BatchEngine`."""
+        with self.lock:
+            self.expect_open()
+            if self._thread is None or not self._thread.is_alive:
+                self._thread = StepThread(owner, self.step_or_fail)
+
+    def stop(self) -> None:
+        """End the thread, if there is one, when all work is done."""
+        if self._thread is not None:
+            self._thread.stop()
+
     # -- a step ---------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
         """See `BatchEngine.step`."""
         with self.lock:
             self._take_inbox()
-            began = self._clock()
+            began = self.clock()
             self._scheduler.expire(began)
             # Texts with equal first tokens become neighbours, of which attention reads shared blocks once.
             pieces = sorted(self._scheduler.plan(began), key=lambda piece: piece[0].opening)
@@ -158,8 +183,8 @@ class Steps:
                 self._steps += 1
                 self._prefilled += prefilled
                 if self._scheduler.arrivals is not None:
-                    self._scheduler.arrivals.measured(prefilled, self._clock() - began)
-                self._scheduler.budget.observe(decodes, prefilled, self._clock() - began)
+                    self._scheduler.arrivals.measured(prefilled, self.clock() - began)
+                self._scheduler.budget.observe(decodes, prefilled, self.clock() - began)
             self._tell()
             busy = bool(self._scheduler.works)
         self._scheduler.observed.deliver()
@@ -198,7 +223,7 @@ class Steps:
             for piece in pieces:
                 self._pass([piece])
             return
-        now = self._clock()
+        now = self.clock()
         for (work, n), rows in zip(pieces, logits, strict=True):
             computed, ready = work.computed + n, bool(len(rows) and work.followers)
             # Followers need the leader's sequence, which ends with it; its first token comes before theirs.

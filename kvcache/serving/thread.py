@@ -1,31 +1,29 @@
-"""The thread that steps an engine as long as there is work."""
+"""The thread that steps as long as there is work."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 from weakref import ref
-
-if TYPE_CHECKING:
-    from kvcache.serving.batch import BatchEngine
 
 __all__ = ["StepThread"]
 
 
 class StepThread:
-    """Steps an engine until `stop`, or until the engine is dropped; sleeps without work.
+    """Steps until `stop`, or until its owner is dropped, and all work is done; sleeps without work.
 
     Args:
-        engine: not kept alive.
+        owner: not kept alive.
+        step: runs a step; whether there is work left.
     """
 
-    def __init__(self, engine: BatchEngine) -> None:
+    def __init__(self, owner: object, step: Callable[[], bool]) -> None:
         self._woken: SimpleQueue[None] = SimpleQueue()  # may be used from signal handlers
         self._stopping = threading.Event()
         self._thread = threading.Thread(
-            target=_run, args=(ref(engine), self._woken, self._stopping), name="kvcache-serving", daemon=True
+            target=_run, args=(ref(owner), step, self._woken, self._stopping), name="kvcache-serving", daemon=True
         )
         self._thread.start()
 
@@ -51,15 +49,12 @@ class StepThread:
             self._thread.join()
 
 
-def _run(engine_of: ref[BatchEngine], woken: SimpleQueue[None], stopping: threading.Event) -> None:
+def _run(
+    owner: ref[object], step: Callable[[], bool], woken: SimpleQueue[None], stopping: threading.Event
+) -> None:
     while True:
-        engine = engine_of()
-        if engine is None:
-            return
-        busy = engine._step_or_fail()
-        del engine
-        if not busy:
-            if stopping.is_set():
+        if not step():
+            if stopping.is_set() or owner() is None:
                 return
-            with suppress(Empty):  # a second later it looks whether the engine was dropped
+            with suppress(Empty):  # a second later it looks whether the owner was dropped
                 woken.get(timeout=1.0)

@@ -88,7 +88,7 @@ class Work(Text, ABC):
 
     @abstractmethod
     def rows_due(self, count: int) -> int:
-        """Of how many of the next `count` tokens, the last ones, the logits are due."""
+        """The number of the next `count` tokens, the last ones, whose logits are due."""
 
     @abstractmethod
     def take(self, logits: Float32, start: int) -> int:
@@ -134,7 +134,7 @@ class Drawing(Work):
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
-        """Of the new tokens; None: they are not reported."""
+        """The log-probabilities of the new tokens; None: they are not reported."""
         return self._request.logprobs
 
     @property

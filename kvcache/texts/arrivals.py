@@ -55,7 +55,7 @@ def as_tiers(
 
 
 def model_name(model: Model, residual_length: int, calibration: Calibration | None, formats: RowFormats) -> str:
-    """What K and V of an engine depend on beside the library's formats; engines of all kinds share values."""
+    """The name of all that K and V depend on beside the library's formats; engines of all kinds share values."""
     calibrated = "" if calibration is None else f", calibrated {calibration.fingerprint}"
     named = f", {formats.fingerprint}" if formats.fingerprint else ""
     return f"{fingerprint(model)}, residual_length {residual_length}{calibrated}{named}"

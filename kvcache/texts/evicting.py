@@ -35,7 +35,7 @@ from kvcache.networks.protocols import Float32, LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.budgets import Budgets, most_blocks
-from kvcache.texts.group import Claim, Ids, LayerCall, Lens, Reclaim, append_within, settle_within
+from kvcache.texts.group import CachedStart, Ids, LayerCall, Lens, Reclaim, append_within, settle_within
 from kvcache.texts.scores import Alive
 from kvcache.texts.text import Text, Tokens
 
@@ -43,7 +43,7 @@ __all__ = ["EvictingLayers", "Survivors"]
 
 
 class Survivors(NamedTuple):
-    """What a text has in these layers.
+    """The tokens that these layers have of a text.
 
     Attributes:
         cache: which one, of its own.
@@ -93,11 +93,11 @@ class EvictingLayers:
 
     @property
     def total_blocks(self) -> int:
-        """Those of all texts that may run."""
+        """The blocks of all texts that may run."""
         return self._most * self._caches[0].total_blocks
 
     def count(self) -> dict[str, int]:
-        """Those of texts that have no cache yet are free."""
+        """See `Group`; the blocks of texts that have no cache yet are free."""
         used = sum(cache.used_block_count for cache in self._caches)
         return {"free": self.total_blocks - used, "claimed": used, "cached": 0}
 
@@ -107,11 +107,11 @@ class EvictingLayers:
 
     # -- a text begins --------------------------------------------------------------------------------------
 
-    def has_room(self, text: Text, found: int, claim: Claim, running: Sequence[Text]) -> bool:
+    def has_room(self, text: Text, found: int, start: CachedStart, running: Sequence[Text]) -> bool:
         """A text begins where there is memory for all that it may ever keep."""
         return len(self._taken) < self._most
 
-    def begin(self, seq_id: int, found: int, claim: Claim) -> Survivors:
+    def begin(self, seq_id: int, found: int, start: CachedStart) -> Survivors:
         number = next(i for i in range(self._most) if i not in self._taken.values())
         if number == len(self._caches):
             self._caches.append(self._make_cache())
@@ -281,8 +281,8 @@ class EvictingLayers:
     def longest(self, tokens: Tokens, stop: int, space: Any) -> int:
         return 0
 
-    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> Claim | None:
-        return Claim(0)
+    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> CachedStart | None:
+        return CachedStart(0)
 
     def keep(self, text: Text, index: int, stop: int) -> None:
         """Do nothing."""

@@ -29,7 +29,9 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.text import Text, Tokens
 
-__all__ = ["Claim", "Group", "Ids", "LayerCall", "Lens", "append_within", "free_within", "has_blocks", "settle_within"]
+__all__ = [
+    "CachedStart", "Group", "Ids", "LayerCall", "Lens", "append_within", "free_within", "has_blocks", "settle_within",
+]  # fmt: skip
 
 Ids = NDArray[np.uint64]
 Lens = NDArray[np.int64]
@@ -39,7 +41,7 @@ Rows = Sequence[tuple[Float32, Float32]]
 Reclaim = Callable[[OutOfMemoryError], bool]
 
 
-class Claim(NamedTuple):
+class CachedStart(NamedTuple):
     """Cached tokens of a prefix, held for a text that is about to begin.
 
     Attributes:
@@ -92,12 +94,12 @@ class Group(Protocol):
         """How many blocks are "free", "claimed" and "cached"."""
         ...
 
-    def has_room(self, text: Text, found: int, claim: Claim, running: Sequence[Text]) -> bool:
-        """Whether all tokens of a text have room behind its first `found`, which `claim` has, beside those that run."""
+    def has_room(self, text: Text, found: int, start: CachedStart, running: Sequence[Text]) -> bool:
+        """Whether all tokens of a text have room behind its first `found`, which `start` has, beside those that run."""
         ...
 
-    def begin(self, seq_id: int, found: int, claim: Claim) -> Any:
-        """Start a sequence of `found` claimed tokens, which are shared, not copied; returns its place."""
+    def begin(self, seq_id: int, found: int, start: CachedStart) -> Any:
+        """Start a sequence of `found` cached tokens, which are shared, not copied; returns its place."""
         ...
 
     def append(self, texts: Sequence[Text], index: int, ids: Ids, counts: Lens) -> None:
@@ -159,8 +161,8 @@ class Group(Protocol):
         """The longest prefix of at most `stop` tokens after which this group can go on, as far as is cached."""
         ...
 
-    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> Claim | None:
-        """What a text needs to go on after `stop` tokens, in use until `held` closes; None: it is not there.
+    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> CachedStart | None:
+        """Hold what a text needs to go on after `stop` tokens, until `held` closes; None: it is not there.
 
         The first group of a pool, which has the index, may return fewer tokens.
 

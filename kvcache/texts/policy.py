@@ -88,7 +88,7 @@ def as_budgets(policy: Policy, kv_budget: int, num_layers: int) -> list[int]:
 
 
 def as_kept(found: Any, count: int, budget: int) -> Int64:
-    """What `keep` returned for `count` tokens, as int64 indices of the caller's own.
+    """Check what `keep` returned for `count` tokens, and return it as int64 indices of the caller's own.
 
     Raises:
         TypeError, ValueError: not 1 to `budget` ascending integers below `count`.

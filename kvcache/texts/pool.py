@@ -25,8 +25,8 @@ from kvcache.errors import OutOfMemoryError
 from kvcache.networks.protocols import Attend, Float32
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.texts.group import Claim, Group, Lens
-from kvcache.texts.sharing import Arrived, SharedPrefixes
+from kvcache.texts.group import CachedStart, Group, Lens
+from kvcache.texts.shared_prefixes import Arrived, SharedPrefixes
 from kvcache.texts.text import Text
 
 __all__ = ["Pool"]
@@ -74,32 +74,32 @@ class Pool:
 
     def _start(self, text: Text, most: int, running: Sequence[Text], arrived: Arrived | None) -> bool:
         """Do what `start` does where the first `most` tokens may be shared."""
-        with self.shared.hold(text, most, arrived) as (found, claims):
-            asked = zip(self.groups, claims, strict=True)
-            if not all(group.has_room(text, found, claim, running) for group, claim in asked):
+        with self.shared.hold(text, most, arrived) as (found, starts):
+            asked = zip(self.groups, starts, strict=True)
+            if not all(group.has_room(text, found, start, running) for group, start in asked):
                 return False
-            self.begin(text, found, claims, next(self._numbers))
+            self.begin(text, found, starts, next(self._numbers))
         return True
 
-    def begin(self, text: Text, found: int, claims: Sequence[Claim], seq_id: int) -> None:
-        """Give a text a sequence of `found` claimed tokens."""
+    def begin(self, text: Text, found: int, starts: Sequence[CachedStart], seq_id: int) -> None:
+        """Give a text a sequence of `found` cached tokens."""
         places: list[Any] = []
         try:
-            for group, claim in zip(self.groups, claims, strict=True):
-                places.append(group.begin(seq_id, found, claim))
+            for group, start in zip(self.groups, starts, strict=True):
+                places.append(group.begin(seq_id, found, start))
         except Exception:
             self._free(seq_id, places)
             raise
         text.keep_at = [text.num_prompt] if found < text.num_prompt else []
-        for claim in claims:
-            if found < claim.parting < text.num_tokens:
-                insort(text.keep_at, claim.parting)
+        for start in starts:
+            if found < start.parting < text.num_tokens:
+                insort(text.keep_at, start.parting)
         text.moved(seq_id, found, tuple(places))
 
     def empty(self, seq_id: int) -> tuple[Any, ...]:
         """Start a sequence without tokens; returns its places."""
         text = Text(np.empty(0, np.uint32))
-        self.begin(text, 0, [Claim(0)] * len(self.groups), seq_id)
+        self.begin(text, 0, [CachedStart(0)] * len(self.groups), seq_id)
         return text.places
 
     def fork(self, text: Text, other: Text, computed: int, seq_id: int | None = None) -> None:
@@ -308,7 +308,7 @@ class Pool:
         return self.shared.counted(self.prefixes[0].stats())
 
     def watch_evictions(self) -> deque[Any]:
-        """What the index evicts from now on, see `PrefixCache.watch_evictions`."""
+        """The evictions of the index from now on, see `PrefixCache.watch_evictions`."""
         return self.prefixes[0].watch_evictions() if self.prefixes else deque()
 
     def namespace_tokens(self) -> dict[Hashable, int]:

@@ -1,4 +1,4 @@
-"""What an evicting sequence knows of its tokens: their positions, and the attention mass on them by query.
+"""Scores of an evicting sequence: the positions of its tokens, and the attention mass on them by query.
 
     scores of           shape                  `mean`: attention mass per query that could see the token
     all queries         (n,) or (heads, n)     their sum, over the number of queries since the token

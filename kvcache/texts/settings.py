@@ -32,7 +32,7 @@ __all__ = ["CacheSettings", "Load"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an engine runs at a time.
+    """The most that an engine runs at a time.
 
     Attributes:
         texts: the most texts; 0: one, which a change leaves as it was until it has succeeded.

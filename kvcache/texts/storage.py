@@ -85,6 +85,6 @@ class Storage(NamedTuple):
         return known if len(layers) == len(known.centres) else known.of_layers([*layers])
 
     def formats_of(self, layers: Sequence[int]) -> tuple[Any, Any]:
-        """What a cache of these layers is made with."""
+        """The formats of K and V of a cache of these layers."""
         keys, values = (formats_of_layers(each, layers) for each in self.formats)
         return keys, values

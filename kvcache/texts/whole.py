@@ -14,7 +14,7 @@ from kvcache.networks.protocols import Float32, LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.group import (
-    Claim,
+    CachedStart,
     Ids,
     LayerCall,
     Lens,
@@ -84,17 +84,17 @@ class WholeLayers:
 
     # -- a text begins --------------------------------------------------------------------------------------
 
-    def has_room(self, text: Text, found: int, claim: Claim, running: Sequence[Text]) -> bool:
+    def has_room(self, text: Text, found: int, start: CachedStart, running: Sequence[Text]) -> bool:
         size, texts = self.cache.block_size, len(running)
         tokens = sum([each.num_tokens for each in running])  # each with drafts, a block that it began, and a copy
-        claimed = len(claim.blocks) + (tokens + texts * (self._most_drafts + size - 1)) // size + texts
+        claimed = len(start.blocks) + (tokens + texts * (self._most_drafts + size - 1)) // size + texts
         needed = -(-text.num_tokens // size) - found // size + texts
         return has_blocks(self.cache, [] if self.index is None else [self.index], needed, claimed)
 
-    def begin(self, seq_id: int, found: int, claim: Claim) -> None:
-        self.cache.adopt(seq_id, claim.blocks[: -(-found // self.cache.block_size)], found)
-        if claim.rows or claim.firsts:
-            self.cache.unpack(seq_id, claim.rows, claim.firsts)
+    def begin(self, seq_id: int, found: int, start: CachedStart) -> None:
+        self.cache.adopt(seq_id, start.blocks[: -(-found // self.cache.block_size)], found)
+        if start.rows or start.firsts:
+            self.cache.unpack(seq_id, start.rows, start.firsts)
 
     def fork(self, text: Text, index: int, seq_id: int) -> None:
         self.cache.fork(text.seq_id, seq_id)
@@ -187,17 +187,18 @@ class WholeLayers:
     def longest(self, tokens: Tokens, stop: int, space: Any) -> int:
         return 0 if self.index is None else min(stop, self.index.peek(tokens, space))
 
-    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> Claim:
+    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> CachedStart:
         """Look the tokens up, which counts; the last one is to run, since logits are not cached."""
         if self.index is None:
-            return Claim(0)
+            return CachedStart(0)
         look_up = self.index.open_again if again else self.index.open_session
         session = held.enter_context(look_up(tokens, space))
         blocks = np.array(session.shared_blocks, np.int64)
-        return self.claim(tokens, min(stop, session.num_tokens), space, blocks)._replace(cached=session.num_tokens)
+        found = session.num_tokens
+        return self.cached_start(tokens, min(stop, found), space, blocks)._replace(cached=found)
 
-    def claim(self, tokens: Tokens, stop: int, space: Any, blocks: NDArray[np.int64]) -> Claim:
-        """A claim of the first `stop` tokens in blocks that are held, as far as a text can go on after them.
+    def cached_start(self, tokens: Tokens, stop: int, space: Any, blocks: NDArray[np.int64]) -> CachedStart:
+        """The first `stop` tokens in blocks that are held, as far as a text can go on after them.
 
         A token must read its own group in f16, and all read the sink tokens so. Copies of these are kept; where some of
         a group are missing it runs again, and where the sink tokens are, everything does.
@@ -217,7 +218,7 @@ class WholeLayers:
             stop += count - begun
             if self.newest is not None and count < begun:
                 parting = stop - count + length
-        return Claim(stop, 0, blocks, rows if count else (), firsts, parting)
+        return CachedStart(stop, 0, blocks, rows if count else (), firsts, parting)
 
     def keep(self, text: Text, index: int, stop: int) -> None:
         """Cache the full blocks, by reference, and the tokens that another text reads in f16."""

@@ -30,7 +30,7 @@ from kvcache.networks.protocols import Float32, LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.group import (
-    Claim,
+    CachedStart,
     Ids,
     LayerCall,
     Lens,
@@ -111,25 +111,25 @@ class WindowLayers:
 
     # -- a text begins --------------------------------------------------------------------------------------
 
-    def has_room(self, text: Text, found: int, claim: Claim, running: Sequence[Text]) -> bool:
-        size, first, spare = self._size, claim.first // self._size, len(running)
+    def has_room(self, text: Text, found: int, start: CachedStart, running: Sequence[Text]) -> bool:
+        size, first, spare = self._size, start.first // self._size, len(running)
         most = num_kept(self._kept, size) + -(-self._most_piece // size)
         needed = min(-(-text.num_tokens // size) - first, most) - (found // size - first)
-        return has_blocks(self.cache, self.prefixes, needed + spare, len(claim.blocks) + spare * (most + 1))
+        return has_blocks(self.cache, self.prefixes, needed + spare, len(start.blocks) + spare * (most + 1))
 
-    def begin(self, seq_id: int, found: int, claim: Claim) -> int:
+    def begin(self, seq_id: int, found: int, start: CachedStart) -> int:
         """Start a sequence of the window of `found` tokens.
 
         Raises:
-            InvalidOperationError: the claim lacks tokens that the next query sees.
+            InvalidOperationError: `start` lacks tokens that the next query sees.
         """
-        if self.first_seen(found) < claim.first or claim.first + len(claim.blocks) * self._size < found:
+        if self.first_seen(found) < start.first or start.first + len(start.blocks) * self._size < found:
             raise InvalidOperationError(
                 f"share: expected the {found - self.first_seen(found)} tokens before {found} for the layers with a "
-                f"window of {self.window}, got {len(claim.blocks)} blocks from token {claim.first} on"
+                f"window of {self.window}, got {len(start.blocks)} blocks from token {start.first} on"
             )
-        self.cache.adopt(seq_id, claim.blocks, found - claim.first)
-        return claim.first
+        self.cache.adopt(seq_id, start.blocks, found - start.first)
+        return start.first
 
     def fork(self, text: Text, index: int, seq_id: int) -> int:
         self.cache.fork(text.seq_id, seq_id)
@@ -227,7 +227,7 @@ class WindowLayers:
                 best = i * self._size
         return best
 
-    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> Claim | None:
+    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> CachedStart | None:
         blocks = []
         for page, name in self._window(tokens, stop, space):
             assert self.pages is not None
@@ -235,7 +235,7 @@ class WindowLayers:
             if session.num_tokens < len(page):
                 return None
             blocks.append(session.shared_blocks[0])
-        return Claim(stop, self._first_page(stop) * self._size, np.array(blocks, np.int64))
+        return CachedStart(stop, self._first_page(stop) * self._size, np.array(blocks, np.int64))
 
     def keep(self, text: Text, index: int, stop: int) -> None:
         """Cache the full pages of the window of the first `stop` tokens, as far as the text has them.
@@ -260,10 +260,10 @@ class WindowLayers:
         assert self.pages is not None
         found = {}
         for number, (page, name) in enumerate(self._window(tokens, stop, space), self._first_page(stop)):
-            match = self.pages._cached.index.find(page, name)
-            if match.length < self._size:
+            blocks = self.pages.peek_blocks(page, name)
+            if not len(blocks):
                 return {}
-            found[number] = int(match.pages[0])
+            found[number] = int(blocks[0])
         return found
 
     def take(self, tokens: Tokens, stop: int, space: Any, bodies: dict[int, memoryview]) -> None:

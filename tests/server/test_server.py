@@ -194,8 +194,8 @@ def until_idle(served):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_cancels_its_request_within_a_step(served, monkeypatch, stream):
     cancelled = threading.Event()
-    cancel = served.engine._cancel
-    monkeypatch.setattr(served.engine, "_cancel", lambda pending: (cancel(pending), cancelled.set()))
+    cancel = served.engine._steps.cancel
+    monkeypatch.setattr(served.engine._steps, "cancel", lambda pending: (cancel(pending), cancelled.set()))
     served.network.waiting.clear()
     served.network.closed = True
     body = {"model": MODEL, "prompt": "leave", "max_tokens": 300, "stream": stream}

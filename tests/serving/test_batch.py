@@ -338,7 +338,7 @@ def test_close(network, alone):
 
 def test_an_engine_that_is_dropped_ends_its_thread(network):
     engine = BatchEngine(network, num_blocks=20).start()
-    thread, gone = engine._thread._thread, weakref.ref(engine)
+    thread, gone = engine._steps._thread._thread, weakref.ref(engine)
     del engine
     gc.collect()
     thread.join(60)

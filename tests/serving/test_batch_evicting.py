@@ -151,7 +151,7 @@ def test_interrupted_and_failing(network, long):
     def serve(lines):
         engine = BatchEngine(network, max_running=2, **POLICIES["h2o"])
         requests, scoring = [engine.submit(*each) for each in asked], Scoring(long_text, engine._pool.chunk)
-        engine._enqueue(Pending(engine, [scoring]), [scoring], 0, None)
+        engine._enqueue(Pending(engine._steps, [scoring]), [scoring], 0, None)
         with suppress(KeyboardInterrupt), lines:
             run(engine, check=False)
         return engine, requests, scoring

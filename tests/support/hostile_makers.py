@@ -155,7 +155,7 @@ class Words:
 
 def talking():
     found = engine()
-    found._text = Words()
+    found.requests.text = Words()
     return found
 
 

@@ -86,7 +86,7 @@ class Served:
         self.path, self.alone = path, InferenceEngine.from_pretrained(path)
         self.network = Gated(self.alone.model)
         self.engine = BatchEngine(self.network, self.alone.sampling_params, **{"num_blocks": 400, **options})
-        self.engine._text = self.alone._text
+        self.engine._text = self.alone.requests.text
         self.app = make_app(self.engine, MODEL, keys, **dict(limits))
         self.bodies = self.app.state.bodies
         config = uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=drain, lifespan="on")

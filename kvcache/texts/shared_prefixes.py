@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.texts.group import Claim, Group
+from kvcache.texts.group import CachedStart, Group
 from kvcache.texts.text import Text, Tokens
 
 __all__ = ["Arrived", "SharedPrefixes"]
@@ -49,7 +49,7 @@ class SharedPrefixes:
     @contextmanager
     def hold(
         self, text: Text, most: int, arrived: Arrived | None = None, again: bool = False
-    ) -> Iterator[tuple[int, list[Claim]]]:
+    ) -> Iterator[tuple[int, list[CachedStart]]]:
         """The longest prefix of a text that every group has, at most `most` tokens and all but the last; held.
 
         Args:
@@ -68,12 +68,12 @@ class SharedPrefixes:
             while True:
                 with ExitStack() as held:
                     stop = self.longest_of(text.tokens, first.stop, space)
-                    claims = [group.hold(text.tokens, stop, space, held, again) for group in others]
-                    if None not in claims:
+                    starts = [group.hold(text.tokens, stop, space, held, again) for group in others]
+                    if None not in starts:
                         break_at = self._parting(first.stop, stop)
                         self.gone += stop < first.stop
                         self.gone_tokens += first.stop - stop
-                        yield stop, [first._replace(parting=break_at or first.parting), *filter(None, claims)]
+                        yield stop, [first._replace(parting=break_at or first.parting), *filter(None, starts)]
                         return
 
     def _parting(self, cached: int, stop: int) -> int:
