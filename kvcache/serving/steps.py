@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -55,7 +56,8 @@ class Steps:
         self._submitted = 0  # works, under the lock of the inbox
         self._steps = self._finished = self._prefilled = self._new_tokens = self._cached_tokens = 0
         self._guessed = self._accepted = 0
-        self._publish()
+        self._is_stale = False
+        self._count()
 
     @property
     def running(self) -> Sequence[Work]:
@@ -284,6 +286,8 @@ class Steps:
 
     def stats(self) -> BatchStats:
         """See `BatchEngine.stats`."""
+        if self._is_stale:  # the last publication had no memory
+            self.lock.hand_over(self._publish)
         last, blocks = self._published, self._scheduler.pool.count()
         return replace(
             last, waiting=self._submitted - last.running - last.finished, free_blocks=blocks["free"],
@@ -291,6 +295,13 @@ class Steps:
         )  # fmt: skip
 
     def _publish(self) -> None:
+        """Bring the counters up to date. Without memory `stats` does it later: a cancellation needs none."""
+        self._is_stale = True
+        with suppress(MemoryError):
+            self._count()
+            self._is_stale = False
+
+    def _count(self) -> None:
         observed = self._scheduler.observed
         self._published = BatchStats(
             0, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens, self._cached_tokens,

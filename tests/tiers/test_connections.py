@@ -218,7 +218,7 @@ def test_the_round_trip_decides_how_many_are_under_way(server):
 @pytest.mark.parametrize("waits", [False, True])
 def test_connections_that_end_or_hang(server, rng, waits):
     """At every place of a reply: an error, and the next call has a connection that begins anew."""
-    with Wire(server.port) as wire, redis.Redis(port=wire.port, socket_timeout=0.05, retry=None) as client:
+    with Wire(server.port) as wire, redis.Redis(port=wire.port, socket_timeout=0.2, retry=None) as client:
         tier, names, values = filled(client, rng)
         wire.most = 1 << 16
         assert tier.get_many(names) == values

@@ -263,12 +263,15 @@ def test_random_faults_change_no_answer(name, long, monkeypatch, head_start):
     store = ObjectStore()
     options = {"secret": SECRET, "after_uses": 1, "head_start": head_start, "queue_bytes": 1 << 18}
     with Tiers([Faulty(ObjectStore(), 1), Faulty(store, 2, 0.1)], **options) as tiers:
-        run_random(Transformer.from_pretrained(GOLDEN / name), tiers, 3, 10_000 if long else 20 if FAST else 100)
-        first, second = tiers.stats()
-        if head_start and not FAST:
-            assert first.errors
-            assert first.wrong + second.wrong
-            assert first.hits + second.hits
+        network = Transformer.from_pretrained(GOLDEN / name)
+        for seed in range(3, 13):  # how many faults a run meets depends on the threads of the tiers
+            run_random(network, tiers, seed, 10_000 if long else 20 if FAST else 100)
+            first, second = tiers.stats()
+            met = first.errors, first.wrong + second.wrong, first.hits + second.hits
+            if all(met) or not head_start or FAST:
+                break
+        else:
+            raise AssertionError(f"expected errors, wrong values and hits, got {met}")
     assert tiers.stats()[0].queued_bytes == 0
 
 
