@@ -93,11 +93,11 @@ class EvictingLayers:
 
     @property
     def total_blocks(self) -> int:
-        """Those of all texts that may run."""
+        """The blocks of all texts that may run."""
         return self._most * self._caches[0].total_blocks
 
     def count(self) -> dict[str, int]:
-        """Those of texts that have no cache yet are free."""
+        """Blocks of texts that have no cache yet count as free."""
         used = sum(cache.used_block_count for cache in self._caches)
         return {"free": self.total_blocks - used, "claimed": used, "cached": 0}
 
