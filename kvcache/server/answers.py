@@ -94,7 +94,7 @@ class HttpAnswer:
             for request in self.requests:
                 async for _ in self._arrivals(request):
                     pass
-            made = pieces(self._answer())
+            made = pieces(await run_sync(self._answer, limiter=self._threads.answers))
             first, second = await self._next(made), await self._next(made)
         except Exception as error:
             return await refusal(error, running=True)(scope, receive, send)

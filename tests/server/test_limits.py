@@ -11,6 +11,7 @@ from http_servers import MODEL, Served, answer, fetched, post, tiny_file
 
 from kvcache import SamplingParams
 from kvcache.commands.serve import keys_of
+from kvcache.sampling import text_stream
 from kvcache.server import logprobs
 from kvcache.server.api_keys import Keys
 
@@ -194,19 +195,21 @@ def test_metrics_show_no_hash_of_a_key(path):
 
 
 def test_whole_answers_are_made_beside_the_event_loop(served, monkeypatch):
-    threads = set()
-    decoded = logprobs.TokenTexts._decoded
+    """The texts of the answer, and those of the tokens in its log-probabilities."""
+    threads = {logprobs: set(), text_stream: set()}
+    for module in threads:
 
-    def watched(self, token):
-        threads.add(threading.current_thread())
-        return decoded(self, token)
+        def watched(*args, module=module, decoded=module.decoded, **options):
+            threads[module].add(threading.current_thread())
+            return decoded(*args, **options)
 
-    monkeypatch.setattr(logprobs.TokenTexts, "_decoded", watched)
+        monkeypatch.setattr(module, "decoded", watched)
     with Served(served.path) as other:
         got = other.client().completions.create(model=MODEL, prompt="x", max_tokens=300, n=8, logprobs=20, seed=1)
         assert sum(len(each.logprobs.tokens) for each in got.choices) == got.usage.completion_tokens
-        assert threads
-        assert other._thread not in threads
+        for found in threads.values():
+            assert found
+            assert other._thread not in found
 
 
 def test_long_answers_come_in_pieces_that_are_the_whole(served):
