@@ -142,12 +142,6 @@ class PrefixCache(IndexedCache):
         with self._lock:
             return int(self._cached.index.find(ids, namespace).length)
 
-    def peek_blocks(self, token_ids: Any, namespace: Hashable = None) -> npt.NDArray[np.int32]:
-        """The ids of the cached blocks of the first tokens, full ones alone, int32 `(n,)`; counts as `peek`."""
-        ids = as_tokens(token_ids)
-        with self._lock:
-            return self._index.find(ids, namespace).pages
-
     def close_session(self, session: CacheSession) -> None:
         """Release what a session holds; during another call, when that call ends. A second call does nothing."""
         self._cached.close_session(as_instance(session, CacheSession, "session"))

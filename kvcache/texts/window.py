@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.networks.protocols import Float32, LayerAttention
 from kvcache.paged.cache import PagedKvCache
+from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.group import (
     CachedStart,
@@ -255,15 +256,18 @@ class WindowLayers:
                 if i >= 0:  # after a prefix that ended inside a page, the text may begin a page later
                     self.pages.adopt(ids, blocks[i : i + 1], name)
 
-    def blocks(self, tokens: Tokens, stop: int, space: Any) -> dict[int, int]:
-        """The blocks of the window of the first `stop` tokens, by page; empty unless all of them are cached."""
-        assert self.pages is not None
+    def blocks(self, tokens: Tokens, stop: int, space: Any, index: PrefixIndex) -> dict[int, int]:
+        """The blocks of the window of the first `stop` tokens, by page; empty unless all of them are cached.
+
+        Args:
+            index: of `pages`, whose lock is held.
+        """
         found = {}
         for number, (page, name) in enumerate(self._window(tokens, stop, space), self._first_page(stop)):
-            blocks = self.pages.peek_blocks(page, name)
-            if not len(blocks):
+            match = index.find(page, name)
+            if match.length < self._size:
                 return {}
-            found[number] = int(blocks[0])
+            found[number] = int(match.pages[0])
         return found
 
     def take(self, tokens: Tokens, stop: int, space: Any, bodies: dict[int, memoryview]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.tiers.links import Link
 from kvcache.tiers.lookups import WINDOW, Lookup, Reader
 from kvcache.tiers.source import TierSource
@@ -68,15 +69,15 @@ class WindowSource(TierSource):
     def spill(self, name: Hashable, tokens: Tokens, pages: Int32) -> None:
         """Nothing: the windows of a text are written when it ends."""
 
-    def ends(self, name: Hashable, tokens: Tokens, pages: Callable[[], dict[int, int]]) -> None:
-        """Write the pages of a text that `pages` returns, with the cache's lock held, by their number in it.
+    def ends(self, name: Hashable, tokens: Tokens, pages: Callable[[PrefixIndex], dict[int, int]]) -> None:
+        """Write the pages of a text that `pages(index)` returns, with the cache's lock held, by their number in it.
 
         Raises no exception.
         """
         assert self._cached is not None
         try:
             with self._cached.lock:
-                if found := pages():
+                if found := pages(self._cached.index):
                     blocks = np.full(max(found) + 1, -1, np.int32)
                     blocks[list(found)] = list(found.values())
                     size = self.format.group_tokens

@@ -355,7 +355,7 @@ def test_a_tier_that_answers_again_is_logged(caplog):
         for _ in range(2):
             assert link.contains([b"key"]) == [True]
     assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", f"Moody failed {FAILURES} times in a row: OSError: away"),
+        ("WARNING", f"Moody failed {FAILURES} times in a row: OSError: 'away'"),
         ("INFO", f"Moody answers again after {FAILURES} failures"),
     ]
 
