@@ -6,6 +6,7 @@ A decoding step calls this once per layer, so memory beside the caller's arrays 
 cimport numpy as cnp
 from libc.stdint cimport int64_t
 
+from kvcache.core.attention_call cimport AttentionCall
 from kvcache.core.kernels cimport kvc_seq
 from kvcache.core.store cimport BlockStore
 
@@ -24,13 +25,10 @@ cdef class Attention:
     # (n, heads, head_dim) of any float type, as `together` of core/kvrows.pxd leaves it; or TypeError, ValueError
     cdef cnp.ndarray queries_(self, object queries, str name)
     cdef cnp.ndarray result_(self, object out, cnp.ndarray queries)       # `out` or a new array; ValueError
-    cdef float scale_(self, object scale) except? -1                      # None: head_dim ** -0.5
-    cdef float softcap_(self, object softcap) except? -1                  # None: 0; ValueError unless finite, above 0
-    cdef cnp.ndarray sinks_(self, object sinks, cnp.ndarray queries)      # None, or finite, per head or (query, head)
 
     # The call
     cdef int reserve_seqs(self, int64_t count) except -1
     cdef kvc_seq *seq_(self, int64_t index) noexcept                      # sequence `index`, and its residual, all 0
-    cdef int attend_(self, int64_t layer, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
-                     float scale, float softcap, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
+    cdef int attend_(self, int64_t layer, int64_t num_seqs, AttentionCall call, cnp.ndarray queries,
+                     cnp.ndarray sink_queries, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
                      cnp.ndarray lse) except -1

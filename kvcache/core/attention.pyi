@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.attention_call import AttentionCall
 from kvcache.core.runs import Runs
 from kvcache.core.store import BlockStore
 
@@ -17,9 +18,6 @@ class Attention:
         layer: int,
         runs: Runs,
         queries: npt.ArrayLike,
-        scale: float | None = None,
+        call: AttentionCall,
         out: Float32 | None = None,
-        return_scores: bool = False,
-        softcap: float | None = None,
-        sinks: npt.ArrayLike | None = None,
     ) -> Any: ...

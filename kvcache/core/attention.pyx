@@ -1,13 +1,13 @@
 """Attention over the blocks of a store; see core/attention.pxd. The kernels are in ckernels/kvc_attend.c."""
 
 cimport numpy as cnp
-from libc.math cimport sqrt
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcmp, memset
 
 from kvcache.core cimport kernels
 from kvcache.core.arguments cimport is_plain
+from kvcache.core.attention_call cimport AttentionCall
 from kvcache.core.kernels cimport kvc_attend_args, kvc_layout, kvc_run, kvc_seq
 from kvcache.core.knownkeys cimport is_centred
 from kvcache.core.kvrows cimport tensor_of, together
@@ -16,15 +16,10 @@ from kvcache.core.store cimport BlockStore
 
 import numpy as np
 
-from kvcache.core.arguments import as_finite, as_sinks, as_stored, described
+from kvcache.core.arguments import as_stored, described
 from kvcache.errors import OutOfMemoryError
 
 __all__ = ["Attention"]
-
-# tanh(s / c) is s / c in float32 for all scores of ordinary size (below 2^40): beyond it there is no cap.
-cdef double MOST_CAP = 2.0 ** 64
-# Scores below it differ by nothing that a weight shows: a smaller cap is this one, whose inverse is a float.
-cdef double LEAST_CAP = 2.0 ** -100
 
 cnp.import_array()
 
@@ -50,26 +45,21 @@ cdef class Attention:
         """Bytes of scratch that are kept from call to call."""
         return self.scratch_bytes + <size_t>self.seqs_capacity * sizeof(kvc_seq) * (1 + (self.residual is not None))
 
-    def over_runs(self, layer, runs, queries, scale=None, out=None, bint return_scores=False, softcap=None, sinks=None):
+    def over_runs(self, layer, runs, queries, AttentionCall call not None, out=None):
         """Causal attention over the tokens at one list of runs, the last query on the last token.
 
         Args:
             runs: dtype `RUN` `(r,)`.
             queries: `(n, num_query_heads, head_dim)`, as of `PagedKvCache.attention`; n at most the tokens.
-            scale: a float, or None for `head_dim ** -0.5`.
+            call: its scale, softcap and sinks; and whether to return each token's attention mass, float32 `(tokens,)`.
             out: float32 `(n, num_query_heads, value_head_dim)`, C-contiguous, written; None: a new array.
-            return_scores: also return each token's attention mass, float32 `(tokens,)`.
-            softcap: scores become `softcap * tanh(score / softcap)`.
-            sinks: `(num_query_heads,)`, a logit per query head that joins the normaliser of the softmax; or
-                `(n, num_query_heads)`, of each query.
 
         Raises:
             IndexError, TypeError, ValueError: no such layer; other shapes or dtypes.
         """
         cdef const kvc_run[::1] view = self.store.runs_(runs, -1)
         cdef cnp.ndarray q = self.queries_(queries, "queries")
-        cdef float factor = self.scale_(scale), cap = self.softcap_(softcap)
-        cdef cnp.ndarray logits = self.sinks_(sinks, q)
+        cdef cnp.ndarray logits = call.sinks_(q)
         cdef int64_t number = self.store.named_layer(layer)
         cdef cnp.ndarray result = self.result_(out, q)
         cdef int64_t tokens = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
@@ -79,9 +69,9 @@ cdef class Attention:
         cdef kvc_seq *seq = self.seq_(0)
         seq.runs = &view[0] if view.shape[0] else NULL
         seq.num_runs, seq.num_tokens, seq.num_queries = view.shape[0], tokens, q.shape[0]
-        cdef cnp.ndarray scores = np.zeros(tokens, np.float32) if return_scores else None
-        self.attend_(number, 1, q, None, factor, cap, logits, result, scores, None)
-        return (result, scores) if return_scores else result
+        cdef cnp.ndarray scores = np.zeros(tokens, np.float32) if call.return_scores else None
+        self.attend_(number, 1, call, q, None, logits, result, scores, None)
+        return (result, scores) if call.return_scores else result
 
     # -- below the shell ------------------------------------------------------------------------------------
 
@@ -104,22 +94,6 @@ cdef class Attention:
         raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {(shape[0], shape[1], shape[2])}, "
                          f"got {described(out)}")
 
-    cdef float scale_(self, object scale) except? -1:
-        if scale is None:
-            return <float>(1.0 / sqrt(<double>self.store.layout.head_dim))
-        return <float><double>as_finite(scale, "scale")
-
-    cdef float softcap_(self, object softcap) except? -1:
-        if softcap is None:
-            return 0.0
-        cdef double cap = as_finite(softcap, "softcap", 0.0, above=True)
-        return <float>max(cap, LEAST_CAP) if cap <= MOST_CAP else 0.0
-
-    cdef cnp.ndarray sinks_(self, object sinks, cnp.ndarray queries):
-        if sinks is None:
-            return None
-        return as_sinks(sinks, (queries.shape[0], queries.shape[1]))
-
     cdef int reserve_seqs(self, int64_t count) except -1:
         cdef kvc_seq *grown
         if count > self.seqs_capacity:
@@ -141,8 +115,8 @@ cdef class Attention:
             memset(&self.residuals[index], 0, sizeof(kvc_seq))
         return &self.seqs[index]
 
-    cdef int attend_(self, int64_t layer, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray sink_queries,
-                     float scale, float softcap, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
+    cdef int attend_(self, int64_t layer, int64_t num_seqs, AttentionCall call, cnp.ndarray queries,
+                     cnp.ndarray sink_queries, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
                      cnp.ndarray lse) except -1:
         cdef kvc_attend_args args
         cdef int heads = <int>queries.shape[1], threads = kernels.num_threads()
@@ -150,8 +124,8 @@ cdef class Attention:
             return 0
         cdef const kvc_layout *layout = self.store.layouts.of_(layer)
         cdef bint centred = is_centred(self.store.known_(layer), self.store.layout.num_heads)
-        if centred and (softcap != 0 or sink_queries is not None):
-            name = "softcap" if softcap != 0 else "sink_queries"
+        if centred and (call.cap != 0 or sink_queries is not None):
+            name = "softcap" if call.cap != 0 else "sink_queries"
             raise ValueError(f"{name}: expected none in a layer whose keys a calibration centres, got one")
         cdef size_t size = kernels.attend_scratch_bytes(layout, self.seqs, self.residuals, num_seqs, heads, threads)
         if size > self.scratch_bytes:
@@ -163,7 +137,7 @@ cdef class Attention:
             self.scratch_bytes = size
         memset(&args, 0, sizeof(kvc_attend_args))
         args.layout, args.arena, args.seqs, args.num_seqs = layout, self.store.base_(layer), self.seqs, num_seqs
-        args.num_query_heads, args.scale, args.softcap = heads, scale, softcap
+        args.num_query_heads, args.scale, args.softcap = heads, call.factor_(self.store.layout.head_dim), call.cap
         args.known = self.store.known_(layer)
         if self.residual is not None:
             args.residuals, args.residual_layout = self.residuals, self.residual.layouts.of_(layer)

@@ -36,7 +36,7 @@ def rms_norm(x, weight, double eps):
     if scale.ndim != last or scale.shape[last - 1] != rows.shape[last] or scale.shape[0] != rows.shape[1]:
         raise ValueError(f"weight: expected {np.shape(rows)[1:]}, got {np.shape(scale)}")
     cdef int64_t n = rows.shape[0], heads = rows.shape[1] if last == 2 else 1, dim = rows.shape[last]
-    cdef cnp.ndarray out = new_floats(np.shape(rows))
+    cdef cnp.ndarray out = new_floats((<object>rows).shape)
     if cnp.PyArray_SIZE(out):
         with nogil:
             kernels.rms_norm(n, heads, dim, _floats(rows), _row_floats(rows), _floats(scale), <float>eps, _floats(out))
@@ -65,7 +65,7 @@ def rotate(x, cos, sin):
         raise ValueError(f"cos: expected ({n}, turned / 2), got {np.shape(c)}")
     if s.ndim != 2 or s.shape[0] != n or s.shape[1] != half:
         raise ValueError(f"sin: expected {(n, half)}, got {np.shape(s)}")
-    cdef cnp.ndarray out = new_floats(np.shape(rows))
+    cdef cnp.ndarray out = new_floats((<object>rows).shape)
     if cnp.PyArray_SIZE(out) and not half:
         out[...] = rows
     elif cnp.PyArray_SIZE(out):
@@ -114,7 +114,7 @@ def clamped_swiglu(x, float alpha, float limit):
 
 def softcap(x, float cap):
     """`cap * tanh(x / cap)` of a contiguous float32 array, as a new one. `cap` is positive."""
-    cdef cnp.ndarray rows = _plain(x, "x"), out = new_floats(np.shape(rows))
+    cdef cnp.ndarray rows = _plain(x, "x"), out = new_floats((<object>rows).shape)
     if cnp.PyArray_SIZE(out):
         with nogil:
             kernels.softcap(cnp.PyArray_SIZE(out), _floats(rows), cap, _floats(out))

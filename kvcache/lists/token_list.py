@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.attention import Attention
+from kvcache.core.attention_call import AttentionCall
 from kvcache.core.runs import runs_of
 from kvcache.core.store import BlockStore
 from kvcache.eviction import Rule
@@ -88,18 +89,17 @@ class TokenList:
         Args:
             queries: `(n, num_query_heads, head_dim)`, n at most `len(self)`.
             scores: float32 `(len(self),)`, filled with each entry's attention mass; or None.
-            softcap, sinks: as of `Attention.over_runs`.
+            softcap, sinks: as of `PagedKvCache.attention`.
         """
         # Softmax does not depend on the order: entries that all queries see are read in slot order, the rest in text
         # order.
         order = self.kept.reading_order(max(len(queries) - 1, 0))
         runs = runs_of(order, BLOCK_SIZE)
+        call = AttentionCall(scale, softcap=softcap, sinks=sinks, return_scores=scores is not None)
         if scores is None:
-            out: Float32 = self._attention.over_runs(0, runs, queries, scale, softcap=softcap, sinks=sinks)
+            out: Float32 = self._attention.over_runs(0, runs, queries, call)
             return out
-        out, mass = self._attention.over_runs(
-            0, runs, queries, scale, return_scores=True, softcap=softcap, sinks=sinks
-        )
+        out, mass = self._attention.over_runs(0, runs, queries, call)
         by_slot = np.empty(self.kept.slots_used, np.float32)
         by_slot[order] = mass
         np.take(by_slot, self.kept.slots(), out=scores)

@@ -109,7 +109,7 @@ class Transformer:
     def regime(self, num_tokens: int) -> int:
         """The regime of a text of `num_tokens`, see `Model`: 1 beyond the original context of longrope, else 0."""
         config = self.config
-        return max(rope.regime_of(num_tokens) for rope in (config.rope, config.window_rope or config.rope))
+        return max(config.rope.regime_of(num_tokens), (config.window_rope or config.rope).regime_of(num_tokens))
 
     def key_bias(self, positions: NDArray[np.int64]) -> Float32 | None:
         """The biases of key projections as keys at these positions have them; None: no biases, or a norm follows.
@@ -150,6 +150,7 @@ class Transformer:
         places = (positions,) if sink_positions is None else (positions, sink_positions)
         turns = {table: [table.rows(each) for each in places] for table in set(self._tables[regime])}
         factors = config.rope.query_factors(positions)
+        tiles = _rows_together(len(x))
         for i, layer in enumerate(self.weights.layers):
             table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
             projected = self._project(self._normed(x, layer.input_norm), layer)
@@ -159,7 +160,8 @@ class Transformer:
                 # After the last attention rows are independent: continue with the requested ones only.
                 rows = slice(len(x) - (logits == "last"), None) if isinstance(logits, str) else logits
                 x, mixed = x[rows], mixed[rows]
-            together = _rows_together(len(x)) if layer.router is None else len(x)  # an expert has few rows in any case
+                tiles = _rows_together(len(x))
+            together = tiles if layer.router is None else len(x)  # an expert has few rows in any case
             for start in range(0, len(x), max(1, together)):
                 part, own = x[start : start + together], mixed[start : start + together]
                 self._add_times(part, own, layer.output, layer.output_bias, layer.output_norm)
@@ -226,8 +228,10 @@ class Transformer:
         if table is None:
             return heads[:, :count], heads[:, count:], values, *(heads[:, :count] for _ in turns[1:])
         turned = table.rotate(heads, turns[0])
-        more = [table.rotate(heads[:, :count], each) for each in turns[1:]]
-        return turned[:, :count], turned[:, count:], values, *more
+        found = turned[:, :count], turned[:, count:], values
+        for each in turns[1:]:
+            found += (table.rotate(heads[:, :count], each),)
+        return found
 
     def _add_mlps(self, x: Float32, layer: LayerWeights) -> None:
         """Add what the MLP, or the experts of each row, compute of the residual stream `x` to it."""

@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.attention_call import AttentionCall
+
 __all__ = ["Attend", "LayerAttention", "Logits", "Model", "NetworkConfig", "StreamingModel", "layer_attention"]
 
 Float32 = NDArray[np.float32]
@@ -33,6 +35,10 @@ class LayerAttention:
     window: int | None = None
     softcap: float | None = None
     sinks: Float32 | None = None
+
+    def call(self) -> AttentionCall:
+        """These options, checked and copied, for all calls of the layer."""
+        return AttentionCall(self.scale, self.window, self.softcap, self.sinks).kept()
 
     def options(self) -> dict[str, Any]:
         """The arguments of `PagedKvCache.attention` that differ from its defaults."""

@@ -4,29 +4,19 @@ cimport numpy as cnp
 from libc.stdint cimport int64_t, uint64_t
 
 from kvcache.core.attention cimport Attention
+from kvcache.core.attention_call cimport AttentionCall
 from kvcache.core.locks cimport CallLock
+from kvcache.paged.queried cimport QueriedSequences
 from kvcache.paged.records cimport Sequence
 from kvcache.paged.residual cimport Residual
 from kvcache.paged.tables cimport BlockTables
 
-
-# What queries see, and how scores become weights.
-cdef struct Sight:
-    int64_t window               # 0: none
-    float scale
-    float softcap                # 0: none
-    bint whole                   # not causal
-    int64_t skipped              # the first tokens of each sequence that no query sees
 
 # Queries of one sequence that read the same rows in f16: those of one group of the text, or its first tokens.
 cdef struct QueryGroup:
     int64_t text                 # which sequence of the call it is
     int64_t ahead, begin, end    # the tokens with these rows, [0, ahead) and [begin, end)
     int64_t first_run            # of the rows, in the runs that the residual's list has cut
-
-
-cdef enum:
-    BY_HEAD = 2                  # of return_scores: 0 no, 1 their sum
 
 
 cdef class SequenceAttention:
@@ -37,17 +27,15 @@ cdef class SequenceAttention:
     cdef QueryGroup *groups      # (groups_capacity,) of a call with a residual, each a sequence of `attention`
     cdef int64_t groups_capacity, num_groups
 
-    # With the lock held and everything converted. `lens`, `shown`, `starts`: int64, or None: one query each, all
-    # tokens, from position 0 on. `tree`: int64 (2, total_queries), the parents, and room for the depths; or None.
-    # `given` is returned for `result`: the object over whose memory `result` is.
-    cdef object _attend(self, int64_t layer, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
-                        cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree, const Sight *sight,
-                        cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse)
+    # With the lock held and everything converted. `tree`: int64 (2, total_queries), the parents, and room for the
+    # depths; or None. `given` is returned for `result`: the object over whose memory `result` is.
+    cdef object _attend(self, int64_t layer, QueriedSequences sequences, AttentionCall call, cnp.ndarray q,
+                        cnp.ndarray sink_queries, cnp.ndarray tree, cnp.ndarray sinks, cnp.ndarray result,
+                        object given)
     cdef void _touch(self, int64_t n) noexcept                   # the n picked sequences
-    cdef int _mass(self, object return_scores) except -1         # 0, 1 or BY_HEAD
     # Describes the sequences to `attention` and checks that the queries add up; leaves their rows in `table.picked`.
-    cdef int _describe(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree,
-                       const Sight *sight, int64_t num_queries) except -1
+    cdef int _describe(self, QueriedSequences sequences, AttentionCall call, cnp.ndarray tree,
+                       int64_t num_queries) except -1
     # The same with a residual: each sequence becomes as many as its queries are in groups. Then the sums of masses of
     # these, as the kernels give them, for each sequence.
     cdef int _describe_groups(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, int64_t num_queries) except -1
@@ -58,6 +46,7 @@ cdef class SequenceAttention:
                         bint whole) except -1
     cdef int64_t _num_shown(self, const int64_t *show, int64_t text) noexcept    # tokens of a sequence; show NULL: all
     cdef object _collect_masses(self, cnp.ndarray parts, cnp.ndarray shown, int64_t n)
-    cdef int _refuse(self, object given) except -1               # arguments that a residual excludes
+    # ValueError for arguments that a residual excludes.
+    cdef int _refuse(self, QueriedSequences sequences, AttentionCall call, object sink_queries) except -1
     # The number of ancestors of each query of a tree; ValueError where a parent is not an earlier query, or -1.
     cdef int _measure(self, uint64_t seq_id, int64_t count, const int64_t *parents, int64_t *depths) except -1

@@ -2,8 +2,10 @@ from typing import Any
 
 import numpy.typing as npt
 
+from kvcache.core.attention_call import AttentionCall
 from kvcache.core.locks import CallLock
 from kvcache.core.store import BlockStore
+from kvcache.paged.queried import QueriedSequences
 from kvcache.paged.tables import BlockTables
 
 class SequenceAttention:
@@ -14,19 +16,8 @@ class SequenceAttention:
         self,
         layer: int,
         queries: npt.ArrayLike,
-        seq_ids: npt.ArrayLike,
-        query_lens: npt.ArrayLike | None,
-        scale: float | None,
-        sink_queries: npt.ArrayLike | None,
-        out: Any,
-        return_scores: bool | str,
-        context_lens: npt.ArrayLike | None,
-        return_lse: bool,
-        window: int | None,
-        softcap: float | None,
-        sinks: npt.ArrayLike | None,
-        starts: npt.ArrayLike | None,
-        causal: bool,
-        mask: npt.ArrayLike | None,
-        skip_tokens: int,
+        sequences: QueriedSequences,
+        call: AttentionCall,
+        out: Any = None,
+        sink_queries: npt.ArrayLike | None = None,
     ) -> Any: ...

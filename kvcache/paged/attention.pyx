@@ -6,19 +6,20 @@ from libc.stdlib cimport free, realloc
 
 from kvcache.core.arguments cimport overlap
 from kvcache.core.attention cimport Attention
+from kvcache.core.attention_call cimport BY_HEAD, AttentionCall
 from kvcache.core.counts cimport saturating_sum
 from kvcache.core.kernels cimport kvc_seq
 from kvcache.core.locks cimport CallLock
 from kvcache.core.store cimport BlockStore
+from kvcache.paged.queried cimport QueriedSequences
 from kvcache.paged.records cimport RunList, Sequence
 from kvcache.paged.residual cimport row_of
 from kvcache.paged.run_lists cimport RunLists
-from kvcache.paged.seq_ids cimport uint64_ids
 from kvcache.paged.tables cimport BlockTables, count_at
 
 import numpy as np
 
-from kvcache.core.arguments import as_count, as_indices, as_integer, as_output, short
+from kvcache.core.arguments import as_integer, as_output, short
 
 __all__ = ["SequenceAttention"]
 
@@ -26,17 +27,6 @@ cnp.import_array()
 
 # Text positions: so many that no sum with a number of tokens overflows.
 cdef int64_t MOST_START = 2 ** 62
-
-
-cdef inline bint is_indices(object values):
-    """Whether these are int64 `(n,)` as they are."""
-    return type(values) is np.ndarray and cnp.PyArray_TYPE(values) == cnp.NPY_INT64 and cnp.PyArray_NDIM(values) == 1 \
-        and cnp.PyArray_IS_C_CONTIGUOUS(values) and cnp.PyArray_ISALIGNED(values)
-
-
-# Arguments that have one value beside a residual, and that value.
-_FIXED = {"sink_queries": None, "window": None, "starts": None, "causal": True, "mask": None, "skip_tokens": 0}
-
 
 # The numbers of each sequence, NULL of None; or ValueError.
 cdef const int64_t *numbers(cnp.ndarray array, int64_t n, str name) except? NULL:
@@ -73,8 +63,8 @@ cdef class SequenceAttention:
         """Bytes of scratch that are kept from call to call."""
         return self.attention.nbytes + self.groups_capacity * sizeof(QueryGroup)
 
-    def over(self, layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores, context_lens,
-             bint return_lse, window, softcap, sinks, starts, bint causal, mask, skip_tokens):
+    def over(self, layer, queries, QueriedSequences sequences not None, AttentionCall call not None, out=None,
+             sink_queries=None):
         """Causal attention of several sequences in one call; counts as an access.
 
         All else is as of `PagedKvCache.attention`. A call that raises has changed nothing.
@@ -82,102 +72,82 @@ cdef class SequenceAttention:
         cdef Attention attention = self.attention
         cdef int64_t number
         if self.residual is not None:
-            self._refuse((sink_queries, window, starts, causal, mask, skip_tokens))
+            self._refuse(sequences, call, sink_queries)
         if type(layer) is int and -1 < layer < 2 ** 30:  # called once per layer of a step
             number = layer
         else:
             number = as_integer(layer, "layer")
-        cdef float factor = attention.scale_(scale), cap = attention.softcap_(softcap)
-        cdef int mass = self._mass(return_scores)
-        cdef int64_t width = 0 if window is None else as_count(window, "window", 1)
-        cdef int64_t skipped = 0
-        if type(skip_tokens) is not int or skip_tokens:    # called once per layer of a step
-            skipped = as_count(skip_tokens, "skip_tokens", 0, MOST_START)
-        cdef cnp.ndarray q = attention.queries_(queries, "queries"), sink_q = None, lens = None, shown = None
-        cdef cnp.ndarray ids = uint64_ids(seq_ids), logits = attention.sinks_(sinks, q)
-        cdef cnp.ndarray first = None, parents = None, tree = None
+        cdef cnp.ndarray q = attention.queries_(queries, "queries"), sink_q = None, tree = None
+        cdef cnp.ndarray logits = call.sinks_(q), parents = sequences.parents
         if sink_queries is not None:
             sink_q = attention.queries_(sink_queries, "sink_queries")
-        if query_lens is not None:  # called once per layer of a step
-            lens = query_lens if is_indices(query_lens) else as_indices(query_lens, "query_lens")
-        if context_lens is not None:
-            shown = as_indices(context_lens, "context_lens")
-        if starts is not None:
-            first = as_indices(starts, "starts")
-        if mask is not None:
-            tree = np.empty((2, q.shape[0]), np.int64)
-            parents = as_indices(mask, "mask")
+        if parents is not None:
             if parents.shape[0] != q.shape[0]:
                 raise ValueError(f"mask: expected {q.shape[0]} numbers, one per query, got {parents.shape[0]}")
+            if not call.causal:
+                raise ValueError("causal: expected True beside mask, got False")
+            tree = np.empty((2, q.shape[0]), np.int64)
             tree[0] = parents
-        if not causal and (width or tree is not None):
-            raise ValueError(f"causal: expected True beside {'window' if width else 'mask'}, got False")
         to = None if out is None else as_output(out)
         # All is converted: from here on only the library's own code runs.
         if sink_q is not None and not cnp.PyArray_SAMESHAPE(sink_q, q):
             raise ValueError(f"sink_queries: expected shape {np.shape(q)}, as of queries, got {np.shape(sink_q)}")
         cdef cnp.ndarray result = attention.result_(to, q)
         if out is not None:
-            for name, other in (("queries", q), ("sink_queries", sink_q), ("seq_ids", ids), ("query_lens", lens),
-                                ("context_lens", shown), ("sinks", logits), ("starts", first), ("mask", parents)):
+            for name, other in (("queries", q), ("sink_queries", sink_q), ("seq_ids", sequences.ids),
+                                ("query_lens", sequences.lens), ("context_lens", sequences.shown), ("sinks", logits),
+                                ("starts", sequences.starts), ("mask", parents)):
                 if other is not None and overlap(result, other):
                     raise ValueError(f"out: expected memory apart from {name}, got the same memory")
-        cdef Sight sight = Sight(width, factor, cap, not causal, skipped)
         self.lock.enter()
         try:
-            return self._attend(attention.store.named_layer(number), q, sink_q, ids, lens, shown, first, tree, &sight,
-                                logits, result, result if out is None else out, mass, return_lse)
+            return self._attend(attention.store.named_layer(number), sequences, call, q, sink_q, tree, logits, result,
+                                result if out is None else out)
         finally:
             self.lock.leave()
 
     # -- below the shell ------------------------------------------------------------------------------------
 
-    cdef object _attend(self, int64_t layer, cnp.ndarray q, cnp.ndarray sink_queries, cnp.ndarray ids,
-                        cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree, const Sight *sight,
-                        cnp.ndarray sinks, cnp.ndarray result, object given, int return_scores, bint return_lse):
+    cdef object _attend(self, int64_t layer, QueriedSequences sequences, AttentionCall call, cnp.ndarray q,
+                        cnp.ndarray sink_queries, cnp.ndarray tree, cnp.ndarray sinks, cnp.ndarray result,
+                        object given):
         cdef Attention attention = self.attention
-        cdef int64_t i, n = ids.shape[0], num_seqs = n, tokens = 0
+        cdef int64_t i, n = sequences.ids.shape[0], num_seqs = n, tokens = 0
         cdef cnp.ndarray scores = None, lse = None
         if self.residual is None:
-            self._describe(ids, lens, shown, starts, tree, sight, q.shape[0])
+            self._describe(sequences, call, tree, q.shape[0])
         else:
-            self._describe_groups(ids, lens, shown, q.shape[0])
+            self._describe_groups(sequences.ids, sequences.lens, sequences.shown, q.shape[0])
             num_seqs = self.num_groups
-        if return_scores:
+        if call.return_scores:
             for i in range(num_seqs):
                 tokens += attention.seqs[i].num_tokens - attention.seqs[i].hidden_tokens
                 if self.residual is not None:
                     tokens += attention.residuals[i].num_tokens
-            scores = np.zeros(tokens if return_scores == 1 else (attention.store.num_heads, tokens), np.float32)
-        if return_lse:
+            shape = (attention.store.num_heads, tokens) if call.return_scores == BY_HEAD else (tokens,)
+            scores = np.zeros(shape, np.float32)
+        if call.return_lse:
             lse = cnp.PyArray_EMPTY(2, q.shape, cnp.NPY_FLOAT32, 0)
-        attention.attend_(layer, num_seqs, q, sink_queries, sight.scale, sight.softcap, sinks, result, scores, lse)
-        if return_scores and self.residual is not None:
-            scores = self._collect_masses(scores, shown, n)
+        attention.attend_(layer, num_seqs, call, q, sink_queries, sinks, result, scores, lse)
+        if call.return_scores and self.residual is not None:
+            scores = self._collect_masses(scores, sequences.shown, n)
         self._touch(n)
-        if return_lse:
-            return (given, scores, lse) if return_scores else (given, lse)
-        return (given, scores) if return_scores else given
+        if call.return_lse:
+            return (given, scores, lse) if call.return_scores else (given, lse)
+        return (given, scores) if call.return_scores else given
 
     cdef void _touch(self, int64_t n) noexcept:
         cdef int64_t i
         for i in range(n):
             self.table.victims.touched(self.table.picked[i])
 
-    cdef int _mass(self, object return_scores) except -1:
-        if isinstance(return_scores, str):
-            if return_scores != "head":
-                raise ValueError(f'return_scores: expected False, True or "head", got {return_scores!r:.100}')
-            return BY_HEAD
-        return bool(return_scores)
-
-    cdef int _describe(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown, cnp.ndarray starts, cnp.ndarray tree,
-                       const Sight *sight, int64_t num_queries) except -1:
-        cdef const uint64_t *id = <const uint64_t *>cnp.PyArray_DATA(ids)
-        cdef int64_t i, n = ids.shape[0], total = 0
-        cdef const int64_t *length = numbers(lens, n, "query_lens")
-        cdef const int64_t *show = numbers(shown, n, "context_lens")
-        cdef const int64_t *first = numbers(starts, n, "starts")
+    cdef int _describe(self, QueriedSequences sequences, AttentionCall call, cnp.ndarray tree,
+                       int64_t num_queries) except -1:
+        cdef const uint64_t *id = <const uint64_t *>cnp.PyArray_DATA(sequences.ids)
+        cdef int64_t i, n = sequences.ids.shape[0], total = 0
+        cdef const int64_t *length = numbers(sequences.lens, n, "query_lens")
+        cdef const int64_t *show = numbers(sequences.shown, n, "context_lens")
+        cdef const int64_t *first = numbers(sequences.starts, n, "starts")
         cdef int64_t *parents = NULL
         cdef Sequence *seq
         cdef kvc_seq *out
@@ -187,8 +157,7 @@ cdef class SequenceAttention:
             seq = &self.table.records.seqs[self.table.picked[i]]
             out = self.attention.seq_(i)
             place(out, &seq.tokens)
-            out.window, out.whole = sight.window, sight.whole
-            out.skipped_tokens = sight.skipped
+            out.window, out.whole, out.skipped_tokens = call.width, not call.causal, call.skip_tokens
             if first != NULL:
                 if not 0 <= first[i] <= MOST_START:
                     raise ValueError(f"starts: expected 0 to 2**62 for sequence {id[i]}, got {first[i]}")
@@ -199,7 +168,7 @@ cdef class SequenceAttention:
                     raise ValueError(f"context_lens: expected 0 to {out.num_tokens} tokens of sequence {id[i]}, "
                                      f"got {show[i]}")
                 out.hidden_tokens = out.num_tokens - show[i]
-            if out.num_queries < 0 or (out.num_queries > out.num_tokens and not sight.whole):
+            if out.num_queries < 0 or (out.num_queries > out.num_tokens and call.causal):
                 raise ValueError(f"query_lens: expected 0 to {out.num_tokens} queries for sequence {id[i]}, "
                                  f"got {out.num_queries}")
             total = saturating_sum(total, out.num_queries)
@@ -225,11 +194,14 @@ cdef class SequenceAttention:
 
     # -- with a residual ------------------------------------------------------------------------------------
 
-    cdef int _refuse(self, object given) except -1:
-        for (name, fixed), value in zip(_FIXED.items(), given):
+    cdef int _refuse(self, QueriedSequences sequences, AttentionCall call, object sink_queries) except -1:
+        for name, fixed, value in (("sink_queries", None, sink_queries), ("window", None, call.window),
+                                   ("starts", None, sequences.starts), ("causal", True, call.causal),
+                                   ("mask", None, sequences.parents), ("skip_tokens", 0, call.skip_tokens)):
             if value is not fixed and (fixed is None or value != fixed):
                 lengths = f"residual_length {self.residual.length} and first_tokens {self.residual.firsts}"
-                raise ValueError(f"{name}: expected {fixed} with {lengths}, got {short(value)}")
+                got = short(value.tolist() if name in ("starts", "mask") else value)
+                raise ValueError(f"{name}: expected {fixed} with {lengths}, got {got}")
         return 0
 
     cdef int _describe_groups(self, cnp.ndarray ids, cnp.ndarray lens, cnp.ndarray shown,

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.arguments import REQUIRED, as_count, as_indices, as_integer, as_output, as_pair, as_share
+from kvcache.core.attention_call import AttentionCall
 from kvcache.core.calibration import Calibration
 from kvcache.core.copying import refuse_copies
 from kvcache.core.kvrows import KvRows
@@ -26,6 +27,7 @@ from kvcache.paged.attention import SequenceAttention
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.evictor import Evictor
 from kvcache.paged.handle import PagedKvCacheHandle
+from kvcache.paged.queried import QueriedSequences
 from kvcache.paged.reports import CacheStats, CsrBlockTable, SeqId, SequenceInfo
 from kvcache.paged.residual import Residual, as_lengths, refuse
 from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
@@ -41,7 +43,6 @@ __all__ = ["AttentionOptions", "PagedKvCache"]
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-_INT64 = np.dtype(np.int64)
 Pair = TypeVar("Pair", bound=tuple[Any, Any])
 Self = TypeVar("Self", bound="PagedKvCache")
 Out = TypeVar("Out")
@@ -531,32 +532,25 @@ class PagedKvCache:
             `return_scores`: float32 `(total tokens shown,)`, one sequence after another; "head": `(num_heads, ...)`;
             `return_lse`: float32 `(total_queries, num_query_heads)`, natural logarithms.
         """
-        # Called once per layer of a step: in the order of the arguments, which takes half as long as by name.
-        return self._attention.over(layer, queries, seq_ids, query_lens, scale, sink_queries, out, return_scores,
-                                    context_lens, bool(return_lse), window, softcap, sinks, starts, bool(causal),
-                                    mask, skip_tokens)  # fmt: skip
+        sequences = QueriedSequences(seq_ids, query_lens, context_lens, starts, mask)
+        call = AttentionCall(
+            scale, window, softcap, sinks, bool(causal), skip_tokens, return_scores, bool(return_lse)
+        )
+        return self._attention.over(layer, queries, sequences, call, out, sink_queries)
 
     def write_and_attend(
-        self, layer: int, seq_ids: npt.ArrayLike, lens: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike,
-        queries: npt.ArrayLike, *, scale: float | None = None, window: int | None = None, softcap: float | None = None,
-        sinks: npt.ArrayLike | None = None, starts: npt.ArrayLike | None = None,
+        self, layer: int, sequences: QueriedSequences, keys: npt.ArrayLike, values: npt.ArrayLike,
+        queries: npt.ArrayLike, call: AttentionCall,
     ) -> Float32:  # fmt: skip
         """`write_ragged` of the newest tokens, and `attention` of their queries: what a layer does in a pass.
 
         Args:
-            queries: `(sum(lens), num_query_heads, head_dim)`; other arguments as of these two.
+            sequences: with the number of new tokens of each as `query_lens`; `kept`, as `call` is.
+            queries: `(sum(query_lens), num_query_heads, head_dim)`; other arguments as of these two.
         """
-        ids = as_seq_ids(seq_ids).copy()
-        if isinstance(lens, np.ndarray) and lens.dtype is _INT64:  # called once per layer of a step
-            counts: Int64 = np.ascontiguousarray(lens).copy()
-        else:
-            counts = as_indices(lens, "lens").copy()
-        number = layer if type(layer) is int and -1 < layer < 2**30 else as_integer(layer, "layer")
-        self._sequences.write_batch(number, ids, self._blocks.as_rows(keys, values), counts)
-        mixed: Float32 = self._attention.over(
-            number, queries, ids, counts, scale, None, None, False, None, False, window, softcap, sinks, starts, True,
-            None, 0,
-        )  # fmt: skip
+        number = layer if type(layer) is int and -1 < layer < 2**30 else as_integer(layer, "layer")  # once per layer
+        self._sequences.write_batch(number, sequences.ids, self._blocks.as_rows(keys, values), sequences.lens)
+        mixed: Float32 = self._attention.over(number, queries, sequences, call)
         return mixed
 
     # -- tokens with rows in f16 --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvcache.errors import OutOfMemoryError
 from kvcache.networks.protocols import Float32, LayerAttention
 from kvcache.paged.cache import PagedKvCache
+from kvcache.paged.queried import QueriedSequences
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.group import (
     CachedStart,
@@ -54,7 +55,7 @@ class WholeLayers:
     ) -> None:  # fmt: skip
         self.layers, self.cache, self.index, self.newest = tuple(layers), cache, index, newest
         self.reclaim: Reclaim | None = None
-        self._calls = {layer: (own, attention[layer].options()) for own, layer in enumerate(layers)}
+        self._calls = {layer: (own, attention[layer].call()) for own, layer in enumerate(layers)}
         self._most_drafts, self._own_ids = most_drafts, own_ids
         self._bytes = cache.total_memory_bytes
 
@@ -132,13 +133,13 @@ class WholeLayers:
                 raise error
 
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
-        cache, calls = self.cache, self._calls
+        cache, calls, sequences = self.cache, self._calls, QueriedSequences(ids, lens).kept()
 
         def attend(
             layer: int, queries: Float32, keys: Float32, values: Float32, _: Float32 | None = None, /
         ) -> Float32:
-            own, options = calls[layer]
-            return cache.write_and_attend(own, ids, lens, keys, values, queries, **options)
+            own, call = calls[layer]
+            return cache.write_and_attend(own, sequences, keys, values, queries, call)
 
         return attend, {}
 

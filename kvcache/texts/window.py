@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.networks.protocols import Float32, LayerAttention
 from kvcache.paged.cache import PagedKvCache
+from kvcache.paged.queried import QueriedSequences
 from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.group import (
@@ -83,7 +84,7 @@ class WindowLayers:
         self.window, self.layers, self.cache, self.pages = window, tuple(layers), cache, pages
         self._size, self._most_piece, self._own_ids = cache.block_size, most_piece, own_ids
         self._kept = -(-kept // self._size) * self._size  # whole blocks: a fork then shares full ones alone
-        self._calls = {layer: (own, attention[layer].options()) for own, layer in enumerate(layers)}
+        self._calls = {layer: (own, attention[layer].call()) for own, layer in enumerate(layers)}
         self.ends = 1
         self.reclaim: Reclaim | None = None
 
@@ -159,13 +160,14 @@ class WindowLayers:
         return self.reclaim is not None and self.reclaim(error)
 
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
-        cache, calls, starts = self.cache, self._calls, np.array([text.places[index] for text in texts])
+        starts = np.array([text.places[index] for text in texts])
+        cache, calls, sequences = self.cache, self._calls, QueriedSequences(ids, lens, starts=starts).kept()
 
         def attend(
             layer: int, queries: Float32, keys: Float32, values: Float32, _: Float32 | None = None, /
         ) -> Float32:
-            own, options = calls[layer]
-            return cache.write_and_attend(own, ids, lens, keys, values, queries, starts=starts, **options)
+            own, call = calls[layer]
+            return cache.write_and_attend(own, sequences, keys, values, queries, call)
 
         return attend, {}
 

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.attention_call import AttentionCall
 from kvcache.errors import OutOfMemoryError, SequenceNotFoundError
+from kvcache.paged.queried import QueriedSequences
 
 
 class DenseKvCache:
@@ -104,15 +106,17 @@ class DenseKvCache:
         assert self.free_block_count >= 0
 
     def write_and_attend(
-        self, layer: int, seq_ids: Sequence[int], lens: Sequence[int], keys: NDArray[Any], values: NDArray[Any],
-        queries: NDArray[Any], **options: Any,
+        self, layer: int, sequences: QueriedSequences, keys: NDArray[Any], values: NDArray[Any],
+        queries: NDArray[Any], call: AttentionCall,
     ) -> NDArray[np.float32]:  # fmt: skip
-        (seq_id,), (count,) = seq_ids, lens
+        assert sequences.lens is not None
+        (seq_id,), (count,) = sequences.ids.tolist(), sequences.lens.tolist()
         assert len(keys) == len(values) == count <= self._tokens(seq_id)
         start = self._tokens(seq_id) - len(keys)
         self.sequences[seq_id][layer][0, start:] = keys
         self.sequences[seq_id][layer][1, start:] = values
-        return self.attention(layer, queries, seq_ids, query_lens=lens, **options)
+        options = {"scale": call.scale, "window": call.window, "softcap": call.softcap, "sinks": call.sinks}
+        return self.attention(layer, queries, [seq_id], query_lens=[count], **options)
 
     def attention(
         self, layer: int, queries: NDArray[Any], seq_ids: Sequence[int], *, query_lens: Sequence[int], **options: Any

@@ -1,0 +1,44 @@
+"""The sequences of a call of attention; see paged/queried.pxd."""
+
+cimport numpy as cnp
+
+from kvcache.core.arguments cimport is_plain
+from kvcache.paged.seq_ids cimport uint64_ids
+
+from kvcache.core.arguments import as_indices
+
+__all__ = ["QueriedSequences"]
+
+cnp.import_array()
+
+
+cdef class QueriedSequences:
+    """The sequences that queries attend to, for every layer of a pass. Arguments are those of `PagedKvCache.attention`.
+
+    Raises:
+        TypeError, ValueError: not integers in one dimension. Each call checks the numbers themselves.
+    """
+
+    def __cinit__(self, seq_ids, query_lens=None, context_lens=None, starts=None, mask=None):
+        self.ids = uint64_ids(seq_ids)
+        self.lens = _indices(query_lens, "query_lens")
+        self.shown = _indices(context_lens, "context_lens")
+        self.starts = _indices(starts, "starts")
+        self.parents = _indices(mask, "mask")
+
+    def kept(self):
+        """The sequences, for later calls too: with copies of the arrays."""
+        self.ids = self.ids.copy()
+        self.lens, self.shown = _copy(self.lens), _copy(self.shown)
+        self.starts, self.parents = _copy(self.starts), _copy(self.parents)
+        return self
+
+
+cdef cnp.ndarray _indices(object values, str name):
+    if values is None or is_plain(values, cnp.NPY_INT64, 1):
+        return values
+    return as_indices(values, name)
+
+
+cdef cnp.ndarray _copy(cnp.ndarray array):
+    return None if array is None else array.copy()
