@@ -228,7 +228,7 @@ class Transformer:
         if table is None:
             return heads[:, :count], heads[:, count:], values, *(heads[:, :count] for _ in turns[1:])
         turned = table.rotate(heads, turns[0])
-        found = turned[:, :count], turned[:, count:], values
+        found: tuple[Float32, ...] = (turned[:, :count], turned[:, count:], values)
         for each in turns[1:]:
             found += (table.rotate(heads[:, :count], each),)
         return found

@@ -6,7 +6,7 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 import numpy as np
@@ -539,16 +539,18 @@ class PagedKvCache:
         return self._attention.over(layer, queries, sequences, call, out, sink_queries)
 
     def write_and_attend(
-        self, layer: int, sequences: QueriedSequences, keys: npt.ArrayLike, values: npt.ArrayLike,
-        queries: npt.ArrayLike, call: AttentionCall,
+        self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall]], layer: int,
+        queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, _: Any = None, /,
     ) -> Float32:  # fmt: skip
         """`write_ragged` of the newest tokens, and `attention` of their queries: what a layer does in a pass.
 
         Args:
-            sequences: with the number of new tokens of each as `query_lens`; `kept`, as `call` is.
+            sequences: with the number of new tokens of each as `query_lens`; `kept`, as the calls are.
+            calls: for each layer of a network its layer here, and how that attends.
+            layer: of the network.
             queries: `(sum(query_lens), num_query_heads, head_dim)`; other arguments as of these two.
         """
-        number = layer if type(layer) is int and -1 < layer < 2**30 else as_integer(layer, "layer")  # once per layer
+        number, call = calls[layer]
         self._sequences.write_batch(number, sequences.ids, self._blocks.as_rows(keys, values), sequences.lens)
         mixed: Float32 = self._attention.over(number, queries, sequences, call)
         return mixed

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import OutOfMemoryError
-from kvcache.networks.protocols import Float32, LayerAttention
+from kvcache.networks.protocols import LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.queried import QueriedSequences
 from kvcache.prefix.prefix_cache import PrefixCache
@@ -133,15 +134,7 @@ class WholeLayers:
                 raise error
 
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
-        cache, calls, sequences = self.cache, self._calls, QueriedSequences(ids, lens).kept()
-
-        def attend(
-            layer: int, queries: Float32, keys: Float32, values: Float32, _: Float32 | None = None, /
-        ) -> Float32:
-            own, call = calls[layer]
-            return cache.write_and_attend(own, sequences, keys, values, queries, call)
-
-        return attend, {}
+        return partial(self.cache.write_and_attend, QueriedSequences(ids, lens).kept(), self._calls), {}
 
     def ran(self, text: Text, index: int, before: int) -> None:
         cache = self.cache

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
-from kvcache.networks.protocols import Float32, LayerAttention
+from kvcache.networks.protocols import LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.queried import QueriedSequences
 from kvcache.prefix.index.prefix_index import PrefixIndex
@@ -161,15 +162,8 @@ class WindowLayers:
 
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
         starts = np.array([text.places[index] for text in texts])
-        cache, calls, sequences = self.cache, self._calls, QueriedSequences(ids, lens, starts=starts).kept()
-
-        def attend(
-            layer: int, queries: Float32, keys: Float32, values: Float32, _: Float32 | None = None, /
-        ) -> Float32:
-            own, call = calls[layer]
-            return cache.write_and_attend(own, sequences, keys, values, queries, call)
-
-        return attend, {}
+        sequences = QueriedSequences(ids, lens, starts=starts).kept()
+        return partial(self.cache.write_and_attend, sequences, self._calls), {}
 
     def ran(self, text: Text, index: int, before: int) -> None:
         """Do nothing: blocks leave when room is made for the next tokens."""

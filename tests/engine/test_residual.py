@@ -15,6 +15,7 @@ from oracle import attention
 
 import kvcache
 from kvcache import Calibration
+from kvcache.demo import DIRECTORY
 from kvcache.engine import InferenceEngine
 from kvcache.eviction import EvictionPolicy
 
@@ -202,3 +203,17 @@ def calls_of_a_step(dtype, length):
 @pytest.mark.no_level
 def test_a_step_makes_as_many_calls_as_without_a_residual():
     assert calls_of_a_step("q4", 16) == calls_of_a_step("f16", 0)
+
+
+@pytest.mark.no_level
+@pytest.mark.parametrize("dtype", ["f16", "q4"])
+def test_a_step_of_the_demo_makes_at_most_150_calls(dtype):
+    """All of them, NumPy's too."""
+    engine = InferenceEngine.from_pretrained(DIRECTORY, dtype=dtype)
+    engine.prefill_from_pos(list(range(100, 200)), 0)
+    engine.decode_step(5, 100)
+    events = []
+    sys.setprofile(lambda _, event, __: events.append(event))
+    engine.decode_step(5, 101)
+    sys.setprofile(None)
+    assert events.count("call") <= 150

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,9 +106,10 @@ class DenseKvCache:
         assert self.free_block_count >= 0
 
     def write_and_attend(
-        self, layer: int, sequences: QueriedSequences, keys: NDArray[Any], values: NDArray[Any],
-        queries: NDArray[Any], call: AttentionCall,
+        self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall]], layer: int,
+        queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], _: Any = None, /,
     ) -> NDArray[np.float32]:  # fmt: skip
+        layer, call = calls[layer]
         assert sequences.lens is not None
         (seq_id,), (count,) = sequences.ids.tolist(), sequences.lens.tolist()
         assert len(keys) == len(values) == count <= self._tokens(seq_id)

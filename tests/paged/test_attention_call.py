@@ -1,0 +1,43 @@
+"""`AttentionCall` and `QueriedSequences`: what was checked once and is used for many calls."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvcache import PagedKvCache
+from kvcache.core.attention_call import AttentionCall
+from kvcache.paged.queried import QueriedSequences
+
+
+def test_a_kept_call_does_not_change_with_the_arrays_it_was_made_of():
+    rng = np.random.default_rng(1)
+    cache = PagedKvCache(8, 4, 2, 8, dtype="f32")
+    ids, lens, starts, sinks = np.array([3, 5], np.uint64), np.array([2, 1]), np.array([0, 4]), np.ones(4, np.float32)
+    cache.allocate_batch(ids, np.array([6, 7]))
+    keys, values, queries = (rng.standard_normal((3, heads, 8), np.float32) for heads in (2, 2, 4))
+    sequences = QueriedSequences(ids.copy(), lens, starts=starts).kept()
+    call = AttentionCall(0.5, 3, 20.0, sinks).kept()
+    expected_sinks = sinks.copy()
+    lens[:], starts[:], sinks[:] = (1, 2), 9, 5
+    got = cache.write_and_attend(sequences, {7: (0, call)}, 7, queries, keys, values)
+    options = {"scale": 0.5, "window": 3, "softcap": 20.0, "sinks": expected_sinks}
+    expected = cache.attention(0, queries, ids, query_lens=[2, 1], starts=[0, 4], **options)
+    np.testing.assert_array_equal(got, expected)
+    with pytest.raises(ValueError, match="read-only"):
+        call.sinks[0] = 2
+
+
+@pytest.mark.parametrize("sinks", [[1.0, 2.0], np.ones((2, 4), np.float32)])
+def test_sinks_of_a_kept_call_are_those_of_the_queries(sinks):
+    cache = PagedKvCache(8, 4, 2, 8)
+    cache.allocate(1, 4)
+    rows, queries = np.ones((1, 2, 8), np.float32), np.ones((1, 4, 8), np.float32)
+    calls = {0: (0, AttentionCall(sinks=np.asarray(sinks, np.float32)).kept())}
+    with pytest.raises(ValueError, match=r"sinks: expected shape \((1, )?4,?\), got"):
+        cache.write_and_attend(QueriedSequences([1], [1]).kept(), calls, 0, queries, rows, rows)
+
+
+def test_a_kept_call_refuses_sinks_that_are_not_finite():
+    with pytest.raises(ValueError, match="sinks: expected finite numbers, got NaN or infinity"):
+        AttentionCall(sinks=np.array([np.nan], np.float32)).kept()
