@@ -13,7 +13,7 @@ myst_heading_anchors = 3
 _BASES = "object,BaseException,Exception,tuple,int,dict,DynamicCache"  # the pages leave out what comes from these
 autodoc_default_options = {
     "members": True, "imported-members": True, "inherited-members": _BASES, "member-order": "bysource",
-}  # fmt: skip
+}
 autodoc_mock_imports = ["torch", "transformers"]  # the adapter's pages need neither
 os.environ.setdefault("KVCACHE_NUM_THREADS", "1")  # or the adapter would ask the mock for a number of threads
 napoleon_numpy_docstring = False

@@ -20,7 +20,7 @@ from kvcache.paged.cache import PagedKvCache
 
 __all__ = [
     "MIXED", "PREFILL", "SHARED", "mixed_cases", "prefill_cases", "shared_cases", "thread_cases", "thread_columns",
-]  # fmt: skip
+]
 
 ROWS = 512  # queries of a chunk
 PEAK = "FMA peak"
@@ -123,7 +123,7 @@ def _mixed_candidates(dtype: str, decodes: int, context: int, threads: int) -> I
     batch = MixedBatch(dtype, decodes, context, ROWS)
     for name, run in (
         ("one call", batch.both), ("its parts", batch.parts), ("prefill", batch.prefill), ("decodes", batch.decode),
-    ):  # fmt: skip
+    ):
         yield Candidate(name, run)
 
 

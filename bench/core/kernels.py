@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, default, quick in (
         ("context", "1k,4k,16k,32k", "1k,4k"), ("batch", "1,8", "1"), ("head-dim", "128,64", "128"),
         ("block-size", "16,32", "16"), ("threads", "1,2", "1,2"),
-    ):  # fmt: skip
+    ):
         words = f"comma-separated (default {default}; {quick} with --quick)"
         parser.add_argument(f"--{name}", type=_numbers, metavar="N,N", help=words)
         parser.set_defaults(**{f"{name}_default": (default, quick)})

@@ -51,7 +51,7 @@ def _write_candidates(shape: Shape, step: int) -> Iterator[Candidate]:
         cache = PagedKvCache(
             shape.context // shape.block_size, shape.block_size, shape.kv_heads, shape.head_dim,
             num_layers=len(sources), dtype=dtype,
-        )  # fmt: skip
+        )
         scatter(cache, np.array([1], np.uint64), [shape.context])
         yield Candidate(dtype, _Turns(cache, sources, step).run, facts={"work": work})
     source, target = (huge_array(shape.float_bytes * len(sources) // part) for part in (1, 2))

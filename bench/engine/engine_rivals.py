@@ -87,7 +87,7 @@ class LlamaCpp:
         self._llama = llama_cpp.Llama(
             str(path), n_ctx=size.positions, n_batch=512, n_threads=threads, n_threads_batch=threads,
             flash_attn=True, verbose=False,
-        )  # fmt: skip
+        )
         self._held = 0
 
     @staticmethod
@@ -139,7 +139,7 @@ class OpenVino:
         self._pipeline = openvino_genai.LLMPipeline(
             str(path), "CPU", scheduler_config=scheduler, INFERENCE_PRECISION_HINT="f32",
             INFERENCE_NUM_THREADS=threads,
-        )  # fmt: skip
+        )
         self._turn = 0
 
     @staticmethod

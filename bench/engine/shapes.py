@@ -35,7 +35,7 @@ class Shape(NamedTuple):
         metadata = {
             **self.metadata, "general.name": "random", "general.alignment": ALIGNMENT, "general.file_type": 1,
             **vocabulary_of(VOCABULARY),
-        }  # fmt: skip
+        }
         return write_file(path, metadata, self._stored)
 
     def _stored(self) -> Iterator[Stored]:
@@ -74,7 +74,7 @@ def _gemma3(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, inner
         "gemma3.attention.head_count_kv": kv_heads, "gemma3.attention.key_length": dim,
         "gemma3.attention.value_length": dim, "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
         "gemma3.attention.sliding_window": window, "gemma3.rope.freq_base": 1e6,
-    }  # fmt: skip
+    }
     what = f"Gemma 3: hidden {hidden}, {layers} layers (5 of 6 with a window of {window}), {heads} + {kv_heads} heads"
     return Shape(what, 4096, metadata, tensors)
 
@@ -109,7 +109,7 @@ def _experts(
         "qwen3moe.attention.layer_norm_rms_epsilon": 1e-6, "qwen3moe.rope.freq_base": 1e6,
         "qwen3moe.expert_count": experts, "qwen3moe.expert_used_count": used,
         "qwen3moe.expert_feed_forward_length": inner,
-    }  # fmt: skip
+    }
     what = f"Qwen3-MoE: hidden {hidden}, {layers} layers, {used} of {experts} experts, {heads} + {kv_heads} heads"
     return Shape(what, 1024, metadata, tensors)
 

@@ -18,7 +18,7 @@ __all__ = ["SHARES", "Meter", "metered", "shares_of"]
 
 ATTENTION, ROOM, PRODUCTS, SAMPLING, ROWS, PYTHON = (
     "attention and K and V written", "room for K and V", "matrix products", "sampling", "norms, RoPE, SiLU", "Python",
-)  # fmt: skip
+)
 SHARES = (ATTENTION, ROOM, PRODUCTS, SAMPLING, ROWS, PYTHON)
 
 

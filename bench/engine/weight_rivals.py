@@ -54,7 +54,7 @@ class LlamaCpp(engine_rivals.LlamaCpp):
         self._llama = llama_cpp.Llama(
             str(path), n_ctx=4352, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True,
             verbose=False,
-        )  # fmt: skip
+        )
         self._held = 0
 
 

@@ -259,7 +259,7 @@ def main(options: argparse.Namespace) -> int:
         tables = network_tables(
             size, options.threads, rounds, options.folder, not options.no_rivals, options.engines,
             as_markdown=options.markdown,
-        )  # fmt: skip
+        )
         done += tables
     if options.json:
         save_json(options.json, done)

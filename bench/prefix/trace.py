@@ -67,7 +67,7 @@ def through_trie(trace: Trace, capacity: int) -> dict[str, float]:
     return {
         "hit_rate": hits / max(lookups, 1), "evictions": evictions, "median": median(times), "mean": mean(times),
         "worst": max(times), "bytes": peak,
-    }  # fmt: skip
+    }
 
 
 def main(options: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def main(options: argparse.Namespace) -> int:
         costs.append(
             [column, str(pairs[0][1]), *(time_text(real[k]) for k in ("median", "mean", "worst")),
              f"{real['bytes'] / 2**10:.0f} KiB"]
-        )  # fmt: skip
+        )
     columns = [f"{share:.0%}" for share in SHARES]
     print("\nhit rate in tokens, by capacity as a share of all pages\n")
     print(layout(["policy", *columns], [[n, *(f"{r[c]:.1%}" for c in columns)] for n, r in rates.items()]))

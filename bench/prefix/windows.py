@@ -40,7 +40,7 @@ class _Predicted:
         self.config = SimpleNamespace(
             num_layers=LAYERS, num_heads=1, num_kv_heads=1, head_dim=8, vocab_size=VOCABULARY,
             max_position_embeddings=positions,
-        )  # fmt: skip
+        )
 
     def forward(
         self, tokens: Tokens, positions: NDArray[np.int64], attend: Attend, logits: Logits
@@ -81,5 +81,5 @@ def hit_rates(trace: Trace, capacity: int) -> dict[str, Any]:
         stats = cached.cache_stats()
         found[name] = {
             "hit_rate": stats.hit_rate, "blocks": blocks, "windows_gone": stats.miss_reasons.get("window", 0),
-        }  # fmt: skip
+        }
     return found

@@ -57,12 +57,12 @@ RUNS = (
     *NAMES, "q4" + BARE, *(name + CALIBRATED for name in NAMES), "q4" + BARE + CALIBRATED,
     "q4" + OF_16 + CALIBRATED, "q4" + OF_128 + CALIBRATED, *(name + CALIBRATED for name in MIXES), "q8" + BIASED,
     "q4" + BIASED, "q8" + CALIBRATED + BIASED, "q4" + CALIBRATED + BIASED,
-)  # fmt: skip
+)
 WINDOW = ", window of a fifth"  # what is left of a text that evicts; compared with the same window over f32
 EVICTING = (
     "f32" + WINDOW, "q8" + WINDOW, "q4" + WINDOW, "q8" + WINDOW + CALIBRATED, "q4" + WINDOW + CALIBRATED,
     "q4" + WINDOW + OF_16, "q8" + WINDOW + OF_16 + CALIBRATED, "q4" + WINDOW + OF_16 + CALIBRATED,
-)  # fmt: skip
+)
 KIVI = {"KIVI's recipe, 4 bits": 4, "KIVI's recipe, 2 bits": 2}
 QUICK = ("q8", "q4", "q2", "q8" + CALIBRATED, "q4" + CALIBRATED, "q2" + CALIBRATED)
 HEADER = ["K/V format", "bits/value", "perplexity over f32", "KL, mean", "KL, p99", "same token"]
@@ -74,7 +74,7 @@ GOALS = {
     "q4" + OF_16 + CALIBRATED: (0.02, 0.015),
     "auto:5.0" + CALIBRATED: (0.0025, 0.0025), "auto:3.5" + CALIBRATED: (0.025, 0.02),
     "auto:3.0" + CALIBRATED: (0.03, 0.032),
-}  # fmt: skip
+}
 TIMES = {"q8": 1.2, "q4": 1.5}  # the KL divergence with biased keys over that without
 RESIDUAL = 64  # tokens per group beside a format written in Python
 SHARES = (10, 20, 40)  # per cent of a window that a policy written in Python keeps
@@ -246,7 +246,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
 
 def _evicting(
     model: Transformer, calibration: Calibration | None, context: int, names: Sequence[str]
-) -> list[dict[str, _Run]]:  # fmt: skip
+) -> list[dict[str, _Run]]:
     """Runs of `EVICTING` that `names` has, and the first one as their reference."""
     chosen = [name for name in EVICTING if name in names]
     budget = max(8, context // 5)
@@ -320,7 +320,7 @@ def rows(figures: dict[str, Any]) -> list[list[str]]:
             f"{f['kl']:.2g} ± {f['kl_se']:.1g}", f"{f['kl_p99']:.2g}", f"{100 * f['same']:.2f} %",
         ]
         for name, f in figures.items()
-    ]  # fmt: skip
+    ]
 
 
 def verdicts(figures: dict[str, Any]) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ class Divergence:
             "kl_p99": float(np.quantile(np.concatenate(self.kl), 0.99)),
             "perplexity": float(np.exp(np.concatenate(self.nats).mean())), "rise": float(np.expm1(rise)),
             "rise_se": float(np.exp(rise) * rise_se), "same": float(np.concatenate(self.same).mean()),
-        }  # fmt: skip
+        }
 
 
 def _mean(windows: list[npt.NDArray[np.float64]]) -> tuple[float, float]:

@@ -29,7 +29,7 @@ RUNS: dict[str, tuple[dict[str, Any], int, bool]] = {
 HEADER = [
     "cache", "tokens", "MiB, most", "perplexity", "first 2,048", "rest, against fresh", "worst bin",
     "CPU ms/token, 2k .. end",
-]  # fmt: skip
+]
 
 
 def reference(model: Transformer, text: np.ndarray) -> np.ndarray:
@@ -60,7 +60,7 @@ def measure(model: Transformer, text: Heldout, name: str, total: int) -> dict[st
         "name": name, "scores": scores, "seconds": seconds,
         "bytes": engine.cache.stats().peak_blocks_used * engine.cache.block_memory_bytes,
         "alive": engine.alive_tokens(0),
-    }  # fmt: skip
+    }
 
 
 def _score(engine: InferenceEngine, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +113,7 @@ def rows(runs: list[dict[str, Any]], fresh: np.ndarray) -> list[list[str]]:
             run["name"], f"{len(run['scores']):,}", f"{run['bytes'] / 2**20:.2f}", f"{f['perplexity']:.2f}",
             f"{f['first']:.2f}", f"{100 * (f['ratio'] - 1):+.1f} %", f"{100 * (f['worst'] - 1):+.1f} %",
             f"{1e3 * f['early']:.2f} .. {1e3 * f['late']:.2f}",
-        ])  # fmt: skip
+        ])
     return table
 
 

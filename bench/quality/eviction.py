@@ -67,7 +67,7 @@ def measure(
         "policy": name, "dtype": dtype, "percent": percent, "budget": budget, "chunk": chunk, "alive": held,
         "bytes": engine.cache.used_memory_bytes, "perplexity": float(np.exp(nats / tokens)),
         "copied": right / asked, "whole": whole / names, "tokens": tokens, "names": names,
-    }  # fmt: skip
+    }
 
 
 def rows(figures: list[dict[str, Any]]) -> list[list[str]]:
@@ -80,7 +80,7 @@ def rows(figures: list[dict[str, Any]]) -> list[list[str]]:
             f"{100 * f['copied']:.1f} %", f"{100 * f['whole']:.0f} %",
         ]
         for f in figures
-    ]  # fmt: skip
+    ]
 
 
 def survivors(model: Transformer, prompt: Prompt, percent: int, queries: int = 128) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def rows(figures: dict[str, dict[str, float]], speed: dict[str, float]) -> list[
             f"{f['kl']:.2g}", f"{f['kl_p99']:.2g}", f"{100 * f['same']:.2f} %", f"{speed[name]:.0f}",
         ]
         for name, f in figures.items()
-    ]  # fmt: skip
+    ]
 
 
 def verdicts(figures: dict[str, dict[str, float]]) -> list[dict[str, Any]]:

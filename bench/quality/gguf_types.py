@@ -30,7 +30,7 @@ TYPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "F32": ((), ()), "F16": ((), ()), "BF16": ((), ()), "Q8_0": ((0,), ()), "Q4_0": ((0,), ()), "Q4_1": ((0,), (2,)),
     "Q5_0": ((0,), ()), "Q4_K": ((0,), (2,)), "Q5_1": ((0,), (2,)), "Q5_K": ((0,), (2,)), "Q6_K": ((208,), ()),
     "Q3_K": ((108,), ()), "Q2_K": ((80,), (82,)), "IQ4_NL": ((0,), ()), "IQ4_XS": ((0,), ()), "MXFP4": ((0,), ()),
-}  # fmt: skip
+}
 SIZE = Size(256, 1, 4, 2, 512, 1024, 64)
 MATRIX = "model.layers.0.mlp.down_proj.weight"  # (256, 512), not permuted
 
@@ -131,4 +131,4 @@ def rows(figures: dict[str, Any]) -> list[list[str]]:
             shown(f["own"]),
         ]
         for kind, f in figures.items()
-    ]  # fmt: skip
+    ]

@@ -82,7 +82,7 @@ class LlamaLogits:
             str(path), n_ctx=context, n_batch=context, n_ubatch=min(context, 512), n_threads=threads,
             n_threads_batch=threads, logits_all=True, type_k=number, type_v=number, verbose=False,
             flash_attn=kv != "f32",
-        )  # fmt: skip
+        )
         self.bits = bits_per_weight(path)
 
     def __call__(self, tokens: npt.NDArray[np.uint32]) -> Float32:

@@ -51,7 +51,7 @@ _FRONT = {
     ", no residual": ("", ""), ", residual of": ("", ""),
     ", biased": ("", ""), ", window": ("", ""),
     "auto": ("D:", "a budget of bits"), ", calibrated": ("o:", "with a calibration"), "": ("^:", "without"),
-}  # fmt: skip
+}
 
 
 def kind_of(name: str) -> str:
@@ -104,7 +104,7 @@ def draw_budgets(figures: list[dict[str, Any]], folder: str) -> Path:
             line = axes.plot(
                 [f["percent"] for f in points], [f[key] for f in points], color=colors.get(policy), marker=".",
                 linestyle="-" if dtype == "f32" else ":", label=policy if dtype == "f32" else None,
-            )[0]  # fmt: skip
+            )[0]
             colors.setdefault(policy, line.get_color())
         axes.set_xscale("log")
         ticks = sorted({f["percent"] for f in figures})

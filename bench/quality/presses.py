@@ -70,7 +70,7 @@ def measure(model: Transformer, prompts: list[Prompt]) -> list[dict[str, Any]] |
             "policy": name, "ours": "all" if policy is None else str(policy(budget)), "perplexity": float(own),
             "press": press_name or "none", "press_perplexity": float(press_perplexity),
             "common": float(np.mean(common)) if common else 1.0,
-        })  # fmt: skip
+        })
     return found
 
 
@@ -125,4 +125,4 @@ def rows(found: list[dict[str, Any]]) -> list[list[str]]:
             f"{100 * f['common']:.1f} %",
         ]
         for f in found
-    ]  # fmt: skip
+    ]

@@ -47,7 +47,7 @@ def measure(model: Transformer, text: Heldout, dtype: str, splits: int) -> dict[
     return {
         "splits": splits, "reused": reused, "largest": max(differences), "median": float(np.median(differences)),
         "same_bits": differences.count(0.0) / splits, "same": same / splits, "other_texts": others,
-    }  # fmt: skip
+    }
 
 
 def rows(figures: dict[str, Any]) -> list[list[str]]:
@@ -58,4 +58,4 @@ def rows(figures: dict[str, Any]) -> list[list[str]]:
             f"{100 * f['same_bits']:.0f} %", f"{100 * f['same']:.1f} %", f"{f['other_texts']}",
         ]
         for name, f in figures.items()
-    ]  # fmt: skip
+    ]

@@ -23,7 +23,7 @@ PIECE = 32  # tokens that QuantizedCache gets at once; a piece sees itself unrou
 HF = {
     "transformers quanto, 4 bits": ("quanto", 4, 0), "transformers quanto, 2 bits": ("quanto", 2, 0),
     "transformers hqq, 4 bits": ("hqq", 4, 1), "transformers hqq, 2 bits": ("hqq", 2, 1),
-}  # fmt: skip
+}
 _MODULES = {"quanto": "optimum.quanto", "hqq": "hqq"}  # of the backends
 
 

@@ -39,16 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", action="append", default=[], metavar="MODULE:CLASS",
         help="--model (by default the demo's): also a storage format written in Python, or two of them, of keys and of "
         "values, with a slash between (may be repeated)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--policy", action="append", default=[], metavar="MODULE:CLASS",
         help="--model (by default the demo's): also an eviction policy written in Python (may be repeated)",
-    )  # fmt: skip
+    )
     parser.add_argument("--context", type=int, default=2048, help="--model: tokens of a window (default 2,048)")
     parser.add_argument(
         "--texts", nargs="+", choices=KINDS, help="--model: kinds of text (default: documentation, code and chats; "
         "licences in their place where the checkpoint has no template)",
-    )  # fmt: skip
+    )
     parser.add_argument("--keep", type=Path, help="--model: a folder of what was measured, from which a call goes on")
     parser.add_argument(
         "--rows", nargs="+", metavar="ROW", help="--model (by default the demo's): these rows, by name, and f32"
@@ -82,7 +82,7 @@ class _Run:
             self.table(
                 f"Formats at context {context}, {tokens:,} tokens", [*formats.HEADER, "decode tok/s"],
                 formats.rows(figures, speed),
-            )  # fmt: skip
+            )
             self.verdicts(formats.verdicts(figures))
         self.data["formats"] = {"figures": found, "decode": speed}
         if self.options.plot:
@@ -96,7 +96,7 @@ class _Run:
             f"Synthetic attention, head_dim {outliers.DIM}: 1 key channel in {outliers.EVERY} times {outliers.FACTOR}",
             outliers.HEADER, outliers.rows(figures),
             "Random keys and values have no structure that attention could use: errors on text are far smaller.",
-        )  # fmt: skip
+        )
 
     def eviction(self) -> None:
         count = self.options.prompts or (1 if self.quick else 8)
@@ -113,14 +113,14 @@ class _Run:
             eviction.rows(found),
             f"perplexity: {one['tokens']:,} tokens of continuation; names: {one['names']}, each seen once. A piece "
             f"attends before anything is evicted, so memory is that of the budget and one piece.",
-        )  # fmt: skip
+        )
         pieces = [] if self.quick else self._pieces(prompts[:3])
         survivors = eviction.survivors(self.model, prompts[0], 20)
         shares = [[name, f"{100 * share:.1f} %"] for name, share in survivors["share"].items()]
         self.table(
             "Share of the attention of a prompt's last 128 tokens on what is kept: 20 % of the prompt",
             ["policy", "of the attention"], shares,
-        )  # fmt: skip
+        )
         kept = {"kept": survivors["kept"], "share": survivors["share"]}
         self.data["eviction"] = {"figures": found, "pieces": pieces, "survivors": kept}
         if self.options.plot:
@@ -151,7 +151,7 @@ class _Run:
             f"fresh: windows of 2,048 tokens of the same text that overlap by half, perplexity "
             f"{np.exp(-fresh.mean(dtype=np.float64)):.2f} over all {len(fresh):,} tokens; a bin has "
             f"{endless.BIN:,} tokens.",
-        )  # fmt: skip
+        )
         self.verdicts(endless.verdicts(runs, fresh))
         self.data["endless"] = {
             "fresh": endless.bins(fresh).tolist(),
@@ -170,7 +170,7 @@ class _Run:
         self.table(
             "Prefix reuse: logits and 32 greedy tokens of a hit and of a cold run", reuse.HEADER, reuse.rows(figures),
             "A row has the same bits whatever rows it is computed with, so a hit is the cold run.",
-        )  # fmt: skip
+        )
 
     def kvpress(self) -> None:
         found = presses.measure(self.model, make_prompts(self.text, self.tokenizer, 1 if self.quick else 4))

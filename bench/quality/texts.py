@@ -37,7 +37,7 @@ QUESTIONS = (
     "What is inflation, in simple words?", "How do I repair a flat tyre of a bicycle?",
     "Tell me about the life of whales.", "Write a poem about the autumn.", "What does a compiler do?",
     "How can a small shop find new customers?",
-)  # fmt: skip
+)
 
 _MODULES = ("argparse", "textwrap", "shutil", "csv", "heapq", "zipfile", "tarfile", "configparser", "difflib")
 
@@ -61,7 +61,7 @@ def texts() -> dict[str, str]:
     return {
         "documentation": "\n".join(topics[name] for name in sorted(topics)), "code": "".join(code),
         "licences": "\n".join(licences),
-    }  # fmt: skip
+    }
 
 
 def chats(engine: InferenceEngine, context: int, count: int) -> list[Tokens]:

@@ -124,7 +124,7 @@ def main() -> None:
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()), "tokens": len(data), "steps": steps,
         "passes": round(steps * BATCH * CONTEXT / len(data), 2), "held_out_loss": round(float(np.mean(found)), 4),
-    }  # fmt: skip
+    }
     print(json.dumps(facts), flush=True)
     model.to(torch.bfloat16).save_pretrained(options.out)
     tokenizer.save(str(options.out / "tokenizer.json"))

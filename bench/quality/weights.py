@@ -36,7 +36,7 @@ __all__ = ["add_arguments", "demo_gguf", "main"]
 PARTS = ("demo", "smollm2", "types")
 HEADER = [
     "weights", "bits/weight", "KL, mean", "KL, p99", "perplexity", "against f32", "same token",
-]  # fmt: skip
+]
 ACTIVATIONS = ("exact", "int8")
 RIVALS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K_M")
 MOST = 0.001  # KL of q8 with exact activations
@@ -84,7 +84,7 @@ def demo_gguf(path: Path) -> Path:
     size = Size(
         c.hidden_size, c.num_layers, c.num_heads, c.num_kv_heads, c.intermediate_size, c.vocab_size,
         c.max_position_embeddings,
-    )  # fmt: skip
+    )
     queries, pairs = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
     def stored() -> Iterator[Stored]:
@@ -155,7 +155,7 @@ class _Run:
     def _compare(
         self, part: str, title: str, runs: dict[str, Logits], plain: Path | None,
         windows: list[npt.NDArray[np.uint32]], own: Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compare runs with the first, and llama.cpp's files of the network in the float file `plain` with its own.
 
         `own` is the file that the network comes from, of type Q4_1. Where there is none, the engine runs the files too.
@@ -233,7 +233,7 @@ def _rows(figures: dict[str, dict[str, float]]) -> list[list[str]]:
             f"{100 * f['same']:.2f} %",
         ]
         for name, f in figures.items()
-    ]  # fmt: skip
+    ]
 
 
 def main(options: argparse.Namespace) -> int:

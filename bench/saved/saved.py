@@ -70,7 +70,7 @@ def measure(model: Transformer, dtype: str, tokens: int, rounds: int, folder: st
     return {
         "bytes": os.path.getsize(path), "prefill": median(prefill), "save": median(save), "load": median(load),
         "first_token": median(first), "gain": median(prefill) / median(first), "identical": same,
-    }  # fmt: skip
+    }
 
 
 def identical(kept: PrefixCachedEngine, loaded: PrefixCachedEngine, path: str, prompt: np.ndarray) -> bool:

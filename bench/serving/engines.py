@@ -55,7 +55,7 @@ class Network:
                 num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
                 max_position_embeddings=c.max_position_embeddings, rms_norm_eps=c.rms_norm_eps, rope_theta=c.rope.theta,
                 tie_word_embeddings=c.tie_word_embeddings, dtype="bfloat16",
-            )).to(torch.bfloat16)  # fmt: skip
+            )).to(torch.bfloat16)
             for name, to in model.named_parameters():
                 stored = checkpoint.rows(name, 0, len(to)).to_float32() if to.ndim == 2 else checkpoint.read(name)
                 to.data.copy_(torch.from_numpy(stored))
@@ -103,7 +103,7 @@ class Batch:
         self.engine = BatchEngine(
             _network(network.file), dtype="q8", block_size=BLOCK, num_blocks=blocks, max_running=running,
             **self.options,
-        )  # fmt: skip
+        )
         self._running: dict[int, tuple[Any, int]] = {}
 
     def submit(self, key: int, prompt: Tokens, new: int) -> None:
@@ -215,7 +215,7 @@ class Vllm:
         os.environ |= {
             "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-        }  # fmt: skip
+        }
         import vllm
 
         del tokens
@@ -223,7 +223,7 @@ class Vllm:
         arguments = vllm.EngineArgs(
             model=str(network.folder), dtype="bfloat16", enforce_eager=True, skip_tokenizer_init=True,
             max_model_len=longest + 64, max_num_seqs=max(running, 8), enable_prefix_caching=True, seed=0,
-        )  # fmt: skip
+        )
         self._engine: Any = vllm.LLMEngine.from_engine_args(arguments)
         self._seen: dict[int, int] = {}
 

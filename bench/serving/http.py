@@ -57,7 +57,7 @@ async def _stream(address: tuple[str, int], prompt: list[int], new: int) -> tupl
     body = json.dumps({
         "model": "m", "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True,
         "stream_options": {"include_usage": True},
-    })  # fmt: skip
+    })
     writer.write(
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
@@ -105,7 +105,7 @@ def main(options: argparse.Namespace) -> int:
     found: dict[str, list[tuple[float, float, int]]] = {"BatchEngine": [], "over HTTP": []}
     with served(model, options.streams) as address, BatchEngine.from_pretrained(
         model, dtype="q8", max_running=options.streams
-    ) as engine:  # fmt: skip
+    ) as engine:
         for turn in range(-1, rounds):  # the first one makes what is made at the first use
             rng = np.random.default_rng(turn + 1)
             prompts = rng.integers(3, engine.config.vocab_size, (options.streams, size)).tolist()

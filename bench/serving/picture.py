@@ -18,7 +18,7 @@ def plot_loads(loads: Sequence[float], results: Sequence[Result], folder: str, t
     figure, (rate, first) = plt.subplots(1, 2, figsize=(10, 4))
     for name in dict.fromkeys(name for result in results for name in result.facts):
         at = [(100 * load, result.facts[name]) for load, result in zip(loads, results, strict=True)
-              if name in result.facts]  # fmt: skip
+              if name in result.facts]
         x = [load for load, _ in at]
         wide = 2.5 if name == "kvcache, BatchEngine" else 1.2
         rate.plot(x, [facts["tokens/s"] for _, facts in at], marker="o", linewidth=wide, label=name)

@@ -33,7 +33,7 @@ def seconds_of_products(file: Path, counts: list[int], threads: int) -> list[flo
     rows = {
         (count, width): rng.standard_normal((count, width), dtype=np.float32)
         for count in counts for width in {matrix.shape[1] for matrix in matrices}
-    }  # fmt: skip
+    }
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(PASSES):
         for count in counts:

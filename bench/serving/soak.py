@@ -45,7 +45,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     "many samples": lambda: {"prompt": "x", "n": 128, "max_tokens": 500},
     "deep JSON": lambda: b"[" * 1_000_000,
     "no JSON": lambda: random.randbytes(1_000_000),
-}  # fmt: skip
+}
 
 
 class Soak:

@@ -129,7 +129,7 @@ class BlockReader:
         return library.ceiling_read(
             self._buffer.ctypes.data, offsets.ctypes.data, len(offsets), self._bytes, self._piece, self._distance,
             self._threads,
-        )  # fmt: skip
+        )
 
 
 def fma(threads: int) -> tuple[Any, float]:

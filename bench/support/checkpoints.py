@@ -18,7 +18,7 @@ import numpy.typing as npt
 __all__ = [
     "SIZES", "Size", "Stored", "row_order_of_llama", "stored_as", "vocabulary_of", "write_checkpoint", "write_file",
     "write_gguf",
-]  # fmt: skip
+]
 
 Float32 = npt.NDArray[np.float32]
 
@@ -82,7 +82,7 @@ def config(size: Size) -> dict[str, Any]:
         "num_key_value_heads": size.kv_heads, "head_dim": size.head_dim, "vocab_size": size.vocabulary,
         "max_position_embeddings": size.positions, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
         "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+    }
 
 
 def write_checkpoint(size: Size, folder: Path) -> Path:
@@ -112,7 +112,7 @@ NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+}
 
 
 def _text(text: str) -> bytes:
@@ -145,7 +145,7 @@ def vocabulary_of(count: int) -> dict[str, Any]:
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.merges": ["a b"],
         "tokenizer.ggml.tokens": _vocabulary(count), "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (count - 3),
         "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
-    }  # fmt: skip
+    }
 
 
 def _metadata(size: Size) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _metadata(size: Size) -> dict[str, Any]:
         "llama.attention.head_count_kv": size.kv_heads, "llama.rope.dimension_count": size.head_dim,
         "llama.rope.freq_base": 10000.0, "llama.attention.layer_norm_rms_epsilon": 1e-5,
         **vocabulary_of(size.vocabulary),
-    }  # fmt: skip
+    }
 
 
 def _gguf_name(name: str) -> str:

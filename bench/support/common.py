@@ -19,7 +19,7 @@ from statistics import median
 __all__ = [
     "Candidate", "Case", "Claim", "Result", "Table",
     "alternating", "at_most", "faster", "run_case", "share_of", "size_name",
-]  # fmt: skip
+]
 
 MIN_SAMPLE = 200e-6  # seconds: shorter work is repeated, so that the clock costs less than a thousandth
 ALTERNATIONS = 15

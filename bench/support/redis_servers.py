@@ -41,7 +41,7 @@ class Server:
         self.process = subprocess.Popen(
             [executable(), *settings, "--dir", str(self.folder), *self.options],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         wait_for(self.answers)
 
     def answers(self):

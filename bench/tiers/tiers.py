@@ -111,7 +111,7 @@ def first_tokens(setting: Setting, tiers: dict[str, Tier]) -> list[list[str]]:
     return [
         [name, time_text(median(each)), f"{median(each) / cold:.1%}", str(hits[name] or "")]
         for name, each in times.items()
-    ]  # fmt: skip
+    ]
 
 
 def filled_cache(setting: Setting, tiers: Tiers, name: str) -> PrefixCache:
@@ -120,7 +120,7 @@ def filled_cache(setting: Setting, tiers: Tiers, name: str) -> PrefixCache:
     cache = PrefixCache(
         setting.tokens // 16, 16, config.num_layers, config.num_kv_heads, config.head_dim, dtype=setting.dtype,
         source=tiers.source(name),
-    )  # fmt: skip
+    )
     rng, size = np.random.default_rng(0), config.num_kv_heads * 16 * config.head_dim
     pairs = [rng.standard_normal((2, config.num_layers, size), np.float32)] * (setting.tokens // 16)
     for first in range(0, setting.tokens // 16, 16):
@@ -298,14 +298,14 @@ def main(options: argparse.Namespace) -> int:
                     "misses", ["tier", "CPU of a full miss", f"below {MISS * 1e3:g} ms"],
                     lambda: misses(setting, directory) + misses(setting, one) + misses(setting, three),
                 ),
-            ]  # fmt: skip
+            ]
             for title, header, run in benches:
                 if options.only in title:
                     for each in (one, three):
                         each.client.flushall()
                     tables.append((title, header, run()))
                     print(f"\n{title}: a prompt of {tokens} tokens, {network}, "
-                          f"K and V {options.dtype}, median of {rounds}\n")  # fmt: skip
+                          f"K and V {options.dtype}, median of {rounds}\n")
                     print((markdown if options.markdown else text_table)(header, tables[-1][2]), flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps({"environment": environment(), "tables": tables}, indent=1) + "\n")

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--models", nargs="+", default=["1B:bfloat16", "1B:float32", "SmolLM2:float32"], help="SHAPE:DTYPE of models"
     )
     parser.add_argument("--weights", nargs="+", default=["auto", "q8", "q4"], metavar="FORMAT",
-                        help="of pack_weights, each a row with a PagedCache of q4 (default auto q8 q4)")  # fmt: skip
+                        help="of pack_weights, each a row with a PagedCache of q4 (default auto q8 q4)")
     parser.add_argument("--caches", nargs="+", default=(), metavar="NAME", help="only caches with one of these in it")
     parser.add_argument("--only", choices=("decode", "prefill", "glue", "orders"), help="one of the tables")
 

@@ -22,7 +22,7 @@ from transformers import (
 from kvcache.integrations.transformers import PagedCache, pack_weights
 
 __all__ = ["BOUND", "FORMATS", "SHAPES", "decode", "fill", "is_one", "kv_bytes", "make_model", "makers", "packed",
-           "prefill"]  # fmt: skip
+           "prefill"]
 
 FORMATS = ("f32", "f16", "q8", "q4")
 BOUND = "attention left out"  # what the rest of a model takes, whatever the cache
@@ -37,7 +37,7 @@ SHAPES = {
     "MoE": {"vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 4,
             "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128, "num_experts": 64,
             "num_experts_per_tok": 8},
-}  # fmt: skip
+}
 FEW_ROWS = 256  # matrices with at most so many rows are drawn whole, so that routers choose different experts
 PART = 1024  # tokens that are filled in at once
 

@@ -16,7 +16,7 @@ VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 PASSIVE = "torch, OMP_WAIT_POLICY=PASSIVE"
 ORDERS = (
     ("kvcache", 2, 2), ("torch", 2, 2), (PASSIVE, 2, 2), ("kvcache", 2, 1), ("kvcache", 1, 2), ("kvcache", 1, 1),
-)  # fmt: skip
+)
 CONTEXT, STEPS = 2048, 24
 CACHES = ("DynamicCache, sdpa", "PagedCache q8")
 

@@ -32,7 +32,7 @@ from kvcache.sampling.text_tokens import encoded
 __all__ = [
     "as_calibration", "bias_centres", "cache_folder", "calibration_of", "measure", "path_of",
     "text_or_calibration",
-]  # fmt: skip
+]
 
 # Tokens of one text: longer ones are cut, since the slow pairs of RoPE turn with the position. The first tokens of each
 # count for nothing: caches keep them in f16, and their keys are unlike all others.
@@ -49,7 +49,7 @@ def cache_folder() -> Path:
 
 def as_calibration(
     model: Model, calibrate: Any, key_dtype: Formats, without: str, with_losses: bool = False, *, centred: bool = True
-) -> Calibration | None:  # fmt: skip
+) -> Calibration | None:
     """An engine's argument `calibrate` as the calibration of its cache; None: it has none.
 
     Args:

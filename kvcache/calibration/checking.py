@@ -37,7 +37,7 @@ def promised(dtypes: Sequence[Formats], num_layers: int) -> float:
 def divergence(
     model: Model, dtypes: Sequence[Formats], calibration: Calibration, residual_length: int, firsts: int,
     tokens: NDArray[np.uint32],
-) -> float:  # fmt: skip
+) -> float:
     """The KL divergence of the next token from that with K and V in f32: the mean over the second half of a text.
 
     Args:
@@ -49,7 +49,7 @@ def divergence(
         cache = PagedKvCache(
             -(-len(tokens) // 16) + 1, 16, config.num_kv_heads, config.head_dim, num_layers=config.num_layers,
             key_dtype=key, value_dtype=value, calibration=known, residual_length=length, first_tokens=own,
-        )  # fmt: skip
+        )
         cache.allocate(0, 0)
         half = len(tokens) // 2
         run_piece(model, cache, tokens[:half], 0, "none", len(tokens))
@@ -66,7 +66,7 @@ def divergence(
 def check_formats(
     model: Model, dtypes: Sequence[Formats], calibration: Calibration, residual_length: int, firsts: int,
     tokens: NDArray[np.uint32], path: Path | None,
-) -> None:  # fmt: skip
+) -> None:
     """Warn, with numbers, where K and V in these formats lose more than they promise, over 512 tokens of a text.
 
     Args:
@@ -88,7 +88,7 @@ def check_formats(
             "K and V in %s lose more than they promise on this network: a KL divergence of %.2g, expected at most "
             "%.2g. More bits lose less, and `python -m bench quality --model` measures all formats",
             " / ".join(map(_name, dtypes)), found, bound,
-        )  # fmt: skip
+        )
 
 
 def _name(dtype: Formats) -> str:

@@ -113,7 +113,7 @@ def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.ui
         cache = PagedKvCache(
             -(-len(text) // 16) + 1, 16, config.num_kv_heads, config.head_dim, num_layers=count, key_dtype=formats[0],
             value_dtype=formats[1], calibration=calibration, residual_length=_RESIDUAL, first_tokens=FIRSTS,
-        )  # fmt: skip
+        )
         cache.allocate(0, 0)
         rows = run_piece(model, cache, text, 0, "all", len(text))[FIRSTS:].astype(np.float64)
         rows -= rows.max(axis=1, keepdims=True)

@@ -17,7 +17,7 @@ __all__ = ["run_piece"]
 def run_piece(
     model: Model, cache: PagedKvCache, tokens: NDArray[np.uint32], pos: int, logits: Logits, length: int,
     note: Callable[[int, Float32, Float32], None] | None = None,
-) -> Float32:  # fmt: skip
+) -> Float32:
     """Append tokens to sequence 0 of a cache of all layers, and run them through the network; returns its logits.
 
     Args:

@@ -17,7 +17,7 @@ from kvcache.paged.residual import row_block
 
 __all__ = [
     "FIRSTS", "LENGTHS", "AttendPiece", "as_length", "default_length", "most_unpacked", "num_firsts", "residual_bytes",
-]  # fmt: skip
+]
 
 # Tokens of a group if K or V has this format, chosen by `python -m bench quality --only formats`. q8 rounds too finely
 # for a residual to pay.
@@ -70,7 +70,7 @@ def most_unpacked(length: int, chunk: int, firsts: int = 0) -> int:
 
 def residual_bytes(
     config: NetworkConfig, dtypes: tuple[Formats, Formats], length: int, chunk: int, firsts: int = 0
-) -> int:  # fmt: skip
+) -> int:
     """Bytes of K and V of the unpacked tokens beside a cache of these formats."""
     if not length and not firsts:
         return 0

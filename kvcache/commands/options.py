@@ -27,7 +27,7 @@ MODEL = (
 # The options of sampling, which have the names of the fields of `SamplingParams`.
 _FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"
-)  # fmt: skip
+)
 
 
 def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_tokens: int) -> None:
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
     formats = f"{', '.join(FORMATS)}, or auto:B for B bits per value, with --calibrate"
     add("--dtype", default="f32", help=f"storage of keys and values: {formats} (%(default)s)")
     add("--calibrate", metavar="TEXT",
-        help="of the storage: auto, a file of text, or a saved calibration; without it none is measured")  # fmt: skip
+        help="of the storage: auto, a file of text, or a saved calibration; without it none is measured")
     add("--weights", default="auto", help=f"format of the matrices: {', '.join(WEIGHTS)} (%(default)s: as stored)")
     add("--num-blocks", type=int, metavar="N", help="size of the cache in blocks of 16 tokens")
 
@@ -73,7 +73,7 @@ def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more
         engine: Any = make(
             model, weights=options.weights, progress=progress, dtype=options.dtype,
             num_blocks=options.num_blocks, calibrate=options.calibrate or False, **more,
-        )  # fmt: skip
+        )
         if engine.tokenizer is None:
             raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")
         engine.sampling_params = _params(options, engine.sampling_params)

@@ -36,13 +36,13 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--max-queue", type=int, default=256, metavar="N", help="answers that wait; more get status 429 (%(default)s)")
     add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (%(default)s)")
     add("--max-bodies", type=int, default=64 << 20, metavar="BYTES",
-        help="of all requests on their way; more get status 503 (%(default)s)")  # fmt: skip
+        help="of all requests on their way; more get status 503 (%(default)s)")
     add("--plain-special-tokens", action="store_true",
-        help="take special tokens in users' texts as text: no user can end a turn, or begin another one")  # fmt: skip
+        help="take special tokens in users' texts as text: no user can end a turn, or begin another one")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="an answer ends after these (%(default)s)")
     add("--drain", type=int, default=30, metavar="SECONDS",
         help="that answers have to end in when the server is told to end; 0 cancels them, as a second signal does "
-        "(%(default)s)")  # fmt: skip
+        "(%(default)s)")
 
 
 def serve(
@@ -82,7 +82,7 @@ def serve(
         app = make_app(
             engine, name, keys, max_body=options.max_body, max_bodies=options.max_bodies, timeout=options.timeout,
             plain_special_tokens=options.plain_special_tokens,
-        )  # fmt: skip
+        )
         address = f"[{host}]" if ":" in host else host
         print(f"{name} at http://{address}:{listening.getsockname()[1]}/v1", flush=True)
         try:

@@ -23,7 +23,7 @@ __all__ = [
     "as_indices", "as_instance", "as_integer", "as_integers", "as_number", "as_output", "as_pair", "as_rows",
     "as_scores", "as_share", "as_sinks", "as_stored", "check_integers", "checked_scores", "described", "is_integer",
     "plain_int", "short",
-]  # fmt: skip
+]
 
 Float32 = npt.NDArray[np.float32]
 Kind = TypeVar("Kind")

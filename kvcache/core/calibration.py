@@ -51,7 +51,7 @@ class Calibration:
 
     def __init__(
         self, centres: npt.ArrayLike, moments: npt.ArrayLike | None = None, losses: npt.ArrayLike | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.centres: Float32 = as_floats(centres, (None, None, None), "centres").copy()
         if not (np.abs(self.centres) <= _MOST).all():
             raise ValueError(f"centres: expected magnitudes up to {_MOST:.0f}, got others or NaN")

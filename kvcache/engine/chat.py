@@ -217,7 +217,7 @@ def _compiled(template: str) -> Any:
         raise jinja2.exceptions.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
-               sort_keys: bool = False) -> str:  # fmt: skip
+               sort_keys: bool = False) -> str:
         """Without jinja2's escapes for HTML."""
         return json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -235,7 +235,7 @@ def _compiled(template: str) -> Any:
     environment.globals.update(
         raise_exception=raise_exception, strftime_now=strftime_now, namespace=Namespace,
         dict=lambda *args, **items: dict(*args, **items),  # not the class, which has more
-    )  # fmt: skip
+    )
     try:
         return environment.from_string(template)
     except Exception as error:  # of jinja2, or of Python's compiler: SyntaxError, RecursionError, MemoryError

@@ -114,7 +114,7 @@ class InferenceEngine:
             block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
             residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
             make_cache=self._make_cache,
-        )  # fmt: skip
+        )
         self._budgets = self._settings.budgets
         self._sequence = CurrentText(self._settings, self._settings.total_blocks())
         self.requests = Requests(self._sequence, seed)  # internal: a `PrefixCachedEngine` runs its own by it too

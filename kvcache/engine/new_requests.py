@@ -66,7 +66,7 @@ class NewRequests:
     def request(
         self, prompt: Any, params: SamplingParams, tokenizer: Callable[[], Any], *, with_text: bool = False,
         or_empty: bool = False, is_history: bool = False, shared: Shared | None = None, sample: int = 0,
-    ) -> Request:  # fmt: skip
+    ) -> Request:
         """A new request, checked; adds one to the count of requests.
 
         Args:

@@ -52,7 +52,7 @@ def open_checkpoint(
 
 def open_gguf(
     path: str | Path, sampling_params: SamplingParams | None, calibrate: Any, network: dict[str, Any]
-) -> Opened:  # fmt: skip
+) -> Opened:
     """Open a GGUF file of any name."""
     defaults = gguf_defaults(GgufFile(path)) if sampling_params is None else sampling_params
     text = GgufText(Path(path))

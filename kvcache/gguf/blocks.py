@@ -22,7 +22,7 @@ from kvcache.core.arguments import short
 
 __all__ = [
     "CODED", "GROUP", "LOADABLE", "TYPES", "TensorType", "codes", "mxfp4_codes", "mxfp4_scales", "row_bytes", "values",
-]  # fmt: skip
+]
 
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]

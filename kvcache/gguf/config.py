@@ -85,7 +85,7 @@ _ROPE_ENTRIES = frozenset(
         "scaling.factor", "scaling.original_context_length", "scaling.finetuned", "scaling.yarn_attn_factor",
         "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",
     }
-)  # fmt: skip
+)
 # Options that change the result and are not implemented, and the value that has no effect.
 NEUTRAL: dict[str, Any] = {
     "expert_count": 0,

@@ -14,7 +14,7 @@ from kvcache.gguf.file import GgufFile
 
 __all__ = [
     "CONTROL", "MOST", "NORMAL", "UNKNOWN", "USER_DEFINED", "Vocabulary", "chat_template", "end_tokens",
-]  # fmt: skip
+]
 
 _PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of tokens; 5 unused, 6 a byte
@@ -44,7 +44,7 @@ _NEVER_STRIP = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # of the tokens of 
 # Pre-tokenizers of files that begin a text with the token bos, if the file does not say.
 _BEGINNING = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

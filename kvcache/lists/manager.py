@@ -259,7 +259,7 @@ class CacheManager:
     def attention(
         self, queries: npt.ArrayLike, layer_idx: int = 0, return_scores: bool = False, *, scale: float | None = None,
         softcap: float | None = None, sinks: npt.ArrayLike | None = None,
-    ) -> Float32 | tuple[Float32, Float32]:  # fmt: skip
+    ) -> Float32 | tuple[Float32, Float32]:
         """softmax(q K^T scale) V over a list's entries, computed on the packed rows.
 
         Causal: the last query has the position of the last entry, the query before it that of the entry before, and so

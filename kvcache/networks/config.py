@@ -26,7 +26,7 @@ __all__ = ["ModelConfig"]
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

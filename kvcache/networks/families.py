@@ -61,7 +61,7 @@ class Family:
 _GEMMA = {
     "head_dim": 256, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
     "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
-}  # fmt: skip
+}
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 
 FAMILIES = {
@@ -141,7 +141,7 @@ FAMILIES = {
             },
         },
     ),
-}  # fmt: skip
+}
 _BY_TYPE = {family.model_type: name for name, family in FAMILIES.items()}
 
 

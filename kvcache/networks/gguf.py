@@ -59,7 +59,7 @@ _FORMATS = {
     "Q8_0": "q8_0", "Q5_0": "q8_0", "Q5_1": "q8_0", "Q2_K": "q8_0", "Q3_K": "q8_0", "Q5_K": "q8_0", "Q6_K": "q8_0",
     "IQ4_NL": "q8_0", "IQ4_XS": "q8_0", "MXFP4": "q8_0",
     "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_1",
-}  # fmt: skip
+}
 
 
 def is_gguf(path: str | Path) -> bool:

@@ -68,7 +68,7 @@ class MatrixStack:
     def multiply(
         self, x: Float32, bias: Float32 | None = None, *, activations: str = "int8", out: Float32 | None = None,
         add: bool = False,
-    ) -> Float32:  # fmt: skip
+    ) -> Float32:
         """Multiply as `Matrix.multiply` does."""
         if add and out is None:
             raise ValueError("out: expected an array to add to, got None")

@@ -175,7 +175,7 @@ class Transformer:
 
     def _times(
         self, x: Float32, weight: Weight, bias: Float32 | None = None, onto: Float32 | None = None
-    ) -> Float32:  # fmt: skip
+    ) -> Float32:
         """A product, new or added to `onto`."""
         return weight.multiply(x, bias, activations=self.activations, out=onto, add=onto is not None)
 
@@ -184,7 +184,7 @@ class Transformer:
 
     def _add_times(
         self, x: Float32, rows: Float32, weight: Weight, bias: Float32 | None, norm: Float32 | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add a product to the residual stream `x`."""
         if norm is None and self.config.residual_scale == 1:
             self._times(rows, weight, bias, onto=x)

@@ -157,7 +157,7 @@ class _Grouped:
     def __init__(
         self, tensors: MatrixTensors, shape: tuple[int, int], bits: int, groups: int,
         codes: Callable[[int, int], UInt8], scales: Callable[[], Float32], zeros: Callable[[], UInt8] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if groups > 1 and shape[1] % (groups * _GROUP):
             tensors.fail(tensors.name, f"groups of a multiple of {_GROUP} channels", f"{groups} groups of {shape[1]}")
         if zeros is not None and bits == 8:
@@ -313,7 +313,7 @@ def awq_of(tensors: MatrixTensors, stem: str, quantisation: Quantisation) -> _Gr
     codes = _Columns(lambda: _awq_codes(tensors.rows(0, columns)), rows)
     return _Grouped(
         tensors, (rows, columns), 4, groups, codes, lambda: scales().T, lambda: _awq_codes(zeros()).T
-    )  # fmt: skip
+    )
 
 
 def _awq_codes(words: NDArray[np.int32]) -> UInt8:

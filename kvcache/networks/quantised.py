@@ -44,7 +44,7 @@ Float32 = NDArray[np.float32]
 _BESIDE = (
     "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx", "scales", "qzeros",
     "g_idx", "activation_scale", "input_scale", "input_zero_point",
-)  # fmt: skip
+)
 
 
 def open_folder(directory: str | Path) -> Checkpoint | QuantisedTensors:

@@ -26,7 +26,7 @@ _READ = frozenset(
         "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
         "short_factor", "long_factor",
     }
-)  # fmt: skip
+)
 # Keys that nothing here reads and that change no text: sections are those of images, the others are remarks.
 _REMARKS = frozenset({"mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned"})
 # Keys that some families read, or none, and the values without an effect.
@@ -85,7 +85,7 @@ def _ropes_in(name: str, config: Mapping[str, Any], family: Family, positions: i
         parts.append((sliding, where, read.number("rope_local_base_freq", theta, at_least=1.0)))
     size = _rotary_dim(values, config, family, head_dim)
     first, *rest = (_growing(Entries(part, where), where, read, family, positions, theta, size)
-                    for part, where, theta in parts)  # fmt: skip
+                    for part, where, theta in parts)
     return Ropes(first, rest[0] if rest and rest[0] != first else None, size)
 
 

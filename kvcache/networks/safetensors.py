@@ -37,7 +37,7 @@ _BITS = {
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32,
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
+}
 _LOADABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 # Parts of quantised tensors: read in rows, as whole numbers.
 _PARTS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}

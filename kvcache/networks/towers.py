@@ -50,7 +50,7 @@ _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 _HEADS = {"language_model.model.": "language_model.lm_head.weight"}
 _OTHERS = tuple(
     f"{prefix}{name}" for prefix in ("", "model.") for name in ("vision_tower.", "multi_modal_projector.", "visual.")
-)  # fmt: skip
+)
 
 
 def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

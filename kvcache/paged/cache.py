@@ -472,7 +472,7 @@ class PagedKvCache:
         return_lse: bool = False, window: int | None = None, softcap: float | None = None,
         sinks: npt.ArrayLike | None = None, starts: npt.ArrayLike | None = None,
         causal: bool = True, mask: npt.ArrayLike | None = None, skip_tokens: int = 0,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
 
         Causal: the last query of a sequence has the position of its last token, the one before it the position before.
@@ -541,7 +541,7 @@ class PagedKvCache:
     def write_and_attend(
         self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall]], layer: int,
         queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, _: Any = None, /,
-    ) -> Float32:  # fmt: skip
+    ) -> Float32:
         """`write_ragged` of the newest tokens, and `attention` of their queries: what a layer does in a pass.
 
         Args:

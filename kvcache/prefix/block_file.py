@@ -110,7 +110,7 @@ def arena_of_blocks(cache: CachedBlocks) -> Arena:
     return Arena(
         store.num_layers, store.num_heads, *cache.dims, key, value, *store.rotated,
         "blocks", store.block_size, store.block_bytes,
-    )  # fmt: skip
+    )
 
 
 def _blocks_of(snapshot: Snapshot, arena: int, cache: CachedBlocks) -> Part:

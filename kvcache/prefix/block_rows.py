@@ -44,7 +44,7 @@ def block_rows(store: BlockStore, blocks: list[Any], head_dim: int, stored_dim: 
 
 def checked_rows(
     store: BlockStore, pairs: Sequence[Any], dims: Dims, formats: RowFormats
-) -> tuple[list[Float32], list[Float32]]:  # fmt: skip
+) -> tuple[list[Float32], list[Float32]]:
     """Per layer the rows of K and of V of `(keys, values)` of blocks; ValueError unless the store can hold them."""
     stored = store.head_dim, store.value_head_dim
     keys, values = (block_rows(store, [pair[i] for pair in pairs], dims[i], stored[i]) for i in (0, 1))

@@ -146,7 +146,7 @@ class CachedBlocks:
 
     def store_rows(
         self, ids: Tokens, first: int, keys: list[Float32], values: list[Float32], name: Hashable
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Cache the blocks of `ids` from block `first` on, with rows of `checked_rows`; how many of them are cached."""
         size = self.store.block_size
         head, existing = self.head(ids, name)

@@ -30,7 +30,7 @@ Part = tuple[PrefixIndex, Iterator[Text]]  # of what `kvcache.prefix.index.prefi
 def write_indices(
     path: str | os.PathLike[str], content: str, model: str, indices: Sequence[PrefixIndex],
     arenas: Sequence[tuple[Slots, Arena, Callable[[Int32], Iterable[list[Any]]]]],
-) -> None:  # fmt: skip
+) -> None:
     """Write what the indices name to a file.
 
     Args:
@@ -52,7 +52,7 @@ def write_indices(
     write_snapshot(
         path, content, model, [arena for _, arena, _ in arenas], namespaces, segments,
         lambda i: arenas[i][2](np.concatenate(pages)[of_page == i]),
-    )  # fmt: skip
+    )
 
 
 def texts_of(
@@ -100,5 +100,5 @@ def segments_of(
     segments = Segments(
         edges.roots[chosen], np.where(above >= 0, moved[above], -1), pages[order] * size, edges.marked[chosen],
         tokens[ranges(firsts * size, pages * size, order)],
-    )  # fmt: skip
+    )
     return segments, edges.values[ranges(firsts, pages, order)]

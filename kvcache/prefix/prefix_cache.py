@@ -66,7 +66,7 @@ class PrefixCache(IndexedCache):
         num_kv_heads: int = REQUIRED, head_dim: int = REQUIRED, *, dtype: str = "f32", key_dtype: str | None = None,
         value_dtype: str | None = None, policy: Policy | None = None, max_memory_bytes: int | str | None = None,
         source: Source | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_integers(block_size=block_size, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
         padded, head_dim = -(-int(head_dim) // 8) * 8, int(head_dim)
         settings = (block_size, num_kv_heads, padded, key_dtype or dtype, value_dtype or dtype)
@@ -349,7 +349,7 @@ class PrefixCache(IndexedCache):
             return PrefixCacheStats(
                 self.hit_rate, len(self), self.capacity, self.memory_bytes, index.hits, index.misses, index.evictions,
                 index.hit_tokens, index.lookup_tokens, index.reasons, self._cached.memory()["bookkeeping"],
-            )  # fmt: skip
+            )
 
     def watch_evictions(self) -> deque[Evicted]:
         """A queue of what is evicted from now on, in this order; the caller takes it out."""

@@ -36,7 +36,7 @@ class SavedPages:
     def __init__(
         self, snapshot: Snapshot, arena: int, claim: Claim, places: Int64, size: int, at_once: int,
         buffers: Callable[[int, Int32], list[Any]], arrived: Callable[[int, Int32, Int64], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         pages = claim.pages
         self._snapshot, self._arena, self._slots = snapshot, arena, proxy(claim.slots)  # the slots refer to this
         self._size, self._at_once, self._buffers, self._arrived = size, at_once, buffers, arrived

@@ -169,7 +169,7 @@ class Sampler:
     def __init__(
         self, params: SamplingParams, rng: np.random.Generator, vocab_size: int, history: NDArray[np.uint32],
         num_drawn: int = 0, biases: Biases | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             params: the sampling parameters.

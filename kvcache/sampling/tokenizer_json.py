@@ -188,4 +188,4 @@ _SECTIONS = {
         "BPEDecoder": 2, "ByteFallback": 1, "ByteLevel": 1, "CTC": 2, "Fuse": 1, "Metaspace": 1, "Replace": _replaced,
         "Strip": 1, "WordPiece": 2,
     }),
-}  # fmt: skip
+}

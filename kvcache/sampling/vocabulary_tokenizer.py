@@ -61,11 +61,11 @@ _PRE = {
     **dict.fromkeys(("dbrx", "smaug-bpe"), _LLAMA3),  # OLMo 2 and 3, SmolLM3
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan"), _QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),  # gpt-oss, Phi-4-mini
-}  # fmt: skip
+}
 # A part that is a token is not merged up to it.
 _WHOLE = (
     "llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
-)  # fmt: skip
+)
 _COMPOSED = ("qwen2", "qwen35", "command-r", "mpt", "olmo")  # texts are brought to Unicode NFC first
 
 

@@ -14,7 +14,7 @@ from kvcache.errors import SnapshotError
 
 __all__ = [
     "ARENA", "LAYOUTS", "MIXED", "NO_PARENT", "SEGMENT", "Arena", "aligned", "check_segments", "unpack_arenas",
-]  # fmt: skip
+]
 
 # layers, KV heads, channels per head; formats of K and of V; rotated K and V, how bytes lie; page_tokens, page_bytes;
 # channels per head of V where how bytes lie is `_APART`, else 0
@@ -71,7 +71,7 @@ class Arena:
             self.num_layers, self.num_heads, self.head_dim, self.key_dtype.encode(), self.value_dtype.encode(),
             self.rotate_keys, self.rotate_values, _APART if apart else LAYOUTS[self.layout], self.page_tokens,
             self.page_bytes, self.value_head_dim if apart else 0,
-        )  # fmt: skip
+        )
 
     @classmethod
     def unpack(cls, data: bytes) -> Arena:

@@ -122,7 +122,7 @@ def write_snapshot(
         header = HEADER.pack(
             MAGIC, VERSION, KINDS[kind], size, len(table), len(segments.tokens), num_pages, len(names),
             len(arenas), len(namespaces), len(name), checksum(tables), 0,
-        )  # fmt: skip
+        )
         write_at(fd, [header[:-4] + struct.pack("<I", checksum([header[:-4]]))], 0)
 
 
@@ -173,7 +173,7 @@ class Snapshot:
         (
             magic, version, number, size, num_segments, num_tokens, num_pages, names_bytes,
             num_arenas, num_names, model_bytes, sum_of_tables, own,
-        ) = HEADER.unpack(header)  # fmt: skip
+        ) = HEADER.unpack(header)
         if magic != MAGIC:
             raise SnapshotError("expected a saved cache, got another file")
         if version != VERSION:

@@ -39,7 +39,7 @@ _ARRIVING, _READING = 30.0, 30.0  # seconds for a body; and beyond the time limi
 def make_app(
     engine: BatchEngine, model: str, keys: Mapping[str, str | None] | None = None, *, max_body: int = 4 << 20,
     max_bodies: int = 64 << 20, timeout: float = 600.0, plain_special_tokens: bool = False,
-) -> Starlette:  # fmt: skip
+) -> Starlette:
     """An application with OpenAI's interface; it starts the engine, and closes it at its end.
 
     Args:
@@ -120,7 +120,7 @@ def make_app(
         found = {
             name if known is None else known.shown(name): counts
             for name, counts in engine.namespace_stats().items() if own in (None, "metrics", name)
-        }  # fmt: skip
+        }
         return exposition(engine.stats(), found, http_responses=("status", statuses))
 
     def counting(app: ASGIApp) -> ASGIApp:
@@ -153,7 +153,7 @@ def make_app(
         Route("/v1/completions", partial(complete, False), methods=["POST"]),
         Route("/v1/models", models), Route("/v1/models/{name:path}", models), Route("/health", health),
         Route("/metrics", metrics),
-    ]  # fmt: skip
+    ]
     handlers: dict[Any, Any] = dict.fromkeys((*REFUSED, Exception), lambda request, error: refusal(error))
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.state.bodies = bodies

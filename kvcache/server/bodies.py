@@ -175,19 +175,19 @@ _SAMPLING: dict[str, Reader] = {
     **{field.name: lambda value, name: value for field in fields(SamplingParams) if field.name != "logits_processor"},
     "stop": _stops, "stop_token_ids": partial(_few, kind=list), "logit_bias": _biases, "max_tokens": _FROM_1,
     "logprobs": lambda value, name: None if value is False else _TOP(value, name=name),
-}  # fmt: skip
+}
 _OF_BOTH = _SAMPLING | {
     "model": _TEXT, "n": partial(as_count, least=1, most=_MAX_CHOICES), "stream": _FLAG, "stream_options": _with_usage,
-}  # fmt: skip
+}
 _OF_TEXTS = _OF_BOTH | {"prompt": _prompts, "best_of": partial(as_count, least=1)}
 _OF_CHATS = _OF_BOTH | {
     "messages": _conversation, "logprobs": _FLAG, "top_logprobs": _TOP, "max_completion_tokens": _FROM_1,
-}  # fmt: skip
+}
 # They change no answer, or none of the answer's text: names of clients, hints for caches and routers.
 _WITHOUT_EFFECT = {
     "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
     "prediction", "request_id", "separate_reasoning", "service_tier", "store", "stream_reasoning",
-}  # fmt: skip
+}
 # The values of other settings that ask for nothing; routers add some of them to every request.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tools", "functions", "bad_words", "documents"), ([],)),
@@ -209,4 +209,4 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "chat_template_kwargs": ({},), "length_penalty": (1,), "modalities": (["text"],),
     "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "suffix": ("",),
     "verbosity": ("medium",),
-}  # fmt: skip
+}

@@ -76,7 +76,7 @@ def run(app: ASGIApp, listening: socket.socket, limits: Capacity, drain: int) ->
     config = uvicorn.Config(
         app, log_level="warning", timeout_graceful_shutdown=drain, limit_concurrency=limits.connections + 1,
         backlog=limits.backlog, server_header=False, lifespan="on",
-    )  # fmt: skip
+    )
     _Server(config, limits).run(sockets=[listening])
 
 

@@ -8,4 +8,4 @@ from kvcache.serving.stats import BatchStats, Eviction, Histogram, NamespaceStat
 __all__ = [
     "BatchEngine", "BatchStats", "Eviction", "Histogram", "NamespaceStats", "NewTokens", "Request", "RequestMetrics",
     "exposition",
-]  # fmt: skip
+]

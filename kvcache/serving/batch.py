@@ -139,7 +139,7 @@ class BatchEngine:
             model, load, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
             block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
             residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
-        )  # fmt: skip
+        )
         if tiers is not None and settings.budgets is not None:
             raise ValueError(f"tiers: expected none with an eviction_policy, got {tiers}")
         self._pool = settings.pool(settings.total_blocks())
@@ -149,7 +149,7 @@ class BatchEngine:
             forward, arrivals, TokenBudget(target_gap), max_running, MOST_PROMPTS if settings.keeps_f16 else MOST,
             max(1, SCORE_FLOATS // model.config.vocab_size),
             Observed(self._pool, on_eviction, clock, forward.name_of),
-        )  # fmt: skip
+        )
         self._steps = Steps(scheduler, forward, as_count(max_queue, "max_queue", 1), clock)
         self.max_positions = settings.max_positions
         self._new = NewRequests(model.config, self.max_positions, seed, self._steps.inbox_lock)

@@ -59,7 +59,7 @@ class Observed:
     def __init__(
         self, pool: Pool, on_eviction: OnEviction | None, clock: Callable[[], float],
         name_of: Callable[[Hashable], Hashable],
-    ) -> None:  # fmt: skip
+    ) -> None:
         if on_eviction is not None and not callable(on_eviction):
             raise TypeError(f"on_eviction: expected a function, got {type(on_eviction).__name__}")
         self._pool, self._on_eviction, self._clock, self._name_of = pool, on_eviction, clock, name_of

@@ -60,7 +60,7 @@ class Scheduler:
     def __init__(
         self, forward: Forward, arrivals: Arrivals | None, budget: TokenBudget, max_running: int, most_prompts: int,
         most_rows: int, observed: Observed,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.pool, self.arrivals, self.budget, self.observed = forward.pool, arrivals, budget, observed
         self._forward, self._max_running, self._most_rows = forward, max_running, most_rows
         self._most_prompts = most_prompts

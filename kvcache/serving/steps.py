@@ -317,7 +317,7 @@ class Steps:
         return replace(
             last, waiting=self._submitted - last.running - last.finished, free_blocks=blocks["free"],
             claimed_blocks=blocks["claimed"], cached_blocks=blocks["cached"],
-        )  # fmt: skip
+        )
 
     def _publish(self) -> None:
         """Bring the counters up to date. Without memory `stats` does it later: a cancellation needs none."""
@@ -332,7 +332,7 @@ class Steps:
             0, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens, self._cached_tokens,
             self._scheduler.preemptions, self._guessed, self._accepted, 0, 0, 0, observed.queued.snapshot(),
             observed.first_token.snapshot(),
-        )  # fmt: skip
+        )
 
     def namespaces(self) -> dict[Hashable, NamespaceStats]:
         """See `BatchEngine.namespace_stats`."""

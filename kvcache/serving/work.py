@@ -116,7 +116,7 @@ class Drawing(Work):
     def __init__(
         self, request: Request, make_text: Callable[[], TextStream] | None, config: NetworkConfig,
         namespace: Hashable, guesses: Guesses | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(request.tokens, namespace)
         self._sampler, self._request, self._make_text = request.sampler, request, make_text
         self._watched = make_text() if make_text is not None and request.params.stop else None

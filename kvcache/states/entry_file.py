@@ -108,4 +108,4 @@ def saved_rows(snapshot: Snapshot, arena: int, claim: Claim, places: Int64, rows
     return SavedPages(
         snapshot, arena, claim, places, size, _ROWS_AT_ONCE, lambda turn, _: buffered[turn].buffers,
         lambda turn, mine, inside: buffered[turn].copy_to(mine, inside),
-    )  # fmt: skip
+    )

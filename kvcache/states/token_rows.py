@@ -76,7 +76,7 @@ class PlainRows:
         return Arena(
             self.num_layers, 1, self.kv_dim, self.kv_dim, *self._names, False, False, "rows", BLOCK_SIZE,
             self.slot_bytes * BLOCK_SIZE,
-        )  # fmt: skip
+        )
 
     def page(self) -> PlainPage:
         """A page of zeros, to fill."""
@@ -177,7 +177,7 @@ class PackedRows:
         return Arena(
             self.num_layers, store.num_heads, store.head_dim, store.value_head_dim, key_dtype, value_dtype,
             *store.rotated, "blocks", BLOCK_SIZE, store.block_bytes,
-        )  # fmt: skip
+        )
 
     def page(self) -> PackedPage:
         """A page of zeros, to fill."""

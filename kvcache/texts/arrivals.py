@@ -34,7 +34,7 @@ AUTOSAVE_START = 0.05
 
 def as_tiers(
     tiers: Tiers | None, autosave: str | os.PathLike[str] | DirectoryTier | None
-) -> Tiers | None:  # fmt: skip
+) -> Tiers | None:
     """The tiers of an engine.
 
     Raises:

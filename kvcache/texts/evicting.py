@@ -70,7 +70,7 @@ class EvictingLayers:
 
     def __init__(
         self, budgets: Budgets, attention: Sequence[LayerAttention], make_cache: Callable[[], PagedKvCache], most: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.budgets, self._make_cache, self._most = budgets, make_cache, most
         self.layers = tuple(range(len(budgets.rules)))
         self._calls = [each.options() for each in attention]

@@ -31,7 +31,7 @@ from kvcache.texts.text import Text, Tokens
 
 __all__ = [
     "CachedStart", "Group", "Ids", "LayerCall", "Lens", "append_within", "free_within", "has_blocks", "settle_within",
-]  # fmt: skip
+]
 
 Ids = NDArray[np.uint64]
 Lens = NDArray[np.int64]

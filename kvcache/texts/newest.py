@@ -49,7 +49,7 @@ def _rows(source: PagedKvCache, num_blocks: int, block_size: int) -> PagedKvCach
     return PagedKvCache(
         num_blocks, block_size, source.num_heads, source.head_dim, num_layers=source.num_layers, key_dtype=key_dtype,
         value_dtype=value_dtype,
-    )  # fmt: skip
+    )
 
 
 class NewestGroups:

@@ -62,7 +62,7 @@ class Scoring:
     def attend(
         self, cache: PagedKvCache, layer: int, queries: Float32, seq_ids: npt.NDArray[np.uint64],
         query_lens: Int64, options: dict[str, Any],
-    ) -> tuple[Float32, Float32 | None]:  # fmt: skip
+    ) -> tuple[Float32, Float32 | None]:
         """Attention of the last tokens of a layer's sequence; and what `add` takes."""
         if self.queries == 0:
             return cache.attention(layer, queries, seq_ids, query_lens=query_lens, **options), None

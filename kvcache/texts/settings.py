@@ -87,14 +87,14 @@ class CacheSettings:
         max_memory_bytes: int | str | None, residual_length: int | None, calibrate: Any,
         eviction_policy: EvictionPolicy | Policy | None, kv_budget: int | None,
         make_cache: Callable[..., PagedKvCache] = PagedKvCache,
-    ) -> CacheSettings:  # fmt: skip
+    ) -> CacheSettings:
         """Check the arguments of an engine; see there for the errors."""
         block_size, config = as_count(block_size, "block_size", 1, most=None), model.config
         budgets = Budgets.of(eviction_policy, kv_budget, model)
         whole, windows = _groups_of(model)
         storage = Storage.of(
             model, dtype, key_dtype, value_dtype, calibrate, residual_length, budgets, bool(windows)
-        )  # fmt: skip
+        )
         if num_blocks is not None:
             num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
         if budgets is not None and any(map(is_mixed, storage.dtypes)):
@@ -271,7 +271,7 @@ class CacheSettings:
         return self.fitting(
             max(most, 1), lambda blocks: self.kv_bytes(pool_blocks + blocks, blocks), max_memory_bytes,
             "of one block and of the engine's K and V",
-        )  # fmt: skip
+        )
 
     # -- caches ---------------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class CacheSettings:
             "head_dim": self.model.config.head_dim, "num_layers": len(layers), "key_dtype": keys,
             "value_dtype": values, "rotate": self.rotate, "calibration": self.storage.calibration_of(layers),
             "residual_length": self.storage.residual_length, "first_tokens": self.storage.firsts,
-        }  # fmt: skip
+        }
 
     def pool(self, num_blocks: int, cached: int | None = None) -> Pool:
         """Make a pool; without texts.

@@ -47,7 +47,7 @@ class Storage(NamedTuple):
         cls, model: Model, dtype: Formats | Format, key_dtype: Formats | Format | None,
         value_dtype: Formats | Format | None, calibrate: Any, residual_length: int | None, budgets: Budgets | None,
         windows: bool,
-    ) -> Storage:  # fmt: skip
+    ) -> Storage:
         """Check the arguments of an engine.
 
         Args:

@@ -26,7 +26,7 @@ from kvcache.texts.group import (
     free_within,
     has_blocks,
     settle_within,
-)  # fmt: skip
+)
 from kvcache.texts.newest import NewestGroups
 from kvcache.texts.text import Text, Tokens
 
@@ -53,7 +53,7 @@ class WholeLayers:
         self, layers: Sequence[int], attention: Sequence[LayerAttention], cache: PagedKvCache,
         index: PrefixCache | None = None, newest: NewestGroups | None = None, most_drafts: int = 0,
         own_ids: Iterable[int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.layers, self.cache, self.index, self.newest = tuple(layers), cache, index, newest
         self.reclaim: Reclaim | None = None
         self._calls = {layer: (own, attention[layer].call()) for own, layer in enumerate(layers)}

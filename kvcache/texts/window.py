@@ -42,7 +42,7 @@ from kvcache.texts.group import (
     free_within,
     has_blocks,
     settle_within,
-)  # fmt: skip
+)
 from kvcache.texts.text import Text, Tokens
 from kvcache.tiers.windows import WindowSource
 
@@ -81,7 +81,7 @@ class WindowLayers:
     def __init__(
         self, window: int, kept: int, layers: Sequence[int], attention: Sequence[LayerAttention], cache: PagedKvCache,
         pages: PrefixCache | None, most_piece: int, own_ids: Iterable[int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.window, self.layers, self.cache, self.pages = window, tuple(layers), cache, pages
         self._size, self._most_piece, self._own_ids = cache.block_size, most_piece, own_ids
         self._kept = -(-kept // self._size) * self._size  # whole blocks: a fork then shares full ones alone

@@ -222,7 +222,7 @@ class Connections:
 
     def _call(
         self, names: Sequence[bytes], run: Callable[[list[_Stream]], Result], *, reads: bool = True
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         """Run requests on the stream of each name; again where a key has moved to another node of a cluster."""
         choices = ("read_from_replicas", "load_balancing_strategy")
         replica = reads and any(getattr(self._client, each, None) for each in choices)

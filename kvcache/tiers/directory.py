@@ -306,7 +306,7 @@ def _own_secret(root: File, path: str) -> bytes:
         logger.warning(
             "%s/%s: expected %d bytes, got a damaged file: a new secret takes its place; values under the old one "
             "are not found again", path, _SECRET, _SECRET_BYTES,
-        )  # fmt: skip
+        )
         temporary = f".{_SECRET}-{secrets.token_hex(4)}.tmp"
         _write_secret(root, temporary, drawn)
         os.rename(temporary, _SECRET, src_dir_fd=root.fd, dst_dir_fd=root.fd)

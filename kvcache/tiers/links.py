@@ -109,7 +109,7 @@ class Link:
     COUNTED = (
         "hits", "misses", "wrong", "declined", "late", "passed", "stored", "present", "dropped", "errors",
         "bytes_read", "bytes_written",
-    )  # fmt: skip
+    )
 
     def __init__(self, tier: Tier, secret: bytes, after_uses: int, *, encrypt: bool = False) -> None:
         self.tier, self.secret, self.after_uses, self.encrypt = tier, secret, after_uses, encrypt
@@ -208,7 +208,7 @@ class Link:
             return TierStats(
                 name=self.name, **self.counts, queued_bytes=queued_bytes, seconds_per_call=self.latency.mean,
                 bytes_per_second=self.rate.mean,
-            )  # fmt: skip
+            )
 
 
 def _size(value: object) -> int:

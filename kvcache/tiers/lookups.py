@@ -63,7 +63,7 @@ class Lookup:
     def __init__(
         self, name: Hashable, tokens: Tokens, first: int, stop: int, keys: Sequence[list[bytes]],
         wrappings: Sequence[Wrapping], format: ValueFormat, computing: Measured,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.tokens, self.first, self.stop = name, tokens, first, stop
         self.keys, self.wrappings, self.format, self.computing = keys, wrappings, format, computing
         self.bodies: dict[int, memoryview] = {}
@@ -237,7 +237,7 @@ class _Check(Thread):
 
     def __init__(
         self, lookup: Lookup, number: int, link: Link, groups: range, values: Sequence[Buffer | None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(name=f"kvcache check {link.name}", daemon=True)
         self._lookup, self._number, self._link, self._groups, self._values = lookup, number, link, groups, values
         self.stop = groups.start

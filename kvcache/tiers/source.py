@@ -72,7 +72,7 @@ class TierSource:
     def __init__(
         self, links: list[Link], writers: list[WriteBehind], reader: Reader, model: str, deadline: float, owner: object,
         group_tokens: int = GROUP_TOKENS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._links, self._writers, self._reader, self._model, self._deadline = links, writers, reader, model, deadline
         self._owner, self._group_tokens = owner, group_tokens  # the owner lives as long as this
         self.make_lookup: Callable[..., Lookup] = Lookup
@@ -294,7 +294,7 @@ class TierSource:
             numbers = [
                 number for number, link in enumerate(self._links)
                 if not known.sent >> number & 1 and (evicted or known.uses >= link.after_uses)
-            ]  # fmt: skip
+            ]
             if numbers:
                 wanted.append((group, numbers))
         room = max((writer.room() for writer in self._writers), default=0) // self.format.value_bytes
@@ -308,7 +308,7 @@ class TierSource:
     def _queue(
         self, tokens: Tokens, keys: list[list[bytes]], wrappings: list[Wrapping], group: int, numbers: list[int],
         pages: Int32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Queue a group for some tiers; writers begin with it while others are copied."""
         assert self._cached is not None
         size, bytes_, own = self.format.group_tokens, self.format.value_bytes, None

@@ -188,7 +188,7 @@ def test_other_programs_have_lines_of_their_own_in_the_picture():
     assert [*dict.fromkeys(map(pictures.kind_of, runs))] == [
         "without", "with a calibration", "a budget of bits", "KIVI's recipe", "QuantizedCache, quanto",
         "QuantizedCache, hqq", "llama.cpp",
-    ]  # fmt: skip
+    ]
     left_out = ("f32", "llama.cpp f32", "transformers f32", "q8/q4", "q4, no residual", "q8, biased keys")
     assert not any(map(pictures.kind_of, (*left_out, "q4, residual of 16, calibrated")))
 

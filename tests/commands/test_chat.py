@@ -40,7 +40,7 @@ def talk(folder, lines, *options):
     return subprocess.run(
         command(folder, *options), input=lines, capture_output=True, text=True, env=ENVIRONMENT, check=False,
         timeout=PATIENCE,
-    )  # fmt: skip
+    )
 
 
 def test_lines_of_a_pipe(folder):
@@ -175,7 +175,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_the_conversation(folder):
     with subprocess.Popen(
         command(folder, "--max-tokens", 1500), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=ENVIRONMENT,
-    ) as process:  # fmt: skip
+    ) as process:
         reader = Reader(process.stdout.fileno())
         reports = []
         for line in (b"def walk(path):\n", b"import sys\n"):
@@ -227,7 +227,7 @@ def test_an_interrupt_at_the_prompt_of_a_pipe_ends_it(folder):
     with subprocess.Popen(
         command(folder, "--max-tokens", 3), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=ENVIRONMENT,
-    ) as process:  # fmt: skip
+    ) as process:
         process.stdin.write(b"import os\n")
         process.stdin.flush()
         Reader(process.stdout.fileno()).until(REPORT.pattern + "\n")

@@ -115,7 +115,7 @@ def test_no_size_overflows(number, little_memory):
         ("StreamingLLM", "recency", None, 4), ("StreamingLLM", "recency", 3, 4, 5), ("Priority", "priority", 0),
         ("LRU", ["recency"]), (["LRU"], "recency"), ("Priority", "priority", 2**31),
     ],
-)  # fmt: skip
+)
 def test_inconsistent_strategies(arguments):
     with pytest.raises((TypeError, ValueError)):
         EvictionStrategy(*arguments)
@@ -128,7 +128,7 @@ def test_inconsistent_strategies(arguments):
         ("SlidingWindow", None, 3), ("SlidingWindow", 0.5, 3, 4), ("PyramidKV", 0.5), ("H2O", 0.5, None, None, 4),
         (None, 0.5), ("PyramidKV", 0.5, None, None, 4097), ("SlidingWindow", None, 2**63, 0), ("H2O", 10**400),
     ],
-)  # fmt: skip
+)
 def test_inconsistent_policies(arguments):
     with pytest.raises((TypeError, ValueError)):
         EvictionPolicy(*arguments)

@@ -14,7 +14,7 @@ WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 5000]
 
 
 def compare(rng, s, num_queries, group=2, *, threads=1, spread=1.0, scale=None, starts=None, window=0, softcap=0.0,
-            sinks=None, hidden=0, whole=False, parents=None):  # fmt: skip
+            sinks=None, hidden=0, whole=False, parents=None):
     """One call over all sequences of s against the oracle: output, scores and lse."""
     heads, dim = s.layout.num_heads, s.layout.head_dim
     scale = dim**-0.5 if scale is None else scale
@@ -28,7 +28,7 @@ def compare(rng, s, num_queries, group=2, *, threads=1, spread=1.0, scale=None, 
         s.layout, s.arena, [(runs, n, 0) for runs, n in zip(s.runs, num_queries, strict=True)], queries, scale, out=out,
         scores=scores, lse=lse, hidden_tokens=hidden, starts=starts, window=window, softcap=softcap, sinks=sinks,
         whole=whole, tree=tree, threads=threads,
-    )  # fmt: skip
+    )
     tolerance = max(TOLERANCE[name] for name in s.formats) + 2e-6 * (spread - 1)  # scores of this size are rounded
     at = token = 0
     for i, n in enumerate(num_queries):
@@ -36,7 +36,7 @@ def compare(rng, s, num_queries, group=2, *, threads=1, spread=1.0, scale=None, 
             queries[at : at + n], s.read_keys[i], s.read_values[i], scale, shown=shown[i], window=window or None,
             softcap=softcap or None, sinks=sinks if np.ndim(sinks) < 2 else sinks[at : at + n], causal=not whole,
             parents=parents and parents[i],
-        )  # fmt: skip
+        )
         largest = np.abs(s.read_values[i]).max(initial=1e-3) if tolerance > 1e-3 else 1e-3
         limit = tolerance * np.maximum(np.abs(expected).max(-1, keepdims=True), largest)
         assert (np.abs(out[at : at + n] - expected) <= limit).all()

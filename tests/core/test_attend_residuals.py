@@ -31,7 +31,7 @@ def attend(far, near, centres, queries, counts=COUNTS, seqs=None, threads=1, **o
         far.layout, far.arena, whole, queries, 0.2, out=out, lse=lse, scores=scores, whole=True, threads=threads,
         centres=centres, residuals=[near.runs[i] for i in chosen], residual_layout=near.layout,
         residual_arena=near.arena, **options,
-    )  # fmt: skip
+    )
     return out, lse, scores
 
 

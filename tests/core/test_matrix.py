@@ -55,7 +55,7 @@ def test_words_are_kept(rng, shape):
     """Every finite half and bf16: the matrix has the same words, and multiplies by their exact values."""
     words = rng.integers(0, 2**16, shape).astype(np.uint16)
     for format, values in (("f16", words.view(np.float16).astype(np.float32)),
-                           ("bf16", (words.astype(np.uint32) << 16).view(np.float32))):  # fmt: skip
+                           ("bf16", (words.astype(np.uint32) << 16).view(np.float32))):
         matrix = Matrix(*shape, format)
         matrix.put_words(0, words)
         finite = np.isfinite(values)

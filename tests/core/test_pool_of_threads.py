@@ -98,7 +98,7 @@ def test_helpers_have_the_rounding_of_their_caller():
           "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 99),
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "nonsense"}, 99),
     ],
-)  # fmt: skip
+)
 def test_quotas_of_control_groups_count(tmp_path, monkeypatch, files, expected):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(99)), raising=False)
     for name, text in files.items():

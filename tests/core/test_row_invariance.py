@@ -11,7 +11,7 @@ from kvcache.core import kernelcalls, kernels
 FORMATS = [
     *((name, name) for name in ("f32", "f16", "q8", "q6", "q4", "q3", "q2")),
     ("f32", "q4"), ("q8", "f16"), ("q4", "q8"), ("q8", "q2"), ("q3", "f32"),
-]  # fmt: skip
+]
 
 
 def first_tokens(runs, n):
@@ -55,7 +55,7 @@ class Rows:
         kernelcalls.attend(
             self.s.layout, self.s.arena, seqs, q, self.s.layout.head_dim**-0.5, out=out, lse=lse, threads=threads,
             sink_queries=np.concatenate(sink_q) if self.sinks else None, hidden_tokens=hidden, scores=scores,
-        )  # fmt: skip
+        )
         return bits(out), bits(lse)
 
 
@@ -124,7 +124,7 @@ def test_values_of_another_head_dim(simd, rng, dims, formats):
     check(
         rng, 1100, 45, dim=dims[0], value_dim=dims[1], heads=1, key_format=formats[0], value_format=formats[1],
         rotate=rotate,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("group", half(range(1, 9)))

@@ -156,7 +156,7 @@ def test_random_conversations(seed):
     model = RecordingNetwork((window(37), FULL, window(20), FULL))
     cached = engine(blocks=30, model=model, dtype=str(rng.choice(["f32", "q8", "q4"])), residual_length=0)
     alone = InferenceEngine(RecordingNetwork(model.attention), dtype=cached.inner.cache.key_dtype, residual_length=0,
-                            prefill_chunk=int(rng.integers(1, 60)), num_blocks=40)  # fmt: skip
+                            prefill_chunk=int(rng.integers(1, 60)), num_blocks=40)
     texts = [prompt(100, 60) for _ in range(4)]
     for _ in range(30):
         which = int(rng.integers(4))

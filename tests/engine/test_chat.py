@@ -105,7 +105,7 @@ def test_a_gguf_file_has_its_template_and_tokens(tmp_path):
         ("{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}", "<|endoftext|>|<|endoftext|>|False"),
         ("{{ 'content' in messages[0] }}{{ 'tool_calls' in messages[0] }}", "TrueFalse"),
     ],
-)  # fmt: skip
+)
 def test_what_templates_use(tmp_path, template, text):
     message = {"role": "user", "content": "<é>", "tool_calls": None}
     assert written(tmp_path, template, [message]) == text
@@ -130,7 +130,7 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": " a"}, {"type": "t
         ("{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part.text }},{% endfor %}", PARTS,
          " a,b ,"),
     ],
-)  # fmt: skip
+)
 def test_contents_of_none_and_of_parts(tmp_path, template, message, text):
     """A template gets none, or a list, only where it knows them; transformers then writes the same."""
     assert written(tmp_path, "{% for m in messages %}" + template + "{% endfor %}", [message]) == text
@@ -162,7 +162,7 @@ def test_templates_of_several_places_and_names(tmp_path):
     assert (render(text, TALK), render(text, TALK, [tool])) == ("of the file é", "of tools")
     assert text.chat_template == "of the file é"
     special = chat_folder(tmp_path / "special", "{{ bos_token }}{{ eos_token is defined }}", eos_token=None,
-                          bos_token={"content": "<|endoftext|>", "special": True})  # fmt: skip
+                          bos_token={"content": "<|endoftext|>", "special": True})
     assert render(CheckpointText(special), TALK) == "<|endoftext|>False"
 
 

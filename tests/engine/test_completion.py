@@ -214,7 +214,7 @@ def test_without_the_tokenizers_package(tmp_path, monkeypatch):
 def test_negative_seeds(demo):
     """They are 64 bits without a sign; of several samples each has the next seed."""
     texts = {seed: demo.complete("def ", replace(LONG, temperature=1.5, top_k=0, seed=seed)).tokens
-             for seed in (-(2**63), -1, 0, 2**64 - 1)}  # fmt: skip
+             for seed in (-(2**63), -1, 0, 2**64 - 1)}
     assert texts[-1] == texts[2**64 - 1] != texts[0] != texts[-(2**63)]
     with BatchEngine.from_pretrained(DIRECTORY, num_blocks=64) as engine:
         params = replace(LONG, temperature=1.5, top_k=0, seed=-1)

@@ -72,7 +72,7 @@ def test_survivors_are_rounded_by_the_calibration_of_their_layer(network, known,
     twin = (
         DenseStreamingEngine(network, 4, 12, 16, stored) if naive is None
         else DenseEvictingEngine(network, naive, 16, 16, stored)
-    )  # fmt: skip
+    )
     logits, expected = engine.prefill_from_pos(PROMPT, 0), twin.extend(PROMPT)[-1]
     for token in range(20):
         np.testing.assert_allclose(logits, expected, rtol=0, atol=0.01)

@@ -37,7 +37,7 @@ class Residual(DenseEvictingEngine):
                     for t in seen
                 )], float)
                 for i in (0, 1)
-            )  # fmt: skip
+            )
             group = len(query) // k.shape[1]
             scores = np.einsum("hd,khd->hk", query, k.repeat(group, 1)) / np.sqrt(query.shape[-1])
             weights = np.exp(scores - scores.max(1, keepdims=True))

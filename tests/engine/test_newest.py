@@ -264,7 +264,7 @@ def test_rows_are_recalled_bit_for_bit():
             cache = PagedKvCache(
                 12, 16, KV_HEADS, DIM, num_layers=LAYERS, key_dtype=key_dtype, value_dtype=value_dtype,
                 residual_length=length,
-            )  # fmt: skip
+            )
             newest = NewestGroups(cache, 64)
             for count in range(1, length):
                 before = rng.integers(0, 9, 2 * length).astype(np.uint32)

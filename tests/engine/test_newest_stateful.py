@@ -27,7 +27,7 @@ OWNERS = st.sampled_from([None, "a", ("a", 1)])
 PROMPTS = st.builds(
     lambda which, head, tail, more: np.concatenate([SOURCES[which][:head], SOURCES[tail][:more]]),
     st.integers(0, 1), st.integers(0, 150), st.integers(2, 4), st.integers(1, 40),
-)  # fmt: skip
+)
 
 
 class Requests(RuleBasedStateMachine):
@@ -36,7 +36,7 @@ class Requests(RuleBasedStateMachine):
     @initialize(
         length=st.sampled_from([2, 7, 12, 16, 17, 48, 64]), blocks=st.sampled_from([1, 6, 40, 600]),
         calibrated=st.booleans(),
-    )  # fmt: skip
+    )
     def start(self, length, blocks, calibrated):
         self.options = {"dtype": "q2", "residual_length": length, "prefill_chunk": 24, "num_blocks": 40}
         self.options["calibrate"] = CALIBRATION if calibrated else False

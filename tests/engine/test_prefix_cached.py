@@ -217,7 +217,7 @@ def test_a_cache_of_the_engine_that_was_replaced(network, tmp_path, replace):
         lambda: cached.generate(prompt(1, 40), SHORT), lambda: cached.stream(prompt(1, 40), SHORT),
         lambda: cached.complete(prompt(1, 40), SHORT), lambda: cached.save(tmp_path / "other"),
         lambda: cached.load(tmp_path / "saved"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InvalidOperationError, match=r"^engine: expected the cache that it got"):
             call()
     assert (other or cached.inner).generate(prompt(1, 40), SHORT) == want

@@ -29,7 +29,7 @@ class Echo:
     config = SimpleNamespace(
         num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, vocab_size=8,
         max_position_embeddings=TOKENS,
-    )  # fmt: skip
+    )
 
     def __init__(self):
         rng = np.random.default_rng(3)
@@ -88,7 +88,7 @@ def test_any_history(length, chunk, steps, calibrated: bool):
     engine = InferenceEngine(
         network, dtype="q4", residual_length=length, prefill_chunk=chunk, num_blocks=64,
         calibrate=calibration() if calibrated else False,
-    )  # fmt: skip
+    )
     full, start = [], 0  # `full` of each query; the start of the newest group
     held, firsts = True, []  # whether the first tokens are there unpacked; how many each query reads so
     for what, count in steps:

@@ -13,7 +13,7 @@ from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, 
 WEIGHTS = ("auto", "f32", "f16", "q8", "q4")
 NETWORKS = (
     "llama", "llama_biases", "qwen3_tied", "gemma2", "gpt_oss", "qwen3_moe", "olmo2", "granite", "phi3_longrope",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)

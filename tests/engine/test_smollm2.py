@@ -35,7 +35,7 @@ TEXTS = [
     "<0x0A>", "▁", "a▁b", "\x01\x7f", "\ufeffbom", "\U0010ffff", "𝔘𝔫𝔦", "a b  c   d    e",
     "tab\tand\vvt\fff", "ǅ ²³¹ ①", "İstanbul ı", "\u0345a", "x" * 300, " " * 100,
     "ab" * 100,
-]  # fmt: skip
+]
 
 # Its own copy of some documentation: the bound that is measured on it does not move when documents change.
 PROSE = """\

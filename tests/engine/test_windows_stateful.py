@@ -23,7 +23,7 @@ OWNERS = st.sampled_from([None, "a", ("a", 1)])
 PROMPTS = st.builds(
     lambda which, head, tail, more: np.concatenate([SOURCES[which][:head], SOURCES[tail][:more]]),
     st.integers(0, 1), st.integers(0, 200), st.integers(2, 4), st.integers(1, 60),
-)  # fmt: skip
+)
 
 
 class Requests(RuleBasedStateMachine):
@@ -32,13 +32,13 @@ class Requests(RuleBasedStateMachine):
     @initialize(
         kind=st.sampled_from(sorted(KINDS)), dtype=st.sampled_from(["f32", "q8", "q2"]),
         blocks=st.sampled_from([1, 8, 40, 600]), block_size=st.sampled_from([4, 16]),
-    )  # fmt: skip
+    )
     def start(self, kind, dtype, blocks, block_size):
         self.kind, self.blocks, self.evicted = kind, blocks, False
         self.options = {
             "dtype": dtype, "residual_length": 0, "prefill_chunk": 24, "num_blocks": 640 // block_size,
             "block_size": block_size,
-        }  # fmt: skip
+        }
         self.cached = self.fresh()
         self.alone = InferenceEngine(network(kind), **self.options)
 

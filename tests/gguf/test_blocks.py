@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 SCALES = {
     "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2],
     "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0], "IQ4_XS": [0],
-}  # fmt: skip
+}
 
 
 def random_rows(rng, kind, rows, columns):

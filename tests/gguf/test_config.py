@@ -16,7 +16,7 @@ SIZES = {
     "block_count": (U32, 2), "context_length": (U32, 8192), "embedding_length": (U32, 64),
     "feed_forward_length": (U32, 96), "attention.head_count": (U32, 8), "attention.key_length": (U32, 8),
     "attention.layer_norm_rms_epsilon": (F32, 1e-6),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

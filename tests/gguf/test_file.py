@@ -25,7 +25,7 @@ from gguf_files import (
     string,
     tensor,
     write,
-)  # fmt: skip
+)
 
 from kvcache.errors import CheckpointError
 from kvcache.gguf import GgufFile
@@ -47,7 +47,7 @@ SCALARS = {
     "u8": (U8, 200), "i8": (I8, -100), "u16": (U16, 60000), "i16": (I16, -30000), "u32": (U32, 2**32 - 1),
     "i32": (I32, -(2**31)), "u64": (U64, 2**64 - 1), "i64": (I64, -(2**63)), "f64": (F64, 0.1), "yes": (BOOL, True),
     "no": (BOOL, False), "text": (STRING, "ünï"), "nothing": (STRING, ""),
-}  # fmt: skip
+}
 
 
 def test_metadata_of_the_package(tmp_path):
@@ -82,7 +82,7 @@ def test_tensors_of_the_package(tmp_path, rng):
     file = GgufFile(path)
     assert [(name, *info[:2]) for name, info in file.items()] == [
         ("m", "F32", (3, 5)), ("v", "F16", (7,)), ("q", "Q8_0", (2, 64)),
-    ]  # fmt: skip
+    ]
     for name, content in (("m", matrix), ("v", vector), ("q", quantised)):
         stored = np.empty(file[name].stop - file[name].start, np.uint8)
         file.read([stored], name)
@@ -143,7 +143,7 @@ def test_an_empty_file_of_entries(save):
         (pack([], [tensor("t", [4]), tensor("u", [4], offset=16)], bytes(64)), "u: expected offset 32, got 16"),
         (pack([], [tensor("t", [4]), tensor("t", [4], offset=32)], bytes(64)), "t: expected each tensor once"),
     ],
-)  # fmt: skip
+)
 def test_refused(save, content, message):
     path = save(content)
     if message is None:
@@ -164,7 +164,7 @@ PARTS = [
     pack([entry("split.no", U16, 1), entry("split.count", U16, 3), entry("a", U8, 2)]),
     pack([entry("split.no", U16, 2), entry("split.count", U16, 3)], [tensor("v", [1]), tensor("u", [2], 0, 32)],
          b"\2" * 4 + bytes(28) + b"\3" * 8),
-]  # fmt: skip
+]
 
 
 def save_parts(folder, parts=PARTS, count=3):
@@ -179,7 +179,7 @@ def test_a_file_that_was_split(tmp_path):
     assert file.metadata == {"split.no": 0, "split.count": 3, "a": 1}
     assert [(name, info.shape, info.part) for name, info in file.items()] == [
         ("t", (4,), 0), ("v", (1,), 2), ("u", (2,), 2),
-    ]  # fmt: skip
+    ]
     for name, byte, size in (("t", 1, 16), ("v", 2, 4), ("u", 3, 8)):
         stored = np.empty(size, np.uint8)
         file.read([stored], name)

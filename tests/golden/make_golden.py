@@ -87,7 +87,7 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN_ROPE = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 8.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -100,7 +100,7 @@ GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 32, "sliding_window": 24, "tie
 
 NO_IMAGES = {  # tokens that no prompt has
     "image_token_id": VOCAB, "video_token_id": VOCAB, "vision_start_token_id": VOCAB, "vision_end_token_id": VOCAB,
-}  # fmt: skip
+}
 VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 

@@ -78,7 +78,7 @@ def test_encoder_and_decoder(kind, beams):
         return model.generate(
             ids, attention_mask=mask, past_key_values=cache, max_new_tokens=9, num_beams=beams, do_sample=False,
             output_logits=True, return_dict_in_generate=True, eos_token_id=None,
-        )  # fmt: skip
+        )
 
     want = run(EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config)))
     model.set_attn_implementation("kvcache")

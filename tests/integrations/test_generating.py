@@ -47,7 +47,7 @@ def run(model, cache, ids, mask, **mode):
     return model.generate(
         ids, attention_mask=mask, past_key_values=cache, **({"max_new_tokens": 12, "do_sample": False} | mode),
         output_logits=True, return_dict_in_generate=True, pad_token_id=0,
-    )  # fmt: skip
+    )
 
 
 def same(got, want):

@@ -92,7 +92,7 @@ def test_inputs_of_all_kinds_to_layers_that_are_called_together():
     kinds = [
         wide[:, ::2], wide[:, :24], torch.randn(24, 6).T, torch.randn(24), torch.randn(2, 0, 24), torch.randn(40, 24),
         torch.randn(3, 24).half(), torch.randn(3, 24).double(), torch._neg_view(torch.randn(3, 24)),
-    ]  # fmt: skip
+    ]
     for x in kinds:
         for _ in range(3):
             for name in ("q_proj", "k_proj", "v_proj"):

@@ -30,7 +30,7 @@ def config(**options):
     return AutoConfig.for_model(
         "gemma3_text", hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
         sliding_window=5, layer_types=types, vocab_size=61, **options,
-    )  # fmt: skip
+    )
 
 
 class BesideDynamicCache(RuleBasedStateMachine):

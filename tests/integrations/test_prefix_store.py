@@ -25,7 +25,7 @@ def generate(model, cache, ids, mask, **options):
     return model.generate(
         ids, attention_mask=mask, past_key_values=cache, pad_token_id=0, eos_token_id=None,
         **({"max_new_tokens": 9, "do_sample": False} | options), output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()

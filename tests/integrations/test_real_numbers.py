@@ -49,7 +49,7 @@ def answers(model, cache, inputs, **options):
     return model.generate(
         **inputs, past_key_values=cache, do_sample=False, output_logits=True, return_dict_in_generate=True,
         **({"max_new_tokens": 12} | options),
-    )  # fmt: skip
+    )
 
 
 def test_smollm2_answers_as_with_dynamic_cache(smollm2):

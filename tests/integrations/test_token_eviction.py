@@ -89,7 +89,7 @@ def test_generate_within_a_budget():
         cache = PagedCache(model.config, dtype="q8", eviction_policy=EvictionPolicy.H2O(), kv_budget=24)
         model.generate(
             ids, attention_mask=mask, past_key_values=cache, max_new_tokens=90, do_sample=False, eos_token_id=None
-        )  # fmt: skip
+        )
         assert cache.stats().num_tokens == 119
         for layer, rows in ((layer.index, layer.rows) for layer in cache.layers):
             assert rows.stored().max() <= (24 if not cache.is_sliding[layer] else 5 + 16)

@@ -105,7 +105,7 @@ def test_model_type_replaces_absent_architectures():
         ({"rope_parameters": {"rope_type": "yarn", "factor": 8, "beta_fast": 0}}, "beta_slow <= beta_fast"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 8, "truncate": "no"}}, "truncate"),
     ],
-)  # fmt: skip
+)
 def test_refused(changes, message):
     base = MISTRAL if "sliding_window" in changes else LLAMA
     with pytest.raises(CheckpointError, match=message):
@@ -202,7 +202,7 @@ def test_scales():
     assert scales(parse(granite)) == (1.0, 1.0, 1.0, 1.0)
     given = {
         "embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.5, "logits_scaling": 8.0,
-    }  # fmt: skip
+    }
     assert scales(parse(granite, **given)) == (12.0, 0.22, 0.5, 0.125)
     assert scales(parse(granite, attention_multiplier=0.25)) == (1.0, 1.0, None, 1.0)  # what 16 channels have anyway
     with pytest.raises(CheckpointError, match="logits_scaling: expected a positive number, got 0"):

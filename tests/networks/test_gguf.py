@@ -23,7 +23,7 @@ from gguf_files import (
     entries_of,
     tensors_of,
     write,
-)  # fmt: skip
+)
 from network_weights import assert_same_weights, float32
 from places import GOLDEN, in_every_build
 
@@ -239,7 +239,7 @@ TENSORS = {
         lambda t: t.update({"rope_freqs.weight": np.array([1] * 7 + [np.nan], np.float32)}),
         "rope_freqs.weight: expected positive numbers .*, got nan",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.one_build

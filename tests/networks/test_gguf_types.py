@@ -68,7 +68,7 @@ LARGE = {
     "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 64, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 def random_tensors(rng, config, kind):
@@ -101,7 +101,7 @@ def random_tensors(rng, config, kind):
 SCALES = {
     "Q2_K": slice(80, 84), "Q3_K": slice(108, 110), "Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210),
     "IQ4_NL": slice(0, 2), "IQ4_XS": slice(0, 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", [*SCALES, "MXFP4"])

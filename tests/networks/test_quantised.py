@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
     "vocab_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+}
 COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
 PACKED = COMPRESSED | {"format": "pack-quantized"}
 
@@ -75,7 +75,7 @@ def int8(rng, rows, columns, groups=1):
     zeros = np.zeros(scales.shape, np.int8)
     return codes * wide(scales.astype(np.float32), columns), {
         "weight": codes, "weight_scale": scales, "weight_zero_point": zeros,
-    }  # fmt: skip
+    }
 
 
 def int8_groups(rng, rows, columns):
@@ -116,7 +116,7 @@ def gptq(rng, rows, columns, bits=4, less=1, symmetric=True, size=32):
         "qweight": words(codes, bits, 0), "qzeros": words(zeros - less, bits, 1),
         "scales": np.ascontiguousarray(scales.T), "g_idx": (np.arange(columns) // size).astype(np.int32),
         "bias": np.zeros(rows, np.float16),
-    }  # fmt: skip
+    }
 
 
 def gptq_v2(rng, rows, columns):
@@ -281,7 +281,7 @@ WRONG = {
     "other blocks": ("fp8 blocks", {".weight_scale_inv": (2, 3)}, "weight_scale_inv: expected .* got .*2, 3"),
     "a scale of the cache": ("float rows", {".k_scale": (1,)}, "expected no others, got the tensors .*k_scale"),
     "a matrix of half the size": ("int rows", {".weight": np.ones((64, 128), np.int8)}, "weight"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", WRONG)

@@ -120,7 +120,7 @@ def test_rope_of_gpt_oss():
     stated = {
         "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
         "original_max_position_embeddings": 4096, "rope_theta": 150000.0,
-    }  # fmt: skip
+    }
     default = parse(GPT_OSS)
     assert default == parse(GPT_OSS, rope_parameters=stated) == parse(GPT_OSS, rope_scaling=None, rope_theta=150000)
     assert (default.rope.kind, default.rope.factor, default.rope.truncate) == ("yarn", 32.0, False)

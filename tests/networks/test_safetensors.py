@@ -158,7 +158,7 @@ HOSTILE = {
     "data missing": (pack(GOOD, b"\0" * 11), "truncated"),
     "data left over": (pack(GOOD, b"\0" * 13), "left over"),
     "far offsets": (pack({"a": entry("F32", [2**40], 0, 2**42)}, b"\0" * 4), "truncated"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("content", "message"), HOSTILE.values(), ids=HOSTILE)

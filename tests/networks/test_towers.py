@@ -119,7 +119,7 @@ def test_what_gemma_3_leaves_out():
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
         },
         "vision_config": {"hidden_size": 1152}, "mm_tokens_per_image": 256,
-    }  # fmt: skip
+    }
     config = ModelConfig.from_dict(published)
     sizes = (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim, config.max_position_embeddings)
     assert sizes == (262208, 8, 4, 256, 131072)

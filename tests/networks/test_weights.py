@@ -295,7 +295,7 @@ def test_every_golden_tensor_is_used():
         ("auto", "bf16", "bf16"), ("f32", "f32", "f32"), ("f16", "f16", "f16"), ("bf16", "bf16", "bf16"),
         ("q8", "q8_0", "q8_0"), ("q4", "q4_1", "q8_0"),
     ],
-)  # fmt: skip
+)
 def test_formats(weights, layers, head):
     """Every matrix has the format that was asked for, and the network's result is near that of the stored weights."""
     exact = InferenceEngine.from_pretrained(GOLDEN / "llama_biases")

@@ -312,7 +312,7 @@ def test_a_cycle_of_rows_moves_every_sequence_once(rng):
     def seen():
         table = cache._table
         out = [(table.runs(s).tolist(), table.run_positions(s).tolist(), table.info(s)[:2], table.info(s)[-1])
-               for s in (1, 2, 3, 4)]  # fmt: skip
+               for s in (1, 2, 3, 4)]
         return out, cache.free_block_count
 
     before = seen()

@@ -55,7 +55,7 @@ def test_thirteen_members_to_implement_and_two_that_follow():
     required = {
         "block_table", "block_table_mut", "as_any", "device", "num_layers", "num_heads", "head_dim", "key_cache",
         "value_cache", "clone_handle", "stats", "is_valid", "cache_id",
-    }  # fmt: skip
+    }
     assert KvCacheHandle.__abstractmethods__ == required
     with pytest.raises(TypeError):
         KvCacheHandle()

@@ -24,7 +24,7 @@ def test_hidden_tokens_and_log_sum_exp(simd, rng, name, tolerance, hidden, threa
     kernelcalls.attend(
         s.layout, s.arena, [(runs, n, 0) for runs, n in zip(s.runs, counts, strict=True)], queries, 0.2,
         out=out, scores=scores, lse=lse, hidden_tokens=hidden, threads=threads,
-    )  # fmt: skip
+    )
     at = token = 0
     for i, (tokens, count, seen) in enumerate(zip(lengths, counts, shown, strict=True)):
         mass = np.zeros(seen)

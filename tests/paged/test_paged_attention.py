@@ -118,7 +118,7 @@ def test_out_is_apart_from_every_other_argument(rng, name):
     arguments = {
         "queries": rows(rng, 4, 1), "sink_queries": rows(rng, 4, 1), "seq_ids": np.arange(4, dtype=np.uint64),
         "query_lens": np.ones(4, np.int64), "context_lens": np.full(4, 10),
-    }  # fmt: skip
+    }
     want = cache.attention(0, **arguments)
     np.testing.assert_array_equal(cache.attention(0, **arguments, out=out), want)
     given = arguments[name]

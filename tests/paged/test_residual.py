@@ -168,7 +168,7 @@ def test_what_a_residual_refuses(rng):
     query = np.zeros((1, HEADS, DIM), np.float32)
     for name, value in {
         "window": 5, "mask": [-1], "starts": [3], "skip_tokens": 1, "causal": False, "sink_queries": query,
-    }.items():  # fmt: skip
+    }.items():
         with pytest.raises(ValueError, match=f"^{name}: expected .* with residual_length 32"):
             cache.attention(0, query, [1], **{name: value})
     with pytest.raises(ValueError, match=r"^query_lens: expected 0 to 7 queries for sequence 1"):
@@ -194,7 +194,7 @@ def test_what_a_residual_refuses(rng):
         {"max_memory_bytes": 10**6}, {"max_memory_bytes": 10**6, "residual_length": 0, "first_tokens": 1},
         {"first_tokens": 40}, {"residual_length": 257}, {"first_tokens": -1},
         {"residual_length": 0, "first_tokens": 257},
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=r"(residual_length|first_tokens|max_memory_bytes): expected"):
             make(**{"length": options.pop("residual_length", 32), "firsts": options.pop("first_tokens", 0)}, **options)
     keys = np.zeros((1, HEADS, DIM), np.float32)

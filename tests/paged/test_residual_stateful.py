@@ -274,7 +274,7 @@ class ResidualMachine(RuleBasedStateMachine):
     @rule(
         layer=st.integers(0, LAYERS - 1), shares=st.lists(st.floats(0, 1), min_size=4, max_size=4),
         by=st.sampled_from([False, True, "head"]),
-    )  # fmt: skip
+    )
     def attend(self, layer, shares, by=False):
         ids = sorted(self.naive)
         lens = []

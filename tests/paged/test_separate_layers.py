@@ -47,7 +47,7 @@ def test_each_layer_has_the_bits_of_a_cache_whose_blocks_hold_all(rng, known, dt
         for one, other in zip(
             (*whole.read(layer, 9), *whole.attention(layer, queries, [9], **given)),
             (*apart.read(layer, layer), *apart.attention(layer, queries, [layer], **given)), strict=True,
-        ):  # fmt: skip
+        ):
             np.testing.assert_array_equal(one, other)
     apart.check()
 
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused(known):
     for call in (
         lambda layer: cache.write(layer, 0, rows, rows), lambda layer: cache.read(layer, 0),
         lambda layer: cache.attention(layer, rows, [0]),
-    ):  # fmt: skip
+    ):
         call(LAYERS - 1)
         for layer in (-1, LAYERS):
             with pytest.raises(IndexError, match=rf"^layer: expected an int in \[0, {LAYERS}\), got {layer}"):

@@ -60,7 +60,7 @@ def expect_same_alone(rng, cache, group, lens, hidden=None, **options):
         alone = cache.attention(
             0, queries[mine], [i], query_lens=lens[i : i + 1], context_lens=None if shown is None else shown[i : i + 1],
             return_lse=True, return_scores=True, **{**options, **own},
-        )  # fmt: skip
+        )
         seen = len(alone[1])
         for got, want in zip((together[0][mine], together[1][at : at + seen], together[2][mine]), alone, strict=True):
             assert got.tobytes() == want.tobytes(), (i, options)
@@ -89,7 +89,7 @@ def test_options_with_which_they_see_other_tokens(simd, threads_kept, rng):
     for options in (
         {"window": 1000}, {"window": 1 << 40}, {"skip_tokens": 3}, {"starts": rng.integers(0, 3, COUNT) * 100},
         {"mask": parents}, {"softcap": 5.0}, {"sinks": np.zeros(2, np.float32)},
-    ):  # fmt: skip
+    ):
         expect_same_alone(rng, cache, 1, lens, **options)
 
 

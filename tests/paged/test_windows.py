@@ -11,7 +11,7 @@ from kvcache.core import kernels
 FORMATS = [
     *((name, name) for name in ("f32", "f16", "q8", "q6", "q4", "q3", "q2")), ("f32", "q4"), ("q8", "f16"),
     ("q4", "q8"),
-]  # fmt: skip
+]
 WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 3000]
 HEADS, GROUP = 2, 2
 
@@ -148,7 +148,7 @@ def test_a_window_group_that_drops_blocks_while_a_text_runs(simd, rng, dtype):
         out, lse = cache.attention(
             0, text.queries[done - step : done], [0], query_lens=[step], window=window, starts=[start],
             return_lse=True, **text.options,
-        )  # fmt: skip
+        )
         if dtype == "f32":  # rows that were read are written as they are
             same([out.view(np.uint32), lse.view(np.uint32)], [x[done - step : done] for x in whole])
         leaving = max(0, done + 1 - window - start) // size * size
@@ -201,7 +201,7 @@ def test_trees_and_scores_of_heads_through_the_cache(rng, dtype):
     out, mass, lse = text.cache.attention(
         0, queries, [0, 1], query_lens=[6, 3], mask=np.concatenate(parents), return_scores="head", return_lse=True,
         window=20, starts=[3, 0], **text.options,
-    )  # fmt: skip
+    )
     assert mass.shape == (HEADS, 170)
     at = token = 0
     for n, tree in zip((120, 50), parents, strict=True):

@@ -16,7 +16,7 @@ def test_every_integer_at_every_edge(long):
     done = subprocess.run(
         [sys.executable, str(SUPPORT / "integer_edges.py"), "all" if long else "few" if FAST else "some"],
         env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True, timeout=1200,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
     counts = re.search(r"(\d+) calls, (\d+) results, (\d+) refused, 0 problems", done.stdout)
     assert counts, "the calls did not come to their end"

@@ -23,7 +23,7 @@ def test_no_deadlock(tmp_path, long, pair):
     command = [sys.executable, str(SUPPORT / "lock_order.py"), pair, str(rounds), str(tmp_path)]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True, timeout=1200
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert int(done.stdout.split()[0]) >= 2 * rounds
 

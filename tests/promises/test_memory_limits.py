@@ -36,7 +36,7 @@ KEYS = {"kv", "bookkeeping", "scratch"}
         ("4GiB", 4 << 30), ("512MiB", 512 << 20), ("2GB", 2 * 10**9), ("1.5KiB", 1536), ("0.1 KB", 100), (" 7 B ", 7),
         ("3TiB", 3 << 40), ("1TB", 10**12), ("0.3B", 0), ("1.9999KB", 1999), (5, 5), (np.uint8(9), 9), (0, 0),
     ],
-)  # fmt: skip
+)
 def test_bytes(text, value):
     got = as_bytes(text, "x")
     assert (got, type(got)) == (value, int)
@@ -220,7 +220,7 @@ def test_an_engine_that_evicts_within_a_number_of_bytes(network):
     free = InferenceEngine(network, eviction_policy=EvictionPolicy.H2O(), kv_budget=24)
     assert InferenceEngine(
         network, eviction_policy=EvictionPolicy.H2O(), kv_budget=24, max_memory_bytes="1GiB"
-    ).cache.total_blocks == free.cache.total_blocks  # fmt: skip
+    ).cache.total_blocks == free.cache.total_blocks
 
 
 @pytest.mark.parametrize("dtype", ["f32", "q4"])

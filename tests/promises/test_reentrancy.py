@@ -29,7 +29,7 @@ def test_nested_calls(tmp_path, long, system):
         [sys.executable, str(SUPPORT / "reentry.py"), system, str(rounds), str(seconds), str(tmp_path)],
         env=os.environ | {"PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=3600,
-    )  # fmt: skip
+    )
     print(done.stdout[-2000:])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     counts = re.search(r"(\d+) calls, (\d+) inside, (\d+) refused, (\d+) handlers, 0 problems", done.stdout)

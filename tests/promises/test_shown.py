@@ -163,7 +163,7 @@ def objects(paged, state, entries, blocks, live, manager, network):
         paged, handle, handle.block_table_mut(), entries, blocks, live, manager, engine, PrefixCachedEngine(engine, 4),
         blocks.open_session([1, 2, 3]), blocks.lookup([1, 2])[1], network.weights.embedding, batch,
         request, kvcache.Calibration([[[1.0]]]),
-    ]  # fmt: skip
+    ]
     values = [
         LFU(5), LRU(), kvcache.BlockId(3), kvcache.SeqId(3), kvcache.BlockNotFoundError(3),
         kvcache.CheckpointError("x"),
@@ -174,7 +174,7 @@ def objects(paged, state, entries, blocks, live, manager, network):
         kvcache.Completion([1], "a", "stop", [tokens], 0), tokens, paged.block_table([7, 8]), paged.get_sequence(7),
         kvcache.EvictionPolicy.H2O(), kvcache.EvictionStrategy.LRU(), KVCacheConfig(8, 1, 8), entries.config,
         entries.stats(), blocks.stats(), kvcache.SamplingParams(stop="x", logit_bias={1: 2.0}),
-    ]  # fmt: skip
+    ]
     return live_objects, values
 
 

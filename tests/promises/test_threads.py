@@ -219,7 +219,7 @@ def run_saying(said, code):
     left = {name: value for name, value in os.environ.items() if name != NAME}
     return subprocess.run(
         [sys.executable, "-c", code], env={**left, **said}, capture_output=True, text=True, check=True
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("said", [{}, {NAME: "20"}])

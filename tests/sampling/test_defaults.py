@@ -45,7 +45,7 @@ def test_what_a_checkpoint_says_and_what_it_does_not(tmp_path):
         ("top_p", 1.5), ("min_p", [0.1]), ("repetition_penalty", 0), ("max_new_tokens", "many"),
         ("max_new_tokens", -3), ("do_sample", 1), ("do_sample", "no"),
     ],
-)  # fmt: skip
+)
 def test_a_value_that_is_none_of_its_key(tmp_path, key, value):
     with pytest.raises(CheckpointError, match=f"generation_config.json: {key}: expected .*, got "):
         defaults(tmp_path, {key: value})

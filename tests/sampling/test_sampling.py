@@ -114,7 +114,7 @@ def test_distribution_with_penalties_of_what_was_drawn(presence, frequency, num_
 @given(
     st.lists(st.integers(-40, 40), min_size=2, max_size=6), st.integers(-8, 8), st.integers(-8, 8),
     st.sampled_from([1.0, 2.0]), st.lists(st.integers(0, 1), max_size=3), st.integers(0, 20),
-)  # fmt: skip
+)
 def test_texts_under_penalties(logits, presence, frequency, repetition, prompt, resumed_at):
     """Greedy texts over the same logits are those of the twin, also of a sampler that continues in the middle."""
     params = SamplingParams(

@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 WORDS = [
     b"he", b"ll", b"lo", b"hell", b" w", b"  ", b"hello", b" wo", b"\xc3\xa9", b"\xe6\x97", b"ab", b"bc", b"abc", b"12",
-]  # fmt: skip
+]
 SPECIAL = 30
 TEXTS = [
     "", " ", "hello hello", "HTTPServer XMLHttp iPhone", "abcabc abbc", "  \n\n\tdef f(x):\n    return x//2\n",
     "12345", "café 日本語", "e\u0301", "👍🏽 ok", "lllhehello wowo",
-]  # fmt: skip
+]
 
 
 def content(**changes):
@@ -39,7 +39,7 @@ def content(**changes):
             {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
             for i, token in enumerate(ranked)
         ],
-    }  # fmt: skip
+    }
     return found | changes
 
 
@@ -84,7 +84,7 @@ def test_special_tokens(tokenizer, tmp_path):
     assert tokenizer.encode("<s>[INST]ab[/INST]</s>", add_special_tokens=False).ids == [1, 3, SPECIAL + 266, 4, 2]
     assert [tokenizer.id_to_token(i) for i in (11, 19, 20, 29)] == [
         "<pad>", "[TOOL_CONTENT]", "<SPECIAL_20>", "<SPECIAL_29>",
-    ]  # fmt: skip
+    ]
     assert CheckpointText(tmp_path).special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 

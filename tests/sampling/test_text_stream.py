@@ -171,7 +171,7 @@ def test_with_a_real_tokenizer():
 HALVES = [
     b"a", b"\xf0\x9f", b"\x98", b"\x80", b"\xf0", b"\xff", b"\xff\xff", b"\x80\xf0", b"\x9f\x98\x80\xf0", b"\xc3\xa9",
     b"\xe4\xbd", b"\xa0\xe5", b"\xa5\xbd", b"\xe4", b"\xff\xf0\x9f", b"\xef\xbf\xbd", b"",
-]  # fmt: skip
+]
 
 
 @given(st.lists(st.integers(0, len(HALVES) - 1), max_size=80))

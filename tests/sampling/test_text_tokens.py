@@ -49,7 +49,7 @@ def with_bytes():
 TEXTS = [
     "", "abcd" * 50, "x" * 99, " \n" * 70, "🐈 " * 9, "<x>" * 20, " \t<x>  " * 20, "가" * 30,
     "\u1112\u1161\u11ab" * 30, "\u212a" * 40, "ab cd  é\u0301 \U0001d6da\u0345 \u2126\u0314\u0342\u0345" * 20,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def sequence(name, *parts):
 SENTENCEPIECE = sequence(
     "decoders", string("▁", " "), {"type": "ByteFallback"}, {"type": "Fuse"},
     {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-)  # fmt: skip
+)
 # As the files of these families have them.
 PUBLISHED = {
     "gpt-2": {"pre_tokenizer": BYTES, "post_processor": BYTES, "decoder": BYTES},
@@ -93,7 +93,7 @@ PUBLISHED = {
         "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
         "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_the_first_files_of_gpt2_do_not_say_what_their_model_is(folder):
         ({"model": {"type": "WordPiece", "max_input_chars_per_word": 10**9}}, "per_word: expected at most 1000"),
         ({"model": OWN["model"] | {"continuing_subword_prefix": "#" * 30}}, "package, got an error: range end"),
     ],
-)  # fmt: skip
+)
 def test_parts_that_are_not_read(folder, sections, message):
     engine = load(folder, **sections)
     with pytest.raises(CheckpointError, match=message) as caught:

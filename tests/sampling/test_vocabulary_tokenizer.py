@@ -21,7 +21,7 @@ TEXTS = [
     "", " ", "a", "  two  spaces ", "Hello world", "don't I'LL", "12345 3.14", "x1y22", "\n\n \t\r\n", "naïve café",
     "日本語 한국어", "😀 👨‍👩‍👧", "<|end|>a<|end|>", "a\u00a0b\u3000c", "\x00\x01\x7f", "e\u0301", "\ufeff\u200b",
     "½²³ Ⅷ ٣٤", "def f(x):\n    return x  # ok\n", "a" * 300, " " * 100,
-]  # fmt: skip
+]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
@@ -270,7 +270,7 @@ def test_gemma_4_has_merges_over_characters(build, model, pre):
     for text, expected in {
         "a a": ["a▁a"], " a": ["▁a"], "ab\n\na": ["ab", "\n\n", "a"], "<|turn>a b": ["<|turn>", "a▁", "b"],
         "é": ["<0xC3>", "<0xA9>"], "": [],
-    }.items():  # fmt: skip
+    }.items():
         assert tokenizer.encode(text).tokens == ["<bos>", *expected]
         assert tokenizer.decode(tokenizer.encode(text).ids[1:], skip_special_tokens=False) == text
 
@@ -314,7 +314,7 @@ def test_the_package_is_missing(bytewise, monkeypatch):
         ({"add_bos_token": (U32, 1)}, "add_bos_token: expected true or false, got 1"),
         ({"model": (STRING, "bert")}, "tokenizer.ggml.model: expected gpt2, llama or gemma4, got 'bert'"),
     ],
-)  # fmt: skip
+)
 def test_refused(bytewise, entries, message):
     with pytest.raises(CheckpointError, match=rf"x\.gguf: .*{message}"):
         bytewise(**entries)

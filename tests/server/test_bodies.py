@@ -71,7 +71,7 @@ def test_values_that_ask_for_nothing(neutral):
         ("chat_template_kwargs", {"enable_thinking": False}), ("return_hidden_states", True), ("tools", [1]),
         ("moderation", {}), ("audio", {}), ("web_search_options", {}), ("lora_path", "x"),
     ],
-)  # fmt: skip
+)
 def test_other_values_are_refused_by_name(name, value):
     for chat in (True, False):
         with pytest.raises(ValueError, match=f"{name}: expected none, since it is not supported") as caught:
@@ -252,7 +252,7 @@ def test_a_piece_takes_milliseconds():
         (CheckpointError("secret: expected"), False, 500, None, None, "the request failed: CheckpointError"),
         (InvalidOperationError("expected an open engine"), False, 503, None, None, "got none: the server ends"),
     ],
-)  # fmt: skip
+)
 def test_errors(error, running, status, param, code, says):
     answer = refusal(error, running=running)
     found = json.loads(answer.body)["error"]

@@ -58,7 +58,7 @@ def test_bodies_on_their_way_have_one_budget(path):
         status, data = answer(waiting.pop())
         assert (status, json.loads(data)["error"]["message"]) == (
             503, "body: expected room for it among those on their way, got none"
-        )  # fmt: skip
+        )
         with pytest.raises(openai.InternalServerError) as caught:
             served.client().completions.create(model=MODEL, prompt="x", extra_body={"user": "y" * 250_000})
         assert caught.value.response.headers["retry-after"] == "1"
@@ -119,7 +119,7 @@ def test_large_bodies_become_requests_one_at_a_time(demo, monkeypatch):
         ({"prompt": "x", "tools": [1]}, "tools", "unsupported_parameter", "tools: expected none"),
         ({"prompt": "x", "n": 0}, "n", None, "n: expected"),
     ],
-)  # fmt: skip
+)
 def test_errors_are_in_the_words_of_clients(served, body, param, code, says):
     status, error = asked(served, "/v1/chat/completions" if "messages" in body else "/v1/completions", **body)
     assert (status, error["param"], error["code"]) == (400, param, code)

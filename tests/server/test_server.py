@@ -47,7 +47,7 @@ def sampled(seed, most, **more):
 def params(settings, **changes):
     names = (
         "seed", "max_tokens", "temperature", "top_p", "stop", "logprobs", "presence_penalty", "frequency_penalty"
-    )  # fmt: skip
+    )
     return SamplingParams(**{name: settings[name] for name in names if name in settings} | {"top_k": 40} | changes)
 
 

@@ -32,7 +32,7 @@ def all_of(model, asked, blocks, **options):
 
 @pytest.mark.parametrize(
     ("dtype", "length"), [("q8", None), ("q8", 0), *(("q4", length) for length in (0, 1, 12, 20, 64))]
-)  # fmt: skip
+)
 def test_every_length_of_groups(network, known, dtype, length):
     """Requests that share prefixes, with guesses and preemptions."""
     asked = [(prompt, repeating(i, 40, logprobs=1)) for i, prompt in enumerate(prompts(12, 9, 90))]

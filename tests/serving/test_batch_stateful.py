@@ -41,21 +41,21 @@ class Requests(RuleBasedStateMachine):
     @rule(
         kind=st.sampled_from(sorted(OPTIONS)), blocks=st.integers(11, 30), running=st.integers(1, 9),
         gap=st.sampled_from([0.0, 9.0]),
-    )  # fmt: skip
+    )
     def begin(self, kind, blocks, running, gap):
         if self.engine is None:
             self.kind = kind
             self.engine = BatchEngine(
                 NETWORKS.get(kind, NETWORK), block_size=8, num_blocks=blocks, max_running=running, max_queue=12,
                 target_gap=gap, clock=self.clock, **OPTIONS[kind],
-            )  # fmt: skip
+            )
 
     @rule(
         which=st.integers(0, 23), seed=st.integers(0, 3), draw=st.sampled_from([sampled, repeating, penalised]),
         most=st.sampled_from([0, 1, 7, 24]),
         namespace=st.sampled_from([None, "a", ("b", 1)]), priority=st.integers(-2, 2),
         deadline=st.sampled_from([None, None, 3.0]), n=st.sampled_from([1, 1, 1, 3]),
-    )  # fmt: skip
+    )
     def submit(self, which, seed, draw, most, namespace, priority, deadline, n):
         if self.engine is None:
             return

@@ -156,7 +156,7 @@ def test_names_of_one_text_count_together(network):
     lines = exposition(engine.stats(), engine.namespace_stats()).splitlines()
     assert [line for line in lines if line.startswith("kvcache_namespace_queries_total")] == [
         'kvcache_namespace_queries_total{namespace=""} 2', 'kvcache_namespace_queries_total{namespace="1"} 3',
-    ]  # fmt: skip
+    ]
 
 
 def test_times_of_requests(network):
@@ -310,7 +310,7 @@ def test_files_are_logged_and_closed(network, tmp_path, caplog):
     assert [record.message for record in caplog.records] == [
         f"{path}: saved 16 blocks", f"{path}: loaded 16 blocks", f"{tmp_path / 'entries'}: saved 1 entries",
         f"{tmp_path / 'entries'}: loaded 1 entries",
-    ]  # fmt: skip
+    ]
     sizes = network.config
     with PrefixCache(24, SIZE, sizes.num_layers, sizes.num_kv_heads, sizes.head_dim) as cache, other:
         cache.load(path, again._name(None))

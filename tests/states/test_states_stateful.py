@@ -30,7 +30,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @initialize(
         entries=st.integers(1, 5), tokens=st.integers(4, 30), shortest=st.integers(0, 3), partial=st.booleans(),
         formats=st.sampled_from(PAIRS), head_dim=st.sampled_from([8, 32]),
-    )  # fmt: skip
+    )
     def start(
         self, entries: int, tokens: int, shortest: int, partial: bool, formats: tuple[str, str], head_dim: int
     ) -> None:
@@ -39,7 +39,7 @@ class PrefixMachine(RuleBasedStateMachine):
         limits = PrefixCacheConfig(
             entries, tokens * self.slot_bytes + 7, shortest, partial,
             key_dtype=formats[0], value_dtype=formats[1], head_dim=head_dim,
-        )  # fmt: skip
+        )
         self.cache = PrefixKvCache(limits)
         self.naive = NaivePrefixKv(entries, tokens, shortest, partial)
         self.states: list[tuple[CachedKvState, CachedKvState]] = []  # as held, and as it must be

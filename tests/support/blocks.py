@@ -103,7 +103,7 @@ def guarded_attention(rng, name, dim, at_end, thread_counts):
                 kernelcalls.attend(
                     s.layout, s.arena, [(s.runs[0], num_queries, 2)], queries, 0.1, sink_queries=queries, out=out,
                     scores=scores, threads=threads, scratch=lambda n: empty(n, np.uint8),
-                )  # fmt: skip
+                )
                 yield s, queries, out, scores
 
 

@@ -50,7 +50,7 @@ class File:
         self.numbers = {
             "kind": KINDS[kind], "segments": len(segments), "tokens": count, "names_bytes": len(self.names),
             "arenas": len(arenas), "names": 1 if names is None else len(names), "model_bytes": 0, **dict(false),
-        }  # fmt: skip
+        }
         first = arenas[0] if arenas and isinstance(arenas[0], tuple) else ARENAS[kind]
         self.numbers.setdefault("pages", -(-count // max(first[8], 1)))
         self.stride = -(-first[9] // 64) * 64
@@ -80,7 +80,7 @@ class File:
         header = HEADER.pack(
             MAGIC, n.get("version", VERSION), n.get("number", n["kind"]), size % 2**64, n["segments"], n["tokens"],
             n["pages"], n["names_bytes"], n["arenas"], n["names"], n["model_bytes"], crc, 0,
-        )  # fmt: skip
+        )
         with open(path, "r+b") as file:
             file.write(header[:-4] + struct.pack("<I", zlib.crc32(header[:-4])))
 
@@ -90,7 +90,7 @@ def arena_of(kind, **changes):
     fields = (
         "layers", "heads", "dim", "key", "value", "rotate_k", "rotate_v", "layout", "page_tokens", "page_bytes",
         "value_dim",
-    )  # fmt: skip
+    )
     return tuple(changes.get(field, value) for field, value in zip(fields, ARENAS[kind], strict=True))
 
 
@@ -148,7 +148,7 @@ def cases(kind):
         "rotate_v": (1, 255), "layout": (0, 2, 3, 65535), "value_dim": (1, DIM, WIDTH, 2**32 - 1),
         "page_tokens": (0, 1, 63, 65, 2**32 - 1),
         "page_bytes": (0, 1, 64, size - 1, size + 1, 2**32, 2**63, 2**64 - 1),
-    }.items():  # fmt: skip
+    }.items():
         for value in values:
             arena = arena_of(kind, **{field: value})
             yield f"an arena's {field} of {value}", File(kind, arenas=(arena,)), arena == ARENAS[kind]
@@ -170,7 +170,7 @@ def cases(kind):
         "deep": b"(\1\0\0\0" * 1000 + b"N", "of 2**32 - 1 parts": b"(\xff\xff\xff\xff", "of no kind": b"x",
         "of a long text": b"s\xff\xff\xff\x7fa", "not UTF-8": b"s\1\0\0\0\xff", "with a tail": b"NN",
         "an int with zeros": b"i\4\0\0\0\1\0\0\0", "a tuple that ends": b"(\2\0\0\0N",
-    }.items():  # fmt: skip
+    }.items():
         yield f"a name {which}", File(kind, names=[name(value=value)]), False
     yield "a name twice", File(kind, names=[name(), name()]), False
     yield "the other kind", File("entries" if kind == "blocks" else "blocks"), False

@@ -22,7 +22,7 @@ _LETTERS = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "smollm3": "smollm3",
     "granite": "granite", "ministral3": "mistral3", "olmo2": "olmo2", "olmo3": "olmo2", "gpt_oss": "gpt-oss",
-}  # fmt: skip
+}
 _INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite")
 
 
@@ -227,7 +227,7 @@ _ASSUMED = {
     "mistral_window": {"sliding_window": None}, "mixtral": {"sliding_window": None},
     "qwen2_windows": {"use_sliding_window": False, "layer_types": None, "sliding_window": None},
     "gpt_oss": {"swiglu_limit": 7.0}, "qwen3_moe": {"norm_topk_prob": True},
-}  # fmt: skip
+}
 
 
 def as_converted(golden, folder, **changes):

@@ -12,7 +12,7 @@ COMMON = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.0}
 ROUTED |= {"first_k_dense_replace": 1}
@@ -129,7 +129,7 @@ def logits_of(model, cache, ids, mask, prefill, steps=1):
         given = {"position_ids": positions[:, start:stop]} if "position_ids" in takes else {}
         out = model(
             ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True, **given
-        )  # fmt: skip
+        )
         rows.append(out.logits.float())
     return torch.cat(rows, 1)
 

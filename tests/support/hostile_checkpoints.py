@@ -185,7 +185,7 @@ for key, value in (
     ("rope_parameters", {"rope_type": "llama3", "factor": 2, "low_freq_factor": 0, "high_freq_factor": 0}),
     ("rope_parameters", {"rope_type": "linear", "factor": 0}), ("rope_parameters", {"rope_theta": 5e-324}),
     ("rope_parameters", {"rope_theta": [10000]}), ("rope_parameters", "x" * 1_000_000),
-):  # fmt: skip
+):
     changes = {key: value} | ({"architectures": ["MistralForCausalLM"]} if key == "sliding_window" else {})
     case(f"{CONFIG}: {key}: {value!r:.60}", edit(CONFIG, lambda c, changes=changes: c.update(changes)))
 EXPERTS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -201,7 +201,7 @@ for name, key, value in (
     ("Phi3", "partial_rotary_factor", [1]),
     ("SmolLM3", "no_rope_layers", [1] * 1_000_000), ("SmolLM3", "no_rope_layer_interval", 0),
     ("Granite", "residual_multiplier", 0), ("Granite", "logits_scaling", -1e300), ("Olmo3", "layer_types", [[]] * 2),
-):  # fmt: skip
+):
     changes = {"architectures": [f"{name}ForCausalLM"], **EXPERTS, key: value}
     case(f"{CONFIG}: {name}, {key}: {value!r:.60}", edit(CONFIG, lambda c, changes=changes: c.update(changes)))
 
@@ -316,13 +316,13 @@ for name, change in {
     "an order of another size": {"weight_g_idx": np.zeros(3, np.int32)},
     "an order backwards": {"weight_g_idx": np.arange(64, dtype=np.int32)[::-1].copy()},
     "the matrix twice": {"weight": np.zeros((64, 64), np.float32)},
-}.items():  # fmt: skip
+}.items():
     case(f"packed: {name}", packed(change))
 for name, dtype, shape in (
     ("weight_packed", "I32", [64, TERA // 256]), ("weight_packed", "I32", [TERA // 32, 8]),
     ("weight_scale", "F32", [64, TERA // 256]), ("weight_zero_point", "I32", [8, TERA // 32]),
     ("weight_g_idx", "I32", [TERA // 4]), ("bias", "F32", [TERA // 4]), ("weight_shape", "I32", [TERA // 4]),
-):  # fmt: skip
+):
     case(f"packed: {name} of 1 TiB, {shape}", packed(at=(name, dtype, shape)))
 case("packed: by a method that has no words", packed(said={"quant_method": "fp8"}))
 for number, said in enumerate((
@@ -332,7 +332,7 @@ for number, said in enumerate((
     {"quant_method": "gptq", "bits": 10**100}, {"quant_method": "gptq", "bits": True},
     {"quant_method": "gptq", "bits": 4, "group_size": 2**40}, {"quant_method": "awq", "bits": 4, "group_size": "x"},
     {"quant_method": "gptq", "bits": 4, "dynamic": {"x": 1}}, {"quant_method": "x" * 1_000_000},
-)):  # fmt: skip
+)):
     change = edit(CONFIG, lambda c, said=said: c.update(quantization_config=said))
     case(f"{CONFIG}: quantised, {number}: {said!r:.60}", change)
 for text in (None, [], "x", {"model_type": {}}, {"hidden_size": 2**70}, {"model_type": "x" * 1_000_000}, {"a": {}}):
@@ -341,7 +341,7 @@ for text in (None, [], "x", {"model_type": {}}, {"hidden_size": 2**70}, {"model_
 for kind, content in {
     "empty": b"", "deep": DEEP, "a list": b"[]", "no vocabulary": b'{"config": {}}', "a number": b'{"config": 1}',
     "another pattern": b'{"config": {"pattern": "(a+)+$"}, "vocab": []}',
-}.items():  # fmt: skip
+}.items():
     case(f"tekken.json: {kind}", replace("tekken.json", content))
 case("tekken.json: sparse, 1 TiB", sparse("tekken.json", TERA))
 case("tekken.json: a pipe", lambda folder: os.mkfifo(folder / "tekken.json"))
@@ -353,7 +353,7 @@ def weight_map(change):
 
 for shard in (
     "../model.safetensors", "/dev/zero", "a/b", "..", ".", "", "a\0b", "x" * 5000, "y" * 200, 7, None, [], {},
-):  # fmt: skip
+):
     case(f"index: shard {shard!r:.30}", weight_map(lambda m, s=shard: m.update({NORM: s})))
 case("index: config.json as a shard", weight_map(lambda m: m.update({NORM: CONFIG})))
 case("index: itself as a shard", weight_map(lambda m: m.update({NORM: INDEX})))

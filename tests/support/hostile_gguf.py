@@ -125,7 +125,7 @@ for name, key, content in (
     ("phi3_longrope", "rope.scaling.original_context_length", (U32, 0)),
     ("phi3_longrope", "rope.scaling.attn_factor", (F32, float("nan"))),
     ("granite", "residual_scale", (F32, float("inf"))), ("granite", "logit_scale", (STRING, "x")),
-):  # fmt: skip
+):
     letters = {"gpt_oss": "gpt-oss", "qwen3_moe": "qwen3moe", "phi3_longrope": "phi3"}.get(name, name)
     more = {f"{letters}.{key}".replace(".", "__"): content}
     case(
@@ -166,7 +166,7 @@ def terabyte(path, _):
         "blk.0.attn_q": [wide, wide], "blk.0.attn_k": [wide, wide], "blk.0.attn_v": [wide, wide],
         "blk.0.attn_output": [wide, wide], "blk.0.ffn_gate": [wide, narrow], "blk.0.ffn_up": [wide, narrow],
         "blk.0.ffn_down": [narrow, wide],
-    }.items():  # fmt: skip
+    }.items():
         tensors.append(tensor(f"{name}.weight", shape, 0, offset))
         offset += 4 * shape[0] * (shape[1] if len(shape) > 1 else 1)
     content = pack(entries, tensors, b"\0")

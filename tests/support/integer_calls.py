@@ -304,7 +304,7 @@ SCALARS = [
     ([engine], "PrefixCachedEngine seed", lambda it, n: PrefixCachedEngine(it, 2, seed=n)),
     ([cached], "namespace of a request", lambda it, n: (it.generate(np.arange(3, 20), GREEDY, namespace=n),
                                                         it.save(HERE / "c", "m"))),
-]  # fmt: skip
+]
 
 ARRAYS = [
     (PAGED, "adopt blocks", lambda it, a: it.adopt(9, a, 16 * len(a))),
@@ -349,4 +349,4 @@ ARRAYS = [
     ([engine], "tokens of score", lambda it, a: it.score(a)),
     ([nothing], "rows of a matrix", lambda _, a: Matrix(32, 64, "f32")[a]),
     ([nothing], "rows of matrices", lambda _, a: MatrixStack([Matrix(32, 64, "f32"), Matrix(9, 64, "q8_0")])[a]),
-]  # fmt: skip
+]

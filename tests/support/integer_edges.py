@@ -71,7 +71,7 @@ def negatives(it):
     for name in (
         "num_sequences", "free_block_count", "used_block_count", "utilization", "used_memory_bytes", "num_tokens",
         "memory_bytes", "allocated_bytes", "memory_usage", "seq_len", "pinned_blocks",
-    ):  # fmt: skip
+    ):
         value = getattr(it, name, 0)
         if isinstance(value, (int, float)) and value < 0:
             found.append(f"{name} {value}")

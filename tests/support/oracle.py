@@ -22,7 +22,7 @@ def attention(queries, keys, values, scale, **options):
 def attend(
     queries, keys, values, scale, *, sink_queries=None, sink_tokens=0, shown=None, window=None, softcap=None,
     sinks=None, causal=True, parents=None,
-):  # fmt: skip
+):
     """Attention of queries (n, query heads, dim) at the last n positions of keys (tokens, heads, dim) and of values
     (tokens, heads, value dim).
 

@@ -108,7 +108,7 @@ class DenseKvCache:
     def write_and_attend(
         self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall]], layer: int,
         queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], _: Any = None, /,
-    ) -> NDArray[np.float32]:  # fmt: skip
+    ) -> NDArray[np.float32]:
         layer, call = calls[layer]
         assert sequences.lens is not None
         (seq_id,), (count,) = sequences.ids.tolist(), sequences.lens.tolist()

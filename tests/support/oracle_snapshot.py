@@ -9,7 +9,7 @@ def parse(data):
     (
         magic, version, kind, size, num_segments, num_tokens, num_pages, names_bytes,
         num_arenas, num_names, model_bytes, checksum,
-    ) = struct.unpack("<8sIIQQQQQIIII", data[:72])  # fmt: skip
+    ) = struct.unpack("<8sIIQQQQQIIII", data[:72])
     assert magic == b"kvcache\x1a"
     assert version == 1
     assert data[72:124] == bytes(52)
@@ -21,7 +21,7 @@ def parse(data):
     for _ in range(num_arenas):
         (
             layers, heads, dim, key, value, key_turn, value_turn, layout, page_tokens, page_bytes, value_dim,
-        ) = struct.unpack("<III4s4sBBHIQI", data[at : at + 40])  # fmt: skip
+        ) = struct.unpack("<III4s4sBBHIQI", data[at : at + 40])
         assert data[at + 40 : at + 64] == bytes(24)
         assert (layout == 3) == (value_dim > 0)
         arenas.append(
@@ -30,7 +30,7 @@ def parse(data):
                 "rotated": (key_turn, value_turn), "layout": layout, "page_tokens": page_tokens,
                 "page_bytes": page_bytes, "value_dim": value_dim, "slots": 0,
             }
-        )  # fmt: skip
+        )
         at += 64
     segments = []
     for _ in range(num_segments):

@@ -40,7 +40,7 @@ class PlainTexts:
             "residual_length": cache.residual_length, "first_tokens": cache.first_tokens,
             "key_dtype": options.get("key_dtype") or options.get("dtype", "f32"),
             "value_dtype": options.get("value_dtype") or options.get("dtype", "f32"),
-        }  # fmt: skip
+        }
         self.most = None if self.budgets and self.budgets.endless else model.config.max_position_embeddings
         self.new = NewRequests(model.config, self.most, 0, CallLock())
         self.begin()

@@ -28,7 +28,7 @@ class RecordingNetwork:
         self.config = SimpleNamespace(
             num_layers=layers, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, vocab_size=VOCABULARY,
             max_position_embeddings=TOKENS,
-        )  # fmt: skip
+        )
         self.queries = rng.standard_normal((layers, TOKENS, HEADS, DIM), np.float32)
         self.rows = rng.standard_normal((2, layers, KINDS, KV_HEADS, DIM), np.float32)
         self.outputs, self.countdown = {}, -1

@@ -9,7 +9,7 @@ def make(length, firsts, *, dtype="q2", num_blocks=400, block_size=4, **options)
     return PagedKvCache(
         num_blocks, block_size, HEADS, DIM, num_layers=LAYERS, dtype=dtype, residual_length=length,
         first_tokens=firsts, **options,
-    )  # fmt: skip
+    )
 
 
 def run(cache, seq_id, keys, values, start, stop):

@@ -188,7 +188,7 @@ class WithResidual(Paged):
     def _build(self):
         cache = PagedKvCache(
             120, BLOCK, HEADS, DIM, num_layers=LAYERS, dtype="q4", residual_length=12, first_tokens=4
-        )  # fmt: skip
+        )
         for seq, n in ((1, 30), (2, 41), (3, 7)):
             cache.allocate(seq, 0)
             cache.append(seq, n)

@@ -65,7 +65,7 @@ class System:
         return sorted(
             name for name in dir(cls)
             if not name.startswith("_") and callable(getattr(cls, name)) and name not in vars(System)
-        )  # fmt: skip
+        )
 
     @classmethod
     def pure_names(cls):

@@ -265,7 +265,7 @@ class PagedSystem(PrefixCalls, System):
             sink_queries=wrap.array(q), out=np.empty_like(q), return_scores=True, context_lens=wrap.array([9, 3, 20]),
             return_lse=True, window=wrap.integer(6), softcap=wrap.number(3.0), sinks=wrap.array(np.full(2, -2.0)),
             starts=wrap.array([0, 7, 2]),
-        )  # fmt: skip
+        )
         self._mixed(out[0])
         return out
 
@@ -273,7 +273,7 @@ class PagedSystem(PrefixCalls, System):
         out = self.cache.attention(
             1, wrap.array(self._queries(7)), wrap.array([3, 1, 13]), query_lens=wrap.array([4, 2, 1]),
             mask=wrap.array([-1, 0, 0, 1, -1, -1, -1]), return_scores="head",
-        )  # fmt: skip
+        )
         self._mixed(out[0])
         return out
 

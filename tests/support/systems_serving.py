@@ -37,7 +37,7 @@ class BatchSystem(System):
         request = self.engine.submit(
             wrap.tokens(PROMPTS[which]), GREEDY, namespace=wrap.name("b"),
             priority=wrap.integer(self.random.randrange(3)),
-        )  # fmt: skip
+        )
         self.requests.append((request, which))
 
     def step(self, wrap):

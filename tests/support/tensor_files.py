@@ -11,7 +11,7 @@ NAMES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_d
 PARTS = {
     np.dtype(np.uint8): "U8", np.dtype(np.int8): "I8", np.dtype(np.int32): "I32", np.dtype(np.int64): "I64",
     np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
-}  # fmt: skip
+}
 
 
 def entry(dtype, shape, start, stop):

@@ -64,7 +64,7 @@ class Faulty:
             at = int(self.rng.integers(len(value)))
         wrong = [
             None, value[:at], value[:at] + bytes([value[at] ^ 4]) + value[at + 1 :], other, b"", "text", value + b"\0",
-        ]  # fmt: skip
+        ]
         return wrong[kind]
 
     def put_many(self, items):

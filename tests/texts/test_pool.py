@@ -24,7 +24,7 @@ NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
 PLAIN = {
     "dtype": "f32", "key_dtype": None, "value_dtype": None, "rotate": "auto", "residual_length": None,
     "calibrate": False, "eviction_policy": None, "kv_budget": None,
-}  # fmt: skip
+}
 KINDS = {
     "whole": (NETWORK, {}),
     "groups of 12": (NETWORK, {"dtype": "q4", "residual_length": 12}),

@@ -147,7 +147,7 @@ def test_values_are_stored_whole(server, rng, options):
     with (
         server.client(**options) as client, Wire(server.port) as wire,
         redis.Redis(port=wire.port, socket_timeout=60, **options) as source,
-    ):  # fmt: skip
+    ):
         for to, ttl in ((client, None), (client, 1000), (source, 70)):
             tier = RedisTier(to, secret=SECRET)
             values = {rng.bytes(20): rng.bytes(size) for size in (0, 1, 300, 10_000_000, 70_000)}
@@ -331,7 +331,7 @@ def test_a_server_that_sends_a_byte_at_a_time(rng, monkeypatch):
                 tier, began, name = RedisTier(client, secret=SECRET), time.monotonic(), rng.bytes(20)
                 for call, arguments in (
                     (tier.get_many, [name]), (tier.contains_many, [name]), (tier.put_many, [(name, b"value")]),
-                ):  # fmt: skip
+                ):
                     with pytest.raises((TimeoutError, ConnectionError)):
                         call(arguments)
                 assert time.monotonic() - began < 5

@@ -103,7 +103,7 @@ def test_a_killed_writer_leaves_whole_values(tmp_path, rng):
                 env=os.environ | {"PYTHONPATH": search_path()},
             )
             for _ in range(2)
-        ]  # fmt: skip
+        ]
         for writer in writers:
             assert writer.stdout.readline() == b"ready\n"
         time.sleep(rng.random() * 0.05)

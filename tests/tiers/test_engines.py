@@ -87,7 +87,7 @@ def test_nothing_is_shared_between_models_formats_namespaces_and_secrets(network
         (network, {}, {}, "b"), (network, {}, {}, None), (network, {"dtype": "f16"}, {}, "a"), (other, {}, {}, "a"),
         (network, {}, {"secret": SECRET[::-1]}, "a"), (network, {"block_size": 32}, {}, "a"),
         (network, {"residual_length": 32}, {}, "a"),
-    ]  # fmt: skip
+    ]
     for model, options, settings, namespace in cases:
         with waiting(store, **settings) as tiers:
             cached = engine_over(model, tiers, **options)
@@ -184,7 +184,7 @@ def test_a_prompt_that_runs_jumps_ahead(network):
 WINDOWED = [
     ("gemma2", 16), ("gemma3", 16), ("gpt_oss", 16), ("qwen2_windows", 16), ("olmo3", 48), ("mixtral", 16),
     ("mistral_window", 16), ("gemma3", 96),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "block_size"), WINDOWED)

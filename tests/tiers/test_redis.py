@@ -183,7 +183,7 @@ def test_values_that_belong_elsewhere(server, network):
             damaged, lambda value: value[: len(value) // 2], lambda value: values[values.index(value) - 1],
             lambda value: others[values.index(value)], lambda value: models[values.index(value)], lambda value: b"",
             lambda value: b"x" * len(value),
-        ):  # fmt: skip
+        ):
             for key, value in mine.items():
                 client.set(key, change(value))
             with tiers_over(client) as tiers:
@@ -247,7 +247,7 @@ def test_random_faults_of_servers(network, tmp_path, rng, monkeypatch, long):
             close_connections, restart, move, admin.flushall,
             lambda: admin.execute_command("CLIENT", "PAUSE", 100),
             lambda: admin.execute_command("CONFIG", "SET", "maxmemory", int(rng.integers(1, 4)) * 2**20),
-        ]  # fmt: skip
+        ]
         links = [RedisTier(single, secret=SECRET), RedisTier(many, secret=SECRET)]
         with Tiers(links, after_uses=1, head_start=0.05, encrypt=True) as tiers:
             cached = PrefixCachedEngine(InferenceEngine(network, dtype="q4"), 30, tiers=tiers, strict=True)

@@ -24,7 +24,7 @@ def attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
     dropout: float = 0.0, softcap: float | None = None, s_aux: Any = None, is_causal: bool | None = None,
     position_bias: Any = None, **kwargs: Any,
-) -> tuple[Any, None]:  # fmt: skip
+) -> tuple[Any, None]:
     """softmax(q K^T scaling) V; arguments as of every attention function of transformers.
 
     Args:
@@ -72,7 +72,7 @@ def attention(
     out = dense_attention(
         module, query, key, value, mask, scaling=scaling, dropout=dropout, softcap=softcap, s_aux=s_aux,
         is_causal=is_causal, position_bias=position_bias,
-    )  # fmt: skip
+    )
     return out, None
 
 
@@ -101,7 +101,7 @@ def _why_dense(layer: PagedLayer, key: StoredStates, mask: Any, dropout: float, 
 def _packed(
     layer: PagedLayer, query: Any, causal: bool, window: int | None, scaling: float | None, softcap: float | None,
     s_aux: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     rows, (batch, heads, n, width) = layer.rows, query.shape
     layer.state.ways.packed += 1
     scale = width**-0.5 if scaling is None else float(scaling)
@@ -141,7 +141,7 @@ def _call(
         got = rows.paged.attention(
             slot, queries, ids, query_lens=call.lens, scale=scale, window=call.window, softcap=softcap, sinks=sinks,
             starts=call.starts, causal=call.causal, return_scores=scored,
-        )  # fmt: skip
+        )
     finally:
         if call.shown is not None:
             rows.paged.free_batch(ids)

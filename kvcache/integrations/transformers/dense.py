@@ -12,7 +12,7 @@ __all__ = ["dense_attention"]
 def dense_attention(
     module: Any, query: Any, key: Any, value: Any, mask: Any, *, scaling: float | None, dropout: float,
     softcap: float | None, s_aux: Any, is_causal: bool | None, position_bias: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """softmax(q K^T scaling + mask) V as transformers' `sdpa` computes it, with soft caps and sinks beside.
 
     Args:

@@ -40,7 +40,7 @@ def are_few(x: Any, columns: int) -> bool:
 
 def few_products(
     matrix: Matrix, bias: Float32 | None, x: Any, activations: str, sizes: Sequence[int]
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """`product` in tensors of so many columns each."""
     if not x.is_contiguous():
         x = x.contiguous()
@@ -100,7 +100,7 @@ class Joint:
 
     def __init__(
         self, matrix: Matrix, sizes: Sequence[int], bias: Float32 | None, dtype: Any, activations: str
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.matrix, self.sizes, self.bias = matrix, tuple(sizes), bias
         self.dtype, self.activations = dtype, activations
         places = list(zip(np.cumsum((0, *self.sizes)).tolist(), self.sizes, strict=False))

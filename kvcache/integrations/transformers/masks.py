@@ -40,7 +40,7 @@ class PatternMask(torch.Tensor):
     def __new__(
         cls, shape: tuple[int, int, int, int], causal: bool, window: int | None, padding: npt.NDArray[np.bool_] | None,
         make: Callable[[], Any],
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device="cpu", requires_grad=False)
         mask.causal, mask.window, mask.padding, mask._make = causal, window, padding, cache(make)
         return mask
@@ -77,14 +77,14 @@ def make_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
     mask_function: Any = causal_mask_function, attention_mask: Any = None, local_size: int | None = None,
     allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """The mask of one kind of layers; arguments as of transformers' `sdpa_mask`."""
 
     def make(**skips: bool) -> Any:
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
             **{"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, **skips}, **kwargs,
-        )  # fmt: skip
+        )
 
     causal, window, known = _pattern(mask_function, local_size)
     if causal:  # where a mask must not be skipped, models compute with it

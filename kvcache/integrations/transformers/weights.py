@@ -42,7 +42,7 @@ class PackedWeights(NamedTuple):
 def pack_weights(
     model: Any, weights: str = "auto", *, activations: str = "int8", skip: Collection[str] = _SKIPPED,
     progress: Callable[[int, int], None] | None = None,
-) -> PackedWeights:  # fmt: skip
+) -> PackedWeights:
     """Let the linear layers and experts of a model multiply by packed weights; their own weights are freed.
 
     Every `torch.nn.Linear`, and every `Conv1D` of transformers, becomes a `PackedLinear`. Where transformers keeps the
