@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from oracle import attend
+from oracles.kernels import attend
 from places import GOLDEN
 from windowed_networks import Windowed
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from limited_process import limited_memory
+from hostile.limited_process import limited_memory
 
 from kvcache import (
     CachedKvState,

@@ -1,9 +1,9 @@
 """Attention over scattered blocks against NumPy in float64, at every SIMD level."""
 
 import numpy as np
-import oracle
 import pytest
 from blocks import Scattered, attend, guarded_attention
+from oracles import kernels as oracle
 
 from kvcache.core import kernelcalls, kernels
 

@@ -1,9 +1,9 @@
 """Attention with a window, a soft cap and sinks against NumPy in float64, at every SIMD level and in every format."""
 
 import numpy as np
-import oracle
 import pytest
 from blocks import Scattered
+from oracles import kernels as oracle
 from pace import FAST, half
 
 from kvcache.core import kernelcalls

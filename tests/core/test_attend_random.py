@@ -1,7 +1,7 @@
 """Attention over random caches against float64: shapes, formats, holes, forks, threads; 12,000 calls with --long."""
 
 import numpy as np
-import oracle
+from oracles import kernels as oracle
 
 from kvcache import PagedKvCache, get_num_threads, set_num_threads
 

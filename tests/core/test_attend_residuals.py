@@ -1,9 +1,9 @@
 """A context of packed tokens and of others in a second layout, merged in the kernel, at every level."""
 
 import numpy as np
-import oracle
 import pytest
 from blocks import Scattered
+from oracles import kernels as oracle
 
 from kvcache.core import kernelcalls
 

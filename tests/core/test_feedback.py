@@ -3,8 +3,8 @@
 import itertools
 
 import numpy as np
-import oracle
 import pytest
+from oracles import kernels as oracle
 from quantised_rows import BITS, hard_rows
 
 from kvcache.core import kernelcalls, kernels

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from oracle_trie import NaiveHeap
+from oracles.trie import NaiveHeap
 
 from kvcache.core.heap import IndexedHeap
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from blocks import Scattered, copy_guarded, guarded
-from oracle import to_format
+from oracles.kernels import to_format
 
 from kvcache.core import kernelcalls, kernels
 

@@ -5,7 +5,7 @@ import pytest
 from blocks import copy_guarded, guarded
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle_matrix import product, rounded
+from oracles.matrix import product, rounded
 from pace import FAST
 
 from kvcache import get_num_threads, set_num_threads, simd_levels, use_simd

@@ -4,9 +4,9 @@ import itertools
 from functools import cache
 
 import numpy as np
-import oracle
 import pytest
 from blocks import Scattered, attend, guarded_attention
+from oracles import kernels as oracle
 from quantised_rows import BITS, hard_rows
 
 from kvcache.core import kernelcalls, kernels

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engines import GREEDY
 from evicting_engines import H2O, POLICIES, PROMPT, assert_bounded, assert_same, layers, make, state, stored_as
-from oracle_evicting import DenseEvictingEngine
+from oracles.evicting import DenseEvictingEngine
 from places import GOLDEN
 
 from kvcache.engine import InferenceEngine, Transformer

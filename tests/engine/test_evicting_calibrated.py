@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engines import Failing
 from evicting_engines import H2O, POLICIES, PROMPT, assert_same, layers, make, state
-from oracle_evicting import DenseEvictingEngine, DenseStreamingEngine
+from oracles.evicting import DenseEvictingEngine, DenseStreamingEngine
 from places import GOLDEN
 
 from kvcache import Calibration, EvictionPolicy, InferenceEngine, PagedKvCache

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engines import Failing
 from evicting_engines import POLICIES, PROMPT, assert_same, layers, make, state, stored_as
-from oracle_evicting import DenseEvictingEngine
+from oracles.evicting import DenseEvictingEngine
 
 from bench.support.guides import definitions
 from kvcache import EvictionPolicy, InferenceEngine

@@ -5,8 +5,8 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from between_lines import Between
 from recording_network import DIM, KV_HEADS, LAYERS, VOCABULARY, RecordingNetwork
+from systems.between_lines import Between
 
 from kvcache import InvalidOperationError
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engines import GREEDY
-from oracle_engine import dense_attention
+from oracles.engine import dense_attention
 from places import GOLDEN
 
 from kvcache.engine import InferenceEngine, Transformer

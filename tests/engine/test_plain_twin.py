@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from oracle_text import PlainTexts
+from oracles.text import PlainTexts
 from places import GOLDEN
 from serving import prompts, same, sampled
 from windowed_networks import Windowed

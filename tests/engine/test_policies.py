@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from evicting_engines import H2O, PROMPT, assert_bounded, assert_same, layers, make, state
-from oracle_evicting import DensePolicyEngine
+from oracles.evicting import DensePolicyEngine
 
 from bench.support.guides import definitions
 from kvcache.engine import InferenceEngine, Policy

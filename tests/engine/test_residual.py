@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import attention
+from oracles.kernels import attention
 
 import kvcache
 from kvcache import Calibration

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from evicting_engines import layers, stored_as
-from oracle_evicting import DenseEvictingEngine, DenseStreamingEngine
+from oracles.evicting import DenseEvictingEngine, DenseStreamingEngine
 from places import GOLDEN
 
 from kvcache import CacheManager, KVCacheConfig

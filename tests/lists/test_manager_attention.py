@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from managers import BITS, PyramidKV, compare, fill, manager
-from oracle import attention
+from oracles.kernels import attention
 
 from kvcache.lists.manager_config import FORMAT_OF_BITS
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from oracle_manager import NaiveCacheManager, pyramid
+from oracles.manager import NaiveCacheManager, pyramid
 
 from kvcache import CacheManager, EvictionPolicy, KVCacheConfig
 from kvcache.eviction import pyramid_budgets

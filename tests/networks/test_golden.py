@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from dense_runs import run_dense
-from oracle_engine import DenseKvCache
+from oracles.engine import DenseKvCache
 from places import GOLDEN, MODELS, in_every_build
 
 from kvcache.engine import InferenceEngine, ModelConfig, SamplingParams, Transformer

@@ -1,10 +1,10 @@
-"""Every folder of hostile_checkpoints.py is refused with a clear error in bounded memory; a signal ends a case
+"""Every folder of hostile/checkpoints.py is refused with a clear error in bounded memory; a signal ends a case
 that hangs.
 """
 
-import hostile_checkpoints
 import pytest
-from limited_process import outcomes_of
+from hostile import checkpoints as hostile_checkpoints
+from hostile.limited_process import outcomes_of
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 

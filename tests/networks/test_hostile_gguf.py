@@ -1,8 +1,8 @@
-"""Every file of hostile_gguf.py is refused with a clear error in bounded memory; a signal ends a case that hangs."""
+"""Every file of hostile/gguf.py is refused with a clear error in bounded memory; a signal ends a case that hangs."""
 
-import hostile_gguf
 import pytest
-from limited_process import outcomes_of
+from hostile import gguf as hostile_gguf
+from hostile.limited_process import outcomes_of
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 

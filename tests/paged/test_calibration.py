@@ -1,8 +1,8 @@
 """`PagedKvCache(calibration=...)`: what is read and attended is that of the keys themselves."""
 
 import numpy as np
-import oracle
 import pytest
+from oracles import kernels as oracle
 
 from kvcache import Calibration, PagedKvCache, PrefixCache, merge_attention
 from kvcache.core.kernels import FORMATS

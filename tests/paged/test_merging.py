@@ -1,9 +1,9 @@
 """Attention over the parts of a context, merged, against attention over the whole."""
 
 import numpy as np
-import oracle
 import pytest
 from blocks import Scattered
+from oracles import kernels as oracle
 
 from kvcache import PagedKvCache, merge_attention
 from kvcache.core import kernelcalls

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from oracle import attention
+from oracles.kernels import attention
 from small_paged import rows
 
 from kvcache import PagedKvCache

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from oracle_paged import RANKS, NaiveOutOfMemoryError, NaivePagedKvCache
+from oracles.paged import RANKS, NaiveOutOfMemoryError, NaivePagedKvCache
 
 from kvcache import EvictionStrategy, PagedKvCache
 from kvcache.errors import OutOfMemoryError

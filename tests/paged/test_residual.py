@@ -1,10 +1,10 @@
 """`PagedKvCache(residual_length=, first_tokens=)` beside two caches; refusals, memory, interrupts."""
 
 import numpy as np
-import oracle
 import pytest
-from interrupts import Lines
+from oracles import kernels as oracle
 from residual_caches import DIM, HEADS, LAYERS, make, run
+from subjects.interrupts import Lines
 
 from kvcache import Calibration, PagedKvCache, PrefixCache, merge_attention
 from kvcache.errors import SequenceNotFoundError

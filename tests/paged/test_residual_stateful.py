@@ -2,10 +2,10 @@
 
 import hypothesis.strategies as st
 import numpy as np
-import oracle
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from oracles import kernels as oracle
 from residual_caches import DIM, HEADS, LAYERS, make
 
 from kvcache.errors import InvalidOperationError, OutOfMemoryError, SequenceNotFoundError

@@ -5,8 +5,8 @@ its bits, tests/paged/test_paged_stateful.py histories, and tests/ckernels the k
 """
 
 import numpy as np
-import oracle_snapshot
 import pytest
+from oracles import snapshot as oracle_snapshot
 
 from kvcache import PagedKvCache, PrefixCache, PrefixKvCache, SnapshotError, merge_attention
 from kvcache.core.kernels import FORMATS

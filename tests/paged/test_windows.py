@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from oracle import attend
+from oracles.kernels import attend
 from pace import FAST, half
 
 from kvcache import PagedKvCache, get_num_threads, set_num_threads

@@ -18,7 +18,7 @@ from contents import LAYERS, rows
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle_trie import NaiveTrie, Tokens
+from oracles.trie import NaiveTrie, Tokens
 
 from kvcache import OutOfMemoryError, PagedKvCache, PrefixAwarePrefill, PrefixCache
 from kvcache.core.runs import RUN

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle_trie import NaiveTrie, Tokens
+from oracles.trie import NaiveTrie, Tokens
 
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.cache_session import CacheSession

@@ -20,8 +20,8 @@ import kvcache
 pytestmark = pytest.mark.no_level
 
 SUBJECTS = [
-    (path.stem, name)
-    for path in sorted(SUPPORT.glob("subjects_*.py"))
+    (f"subjects.{path.stem}", name)
+    for path in sorted((SUPPORT / "subjects").glob("*.py"))
     for name in re.findall(r"^class (\w+)\([\w, ]+\)", path.read_text(), re.M)
 ]
 
@@ -35,7 +35,7 @@ def shim(tmp_path_factory):
         pytest.skip("needs Linux and a C compiler")
     library = tmp_path_factory.mktemp("faults") / "failing_malloc.so"
     made = [compiler, "-shared", "-fPIC", "-O2", f"-I{sysconfig.get_path('include')}"]
-    made += [str(SUPPORT / "failing_malloc.c"), "-o", str(library), "-ldl"]
+    made += [str(SUPPORT / "subjects" / "failing_malloc.c"), "-o", str(library), "-ldl"]
     subprocess.run(made, check=True)
     return library
 
@@ -46,11 +46,11 @@ ALL = 1 << 40  # number of consecutive failing allocations: all until the call e
 @pytest.mark.parametrize("width", [1, ALL], ids=["one", "all"])
 @pytest.mark.parametrize(("module", "subject"), SUBJECTS)
 def test_nothing_is_lost_when_allocations_fail(shim, long, module, subject, width):
-    engine = module in ("subjects_engine", "subjects_serving")  # the caches inside have subjects of their own
+    engine = module in ("subjects.engine", "subjects.serving")  # the caches inside have subjects of their own
     step = 0 if long else (1, 2 + engine)[FAST] if width == 1 else (5, 10)[FAST]
     environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"}
     environment["FAULTS_IN"] = os.path.dirname(kvcache.__file__)
-    command = [sys.executable, str(SUPPORT / "faults.py"), module, subject, str(width), str(step)]
+    command = [sys.executable, "-m", "subjects.faults", module, subject, str(width), str(step)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     print(done.stdout[-8000:], done.stderr[-4000:])
     assert done.returncode == 0

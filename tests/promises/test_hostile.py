@@ -1,7 +1,7 @@
 """Every public call with every hostile value in place of each of its arguments.
 
 A call must soon end with a result or with one of a few errors, and the object must be consistent and usable after it.
-`hostile_caches` and `hostile_makers` list, for each public class and function, how to make it and a valid call.
+`hostile.caches` and `hostile.makers` list, for each public class and function, how to make it and a valid call.
 """
 
 import itertools
@@ -9,11 +9,11 @@ import random
 import time
 import warnings
 
-import hostile_caches
-import hostile_makers
 import pytest
-from hostile_target import Target
-from hostile_values import VALUES
+from hostile import caches as hostile_caches
+from hostile import makers as hostile_makers
+from hostile.target import Target
+from hostile.values import VALUES
 
 pytestmark = pytest.mark.no_level
 

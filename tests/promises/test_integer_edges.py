@@ -7,14 +7,14 @@ import sys
 
 import pytest
 from pace import FAST
-from places import SUPPORT, search_path
+from places import search_path
 
 pytestmark = pytest.mark.no_level
 
 
 def test_every_integer_at_every_edge(long):
     done = subprocess.run(
-        [sys.executable, str(SUPPORT / "integer_edges.py"), "all" if long else "few" if FAST else "some"],
+        [sys.executable, "-m", "hostile.integer_edges", "all" if long else "few" if FAST else "some"],
         env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True, timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]

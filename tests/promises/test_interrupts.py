@@ -9,9 +9,9 @@ import gc
 
 import numpy as np
 import pytest
-from interrupts import Lines, places
 from pace import FAST
 from places import GOLDEN
+from subjects.interrupts import Lines, places
 
 from kvcache import Calibration, EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from interrupts import INSTRUCTIONS, PACKAGE, SKIPS_HANDLERS, Lines, interrupt_everywhere, places, spread
 from pace import FAST
-from subject import Subject
-from subjects_caches import Paged
-from subjects_saved import PROMPTS, SavedBlocks, SavedPackedPrefix, SavedPrefix
+from subjects.caches import Paged
+from subjects.interrupts import INSTRUCTIONS, PACKAGE, SKIPS_HANDLERS, Lines, interrupt_everywhere, places, spread
+from subjects.saved import PROMPTS, SavedBlocks, SavedPackedPrefix, SavedPrefix
+from subjects.subject import Subject
 
 from kvcache.states.token_rows import rows_of
 
 pytestmark = pytest.mark.no_level
 
-MODULES = [importlib.import_module(name) for name in ("subjects_caches", "subjects_prefix", "subjects_saved")]
+MODULES = [importlib.import_module(name) for name in ("subjects.caches", "subjects.prefix", "subjects.saved")]
 OPERATIONS = [
     pytest.param(subject, name, id=f"{subject.__name__}.{name}")
     for module in MODULES

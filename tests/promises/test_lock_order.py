@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from pace import FAST
-from places import SUPPORT, search_path
+from places import search_path
 
 pytestmark = pytest.mark.no_level
 
@@ -20,7 +20,7 @@ def test_no_deadlock(tmp_path, long, pair):
     rounds = 3000 if long else 30 if FAST else 100
     if "engine" in pair:
         rounds //= 6
-    command = [sys.executable, str(SUPPORT / "lock_order.py"), pair, str(rounds), str(tmp_path)]
+    command = [sys.executable, "-m", "systems.lock_order", pair, str(rounds), str(tmp_path)]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True, timeout=1200
     )
@@ -29,7 +29,7 @@ def test_no_deadlock(tmp_path, long, pair):
 
 
 def test_every_pair_is_run():
-    import lock_order
+    from systems import lock_order
 
     named = set(itertools.chain(lock_order.PAIRS))
     assert named == set(PAIRS)

@@ -12,7 +12,7 @@ from bench.__main__ import BENCHES
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md", "kvcache/NAMES.md")
-FOLDERS = (PROJECT / "kvcache" / "guides", PROJECT / "bench" / "pages")
+FOLDERS = (PROJECT / "kvcache" / "guides", PROJECT / "bench" / "pages", PROJECT / "tests" / "support")
 PAGES = sorted(str(path.relative_to(PROJECT)) for folder in FOLDERS for path in folder.glob("*.md"))
 DOCUMENTS = {name: (PROJECT / name).read_text(encoding="utf-8") for name in (*NAMES, *PAGES)}
 EXAMPLES = [
@@ -28,6 +28,14 @@ def anchors(page):
     """The anchors of a page's headings, as GitHub and Sphinx make them."""
     headings = re.findall(r"(?m)^#+ (.*)$", page.read_text(encoding="utf-8"))
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_map_of_the_helpers_is_complete():
+    rooms = re.split(r"(?m)^## ", DOCUMENTS["tests/support/README.md"])[1:]
+    files = [(room.split()[0].replace("Helpers", ""), re.findall(r"(?m)^\| `(.+?)` \|", room)) for room in rooms]
+    named = {folder + file for folder, names in files for file in names}
+    support = PROJECT / "tests" / "support"
+    assert named == {str(path.relative_to(support)) for kind in ("py", "c") for path in support.rglob(f"*.{kind}")}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -15,8 +15,8 @@ from places import SUPPORT, search_path
 pytestmark = pytest.mark.no_level
 
 SYSTEMS = [
-    f"{path.stem}.{name}"
-    for path in sorted(SUPPORT.glob("systems_*.py"))
+    f"systems.{path.stem}.{name}"
+    for path in sorted((SUPPORT / "systems").glob("*.py"))
     for name in re.findall(r"^class (\w+System)\(", path.read_text(), re.M)
 ]
 
@@ -26,7 +26,7 @@ SYSTEMS = [
 def test_nested_calls(tmp_path, long, system):
     rounds, seconds = (30, 20) if long else (1, 0.2 if FAST else 0.4)
     done = subprocess.run(
-        [sys.executable, str(SUPPORT / "reentry.py"), system, str(rounds), str(seconds), str(tmp_path)],
+        [sys.executable, "-m", "systems.reentry", system, str(rounds), str(seconds), str(tmp_path)],
         env=os.environ | {"PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=3600,
     )

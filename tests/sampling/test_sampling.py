@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_engine import sampling_distribution
+from oracles.engine import sampling_distribution
 
 from kvcache.engine import SamplingParams
 from kvcache.sampling.sampling import Sampler, _top_k

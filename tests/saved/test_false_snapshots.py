@@ -2,9 +2,9 @@
 hangs.
 """
 
-import false_snapshots
 import pytest
-from limited_process import outcomes_of
+from hostile import false_snapshots
+from hostile.limited_process import outcomes_of
 
 pytestmark = pytest.mark.no_level
 

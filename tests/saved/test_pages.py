@@ -5,8 +5,8 @@ import threading
 import zlib
 
 import numpy as np
-import oracle
 import pytest
+from oracles import kernels as oracle
 
 from kvcache import get_num_threads, set_num_threads
 from kvcache.saved.pages import read_pages

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from contents import rows, state
-from oracle_snapshot import parse, texts
+from oracles.snapshot import parse, texts
 from saved_caches import DIM, assert_same, assert_true, blocks, entries, get, prompts, put
 
 from kvcache import PrefixCacheConfig, SnapshotError

@@ -2,7 +2,7 @@
 
 import pytest
 from contents import LAYERS, pairs
-from oracle_snapshot import parse
+from oracles.snapshot import parse
 from saved_caches import DIM, HEADS, SIZE, assert_same, blocks, get, prompts, put
 
 from kvcache import InvalidOperationError, PrefixCache, SnapshotError

@@ -3,8 +3,8 @@
 import os
 
 import pytest
-from fuzz_snapshot import fuzz
-from oracle_snapshot import parse, texts
+from hostile.fuzz_snapshot import fuzz
+from oracles.snapshot import parse, texts
 from pace import FAST
 from saved_caches import SIZE, assert_true, blocks, entries, get, prompts, put
 
@@ -112,7 +112,7 @@ def test_load_reads_no_page(tmp_path):
 
 
 def test_two_thousand_mutations(tmp_path):
-    """`python tests/support/fuzz_snapshot.py` runs any number of mutations."""
+    """`python -m hostile.fuzz_snapshot` runs any number of mutations."""
     outcomes = fuzz(300 if FAST else 2000, 1, tmp_path)
     seen = {(kind, outcome) for kind, _, outcome in outcomes}
     damage = {("damage", outcome) for outcome in ("refused", "a part is lost", "all is found")}

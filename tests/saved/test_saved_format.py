@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from contents import LAYERS, rows
-from oracle_snapshot import parse, texts
+from oracles.snapshot import parse, texts
 from saved_caches import DIM, HEADS, SIZE, blocks, entries, get, prompts, put
 
 from kvcache import PagedKvCache

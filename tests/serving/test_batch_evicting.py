@@ -6,10 +6,10 @@ from itertools import cycle
 import numpy as np
 import pytest
 from engines import Failing
-from interrupts import Lines, places
 from pace import FAST
 from places import GOLDEN
 from serving import Alone, prompts, run, same, sampled
+from subjects.interrupts import Lines, places
 from windowed_networks import Windowed
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, InvalidOperationError, SamplingParams

@@ -7,8 +7,8 @@ import traceback
 import numpy as np
 import pytest
 from engines import Failing
-from interrupts import Lines, places
 from serving import GREEDY, Alone, Clock, prompts, repeating, run, same, sampled, settled
+from subjects.interrupts import Lines, places
 from windowed_networks import Windowed
 
 from kvcache import BatchEngine, EvictionPolicy, InvalidOperationError, SamplingParams

@@ -285,7 +285,7 @@ def test_nobody_starves(data):
 
 def test_the_cost_of_a_step_does_not_depend_on_what_waits():
     """Lines of Python that a step executes, beside 5 and beside 500 requests that wait."""
-    from interrupts import Lines
+    from subjects.interrupts import Lines
 
     counts = []
     for waiting in (5, 500):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle_trie import NaivePrefixKv, Tokens
+from oracles.trie import NaivePrefixKv, Tokens
 from prefix_states import PAIRS, assert_same, head_bytes, round_trip
 
 from kvcache.errors import OutOfMemoryError

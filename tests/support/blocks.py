@@ -4,7 +4,7 @@ import ctypes
 import mmap
 
 import numpy as np
-import oracle
+from oracles import kernels as oracle
 
 from kvcache.core import kernelcalls, kernels
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from oracle_engine import dense_attention
+from oracles.engine import dense_attention
 
 from kvcache.networks.protocols import layer_attention
 

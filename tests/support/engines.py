@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from oracle_engine import DenseKvCache
+from oracles.engine import DenseKvCache
 
 from kvcache.engine import InferenceEngine, SamplingParams
 

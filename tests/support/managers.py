@@ -1,7 +1,7 @@
 """A small filled `CacheManager`, and its attention in float64."""
 
 import numpy as np
-from oracle import attention
+from oracles.kernels import attention
 
 from kvcache import CacheManager, EvictionPolicy, KVCacheConfig
 from kvcache.lists.manager_config import FORMAT_OF_BITS

@@ -1,7 +1,7 @@
 """Requests for the tests of `BatchEngine`, and what one engine alone answers."""
 
 import numpy as np
-from oracle_text import PlainTexts
+from oracles.text import PlainTexts
 
 from kvcache import SamplingParams
 

@@ -4,7 +4,7 @@ import inspect
 
 import numpy as np
 import pytest
-from oracle_text import PlainTexts
+from oracles.text import PlainTexts
 from places import GOLDEN
 from windowed_networks import Windowed
 

@@ -1,10 +1,10 @@
 """Ctrl-C at every line of a request that fetches and stores: nothing is pinned, and the next request works."""
 
 import pytest
-from interrupts import Lines, places, spread
 from pace import FAST
 from places import GOLDEN
 from prefix_engines import SHORT, prompt, settled
+from subjects.interrupts import Lines, places, spread
 from tier_stores import SECRET, ObjectStore
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_trie import Tokens
+from oracles.trie import Tokens
 
 from kvcache.trie.edges import edges_of
 from kvcache.trie.trie import TokenTrie

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from oracle_trie import NaiveEntries, Tokens
+from oracles.trie import NaiveEntries, Tokens
 
 from kvcache.trie.entries import EntryTrie
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
-from oracle_trie import NaiveTrie, Tokens
+from oracles.trie import NaiveTrie, Tokens
 
 from kvcache.trie.trie import TokenTrie
 

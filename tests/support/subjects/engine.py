@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import numpy as np
 from places import GOLDEN
-from subject import Subject
-from subjects_caches import sequences
+from subjects.caches import sequences
+from subjects.subject import Subject
 from windowed_networks import Windowed
 
 from kvcache import Calibration, EvictionPolicy

@@ -1,6 +1,6 @@
 """Saved caches with false headers and tables and valid checksums: each is refused or gives a valid cache.
 
-    python tests/support/false_snapshots.py FOLDER
+    python -m hostile.false_snapshots FOLDER
 
 loads all of them in one process with a memory limit and prints their outcomes as JSON. `cases` writes them by hand, so
 that every number can differ from what it counts, and as sparse files, so that a terabyte costs nothing.
@@ -14,7 +14,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from limited_process import limit_memory
+from hostile.limited_process import limit_memory
 from saved_caches import DIM, HEADS, SIZE, blocks, entries, get, put
 
 from kvcache import SnapshotError

@@ -1,6 +1,6 @@
 """Hostile GGUF files: each must be refused soon, in little memory.
 
-    python tests/support/hostile_gguf.py FOLDER
+    python -m hostile.gguf FOLDER
 
 loads all of them in one process with a memory limit and prints their outcomes as JSON. `CASES` maps a name to a
 function that makes the file: `(path, bytes of a valid file)`. `MUTANTS` more have one changed byte in the header.
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import gguf_files
 from gguf_files import ARRAY, BOOL, F32, I32, STRING, U8, U32, U64, array, entry, pack, tensor
-from hostile_checkpoints import SPECIAL
-from limited_process import limit_memory
+from hostile.checkpoints import SPECIAL
+from hostile.limited_process import limit_memory
 from places import GOLDEN
 
 from kvcache.engine import InferenceEngine

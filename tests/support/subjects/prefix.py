@@ -3,8 +3,8 @@
 import dataclasses
 
 import numpy as np
-from subject import BLOCK, LAYERS, Subject, plain
-from subjects_structures import nodes
+from subjects.structures import nodes
+from subjects.subject import BLOCK, LAYERS, Subject, plain
 
 from kvcache import CachedKvState, KvCache, PrefixCache, PrefixCacheConfig, PrefixKvCache
 

@@ -4,8 +4,8 @@ import os
 from types import SimpleNamespace
 
 import numpy as np
-from hostile_caches import blocks, paged
-from hostile_target import FILES, LINE, ROWS, Target, function, keyword, method, named
+from hostile.caches import blocks, paged
+from hostile.target import FILES, LINE, ROWS, Target, function, keyword, method, named
 from places import GOLDEN
 
 import kvcache

@@ -1,7 +1,7 @@
 """Systems of `CacheManager` for `reentry.py`."""
 
 import numpy as np
-from system import System, pure
+from systems.system import System, pure
 
 from kvcache import CacheManager, EvictionPolicy, KVCacheConfig
 

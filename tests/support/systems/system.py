@@ -3,8 +3,8 @@
 import random
 import traceback
 
-from calling_arguments import ArgumentWrapper
-from subject import plain
+from subjects.subject import plain
+from systems.calling_arguments import ArgumentWrapper
 
 from kvcache import InvalidOperationError, KvCacheError
 from kvcache.core.locks import CallLock

@@ -3,7 +3,7 @@
 Each call ends in a result or in an error of the documented kinds, soon, without memory in proportion to a hostile
 number, and leaves its object sound. The process has little memory, so that what takes it is found.
 
-    python tests/support/integer_edges.py all|some [LABEL]
+    python -m hostile.integer_edges all|some [LABEL]
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import traceback
 from collections import Counter
 
 import numpy as np
-from integer_calls import ARRAYS, PAGED, SCALARS
-from integer_states import empty, forked
-from limited_process import SANITIZED, limit_memory
+from hostile.integer_calls import ARRAYS, PAGED, SCALARS
+from hostile.integer_states import empty, forked
+from hostile.limited_process import SANITIZED, limit_memory
 
 from kvcache import KvCacheError, get_num_threads, set_num_threads
 

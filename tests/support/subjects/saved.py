@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from contents import LAYERS, pairs, rows, state
-from subject import Subject
+from subjects.subject import Subject
 
 from kvcache import PrefixCache, PrefixCacheConfig, PrefixKvCache
 from kvcache.prefix.block_rows import read_block

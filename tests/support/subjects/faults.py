@@ -5,7 +5,7 @@ and in Python; the first or the last of a place, in turn): build the object, let
 later ones, and call the operation. It either raises MemoryError and changes nothing, or succeeds without the memory. In
 both cases all invariants hold, and the same call then works.
 
-    python tests/support/faults.py MODULE SUBJECT WIDTH STEP     WIDTH allocations fail in a row; of the places that
+    python -m subjects.faults MODULE SUBJECT WIDTH STEP          WIDTH allocations fail in a row; of the places that
                                                                  allocate, each STEP-th; STEP 0: all allocations
 
 Prints one line of counts.
@@ -21,7 +21,7 @@ import sys
 import traceback
 
 import numpy as np
-from interrupts import first_and_last
+from subjects.interrupts import first_and_last
 
 MOST = 100_000  # allocations of an operation
 

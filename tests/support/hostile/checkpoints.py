@@ -1,6 +1,6 @@
 """Hostile checkpoint folders: each must be refused soon, in little memory.
 
-    python tests/support/hostile_checkpoints.py FOLDER
+    python -m hostile.checkpoints FOLDER
 
 loads all of them in one process with a memory limit and prints their outcomes as JSON. A case is a change of a valid
 checkpoint: `CASES` maps its name to a function of the folder.
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from limited_process import limit_memory
+from hostile.limited_process import limit_memory
 from places import GOLDEN
 from tensor_files import entry, pack, pack_arrays
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from oracle_manager import NaiveCacheManager, NaiveEntry, pyramid
+from oracles.manager import NaiveCacheManager, NaiveEntry, pyramid
 
 
 @dataclass

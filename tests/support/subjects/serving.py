@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 from places import GOLDEN
-from subject import Subject
+from subjects.subject import Subject
 
 from kvcache import BatchEngine, SamplingParams
 from kvcache.engine import Transformer

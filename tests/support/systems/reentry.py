@@ -1,6 +1,6 @@
 """Calls from inside of calls: what `test_reentrancy.py` runs in a process of its own.
 
-A system (systems_*.py) is an object, or several that share locks, with every public call on them. Each call is
+A system (systems/) is an object, or several that share locks, with every public call on them. Each call is
 interrupted by other calls of the same system:
 
     arguments   objects that call when they are converted, hashed or compared; networks, `share` and `reclaim` that call
@@ -13,7 +13,7 @@ interrupted by other calls of the same system:
 Every call returns its result, raises an error of the documented kinds, or raises the error of the handler. Releases are
 never refused; all objects pass `check()`, hold what was written to them, and nothing is leaked.
 
-    python tests/support/reentry.py MODULE.SYSTEM ROUNDS SECONDS
+    python -m systems.reentry MODULE.SYSTEM ROUNDS SECONDS
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import time
 import traceback
 from pathlib import Path
 
-from between_lines import Between
-from calling_arguments import ArgumentWrapper
-from collecting import Collecting
-from interrupts import SKIPS_HANDLERS, spread
-from system import DOCUMENTED, HandlerError, InnerCalls
+from subjects.interrupts import SKIPS_HANDLERS, spread
+from systems.between_lines import Between
+from systems.calling_arguments import ArgumentWrapper
+from systems.collecting import Collecting
+from systems.system import DOCUMENTED, HandlerError, InnerCalls
 
 
 class Run:
@@ -214,7 +214,7 @@ def main(system, rounds, seconds, path):
     logging.disable()
     rounds, seconds = float(rounds), float(seconds)
     faulthandler.dump_traceback_later(150 + 40 * seconds * 30 + 30 * rounds, exit=True)
-    module, name = system.split(".")
+    module, _, name = system.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     gc.freeze()  # gc.collect() then looks at what a system makes, not at all of NumPy
     run = Run(lambda seed: kind(seed, Path(path)), rounds)

@@ -2,7 +2,7 @@
 
 import numpy as np
 from contents import state
-from system import System, pure, release
+from systems.system import System, pure, release
 
 from kvcache import CachedKvState, KvCache, PrefixCacheConfig, PrefixKvCache
 

@@ -1,7 +1,7 @@
 """Subjects of the structures below the caches: heap, ids, pool, tries, kept tokens."""
 
 import numpy as np
-from subject import BLOCK, Subject, plain
+from subjects.subject import BLOCK, Subject, plain
 
 from kvcache.core.heap import IndexedHeap
 from kvcache.core.idmap import IdMap

@@ -1,7 +1,7 @@
 """Subjects of the caches of live sequences: paged, contiguous, managed."""
 
 import numpy as np
-from subject import BLOCK, DIM, HEADS, LAYERS, Subject, plain, rows
+from subjects.subject import BLOCK, DIM, HEADS, LAYERS, Subject, plain, rows
 
 from kvcache import CacheManager, EvictionPolicy, EvictionStrategy, KvCache, KVCacheConfig, PagedKvCache, PrefixCache
 

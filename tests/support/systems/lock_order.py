@@ -1,6 +1,6 @@
 """Pairs of calls that take several locks, in two threads; `test_lock_order.py` runs them in a separate process.
 
-python tests/support/lock_order.py PAIR ROUNDS FOLDER
+python -m systems.lock_order PAIR ROUNDS FOLDER
 """
 
 from __future__ import annotations

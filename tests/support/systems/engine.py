@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 from places import GOLDEN
-from system import System, pure, release
+from systems.system import System, pure, release
 from windowed_networks import Windowed
 
 from kvcache import EvictionPolicy

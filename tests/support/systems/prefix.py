@@ -1,9 +1,9 @@
 """Systems of `PrefixCache` for `reentry.py`; `PrefixCalls` serves other systems that have one."""
 
 import numpy as np
-from calling_arguments import ArgumentWrapper
 from contents import pairs
-from system import System, pure, release
+from systems.calling_arguments import ArgumentWrapper
+from systems.system import System, pure, release
 
 from kvcache import PrefixAwarePrefill, PrefixCache
 

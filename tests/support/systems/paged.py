@@ -4,9 +4,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import numpy.random  # now, not where a handler may run
-from calling_arguments import ArgumentWrapper
-from system import System, pure, release
-from systems_prefix import DIM, SIZE, PrefixCalls
+from systems.calling_arguments import ArgumentWrapper
+from systems.prefix import DIM, SIZE, PrefixCalls
+from systems.system import System, pure, release
 
 from kvcache import EvictionStrategy, PagedKvCache, PrefixCache
 

@@ -1,6 +1,6 @@
 """Saved caches with every kind of damage: the result is SnapshotError, or fewer but correct K and V.
 
-    python tests/support/fuzz_snapshot.py --mutations 100000 [--seed 0]
+    python -m hostile.fuzz_snapshot --mutations 100000 [--seed 0]
 
 Half of the mutations are accidental damage: flipped bits, bytes overwritten, removed or inserted, sections swapped or
 repeated, counts at their extremes. After them every lookup must return a prefix of the cached rows, bit for bit; every
@@ -21,7 +21,7 @@ import tempfile
 import zlib
 
 import numpy as np
-from limited_process import limit_memory
+from hostile.limited_process import limit_memory
 from saved_caches import DIM, HEADS, SIZE, get, put
 
 from kvcache import PrefixCache, PrefixCacheConfig, PrefixKvCache, SnapshotError

@@ -1,4 +1,4 @@
-"""`Subject`: an object and the operations that faults.py and interrupts.py fail or interrupt; see subjects_*.py."""
+"""`Subject`: an object and the operations that faults.py and interrupts.py fail or interrupt; see subjects/."""
 
 import numpy as np
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from contents import pairs, state
-from integer_states import (
+from hostile.integer_states import (
     LLAMA,
     MODEL,
     blocks,

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
-from system import System, pure, release
-from systems_engine import GREEDY, MODEL, PROMPTS, Network
+from systems.engine import GREEDY, MODEL, PROMPTS, Network
+from systems.system import System, pure, release
 
 from kvcache import BatchEngine, InferenceEngine
 

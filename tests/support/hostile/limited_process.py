@@ -16,7 +16,8 @@ SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")  # such a process maps te
 def outcomes_of(module, folder):
     """Run `module` as a program with the folder as its argument; the JSON that it prints: how each case ended."""
     environment = os.environ | {"PYTHONPATH": search_path()}
-    ran = subprocess.run([sys.executable, module.__file__, folder], env=environment, capture_output=True, timeout=900)
+    command = [sys.executable, "-m", module.__name__, folder]
+    ran = subprocess.run(command, env=environment, capture_output=True, timeout=900)
     assert ran.returncode == 0, ran.stderr.decode()
     return json.loads(ran.stdout)
 

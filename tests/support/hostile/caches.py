@@ -3,7 +3,7 @@
 import os
 
 import numpy as np
-from hostile_target import FILES, LINE, ROWS, Target, keyword, method
+from hostile.target import FILES, LINE, ROWS, Target, keyword, method
 
 from kvcache import (
     CachedKvState,

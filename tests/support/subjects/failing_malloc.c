@@ -1,6 +1,6 @@
 /* failing_malloc.c - loaded before libc: makes a number of the calling thread's allocations fail, from the nth on.
  *
- * For tests/support/faults.py. While armed it counts the calls of malloc, calloc, realloc and mmap by modules below the
+ * For tests/support/subjects/faults.py. While armed it counts the calls of malloc, calloc, realloc and mmap by modules below the
  * folder FAULTS_IN, and the data of every NumPy array, whose allocator is faults_handler(). Other allocations of NumPy
  * and CPython never fail, since some of NumPy's loops do not survive that.
  */

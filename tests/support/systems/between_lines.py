@@ -4,7 +4,7 @@ import signal
 import sys
 from pathlib import Path
 
-from interrupts import INSTRUCTIONS, SENDER
+from subjects.interrupts import INSTRUCTIONS, SENDER
 
 import kvcache
 
