@@ -62,7 +62,7 @@ UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for 
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}
 DIRECTIVES |= {"boundscheck": DEBUG, "initializedcheck": DEBUG, "cdivision": not DEBUG}
 # The last one is Cython's own code, memoryviews above all: the others import it instead of having a copy each.
-SOURCES = [*sorted(glob("kvcache/**/*.pyx", recursive=True)), "kvcache/core/cython_runtime.c"]
+SOURCES = [*sorted(glob("kvcache/**/*.pyx", recursive=True)), "kvcache/support/cython_runtime.c"]
 COMMON = {"include_dirs": ["ckernels", numpy.get_include()]}
 COMMON["define_macros"] = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
 EXTENSIONS = [Extension(os.path.splitext(path)[0].replace(os.sep, "."), [path], **COMMON) for path in SOURCES]
@@ -73,12 +73,12 @@ class build_modules(build_kernels):
         units=UNITS,
         headers=sorted(glob("ckernels/*.h")),
         kernel_flags=FLAGS + CHECK + COUNT + KERNELS,
-        kernel_owner="kvcache.core.kernels",
+        kernel_owner="kvcache.kernels.kernels",
         module_flags=FLAGS + MODULES + CHECK + COUNT,
         link_flags=[*CHECK, "-pthread", *COUNT],
         directives=DIRECTIVES,
         generated=f"build/cython-{Cython.__version__}{'-debug' * DEBUG}{'-coverage' * COVERAGE}",
-        runtime="kvcache.core.cython_runtime",
+        runtime="kvcache.support.cython_runtime",
         coverage=COVERAGE,
     )
 

@@ -10,9 +10,9 @@ from bench.support.report import environment
 
 # name -> (module, description). A module has `add_arguments(parser)` and `main(options) -> int`.
 BENCHES = {
-    "kernels": ("bench.core.kernels", "attention and writes, compared with the machine's ceilings and with rivals"),
+    "kernels": ("bench.kernels.kernels", "attention and writes, compared with the machine's ceilings and with rivals"),
     "engine": ("bench.engine.engine", "decode, prefill and first token, with transformers, llama.cpp and OpenVINO"),
-    "formats": ("bench.core.formats", "storage formats: bytes and precision, measured on real caches"),
+    "formats": ("bench.kernels.formats", "storage formats: bytes and precision, measured on real caches"),
     "quality": ("bench.quality.run", "perplexity end to end: formats, eviction, endless text, prefix reuse"),
     "weights-quality": (
         "bench.quality.weights",

@@ -1,7 +1,7 @@
 /* kvc.h - the contract between the kernels and their callers.
  *
  * Pure C11, little-endian: no Python, no allocation, no globals. No function fails on valid arguments. The kernels
- * check nothing: the caller (kvcache/core/kernels.pyx and store.pyx) checks shapes, ranges and finiteness once.
+ * check nothing: the caller (kvcache/kernels/kernels.pyx and store.pyx) checks shapes, ranges and finiteness once.
  *
  * MEMORY LAYOUT OF K AND V
  *

@@ -1,7 +1,7 @@
 /* kvc_formats.h - the table of storage formats: one line each, in the order of their numbers.
  *
  * Everything that asks about a format reads this table: the kernels through kvc_format_of and the lists below, Python
- * through kvcache.core.kernels.FORMATS. How to add a line: CONTRIBUTING.md, "How to add a storage format".
+ * through kvcache.kernels.kernels.FORMATS. How to add a line: CONTRIBUTING.md, "How to add a storage format".
  *
  *   symbol     KVC_<symbol> is the format's number; no file keeps it
  *   name       what callers write, at most 4 characters: saved caches keep it

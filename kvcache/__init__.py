@@ -4,7 +4,7 @@ Paged blocks with copy-on-write, exact prefix reuse, token eviction and attentio
 """
 
 # The first import: it sets how threads wait, and libraries read this setting when they are loaded.
-from kvcache.core.threads import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
+from kvcache.kernels.threads import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
 
 # isort: split
 from kvcache.core.calibration import Calibration

@@ -9,7 +9,7 @@ from functools import lru_cache
 from heapq import heapify, heapreplace
 from typing import Any, NamedTuple
 
-from kvcache.core.arguments import as_count, as_finite, short
+from kvcache.support.arguments import as_count, as_finite, short
 
 __all__ = ["EvictionPolicy", "EvictionStrategy", "Rule", "pyramid_budgets"]
 

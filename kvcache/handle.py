@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_count, as_integer
-from kvcache.core.copying import refuse_copies
 from kvcache.errors import InvalidOperationError
+from kvcache.support.arguments import as_count, as_integer
+from kvcache.support.copies import refuse_copies
 
 __all__ = ["BlockTable", "CacheHandleStats", "Device", "KvCacheHandle", "LiveBlockTable"]
 

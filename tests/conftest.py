@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, settings
 from pace import FAST
 from places import GOLDEN
 
-from kvcache.core import kernels
 from kvcache.engine import InferenceEngine, Transformer
+from kvcache.kernels import kernels
 
 # No deadlines: a busy machine must not fail a test.
 settings.register_profile("any time", deadline=None, suppress_health_check=[HealthCheck.too_slow])

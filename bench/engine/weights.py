@@ -28,8 +28,8 @@ from bench.support.common import Candidate, Case, Claim, Result, Table, run_case
 from bench.support.plot import plot_table
 from bench.support.rates import Columns, print_rates
 from bench.support.report import save_json
-from kvcache.core.matrix import MATRIX_FORMATS, Matrix
 from kvcache.engine import InferenceEngine
+from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
 
 __all__ = ["add_arguments", "main", "network_tables"]
 

@@ -39,9 +39,9 @@ from bench.quality.texts import kinds_of, windows
 from kvcache import Calibration, EvictionPolicy, InferenceEngine
 from kvcache.calibration.calibrating import text_or_calibration
 from kvcache.calibration.residual import num_firsts
-from kvcache.core.kernels import FORMATS, get_num_threads
 from kvcache.core.rowformat import is_format, name_of
 from kvcache.engine import Transformer
+from kvcache.kernels.kernels import FORMATS, get_num_threads
 from kvcache.networks.gguf import is_gguf
 from kvcache.texts.policy import as_budgets, is_policy
 

@@ -11,8 +11,8 @@ from bench.quality.heldout import Heldout
 from bench.quality.network import Recorder, log_softmax
 from kvcache import InferenceEngine
 from kvcache.calibration.residual import LENGTHS
-from kvcache.core.kernels import FORMATS as STORED
 from kvcache.engine import Transformer
+from kvcache.kernels.kernels import FORMATS as STORED
 
 __all__ = ["BOUNDS", "FORMATS", "HEADER", "measure", "rows", "speeds", "verdicts"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.core import ggml
+from bench.kernels import ggml
 from bench.support.checkpoints import Size, Stored, stored_as, tensors, write_gguf
 from kvcache.engine import Transformer
 

@@ -20,8 +20,8 @@ from bench.quality.network import demo_model
 from bench.quality.prompts import make_prompts
 from bench.quality.texts import KINDS
 from bench.support.report import environment, show
-from kvcache.core.kernels import FORMATS
 from kvcache.demo import DIRECTORY
+from kvcache.kernels.kernels import FORMATS
 
 __all__ = ["add_arguments", "main"]
 

@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from kvcache.calibration.calibration_text import TEXT
 from kvcache.calibration.layer_losses import measure_losses
 from kvcache.calibration.passes import run_piece
-from kvcache.core.arguments import short
 from kvcache.core.calibration import Calibration
-from kvcache.core.kernels import FORMATS
 from kvcache.core.layer_formats import Formats, names_of
 from kvcache.errors import CheckpointError
+from kvcache.kernels.kernels import FORMATS
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Float32, Model, layer_attention
 from kvcache.networks.tokens import as_tokens
 from kvcache.paged.cache import PagedKvCache
 from kvcache.sampling.text_tokens import encoded
+from kvcache.support.arguments import short
 
 __all__ = [
     "as_calibration", "bias_centres", "cache_folder", "calibration_of", "measure", "path_of",

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from kvcache.calibration.passes import run_piece
 from kvcache.calibration.residual import FIRSTS
-from kvcache.core.arguments import short
 from kvcache.core.calibration import Calibration
-from kvcache.core.kernels import FORMATS
+from kvcache.kernels.kernels import FORMATS
 from kvcache.networks.protocols import Float32, Model
 from kvcache.paged.cache import PagedKvCache
+from kvcache.support.arguments import short
 
 __all__ = ["budget_of", "formats_within", "measure_losses"]
 

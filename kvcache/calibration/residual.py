@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcache.core.arguments import as_count
-from kvcache.core.kernels import FORMATS
 from kvcache.core.layer_formats import Formats, names_of, unpacked
 from kvcache.core.store import BlockStore
+from kvcache.kernels.kernels import FORMATS
 from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.paged.residual import row_block
+from kvcache.support.arguments import as_count
 
 __all__ = [
     "FIRSTS", "LENGTHS", "AttendPiece", "as_length", "default_length", "most_unpacked", "num_firsts", "residual_bytes",

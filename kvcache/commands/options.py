@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvcache.core.kernels import FORMATS
 from kvcache.engine import SamplingParams
+from kvcache.kernels.kernels import FORMATS
 from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress
 

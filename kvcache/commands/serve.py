@@ -13,9 +13,9 @@ from typing import Any
 
 from kvcache.commands.chat import MAX_TOKENS
 from kvcache.commands.options import add_options, open_engine
-from kvcache.core.arguments import as_count, as_finite
-from kvcache.core.hosts import is_loopback
 from kvcache.serving.batch import BatchEngine
+from kvcache.support.arguments import as_count, as_finite
+from kvcache.support.hosts import is_loopback
 
 __all__ = ["add_serve", "keys_of", "serve"]
 

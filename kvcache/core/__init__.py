@@ -1,1 +1,1 @@
-"""The ground of every room: kernels, the bytes of blocks, pool, heap, locks, arguments."""
+"""The bytes of blocks and who holds them: store, pool, heap, locks, attention over blocks."""

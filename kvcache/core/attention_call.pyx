@@ -4,7 +4,7 @@ cimport numpy as cnp
 from libc.math cimport sqrt
 from libc.stdint cimport int64_t
 
-from kvcache.core.arguments import as_count, as_finite, as_sinks
+from kvcache.support.arguments import as_count, as_finite, as_sinks
 
 __all__ = ["AttentionCall"]
 

@@ -9,11 +9,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_floats
-from kvcache.core.copying import refuse_copies
-from kvcache.core.descriptors import Replacement
-from kvcache.core.files import open_regular, read_part, write_at
 from kvcache.errors import CheckpointError
+from kvcache.support.arguments import as_floats
+from kvcache.support.copies import refuse_copies
+from kvcache.support.descriptors import Replacement
+from kvcache.support.regular_files import open_regular, read_part, write_at
 
 __all__ = ["Calibration"]
 

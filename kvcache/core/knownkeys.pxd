@@ -2,8 +2,8 @@
 
 from libc.stdint cimport int32_t
 
-from kvcache.core.kernels cimport kvc_head_keys
 from kvcache.core.layouts cimport Layouts
+from kvcache.kernels.kernels cimport kvc_head_keys
 
 
 cdef class KnownKeys:

@@ -3,14 +3,14 @@
 from libc.stdint cimport int32_t
 from libc.stdlib cimport calloc, free
 
-from kvcache.core cimport kernels
-from kvcache.core.kernels cimport kvc_head_keys
 from kvcache.core.layouts cimport Layouts
+from kvcache.kernels cimport kernels
+from kvcache.kernels.kernels cimport kvc_head_keys
 
 import numpy as np
 
-from kvcache.core.arguments import as_instance
 from kvcache.core.calibration import Calibration
+from kvcache.support.arguments import as_instance
 
 __all__ = ["KnownKeys"]
 

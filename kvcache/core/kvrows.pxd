@@ -3,7 +3,7 @@
 cimport numpy as cnp
 from libc.stdint cimport int64_t
 
-from kvcache.core.kernels cimport kvc_float_rows, kvc_format, kvc_tensor
+from kvcache.kernels.kernels cimport kvc_float_rows, kvc_format, kvc_tensor
 
 
 cdef class KvRows:

@@ -4,8 +4,8 @@ cimport numpy as cnp
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 
-from kvcache.core cimport kernels
-from kvcache.core.kernels cimport (
+from kvcache.kernels cimport kernels
+from kvcache.kernels.kernels cimport (
     KVC_ELEMENT_BF16, KVC_ELEMENT_F16, KVC_ELEMENT_F32, KVC_ELEMENT_F64, kvc_float_rows, kvc_format, kvc_tensor,
 )
 

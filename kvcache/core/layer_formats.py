@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.core.kernels import FORMATS
+from kvcache.kernels.kernels import FORMATS
 
 __all__ = ["Formats", "formats_of_layers", "is_mixed", "names_of", "unpacked"]
 

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from kvcache.core.kernels cimport kvc_layout
+from kvcache.kernels.kernels cimport kvc_layout
 
 
 cdef class Layouts:

@@ -3,11 +3,11 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
-from kvcache.core cimport kernels
-from kvcache.core.kernels cimport KVC_MAX_HEAD_DIM, kvc_format, kvc_layout
+from kvcache.kernels cimport kernels
+from kvcache.kernels.kernels cimport KVC_MAX_HEAD_DIM, kvc_format, kvc_layout
 
-from kvcache.core.arguments import as_count, as_integer, short
 from kvcache.errors import OutOfMemoryError
+from kvcache.support.arguments import as_count, as_integer, short
 
 __all__ = ["Layouts"]
 

@@ -9,15 +9,15 @@
                  and of engines the rows and partial sums of the largest product so far, which it freed when it ended
 
 Arrays that a call returns, and a network's rows of activations, belong to the call and are not counted. Of the memory
-that they leave, the process keeps up to 128 MiB for the next ones (core/recycled.pxd).
+that they leave, the process keeps up to 128 MiB for the next ones (support/recycled.pxd).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvcache.core.arguments import as_bytes, as_integer
 from kvcache.core.store import BlockStore
+from kvcache.support.arguments import as_bytes, as_integer
 
 __all__ = ["num_blocks_within", "total"]
 

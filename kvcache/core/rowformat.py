@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_finite, as_floats, short
+from kvcache.support.arguments import as_finite, as_floats, short
 
 __all__ = ["Format", "RowFormats", "is_format", "name_of", "stored_dtype", "stored_dtypes"]
 

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from kvcache.core.kernels cimport kvc_run
+from kvcache.kernels.kernels cimport kvc_run
 
 import numpy as np
 

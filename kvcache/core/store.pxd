@@ -3,11 +3,11 @@
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint16_t
 
-from kvcache.core.kernels cimport kvc_head_keys, kvc_layout, kvc_run
 from kvcache.core.knownkeys cimport KnownKeys
 from kvcache.core.kvrows cimport KvRows
 from kvcache.core.layouts cimport Layouts
-from kvcache.core.mapped cimport MappedMemory
+from kvcache.kernels.kernels cimport kvc_head_keys, kvc_layout, kvc_run
+from kvcache.support.mapped cimport MappedMemory
 
 
 cdef class BlockStore:

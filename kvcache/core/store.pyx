@@ -8,18 +8,18 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint16_t
 from libc.string cimport memcmp, memcpy
 
-from kvcache.core cimport kernels
-from kvcache.core.kernels cimport kvc_format, kvc_head_keys, kvc_layout, kvc_run
 from kvcache.core.knownkeys cimport known_keys
 from kvcache.core.kvrows cimport STEP, KvRows
 from kvcache.core.layouts cimport Layouts
-from kvcache.core.mapped cimport MappedMemory
-from kvcache.core.recycled cimport new_floats
+from kvcache.kernels cimport kernels
+from kvcache.kernels.kernels cimport kvc_format, kvc_head_keys, kvc_layout, kvc_run
+from kvcache.support.mapped cimport MappedMemory
+from kvcache.support.recycled cimport new_floats
 
 import numpy as np
 
-from kvcache.core.arguments import as_count
 from kvcache.core.runs import RUN
+from kvcache.support.arguments import as_count
 
 __all__ = ["BlockStore"]
 

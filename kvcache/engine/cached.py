@@ -10,8 +10,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from kvcache.core.arguments import as_instance
-from kvcache.core.copying import refuse_copies
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.inference import InferenceEngine
@@ -22,6 +20,8 @@ from kvcache.networks.protocols import Float32
 from kvcache.prefix.prefill import PrefixAwarePrefill
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
+from kvcache.support.arguments import as_instance
+from kvcache.support.copies import refuse_copies
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.text import Text
 from kvcache.texts.whole import WholeLayers

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from kvcache.core.arguments import plain_int, short
 from kvcache.engine.completion import FinishReason, Request
 from kvcache.errors import CheckpointError
 from kvcache.sampling.text_tokens import encoded
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
+from kvcache.support.arguments import plain_int, short
 
 __all__ = ["Answer", "chat_tokens", "render"]
 

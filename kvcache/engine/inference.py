@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import as_count, as_floats, as_index, as_instance
-from kvcache.core.copying import refuse_copies
 from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
@@ -26,6 +24,8 @@ from kvcache.networks.tokens import as_tokens
 from kvcache.networks.weights import Progress
 from kvcache.paged.cache import PagedKvCache
 from kvcache.sampling.sampling import SamplingParams
+from kvcache.support.arguments import as_count, as_floats, as_index, as_instance
+from kvcache.support.copies import refuse_copies
 from kvcache.texts.policy import Policy
 from kvcache.texts.settings import CacheSettings, Load
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import as_instance
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.chat import chat_tokens, render
 from kvcache.engine.completion import Request
@@ -18,6 +17,7 @@ from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.networks.protocols import Float32
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
+from kvcache.support.arguments import as_instance
 
 __all__ = ["SCORE_FLOATS", "Requests", "Tokens", "log_probabilities"]
 

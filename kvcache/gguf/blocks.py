@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import short
+from kvcache.support.arguments import short
 
 __all__ = [
     "CODED", "GROUP", "LOADABLE", "TYPES", "TensorType", "codes", "mxfp4_codes", "mxfp4_scales", "row_bytes", "values",

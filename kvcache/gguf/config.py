@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
+from kvcache.support.arguments import short
 
 __all__ = ["ARCHITECTURES", "KEYS", "NEUTRAL", "Architecture", "architecture_of", "config_of"]
 

@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import short
-from kvcache.core.files import open_regular, read_part
 from kvcache.errors import CheckpointError
 from kvcache.gguf.blocks import TYPES
+from kvcache.support.arguments import short
+from kvcache.support.regular_files import open_regular, read_part
 
 __all__ = ["MAX_HEADER_BYTES", "GgufFile", "TensorInfo"]
 

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
+from kvcache.support.arguments import short
 
 __all__ = [
     "CONTROL", "MOST", "NORMAL", "UNKNOWN", "USER_DEFINED", "Vocabulary", "chat_template", "end_tokens",

@@ -14,7 +14,12 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import (
+from kvcache.core.locks import CallLock, MendingLock
+from kvcache.eviction import MAX_LAYERS, pyramid_budgets
+from kvcache.lists.kept_tokens import add_to_all, evict_from_all
+from kvcache.lists.manager_config import KVCacheConfig
+from kvcache.lists.token_list import BLOCK_SIZE, TokenList
+from kvcache.support.arguments import (
     as_count,
     as_finite,
     as_floats,
@@ -26,13 +31,8 @@ from kvcache.core.arguments import (
     as_scores,
     checked_scores,
 )
-from kvcache.core.copying import refuse_copies
-from kvcache.core.locks import CallLock, MendingLock
-from kvcache.core.strip import bar
-from kvcache.eviction import MAX_LAYERS, pyramid_budgets
-from kvcache.lists.kept_tokens import add_to_all, evict_from_all
-from kvcache.lists.manager_config import KVCacheConfig
-from kvcache.lists.token_list import BLOCK_SIZE, TokenList
+from kvcache.support.copies import refuse_copies
+from kvcache.support.strip import bar
 
 __all__ = ["CacheManager"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvcache.core.arguments import REQUIRED, as_count, as_instance, as_integer
-from kvcache.core.kernels import FORMATS
 from kvcache.core.memory import num_blocks_within
 from kvcache.eviction import EvictionPolicy
+from kvcache.kernels.kernels import FORMATS
 from kvcache.lists.token_list import BLOCK_SIZE
+from kvcache.support.arguments import REQUIRED, as_count, as_instance, as_integer
 
 __all__ = ["FORMAT_OF_BITS", "KVCacheConfig"]
 

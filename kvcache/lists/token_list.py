@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.attention import Attention
 from kvcache.core.attention_call import AttentionCall
+from kvcache.core.block_attention import Attention
 from kvcache.core.runs import runs_of
 from kvcache.core.store import BlockStore
 from kvcache.eviction import Rule

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.networks.files import MAX_JSON_BYTES, read_json
 from kvcache.networks.safetensors import SafetensorsFile, TensorInfo
 from kvcache.networks.tensors import StoredRows, require
+from kvcache.support.arguments import short
 
 __all__ = ["Checkpoint"]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
 from kvcache.networks.families import Family, family_of
@@ -20,6 +19,7 @@ from kvcache.networks.quantisation import quantisation_of
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import ropes_of
 from kvcache.networks.towers import text_config_of
+from kvcache.support.arguments import short
 
 __all__ = ["ModelConfig"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
+from kvcache.support.arguments import short
 
 __all__ = ["Entries"]
 

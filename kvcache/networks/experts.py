@@ -19,7 +19,7 @@ def mix_experts(
 
     Args:
         x: `(n, hidden)`.
-        chosen, weights: `(n, count)`, see `kvcache.core.layers.top_experts`.
+        chosen, weights: `(n, count)`, see `kvcache.kernels.layers.top_experts`.
         expert: `expert(i, rows)` is what expert `i` makes of some rows; called once for each expert that has any.
 
     Returns:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.networks.towers import TOWERS
+from kvcache.support.arguments import short
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvcache.core.arguments import short
-from kvcache.core.descriptors import File
-from kvcache.core.files import open_regular, read_at
 from kvcache.errors import CheckpointError
+from kvcache.support.arguments import short
+from kvcache.support.descriptors import File
+from kvcache.support.regular_files import open_regular, read_at
 
 __all__ = ["MAX_CONFIG_BYTES", "MAX_JSON_BYTES", "open_file", "parse_json", "read_file", "read_json"]
 

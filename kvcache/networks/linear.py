@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import as_indices, as_integer, is_integer
-from kvcache.core.matrix import Matrix
+from kvcache.kernels.matrix import Matrix
+from kvcache.support.arguments import as_indices, as_integer, is_integer
 
 __all__ = ["MatrixStack", "empty_matrices", "stacked"]
 

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import short
-from kvcache.core.layers import clamped_swiglu, geglu, rms_norm, softcap, swiglu, top_experts
-from kvcache.core.matrix import checked_activations
+from kvcache.kernels.layers import clamped_swiglu, geglu, rms_norm, softcap, swiglu, top_experts
+from kvcache.kernels.matrix import checked_activations
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
 from kvcache.networks.protocols import Attend, LayerAttention, Logits
 from kvcache.networks.rope import Rope, RopeTable
 from kvcache.networks.weights import LayerWeights, MlpWeights, Progress, Weight, Weights
+from kvcache.support.arguments import short
 
 __all__ = ["Transformer"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
+from kvcache.support.arguments import short
 
 __all__ = ["METHODS", "Quantisation", "quantisation_of"]
 

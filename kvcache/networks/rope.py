@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.layers import rotate
+from kvcache.kernels.layers import rotate
 
 __all__ = ["Rope", "RopeTable"]
 

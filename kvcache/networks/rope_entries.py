@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
 from kvcache.networks.families import Family
 from kvcache.networks.rope import Rope
+from kvcache.support.arguments import short
 
 __all__ = ["Ropes", "long_attention_factor", "ropes_of"]
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import short
-from kvcache.core.files import read_part
 from kvcache.errors import CheckpointError
 from kvcache.networks.files import MAX_JSON_BYTES, open_file, parse_json
+from kvcache.support.arguments import short
+from kvcache.support.regular_files import read_part
 
 __all__ = ["SafetensorsFile", "TensorInfo"]
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.matrix import MATRIX_FORMATS, Matrix
 from kvcache.errors import CheckpointError
+from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
 
 __all__ = ["StoredRows", "Tensors", "require", "some_tensors"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.tokens import as_tokens as as_ids
+from kvcache.support.token_ids import as_tokens as as_ids
 
 __all__ = ["as_tokens"]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
+from kvcache.support.arguments import short
 
 __all__ = ["TOWERS", "Names", "text_config_of"]
 

@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import short
-from kvcache.core.matrix import Matrix
 from kvcache.errors import CheckpointError, OutOfMemoryError
+from kvcache.kernels.matrix import Matrix
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.folder import FolderTensors
 from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
 from kvcache.networks.names import EMBEDDING, HEAD, NORM, NORMS, ROUTER, matrices_of, tensors_of
 from kvcache.networks.quantised import open_folder
 from kvcache.networks.tensors import Tensors
+from kvcache.support.arguments import short
 
 __all__ = ["FORMATS", "LayerWeights", "MlpWeights", "Progress", "Weight", "Weights"]
 

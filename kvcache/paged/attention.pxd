@@ -3,8 +3,8 @@
 cimport numpy as cnp
 from libc.stdint cimport int64_t, uint64_t
 
-from kvcache.core.attention cimport Attention
 from kvcache.core.attention_call cimport AttentionCall
+from kvcache.core.block_attention cimport Attention
 from kvcache.core.locks cimport CallLock
 from kvcache.paged.queried cimport QueriedSequences
 from kvcache.paged.records cimport Sequence

@@ -4,22 +4,22 @@ cimport numpy as cnp
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free, realloc
 
-from kvcache.core.arguments cimport overlap
-from kvcache.core.attention cimport Attention
 from kvcache.core.attention_call cimport BY_HEAD, AttentionCall
+from kvcache.core.block_attention cimport Attention
 from kvcache.core.counts cimport saturating_sum
-from kvcache.core.kernels cimport kvc_seq
 from kvcache.core.locks cimport CallLock
 from kvcache.core.store cimport BlockStore
+from kvcache.kernels.kernels cimport kvc_seq
 from kvcache.paged.queried cimport QueriedSequences
 from kvcache.paged.records cimport RunList, Sequence
 from kvcache.paged.residual cimport row_of
 from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.tables cimport BlockTables, count_at
+from kvcache.support.arguments cimport overlap
 
 import numpy as np
 
-from kvcache.core.arguments import as_integer, as_output, short
+from kvcache.support.arguments import as_integer, as_output, short
 
 __all__ = ["SequenceAttention"]
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_indices, as_stored
+from kvcache.core.block_pool import BlockPool
 from kvcache.core.kvrows import KvRows
 from kvcache.core.locks import CallLock
-from kvcache.core.pool import BlockPool
 from kvcache.core.rowformat import RowFormats
 from kvcache.core.store import BlockStore
 from kvcache.errors import BlockNotFoundError
+from kvcache.support.arguments import as_indices, as_stored
 
 __all__ = ["PagedBlocks"]
 

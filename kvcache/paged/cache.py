@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import REQUIRED, as_count, as_indices, as_integer, as_output, as_pair, as_share
 from kvcache.core.attention_call import AttentionCall
 from kvcache.core.calibration import Calibration
-from kvcache.core.copying import refuse_copies
 from kvcache.core.kvrows import KvRows
 from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import num_blocks_within
@@ -34,6 +32,8 @@ from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
 from kvcache.paged.sequences import PagedSequences
 from kvcache.paged.shown import as_html, describe, describe_settings
 from kvcache.paged.tables import BlockTables
+from kvcache.support.arguments import REQUIRED, as_count, as_indices, as_integer, as_output, as_pair, as_share
+from kvcache.support.copies import refuse_copies
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

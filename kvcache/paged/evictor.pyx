@@ -2,8 +2,8 @@
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
+from kvcache.core.block_pool cimport BlockPool
 from kvcache.core.locks cimport CallLock
-from kvcache.core.pool cimport BlockPool
 from kvcache.paged.records cimport SequenceRecords
 from kvcache.paged.tables cimport BlockTables
 from kvcache.paged.victims cimport VictimOrder

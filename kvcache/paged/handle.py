@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_integer
-from kvcache.core.copying import refuse_copies
 from kvcache.errors import InvalidOperationError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
 from kvcache.paged.reports import SequenceInfo
+from kvcache.support.arguments import as_integer
+from kvcache.support.copies import refuse_copies
 
 if TYPE_CHECKING:
     from kvcache.paged.cache import PagedKvCache

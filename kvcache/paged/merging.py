@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_floats
+from kvcache.support.arguments import as_floats
 
 __all__ = ["merge_attention"]
 

@@ -2,10 +2,10 @@
 
 cimport numpy as cnp
 
-from kvcache.core.arguments cimport is_plain
 from kvcache.paged.seq_ids cimport uint64_ids
+from kvcache.support.arguments cimport is_plain
 
-from kvcache.core.arguments import as_indices
+from kvcache.support.arguments import as_indices
 
 __all__ = ["QueriedSequences"]
 

@@ -13,7 +13,7 @@ system costs more than everything else in an `allocate` or `fork`. Spare rows ke
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from kvcache.core.idmap cimport IdMap
-from kvcache.core.kernels cimport kvc_run
+from kvcache.kernels.kernels cimport kvc_run
 
 
 cdef enum:

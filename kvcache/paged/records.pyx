@@ -5,7 +5,7 @@ from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
 
 from kvcache.core.idmap cimport IdMap
-from kvcache.core.kernels cimport kvc_run
+from kvcache.kernels.kernels cimport kvc_run
 
 import numpy as np
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.pool import BlockPool
+from kvcache.core.block_pool import BlockPool
 from kvcache.core.store import BlockStore
 from kvcache.paged.tables import BlockTables
 

@@ -21,7 +21,7 @@ The verbs of `BlockTables` change both lists of a sequence at once: check and re
 
 from libc.stdint cimport int64_t
 
-from kvcache.core.pool cimport BlockPool
+from kvcache.core.block_pool cimport BlockPool
 from kvcache.core.store cimport BlockStore
 from kvcache.paged.records cimport Sequence, SequenceRecords, Span
 from kvcache.paged.run_lists cimport RunLists

@@ -1,6 +1,6 @@
 from typing import Any
 
-from kvcache.core.pool import BlockPool
+from kvcache.core.block_pool import BlockPool
 from kvcache.core.store import BlockStore
 
 def as_lengths(residual_length: Any, first_tokens: Any, max_memory_bytes: Any) -> tuple[int, int]: ...

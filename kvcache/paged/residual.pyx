@@ -2,15 +2,15 @@
 
 from libc.stdint cimport int64_t
 
-from kvcache.core.mapped cimport MappedMemory
-from kvcache.core.pool cimport BlockPool
+from kvcache.core.block_pool cimport BlockPool
 from kvcache.core.store cimport BlockStore
 from kvcache.paged.records cimport Sequence, Span
+from kvcache.support.mapped cimport MappedMemory
 
 from math import gcd
 
-from kvcache.core.arguments import as_count
 from kvcache.core.layer_formats import unpacked as unpacked_dtype
+from kvcache.support.arguments import as_count
 
 __all__ = ["Residual", "as_lengths", "refuse", "row_block"]
 

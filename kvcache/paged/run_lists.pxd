@@ -10,8 +10,8 @@ runs name the same block share it. Runs of one block stand next to each other an
 
 from libc.stdint cimport int32_t, int64_t
 
-from kvcache.core.kernels cimport kvc_run
-from kvcache.core.pool cimport BlockPool
+from kvcache.core.block_pool cimport BlockPool
+from kvcache.kernels.kernels cimport kvc_run
 from kvcache.paged.records cimport RunList, SequenceRecords
 
 

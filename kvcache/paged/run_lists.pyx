@@ -5,14 +5,14 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memmove
 
+from kvcache.core.block_pool cimport BlockPool
 from kvcache.core.counts cimport blocks_of, saturating_sum
-from kvcache.core.kernels cimport kvc_run
-from kvcache.core.pool cimport BlockPool
-from kvcache.core.tokens cimport int32s
+from kvcache.kernels.kernels cimport kvc_run
 from kvcache.paged.records cimport (
     RUN_STRIDE, RunList, Sequence, SequenceRecords, begins_block, blocks_in_order, position_of, room_in_tail,
     run_length,
 )
+from kvcache.support.token_ids cimport int32s
 
 import numpy as np
 

@@ -8,11 +8,11 @@ from cpython.list cimport PyList_CheckExact
 from cpython.long cimport PyLong_AsUnsignedLongLong, PyLong_CheckExact
 from libc.stdint cimport uint64_t
 
-from kvcache.core.arguments cimport is_plain
+from kvcache.support.arguments cimport is_plain
 
 import numpy as np
 
-from kvcache.core.arguments import as_integers, is_integer, plain_int
+from kvcache.support.arguments import as_integers, is_integer, plain_int
 
 cnp.import_array()
 

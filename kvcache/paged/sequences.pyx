@@ -6,26 +6,26 @@ from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
 
-from kvcache.core.locks cimport CallLock
+from kvcache.core.block_pool cimport BlockPool
 from kvcache.core.counts cimport blocks_of
-from kvcache.core.kernels cimport kvc_run, num_threads
 from kvcache.core.kvrows cimport KvRows
-from kvcache.core.mapped cimport MappedMemory
-from kvcache.core.pool cimport BlockPool
+from kvcache.core.locks cimport CallLock
 from kvcache.core.store cimport BlockStore
+from kvcache.kernels.kernels cimport kvc_run, num_threads
 from kvcache.paged.records cimport RunList, Sequence, Span
 from kvcache.paged.residual cimport Residual, Rows
 from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.seq_ids cimport uint64_ids
 from kvcache.paged.sharing cimport Stretch, blocks_to_own, own_all, reorder_runs
 from kvcache.paged.tables cimport BlockTables, count_at, counts_of, start_at
+from kvcache.support.mapped cimport MappedMemory
 
 from functools import partial
 
 import numpy as np
 
-from kvcache.core.arguments import described
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
+from kvcache.support.arguments import described
 
 __all__ = ["PagedSequences"]
 

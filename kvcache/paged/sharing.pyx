@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 
-from kvcache.core.kernels cimport kvc_run
+from kvcache.kernels.kernels cimport kvc_run
 from kvcache.paged.records cimport RUN_STRIDE, RunList, Sequence
 from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.tables cimport BlockTables

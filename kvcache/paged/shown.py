@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcache.core.rowformat import name_of
-from kvcache.core.strip import strip
+from kvcache.support.strip import strip
 
 if TYPE_CHECKING:
     from kvcache.paged.cache import PagedKvCache

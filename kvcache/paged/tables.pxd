@@ -8,7 +8,7 @@ Integers only: the bytes are those of paged/sequences.pyx.
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
-from kvcache.core.pool cimport BlockPool
+from kvcache.core.block_pool cimport BlockPool
 from kvcache.paged.records cimport Sequence, SequenceRecords
 from kvcache.paged.residual cimport Residual
 from kvcache.paged.run_lists cimport RunLists

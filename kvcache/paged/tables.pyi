@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.pool import BlockPool
+from kvcache.core.block_pool import BlockPool
 from kvcache.core.runs import Runs
 from kvcache.paged.residual import Residual
 from kvcache.paged.victims import VictimOrder

@@ -8,10 +8,9 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
 
+from kvcache.core.block_pool cimport BlockPool
 from kvcache.core.counts cimport blocks_of, saturating_sum
 from kvcache.core.idmap cimport IdMap
-from kvcache.core.pool cimport BlockPool
-from kvcache.core.tokens cimport int32s
 from kvcache.paged.records cimport (
     RUN_STRIDE, RunList, Sequence, SequenceRecords, Span, begins_block, blocks_in_order,
 )
@@ -19,6 +18,7 @@ from kvcache.paged.residual cimport Residual
 from kvcache.paged.run_lists cimport RunLists
 from kvcache.paged.seq_ids cimport uint64_ids
 from kvcache.paged.victims cimport VictimOrder
+from kvcache.support.token_ids cimport int32s
 
 import numpy as np
 

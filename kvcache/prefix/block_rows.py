@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_flat, as_floats
 from kvcache.core.rowformat import RowFormats
 from kvcache.core.runs import RUN
 from kvcache.core.store import BlockStore
+from kvcache.support.arguments import as_flat, as_floats
 
 __all__ = ["Dims", "block_rows", "checked_rows", "read_block", "write_blocks"]
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_count
-from kvcache.core.copying import refuse_copies
 from kvcache.errors import BlockNotFoundError
 from kvcache.prefix.block_rows import read_block
 from kvcache.prefix.cached_blocks import CachedBlocks
 from kvcache.prefix.index.slots import Claim
+from kvcache.support.arguments import as_count
+from kvcache.support.copies import refuse_copies
 
 __all__ = ["CacheBlock", "FoundBlocks", "FoundPrefix", "block_of"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcache.core.copying import refuse_copies
 from kvcache.prefix.index.slots import Claim
+from kvcache.support.copies import refuse_copies
 
 __all__ = ["CacheSession"]
 

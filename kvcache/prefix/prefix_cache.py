@@ -19,12 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import REQUIRED, as_count, as_instance, as_integer, check_integers
-from kvcache.core.copying import refuse_copies
 from kvcache.core.memory import num_blocks_within
 from kvcache.core.store import BlockStore
-from kvcache.core.strip import strip
-from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.paged.blocks import PagedBlocks
 from kvcache.paged.cache import PagedKvCache
@@ -36,6 +32,10 @@ from kvcache.prefix.cached_blocks import CachedBlocks, Evicted, Source
 from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.indexed_cache import IndexedCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
+from kvcache.support.arguments import REQUIRED, as_count, as_instance, as_integer, check_integers
+from kvcache.support.copies import refuse_copies
+from kvcache.support.strip import strip
+from kvcache.support.token_ids import as_tokens
 from kvcache.trie.policy import Policy
 
 __all__ = ["PrefixCache"]

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 from kvcache.networks.files import read_json
 from kvcache.sampling.sampling import SamplingParams
+from kvcache.support.arguments import short
 
 __all__ = ["folder_defaults", "gguf_defaults"]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.arguments import as_count, as_finite, as_floats, as_number, short
+from kvcache.support.arguments import as_count, as_finite, as_floats, as_number, short
 
 __all__ = ["Biases", "LogitsProcessor", "Sampler", "SamplingParams"]
 

@@ -13,11 +13,11 @@ from typing import NoReturn
 
 import numpy as np
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.vocabulary import CONTROL, MOST, NORMAL, USER_DEFINED, Vocabulary
 from kvcache.networks.files import read_json
 from kvcache.sampling.vocabulary_tokenizer import TEKKEN_PATTERN
+from kvcache.support.arguments import short
 
 __all__ = ["tekken_vocabulary"]
 

@@ -6,7 +6,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import Vocabulary, chat_template
@@ -15,6 +14,7 @@ from kvcache.sampling.tekken import tekken_vocabulary
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
 from kvcache.sampling.tokenizer_json import check_tokenizer_json
 from kvcache.sampling.vocabulary_tokenizer import build_tokenizer, tokenizer_of
+from kvcache.support.arguments import short
 
 __all__ = ["CheckpointText", "GgufText"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
+from kvcache.support.arguments import short
 
 __all__ = ["check_tokenizer_json"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.core.arguments import short
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import CONTROL, MOST, UNKNOWN, USER_DEFINED, Vocabulary
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
+from kvcache.support.arguments import short
 
 __all__ = ["TEKKEN_PATTERN", "build_tokenizer", "tokenizer_of"]
 

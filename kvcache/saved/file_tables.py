@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.kernels import FORMATS
 from kvcache.errors import SnapshotError
+from kvcache.kernels.kernels import FORMATS
 
 __all__ = [
     "ARENA", "LAYOUTS", "MIXED", "NO_PARENT", "SEGMENT", "Arena", "aligned", "check_segments", "unpack_arenas",

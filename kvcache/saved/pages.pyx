@@ -14,8 +14,8 @@ import numpy as np
 
 cimport numpy as cnp
 
-from kvcache.core cimport kernels
-from kvcache.core.files import checksum
+from kvcache.kernels cimport kernels
+from kvcache.support.regular_files import checksum
 
 __all__ = ["read_pages"]
 

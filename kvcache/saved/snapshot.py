@@ -33,13 +33,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.descriptors import Replacement
-from kvcache.core.files import checksum, open_regular, read_at, write_at
 from kvcache.errors import SnapshotError
 from kvcache.saved.file_tables import ARENA, NO_PARENT, SEGMENT, Arena, aligned, check_segments, unpack_arenas
 from kvcache.saved.namespaces import decode_namespace, encode_namespace
 from kvcache.saved.pages import read_pages
 from kvcache.saved.segments import Segments
+from kvcache.support.descriptors import Replacement
+from kvcache.support.regular_files import checksum, open_regular, read_at, write_at
 
 __all__ = ["ARENA", "HEADER", "KINDS", "MAGIC", "VERSION", "Arena", "Snapshot", "write_snapshot"]
 

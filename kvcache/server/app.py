@@ -19,8 +19,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvcache.core.arguments import short
-from kvcache.core.hosts import is_loopback
 from kvcache.errors import OutOfMemoryError, QueueFullError
 from kvcache.server.answers import HttpAnswer
 from kvcache.server.api_keys import Keys
@@ -30,6 +28,8 @@ from kvcache.server.logprobs import TokenTexts
 from kvcache.server.prompts import Prompts
 from kvcache.server.refusals import REFUSED, ending, refusal, too_large, too_many
 from kvcache.serving import BatchEngine, exposition
+from kvcache.support.arguments import short
+from kvcache.support.hosts import is_loopback
 
 __all__ = ["make_app"]
 

@@ -9,9 +9,9 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvcache.core.arguments import as_count, as_instance, short
 from kvcache.engine import SamplingParams
 from kvcache.server.refusals import BodyError, too_many
+from kvcache.support.arguments import as_count, as_instance, short
 
 __all__ = ["Body", "parse"]
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from kvcache.core.arguments import as_count, as_finite, as_instance, as_integer
-from kvcache.core.copying import refuse_copies
 from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
@@ -37,6 +35,8 @@ from kvcache.serving.scheduler import Scheduler
 from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
 from kvcache.serving.work import Drawing, Scoring, Work
+from kvcache.support.arguments import as_count, as_finite, as_instance, as_integer
+from kvcache.support.copies import refuse_copies
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.forward import Forward
 from kvcache.texts.policy import Policy

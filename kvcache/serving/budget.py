@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.core.arguments import as_finite
+from kvcache.support.arguments import as_finite
 
 __all__ = ["TokenBudget"]
 

@@ -11,10 +11,10 @@ from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, cast
 
-from kvcache.core.copying import refuse_copies
 from kvcache.engine.completion import Completion, TokenLogprobs
 from kvcache.errors import InvalidOperationError
 from kvcache.serving.work import Drawing, FinishReason, Work
+from kvcache.support.copies import refuse_copies
 
 __all__ = ["NewTokens", "Pending", "Request", "RequestMetrics"]
 

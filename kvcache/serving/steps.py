@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from kvcache.core.arguments import short
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.errors import InvalidOperationError, QueueFullError
 from kvcache.networks.protocols import Float32
@@ -24,6 +23,7 @@ from kvcache.serving.scheduler import PATIENCE, Scheduler
 from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.thread import StepThread
 from kvcache.serving.work import Work
+from kvcache.support.arguments import short
 from kvcache.texts.forward import Forward
 
 __all__ = ["Steps"]

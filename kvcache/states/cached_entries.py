@@ -7,7 +7,6 @@ from collections.abc import Hashable
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_bytes
 from kvcache.core.locks import CallLock
 from kvcache.errors import OutOfMemoryError
 from kvcache.prefix.index.prefix_index import PrefixIndex
@@ -15,6 +14,7 @@ from kvcache.prefix.index.slots import Claim
 from kvcache.states.prefix_config import PrefixCacheConfig
 from kvcache.states.row_slots import RowSlots
 from kvcache.states.token_rows import rows_of
+from kvcache.support.arguments import as_bytes
 from kvcache.trie.entries import EntryTrie
 
 __all__ = ["CachedEntries"]

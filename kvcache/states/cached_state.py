@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_flat, as_integer
 from kvcache.prefix.index.slots import Claim
 from kvcache.states.row_slots import RowSlots
+from kvcache.support.arguments import as_flat, as_integer
 
 __all__ = ["CachedKvState", "LeasedState", "checked_layers", "finite"]
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_count, as_floats, as_integer
-from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock, MendingLock
-from kvcache.core.strip import bar
 from kvcache.errors import OutOfMemoryError
 from kvcache.handle import BlockTable, CacheHandleStats, Device, KvCacheHandle, LiveBlockTable
 from kvcache.states.cached_state import CachedKvState, checked_layers, finite
 from kvcache.states.kv_cache_access import KvCacheAccess
 from kvcache.states.pending_writes import PendingWrites
+from kvcache.support.arguments import as_count, as_floats, as_integer
+from kvcache.support.copies import refuse_copies
+from kvcache.support.strip import bar
 
 __all__ = ["KvCache"]
 

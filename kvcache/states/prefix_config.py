@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.core.arguments import as_bytes, as_count, as_integer
 from kvcache.core.store import BlockStore
+from kvcache.support.arguments import as_bytes, as_count, as_integer
 
 __all__ = ["PrefixCacheConfig", "PrefixKvStats"]
 

@@ -14,11 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_bytes, as_integer
-from kvcache.core.copying import refuse_copies
 from kvcache.core.locks import CallLock
-from kvcache.core.strip import bar
-from kvcache.core.tokens import as_tokens
 from kvcache.errors import InvalidOperationError
 from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.indexed_cache import IndexedCache
@@ -28,6 +24,10 @@ from kvcache.states.entry_file import load_entries, save_entries
 from kvcache.states.kv_cache import KvCache
 from kvcache.states.kv_cache_access import KvCacheAccess
 from kvcache.states.prefix_config import PrefixCacheConfig, PrefixKvStats
+from kvcache.support.arguments import as_bytes, as_integer
+from kvcache.support.copies import refuse_copies
+from kvcache.support.strip import bar
+from kvcache.support.token_ids import as_tokens
 
 __all__ = ["PrefixKvCache"]
 

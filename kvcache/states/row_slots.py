@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvcache.core.block_pool import BlockPool
 from kvcache.core.locks import CallLock
-from kvcache.core.pool import BlockPool
 from kvcache.prefix.index.slots import Claim, Slots
 from kvcache.states.token_rows import Rows
 

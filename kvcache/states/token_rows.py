@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.kernels import FORMATS
 from kvcache.core.locks import CallLock
 from kvcache.core.runs import runs_of
 from kvcache.core.store import BlockStore
+from kvcache.kernels.kernels import FORMATS
 from kvcache.saved.snapshot import Arena
 
 __all__ = ["BLOCK_SIZE", "PackedRows", "PlainRows", "Rows", "rows_of"]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_count
 from kvcache.eviction import EvictionPolicy, Rule
 from kvcache.lists.kept_tokens import KeptTokens
 from kvcache.networks.protocols import Model, layer_attention
+from kvcache.support.arguments import as_count
 from kvcache.texts.policy import Policy, as_budgets, as_kept, as_score_queries, is_policy
 from kvcache.texts.scores import Alive, Scoring
 

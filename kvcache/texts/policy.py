@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_count, as_indices, short
+from kvcache.support.arguments import as_count, as_indices, short
 
 __all__ = ["Policy", "as_budgets", "as_kept", "as_score_queries", "is_policy"]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache.calibration.residual import most_unpacked
-from kvcache.core.arguments import as_bytes, as_count
 from kvcache.core.layer_formats import Formats, formats_of_layers, is_mixed, unpacked
 from kvcache.core.rowformat import Format
 from kvcache.core.store import BlockStore
@@ -17,6 +16,7 @@ from kvcache.networks.protocols import Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.residual import row_block
 from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.support.arguments import as_bytes, as_count
 from kvcache.texts.budgets import Budgets
 from kvcache.texts.evicting import EvictingLayers
 from kvcache.texts.group import Group

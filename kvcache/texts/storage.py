@@ -9,13 +9,13 @@ from kvcache.calibration.calibrating import as_calibration, path_of
 from kvcache.calibration.checking import check_formats
 from kvcache.calibration.layer_losses import budget_of, formats_within
 from kvcache.calibration.residual import as_length, num_firsts
-from kvcache.core.arguments import short
 from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats, formats_of_layers
 from kvcache.core.rowformat import Format, stored_dtypes
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Model
 from kvcache.networks.tokens import as_tokens
+from kvcache.support.arguments import short
 from kvcache.texts.budgets import Budgets
 
 __all__ = ["Storage"]

@@ -5,8 +5,8 @@ import numpy as np
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from kvcache.core cimport kernels
 from kvcache.core.store cimport BlockStore
+from kvcache.kernels cimport kernels
 
 KEY_WORDS = 262
 

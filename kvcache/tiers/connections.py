@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any, TypeVar
 
-from kvcache.core.arguments import short
+from kvcache.support.arguments import short
 from kvcache.tiers.links import Measured
 from kvcache.tiers.protocol import Buffer
 from kvcache.tiers.spaces import SPACE

@@ -14,10 +14,10 @@ from itertools import groupby
 from threading import RLock
 from time import monotonic, sleep
 
-from kvcache.core.arguments import as_bytes
-from kvcache.core.copying import refuse_copies
-from kvcache.core.descriptors import File, kind_of
-from kvcache.core.files import read_at, write_at
+from kvcache.support.arguments import as_bytes
+from kvcache.support.copies import refuse_copies
+from kvcache.support.descriptors import File, kind_of
+from kvcache.support.regular_files import read_at, write_at
 from kvcache.tiers.keys import KEY_BYTES, as_secret
 from kvcache.tiers.protocol import MOST_BYTES, Buffer
 from kvcache.tiers.spaces import SPACE

@@ -11,7 +11,7 @@ from threading import RLock
 from time import monotonic
 from typing import Any, TypeVar
 
-from kvcache.core.arguments import short
+from kvcache.support.arguments import short
 from kvcache.tiers.protocol import Buffer, Tier
 
 __all__ = ["FAILURES", "PAUSE", "Link", "Measured", "TierStats"]

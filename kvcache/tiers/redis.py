@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvcache.core.arguments import as_count
-from kvcache.core.copying import refuse_copies
+from kvcache.support.arguments import as_count
+from kvcache.support.copies import refuse_copies
 from kvcache.tiers.connections import Connections, Unfit
 from kvcache.tiers.keys import as_secret
 from kvcache.tiers.protocol import MOST_BYTES, Buffer

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.kernels import simd_level
+from kvcache.kernels.kernels import simd_level
 from kvcache.prefix.block_file import arena_of_blocks, formats_of
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers.bodies import copy_in, copy_out

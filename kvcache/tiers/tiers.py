@@ -7,8 +7,8 @@ from time import monotonic
 from typing import Any
 from weakref import finalize
 
-from kvcache.core.arguments import as_bytes, as_count, as_finite
-from kvcache.core.copying import refuse_copies
+from kvcache.support.arguments import as_bytes, as_count, as_finite
+from kvcache.support.copies import refuse_copies
 from kvcache.tiers.keys import as_secret
 from kvcache.tiers.links import Link, TierStats
 from kvcache.tiers.lookups import Reader

@@ -4,7 +4,7 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, uint32_t
 from libc.string cimport memcpy
 
-from kvcache.core.tokens cimport int32s, uint32s
+from kvcache.support.token_ids cimport int32s, uint32s
 from kvcache.trie.nodes cimport NodeTable, node_after
 from kvcache.trie.trie cimport TokenTrie
 

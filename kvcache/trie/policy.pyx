@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from kvcache.core.arguments import as_count
+from kvcache.support.arguments import as_count
 
 __all__ = ["LFU", "LRU", "Policy"]
 

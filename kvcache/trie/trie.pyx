@@ -4,7 +4,7 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, uint32_t
 from libc.string cimport memcpy
 
-from kvcache.core.tokens cimport int32_values, int32s, uint32_tokens, uint32s
+from kvcache.support.token_ids cimport int32_values, int32s, uint32_tokens, uint32s
 from kvcache.trie cimport paths
 from kvcache.trie.nodes cimport NodeTable, node_t
 from kvcache.trie.paths cimport walk_t

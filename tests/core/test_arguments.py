@@ -19,8 +19,8 @@ from kvcache import (
     SamplingParams,
     merge_attention,
 )
-from kvcache.core.matrix import Matrix
 from kvcache.eviction import pyramid_budgets
+from kvcache.kernels.matrix import Matrix
 
 pytestmark = pytest.mark.no_level
 

@@ -5,7 +5,7 @@ import pytest
 from blocks import Scattered
 from oracles import kernels as oracle
 
-from kvcache.core import kernelcalls
+from kvcache.kernels import kernelcalls
 
 HEADS, GROUP, DIM, VALUE_DIM = 2, 3, 32, 16
 FORMATS = {"f32": 2e-5, "f16": 2e-5, "q8": 0.01, "q4": 0.01, "q2": 0.01}

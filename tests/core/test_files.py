@@ -13,8 +13,8 @@ import pytest
 from contents import state
 
 from kvcache import PrefixCacheConfig, PrefixKvCache
-from kvcache.core.descriptors import Replacement
-from kvcache.core.files import read_at, write_at
+from kvcache.support.descriptors import Replacement
+from kvcache.support.regular_files import read_at, write_at
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -350,7 +350,7 @@ def test_partial_reads_and_writes_are_continued(tmp_path, monkeypatch, some):
     """Any number and size of buffers, with system calls that read and write a few bytes at a time."""
     buffers = [bytes([i % 251]) * (i % 5) for i in range(2500)]
     whole = b"".join(buffers)
-    monkeypatch.setattr("kvcache.core.files._BYTES", some)
+    monkeypatch.setattr("kvcache.support.regular_files._BYTES", some)
     with Replacement(tmp_path / "file") as fd:
         assert write_at(fd, buffers, 10) == 10 + len(whole)
     assert (tmp_path / "file").read_bytes() == bytes(10) + whole

@@ -7,9 +7,9 @@ import pytest
 from places import PROJECT
 
 import kvcache
-from kvcache.core import kernels
-from kvcache.core.kernels import FORMATS
 from kvcache.core.store import BlockStore
+from kvcache.kernels import kernels
+from kvcache.kernels.kernels import FORMATS
 from kvcache.lists.manager_config import FORMAT_OF_BITS, KVCacheConfig
 
 NAMES = list(FORMATS)

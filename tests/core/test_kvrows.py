@@ -10,11 +10,11 @@ from blocks import copy_guarded
 from tensors import Bfloat16, floats_of, words_of
 
 from kvcache import PagedKvCache
-from kvcache.core import kernelcalls, kernels
-from kvcache.core.kernels import FORMATS
 from kvcache.core.kvrows import KvRows
 from kvcache.core.runs import RUN
 from kvcache.core.store import BlockStore
+from kvcache.kernels import kernelcalls, kernels
+from kvcache.kernels.kernels import FORMATS
 
 HEADS, DIM, VALUE_DIM, SIZE = 3, 24, 40, 40
 TYPES = ("f32", "f16", "bf16", "f64")

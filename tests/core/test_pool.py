@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvcache.core.block_pool import BlockPool
 from kvcache.core.idmap import IdMap
-from kvcache.core.pool import BlockPool
 from kvcache.errors import BlockNotFoundError, OutOfMemoryError
 
 pytestmark = pytest.mark.no_level

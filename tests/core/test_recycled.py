@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvcache.core.layers import rms_norm
-from kvcache.core.matrix import Matrix
-from kvcache.core.recycled import Piece, check, free_pieces
 from kvcache.errors import OutOfMemoryError
+from kvcache.kernels.layers import rms_norm
+from kvcache.kernels.matrix import Matrix
+from kvcache.support.recycled import Piece, check, free_pieces
 
 pytestmark = pytest.mark.no_level
 

@@ -7,10 +7,10 @@ import pytest
 from tensors import Bfloat16, Elsewhere, Forged, LikeTorch, Tensor, floats_of, words_of
 
 from kvcache import CachedKvState, CacheManager, KvCache, KVCacheConfig, PagedKvCache, PrefixCache
-from kvcache.core.arguments import BFLOAT16, as_floats, as_indices, as_output
-from kvcache.core.dlpack import array_of, as_words
-from kvcache.core.grouped import multiply_groups
-from kvcache.core.matrix import Matrix
+from kvcache.kernels.grouped import multiply_groups
+from kvcache.kernels.matrix import Matrix
+from kvcache.support.arguments import BFLOAT16, as_floats, as_indices, as_output
+from kvcache.support.dlpack import array_of, as_words
 
 pytestmark = pytest.mark.no_level
 SHAPE = (5, 2, 16)

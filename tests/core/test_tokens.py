@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.core.tokens import as_tokens
+from kvcache.support.token_ids import as_tokens
 
 pytestmark = pytest.mark.no_level
 

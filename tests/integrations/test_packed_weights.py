@@ -8,8 +8,8 @@ import torch
 from hf_models import PACKED, left_padded, logits_of, make_model
 from hf_packed import packed_experts, packed_layers, twin_of
 
-from kvcache.core.matrix import MATRIX_FORMATS
 from kvcache.integrations.transformers import PackedWeights, PagedCache, pack_weights
+from kvcache.kernels.matrix import MATRIX_FORMATS
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 

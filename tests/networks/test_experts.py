@@ -10,9 +10,9 @@ from gguf_files import as_converted, convert
 from places import GOLDEN
 from tensor_files import pack_arrays
 
-from kvcache.core.layers import top_experts
 from kvcache.engine import Transformer
 from kvcache.errors import CheckpointError
+from kvcache.kernels.layers import top_experts
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.experts import mix_experts
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvcache.core.matrix import ACTIVATIONS, Matrix
+from kvcache.kernels.matrix import ACTIVATIONS, Matrix
 from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
 
 SHAPES = [(16, 64, "q4_1"), (5, 64, "q8_0"), (33, 64, "bf16")]

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_files import NAMES, entry, pack, pack_arrays
 
-from kvcache.core import files
 from kvcache.errors import CheckpointError, KvCacheError
 from kvcache.networks.files import MAX_JSON_BYTES
 from kvcache.networks.safetensors import SafetensorsFile
+from kvcache.support import regular_files as files
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 

@@ -5,8 +5,8 @@ import pytest
 from oracles import kernels as oracle
 
 from kvcache import Calibration, PagedKvCache, PrefixCache, merge_attention
-from kvcache.core.kernels import FORMATS
 from kvcache.errors import SnapshotError
+from kvcache.kernels.kernels import FORMATS
 
 pytestmark = pytest.mark.one_build
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvcache import OutOfMemoryError, PagedKvCache, PrefixCache
-from kvcache.core.kernels import FORMATS
 from kvcache.core.runs import RUN
+from kvcache.kernels.kernels import FORMATS
 
 LAYERS, HEADS, DIM, SIZE = 3, 2, 32, 16
 

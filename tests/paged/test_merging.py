@@ -6,7 +6,7 @@ from blocks import Scattered
 from oracles import kernels as oracle
 
 from kvcache import PagedKvCache, merge_attention
-from kvcache.core import kernelcalls
+from kvcache.kernels import kernelcalls
 
 FORMATS = {"f32": 2e-5, "f16": 2e-5, "q8": 0.01, "q6": 0.01, "q4": 0.01, "q3": 0.01, "q2": 0.01}
 

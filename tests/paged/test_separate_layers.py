@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvcache import Calibration, PagedKvCache, PrefixCache
-from kvcache.core.kernels import FORMATS
+from kvcache.kernels.kernels import FORMATS
 
 pytestmark = pytest.mark.one_build
 

@@ -1,7 +1,8 @@
 """`PagedKvCache(value_head_dim=)`: V rows shorter or longer than K rows.
 
-tests/core/test_attend_random.py compares attention with float64 at such dimensions, tests/core/test_row_invariance.py
-its bits, tests/paged/test_paged_stateful.py histories, and tests/ckernels the kernels alone.
+tests/kernels/test_attend_random.py compares attention with float64 at such dimensions,
+tests/kernels/test_row_invariance.py its bits, tests/paged/test_paged_stateful.py histories, and tests/ckernels the
+kernels alone.
 """
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from oracles import snapshot as oracle_snapshot
 
 from kvcache import PagedKvCache, PrefixCache, PrefixKvCache, SnapshotError, merge_attention
-from kvcache.core.kernels import FORMATS
+from kvcache.kernels.kernels import FORMATS
 
 HEADS, SIZE = 2, 16
 DIMS = [(64, 32), (32, 64), (24, 40), (8, 512), (192, 128)]

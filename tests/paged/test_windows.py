@@ -6,7 +6,7 @@ from oracles.kernels import attend
 from pace import FAST, half
 
 from kvcache import PagedKvCache, get_num_threads, set_num_threads
-from kvcache.core import kernels
+from kvcache.kernels import kernels
 
 FORMATS = [
     *((name, name) for name in ("f32", "f16", "q8", "q6", "q4", "q3", "q2")), ("f32", "q4"), ("q8", "f16"),

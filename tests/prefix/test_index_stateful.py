@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcache.core.pool import BlockPool
+from kvcache.core.block_pool import BlockPool
 from kvcache.prefix.index.prefix_index import PrefixIndex, load
 from kvcache.prefix.index.slots import Slots
 from kvcache.trie.policy import LFU

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pace import examples
 
 from kvcache import PrefixCache
-from kvcache.core.pool import BlockPool
+from kvcache.core.block_pool import BlockPool
 from kvcache.prefix.cached_blocks import fetch_offered
 from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.index.slots import Slots

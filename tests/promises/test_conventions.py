@@ -31,7 +31,7 @@ from kvcache import (
     SequenceNotFoundError,
     SnapshotError,
 )
-from kvcache.core.kernels import FORMATS
+from kvcache.kernels.kernels import FORMATS
 
 pytestmark = pytest.mark.no_level
 

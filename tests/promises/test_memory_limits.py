@@ -20,10 +20,10 @@ from kvcache import (
     PrefixCachedEngine,
     PrefixKvCache,
 )
-from kvcache.core.arguments import as_bytes
-from kvcache.core.kernels import FORMATS
-from kvcache.core.matrix import MATRIX_FORMATS, Matrix
+from kvcache.kernels.kernels import FORMATS
+from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
 from kvcache.networks.linear import MatrixStack
+from kvcache.support.arguments import as_bytes
 
 pytestmark = pytest.mark.no_level
 

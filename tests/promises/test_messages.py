@@ -8,7 +8,7 @@ import pytest
 from places import PROJECT
 
 from kvcache import CacheManager, EvictionPolicy, KVCacheConfig, SamplingParams, set_num_threads
-from kvcache.core import arguments
+from kvcache.support import arguments
 
 pytestmark = pytest.mark.no_level
 

@@ -28,7 +28,7 @@ from kvcache import (
     PrefixCachedEngine,
     PrefixKvCache,
 )
-from kvcache.core.strip import bar, strip
+from kvcache.support.strip import bar, strip
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 

@@ -7,7 +7,7 @@ from oracles.snapshot import parse, texts
 from saved_caches import DIM, assert_same, assert_true, blocks, entries, get, prompts, put
 
 from kvcache import PrefixCacheConfig, SnapshotError
-from kvcache.core.kernels import FORMATS
+from kvcache.kernels.kernels import FORMATS
 
 NAMES = list(FORMATS)
 PAIRS = [(key, NAMES[(i + step) % len(NAMES)]) for i, key in enumerate(NAMES) for step in (0, 1, 3)]

@@ -9,7 +9,7 @@ from oracles.snapshot import parse, texts
 from saved_caches import DIM, HEADS, SIZE, blocks, entries, get, prompts, put
 
 from kvcache import PagedKvCache
-from kvcache.core import kernelcalls, kernels
+from kvcache.kernels import kernelcalls, kernels
 
 # -- the format, read by somebody else ----------------------------------------------------------------------
 

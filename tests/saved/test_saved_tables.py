@@ -8,8 +8,8 @@ import pytest
 from contents import state
 from saved_caches import SIZE, blocks, entries, get, put, refuse
 
-from kvcache.core import files as files_module
-from kvcache.core.descriptors import File
+from kvcache.support import regular_files as files_module
+from kvcache.support.descriptors import File
 
 pytestmark = pytest.mark.no_level
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prefix_states import BITS, PAIRS, assert_same, config, head_bytes, matched, round_trip, state
 
-from kvcache.core.kernels import FORMATS
+from kvcache.kernels.kernels import FORMATS
 from kvcache.states.cached_state import CachedKvState
 from kvcache.states.kv_cache import KvCache
 from kvcache.states.prefix_kv_cache import PrefixKvCache

@@ -6,7 +6,7 @@ import mmap
 import numpy as np
 from oracles import kernels as oracle
 
-from kvcache.core import kernelcalls, kernels
+from kvcache.kernels import kernelcalls, kernels
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.core.kernels import FORMATS
 from kvcache.core.runs import RUN
 from kvcache.core.store import BlockStore
+from kvcache.kernels.kernels import FORMATS
 from kvcache.states.cached_state import CachedKvState
 from kvcache.states.prefix_config import PrefixCacheConfig
 from kvcache.states.prefix_kv_cache import PrefixKvCache

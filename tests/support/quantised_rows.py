@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvcache.core import kernels
+from kvcache.kernels import kernels
 
 BITS = {format.name: format.bits for format in kernels.FORMATS.values() if format.quantised}
 

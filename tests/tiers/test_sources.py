@@ -12,8 +12,8 @@ from prefix_engines import SHORT, prompt
 from tier_stores import SECRET, ObjectStore, twin_keys, twin_value
 
 from kvcache import PrefixCache
-from kvcache.core.kernels import simd_level
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
+from kvcache.kernels.kernels import simd_level
 from kvcache.prefix.block_file import arena_of_blocks
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers import Tiers, lookups

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.copying import refuse_copies
 from kvcache.core.memory import total
 from kvcache.eviction import EvictionPolicy
 from kvcache.integrations.transformers.evicting import rules_of
@@ -16,6 +15,7 @@ from kvcache.integrations.transformers.hf import DYNAMIC_LAYER_TYPE_MAPPING, Dyn
 from kvcache.integrations.transformers.layer import PagedLayer, State
 from kvcache.integrations.transformers.pace import advise
 from kvcache.integrations.transformers.pool import PAGED_TYPES, PagedPool
+from kvcache.support.copies import refuse_copies
 
 __all__ = ["PagedCache", "PagedCacheStats"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_count, as_instance
 from kvcache.eviction import EvictionPolicy, Rule
+from kvcache.support.arguments import as_count, as_instance
 from kvcache.texts.budgets import survivors
 
 __all__ = ["Eviction", "rules_of"]

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.grouped import multiply_groups
-from kvcache.core.matrix import Matrix
 from kvcache.integrations.transformers.hf import to_dlpack, torch
 from kvcache.integrations.transformers.linear import are_few, copy_of, meets, product, refuse_state, usable
+from kvcache.kernels.grouped import multiply_groups
+from kvcache.kernels.matrix import Matrix
 
 __all__ = ["PackedExperts", "Projection", "weights_of", "without_weights"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from kvcache.core.threads import preset
+from kvcache.kernels.threads import preset
 
 # Whether libgomp has read its variables already, and found none.
 IMPORTED_LATE = "torch" in sys.modules and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & {*os.environ}

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core import dlpack
-from kvcache.core.arguments import BFLOAT16
 from kvcache.eviction import Rule
 from kvcache.integrations.transformers.evicting import Eviction
 from kvcache.integrations.transformers.hf import (
@@ -27,6 +25,8 @@ from kvcache.integrations.transformers.pool import MOST_CHANNELS, Kind, PagedPoo
 from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.states import StoredStates
 from kvcache.integrations.transformers.ways import Ways
+from kvcache.support import dlpack
+from kvcache.support.arguments import BFLOAT16
 
 __all__ = ["PagedLayer", "State", "array_of", "refuse_gradient"]
 

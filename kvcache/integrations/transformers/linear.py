@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.matrix import Matrix
 from kvcache.integrations.transformers.hf import to_dlpack, torch
+from kvcache.kernels.matrix import Matrix
 
 __all__ = ["Joint", "PackedLinear", "are_few", "copy_of", "few_products", "meets", "product", "refuse_state", "usable"]
 

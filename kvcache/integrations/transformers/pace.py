@@ -6,9 +6,9 @@ import os
 import sys
 import warnings
 
-from kvcache.core.cpus import available_cpus
-from kvcache.core.threads import get_num_threads, set_num_threads
 from kvcache.integrations.transformers.hf import IMPORTED_LATE, torch
+from kvcache.kernels.threads import get_num_threads, set_num_threads
+from kvcache.support.cpus import available_cpus
 
 __all__ = ["advise", "take_number"]
 

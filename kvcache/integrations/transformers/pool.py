@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_bytes, as_count
 from kvcache.core.store import BlockStore
 from kvcache.errors import OutOfMemoryError
 from kvcache.integrations.transformers.hf import get_layer_types_and_kwargs
 from kvcache.paged.cache import PagedKvCache
+from kvcache.support.arguments import as_bytes, as_count
 
 __all__ = ["MOST_CHANNELS", "PAGED_TYPES", "Kind", "PagedPool", "UInt64"]
 

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.arguments import as_instance, short
-from kvcache.core.copying import refuse_copies
 from kvcache.core.memory import total
 from kvcache.errors import InvalidOperationError
 from kvcache.integrations.transformers.cache import PagedCache
@@ -21,6 +19,8 @@ from kvcache.integrations.transformers.layer import State
 from kvcache.integrations.transformers.pool import PAGED_TYPES, Kind, PagedPool
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
+from kvcache.support.arguments import as_instance, short
+from kvcache.support.copies import refuse_copies
 from kvcache.tiers.source import TierSource
 from kvcache.tiers.tiers import Tiers
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcache.core.arguments import short
-from kvcache.core.matrix import MATRIX_FORMATS, Matrix, checked_activations
 from kvcache.integrations.transformers.experts import PackedExperts, Projection, weights_of, without_weights
 from kvcache.integrations.transformers.hf import Conv1D, torch
 from kvcache.integrations.transformers.linear import Joint, PackedLinear
+from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix, checked_activations
 from kvcache.networks.linear import empty_matrices
 from kvcache.networks.weights import FORMATS
+from kvcache.support.arguments import short
 
 __all__ = ["PackedWeights", "pack_weights"]
 

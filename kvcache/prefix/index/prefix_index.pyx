@@ -15,9 +15,9 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from kvcache.core.idmap cimport IdMap
-from kvcache.core.tokens cimport int32s, uint32_tokens, uint32s
 from kvcache.prefix.index.misses cimport MissReasons
 from kvcache.prefix.index.slots cimport Claim, Slots
+from kvcache.support.token_ids cimport int32s, uint32_tokens, uint32s
 from kvcache.trie.entries cimport EntryTrie
 from kvcache.trie.nodes cimport node_t
 from kvcache.trie.paths cimport prune, walk_t

@@ -26,8 +26,8 @@ O(log n), and a claim costs one pin, however long it is.
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
+from kvcache.core.block_pool cimport BlockPool
 from kvcache.core.locks cimport CallLock
-from kvcache.core.pool cimport BlockPool
 from kvcache.trie.trie cimport TokenTrie
 
 

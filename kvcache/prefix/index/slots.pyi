@@ -4,8 +4,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvcache.core.block_pool import BlockPool
 from kvcache.core.locks import CallLock
-from kvcache.core.pool import BlockPool
 from kvcache.prefix.index.page_reader import PageReader
 
 Int32 = NDArray[np.int32]

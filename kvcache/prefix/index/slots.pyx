@@ -6,9 +6,9 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
+from kvcache.core.block_pool cimport BlockPool
 from kvcache.core.locks cimport CallLock
-from kvcache.core.pool cimport BlockPool
-from kvcache.core.tokens cimport int32s, uint32s
+from kvcache.support.token_ids cimport int32s, uint32s
 from kvcache.trie.trie cimport TokenTrie
 
 import numpy as np

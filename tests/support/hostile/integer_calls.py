@@ -40,8 +40,8 @@ from kvcache import (
     PrefixKvCache,
     set_num_threads,
 )
-from kvcache.core.matrix import Matrix
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
+from kvcache.kernels.matrix import Matrix
 from kvcache.networks.linear import MatrixStack
 from kvcache.tiers import DirectoryTier, RedisTier, Tiers
 

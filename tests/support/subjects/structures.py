@@ -3,9 +3,9 @@
 import numpy as np
 from subjects.subject import BLOCK, Subject, plain
 
+from kvcache.core.block_pool import BlockPool
 from kvcache.core.heap import IndexedHeap
 from kvcache.core.idmap import IdMap
-from kvcache.core.pool import BlockPool
 from kvcache.lists.kept_tokens import KeptTokens
 from kvcache.trie.entries import EntryTrie
 from kvcache.trie.trie import TokenTrie

@@ -1,0 +1,334 @@
+"""The only file that calls the C kernels: it selects the level, checks arguments from Python, and forwards calls."""
+
+cdef extern from "Python.h":
+    ctypedef struct PyInterpreterState:
+        pass
+    PyInterpreterState *PyInterpreterState_Get()
+    PyInterpreterState *PyInterpreterState_Main()
+
+# Cython's `with gil` takes the GIL of the main interpreter: in another interpreter it would wait for ever.
+if PyInterpreterState_Get() != PyInterpreterState_Main():
+    raise ImportError("kvcache: expected the main interpreter, got a subinterpreter")
+
+import os
+from collections import namedtuple
+from contextlib import contextmanager
+
+from kvcache.support.arguments import as_count
+from kvcache.support.cpus import available_cpus
+
+cdef extern from "kvc.h" nogil:
+    ctypedef struct kvc_kernels:
+        const char *name
+        void (*gather_rows)(const kvc_tensor *, int64_t, int64_t, int, int, float *) noexcept nogil
+        void (*read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *, float *,
+                          size_t, size_t, const kvc_head_keys *) noexcept nogil
+        int64_t (*check_representable)(const float *, int64_t, kvc_format) noexcept nogil
+        void (*quantise_weights)(kvc_matrix_format, int64_t, int64_t, const float *, unsigned char *, uint16_t *,
+                                 uint16_t *) noexcept nogil
+        void (*softcap)(int64_t, const float *, float, float *) noexcept nogil
+        void (*digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *) noexcept nogil
+
+    int kvc_num_levels() noexcept
+    const kvc_kernels *kvc_level(int index) noexcept
+    const kvc_kernels *kvc_find_level(const char *name) noexcept
+    kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *kernels) noexcept
+    int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, int value_head_dim,
+                        kvc_format key_format, kvc_format value_format, int rotate_keys,
+                        int rotate_values) noexcept
+    void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
+                        unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) noexcept
+    void kvc_clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot, int count) noexcept
+    size_t kvc_attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, const kvc_seq *residuals,
+                                    int64_t num_seqs, int num_query_heads, int num_threads) noexcept
+    void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch,
+                    int num_threads) noexcept
+    void kvc_write_runs(const kvc_kernels *kernels, const kvc_layout *layout, unsigned char *arena,
+                        const kvc_run *runs, int64_t num_runs, kvc_float_rows keys, kvc_float_rows values,
+                        const kvc_head_keys *known, int num_threads) noexcept
+    size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args, int num_threads) noexcept
+    void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) noexcept
+    void kvc_rms_norm(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t dim, const float *x,
+                      int64_t x_stride, const float *weight, float eps, float *out, int num_threads) noexcept
+    void kvc_swiglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float *out,
+                    int num_threads) noexcept
+    void kvc_geglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float *out,
+                   int num_threads) noexcept
+    void kvc_clamped_swiglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float alpha,
+                            float limit, float *out, int num_threads) noexcept
+    void kvc_rotate(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x,
+                    int64_t x_stride, const float *cos, const float *sin, float *out, int num_threads) noexcept
+
+cdef extern from "kvc_matrix.h" nogil:
+    int kvc_matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept
+    void kvc_matrix_put_words(const kvc_matrix *matrix, int64_t row, int64_t count, const void *words) noexcept
+    void kvc_matrix_put_codes(const kvc_matrix *matrix, int64_t row, int64_t count, const unsigned char *codes,
+                              const uint16_t *scales, const uint16_t *minima) noexcept
+    void kvc_matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char *codes, uint16_t *scales,
+                              uint16_t *minima) noexcept
+    void kvc_matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept
+    void kvc_floats_of_bf16(int64_t n, const uint16_t *words, float *x) noexcept
+    void kvc_bf16_of_floats(int64_t n, const float *x, uint16_t *words) noexcept
+
+cdef extern from "kvc_threads.h" nogil:
+    void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept
+
+# The table of storage formats, by name; the columns are explained in ckernels/kvc_formats.h.
+Format = namedtuple("Format", ("name", "bits", "quantised", "fitted", "largest"))
+
+
+cdef object _format(int number):
+    cdef const kvc_format_info *line = kvc_format_of(<kvc_format>number)
+    return Format(line.name.decode(), line.bits, line.quantised != 0, line.fitted != 0, line.largest.decode())
+
+
+FORMATS = {line.name: line for line in map(_format, range(KVC_NUM_FORMATS))}
+cdef list _NAMES = list(FORMATS)
+cdef object MAX_THREADS = 1024
+
+# The state of the process: the level in use, and how many threads a call may use.
+cdef const kvc_kernels *_active = NULL
+cdef kvc_bf16_rows _rounded_rows = KVC_BF16_ROUNDED
+cdef int _threads = min(MAX_THREADS, available_cpus())
+
+
+# ---- For Cython: see kernels/kernels.pxd.
+
+cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, int value_head_dim,
+                     kvc_format key_format, kvc_format value_format, int rotate_keys,
+                     int rotate_values) noexcept nogil:
+    return kvc_layout_init(layout, block_size, num_heads, head_dim, value_head_dim, key_format, value_format,
+                           rotate_keys, rotate_values)
+
+
+cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
+                     int64_t num_runs, kvc_float_rows keys, kvc_float_rows values,
+                     const kvc_head_keys *known, int threads) noexcept nogil:
+    kvc_write_runs(_active, layout, arena, runs, num_runs, keys, values, known, threads)
+
+
+cdef void gather_rows(const kvc_tensor *tensor, int64_t first, int64_t count, int heads, int dim,
+                      float *rows) noexcept nogil:
+    _active.gather_rows(tensor, first, count, heads, dim, rows)
+
+
+cdef void read_runs(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs,
+                    int64_t num_runs, float *keys, float *values, size_t token_stride,
+                    size_t head_stride, const kvc_head_keys *known) noexcept nogil:
+    _active.read_runs(layout, arena, runs, num_runs, keys, values, token_stride, head_stride, known)
+
+
+cdef int64_t check_representable(const float *x, int64_t n, kvc_format format) noexcept nogil:
+    return _active.check_representable(x, n, format)
+
+
+cdef void copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
+                     unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) noexcept nogil:
+    kvc_copy_slots(layout, src_arena, src_block, src_slot, dst_arena, dst_block, dst_slot, count)
+
+
+cdef void clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot,
+                      int count) noexcept nogil:
+    kvc_clear_slots(layout, arena, block, slot, count)
+
+
+cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, const kvc_seq *residuals,
+                                 int64_t num_seqs, int num_query_heads, int num_threads) noexcept nogil:
+    return kvc_attend_scratch_bytes(layout, seqs, residuals, num_seqs, num_query_heads, num_threads)
+
+
+cdef void attend(const kvc_attend_args *args, void *scratch, int num_threads) noexcept nogil:
+    kvc_attend(_active, args, scratch, num_threads)
+
+
+cdef int matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept nogil:
+    return kvc_matrix_init(matrix, format, rows, columns)
+
+
+cdef void matrix_put_words(const kvc_matrix *matrix, int64_t row, int64_t count, const void *words) noexcept nogil:
+    kvc_matrix_put_words(matrix, row, count, words)
+
+
+cdef void matrix_put_codes(const kvc_matrix *matrix, int64_t row, int64_t count, const unsigned char *codes,
+                           const uint16_t *scales, const uint16_t *minima) noexcept nogil:
+    kvc_matrix_put_codes(matrix, row, count, codes, scales, minima)
+
+
+cdef void matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char *codes, uint16_t *scales,
+                           uint16_t *minima) noexcept nogil:
+    kvc_matrix_get_codes(matrix, row, codes, scales, minima)
+
+
+cdef void matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept nogil:
+    kvc_matrix_get_row(matrix, row, values)
+
+
+cdef void floats_of_bf16(int64_t n, const uint16_t *words, float *x) noexcept nogil:
+    kvc_floats_of_bf16(n, words, x)
+
+
+cdef void bf16_of_floats(int64_t n, const float *x, uint16_t *words) noexcept nogil:
+    kvc_bf16_of_floats(n, x, words)
+
+
+cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
+                           unsigned char *codes, uint16_t *scales, uint16_t *minima) noexcept nogil:
+    _active.quantise_weights(format, count, columns, x, codes, scales, minima)
+
+
+cdef const void *level_in_use(kvc_bf16_rows *rounded) noexcept:
+    rounded[0] = _rounded_rows
+    return _active
+
+
+cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args, int threads) noexcept nogil:
+    return kvc_matmul_scratch_bytes(args, threads)
+
+
+cdef void matmul(const void *level, const kvc_matmul_args *args, int num_threads) noexcept nogil:
+    kvc_matmul(<const kvc_kernels *>level, args, num_threads)
+
+
+cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
+                   float eps, float *out) noexcept nogil:
+    kvc_rms_norm(_active, n, heads, dim, x, x_stride, weight, eps, out, _threads)
+
+
+cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil:
+    kvc_swiglu(_active, n, dim, x, out, _threads)
+
+
+cdef void geglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil:
+    kvc_geglu(_active, n, dim, x, out, _threads)
+
+
+cdef void clamped_swiglu(int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out) noexcept nogil:
+    kvc_clamped_swiglu(_active, n, dim, x, alpha, limit, out, _threads)
+
+
+cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nogil:
+    _active.softcap(n, x, cap, out)
+
+
+cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
+                 const float *cos, const float *sin, float *out) noexcept nogil:
+    kvc_rotate(_active, n, heads, dim, turned, x, x_stride, cos, sin, out, _threads)
+
+
+cdef void digest(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out) noexcept nogil:
+    _active.digest(n, data, key, out)
+
+
+cdef int num_threads() noexcept nogil:
+    return _threads
+
+
+cdef void run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept nogil:
+    kvc_run_items(count, num_threads, item, context)
+
+
+cdef int format_code(object name, str what) except -1:
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ValueError(f"{what}: expected one of {', '.join(FORMATS)}, got {name!r:.100}")
+    return _NAMES.index(name)
+
+
+cdef class Layout:
+    def __init__(self, int block_size, int num_heads, int head_dim, key_format="f32", value_format="f32",
+                 bint rotate_keys=False, bint rotate_values=False, value_head_dim=None):
+        cdef int values = head_dim if value_head_dim is None else value_head_dim
+        cdef int key = format_code(key_format, "key_format"), value = format_code(value_format, "value_format")
+        if layout_init(&self.c, block_size, num_heads, head_dim, values, <kvc_format>key, <kvc_format>value,
+                       rotate_keys, rotate_values) < 0:
+            raise ValueError(
+                f"layout: expected block_size 1 to {KVC_MAX_BLOCK_SIZE}, num_heads >= 1, head_dim a multiple of 8 up "
+                f"to {KVC_MAX_HEAD_DIM} (a power of two where rotated), only quantised formats rotated, got "
+                f"{block_size}, {num_heads}, {head_dim}, {key_format}, {value_format}, "
+                f"rotate_keys={rotate_keys}, rotate_values={rotate_values}, value_head_dim={values}")
+
+    @property
+    def block_size(self):
+        return self.c.block_size
+
+    @property
+    def num_heads(self):
+        return self.c.num_heads
+
+    @property
+    def head_dim(self):
+        return self.c.head_dim
+
+    @property
+    def value_head_dim(self):
+        return self.c.value_head_dim
+
+    @property
+    def key_head_bytes(self):
+        return self.c.key_head_bytes
+
+    @property
+    def value_head_bytes(self):
+        return self.c.value_head_bytes
+
+    @property
+    def block_bytes(self):
+        return self.c.block_bytes
+
+
+# ---- For Python: levels and threads.
+
+def simd_level():
+    """The SIMD level in use, as the table of kernels in use names itself."""
+    return _active.name.decode()
+
+
+def simd_levels():
+    """All levels that this build and this CPU can run, best first; "scalar" is always the last."""
+    return tuple(kvc_level(i).name.decode() for i in range(kvc_num_levels()))
+
+
+cdef int _use_level(object level, str what) except -1:
+    global _active, _rounded_rows
+    cdef const kvc_kernels *found = NULL
+    if isinstance(level, str):
+        name = level.encode()
+        found = kvc_find_level(name)
+    if found == NULL:
+        raise ValueError(f"{what}: expected a level of this CPU, one of {', '.join(simd_levels())}, got {level!r:.100}")
+    _active, _rounded_rows = found, kvc_bf16_rows_of(found)
+    return 0
+
+
+@contextmanager
+def use_simd(level):
+    """Inside the `with` block the whole process runs the kernels of `level`."""
+    before = simd_level()
+    _use_level(level, "level")
+    try:
+        yield
+    finally:
+        _use_level(before, "level")
+
+
+def get_num_threads():
+    """Threads that one call may use."""
+    return num_threads()
+
+
+def set_num_threads(n):
+    """Let one call use at most `n` threads, 1 to 1024. By default as many as CPUs that the process may use."""
+    global _threads
+    _threads = as_count(n, "n", 1, MAX_THREADS)
+
+
+def _read_environment(environ):
+    _use_level(environ.get("KVCACHE_SIMD") or simd_levels()[0], "KVCACHE_SIMD")
+    threads = environ.get("KVCACHE_NUM_THREADS", "")
+    if threads:
+        try:
+            set_num_threads(int(threads))
+        except ValueError:
+            raise ValueError(f"KVCACHE_NUM_THREADS: expected 1 to {MAX_THREADS}, got {threads!r:.100}") from None
+
+
+_read_environment(os.environ)

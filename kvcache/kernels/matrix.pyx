@@ -1,0 +1,420 @@
+"""Weight matrices in the formats that products read fastest, and their products with rows of activations.
+
+A `Matrix` of `rows` outputs and `columns` inputs multiplies like `x @ w.T`. Floats are kept as they were stored. Packed
+formats are those of the field: groups of 32 channels share a scale, or a scale and a minimum.
+
+A row of a product has the same bits whatever other rows it is computed with, and on any number of threads: sums of
+integers are exact, and floats are added in one order (ckernels/kvc_matrix.h, which also states the error).
+"""
+
+from collections import namedtuple
+
+import numpy as np
+
+cimport numpy as cnp
+from libc.stdint cimport int64_t, uint16_t
+from libc.string cimport memcpy
+
+from kvcache.errors import OutOfMemoryError
+from kvcache.kernels.kernels cimport (
+    KVC_BF16_FLOATS, KVC_NUM_MATRIX_FORMATS, KVC_PANEL, bf16_of_floats, floats_of_bf16, kvc_matmul_args, kvc_matrix,
+    kvc_matrix_format, kvc_matrix_format_of, level_in_use, matmul, matmul_scratch_bytes, matrix_get_codes,
+    matrix_get_row, matrix_init, matrix_put_codes, matrix_put_words, num_threads, quantise_weights,
+)
+from kvcache.support.arguments cimport is_plain, overlap
+from kvcache.support.arguments import as_count, as_indices, as_instance, as_integer, described, is_integer, short
+from kvcache.support.dlpack cimport rows_of, rows_overlap, rows_t
+from kvcache.support.recycled cimport Piece, new_floats
+
+__all__ = ["ACTIVATIONS", "MATRIX_FORMATS", "Matrix", "MatrixFormat", "checked_activations"]
+
+cnp.import_array()
+
+MatrixFormat = namedtuple("MatrixFormat", ("name", "bits", "packed", "has_minima", "zero"))
+
+
+cdef object _line(int number):
+    line = kvc_matrix_format_of(<kvc_matrix_format>number)
+    return MatrixFormat(line.name.decode(), line.bits, line.packed != 0, line.has_minima != 0, line.zero)
+
+
+# The table of formats, by name; kvc_matrix.h explains the columns.
+MATRIX_FORMATS = {line.name: line for line in map(_line, range(KVC_NUM_MATRIX_FORMATS))}
+ACTIVATIONS = ("int8", "exact", "bf16")     # how rows meet weights: see `Matrix.multiply`
+cdef list _NAMES = list(MATRIX_FORMATS)
+cdef int _LINE = 64         # bytes of a cache line; every matrix starts at one
+cdef int _PIECE = 16        # rows that are quantised at a time
+
+
+cdef class Matrix:
+    """Weights `(rows, columns)` of one format, zeros at first.
+
+    Args:
+        rows, columns: at least 1; products map `columns` inputs to `rows` outputs.
+        format: "f32", "f16", "bf16", or packed: "q8_0" (8.5 bits per weight), "q4_0" (4.5), "q4_1" (5).
+        memory: uint8 array of zeros to use from its first cache line on; `num_bytes(rows, columns, format)` are enough.
+            Own memory by default.
+
+    Raises:
+        TypeError, ValueError: as `num_bytes`; another kind of memory, or too little of it.
+        OutOfMemoryError: sizes that this machine has no memory for.
+
+    Attributes:
+        format: the name of the format.
+        scratch_bytes: the most bytes of prepared rows and partial sums that a product has taken so far, and freed when
+            it ended.
+    """
+
+    def __cinit__(self, rows, columns, format, memory=None):
+        rows, columns = as_count(rows, "rows", 1), as_count(columns, "columns", 1)
+        size = self.num_bytes(rows, columns, format)
+        try:
+            memory = np.zeros(size, np.uint8) if memory is None else as_instance(memory, np.ndarray, "memory")
+        except MemoryError:
+            raise OutOfMemoryError(size, 0, "bytes") from None
+        if memory.dtype != np.uint8 or memory.ndim != 1 or len(memory) < size - _LINE:
+            raise ValueError(f"memory: expected {size} bytes of uint8, got {memory.dtype} {memory.shape}")
+        cdef unsigned char[::1] data = memory
+        cdef size_t skipped = (-<size_t>&data[0]) % <size_t>_LINE
+        if data.shape[0] < <Py_ssize_t>(size - _LINE + skipped):
+            raise ValueError(f"memory: expected {size} bytes of uint8, got {memory.dtype} {memory.shape}")
+        matrix_init(&self.c, <kvc_matrix_format><int>_NAMES.index(format), rows, columns)
+        self.c.data = &data[0] + skipped
+        self.format = format
+        self.memory = memory
+
+    @staticmethod
+    def num_bytes(rows, columns, format):
+        """The bytes that a matrix takes, with room to align it.
+
+        Raises:
+            ValueError: an unknown format, or sizes that no memory holds.
+        """
+        cdef kvc_matrix_format number = _number(format)
+        rows, columns = as_count(rows, "rows", 1), as_count(columns, "columns", 1)
+        padded = -(-rows // 16) * 16 * (-(-columns // 64) * 64)
+        if padded > 2 ** 58:
+            raise ValueError(f"rows, columns: expected less than 2**58 weights, got {rows} x {columns}")
+        cdef kvc_matrix some
+        matrix_init(&some, number, rows, columns)
+        return some.panels * <object>some.panel_bytes + _LINE
+
+    @property
+    def shape(self):
+        """`(rows, columns)`."""
+        return self.c.rows, self.c.columns
+
+    @property
+    def nbytes(self):
+        """Bytes of the panels, with the rows and channels that fill them up."""
+        return self.c.panels * <object>self.c.panel_bytes
+
+    def __len__(self):
+        return self.c.rows
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("Matrix: expected no copy and no pickle of it, got a call for one; "
+                        "load it again, or `put` its rows into another one")
+
+    def __repr__(self):
+        return f"Matrix({self.c.rows}, {self.c.columns}, {self.format!r})"
+
+    def put(self, row, values):
+        """Set rows `row`, `row + 1`, ... from `values`, float32 `(n, columns)`: rounded, or quantised.
+
+        Raises:
+            ValueError: a value is not finite, or larger than f16 holds, where the format cannot keep it.
+        """
+        cdef int64_t first, at, count
+        cdef const float[:, ::1] x = np.ascontiguousarray(values, dtype=np.float32)
+        first = self._rows(row, x.shape[0], x.shape[1])
+        line = MATRIX_FORMATS[self.format]
+        if self.format == "f32":
+            return self.put_words(row, x)
+        if not line.packed:
+            return self.put_words(row, _to_bf16(np.asarray(x)) if self.format == "bf16" else _to_f16(np.asarray(x)))
+        _check_halves(np.asarray(x))
+        groups = (self.c.columns + 31) // 32
+        cdef unsigned char[:, ::1] codes = np.empty((_PIECE, self.c.columns), np.uint8)
+        cdef uint16_t[:, ::1] scales = np.empty((_PIECE, groups), np.uint16)
+        cdef uint16_t[:, ::1] minima = np.empty((_PIECE, groups), np.uint16)
+        with nogil:
+            at = 0
+            while at < x.shape[0]:
+                count = min(<int64_t>_PIECE, x.shape[0] - at)
+                quantise_weights(self.c.format, count, self.c.columns, &x[at, 0], &codes[0, 0], &scales[0, 0],
+                                 &minima[0, 0])
+                matrix_put_codes(&self.c, first + at, count, &codes[0, 0], &scales[0, 0], &minima[0, 0])
+                at += count
+
+    def put_words(self, row, words):
+        """Set rows from numbers of the matrix's own float format: `(n, columns)` float32, or uint16 of f16, bf16."""
+        line = MATRIX_FORMATS[self.format]
+        if line.packed:
+            raise ValueError(f"words: expected a matrix of floats, got {self.format}")
+        array = np.ascontiguousarray(words)
+        if array.dtype == np.float16:
+            array = array.view(np.uint16)
+        want = np.float32 if line.bits == 32 else np.uint16
+        if array.dtype != want or array.ndim != 2:
+            raise ValueError(f"words: expected {np.dtype(want)} (n, {self.c.columns}), got {array.dtype} {array.shape}")
+        cdef int64_t first = self._rows(row, array.shape[0], array.shape[1]), count = array.shape[0]
+        cdef const unsigned char[::1] data = array.reshape(-1).view(np.uint8)
+        if count:
+            with nogil:
+                matrix_put_words(&self.c, first, count, &data[0])
+
+    def put_codes(self, row, codes, scales, minima=None):
+        """Set rows of a packed format from what another program quantised, bit for bit.
+
+        Args:
+            row: the first row.
+            codes: `(n, columns)`: int8 for q8_0, uint8 of 0 to 15 for q4_0 and q4_1.
+            scales, minima: `(n, ceil(columns / 32))`, float16; minima for q4_1 alone.
+
+        Values are `scale * code` (q8_0), `scale * (code - 8)` (q4_0), `minimum + scale * code` (q4_1).
+
+        Raises:
+            ValueError: shapes, dtypes or codes that the format does not have.
+        """
+        line = MATRIX_FORMATS[self.format]
+        if not line.packed:
+            raise ValueError(f"codes: expected a matrix of a packed format, got {self.format}")
+        want = np.int8 if line.bits == 8 else np.uint8
+        array = np.ascontiguousarray(codes)
+        if array.dtype != want or array.ndim != 2:
+            raise ValueError(f"codes: expected {np.dtype(want)} (n, {self.c.columns}), got {array.dtype} {array.shape}")
+        cdef int64_t first = self._rows(row, array.shape[0], array.shape[1]), count = array.shape[0]
+        array = (array.view(np.uint8) ^ 128) if line.bits == 8 else array
+        if line.bits == 4 and array.size and array.max() > 15:
+            raise ValueError(f"codes: expected 0 to 15, got {array.max()}")
+        shape = (count, (self.c.columns + 31) // 32)
+        cdef const unsigned char[:, ::1] c_codes = array
+        cdef const uint16_t[:, ::1] c_scales = _halves(scales, shape, "scales")
+        cdef const uint16_t[:, ::1] c_minima = None
+        if line.has_minima:
+            c_minima = _halves(minima, shape, "minima")
+        elif minima is not None:
+            raise ValueError(f"minima: expected none for {self.format}, got {short(minima)}")
+        cdef const uint16_t *to_minima = NULL
+        if count:
+            if c_minima is not None:
+                to_minima = &c_minima[0, 0]
+            with nogil:
+                matrix_put_codes(&self.c, first, count, &c_codes[0, 0], &c_scales[0, 0], to_minima)
+
+    def codes(self, row):
+        """Row `row` of a packed format: codes, scales and minima (None: the format has none), as `put_codes` takes."""
+        line = MATRIX_FORMATS[self.format]
+        if not line.packed:
+            raise ValueError(f"codes: expected a matrix of a packed format, got {self.format}")
+        cdef int64_t at = self._rows(row, 1, self.c.columns)
+        groups = (self.c.columns + 31) // 32
+        cdef unsigned char[::1] c_codes = np.empty(self.c.columns, np.uint8)
+        cdef uint16_t[::1] c_scales = np.empty(groups, np.uint16), c_minima = np.empty(groups, np.uint16)
+        matrix_get_codes(&self.c, at, &c_codes[0], &c_scales[0], &c_minima[0])
+        found = np.asarray(c_codes)
+        return ((found ^ 128).view(np.int8) if line.bits == 8 else found, np.asarray(c_scales).view(np.float16),
+                np.asarray(c_minima).view(np.float16) if line.has_minima else None)
+
+    def __getitem__(self, rows):
+        """The rows of an int, or of an integer array `(n,)`, as float32 `(n, columns)`: how embeddings are looked up.
+
+        Raises:
+            TypeError, ValueError: no integers, or no integers of 64 bits.
+            IndexError: no such row.
+        """
+        found = as_indices([as_integer(rows, "rows")] if is_integer(rows) else rows, "rows")
+        cdef const int64_t[::1] at = found.copy()    # which nobody changes
+        out = new_floats((at.shape[0], self.c.columns))
+        cdef float[:, ::1] c_out = out
+        cdef int64_t i
+        for i in range(at.shape[0]):
+            if not 0 <= at[i] < self.c.rows:
+                raise IndexError(f"rows: expected 0 to {self.c.rows - 1}, got {at[i]}")
+        with nogil:
+            for i in range(at.shape[0]):
+                matrix_get_row(&self.c, at[i], &c_out[i, 0])
+        return out
+
+    def to_float32(self):
+        """All weights as a float32 array `(rows, columns)`."""
+        return self[np.arange(self.c.rows)]
+
+    def multiply(self, x, bias=None, *, activations="int8", out=None, bint add=False):
+        """`x` `(n, columns)` times the weights transposed, plus `bias` `(rows,)`: float32 `(n, rows)`.
+
+        Args:
+            x: float32.
+            bias: float32, or None.
+            out: float32 `(n, rows)`, C-contiguous, for the result, which shares no memory with x, bias or the weights;
+                a new array by default.
+            activations: how x meets the weights. "int8": packed ones in 8 bits per group of 32 channels, floats in
+                float32. "exact": packed ones in two digits of 8 bits, at twice the arithmetic. "bf16": as "int8", but
+                weights in bf16 with x rounded to bf16, twice as fast on AMD CPUs that multiply pairs of them.
+            add: add the product, then the bias, to what `out` has; by default they take its place.
+
+        Raises:
+            ValueError: another shape; other activations; an `out` of another kind, or that overlaps what is read; `add`
+                without it.
+        """
+        checked_activations(activations)
+        cdef cnp.ndarray rows = _as_float32(x, 2), biases = self._bias(bias)
+        if rows.ndim != 2 or rows.shape[1] != self.c.columns:
+            raise ValueError(f"x: expected (n, {self.c.columns}), got {np.shape(rows)}")
+        shape = (rows.shape[0], self.c.rows)
+        if out is None:
+            if add:
+                raise ValueError("out: expected an array to add to, got None")
+            out = new_floats(shape)
+        elif not is_plain(out, cnp.NPY_FLOAT32, 2) or out.shape != shape or not cnp.PyArray_ISWRITEABLE(out):
+            raise ValueError(f"out: expected C-contiguous, writeable float32 of shape {shape}, got {described(out)}")
+        else:
+            for name, other in (("x", rows), ("bias", biases), ("the weights", self.memory)):
+                if other is not None and overlap(out, other):
+                    raise ValueError(f"out: expected memory apart from {name}, got the same memory")
+        if rows.shape[0]:
+            self._multiply(<const float *>cnp.PyArray_DATA(rows), rows.shape[0], biases,
+                           <float *>cnp.PyArray_DATA(out), add, activations)
+        return out
+
+    def multiply_tensors(self, x, outs, bias=None, *, activations="int8"):
+        """`multiply` for few rows, in contiguous tensors of DLPack: all of float32, or all of bfloat16.
+
+        A product of rows in bfloat16 is rounded half to even.
+
+        Args:
+            x: the capsule of a tensor `(..., columns)`.
+            outs: capsules of tensors `(..., rows of this one)`, which the columns of the product fill one after the
+                other. They share no memory with x.
+            bias, activations: as of `multiply`.
+
+        Raises:
+            ValueError: other tensors than these; other activations.
+        """
+        checked_activations(activations)
+        cdef cnp.ndarray biases = self._bias(bias)
+        cdef tuple capsules = tuple(outs)
+        cdef rows_t rows = rows_of(x, "x"), part
+        cdef int64_t columns = 0, i
+        if rows.columns != self.c.columns:
+            raise ValueError(f"x: expected (..., {self.c.columns}), got (..., {rows.columns})")
+        for capsule in capsules:
+            part = rows_of(capsule, "outs")
+            if part.n != rows.n or part.words != rows.words:
+                raise ValueError(f"outs: expected {rows.n} rows of the type of x, got {part.n} rows, or another type")
+            if rows_overlap(rows, part):
+                raise ValueError("outs: expected memory apart from x, got the same memory")
+            columns += part.columns
+        if columns != self.c.rows:
+            raise ValueError(f"outs: expected {self.c.rows} columns, got {columns}")
+        if rows.n == 0:
+            return
+        floats = Piece(rows.n * (rows.columns + columns) * sizeof(float))
+        cdef float *product = <float *>floats.bytes
+        cdef float *values = <float *>rows.data
+        if rows.words:
+            values = product + rows.n * columns
+            floats_of_bf16(rows.n * rows.columns, <const uint16_t *>rows.data, values)
+        self._multiply(values, rows.n, biases, product, False, activations)
+        for capsule in capsules:
+            part = rows_of(capsule, "outs")
+            for i in range(rows.n):
+                if rows.words:
+                    bf16_of_floats(part.columns, product + i * columns, <uint16_t *>part.data + i * part.columns)
+                else:
+                    memcpy(<float *>part.data + i * part.columns, product + i * columns, part.columns * sizeof(float))
+            product += part.columns
+
+    cdef cnp.ndarray _bias(self, object bias):
+        """A bias as float32 `(rows,)`, or None; ValueError for another shape."""
+        cdef cnp.ndarray biases = None if bias is None else _as_float32(bias, 1)
+        if biases is not None and (biases.ndim != 1 or biases.shape[0] != self.c.rows):
+            raise ValueError(f"bias: expected ({self.c.rows},), got {np.shape(biases)}")
+        return biases
+
+    cdef int _multiply(self, const float *x, int64_t n, cnp.ndarray bias, float *out, bint add,
+                       object activations) except -1:
+        cdef kvc_matmul_args args
+        args.n, args.matrix, args.x, args.out, args.add = n, &self.c, x, out, add
+        args.bias = NULL
+        if bias is not None:
+            args.bias = <const float *>cnp.PyArray_DATA(bias)
+        args.digits = 2 if activations == "exact" else 1
+        cdef const void *level = level_in_use(&args.bf16_rows)
+        if activations != "bf16":
+            args.bf16_rows = KVC_BF16_FLOATS
+        cdef int threads = num_threads()
+        cdef size_t size = matmul_scratch_bytes(&args, threads)
+        scratch = Piece(size)
+        args.prepared = scratch.bytes
+        self.scratch_bytes = max(self.scratch_bytes, size)
+        with nogil:
+            matmul(level, &args, threads)
+        return 0
+
+    def part(self, row, count):
+        """Rows `row` to `row + count` as a matrix over the same memory.
+
+        Raises:
+            ValueError: `row` is not a multiple of 16, or the part ends between two and there are more rows.
+        """
+        cdef int64_t first = as_count(row, "row"), rows = as_count(count, "count", 1)
+        if first % KVC_PANEL or rows > self.c.rows - first or (rows % KVC_PANEL and first + rows < self.c.rows):
+            raise ValueError(f"row, count: expected multiples of {KVC_PANEL} in {len(self)} rows, got {first}, {rows}")
+        cdef size_t start = self.c.data - <unsigned char *>cnp.PyArray_DATA(self.memory)
+        start += first // KVC_PANEL * self.c.panel_bytes
+        return Matrix(rows, self.c.columns, self.format, self.memory[start:])
+
+    cdef int64_t _rows(self, object row, int64_t count, int64_t columns) except -1:
+        """The first of `count` rows from `row` on, which exist and have so many columns."""
+        first = as_count(row, "row")
+        if columns != self.c.columns or first + count > self.c.rows:
+            raise ValueError(f"row: expected rows of ({self.c.rows}, {self.c.columns}), "
+                             f"got {count} of {columns} columns from {first}")
+        return first
+
+
+def checked_activations(activations):
+    """`activations`; ValueError: they are none of `ACTIVATIONS`."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {short(activations)}")
+    return activations
+
+
+cdef kvc_matrix_format _number(object name) except *:
+    if not isinstance(name, str) or name not in MATRIX_FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(MATRIX_FORMATS)}, got {short(name)}")
+    return <kvc_matrix_format><int>_NAMES.index(name)
+
+
+cdef cnp.ndarray _as_float32(object x, int ndim):
+    """x as contiguous float32: itself, if it has so many dimensions."""
+    return x if is_plain(x, cnp.NPY_FLOAT32, ndim) else np.array(x, np.float32, order="C")
+
+
+cdef object _halves(object values, object shape, str name):
+    """float16 of this shape as words; ValueError for others."""
+    array = np.ascontiguousarray(as_instance(values, np.ndarray, name))
+    if array.dtype != np.float16 or array.shape != shape:
+        raise ValueError(f"{name}: expected float16 {shape}, got {array.dtype} {array.shape}")
+    return array.view(np.uint16)
+
+
+cdef int _check_halves(object x) except -1:
+    """ValueError unless the magnitudes of all values are at most the largest half."""
+    if x.size and not np.abs(x).max() <= 65504:  # NaN fails too
+        raise ValueError(f"values: expected finite numbers up to 65504, got {np.abs(x).max()}")
+    return 0
+
+
+cdef object _to_f16(object x):
+    _check_halves(x)
+    return x.astype(np.float16).view(np.uint16)
+
+
+cdef object _to_bf16(object x):
+    """Words of bf16, rounded half to even."""
+    bits = x.view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype(np.uint16)

@@ -1,0 +1,97 @@
+"""Pieces of memory that are taken again; explained in support/recycled.pxd."""
+
+cimport cython
+cimport numpy as cnp
+from libc.stdlib cimport free, malloc
+
+from kvcache.support.mapped cimport MappedMemory
+
+from kvcache.errors import OutOfMemoryError
+
+__all__ = ["Piece", "check", "free_pieces"]
+
+cnp.import_array()
+
+cdef Py_ssize_t _LEAST = 1 << 17        # bytes of a piece that is kept
+cdef Py_ssize_t _MOST = 128 << 20       # bytes of all free pieces
+cdef Py_ssize_t _MOST_PIECES = 16
+cdef list _free = []                    # MappedMemory, in the order in which it was freed
+
+
+@cython.no_gc       # so that the memory is still there when the object goes
+cdef class Piece:
+    """`size` bytes of memory that may have been in use before.
+
+    Raises:
+        OutOfMemoryError: the system refuses the memory (in bytes).
+    """
+
+    def __cinit__(self, Py_ssize_t size):
+        if size >= _LEAST:
+            self.memory = _taken(size)
+            self.bytes = self.memory.bytes
+        else:
+            self.bytes = <unsigned char *>malloc(max(size, 1))
+        if self.bytes == NULL:
+            raise OutOfMemoryError(size, 0, "bytes")
+
+    def __dealloc__(self):
+        if self.memory is not None:
+            _keep(self.memory)
+        else:
+            free(self.bytes)
+
+
+cdef MappedMemory _taken(Py_ssize_t size):
+    """The smallest free memory of `size` to 2 * `size` bytes, or new memory."""
+    cdef MappedMemory each, best = None
+    for each in _free:
+        if size <= <Py_ssize_t>each.nbytes <= 2 * size and (best is None or each.nbytes < best.nbytes):
+            best = each
+    if best is None:
+        return MappedMemory(size)
+    _free.remove(best)
+    return best
+
+
+cdef int _keep(MappedMemory memory) except -1:
+    _free.append(memory)
+    while len(_free) > _MOST_PIECES or _num_free_bytes() > _MOST:
+        _free.pop(0)
+    return 0
+
+
+cdef Py_ssize_t _num_free_bytes() noexcept:
+    cdef Py_ssize_t total = 0
+    cdef MappedMemory each
+    for each in _free:
+        total += <Py_ssize_t>each.nbytes
+    return total
+
+
+cdef object new_floats(tuple shape):
+    cdef cnp.npy_intp lengths[3]
+    cdef Py_ssize_t size = sizeof(float)
+    cdef int i, ndim = len(shape)
+    assert ndim <= 3, shape
+    for i in range(ndim):
+        lengths[i] = shape[i]
+        size *= lengths[i]
+    if size < _LEAST:
+        return cnp.PyArray_EMPTY(ndim, lengths, cnp.NPY_FLOAT32, 0)
+    piece = Piece(size)
+    array = cnp.PyArray_SimpleNewFromData(ndim, lengths, cnp.NPY_FLOAT32, piece.bytes)
+    cnp.set_array_base(array, piece)
+    return array
+
+
+def check():
+    """Verify the limits of what is kept; AssertionError names the broken one."""
+    assert len(_free) <= _MOST_PIECES, f"recycled: {len(_free)} free pieces"
+    assert _num_free_bytes() <= _MOST, f"recycled: {_num_free_bytes()} free bytes"
+    assert min(free_pieces(), default=_LEAST) >= _LEAST, "recycled: a small piece is kept"
+
+
+def free_pieces():
+    """The bytes of each free piece, in the order in which they were freed."""
+    return [(<MappedMemory>each).nbytes for each in _free]

@@ -1,0 +1,210 @@
+"""Norms, rotary embeddings and gated activations, compared with float64 at every level; rows do not share bits."""
+
+import numpy as np
+import pytest
+
+from kvcache import get_num_threads, set_num_threads
+from kvcache.kernels.layers import clamped_swiglu, geglu, rms_norm, rotate, softcap, swiglu, top_experts
+
+SIZES = [1, 3, 8, 15, 16, 17, 64, 100, 576, 2048]
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_rms_norm(rng, simd, dim):
+    for shape in ((1, dim), (7, dim), (4, 3, dim)):
+        x = rng.standard_normal(shape).astype(np.float32) * 3
+        weight = rng.standard_normal(shape[1:]).astype(np.float32)
+        out = rms_norm(x, weight, 1e-5)
+        wide = x.astype(np.float64)
+        want = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5) * weight
+        np.testing.assert_allclose(out, want, rtol=(dim + 8) * 2.0**-24, atol=1e-30)
+        rows = [rms_norm(x[i : i + 1], weight, 1e-5) for i in range(len(x))]
+        np.testing.assert_array_equal(np.concatenate(rows), out)
+
+
+def test_rms_norm_of_some_heads(rng, simd):
+    """A slice of heads is read where it lies; other strides are copied."""
+    x = rng.standard_normal((5, 6, 24)).astype(np.float32)
+    weight = rng.standard_normal((4, 24)).astype(np.float32)
+    want = rms_norm(x[:, :4].copy(), weight, 1e-6)
+    np.testing.assert_array_equal(rms_norm(x[:, :4], weight, 1e-6), want)
+    other = np.ascontiguousarray(x[:, :4].transpose(1, 0, 2)).transpose(1, 0, 2)
+    np.testing.assert_array_equal(rms_norm(other, weight, 1e-6), want)
+    assert rms_norm(x[:0, :4], weight, 1e-6).shape == (0, 4, 24)
+
+
+def test_arrays_that_are_not_plain(rng, simd):
+    """Other strides, other byte orders and odd addresses give the bits of a plain array."""
+    x, weight = rng.standard_normal((5, 24), dtype=np.float32), rng.standard_normal(24, dtype=np.float32)
+    odd = np.zeros(x.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(x.shape)
+    odd[...] = x
+    swapped = x.astype(x.dtype.newbyteorder())
+    for other in (np.asfortranarray(x), odd, swapped, np.repeat(x, 2, axis=1)[:, ::2]):
+        np.testing.assert_array_equal(rms_norm(other, weight, 1e-6), rms_norm(x, weight, 1e-6))
+        np.testing.assert_array_equal(swiglu(other), swiglu(x))
+        np.testing.assert_array_equal(softcap(other, 3.0), softcap(x, 3.0))
+        heads = other[:, None, :]
+        np.testing.assert_array_equal(
+            rotate(heads, other[:, :12], other[:, 12:]), rotate(x[:, None], x[:, :12], x[:, 12:])
+        )
+
+
+@pytest.mark.parametrize("dim", [2, 16, 24, 64, 128])
+def test_rotate(rng, simd, dim):
+    """Each pair of channels is a complex number, turned by its angle; a slice of heads is read where it lies."""
+    angles = rng.standard_normal((5, dim // 2)) * 10
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    whole = rng.standard_normal((5, 7, dim)).astype(np.float32)
+    for x in (whole, whole[:, :3], whole[:, ::2], whole[:0]):
+        turned = rotate(x, cos[: len(x)], sin[: len(x)])
+        pairs = x[..., : dim // 2].astype(np.float64) + 1j * x[..., dim // 2 :]
+        want = pairs * np.exp(1j * angles[: len(x)])[:, None]
+        np.testing.assert_allclose(turned, np.concatenate([want.real, want.imag], axis=-1), rtol=0, atol=2e-6)
+    rows = [rotate(whole[i : i + 1], cos[i : i + 1], sin[i : i + 1]) for i in range(5)]
+    np.testing.assert_array_equal(np.concatenate(rows), rotate(whole, cos, sin))
+
+
+@pytest.mark.parametrize(("dim", "turned"), [(24, 18), (16, 2), (8, 8), (7, 6), (8, 0)])
+def test_rotate_some_channels(rng, simd, dim, turned):
+    """The first channels as a head of that size; the others stay, bit for bit."""
+    angles = rng.standard_normal((5, turned // 2)) * 10
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    whole = rng.standard_normal((5, 7, dim)).astype(np.float32)
+    for x in (whole, whole[:, :3], whole[:, ::2]):
+        out = rotate(x, cos, sin)
+        np.testing.assert_array_equal(out[..., turned:], x[..., turned:])
+        np.testing.assert_array_equal(out[..., :turned], rotate(np.ascontiguousarray(x[..., :turned]), cos, sin))
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_swiglu(rng, simd, dim):
+    x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 4
+    gate, up = x[:, :dim].astype(np.float64), x[:, dim:].astype(np.float64)
+    want = gate / (1 + np.exp(-gate)) * up
+    out = swiglu(x)
+    np.testing.assert_allclose(out, want, rtol=2e-6, atol=1e-30)
+    np.testing.assert_array_equal(np.concatenate([swiglu(x[i : i + 1]) for i in range(5)]), out)
+
+
+def test_swiglu_far_out(simd):
+    """Large gates pass or vanish without a NaN."""
+    gates = np.array([-3e38, -1000, -104, -88, -80, 0, 80, 88, 1000, 3e38], np.float32)
+    out = swiglu(np.concatenate([gates, np.ones_like(gates)])[None])[0]
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out[5:], gates[5:], rtol=1e-6)
+    assert (np.abs(out[:5]) < 1e-30).all()
+
+
+def gelu_tanh(gate):
+    gate = gate.astype(np.float64)
+    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_geglu(rng, simd, dim):
+    x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 3
+    out = geglu(x)
+    np.testing.assert_allclose(out, gelu_tanh(x[:, :dim]) * x[:, dim:], rtol=3e-6, atol=1e-6)
+    np.testing.assert_array_equal(np.concatenate([geglu(x[i : i + 1]) for i in range(5)]), out)
+
+
+def test_geglu_far_out(simd):
+    gates = np.array([-3e38, -1e13, -1000, -8, -5, -1, 0, 1, 80, 1e13, 3e38], np.float32)
+    out = geglu(np.concatenate([gates, np.ones_like(gates)])[None])[0]
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out[3:6], gelu_tanh(gates[3:6]), rtol=2e-5, atol=1e-12)
+    np.testing.assert_allclose(out[6:], gelu_tanh(gates[6:]), rtol=1e-6)
+    assert (out[:3] == 0).all()
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_clamped_swiglu(rng, simd, dim):
+    x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 4
+    x[0, :2] = -3e38, 3e38
+    gate, up = np.minimum(x[:, :dim].astype(np.float64), 2.5), np.clip(x[:, dim:].astype(np.float64), -2.5, 2.5)
+    with np.errstate(over="ignore"):
+        want = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    out = clamped_swiglu(x, 1.702, 2.5)
+    np.testing.assert_allclose(out, want, rtol=3e-6, atol=2e-7)
+    rows = [clamped_swiglu(x[i : i + 1], 1.702, 2.5) for i in range(5)]
+    np.testing.assert_array_equal(np.concatenate(rows), out)
+
+
+@pytest.mark.parametrize("gate", [swiglu, geglu, lambda x: clamped_swiglu(x, 1.702, 7.0)])
+def test_gates_keep_nan(simd, gate):
+    x = np.ones((2, 34), np.float32)
+    x[0, 3], x[1, 17 + 5] = np.nan, np.nan
+    assert np.argwhere(np.isnan(gate(x))).tolist() == [[0, 3], [1, 5]]
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_softcap(rng, simd, dim):
+    x = rng.standard_normal((5, dim)).astype(np.float32) * 30
+    x[0, 0] = 3e38
+    out = softcap(x, 30.0)
+    np.testing.assert_allclose(out, 30 * np.tanh(x.astype(np.float64) / 30), rtol=1e-6)
+    np.testing.assert_array_equal(np.concatenate([softcap(x[i : i + 1], 30.0) for i in range(5)]), out)
+    assert softcap(x[:0], 30.0).shape == (0, dim)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(("experts", "count"), [(1, 1), (4, 2), (5, 5), (128, 8)])
+def test_top_experts(rng, experts, count, normalise):
+    logits = rng.integers(-3, 4, (50, experts)).astype(np.float32)  # many are equal
+    chosen, weights = top_experts(logits, count, normalise)
+    powers = np.exp(logits.astype(np.float64))
+    for row, ids, found, power in zip(logits, chosen, weights, powers, strict=True):
+        assert ids.tolist() == sorted(range(experts), key=lambda i: (-row[i], i))[:count]
+        np.testing.assert_allclose(found, power[ids] / (power[ids] if normalise else power).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_share_the_rows(rng, simd, threads):
+    """Rows in so many items that several threads compute them, the last item smaller: the bits of one thread."""
+    x = rng.standard_normal((301, 12, 64)).astype(np.float32)
+    weight = rng.standard_normal((9, 64)).astype(np.float32)
+    cos, sin = rng.standard_normal((2, 301, 24)).astype(np.float32)
+    calls = [
+        lambda: rms_norm(x[:, :9], weight, 1e-5),
+        lambda: rotate(x[:, 3:], cos, sin),
+        lambda: swiglu(x.reshape(301, -1)),
+        lambda: geglu(x.reshape(301, -1)),
+        lambda: clamped_swiglu(x.reshape(301, -1), 1.7, 7.0),
+    ]
+    before = get_num_threads()
+    try:
+        set_num_threads(1)
+        want = [call() for call in calls]
+        set_num_threads(threads)
+        for call, expected in zip(calls, want, strict=True):
+            np.testing.assert_array_equal(call(), expected)
+    finally:
+        set_num_threads(before)
+
+
+def test_mistakes():
+    x = np.ones((2, 6), np.float32)
+    with pytest.raises(ValueError, match=r"weight: expected \(6,\), got \(5,\)"):
+        rms_norm(x, np.ones(5, np.float32), 1e-5)
+    with pytest.raises(ValueError, match="x: expected an even number of columns, got 5"):
+        swiglu(np.ones((2, 5), np.float32))
+    for weight in (np.ones((1, 6), np.float32), np.ones((6, 1), np.float32)):
+        with pytest.raises(ValueError, match=r"weight: expected \(6,\), got"):
+            rms_norm(x, weight, 1e-5)
+    with pytest.raises(ValueError, match=r"x: expected a float32 array, got float64 \(2, 6\)"):
+        rms_norm(x.astype(np.float64), x[0], 1e-5)
+    with pytest.raises(ValueError, match=r"x: expected \(n, 2 \* dim\), got \(6,\)"):
+        swiglu(x[0])
+    with pytest.raises(ValueError, match=r"x: expected \(n, heads, dim\), got \(2, 6\)"):
+        rotate(x, x, x)
+    heads, angles = np.ones((2, 3, 8), np.float32), np.ones((2, 4), np.float32)
+    with pytest.raises(ValueError, match=r"sin: expected \(2, 4\), got \(2, 3\)"):
+        rotate(heads, angles, np.ones((2, 3), np.float32))
+    with pytest.raises(ValueError, match="cos: expected at most 3 pairs of 7 channels, got 4"):
+        rotate(heads[:, :, :7], angles, angles)
+    for gate in (geglu, lambda x: clamped_swiglu(x, 1.0, 1.0)):
+        with pytest.raises(ValueError, match="x: expected an even number of columns, got 5"):
+            gate(np.ones((2, 5), np.float32))
+    for count in (0, 4):
+        with pytest.raises(ValueError, match=f"count: expected 1 to 3 experts, got {count}"):
+            top_experts(np.ones((2, 3), np.float32), count, True)
