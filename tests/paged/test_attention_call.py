@@ -28,6 +28,26 @@ def test_a_kept_call_does_not_change_with_the_arrays_it_was_made_of():
         call.sinks[0] = 2
 
 
+@pytest.mark.parametrize("options", [{"dtype": "f32"}, {"dtype": "q8"}, {"dtype": "q4", "residual_length": 12}])
+def test_one_call_for_two(rng, options):
+    """`write_and_attend` is `write_ragged` and `attention` of the same tokens, bit for bit."""
+    one, two = (PagedKvCache(20, 8, 2, 16, **options) for _ in range(2))
+    ids, lens = np.array([3, 7], np.uint64), np.array([5, 1])
+    for cache in (one, two):
+        cache.allocate_batch(ids, [0, 9])
+    sequences, calls = QueriedSequences(ids, lens).kept(), {4: (0, AttentionCall(0.3).kept())}
+    for _ in range(4):
+        keys, values = rng.standard_normal((2, 6, 2, 16), np.float32)
+        queries = rng.standard_normal((6, 4, 16), np.float32)
+        for cache in (one, two):
+            cache.append_batch(ids, lens)
+        one.write_ragged(0, ids, lens, keys, values)
+        want = one.attention(0, queries, ids, query_lens=lens, scale=0.3)
+        np.testing.assert_array_equal(two.write_and_attend(sequences, calls, 4, queries, keys, values), want)
+    with pytest.raises(ValueError, match="queries"):
+        two.write_and_attend(sequences, calls, 4, queries[:5], keys, values)
+
+
 @pytest.mark.parametrize("sinks", [[1.0, 2.0], np.ones((2, 4), np.float32)])
 def test_sinks_of_a_kept_call_are_those_of_the_queries(sinks):
     cache = PagedKvCache(8, 4, 2, 8)
