@@ -49,6 +49,7 @@ class Forged(Tensor):
     def __init__(self, array, **numbers):
         super().__init__(array)
         self.numbers = numbers
+        self.kept = []  # the shapes and strides of all its capsules
 
     def __dlpack__(self, **options):
         capsule = self.array.__dlpack__(**options)
@@ -58,7 +59,6 @@ class Forged(Tensor):
         ctypes.c_int32.from_address(at + NDIM).value = numbers["ndim"]
         if self.array.dtype == np.uint16:
             ctypes.c_uint8.from_address(at + CODE).value = 4
-        self.kept = []
         for name, place in (("shape", SHAPE), ("strides", STRIDES)):
             if name in numbers:
                 values = numbers[name]
