@@ -241,13 +241,10 @@ class Steps:
             except BaseException as error:  # of a logits processor, or logits that are not finite
                 self._scheduler.end(work, "error", as_failure(error, "logits_processor"))
                 return
-            new = work.num_tokens - before
-            work.times.extend([now] * new)
-            if new and before == work.num_prompt:
-                self._scheduler.observed.drew(work, now)
-            self._new_tokens += new
+            finally:
+                self._count_new(work, now)
             if guessed := max(0, start + n - before):
-                wrong = guessed - max(0, new - 1)  # the last one counts as drawn, not as run
+                wrong = guessed - max(0, work.num_tokens - before - 1)  # the last one counts as drawn, not as run
                 self._guessed += guessed
                 self._accepted += held
         try:
@@ -259,6 +256,14 @@ class Steps:
             self._scheduler.end(work, reason)
         elif len(rows) and (pending := self._pending.get(work.key[1])) is not None:
             pending.wake()
+
+    def _count_new(self, work: Work, now: float) -> None:
+        """Count the new tokens of a work, those too that it drew before a later one failed."""
+        new = work.num_tokens - work.num_prompt - len(work.times)
+        if new and not work.times:
+            self._scheduler.observed.drew(work, now)
+        work.times.extend([now] * new)
+        self._new_tokens += new
 
     def _fork(self, leader: Work, computed: int, now: float) -> list[Work]:
         """Begin the other samples of a request whose prompt has run; those for which there is room."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from places import GOLDEN
 from prefix_states import config, state
-from serving import GREEDY, Clock, prompts
+from serving import GREEDY, Clock, prompts, repeat
 
 from kvcache import BatchEngine, InvalidOperationError, PrefixCache, PrefixKvCache, SamplingParams
 from kvcache.engine import Transformer
@@ -190,6 +190,35 @@ class Blocking:
         self.begun.set()
         assert self.go.wait(60)
         return self.network.forward(*args, **options)
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_tokens_that_were_drawn_before_an_error_count(network, error):
+    """Guesses that held, before the logits processor failed behind them: each token has its time."""
+    prompt, drawn = [3, 40, 77, 114, 151] * 5, 0
+
+    def failing(text, logits):
+        if len(text) == fails_at:
+            broken.append(len(text))
+            raise error
+        repeat(text, logits)
+
+    for fails_at in range(len(prompt) + 1, len(prompt) + 30):
+        engine, broken = BatchEngine(network, num_blocks=8, clock=Clock()), []
+        params = SamplingParams(temperature=0.0, max_tokens=60, logits_processor=failing)
+        request = engine.submit(prompt, params)
+        try:
+            while not broken:
+                engine.step()
+        except KeyboardInterrupt:
+            request.cancel()
+        metrics = request.metrics
+        assert metrics.new_tokens == len(request.tokens) == fails_at - len(prompt)
+        assert len(metrics.itl) == metrics.new_tokens - 1
+        assert engine.stats().new_tokens == metrics.new_tokens
+        assert sum(engine.stats().first_token.counts) == 1
+        drawn += engine.stats().accepted_tokens
+    assert drawn > 0
 
 
 def test_reports_wait_for_no_pass(network):
