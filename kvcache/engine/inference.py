@@ -432,7 +432,8 @@ class InferenceEngine:
                 evicts: before the piece that does not fit).
 
         A failing call leaves the sequence unchanged. Only if the cache cannot hold both the new tokens and the old ones
-        from `pos` on does it leave just the tokens before `pos`.
+        from `pos` on does it leave just the tokens before `pos`. A text that crosses the border of longrope runs again
+        from its start: where the cache cannot hold it twice, a failing call leaves an empty sequence.
         """
         tokens, pos = as_tokens(tokens, self.config.vocab_size), as_count(pos, "pos")
         with self.requests.call:

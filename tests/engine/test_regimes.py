@@ -140,3 +140,30 @@ def test_a_sequence_of_unknown_tokens_cannot_be_extended(model):
 def test_eviction_is_refused(model):
     with pytest.raises(ValueError, match="eviction_policy: expected none for a network"):
         InferenceEngine(model, eviction_policy=EvictionPolicy.H2O(), kv_budget=30)
+
+
+@pytest.mark.parametrize(("blocks", "left"), [(6, 0), (10, 64)])
+def test_a_failing_pass_across_the_border(model, border, blocks, left):
+    """The text is as it was where the cache holds it twice, else empty; either way it can be computed again."""
+    failing = Failing(model)
+    engine = InferenceEngine(failing, num_blocks=blocks)
+    tokens = prompt(model, border + 1)
+    engine.prefill_from_pos(tokens[:border], 0)
+    failing.fails = True
+    with pytest.raises(ArithmeticError):
+        engine.decode_step(tokens[border], border)
+    failing.fails = False
+    assert (border, engine.num_tokens) == (64, left)
+    engine.check()
+    same_bits(engine.prefill_from_pos(tokens[left:], left), cold(model, tokens))
+    engine.check()
+
+
+class Failing:
+    def __init__(self, model):
+        self.model, self.config, self.regime, self.fails = model, model.config, model.regime, False
+
+    def forward(self, *args, **options):
+        if self.fails:
+            raise ArithmeticError
+        return self.model.forward(*args, **options)
