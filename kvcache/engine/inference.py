@@ -434,6 +434,10 @@ class InferenceEngine:
         A failing call leaves the sequence unchanged. Only if the cache cannot hold both the new tokens and the old ones
         from `pos` on does it leave just the tokens before `pos`. A text that crosses the border of longrope runs again
         from its start: where the cache cannot hold it twice, a failing call leaves an empty sequence.
+
+        With a residual, tokens of a group are packed once the next group begins. A step back into such a group, but not
+        to its beginning, reads them packed, so its logits differ from those of a text that ran in one piece. So do the
+        next logits after a failing call of several pieces, where the cache had no block left for a copy.
         """
         tokens, pos = as_tokens(tokens, self.config.vocab_size), as_count(pos, "pos")
         with self.requests.call:
