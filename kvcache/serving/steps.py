@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -326,10 +325,11 @@ class Steps:
 
     def _publish(self) -> None:
         """Bring the counters up to date. Without memory `stats` does it later: a cancellation needs none."""
-        self._is_stale = True
-        with suppress(MemoryError):
+        try:
             self._count()
             self._is_stale = False
+        except MemoryError:
+            self._is_stale = True
 
     def _count(self) -> None:
         observed = self._scheduler.observed
