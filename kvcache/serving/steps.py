@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -315,7 +316,7 @@ class Steps:
 
     def stats(self) -> BatchStats:
         """See `BatchEngine.stats`."""
-        if self._is_stale:  # the last publication had no memory
+        if self._is_stale and not self.lock.inside:  # the last publication had no memory, or an interrupt ended it
             self.lock.hand_over(self._publish)
         last, blocks = self._published, self._scheduler.pool.count()
         return replace(
@@ -325,11 +326,10 @@ class Steps:
 
     def _publish(self) -> None:
         """Bring the counters up to date. Without memory `stats` does it later: a cancellation needs none."""
-        try:
+        self._is_stale = True
+        with suppress(MemoryError):
             self._count()
             self._is_stale = False
-        except MemoryError:
-            self._is_stale = True
 
     def _count(self) -> None:
         observed = self._scheduler.observed

@@ -129,7 +129,7 @@ def test_a_text_that_cannot_fit_is_not_encoded(demo, monkeypatch):
     longest = max(map(len, demo.tokenizer.get_vocab()))
     text = "x" * (positions * longest + 1)
     engine = BatchEngine(demo.model, SamplingParams(max_tokens=1))
-    engine._text = demo._text
+    engine._text = demo.requests.text
     calls = [demo.complete, demo.generate, engine.submit, lambda text: engine.score_batch([text + "x" * longest])]
     monkeypatch.setattr(demo.tokenizer, "encode_batch_fast", None, raising=False)
     for call in calls:
