@@ -105,9 +105,13 @@ class Steps:
             work.deadline = None if deadline is None else now + deadline
         with self.inbox_lock:
             self.expect_room(len(works))
-            self._pending.update((work.key[1], pending) for work in works)
-            self._inbox.extend(works)
-            self._submitted += len(works)
+            try:
+                self._pending.update((work.key[1], pending) for work in works)
+                self._inbox.extend(works)
+                self._submitted += len(works)
+            except BaseException:  # an interrupt
+                self._count_again()
+                raise
         if self._thread is not None:
             self._thread.wake()
 
@@ -312,7 +316,12 @@ class Steps:
                 self._finished += 1
             each.wake()
         self._scheduler.ended.clear()
+        self._count_again()
         self._publish()
+
+    def _count_again(self) -> None:
+        """Count the works that were submitted: those that have ended, and those that have not."""
+        self._submitted = self._finished + len(self._pending)
 
     def stats(self) -> BatchStats:
         """See `BatchEngine.stats`."""
