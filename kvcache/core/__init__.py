@@ -1,1 +1,1 @@
-"""The bytes of blocks and who holds them: store, pool, heap, locks, attention over blocks."""
+"""The bytes of blocks and the references on them: store, pool, heap, locks, attention over blocks."""

@@ -74,8 +74,8 @@ class GgufFile(Mapping[str, TensorInfo]):
     Attributes:
         path: of the (first) file.
         metadata: the entries: int, float, bool, str; lists of str; arrays of numbers and bools. A float32 has the
-            value of its shortest decimal, such as 1e-5. A text that is not UTF-8 is bytes: it is an error for those
-            who read it alone.
+            value of its shortest decimal, such as 1e-5. A text that is not UTF-8 is bytes, which are an error
+            only where the entry is used.
     """
 
     def __init__(self, path: str | Path) -> None:

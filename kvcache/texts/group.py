@@ -30,7 +30,8 @@ from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.text import Text, Tokens
 
 __all__ = [
-    "CachedStart", "Group", "Ids", "LayerCall", "Lens", "append_within", "free_within", "has_blocks", "settle_within",
+    "CachedStart", "Group", "Ids", "LayerCall", "Lens", "append_within", "free_blocks",
+    "free_within", "has_blocks", "settle_within",
 ]
 
 Ids = NDArray[np.uint64]
@@ -197,6 +198,17 @@ def append_within(cache: PagedKvCache, ids: Ids, counts: Lens, reclaim: Reclaim)
         except OutOfMemoryError as error:
             if not reclaim(error):
                 raise
+
+
+def free_blocks(
+    cache: PagedKvCache, prefixes: PrefixCache | None, reclaim: Reclaim | None, error: OutOfMemoryError
+) -> bool:
+    """Whether blocks were freed that an append lacked: by eviction of cached ones, by another thread, by `reclaim`."""
+    if prefixes is not None and prefixes.evict(error.requested - error.available):
+        return True
+    if cache.free_block_count > error.available:
+        return True
+    return reclaim is not None and reclaim(error)
 
 
 def has_blocks(cache: PagedKvCache, prefixes: Iterable[PrefixCache], needed: int, claimed: int) -> bool:

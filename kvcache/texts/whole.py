@@ -23,6 +23,7 @@ from kvcache.texts.group import (
     Reclaim,
     Rows,
     append_within,
+    free_blocks,
     free_within,
     has_blocks,
     settle_within,
@@ -107,11 +108,7 @@ class WholeLayers:
         append_within(self.cache, ids, counts, self._make_room)
 
     def _make_room(self, error: OutOfMemoryError) -> bool:
-        if self.index is not None and self.index.evict(error.requested - error.available):
-            return True
-        if self.cache.free_block_count > error.available:  # another thread has freed some
-            return True
-        return self.reclaim is not None and self.reclaim(error)
+        return free_blocks(self.cache, self.index, self.reclaim, error)
 
     def expect_room(self, text: Text, index: int, pos: int, count: int, beside: bool) -> None:
         cache, kept = self.cache, -(-pos // self.cache.block_size)

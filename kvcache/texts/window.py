@@ -39,6 +39,7 @@ from kvcache.texts.group import (
     Lens,
     Reclaim,
     append_within,
+    free_blocks,
     free_within,
     has_blocks,
     settle_within,
@@ -154,11 +155,7 @@ class WindowLayers:
         append_within(self.cache, ids, counts, self._make_room)
 
     def _make_room(self, error: OutOfMemoryError) -> bool:
-        if self.pages is not None and self.pages.evict(error.requested - error.available):
-            return True
-        if self.cache.free_block_count > error.available:  # another thread has freed some
-            return True
-        return self.reclaim is not None and self.reclaim(error)
+        return free_blocks(self.cache, self.pages, self.reclaim, error)
 
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
         starts = np.array([text.places[index] for text in texts])

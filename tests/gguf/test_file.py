@@ -67,7 +67,7 @@ def test_metadata_of_the_package(tmp_path):
 
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
 def test_texts_that_are_no_unicode(save, monkeypatch, chunk):
-    """Descriptions in other encodings stop nobody: who reads such a text finds bytes."""
+    """A description in another encoding is no error: its entry is bytes."""
     monkeypatch.setattr(module, "_CHUNK", chunk)
     latin, texts = "naïve".encode("latin-1"), ["a", b"\xff\xfe", "ß", b"\xc3"]
     entries = [entry("general.description", STRING, string(latin)), entry("t", ARRAY, array(STRING, texts))]
