@@ -14,6 +14,9 @@ Each model becomes a folder with a checkpoint as `save_pretrained` writes it and
     greedy_<n>     uint32 (64,)          the greedy continuation, each token by a forward pass without a cache
     margin         float32 ()            the smallest distance between best and second-best along all of them
 
+A variant with `seeded=True` stores no weights: its folder is `seeded/<name>`, and `weights.json` says how
+`tests/support/seeded_weights.py` makes them, by the names of the file that `save_pretrained` writes.
+
 A random model is a useful reference only if its choices are clear. So weights are scaled such that logits spread over
 several units, and a seed is accepted only if float32 noise cannot change any greedy choice and the continuations do
 not repeat one token.
@@ -54,7 +57,11 @@ from transformers import (
     SmolLM3Config,
 )
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+import seeded_weights as seeding  # noqa: E402
+
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 200)
+SEEDED_LENGTHS = (1, 33, 100)
 CONTINUATION = 64
 MIN_MARGIN = 5e-3
 MIN_DISTINCT = 8
@@ -73,6 +80,10 @@ COMMON = {
     "eos_token_id": None,
     "pad_token_id": None,
     "attn_implementation": "eager",
+}
+SMALL = COMMON | {  # of seeded variants
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "head_dim": 24, "max_position_embeddings": 256,
 }
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA3_ROPE = {
@@ -107,13 +118,16 @@ VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num
 class Variant(NamedTuple):
     """One golden model: its configuration, stored dtype, and the size at which files are split.
 
-    `lengths` are those of its prompts. Models with another tower beside that of texts are in `towers/`.
+    `lengths` are those of its prompts. Models with another tower beside that of texts are in `towers/`, those whose
+    weights come from a seeded stream in `seeded/`. `exact`: parts of names of tensors that the file has in float32.
     """
 
     config: PreTrainedConfig
     dtype: torch.dtype
     max_shard_size: str = "1GB"
     lengths: tuple[int, ...] = PROMPT_LENGTHS
+    seeded: bool = False
+    exact: tuple[str, ...] = ()
 
 
 VARIANTS = {
@@ -278,6 +292,10 @@ VARIANTS = {
         torch.bfloat16,
         lengths=(33, 200),
     ),
+    "llama_odd": Variant(  # sizes that no other one has: a transposed matrix does not fit
+        LlamaConfig(**SMALL, rope_parameters=DEFAULT_ROPE, attention_bias=True), torch.bfloat16,
+        lengths=SEEDED_LENGTHS, seeded=True,
+    ),
     "gpt_oss": Variant(
         GptOssConfig(
             **COMMON | {"intermediate_size": 32}, head_dim=24, num_local_experts=5, num_experts_per_tok=2,
@@ -323,6 +341,46 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
         parameter.data.copy_(value)
 
 
+def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[float, float]:
+    """Standard deviation and mean of a tensor of a seeded variant, by its name in the file; as in `randomise`."""
+    config = config.get_text_config()
+    gain = 3.0 if getattr(config, "tie_word_embeddings", False) else 1.0
+    if "norm" in name and name.endswith("weight"):
+        return 0.2, 1.0
+    if name.endswith("bias"):
+        return 0.3, 0.0
+    if "embed_tokens" in name or "lm_head" in name:
+        return 0.4, 0.0
+    for part, size in (("q_proj", 1.6), ("k_proj", 1.6), ("router", 2.0), ("mlp.gate.weight", 2.0)):
+        if part in name:
+            return size * shape[-1] ** -0.5, 0.0
+    if any(part in name for part in ("o_proj", "down_proj", "out_proj")):
+        return gain * shape[-1] ** -0.5, 0.0
+    return shape[-1] ** -0.5, 0.0
+
+
+def seeded_weights(variant: Variant, seed: int, folder: Path) -> None:
+    """Write `weights.json` and the file of tensors that it describes, in place of those of `save_pretrained`."""
+    from safetensors import safe_open
+
+    shapes = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "np") as content:
+            shapes |= {name: content.get_slice(name).get_shape() for name in content.keys()}  # noqa: SIM118
+        file.unlink()
+    names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    spec: dict[str, Any] = {
+        "seed": seed, "dtype": names[variant.dtype],
+        "exact": sorted(name for name in shapes if any(part in name for part in variant.exact)),
+        "tensors": {name: [shape, *spread_of(name, shape, variant.config)] for name, shape in sorted(shapes.items())},
+    }
+    tensors = seeding.tensors_of(spec)
+    spec["digest"] = seeding.digest(tensors)
+    seeding.write(folder / "model.safetensors", tensors)
+    rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in spec.pop("tensors").items())
+    (folder / "weights.json").write_text(f'{json.dumps(spec)[:-1]}, "tensors": {{\n{rows}\n}}}}\n')
+
+
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """Logits (len(tokens), vocab) of one forward pass without a cache."""
@@ -352,7 +410,7 @@ def judge(model: PreTrainedModel, seed: int, lengths: tuple[int, ...]) -> dict[s
     arrays: dict[str, np.ndarray] = {}
     margin = float("inf")
     for length in lengths:
-        prompt = rng.integers(0, VOCAB, size=length).tolist()
+        prompt = rng.integers(0, model.config.get_text_config().vocab_size, size=length).tolist()
         logits = logits_of(model, prompt)
         positions = np.arange(length) if length < 100 else np.unique(np.append(np.arange(0, length, 12), length - 1))
         tokens = list(prompt)
@@ -389,6 +447,8 @@ def make(name: str, folder: Path) -> None:
         model = auto_class(variant).from_config(variant.config, attn_implementation="eager")
         randomise(model, torch.Generator().manual_seed(seed))
         model.to(variant.dtype).save_pretrained(folder, max_shard_size=variant.max_shard_size)
+        if variant.seeded:
+            seeded_weights(variant, seed, folder)
         stored = auto_class(variant).from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -399,7 +459,9 @@ def make(name: str, folder: Path) -> None:
         raise SystemExit(f"{name}: no seed gives clear choices")
     add_exact(variant, folder, arrays)
     np.savez_compressed(folder / "golden.npz", **arrays)
-    spread = float(np.std(arrays["logits_33"]))
+    spread = float(np.std(arrays[f"logits_{variant.lengths[-1]}"]))
+    if variant.seeded:
+        (folder / "model.safetensors").unlink()
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{name}: seed {seed}, margin {arrays['margin']:.4f}, spread {spread:.2f}, {size / 1024:.0f} KiB")
 
@@ -410,7 +472,7 @@ def main(names: list[str]) -> None:
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     for name in names or VARIANTS:
-        make(name, here / name)
+        make(name, here / ("seeded" if VARIANTS[name].seeded else "") / name)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
     (here / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 

@@ -1,0 +1,56 @@
+"""Golden networks whose weights come from a seeded stream, compared with transformers: see golden/make_golden.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from dense_runs import run_dense
+from seeded_weights import SEEDED, seeded
+from serving import run, settled
+
+from kvcache import BatchEngine
+from kvcache.engine import InferenceEngine, SamplingParams, Transformer
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
+NOISE = 2e-6  # of the largest logit: float32 against float64
+
+
+@pytest.fixture(scope="module", params=SEEDED)
+def golden(request):
+    """A loaded network, its reference arrays, and the lengths of its prompts."""
+    folder = seeded(request.param)
+    with np.load(folder / "golden.npz") as found:
+        arrays = dict(found)
+    lengths = sorted(int(name.removeprefix("prompt_")) for name in arrays if name.startswith("prompt_"))
+    return Transformer.from_pretrained(folder), arrays, lengths
+
+
+def test_networks(golden):
+    """Every position, compared with float64."""
+    model, arrays, lengths = golden
+    for length in lengths:
+        expected, theirs = arrays[f"exact_{length}"], arrays[f"logits_{length}"]
+        largest, rounding = np.abs(expected).max(), np.abs(theirs - expected).max()
+        whole = run_dense(model, arrays[f"prompt_{length}"])
+        rows = whole[arrays[f"positions_{length}"]]
+        np.testing.assert_allclose(rows, expected, rtol=0, atol=max(NOISE * largest, 2 * rounding))
+
+
+def test_texts(golden):
+    """The greedy continuation, alone in pieces and in a batch; logits do not depend on pieces."""
+    model, arrays, lengths = golden
+    prompts = [arrays[f"prompt_{length}"] for length in lengths]
+    expected = [arrays[f"greedy_{length}"].tolist() for length in lengths]
+    engines = [InferenceEngine(model, prefill_chunk=chunk) for chunk in (512, 7)]
+    for engine in engines:
+        assert [engine.generate(prompt, GREEDY) for prompt in prompts] == expected
+        engine.check()
+    whole, pieces = (engine.prefill_from_pos(prompts[-1], 0) for engine in engines)
+    np.testing.assert_array_equal(whole, pieces)
+    engine = BatchEngine(model)
+    requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
+    run(engine)
+    assert [request.completions()[0].tokens for request in requests] == expected
+    settled(engine)
