@@ -58,7 +58,7 @@ from transformers import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
-import seeded_weights as seeding  # noqa: E402
+import seeded_weights as seeding
 
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 200)
 SEEDED_LENGTHS = (1, 33, 100)
