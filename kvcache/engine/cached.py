@@ -168,21 +168,23 @@ class PrefixCachedEngine:
         return request.complete(self._stream_in_turn(request, namespace, whole=True))
 
     def apply_chat_template(
-        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False
+        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
+        template: Any = None,
     ) -> str | list[int]:
         """See `InferenceEngine.apply_chat_template`."""
         return self.inner.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=tokenize
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=tokenize, template=template
         )
 
     def chat(
-        self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, namespace: Hashable = None
+        self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
+        namespace: Hashable = None,
     ) -> Answer:
         """Do what `InferenceEngine.chat` does, with the prefix cache: only what is new in the conversation runs.
 
         A template may write earlier messages in another way than before: what is reused goes by tokens.
         """
-        prompt = self._requests.chat_prompt(messages, tools)
+        prompt = self._requests.chat_prompt(messages, tools, template)
         request = self._checked(prompt, params, namespace, with_text=True)
         return Answer(request, self._stream_in_turn(request, namespace, whole=False))
 

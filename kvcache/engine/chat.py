@@ -16,16 +16,18 @@ from typing import Any
 from kvcache.engine.completion import FinishReason, Request
 from kvcache.errors import CheckpointError
 from kvcache.sampling.text_tokens import encoded
-from kvcache.sampling.tokenizer import CheckpointText, GgufText
+from kvcache.sampling.tokenizer import SPECIAL_TOKENS, CheckpointText, GgufText
 from kvcache.support.arguments import plain_int, short
 
-__all__ = ["Answer", "chat_tokens", "render"]
+__all__ = ["Answer", "chat_tokens", "render", "template_arguments"]
 
 _OLDEST = (3, 1, 6)  # of jinja2: earlier sandboxes have known holes
 # The keys by which templates and interfaces know the thoughts of an assistant, and where a template reads them.
 _THOUGHTS = {
     key: re.compile(rf"\.{key}\b|(['\"]){key}\1") for key in ("reasoning_content", "reasoning", "thinking")
 }
+# Variables that are not a caller's to give.
+_GIVEN = {"add_generation_prompt", "chat_template", "documents", "messages", "tools", *SPECIAL_TOKENS}
 _NEEDS = "a chat template needs the package jinja2, 3.1.6 or later: pip install 'kvcache-cpu[text]'"
 
 
@@ -87,15 +89,17 @@ def chat_tokens(text: CheckpointText | GgufText | None, rendered: str, most: int
 
 
 def render(
-    text: CheckpointText | GgufText | None, messages: Any, tools: Any = None, add_generation_prompt: bool = True
+    text: CheckpointText | GgufText | None, messages: Any, tools: Any = None, add_generation_prompt: bool = True,
+    template: Any = None,
 ) -> str:
     """A conversation in the words of the checkpoint's template; see `InferenceEngine.apply_chat_template`."""
-    if text is None or (template := text.template("tool_use" if tools else "default")) is None:
+    if text is None or (source := text.template("tool_use" if tools else "default")) is None:
         raise ValueError("messages: expected an engine whose checkpoint has a chat template, got none")
-    conversation = [_with_thoughts(template, _in_words_of(template, each)) for each in _messages(messages)]
+    conversation = [_with_thoughts(source, _in_words_of(source, each)) for each in _messages(messages)]
     known = None if tools is None else _tools(tools)
-    compiled = _compiled(template)
-    names: dict[str, Any] = {"messages": conversation, "tools": known, "documents": None, **text.special_tokens}
+    more = {} if template is None else template_arguments(template, "template")
+    compiled = _compiled(source)
+    names = {"messages": conversation, "tools": known, "documents": None, **more, **text.special_tokens}
     try:
         return str(compiled.render(names, add_generation_prompt=bool(add_generation_prompt)))
     except MemoryError:
@@ -154,6 +158,27 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     found = _plain(tools, "tools")
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
         raise TypeError(f"tools: expected a list of JSON schemas, dicts, got {short(tools)}")
+    return found
+
+
+def template_arguments(template: Any, name: str) -> dict[str, Any]:
+    """A copy of what a caller gives to a template beside messages and tools: plain data by names of variables.
+
+    Args:
+        name: of the argument, for messages.
+
+    Raises:
+        TypeError: not a mapping of plain data.
+        ValueError: a name that the engine gives itself, or none that a template can have.
+    """
+    found = _plain(template, name)
+    if not isinstance(found, dict):
+        raise TypeError(f"{name}: expected a dict, got {short(template)}")
+    for variable in found:
+        if not isinstance(variable, str) or not variable.isidentifier() or variable.startswith("_"):
+            raise ValueError(f"{name}: expected names of variables, got {short(variable)}")
+        if variable in _GIVEN:
+            raise ValueError(f"{name}: expected other names than {', '.join(sorted(_GIVEN))}, got {variable}")
     return found
 
 

@@ -353,7 +353,8 @@ class InferenceEngine:
         return self.requests.stream(self._request(prompt_tokens, params), whole=False)
 
     def apply_chat_template(
-        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False
+        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
+        template: Any = None,
     ) -> str | list[int]:
         """A conversation in the words of the checkpoint's chat template, as transformers writes it.
 
@@ -362,20 +363,23 @@ class InferenceEngine:
             tools: JSON schemas of functions, dicts.
             add_generation_prompt: whether the beginning of the answer follows.
             tokenize: return token ids instead of the text. The tokenizer adds no special tokens to those in the text.
+            template: more variables of the template, such as `{"enable_thinking": False}`: plain data by their names.
 
         Raises:
             TypeError, ValueError: no template or tokenizer; messages that the template does not take.
             ImportError: without the packages of the extra `text`. CheckpointError: a damaged template.
         """
-        text = render(self.requests.text, messages, tools, add_generation_prompt)
+        text = render(self.requests.text, messages, tools, add_generation_prompt, template)
         return chat_tokens(self.requests.text, text) if tokenize else text
 
-    def chat(self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None) -> Answer:
+    def chat(
+        self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None
+    ) -> Answer:
         """Answer a conversation: an iterator of pieces of text, which `stream` computes token by token.
 
         Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
         """
-        request = self._request(self.requests.chat_prompt(messages, tools), params, with_text=True)
+        request = self._request(self.requests.chat_prompt(messages, tools, template), params, with_text=True)
         return Answer(request, self.requests.stream(request, whole=False))
 
     def score(self, tokens: Any) -> Float32:

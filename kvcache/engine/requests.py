@@ -62,9 +62,9 @@ class Requests:
         params = as_instance(params, SamplingParams, "params")
         return self.new.request(prompt, params, lambda: self.tokenizer, **options)
 
-    def chat_prompt(self, messages: Any, tools: Any) -> list[int]:
+    def chat_prompt(self, messages: Any, tools: Any, template: Any) -> list[int]:
         """The token ids of a conversation, behind which the answer begins; errors as of `InferenceEngine.chat`."""
-        return chat_tokens(self.text, render(self.text, messages, tools), self.max_positions)
+        return chat_tokens(self.text, render(self.text, messages, tools, template=template), self.max_positions)
 
     def enlarge(self, blocks: int, cached: int | None = None) -> None:
         """Begin an empty text in a pool of `blocks` more; `cached` of them are for prefixes, None: there are none."""

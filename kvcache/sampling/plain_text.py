@@ -57,44 +57,63 @@ class PlainText:
         self._beginnings = {content[:n] for content in ids for n in range(1, len(content))}
         self._endings = {content[n:] for content in ids for n in range(1, len(content))}
         self._longest = max(map(len, ids), default=0)
+        self._contents = "\n".join(ids)
 
     def encode(self, text: str, name: str = "prompt", *, most: int | None = None) -> list[int]:
         """The token ids of a text; see `encoded` for the arguments and errors."""
         return encoded(self._tokenizer, text, name, most=most)
 
-    def encode_chat(self, messages: Any, render: Callable[[Any], Any], *, most: int | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Any, render: Callable[..., Any], *, most: int | None = None, **options: Any
+    ) -> list[int]:
         """The token ids of a conversation.
 
         Args:
             messages: as of `InferenceEngine.apply_chat_template`.
             render: that method, or another function that writes messages as a text.
             most: as of `encoded`.
+            options: more arguments of `render`, in which special tokens are text too, such as `tools`.
         """
         marks: dict[str, str] = {}
-        text = str(render(self._hidden(messages, marks)))
+        text = str(render(self._hidden_messages(messages, marks), **self._hidden(options, marks)))
         text = self._special.sub(lambda found: self._names[found[0]], text)
         contents = {mark: content for content, mark in marks.items()}
         text = self._mark.sub(lambda found: contents.get(found[0], found[0]), text)
         return encoded(self._tokenizer, text, "messages", most=most, add_special_tokens=False)
 
+    def _hidden_messages(self, messages: Any, marks: dict[str, str]) -> Any:
+        hidden = self._hidden(messages, marks)
+        if isinstance(messages, (list, tuple)):
+            for message, found in zip(messages, hidden, strict=True):
+                if isinstance(message, Mapping) and "role" in message:
+                    found["role"] = message["role"]
+        return hidden
+
     def _hidden(self, value: Any, marks: dict[str, str], depth: int = 101) -> Any:
-        """Messages with marks in place of special tokens; `marks` gets those of their contents."""
+        """Plain data with marks in place of special tokens; `marks` gets those of their contents."""
         if depth == 0:
             return value  # too deep for `render` too
         if isinstance(value, str):
             return self._hidden_in(str.__str__(value), marks)
         if isinstance(value, Mapping):
             return {
-                key: each if key == "role" else self._hidden(each, marks, depth - 1) for key, each in value.items()
+                self._hidden_key(key, marks): self._hidden(each, marks, depth - 1) for key, each in value.items()
             }
         if isinstance(value, (list, tuple)):
             return [self._hidden(each, marks, depth - 1) for each in value]
         return value
 
+    def _hidden_key(self, key: Any, marks: dict[str, str]) -> Any:
+        """A key; templates know those that are identifiers, and write the others, of schemas say, as texts."""
+        return key if not isinstance(key, str) or key.isidentifier() else self._hidden_in(str.__str__(key), marks)
+
     def _hidden_in(self, text: str, marks: dict[str, str]) -> str:
         def mark(content: str) -> str:
             return marks.setdefault(content, f"{self._secret}9{len(marks):06}") if content else ""
 
+        inner = text.strip()
+        if 0 < len(inner) < self._longest and not inner.isidentifier() and inner in self._contents:
+            return text.replace(inner, mark(inner))  # the middle of one: a template may write `<` and `>` around it
         text = self._special.sub(lambda found: mark(found[0]), text)
         # A special token may also lie half in this text and half in the next one. Templates trim texts, so white space
         # at the ends does not count.

@@ -16,9 +16,9 @@ from kvcache.sampling.tokenizer_json import check_tokenizer_json
 from kvcache.sampling.vocabulary_tokenizer import build_tokenizer, tokenizer_of
 from kvcache.support.arguments import short
 
-__all__ = ["CheckpointText", "GgufText"]
+__all__ = ["SPECIAL_TOKENS", "CheckpointText", "GgufText"]
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST_TEMPLATES = 64
 _MAX_BYTES = 256 * 2**20  # vocabularies of 256 000 tokens take 40 MB
 
@@ -124,7 +124,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 def _special_tokens(path: Path, content: dict[str, Any]) -> dict[str, str]:
     found = {}
-    for name in _SPECIAL:
+    for name in SPECIAL_TOKENS:
         value = content.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if not isinstance(text, (str, type(None))):

@@ -288,10 +288,11 @@ class BatchEngine:
         return [work.scores for work in works]
 
     def apply_chat_template(
-        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False
+        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
+        template: Any = None,
     ) -> Any:
         """A conversation in the words of the checkpoint's template; see `InferenceEngine.apply_chat_template`."""
-        text = render(self._text, messages, tools, add_generation_prompt)
+        text = render(self._text, messages, tools, add_generation_prompt, template)
         return chat_tokens(self._text, text) if tokenize else text
 
     # -- steps ----------------------------------------------------------------------------------------------

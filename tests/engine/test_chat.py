@@ -9,7 +9,14 @@ from chat_folders import PLAIN, REWRITING, chat_folder
 from gguf_files import ARRAY, STRING, U32, convert
 from places import GOLDEN
 
-from kvcache import CheckpointError, InferenceEngine, InvalidOperationError, PrefixCachedEngine, SamplingParams
+from kvcache import (
+    BatchEngine,
+    CheckpointError,
+    InferenceEngine,
+    InvalidOperationError,
+    PrefixCachedEngine,
+    SamplingParams,
+)
 from kvcache.engine.chat import render
 from kvcache.sampling.tokenizer import CheckpointText
 
@@ -134,6 +141,31 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": " a"}, {"type": "t
 def test_contents_of_none_and_of_parts(tmp_path, template, message, text):
     """A template gets none, or a list, only where it knows them; transformers then writes the same."""
     assert written(tmp_path, "{% for m in messages %}" + template + "{% endfor %}", [message]) == text
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_variables_of_the_template(folder, tmp_path, cached):
+    """Every engine hands them on; what the engine gives itself stays its own."""
+    switch = PLAIN + "{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}{{ level or '' }}"
+    folder = chat_folder(tmp_path / "x", switch)
+    engine = InferenceEngine.from_pretrained(folder)
+    plain = engine.apply_chat_template(TALK)
+    chosen = {"enable_thinking": False, "level": "high"}
+    tokens = engine.apply_chat_template(TALK, tokenize=True, template=chosen)
+    assert engine.apply_chat_template(TALK, template=chosen) == plain + "<no>high"
+    assert BatchEngine.from_pretrained(folder).apply_chat_template(TALK, tokenize=True, template=chosen) == tokens
+    talking = PrefixCachedEngine(engine, 200) if cached else engine
+    assert talking.apply_chat_template(TALK, tokenize=True, template=chosen) == tokens
+    answer = talking.chat(TALK, GREEDY, template=chosen)
+    assert answer.prompt_tokens == len(tokens)
+    assert "".join(answer) == engine.complete(tokens, GREEDY).text
+    for wrong, error in (
+        ({"messages": []}, ValueError), ({"bos_token": "x"}, ValueError), ({"chat_template": "x"}, ValueError),
+        ({"a b": 1}, ValueError), ({"_x": 1}, ValueError), ({1: 1}, ValueError), ({"x": object()}, TypeError),
+        ([1], TypeError),
+    ):
+        with pytest.raises(error, match="template: expected"):
+            talking.apply_chat_template(TALK, template=wrong)
 
 
 def test_values_of_subclasses_are_plain(tmp_path):
