@@ -28,7 +28,7 @@ def run_piece(
     count, options = len(tokens), [each.options() for each in layer_attention(model)]
     cache.append(0, count)
 
-    def attend(layer: int, queries: Float32, keys: Float32, values: Float32, _: Any = None, /) -> Float32:
+    def attend(layer: int, queries: Float32, keys: Any, values: Any, _: Any = None, /) -> Float32:
         cache.write(layer, 0, keys, values)
         if note is not None:
             note(layer, queries, keys)

@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 
 from kvcache.core.attention_call import AttentionCall
 
-__all__ = ["Attend", "LayerAttention", "Logits", "Model", "NetworkConfig", "StreamingModel", "layer_attention"]
+__all__ = [
+    "Attend", "LayerAttention", "Logits", "Model", "NetworkConfig", "StreamingModel", "layer_attention",
+    "unlike_layers",
+]
 
 Float32 = NDArray[np.float32]
 Logits = Literal["last", "all", "none"]
@@ -29,12 +32,17 @@ class LayerAttention:
         window: a query sees itself and the `window - 1` tokens before it; None: all tokens before it.
         softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
         sinks: `(num_heads,)`, a logit per query head that joins the normaliser of the softmax; None: there are none.
+        num_kv_heads, head_dim: of this layer; None: those of the configuration.
+        kv_layer: an earlier layer, whose K and V this one reads; None: it has its own.
     """
 
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: Float32 | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    kv_layer: int | None = None
 
     def call(self) -> AttentionCall:
         """These options, checked and copied, for all calls of the layer."""
@@ -67,16 +75,17 @@ class Attend(Protocol):
     """The function that a network calls once per layer, in order: it stores keys and values and attends."""
 
     def __call__(
-        self, layer: int, queries: Float32, keys: Float32, values: Float32, sink_queries: Float32 | None = None, /
+        self, layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None,
+        sink_queries: Float32 | None = None, /,
     ) -> Float32:
         """Causal attention over all tokens stored so far, the new ones included.
 
         Args:
             layer: 0 to `num_layers - 1`.
             queries: `(n, num_heads, head_dim)`, position embedding applied. Scores are scaled by
-                `head_dim**-0.5`.
-            keys: `(n, num_kv_heads, head_dim)`, position embedding applied.
-            values: `(n, num_kv_heads, head_dim)`.
+                `head_dim**-0.5`. Of a layer with a `kv_layer` they may be those of the rows of `logits` alone.
+            keys: `(n, num_kv_heads, head_dim)`, position embedding applied; None of a layer with a `kv_layer`.
+            values: `(n, num_kv_heads, head_dim)`; None of such a layer.
             sink_queries: the same queries with the position embedding of `sink_positions`, if `forward` got these;
                 shaped like `queries`.
 
@@ -113,7 +122,7 @@ class Model(Protocol):
             tokens: `(n,)`, ids below `vocab_size`. Several sequences may be concatenated; only `attend` needs to know
                 where each ends.
             positions: `(n,)`, the position of each token in its sequence.
-            attend: called once for each layer.
+            attend: called once for each layer, of those with a `kv_layer` only if there are queries.
             logits: which rows to return.
 
         Returns:
@@ -149,10 +158,43 @@ class StreamingModel(Protocol):
 
 
 def layer_attention(model: Model) -> tuple[LayerAttention, ...]:
-    """How each layer of a network attends. A window of all positions or more is none."""
-    config = model.config
-    found = getattr(model, "attention", None)
-    if found is None:
-        return (LayerAttention(),) * config.num_layers
+    """How each layer of a network attends, with its sizes. A window of all positions or more is none.
+
+    Raises:
+        ValueError: a `kv_layer` that is no earlier layer with K and V of its own, or has another window or other sizes.
+    """
+    config, found = model.config, list[LayerAttention]()
     most = config.max_position_embeddings
-    return tuple(replace(each, window=None) if each.window and each.window >= most else each for each in found)
+    for layer, each in enumerate(getattr(model, "attention", None) or (LayerAttention(),) * config.num_layers):
+        each = replace(
+            each, window=None if each.window and each.window >= most else each.window,
+            num_kv_heads=each.num_kv_heads or config.num_kv_heads, head_dim=each.head_dim or config.head_dim,
+        )
+        found.append(each)
+        if each.kv_layer is not None:
+            _check_owner(found, layer)
+    return tuple(found)
+
+
+def unlike_layers(model: Model) -> str:
+    """What tells layers apart that do not all have K and V of one size, for messages; empty: nothing does."""
+    attention = layer_attention(model)
+    if any(each.kv_layer is not None for each in attention):
+        return "layers that read K and V of others"
+    return "layers of several sizes" if len({(each.num_kv_heads, each.head_dim) for each in attention}) > 1 else ""
+
+
+def _check_owner(found: list[LayerAttention], layer: int) -> None:
+    """Raise ValueError unless the last layer can read the K and V of its `kv_layer`."""
+    each = found[layer]
+    owner = found[each.kv_layer] if each.kv_layer is not None and 0 <= each.kv_layer < layer else None
+    if owner is None or owner.kv_layer is not None:
+        raise ValueError(
+            f"attention[{layer}].kv_layer: expected an earlier layer with K and V of its own, got {each.kv_layer}"
+        )
+    own, wanted = ((a.window, a.num_kv_heads, a.head_dim) for a in (each, owner))
+    if own != wanted:
+        raise ValueError(
+            f"attention[{layer}]: expected window, num_kv_heads and head_dim of layer {each.kv_layer}, {wanted}, "
+            f"got {own}"
+        )

@@ -540,9 +540,11 @@ class PagedKvCache:
 
     def write_and_attend(
         self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall]], layer: int,
-        queries: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike, _: Any = None, /,
+        queries: npt.ArrayLike, keys: npt.ArrayLike | None, values: npt.ArrayLike | None, _: Any = None, /,
     ) -> Float32:
         """`write_ragged` of the newest tokens, and `attention` of their queries: what a layer does in a pass.
+
+        Without keys and values it attends alone, over those that another layer of the network has written here.
 
         Args:
             sequences: with the number of new tokens of each as `query_lens`; `kept`, as the calls are.
@@ -551,7 +553,8 @@ class PagedKvCache:
             queries: `(sum(query_lens), num_query_heads, head_dim)`; other arguments as of these two.
         """
         number, call = calls[layer]
-        self._sequences.write_batch(number, sequences.ids, self._blocks.as_rows(keys, values), sequences.lens)
+        if keys is not None and values is not None:
+            self._sequences.write_batch(number, sequences.ids, self._blocks.as_rows(keys, values), sequences.lens)
         mixed: Float32 = self._attention.over(number, queries, sequences, call)
         return mixed
 

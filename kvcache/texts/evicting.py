@@ -171,7 +171,7 @@ class EvictingLayers:
             parts.append((slice(stop - count, stop), self._caches[place.cache], own, np.array([count]), drawn, hole))
 
         def attend(
-            layer: int, queries: Float32, keys: Float32, values: Float32, sink_queries: Float32 | None = None, /
+            layer: int, queries: Float32, keys: Any, values: Any, sink_queries: Float32 | None = None, /
         ) -> Float32:
             mixed = []
             for part, cache, own, count, drawn, hole in parts:

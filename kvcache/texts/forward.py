@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.networks.protocols import Float32, Model
+from kvcache.networks.protocols import Attend, Float32, Model, layer_attention
+from kvcache.texts.group import Lens
 from kvcache.texts.pool import Pool
 from kvcache.texts.text import Text
 
@@ -34,6 +35,7 @@ class Forward:
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model, self.pool, self._vocab_size = model, pool, model.config.vocab_size
         self._selects = bool(getattr(model, "selects_rows", False))
+        self._shares = any(each.kv_layer is not None for each in layer_attention(model))
         regime: Callable[[int], int] | None = getattr(model, "regime", None)
         several = regime is not None and regime(1) != regime(model.config.max_position_embeddings)
         self.regime_of = regime if several else None
@@ -73,6 +75,8 @@ class Forward:
         elif not self._selects or len(rows) == len(tokens):
             wanted = "all"
         attend, places = self.pool.attend(texts, lens)
+        if self._shares and len(rows) < len(tokens):
+            attend = self._attend_by_rows(attend, texts, lens, due)
         if self.regime_of is not None:
             places = places | {"regime": texts[0].regime}
         logits = self._model.forward(tokens, positions, attend, wanted, **places)
@@ -84,3 +88,17 @@ class Forward:
         if len(pieces) == 1:
             return [logits]
         return [logits[end - count : end] for end, count in zip(ends.tolist(), due.tolist(), strict=True)]
+
+    def _attend_by_rows(self, attend: Attend, texts: Sequence[Text], lens: Lens, due: Lens) -> Attend:
+        """`attend` of a pass, which also takes the queries of its last `due` rows alone, of layers without K and V."""
+        some, num_rows, fewer = [text for text, count in zip(texts, due, strict=True) if count], int(lens.sum()), attend
+        if some:
+            fewer, _ = self.pool.attend(some, due[due > 0])
+
+        def attend_either(
+            layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None, sinks: Float32 | None = None, /
+        ) -> Float32:
+            call = attend if keys is not None or len(queries) == num_rows else fewer
+            return call(layer, queries, keys, values, sinks)
+
+        return attend_either

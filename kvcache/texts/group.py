@@ -23,14 +23,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.attention_call import AttentionCall
 from kvcache.errors import OutOfMemoryError
-from kvcache.networks.protocols import Attend, Float32
+from kvcache.networks.protocols import Attend, Float32, LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.text import Text, Tokens
 
 __all__ = [
-    "CachedStart", "Group", "Ids", "LayerCall", "Lens", "append_within", "free_blocks",
+    "CachedStart", "Group", "Ids", "LayerCall", "Lens", "append_within", "calls_of", "free_blocks",
     "free_within", "has_blocks", "settle_within",
 ]
 
@@ -67,7 +68,7 @@ class Group(Protocol):
     """Layers that keep tokens in one way.
 
     Attributes:
-        layers: of the network, ascending.
+        layers: of the network, ascending; those that read K and V of another one are in its group.
         caches: the paged caches of K and V.
         prefixes: the prefix caches over these, of what `longest` and `hold` find.
         reclaim: called with the OutOfMemoryError where there are too few blocks; whether it has freed some.
@@ -187,6 +188,17 @@ class Group(Protocol):
     def check(self, texts: Sequence[Text], index: int) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
         ...
+
+
+def calls_of(
+    layers: Sequence[int], attention: Sequence[LayerAttention]
+) -> dict[int, tuple[int, AttentionCall]]:
+    """For each layer that reads K and V of one of these: which of them, and how it attends."""
+    number_of = {layer: i for i, layer in enumerate(layers)}
+    owners = [layer if each.kv_layer is None else each.kv_layer for layer, each in enumerate(attention)]
+    return {
+        layer: (number_of[owner], attention[layer].call()) for layer, owner in enumerate(owners) if owner in number_of
+    }
 
 
 def append_within(cache: PagedKvCache, ids: Ids, counts: Lens, reclaim: Reclaim) -> None:

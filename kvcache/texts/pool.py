@@ -168,7 +168,7 @@ class Pool:
         calls = {layer: found[i][0] for layer, i in self._group_of.items()}
 
         def attend(
-            layer: int, queries: Float32, keys: Float32, values: Float32, sinks: Float32 | None = None, /
+            layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None, sinks: Float32 | None = None, /
         ) -> Float32:
             return calls[layer](layer, queries, keys, values, sinks)
 

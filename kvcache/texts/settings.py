@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from kvcache.calibration.residual import most_unpacked
 from kvcache.core.layer_formats import Formats, formats_of_layers, is_mixed, unpacked
 from kvcache.core.rowformat import Format
 from kvcache.core.store import BlockStore
 from kvcache.eviction import EvictionPolicy
-from kvcache.networks.protocols import Model, layer_attention
+from kvcache.networks.protocols import LayerAttention, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.residual import row_block
 from kvcache.prefix.prefix_cache import PrefixCache
@@ -27,7 +27,7 @@ from kvcache.texts.storage import Storage
 from kvcache.texts.whole import WholeLayers
 from kvcache.texts.window import WindowLayers, num_kept, num_pages
 
-__all__ = ["CacheSettings", "Load"]
+__all__ = ["CacheSettings", "LayerKind", "Load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,14 @@ class Load:
     default_contexts: int = 1
 
 
+class LayerKind(NamedTuple):
+    """What layers have in common whose K and V lie in one cache."""
+
+    window: int
+    num_kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
     """The arguments of an engine about its caches, checked.
@@ -64,8 +72,9 @@ class CacheSettings:
         budgets: of layers that evict; None: they keep all tokens.
         rotate, block_size, num_blocks, max_memory_bytes: see `InferenceEngine`.
         make_cache: makes a cache of its keyword arguments.
+        attention: how each layer attends.
         whole: the layers that keep all tokens, ascending.
-        windows: the layers of each window.
+        windows: the layers of each window, or of other sizes; those that read K and V of another layer are left out.
     """
 
     model: Model
@@ -77,8 +86,9 @@ class CacheSettings:
     num_blocks: int | None
     max_memory_bytes: int | str | None
     make_cache: Callable[..., PagedKvCache]
-    whole: tuple[int, ...] = field(default=())
-    windows: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    attention: tuple[LayerAttention, ...]
+    whole: tuple[int, ...]
+    windows: dict[LayerKind, tuple[int, ...]]
 
     @classmethod
     def of(
@@ -91,10 +101,9 @@ class CacheSettings:
         """Check the arguments of an engine; see there for the errors."""
         block_size, config = as_count(block_size, "block_size", 1, most=None), model.config
         budgets = Budgets.of(eviction_policy, kv_budget, model)
-        whole, windows = _groups_of(model)
-        storage = Storage.of(
-            model, dtype, key_dtype, value_dtype, calibrate, residual_length, budgets, bool(windows)
-        )
+        attention = layer_attention(model)
+        whole, windows = _groups_of(attention, config.max_position_embeddings)
+        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, budgets)
         if num_blocks is not None:
             num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
         if budgets is not None and any(map(is_mixed, storage.dtypes)):
@@ -110,9 +119,11 @@ class CacheSettings:
                 f"got {budgets.policy}"
             )
         settings = cls(
-            model, load, storage, budgets, rotate, block_size, num_blocks, max_memory_bytes, make_cache, whole, windows
+            model, load, storage, budgets, rotate, block_size, num_blocks, max_memory_bytes, make_cache, attention,
+            whole, windows,
         )
-        settings.block_bytes(range(config.num_layers))  # raises for a format that is not supported
+        for layers in (whole, *windows.values()):
+            settings.block_bytes(layers)  # raises for a format that is not supported
         return settings
 
     @property
@@ -134,17 +145,21 @@ class CacheSettings:
 
     # -- sizes ----------------------------------------------------------------------------------------------
 
+    def _sizes(self, layers: Sequence[int]) -> tuple[int, int]:
+        """KV heads and channels of a head in these layers."""
+        config, each = self.model.config, self.attention[layers[0]] if len(layers) else LayerAttention()
+        return each.num_kv_heads or config.num_kv_heads, each.head_dim or config.head_dim
+
     def block_bytes(self, layers: Sequence[int]) -> int:
         """Bytes of K and V of a block of these layers."""
-        config, dtypes = self.model.config, [formats_of_layers(each, layers) for each in self.storage.dtypes]
-        settings = self.block_size, config.num_kv_heads, config.head_dim, *dtypes, self.rotate
-        return BlockStore(len(layers), 0, *settings).block_bytes
+        key, value = [formats_of_layers(each, layers) for each in self.storage.dtypes]
+        return BlockStore(len(layers), 0, self.block_size, *self._sizes(layers), key, value, self.rotate).block_bytes
 
     @property
     def _f16_bytes(self) -> int:
         """Bytes of a token in all layers, as a residual has it."""
-        config, (key, value) = self.model.config, map(unpacked, self.storage.dtypes)
-        return BlockStore(config.num_layers, 0, 1, config.num_kv_heads, config.head_dim, key, value).block_bytes
+        layers, (key, value) = range(self.model.config.num_layers), map(unpacked, self.storage.dtypes)
+        return BlockStore(len(layers), 0, 1, *self._sizes(layers), key, value).block_bytes
 
     @property
     def _most_f16(self) -> int:
@@ -188,8 +203,8 @@ class CacheSettings:
         """Bytes of K and V of a pool with so many blocks, of which the prefix cache may have `cached`."""
         number, size = self._newest(cached)
         windows = [
-            self.window_blocks(window, blocks, cached) * self.block_bytes(layers)
-            for window, layers in self.windows.items()
+            self.window_blocks(kind.window, blocks, cached) * self.block_bytes(layers)
+            for kind, layers in self.windows.items()
         ]
         f16 = self._most_f16 + number * size
         return blocks * self._own_bytes + sum(windows) + (f16 * self._f16_bytes if f16 else 0)
@@ -277,11 +292,11 @@ class CacheSettings:
 
     def _options(self, layers: Sequence[int], num_blocks: int) -> dict[str, Any]:
         """The arguments of a cache of these layers."""
-        keys, values = self.storage.formats_of(layers)
+        (keys, values), (num_heads, head_dim) = self.storage.formats_of(layers), self._sizes(layers)
         return {
-            "num_blocks": num_blocks, "block_size": self.block_size, "num_heads": self.model.config.num_kv_heads,
-            "head_dim": self.model.config.head_dim, "num_layers": len(layers), "key_dtype": keys,
-            "value_dtype": values, "rotate": self.rotate, "calibration": self.storage.calibration_of(layers),
+            "num_blocks": num_blocks, "block_size": self.block_size, "num_heads": num_heads, "head_dim": head_dim,
+            "num_layers": len(layers), "key_dtype": keys, "value_dtype": values, "rotate": self.rotate,
+            "calibration": self.storage.calibration_of(layers),
             "residual_length": self.storage.residual_length, "first_tokens": self.storage.firsts,
         }
 
@@ -294,7 +309,7 @@ class CacheSettings:
         """
         if self.budgets is not None:
             return self._evicting(self.budgets, num_blocks)
-        load, attention = self.load, layer_attention(self.model)
+        load, attention = self.load, self.attention
         cache = self.make_cache(**self._options(self.whole, num_blocks))
         if self._most_f16:
             cache.reserve_unpacked(self._most_f16)
@@ -305,7 +320,7 @@ class CacheSettings:
         shares = bool(load.texts) or cached is not None
         index = PrefixCache.over(cache, cached) if shares else None
         groups: list[Group] = [WholeLayers(self.whole, attention, cache, index, newest, load.drafts, own_ids)]
-        for window, layers in self.windows.items():
+        for (window, *_), layers in self.windows.items():
             kept, pages = window - 1 + load.spare, None
             paged = self.make_cache(**self._options(layers, self.window_blocks(window, num_blocks, cached or 0)))
             if shares:
@@ -321,13 +336,27 @@ class CacheSettings:
         def make_cache() -> PagedKvCache:
             return self.make_cache(**options)
 
-        group = EvictingLayers(budgets, layer_attention(self.model), make_cache, self.evicting_texts(num_blocks))
+        group = EvictingLayers(budgets, self.attention, make_cache, self.evicting_texts(num_blocks))
         return Pool([group], self.block_size, self.piece)
 
 
-def _groups_of(model: Model) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
-    """The layers that keep all tokens, ascending, and those of each window."""
-    found: dict[int, tuple[int, ...]] = {0: ()}
-    for layer, each in enumerate(layer_attention(model)):
-        found[each.window or 0] = (*found.get(each.window or 0, ()), layer)
-    return found[0], {window: found[window] for window in sorted(found) if window}
+def _groups_of(
+    attention: Sequence[LayerAttention], positions: int
+) -> tuple[tuple[int, ...], dict[LayerKind, tuple[int, ...]]]:
+    """The layers that keep all tokens, ascending, and the others with K and V of their own by their kind.
+
+    Of layers that keep all tokens those with the sizes of the first one are together; others have a window of all
+    positions.
+    """
+    whole, found = list[int](), dict[LayerKind, tuple[int, ...]]()
+    for layer, each in enumerate(attention):
+        if each.kv_layer is not None:
+            continue
+        first = attention[whole[0] if whole else layer]
+        sizes = each.num_kv_heads or 0, each.head_dim or 0
+        if each.window is None and sizes == (first.num_kv_heads, first.head_dim):
+            whole.append(layer)
+            continue
+        kind = LayerKind(each.window or positions, *sizes)
+        found[kind] = (*found.get(kind, ()), layer)
+    return tuple(whole), {kind: found[kind] for kind in sorted(found)}

@@ -10,10 +10,10 @@ from kvcache.calibration.checking import check_formats
 from kvcache.calibration.layer_losses import budget_of, formats_within
 from kvcache.calibration.residual import as_length, num_firsts
 from kvcache.core.calibration import Calibration
-from kvcache.core.layer_formats import Formats, formats_of_layers
+from kvcache.core.layer_formats import Formats, formats_of_layers, is_mixed
 from kvcache.core.rowformat import Format, stored_dtypes
 from kvcache.networks.model import Transformer
-from kvcache.networks.protocols import Model
+from kvcache.networks.protocols import Model, layer_attention, unlike_layers
 from kvcache.networks.tokens import as_tokens
 from kvcache.support.arguments import short
 from kvcache.texts.budgets import Budgets
@@ -46,22 +46,26 @@ class Storage(NamedTuple):
     def of(
         cls, model: Model, dtype: Formats | Format, key_dtype: Formats | Format | None,
         value_dtype: Formats | Format | None, calibrate: Any, residual_length: int | None, budgets: Budgets | None,
-        windows: bool,
     ) -> Storage:
         """Check the arguments of an engine.
 
         Args:
             budgets: of layers that evict; None: they keep all tokens.
-            windows: whether layers keep a window alone.
 
         Raises:
-            TypeError, ValueError: see `as_calibration`, `as_length` and `formats_within`.
+            TypeError, ValueError: see `as_calibration`, `as_length` and `formats_within`; a calibration of layers of
+                several sizes; a format for each of layers that share K and V.
         """
         formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
         dtypes, bits = stored_dtypes(formats, calibrate), budget_of(dtype)
         if bits is not None and (key_dtype is not None or value_dtype is not None):
             raise ValueError(f"key_dtype: expected None, as value_dtype, beside {short(dtype)}, got {short(formats)}")
-        without = _WINDOWS if windows else _STREAM if budgets is not None and budgets.endless else ""
+        unlike, windows = unlike_layers(model), any(each.window for each in layer_attention(model))
+        if unlike and calibrate is not None and calibrate is not False:
+            raise ValueError(f"calibrate: expected None or False with {unlike}, got {short(calibrate)}")
+        if any(each.kv_layer is not None for each in layer_attention(model)) and any(map(is_mixed, dtypes)):
+            raise ValueError(f"dtype: expected one format with {unlike}, got {short(formats)}")
+        without = _WINDOWS if windows else unlike or (_STREAM if budgets is not None and budgets.endless else "")
         one_format = without or ("an eviction_policy" if budgets is not None else "")
         calibration = as_calibration(model, calibrate, dtypes[0], one_format, bits is not None, centred=not without)
         if bits is not None and calibration is not None and calibration.losses is not None:

@@ -23,6 +23,7 @@ from kvcache.texts.group import (
     Reclaim,
     Rows,
     append_within,
+    calls_of,
     free_blocks,
     free_within,
     has_blocks,
@@ -41,7 +42,7 @@ class WholeLayers:
     beside its sequence: None.
 
     Args:
-        layers: of the network, ascending.
+        layers: of the network, ascending, with K and V of their own.
         attention: how each layer of the network attends.
         cache: K and V of these layers.
         index: the prefix cache over its blocks; None: nothing is cached.
@@ -55,9 +56,10 @@ class WholeLayers:
         index: PrefixCache | None = None, newest: NewestGroups | None = None, most_drafts: int = 0,
         own_ids: Iterable[int] | None = None,
     ) -> None:
-        self.layers, self.cache, self.index, self.newest = tuple(layers), cache, index, newest
+        self.cache, self.index, self.newest = cache, index, newest
         self.reclaim: Reclaim | None = None
-        self._calls = {layer: (own, attention[layer].call()) for own, layer in enumerate(layers)}
+        self._calls = calls_of(layers, attention)
+        self.layers = tuple(self._calls)
         self._most_drafts, self._own_ids = most_drafts, own_ids
         self._bytes = cache.total_memory_bytes
 

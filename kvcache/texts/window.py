@@ -39,6 +39,7 @@ from kvcache.texts.group import (
     Lens,
     Reclaim,
     append_within,
+    calls_of,
     free_blocks,
     free_within,
     has_blocks,
@@ -68,7 +69,7 @@ class WindowLayers:
     Args:
         window: a query sees itself and the `window - 1` tokens before it.
         kept: tokens that stay: those that the newest query sees, and some before, so that a text can be cut.
-        layers: of the network, ascending.
+        layers: of the network, ascending, with K and V of their own.
         attention: how each layer of the network attends.
         cache: K and V of these layers.
         pages: the cached windows; None: nothing is cached.
@@ -83,10 +84,11 @@ class WindowLayers:
         self, window: int, kept: int, layers: Sequence[int], attention: Sequence[LayerAttention], cache: PagedKvCache,
         pages: PrefixCache | None, most_piece: int, own_ids: Iterable[int] | None = None,
     ) -> None:
-        self.window, self.layers, self.cache, self.pages = window, tuple(layers), cache, pages
+        self.window, self.cache, self.pages = window, cache, pages
         self._size, self._most_piece, self._own_ids = cache.block_size, most_piece, own_ids
         self._kept = -(-kept // self._size) * self._size  # whole blocks: a fork then shares full ones alone
-        self._calls = {layer: (own, attention[layer].call()) for own, layer in enumerate(layers)}
+        self._calls = calls_of(layers, attention)
+        self.layers = tuple(self._calls)
         self.ends = 1
         self.reclaim: Reclaim | None = None
 

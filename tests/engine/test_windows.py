@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 from pace import half
-from recording_network import DIM, KV_HEADS, VOCABULARY, RecordingNetwork, same_outputs
+from recording_network import TOKENS, VOCABULARY, RecordingNetwork, same_outputs
 from windowed_networks import FOUR, FULL, KINDS, NONE, network, window
 
 from kvcache import EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.errors import InvalidOperationError
+from kvcache.networks.protocols import LayerAttention
 
 SPARE = 64  # tokens before a window that stay
 
@@ -30,15 +31,16 @@ def dense(model, layer, pos):
     """The attention of one query over all tokens that it sees, in float64."""
     attention = model.attention[layer]
     first = 0 if attention.window is None else max(0, pos - attention.window + 1)
-    keys, values = np.float64(model.rows[:, layer, model.kinds[first : pos + 1]])
-    query = np.float64(model.queries[layer, pos]).reshape(KV_HEADS, -1, DIM)
-    scores = np.einsum("hgd,nhd->hgn", query, keys) * (attention.scale or DIM**-0.5)
+    queries, keys, values = map(np.float64, model.layer_rows(layer, [pos], np.arange(first, pos + 1)))
+    heads, dim = keys.shape[1:]
+    query = queries[0].reshape(heads, -1, dim)
+    scores = np.einsum("hgd,nhd->hgn", query, keys) * (attention.scale or dim**-0.5)
     if attention.softcap is not None:
         scores = attention.softcap * np.tanh(scores / attention.softcap)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    sinks = 0 if attention.sinks is None else np.exp(attention.sinks.reshape(KV_HEADS, -1) - scores.max(axis=-1))
+    sinks = 0 if attention.sinks is None else np.exp(attention.sinks.reshape(heads, -1) - scores.max(axis=-1))
     weights /= (weights.sum(axis=-1) + sinks)[..., None]
-    return np.einsum("hgn,nhd->hgd", weights, values).reshape(-1, DIM)
+    return np.einsum("hgn,nhd->hgd", weights, values).reshape(-1, dim)
 
 
 def kept(engine):
@@ -88,7 +90,7 @@ def test_layers_with_a_window_keep_little_more(kind):
         it.decode_step(int(tokens[pos]), pos)
     groups = it._sequence.pool.groups[1:]
     for layer, positions in enumerate(kept(it)):
-        held = [group.window for group in groups if layer in group.layers]
+        held = [group.window for group in groups if layer in group.layers and group.window < TOKENS]
         if not held:
             assert positions == list(range(390))
             continue
@@ -99,7 +101,7 @@ def test_layers_with_a_window_keep_little_more(kind):
 def groups(model):
     """The layers that keep all tokens, and those of each window."""
     settings = InferenceEngine(model)._settings
-    return settings.whole, settings.windows
+    return settings.whole, {kind.window: layers for kind, layers in settings.windows.items()}
 
 
 def test_the_groups_of_a_network():
@@ -108,6 +110,52 @@ def test_the_groups_of_a_network():
     assert groups(network("two windows")) == ((1,), {20: (0,), 70: (2,)})
     model = RecordingNetwork((FULL, window(400), window(399)))
     assert groups(model)[0] == (0, 1), "a window of all positions is none"
+
+
+def test_the_groups_of_layers_of_several_sizes():
+    settings = InferenceEngine(network("two sizes"))._settings
+    assert settings.whole == (0,)
+    assert settings.windows == {(20, 1, 16): (3,), (20, 2, 16): (1,), (TOKENS, 2, 16): (2,)}
+    pool = InferenceEngine(network("shared"))._sequence.pool
+    assert [group.layers for group in pool.groups] == [(1, 5), (0, 3), (2, 4)]
+    assert [(c.num_layers, c.num_heads, c.head_dim) for group in pool.groups for c in group.caches] == [
+        (1, 2, 16), (1, 2, 16), (1, 1, 16),
+    ]
+
+
+@pytest.mark.parametrize(("layer", "message"), [
+    (LayerAttention(kv_layer=1), r"attention\[1\].kv_layer: expected an earlier layer with K and V of its own, got 1"),
+    (LayerAttention(kv_layer=-1), "expected an earlier layer with K and V of its own, got -1"),
+    (LayerAttention(kv_layer=0, head_dim=8), r"head_dim of layer 0, \(None, 2, 16\), got \(None, 2, 8\)"),
+    (window(9, kv_layer=0), r"expected window, num_kv_heads and head_dim of layer 0, \(None, 2, 16\), got \(9,"),
+])
+def test_layers_that_cannot_share_are_refused(layer, message):
+    with pytest.raises(ValueError, match=message):
+        InferenceEngine(RecordingNetwork((FULL, layer)))
+    with pytest.raises(ValueError, match=r"attention\[2\].kv_layer: expected an earlier layer with K and V of its own"):
+        InferenceEngine(RecordingNetwork((FULL, LayerAttention(kv_layer=0), LayerAttention(kv_layer=1))))
+
+
+@pytest.mark.parametrize(("layer", "what"), [
+    (LayerAttention(head_dim=8), "layers of several sizes"),
+    (LayerAttention(kv_layer=0), "layers that read K and V of others"),
+])
+def test_what_layers_of_several_sizes_cannot_have_says_so(layer, what):
+    def make(**options):
+        return InferenceEngine(RecordingNetwork((FULL, layer)), num_blocks=8, **options)
+
+    with pytest.raises(ValueError, match=f"eviction_policy: expected none for a network with {what}, got"):
+        make(eviction_policy=EvictionPolicy.H2O(), kv_budget=8)
+    with pytest.raises(ValueError, match=f"residual_length: expected 0 or none with {what}, got 64"):
+        make(dtype="q4", residual_length=64)
+    with pytest.raises(ValueError, match=f"calibrate: expected None or False with {what}"):
+        make(dtype="q4", calibrate=prompt(0, 20))
+    assert make(dtype="q4").residual_length == 0
+    if layer.kv_layer is None:
+        assert make(dtype=["q8", "q4"]).residual_length == 0
+    else:
+        with pytest.raises(ValueError, match=f"dtype: expected one format with {what}"):
+            make(dtype=["q8", "q4"])
 
 
 def test_a_text_can_be_cut_within_the_spare_tokens(rng, kind):

@@ -43,13 +43,22 @@ class RecordingNetwork:
             self.kinds[pos] = state
         self.outputs.clear()
 
+    def layer_rows(self, layer, places, seen):
+        """The queries at some positions, and K and V at others, in the sizes of a layer."""
+        attention = self.attention[layer]
+        owner = layer if attention.kv_layer is None else attention.kv_layer
+        heads, dim = attention.num_kv_heads or KV_HEADS, attention.head_dim or DIM
+        keys, values = self.rows[:, owner, self.kinds[seen], :heads, :dim]
+        return self.queries[layer, places, :, :dim], keys, values
+
     def forward(self, tokens, positions, attend, logits):
         for layer in range(self.config.num_layers):
             if self.countdown == 0:
                 raise InterruptedError("as planned")
             self.countdown -= 1
-            keys, values = self.rows[:, layer, self.kinds[positions]]
-            mixed = attend(layer, self.queries[layer, positions], keys, values)
+            queries, keys, values = self.layer_rows(layer, positions, positions)
+            own = self.attention[layer].kv_layer is None
+            mixed = attend(layer, queries, *((keys, values) if own else (None, None)))
             self.outputs.update({(layer, pos): row for pos, row in zip(positions.tolist(), mixed, strict=True)})
         scores = np.zeros(({"last": 1, "all": len(tokens), "none": 0}[logits], VOCABULARY), np.float32)
         scores[:, 0] = 1
@@ -59,5 +68,8 @@ class RecordingNetwork:
 def same_outputs(model, expected, atol=0.0):
     """Every query that one network has had gave what it gave in another one, which has had it too."""
     places = list(model.outputs)
-    found, want = ([outputs[place] for place in places] for outputs in (model.outputs, expected.outputs))
+    found, want = (
+        np.concatenate([outputs[place].ravel() for place in places]) if places else np.empty(0)
+        for outputs in (model.outputs, expected.outputs)
+    )
     np.testing.assert_allclose(found, want, rtol=0, atol=atol, err_msg=str(places))
