@@ -414,6 +414,12 @@ class PagedKvCache:
         rows = self._sequences.read(layer, seq_id, first, last, keys=as_output(keys), values=as_output(values))
         return rows if out is None else (keys, values)
 
+    def read_layers(self, seq_id: int, start: int = 0, stop: int | None = None) -> list[tuple[Float32, Float32]]:
+        """`read` for every layer: a list of `(keys, values)`."""
+        first, last = as_integer(start, "start"), None if stop is None else as_integer(stop, "stop")
+        seq_id, read = as_seq_id(seq_id), self._sequences.read
+        return [read(layer, seq_id, first, last) for layer in range(self.num_layers)]
+
     @overload
     def attention(
         self, layer: int, queries: npt.ArrayLike, seq_ids: npt.ArrayLike, *,

@@ -68,6 +68,8 @@ def as_seq_id(seq_id, str name="seq_id"):
         TypeError: not an integer.
         ValueError: out of range.
     """
+    if type(seq_id) is int and 0 <= seq_id < 1 << 64:  # nearly always
+        return seq_id
     if not is_integer(seq_id):
         raise TypeError(f"{name}: expected an int, got {type(seq_id).__name__}")
     number = plain_int(seq_id)

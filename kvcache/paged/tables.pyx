@@ -44,6 +44,19 @@ cdef const int64_t *counts_of(const int64_t[::1] counts, int64_t n, str name) ex
     return &counts[0] if n else NULL
 
 
+cdef bint _distinct(const int32_t[::1] values) except -1:
+    """Whether no two are equal; `np.unique` makes eight calls of Python."""
+    cdef int32_t[::1] ordered
+    cdef Py_ssize_t i
+    found = np.array(values)
+    found.sort()
+    ordered = found
+    for i in range(1, ordered.shape[0]):
+        if ordered[i - 1] == ordered[i]:
+            return False
+    return True
+
+
 cdef class BlockTables:
     """The block tables of all sequences over one pool.
 
@@ -214,7 +227,7 @@ cdef class BlockTables:
         """A new sequence whose first `num_tokens` tokens lie in `blocks`, which are in use: shared, not copied."""
         cdef int64_t i, count = self._blocks_for(num_tokens)
         self.records.refuse_taken(seq_id)
-        if blocks.shape[0] != count or len(np.unique(blocks)) != count:
+        if blocks.shape[0] != count or not _distinct(blocks):
             raise ValueError(f"block_ids: expected {count} distinct blocks for {num_tokens} tokens, "
                              f"got {np.asarray(blocks)}")
         self.pool.retain(blocks)

@@ -122,7 +122,7 @@ class NewestGroups:
     def _recall(self, group: Tokens, name: Hashable) -> tuple[int, list[tuple[Float32, Float32]]]:
         with self.cache.open_session(group, name) as found, self._sequence() as seq_id:
             self._paged.adopt(seq_id, found.shared_blocks, found.num_tokens)
-            return found.num_tokens, [self._paged.read(layer, seq_id) for layer in range(self._paged.num_layers)]
+            return found.num_tokens, self._paged.read_layers(seq_id)
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
