@@ -177,7 +177,7 @@ def layer_attention(model: Model) -> tuple[LayerAttention, ...]:
 
 
 def unlike_layers(model: Model) -> str:
-    """What tells layers apart that do not all have K and V of one size, for messages; empty: nothing does."""
+    """The differences between layers whose K and V have several sizes, for messages; empty: there are none."""
     attention = layer_attention(model)
     if any(each.kv_layer is not None for each in attention):
         return "layers that read K and V of others"

@@ -54,7 +54,7 @@ class Load:
 
 
 class LayerKind(NamedTuple):
-    """What layers have in common whose K and V lie in one cache."""
+    """The sizes that the layers of one cache share."""
 
     window: int
     num_kv_heads: int
