@@ -18,6 +18,7 @@ from kvcache.errors import CheckpointError
 from kvcache.sampling.text_tokens import encoded
 from kvcache.sampling.tokenizer import SPECIAL_TOKENS, CheckpointText, GgufText
 from kvcache.support.arguments import plain_int, short
+from kvcache.support.json_text import read_json_text
 
 __all__ = ["Answer", "chat_tokens", "render", "template_arguments"]
 
@@ -127,13 +128,22 @@ _KNOWS_NONE = re.compile(rf"{_CONTENT}\s+is\s+(?:not\s+)?none\b", re.IGNORECASE)
 _KNOWS_PARTS = re.compile(rf"\bfor\s+\w+\s+in\s+{_CONTENT}\s*(?:\||-?%}}|\bif\b)")
 
 
+# A template that asks whether arguments are a text, or adds them to one, takes texts; the others write objects.
+_ARGUMENTS = r"\barguments\b(?:['\"]\s*\])?"
+_KNOWS_TEXTS = re.compile(rf"{_ARGUMENTS}\s+is\s+(?:not\s+)?string\b|\+\s*[\w.\[\]'\"]*{_ARGUMENTS}|{_ARGUMENTS}\s*\+")
+
+
 def _in_words_of(template: str, message: dict[str, Any]) -> dict[str, Any]:
     """A message as the template expects it: any other key without a value is no key.
+
+    Arguments of calls, texts of JSON as interfaces have them, are objects unless the template takes texts.
 
     Content: none beside calls of tools is an empty text, and a list of parts is their text, unless the template
     knows better.
     """
     kept = {key: value for key, value in message.items() if value is not None}
+    if isinstance(calls := message.get("tool_calls"), list) and not _KNOWS_TEXTS.search(template):
+        kept["tool_calls"] = [_with_object(call) for call in calls]
     if "content" not in message:
         return kept
     content = message["content"]
@@ -144,6 +154,21 @@ def _in_words_of(template: str, message: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"messages: expected parts of type text, got {short(content)}")
         content = "".join(part["text"] for part in content)
     return {**kept, "content": content}
+
+
+def _with_object(call: Any) -> Any:
+    """A call whose arguments are an object, if their text is one in JSON."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        found = read_json_text(text or "{}")
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(found, dict):
+        return call
+    function = function | {"arguments": found}
+    return call | {"function": function} if "function" in call else function
 
 
 def _with_thoughts(template: str, message: dict[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from hashlib import sha256
+from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
 
-__all__ = ["Keys"]
+__all__ = ["Keys", "Label"]
+
+
+class Label(NamedTuple):
+    """A namespace as reports show it: those with one text count together."""
+
+    space: Hashable
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class Keys:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncio import CancelledError
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Hashable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcache.errors import OutOfMemoryError, QueueFullError
 from kvcache.server.answers import HttpAnswer
-from kvcache.server.api_keys import Keys
+from kvcache.server.api_keys import Keys, Label
 from kvcache.server.bodies import parse
 from kvcache.server.limits import BodyReader, Threads
 from kvcache.server.logprobs import TokenTexts
@@ -74,13 +74,14 @@ def make_app(
         async with bodies.body(request, min(_ARRIVING, timeout)) as data:
             return await run_sync(begin, data, chat, space, limiter=threads.for_body(len(data)))
 
-    def begin(data: bytearray, chat: bool, space: str | None) -> ASGIApp:
+    def begin(data: bytearray, chat: bool, space: Hashable) -> ASGIApp:
         """Queue the requests of a body, all or none."""
         body = parse(data, chat, engine.sampling_params, engine.max_positions)
         if body.model != model:
             raise HTTPException(404, f"model: expected {model}, got {short(body.model)}")
         answer = HttpAnswer(body, texts, threads, timeout + _READING)
         tokens = None
+        space = (space, body.salt) if body.salt is not None else space
         try:
             for number, tokens in enumerate(prompts.tokens(body)):
                 later = number * body.n  # so that a body of many texts waits rather than one of a single text
@@ -117,10 +118,11 @@ def make_app(
         )
 
     def report(own: str | None) -> str:
-        found = {
-            name if known is None else known.shown(name): counts
-            for name, counts in engine.namespace_stats().items() if own in (None, "metrics", name)
-        }
+        found: dict[Hashable, Any] = {}
+        for name, counts in engine.namespace_stats().items():
+            space = name[0] if isinstance(name, tuple) else name  # that of the key, where a body has a salt
+            if own in (None, "metrics", space):
+                found[Label(name, str((space or "") if known is None else known.shown(space)))] = counts
         return exposition(engine.stats(), found, http_responses=("status", statuses))
 
     def counting(app: ASGIApp) -> ASGIApp:

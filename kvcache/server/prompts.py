@@ -11,6 +11,7 @@ from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.plain_text import PlainText
 from kvcache.sampling.text_tokens import TooManyTokens, encoded, least_tokens
 from kvcache.server.bodies import Body
+from kvcache.server.conversations import Conversation, placed, with_users
 from kvcache.serving import BatchEngine
 
 __all__ = ["Prompts"]
@@ -41,15 +42,34 @@ class Prompts:
     def _of(self, body: Body, prompt: Any) -> list[int]:
         engine, most = self._engine, self._engine.max_positions
         if body.chat:
-            if self._plain is not None:
-                return self._plain.encode_chat(prompt, engine.apply_chat_template, most=most)
-            text = engine.apply_chat_template(prompt)
-            return encoded(engine.tokenizer, text, body.field, most=most, add_special_tokens=False)
+            return self._of_conversation(prompt, body.field)
         if isinstance(prompt, list):
             return prompt
         if self._plain is not None:
             return self._plain.encode(prompt, body.field, most=most)
         return encoded(engine.tokenizer, prompt, body.field, most=most)
+
+    def _of_conversation(self, asked: Conversation, field: str) -> list[int]:
+        """The tokens of a conversation. Templates that refuse later system messages get them as words of the user."""
+        messages, system = asked.messages, ("system", "developer")
+        if isinstance(messages, list) and all(isinstance(each, dict) for each in messages):
+            messages = placed(messages, "developer" in (self._engine.chat_template or ""))
+            if any(message.get("role") in system for message in messages[1:]):
+                try:
+                    return self._written(messages, asked, field)
+                except ValueError as error:
+                    if "the chat template takes" not in str(error):
+                        raise
+                messages = with_users(messages)
+        return self._written(messages, asked, field)
+
+    def _written(self, messages: Any, asked: Conversation, field: str) -> list[int]:
+        engine, most = self._engine, self._engine.max_positions
+        if self._plain is not None:
+            options = {"tools": asked.tools, "template": asked.template}
+            return self._plain.encode_chat(messages, engine.apply_chat_template, most=most, **options)
+        text = engine.apply_chat_template(messages, tools=asked.tools, template=asked.template)
+        return encoded(engine.tokenizer, text, field, most=most, add_special_tokens=False)
 
     def _checked(self, tokens: list[int], field: str) -> npt.NDArray[np.uint32]:
         most = self._engine.max_positions

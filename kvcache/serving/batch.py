@@ -354,6 +354,11 @@ class BatchEngine:
         """The checkpoint's `tokenizers.Tokenizer`, see `InferenceEngine.tokenizer`."""
         return None if self._text is None else self._text.tokenizer
 
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's Jinja template of a conversation, see `InferenceEngine.chat_template`."""
+        return None if self._text is None else self._text.chat_template
+
     def stats(self) -> BatchStats:
         """The counters at the end of the last step, and blocks and requests that wait as they are now.
 

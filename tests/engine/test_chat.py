@@ -168,6 +168,35 @@ def test_variables_of_the_template(folder, tmp_path, cached):
             talking.apply_chat_template(TALK, template=wrong)
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ c.arguments | tojson }}", '{"a": 1}'),
+        ("{% for name, value in c.arguments | items %}{{ name }}={{ value }}{% endfor %}", "a=1"),
+        ("{% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}", '{"a":1}'),
+        ("{{ 'x' + c['arguments'] + 'y' }}", 'x{"a":1}y'),
+    ],
+)
+def test_arguments_of_calls_are_objects_or_texts(tmp_path, template, text):
+    """As the template takes them; interfaces have texts. What is no object of JSON stays a text."""
+    template = (
+        "{% for m in messages %}{% for t in m.tool_calls %}{% set c = t.function %}" + template +
+        "{% endfor %}{% endfor %}"
+    )
+
+    def call(arguments):
+        function = {"name": "f", "arguments": arguments}
+        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+    assert written(tmp_path, template, [call('{"a":1}')]) == text
+    engine = InferenceEngine.from_pretrained(tmp_path / "x")
+    if "+" not in template:
+        assert engine.apply_chat_template([call({"a": 1})]).replace(" ", "") == text.replace(" ", "")
+    if template.endswith("c.arguments | tojson }}{% endfor %}{% endfor %}"):
+        for odd in ("[1]", "{", "[" * 100_000):
+            assert json.loads(engine.apply_chat_template([call(odd)])) == odd
+
+
 def test_values_of_subclasses_are_plain(tmp_path):
     class Role(str, Enum):
         USER = "user"

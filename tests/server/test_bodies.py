@@ -10,6 +10,7 @@ import pytest
 from kvcache import SamplingParams, TokenLogprobs
 from kvcache.errors import CheckpointError, InvalidOperationError
 from kvcache.server.bodies import parse
+from kvcache.server.conversations import Conversation, ToolChoice, placed, with_users
 from kvcache.server.logprobs import Offsets, TokenTexts, of_chat, of_texts
 from kvcache.server.refusals import refusal, too_large
 from kvcache.server.written import JsonObject, pieces, written
@@ -61,6 +62,7 @@ def test_values_that_ask_for_nothing(neutral):
     for chat in (True, False):
         body = parsed(chat, **neutral)
         assert (body.params, body.stream, body.with_usage) == (SamplingParams(), False, False)
+        assert not chat or body.prompts == [Conversation(TALK)]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_values_that_ask_for_nothing(neutral):
     [
         ("echo", True), ("ignore_eos", True), ("min_tokens", 3), ("length_penalty", 2), ("verbosity", "high"),
         ("skip_special_tokens", False), ("include_stop_str_in_output", True), ("no_stop_trim", True), ("suffix", "x"),
-        ("chat_template_kwargs", {"enable_thinking": False}), ("return_hidden_states", True), ("tools", [1]),
+        ("return_hidden_states", True), ("bad_words", ["x"]), ("priority", 1), ("function_call", {"name": "f"}),
         ("moderation", {}), ("audio", {}), ("web_search_options", {}), ("lora_path", "x"),
     ],
 )
@@ -259,3 +261,37 @@ def test_errors(error, running, status, param, code, says):
     assert (answer.status_code, found["param"], found["code"]) == (status, param, code)
     assert says in found["message"]
     assert ("retry-after" in answer.headers) == (status == 503)
+
+
+# -- conversations ------------------------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+
+
+def test_what_a_conversation_says():
+    asked = {"tools": TOOLS, "parallel_tool_calls": False, "reasoning_effort": "none", "cache_salt": "mine"}
+    body = parsed(**asked, chat_template_kwargs={"thinking": True, "x": [1]})
+    (found,) = body.prompts
+    assert (found.tools, found.choice, found.parallel, body.salt) == (TOOLS, ToolChoice(), False, "mine")
+    assert found.template == {"reasoning_effort": "none", "enable_thinking": False, "thinking": True, "x": [1]}
+    assert parsed(reasoning_effort="low").prompts[0].template["enable_thinking"]
+    assert parsed(tools=TOOLS, tool_choice="none").prompts[0].choice.mode == "none"
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS[:1]}}
+    assert parsed(tools=TOOLS, tool_choice=allowed).prompts[0].choice == ToolChoice("auto", frozenset("f"))
+
+
+def test_messages_keep_their_text_and_their_place():
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "refusal", "refusal": "b"}]
+    talk = [
+        {"role": "developer", "content": "one"}, {"role": "system", "content": parts},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": []}, {"role": "developer", "content": "late"},
+        {"role": "user", "content": "now"},
+    ]
+    messages = parsed(messages=talk).prompts[0].messages
+    assert messages[1]["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    found = placed(messages, knows_developer=False)
+    assert found[0] == {"role": "system", "content": "one\n\nab"}
+    assert [each["role"] for each in found] == ["system", "user", "assistant", "system", "user"]
+    assert with_users(found)[-1] == {"role": "user", "content": "late\n\nnow"}
+    assert [each["role"] for each in placed(messages, knows_developer=True)][0::3] == ["developer", "developer"]

@@ -13,6 +13,8 @@ from kvcache.commands.serve import keys_of
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 TALK = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,19 @@ REFUSED = [
     ({"presence_penalty": "1"}, "presence_penalty"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "hi"}, "reasoning_effort"),
+    ({"tools": [TOOL] * 1025}, "tools"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "x" * 1025}, "cache_salt"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {}}]}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 257}]}, "messages"),
     ({"unheard_of": 1}, "unheard_of"),
     ({"prompt": "x"}, "prompt"),
     ({"temperature": -1}, "temperature"),

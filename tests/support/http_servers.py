@@ -19,7 +19,7 @@ MODEL = "tiny"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
 
 
-def tiny_file(folder):
+def tiny_file(folder, template=TEMPLATE):
     """A GGUF file of the golden Llama with a vocabulary of bytes and a chat template."""
     return convert(
         GOLDEN / "llama",
@@ -27,7 +27,7 @@ def tiny_file(folder):
         tokenizer__ggml__model=(STRING, "gpt2"),
         tokenizer__ggml__tokens=(ARRAY, [*sorted(ByteLevel.alphabet())[:-1], "im"], STRING),
         tokenizer__ggml__merges=(ARRAY, ["i m"], STRING),
-        tokenizer__chat_template=(STRING, TEMPLATE),
+        tokenizer__chat_template=(STRING, template),
     )
 
 
