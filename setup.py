@@ -48,7 +48,7 @@ if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
 
 # Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
 # except the parts that exist once, which know what levels there are.
-PARTS = "dispatch layout matmul_parallel matrix network_parallel parallel rows_parallel threads"
+PARTS = "dispatch layout matmul_parallel matrix network_parallel parallel recurrence_parallel rows_parallel threads"
 ONCE = [f"ckernels/kvc_{part}.c" for part in PARTS.split()]
 UNITS = [(source, "once", [f"-DKVC_HAVE_{level.upper()}=1" for level in LEVELS]) for source in ONCE]
 for level, flags in LEVELS.items():

@@ -18,6 +18,7 @@
 
 #include "kvc_formats.h"
 #include "kvc_matrix.h"
+#include "kvc_recurrence.h"
 
 /* Always inlined: what a caller gives as constants is constant inside. */
 #define INLINE static inline __attribute__((always_inline))
@@ -178,6 +179,13 @@ typedef struct kvc_kernels {
     void (*softcap)(int64_t n, const float *x, float cap, float *out);
     void (*rotate)(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
                    const float *cos, const float *sin, float *out);
+    void (*gate)(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates, int64_t gate_stride, int silu,
+                 float *out);
+    /* kvc_recurrence.c: one text, some of its channels or of its columns; the sizes of steps, and what they leave. */
+    void (*convolve)(const kvc_convolution *, int64_t text, int64_t first, int64_t stop);
+    void (*scan)(const kvc_scan *, int64_t text, int64_t head, int64_t block, int blocks);
+    void (*decays)(int64_t n, int64_t heads, const float *x, int64_t x_stride, const float *bias, const float *rate,
+                   float least, float most, float *steps, float *decays);
     /* kvc_digest.c: 4 sums for each 1024 of n bytes, or part of them, under a key of 262 words. */
     void (*digest)(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out);
 } kvc_kernels;
@@ -221,5 +229,11 @@ void kvc_clamped_swiglu(const kvc_kernels *, int64_t n, int64_t dim, const float
                         int num_threads);
 void kvc_rotate(const kvc_kernels *, int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x,
                 int64_t x_stride, const float *cos, const float *sin, float *out, int num_threads);
+void kvc_gate(const kvc_kernels *, int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates,
+              int64_t gate_stride, int silu, float *out, int num_threads);
+
+/* kvc_recurrence_parallel.c: convolve and scan for all texts, channels, heads and columns, on several threads. */
+void kvc_convolve(const kvc_kernels *, const kvc_convolution *, int num_threads);
+void kvc_scan_texts(const kvc_kernels *, const kvc_scan *, int num_threads);
 
 #endif

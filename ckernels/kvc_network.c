@@ -6,24 +6,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "kvc_simd.h"
-
-/* The vector at x, of which `left` values exist; the others are 0. */
-INLINE f32v load_some(const float *x, int64_t left) {
-    float some[KVC_LANES] = {0};
-    if (KVC_LANES == 1 || left >= KVC_LANES) return f32v_load(x);
-    memcpy(some, x, (size_t)left * sizeof(float));
-    return f32v_load(some);
-}
-INLINE void store_some(float *x, int64_t left, f32v value) {
-    float some[KVC_LANES];
-    if (KVC_LANES == 1 || left >= KVC_LANES) {
-        f32v_store(x, value);
-        return;
-    }
-    f32v_store(some, value);
-    memcpy(x, some, (size_t)left * sizeof(float));
-}
+#include "kvc_row.h"
 
 /* out (n, heads, dim) = x / sqrt(mean of x^2 + eps) * weight (heads, dim); rows of x are x_stride floats apart. Relative
  * error below (dim / KVC_LANES + 8) * 2^-24. */
@@ -44,13 +27,6 @@ void KVC_FN(rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int
             }
         }
     }
-}
-
-/* gate * sigmoid(slope). The relative error is below (4 + max(-slope, 0)) * 2^-23 for an exact slope: the exponent is rounded
- * once. 0 where slope < -87: there it is less than 2^-119 gate. */
-INLINE f32v gated(f32v gate, f32v slope) {
-    const f32v power = f32v_exp2(f32v_min(f32v_mul(slope, f32v_set1(-1.442695041f)), f32v_set1(126.0f)));
-    return f32v_zero_below(f32v_div(gate, f32v_add(f32v_set1(1.0f), power)), slope, f32v_set1(-87.0f));
 }
 
 /* out (n, dim) = silu(x[:, :dim]) * x[:, dim:] of x (n, 2 * dim). silu(g) = g * sigmoid(g). */
@@ -84,6 +60,17 @@ void KVC_FN(clamped_swiglu)(int64_t n, int64_t dim, const float *x, float alpha,
             const f32v gate = f32v_min(most, load_some(x + d, dim - d));
             const f32v up = f32v_max(least, f32v_min(most, load_some(x + dim + d, dim - d)));
             store_some(out + d, dim - d, f32v_mul(gated(gate, f32v_mul(gate, slope)), f32v_add(up, one)));
+        }
+    }
+}
+
+/* out (n, dim) = x * sigmoid(gates), or x * silu(gates); rows of x are x_stride and those of gates gate_stride floats apart. */
+void KVC_FN(gate)(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates, int64_t gate_stride,
+                  int silu, float *out) {
+    for (int64_t i = 0; i < n; i++, x += x_stride, gates += gate_stride, out += dim) {
+        for (int64_t d = 0; d < dim; d += KVC_LANES) {
+            const f32v gate = load_some(gates + d, dim - d), value = load_some(x + d, dim - d);
+            store_some(out + d, dim - d, silu ? f32v_mul(gated(gate, gate), value) : gated(value, gate));
         }
     }
 }

@@ -6,8 +6,9 @@ enum { VALUES_PER_ITEM = 1 << 14 }; /* some 5 us of work; fewer are computed fas
 
 typedef struct call {
     const kvc_kernels *kernels;
-    int64_t n, rows_per_item, heads, dim, turned, x_stride; /* x_stride: floats between rows of x */
-    const float *x, *weight, *cos, *sin;
+    int64_t n, rows_per_item, heads, dim, turned, x_stride, gate_stride; /* strides: floats between rows of x, of gates */
+    const float *x, *weight, *cos, *sin, *gates;
+    int silu;
     float eps, alpha, limit, *out;
     void (*gate)(int64_t n, int64_t dim, const float *x, float *out);
 } call;
@@ -51,6 +52,14 @@ static void rotate_item(void *context, int64_t index, int thread) {
                        c->sin + angles, c->out + r.first * c->heads * c->dim);
 }
 
+static void gates_item(void *context, int64_t index, int thread) {
+    const call *c = context;
+    const rows r = rows_of(c, index);
+    (void)thread;
+    c->kernels->gate(r.count, c->dim, c->x + r.first * c->x_stride, c->x_stride, c->gates + r.first * c->gate_stride,
+                     c->gate_stride, c->silu, c->out + r.first * c->dim);
+}
+
 static void run(call c, kvc_item_fn *item, int num_threads) {
     const int64_t values = c.heads * c.dim, most = VALUES_PER_ITEM / (values > 0 ? values : 1);
     c.rows_per_item = num_threads == 1 || c.n < 1 ? c.n + 1 : most > 1 ? most : 1;
@@ -84,4 +93,10 @@ void kvc_rotate(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t di
                 int64_t x_stride, const float *cos, const float *sin, float *out, int num_threads) {
     run((call){.kernels = kernels, .n = n, .heads = heads, .dim = dim, .turned = turned, .x = x, .x_stride = x_stride,
                .cos = cos, .sin = sin, .out = out}, rotate_item, num_threads);
+}
+
+void kvc_gate(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates,
+              int64_t gate_stride, int silu, float *out, int num_threads) {
+    run((call){.kernels = kernels, .n = n, .heads = 1, .dim = dim, .x = x, .x_stride = x_stride, .gates = gates,
+               .gate_stride = gate_stride, .silu = silu, .out = out}, gates_item, num_threads);
 }

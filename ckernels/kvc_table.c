@@ -20,6 +20,10 @@ void KVC_FN(geglu)(int64_t, int64_t, const float *, float *);
 void KVC_FN(clamped_swiglu)(int64_t, int64_t, const float *, float, float, float *);
 void KVC_FN(softcap)(int64_t, const float *, float, float *);
 void KVC_FN(rotate)(int64_t, int64_t, int64_t, int64_t, const float *, int64_t, const float *, const float *, float *);
+void KVC_FN(gate)(int64_t, int64_t, const float *, int64_t, const float *, int64_t, int, float *);
+void KVC_FN(convolve)(const kvc_convolution *, int64_t, int64_t, int64_t);
+void KVC_FN(scan)(const kvc_scan *, int64_t, int64_t, int64_t, int);
+void KVC_FN(decays)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float, float *, float *);
 void KVC_FN(digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *);
 
 extern const kvc_kernels KVC_FN(kernels);
@@ -41,5 +45,9 @@ const kvc_kernels KVC_FN(kernels) = {
     .clamped_swiglu = KVC_FN(clamped_swiglu),
     .softcap = KVC_FN(softcap),
     .rotate = KVC_FN(rotate),
+    .gate = KVC_FN(gate),
+    .convolve = KVC_FN(convolve),
+    .scan = KVC_FN(scan),
+    .decays = KVC_FN(decays),
     .digest = KVC_FN(digest),
 };

@@ -54,6 +54,38 @@ cdef extern from "kvc.h" nogil:
         int64_t head_stride
         kvc_element element
 
+    enum:
+        KVC_STATE_COLUMNS
+
+    ctypedef struct kvc_texts:      # of layers with a state; explained in ckernels/kvc_recurrence.h
+        int64_t count
+        const int64_t *starts
+        const int64_t *index
+        float *states
+        int64_t slot_floats
+
+    ctypedef struct kvc_convolution:
+        kvc_texts texts
+        int64_t channels, taps, x_stride
+        const float *x
+        const float *weight
+        const float *bias
+        int silu
+        float *out
+
+    ctypedef struct kvc_scan:
+        kvc_texts texts
+        int64_t heads, groups, size, dim
+        const float *keys
+        const float *queries
+        const float *values
+        int64_t key_stride, value_stride
+        const float *decays
+        const float *steps
+        const float *skip
+        int tiled
+        float *out
+
     ctypedef struct kvc_float_rows:     # rows (tokens, heads, channels) of K or V: heads and channels together
         const float *data               # NULL: no rows
         int64_t stride                  # in floats, from token to token
@@ -197,6 +229,15 @@ cdef void clamped_swiglu(int64_t n, int64_t dim, const float *x, float alpha, fl
 cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nogil
 cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
                  const float *cos, const float *sin, float *out) noexcept nogil
+
+cdef void gate(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates, int64_t gate_stride,
+               int silu, float *out) noexcept nogil
+
+# Layers with a state, divided among the threads: kvc_recurrence_parallel.c. The sizes of steps on this thread.
+cdef void convolve(const kvc_convolution *args) noexcept nogil
+cdef void scan(const kvc_scan *args) noexcept nogil
+cdef void decays(int64_t n, int64_t heads, const float *x, int64_t x_stride, const float *bias, const float *rate,
+                 float least, float most, float *steps, float *out) noexcept nogil
 
 # NH of n bytes: 4 sums for each 1024 of them or a part, under a key of 262 words (ckernels/kvc_digest.c).
 cdef void digest(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out) noexcept nogil

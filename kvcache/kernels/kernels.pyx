@@ -27,6 +27,8 @@ cdef extern from "kvc.h" nogil:
         void (*quantise_weights)(kvc_matrix_format, int64_t, int64_t, const float *, unsigned char *, uint16_t *,
                                  uint16_t *) noexcept nogil
         void (*softcap)(int64_t, const float *, float, float *) noexcept nogil
+        void (*decays)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float, float *,
+                       float *) noexcept nogil
         void (*digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *) noexcept nogil
 
     int kvc_num_levels() noexcept
@@ -58,6 +60,10 @@ cdef extern from "kvc.h" nogil:
                             float limit, float *out, int num_threads) noexcept
     void kvc_rotate(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x,
                     int64_t x_stride, const float *cos, const float *sin, float *out, int num_threads) noexcept
+    void kvc_gate(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, int64_t x_stride,
+                  const float *gates, int64_t gate_stride, int silu, float *out, int num_threads) noexcept
+    void kvc_convolve(const kvc_kernels *kernels, const kvc_convolution *args, int num_threads) noexcept
+    void kvc_scan_texts(const kvc_kernels *kernels, const kvc_scan *args, int num_threads) noexcept
 
 cdef extern from "kvc_matrix.h" nogil:
     int kvc_matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept
@@ -213,6 +219,24 @@ cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nog
 cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
                  const float *cos, const float *sin, float *out) noexcept nogil:
     kvc_rotate(_active, n, heads, dim, turned, x, x_stride, cos, sin, out, _threads)
+
+
+cdef void gate(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates, int64_t gate_stride,
+               int silu, float *out) noexcept nogil:
+    kvc_gate(_active, n, dim, x, x_stride, gates, gate_stride, silu, out, _threads)
+
+
+cdef void convolve(const kvc_convolution *args) noexcept nogil:
+    kvc_convolve(_active, args, _threads)
+
+
+cdef void scan(const kvc_scan *args) noexcept nogil:
+    kvc_scan_texts(_active, args, _threads)
+
+
+cdef void decays(int64_t n, int64_t heads, const float *x, int64_t x_stride, const float *bias, const float *rate,
+                 float least, float most, float *steps, float *out) noexcept nogil:
+    _active.decays(n, heads, x, x_stride, bias, rate, least, most, steps, out)
 
 
 cdef void digest(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out) noexcept nogil:

@@ -11,11 +11,26 @@ from libc.math cimport exp
 from libc.stdint cimport int64_t
 
 from kvcache.kernels cimport kernels
+from kvcache.kernels.kernels cimport KVC_STATE_COLUMNS, kvc_convolution, kvc_scan, kvc_texts
 from kvcache.support.recycled cimport new_floats
 
-from kvcache.support.arguments import described
+from kvcache.support.arguments import as_indices, described, short
 
-__all__ = ["clamped_swiglu", "geglu", "rms_norm", "rotate", "softcap", "swiglu", "top_experts"]
+__all__ = [
+    "clamped_swiglu",
+    "convolution_floats",
+    "convolve",
+    "decays",
+    "gate",
+    "geglu",
+    "rms_norm",
+    "rotate",
+    "scan",
+    "scan_floats",
+    "softcap",
+    "swiglu",
+    "top_experts",
+]
 
 cnp.import_array()
 
@@ -112,6 +127,26 @@ def clamped_swiglu(x, float alpha, float limit):
     return out
 
 
+def gate(x, gates, bint silu):
+    """Multiply each value of x by the sigmoid of its gate, or by `silu(gate) = gate * sigmoid(gate)`.
+
+    Args:
+        x, gates: float32 `(n, dim)`, rows contiguous.
+
+    Returns:
+        A new float32 array `(n, dim)`.
+    """
+    cdef cnp.ndarray rows = _rows(x), by = _rows(gates)
+    if rows.ndim != 2 or by.ndim != 2 or rows.shape[0] != by.shape[0] or rows.shape[1] != by.shape[1]:
+        raise ValueError(f"gates: expected (n, dim) as of x, got {np.shape(by)} for {np.shape(rows)}")
+    cdef cnp.ndarray out = new_floats((<object>rows).shape)
+    if cnp.PyArray_SIZE(out):
+        with nogil:
+            kernels.gate(rows.shape[0], rows.shape[1], _floats(rows), _row_floats(rows), _floats(by), _row_floats(by),
+                         silu, _floats(out))
+    return out
+
+
 def softcap(x, float cap):
     """`cap * tanh(x / cap)` of a contiguous float32 array, as a new one. `cap` is positive."""
     cdef cnp.ndarray rows = _plain(x, "x"), out = new_floats((<object>rows).shape)
@@ -157,6 +192,161 @@ def top_experts(logits, int64_t count, bint normalise):
             for j in range(count):
                 c_weights[i, j] = <float>(exp(c_logits[i, c_chosen[i, j]] - most) / total)
     return chosen, weights
+
+
+def convolution_floats(channels, taps):
+    """The floats of a text's state of `convolve`; a multiple of 16."""
+    return -(-channels * (taps - 1) // KVC_STATE_COLUMNS) * KVC_STATE_COLUMNS
+
+
+def scan_floats(heads, size, dim):
+    """The floats of a text's state of `scan`; a multiple of 16."""
+    return heads * size * -(-dim // KVC_STATE_COLUMNS) * KVC_STATE_COLUMNS
+
+
+def convolve(x, weight, bias, slots, Py_ssize_t at, index, lens, bint silu):
+    """Convolve the channels of texts, each with weights of its own, over each token and the ones before it.
+
+    `out[i, c] = bias[c] + sum over j of weight[j, c] * x[i - (taps - 1) + j, c]`, with the rows of the state before
+    those of the text. Bits depend neither on how a text is cut into calls nor on other texts.
+
+    Args:
+        x: float32 `(n, channels)`, rows contiguous: the texts' rows, one text after another.
+        weight: float32 `(taps, channels)`.
+        bias: float32 `(channels,)`, or None.
+        slots: float32 `(num_slots, floats)`, C-contiguous: the states, which change in place.
+        at: where `convolution_floats` floats of each slot begin; zeros are the state of an empty text.
+        index: int64 `(texts,)`, the slot of each text, all different.
+        lens: int64 `(texts,)`, the rows of each text; their sum is n.
+        silu: whether results pass through `silu`.
+
+    Returns:
+        A new float32 array `(n, channels)`.
+
+    Raises:
+        ValueError, IndexError: arguments that are not as above.
+    """
+    cdef kvc_convolution args
+    cdef cnp.ndarray rows = _rows(x), taps = _plain(weight, "weight")
+    cdef cnp.ndarray added = None if bias is None else _plain(bias, "bias")
+    if rows.ndim != 2 or taps.ndim != 2 or taps.shape[1] != rows.shape[1] or not taps.shape[0] or not taps.shape[1]:
+        raise ValueError(f"weight: expected (taps, channels) of x {np.shape(rows)}, got {np.shape(taps)}")
+    if added is not None and (added.ndim != 1 or added.shape[0] != rows.shape[1]):
+        raise ValueError(f"bias: expected ({rows.shape[1]},), got {np.shape(added)}")
+    cdef Py_ssize_t floats = convolution_floats(taps.shape[1], taps.shape[0])
+    _kept = _set_texts(&args.texts, rows.shape[0], slots, at, floats, index, lens)    # in use until the call ends
+    cdef cnp.ndarray out = new_floats((<object>rows).shape)
+    args.channels, args.taps, args.x_stride = rows.shape[1], taps.shape[0], _row_floats(rows)
+    args.x, args.weight, args.bias = _floats(rows), _floats(taps), NULL if added is None else _floats(added)
+    args.silu, args.out = silu, _floats(out)
+    if rows.shape[0]:
+        with nogil:
+            kernels.convolve(&args)
+    return out
+
+
+def decays(x, bias, rate, double least, double most):
+    """The steps of a recurrence, `softplus(x + bias)` from `least` to `most`, and what they leave: `exp(step * rate)`.
+
+    Args:
+        x: float32 `(n, heads)`, rows contiguous.
+        bias: float32 `(heads,)`.
+        rate: float32 `(heads,)`, not positive.
+
+    Returns:
+        `(steps, decays)`, new float32 arrays `(n, heads)`.
+    """
+    cdef cnp.ndarray rows = _rows(x), added = _plain(bias, "bias"), factor = _plain(rate, "rate")
+    if rows.ndim != 2:
+        raise ValueError(f"x: expected (n, heads), got {np.shape(rows)}")
+    for name, vector in (("bias", added), ("rate", factor)):
+        if np.shape(vector) != (rows.shape[1],):
+            raise ValueError(f"{name}: expected ({rows.shape[1]},), got {np.shape(vector)}")
+    cdef cnp.ndarray steps = new_floats((<object>rows).shape), left = new_floats((<object>rows).shape)
+    if cnp.PyArray_SIZE(left):
+        with nogil:
+            kernels.decays(rows.shape[0], rows.shape[1], _floats(rows), _row_floats(rows), _floats(added),
+                           _floats(factor), <float>least, <float>most, _floats(steps), _floats(left))
+    return steps, left
+
+
+def scan(keys, queries, values, decays, steps, skip, slots, Py_ssize_t at, index, lens, bint tiled):
+    """Run rows of texts through one matrix per head, which decays and grows with each row.
+
+    Of each head and row `S = decay * S + outer(key, added)`, then `out = query @ S`. With a `skip`, Mamba2 (Dao and
+    Gu, arXiv 2405.21060): `added = step * value`, and `out += skip * value`. Without, the gated delta rule (Yang et
+    al., arXiv 2412.06464): `added = step * (value - decay * (key @ S))`. Bits depend neither on how a text is cut into
+    calls nor on other texts.
+
+    Args:
+        keys, queries: float32 `(n, groups, size)`, equally strided, the last two axes contiguous.
+        values: float32 `(n, heads, dim)`, the last two axes contiguous; `heads` is a multiple of `groups`.
+        decays, steps: float32 `(n, heads)`.
+        skip: float32 `(heads,)`, or None.
+        slots, at, index, lens: as of `convolve`, `scan_floats` of each slot.
+        tiled: whether head h has group `h % groups`; if not, `h // (heads // groups)`.
+
+    Returns:
+        A new float32 array `(n, heads, dim)`.
+
+    Raises:
+        ValueError, IndexError: arguments that are not as above.
+    """
+    cdef kvc_scan args
+    cdef cnp.ndarray k = _rows(keys), q = _rows(queries), v = _rows(values)
+    cdef cnp.ndarray left = _plain(decays, "decays"), each = _plain(steps, "steps")
+    cdef cnp.ndarray direct = None if skip is None else _plain(skip, "skip")
+    if v.ndim != 3 or not v.shape[1] or not v.shape[2]:
+        raise ValueError(f"values: expected (n, heads, dim), got {np.shape(v)}")
+    cdef int64_t n = v.shape[0], heads = v.shape[1]
+    if k.ndim != 3 or k.shape[0] != n or not k.shape[2] or not k.shape[1] or heads % k.shape[1]:
+        raise ValueError(f"keys: expected ({n}, a divisor of {heads} heads, size), got {np.shape(k)}")
+    if np.shape(q) != np.shape(k):
+        raise ValueError(f"queries: expected {np.shape(k)}, got {np.shape(q)}")
+    if _row_floats(q) != _row_floats(k):
+        k, q = np.array(k, np.float32, order="C"), np.array(q, np.float32, order="C")
+    for name, array in (("decays", left), ("steps", each)):
+        if np.shape(array) != (n, heads):
+            raise ValueError(f"{name}: expected {(n, heads)}, got {np.shape(array)}")
+    if direct is not None and np.shape(direct) != (heads,):
+        raise ValueError(f"skip: expected ({heads},), got {np.shape(direct)}")
+    cdef Py_ssize_t floats = scan_floats(heads, k.shape[2], v.shape[2])
+    _kept = _set_texts(&args.texts, n, slots, at, floats, index, lens)    # in use until the call ends
+    cdef cnp.ndarray out = new_floats((<object>v).shape)
+    args.heads, args.groups, args.size, args.dim = heads, k.shape[1], k.shape[2], v.shape[2]
+    args.keys, args.queries, args.values = _floats(k), _floats(q), _floats(v)
+    args.key_stride, args.value_stride = _row_floats(k), _row_floats(v)
+    args.decays, args.steps, args.skip = _floats(left), _floats(each), NULL if direct is None else _floats(direct)
+    args.tiled, args.out = tiled, _floats(out)
+    if n:
+        with nogil:
+            kernels.scan(&args)
+    return out
+
+
+cdef tuple _set_texts(kvc_texts *texts, int64_t n, object slots, Py_ssize_t at, Py_ssize_t floats, object index,
+                      object lens):
+    """Check the states of texts and describe them to a kernel; the result keeps the memory that it points to."""
+    cdef cnp.ndarray states = _float32(slots, "slots")
+    if states.ndim != 2 or not cnp.PyArray_ISCARRAY(states):
+        raise ValueError(f"slots: expected a writable C-contiguous array (num_slots, floats), got {np.shape(states)}")
+    if at < 0 or states.shape[1] - at < floats:
+        raise ValueError(f"slots: expected {floats} floats from {at} on in each, got {states.shape[1]}")
+    cdef cnp.ndarray slot = as_indices(index, "index").copy(), count = as_indices(lens, "lens")
+    if slot.shape[0] != count.shape[0]:
+        raise ValueError(f"lens: expected one for each of {slot.shape[0]} texts, got {count.shape[0]}")
+    if slot.shape[0] and (slot.min() < 0 or slot.max() >= states.shape[0]):
+        raise IndexError(f"index: expected slots from 0 to {states.shape[0] - 1}, got {slot.min()} to {slot.max()}")
+    if len(np.unique(slot)) != slot.shape[0]:
+        raise ValueError(f"index: expected different slots, got {short(slot.tolist())}")
+    starts = np.zeros(count.shape[0] + 1, np.int64)
+    np.cumsum(count, out=starts[1:])
+    if (count.shape[0] and count.min() < 0) or count.max(initial=0) > n or starts[-1] != n:
+        raise ValueError(f"lens: expected {n} rows in all, got {short(count.tolist())}")
+    texts.count, texts.slot_floats, texts.states = slot.shape[0], states.shape[1], _floats(states) + at
+    texts.starts = <const int64_t *>cnp.PyArray_DATA(starts)
+    texts.index = <const int64_t *>cnp.PyArray_DATA(slot)
+    return states, slot, starts
 
 
 cdef cnp.ndarray _halves(cnp.ndarray x):

@@ -16,6 +16,7 @@ from kvcache.networks.entries import Entries
 from kvcache.networks.families import Family, family_of
 from kvcache.networks.files import read_json
 from kvcache.networks.quantisation import quantisation_of
+from kvcache.networks.recurrent_sizes import Mixer, RecurrentSizes, mixers_of
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import ropes_of
 from kvcache.networks.towers import text_config_of
@@ -43,6 +44,8 @@ class ModelConfig:
         window_rope: that of the layers with a window, if it is another one.
         rotary_dim: the channels of a head that it turns, the first ones.
         rotated: which layers have one.
+        mixers: what mixes the tokens of each layer: attention, a recurrence with a state, or nothing.
+        recurrence: the sizes of the layers with a state; None: there are none.
         windows: for each layer the number of tokens that a query sees, itself among them; None: all tokens before it.
         attention_scale: of the scores; None: `head_dim**-0.5`.
         attention_softcap: scores become `cap * tanh(score / cap)`; None: they stay.
@@ -74,6 +77,8 @@ class ModelConfig:
     window_rope: Rope | None
     rotary_dim: int
     rotated: tuple[bool, ...]
+    mixers: tuple[Mixer, ...]
+    recurrence: RecurrentSizes | None
     windows: tuple[int | None, ...]
     attention_scale: float | None
     attention_softcap: float | None
@@ -135,6 +140,10 @@ class ModelConfig:
         _refuse_unsupported(config, family, read)
         ropes = ropes_of(config, family, positions, head_dim)
         rotated = _rotated(read, num_layers)
+        mixers, recurrence = mixers_of(config, family.recurrence, num_layers), None
+        if family.recurrence:
+            recurrence = RecurrentSizes.of(family.recurrence, read, hidden_size) if "state" in mixers else None
+            config = {key: value for key, value in config.items() if key != "layer_types"}  # which name no windows
         attention_bias = read.flag("attention_bias", False)
         num_experts, size = _experts(read, family)
         return cls(
@@ -147,11 +156,13 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_position_embeddings=positions,
-            rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=read.number(family.eps_key, 1e-6),
             rope=ropes.rope,
             window_rope=ropes.window_rope,
             rotary_dim=ropes.rotary_dim,
             rotated=rotated,
+            mixers=mixers,
+            recurrence=recurrence,
             windows=_windows(config, family, read, positions, rotated),
             attention_scale=_attention_scale(read, head_dim),
             attention_softcap=_cap(read, family, "attn_logit_softcapping"),
@@ -171,7 +182,7 @@ class ModelConfig:
             residual_scale=_factor(read, family, "residual_multiplier"),
             logit_scale=1 / _factor(read, family, "logits_scaling"),
             logit_softcap=_cap(read, family, "final_logit_softcapping"),
-            tie_word_embeddings=read.flag("tie_word_embeddings", False),
+            tie_word_embeddings=read.flag("tie_word_embeddings", read.flag("tie_embedding", False)),
             eos_token_ids=_eos(config),
         )
 
@@ -283,6 +294,8 @@ def _windows(
 def _experts(read: Entries, family: Family) -> tuple[int, int]:
     """The number of experts in every layer, and the intermediate size."""
     size = read.size("intermediate_size") if family.experts != "qwen" else read.size("moe_intermediate_size")
+    if read.default("block_multiple_of"):
+        size = _adjusted(read, size)
     if not family.experts:
         return 0, size
     key = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"
@@ -291,6 +304,15 @@ def _experts(read: Entries, family: Family) -> tuple[int, int]:
     if step != 1 or dense:
         raise CheckpointError(f"mlp_only_layers: expected none and a step of 1, got {short(dense)} and {step}")
     return read.size(key), size
+
+
+def _adjusted(read: Entries, size: int) -> int:
+    """The intermediate size of LFM2: two thirds of that of the files, times a factor, in whole multiples."""
+    size = read.size("block_ff_dim", size)
+    if not read.flag("block_auto_adjust_ff_dim", True):
+        return size
+    multiple = read.size("block_multiple_of")
+    return -(-int(read.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // multiple) * multiple
 
 
 def _eos(config: Mapping[str, Any]) -> tuple[int, ...]:

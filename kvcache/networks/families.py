@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvcache.errors import CheckpointError
+from kvcache.networks.recurrent_sizes import Kind
 from kvcache.networks.towers import TOWERS
 from kvcache.support.arguments import short
 
@@ -32,6 +33,9 @@ class Family:
         full_every: without `layer_types`, every so manyth layer has no window; 0: the first `max_window_layers`
             have none.
         rope_per_kind: whether layers with and without a window have a rotary embedding each.
+        recurrence: the kind of its layers with a state (`RecurrentSizes`); "": there are none.
+        eps_key: the key of what norms add to the mean of squares.
+        names: what files call tensors, by the stems of `names`, with or without the layer's.
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
         experts: "mixtral", "qwen", "gpt_oss" or "": how files name and store them.
         fused: whether files store queries, keys and values as one matrix, and gate and up as one.
@@ -52,6 +56,9 @@ class Family:
     window_switch: bool = False
     full_every: int = 0
     rope_per_kind: bool = False
+    recurrence: Kind | Literal[""] = ""
+    eps_key: str = "rms_norm_eps"
+    names: Mapping[str, str] = field(default_factory=dict)
     sinks: bool = False
     experts: Literal["", "mixtral", "qwen", "gpt_oss"] = ""
     fused: bool = False
@@ -63,6 +70,14 @@ _GEMMA = {
     "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
 }
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
+
+_LFM2 = {
+    "model.norm": "model.embedding_norm", "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "self_attn.out_proj", "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2", "mixer.in_proj": "conv.in_proj", "mixer.conv1d": "conv.conv",
+    "mixer.out_proj": "conv.out_proj",
+}
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", qkv_bias=None, mlp_bias=None),
@@ -110,6 +125,13 @@ FAMILIES = {
         defaults=_GEMMA | {
             "vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072, "rope_theta": 1e6,
             "rope_local_base_freq": 1e4, "final_logit_softcapping": None,
+        },
+    ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2", qk_norm="head", recurrence="conv", eps_key="norm_eps", names=_LFM2,
+        defaults={
+            "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "tie_embedding": True,
+            "block_multiple_of": 256,
         },
     ),
     "Phi3ForCausalLM": Family("phi3", windows="all", fused=True, defaults={

@@ -112,12 +112,17 @@ class FolderTensors:
         """The place of a tensor, as a checkpoint of the text network alone names it."""
         inside = LAYER.fullmatch(name)
         if not inside:
-            return Place(name)
+            return Place(self._renamed(name))
         layer, part = name[: inside.start(2)], inside[2]
         place = self._expert(part) if self._family.experts else None
         if self._family.fused:
             place = fused_place(self._config, part, "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight")
-        return Place(name) if place is None else place._replace(name=layer + place.name)
+        return Place(layer + self._renamed(part)) if place is None else place._replace(name=layer + place.name)
+
+    def _renamed(self, name: str) -> str:
+        """The name of a tensor in files of the family; that of its layer is left out."""
+        stem, _, kind = name.rpartition(".")
+        return f"{self._family.names.get(stem, stem)}.{kind}"
 
     def _expert(self, part: str) -> Place | None:
         config, expert = self._config, EXPERT.fullmatch(part)

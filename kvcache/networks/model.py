@@ -18,7 +18,8 @@ from kvcache.kernels.matrix import checked_activations
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
-from kvcache.networks.protocols import Attend, LayerAttention, Logits
+from kvcache.networks.protocols import Attend, LayerAttention, Logits, Recur
+from kvcache.networks.recurrence import Layer, layer_of
 from kvcache.networks.rope import Rope, RopeTable
 from kvcache.networks.weights import LayerWeights, MlpWeights, Progress, Weight, Weights
 from kvcache.support.arguments import short
@@ -53,6 +54,8 @@ class Transformer:
         self.weights = weights
         self.activations = activations
         self._rope = self._table(config.rope)
+        self._last_mixing = max((i for i, mixer in enumerate(config.mixers) if mixer), default=0)
+        self._recurrent = tuple(layer_of(config.recurrence, layer.recurrence) for layer in weights.layers)
         window = self._rope if config.window_rope is None else self._table(config.window_rope)
         # For each regime the tables of layers without and with a window.
         self._tables = [(self._rope, window)]
@@ -98,13 +101,19 @@ class Transformer:
         return cls(checkpoint.config, Weights.read(checkpoint, checkpoint.config, weights, progress), activations)
 
     @property
-    def attention(self) -> tuple[LayerAttention, ...]:
-        """How each layer attends."""
+    def attention(self) -> tuple[LayerAttention | None, ...]:
+        """How each layer attends; None: it does not."""
         config = self.config
         return tuple(
             LayerAttention(config.attention_scale, window, config.attention_softcap, layer.sinks)
-            for window, layer in zip(config.windows, self.weights.layers, strict=True)
+            if mixer == "attention" else None
+            for mixer, window, layer in zip(config.mixers, config.windows, self.weights.layers, strict=True)
         )
+
+    @property
+    def recurrences(self) -> tuple[Layer | None, ...]:
+        """The recurrence of each layer with a state; empty: there are none."""
+        return self._recurrent if any(self._recurrent) else ()
 
     def regime(self, num_tokens: int) -> int:
         """The regime of a text of `num_tokens`, see `Model`: 1 beyond the original context of longrope, else 0."""
@@ -118,7 +127,7 @@ class Transformer:
         """
         config, found = self.config, []
         for i, layer in enumerate(self.weights.layers):
-            if layer.qkv_bias is None or layer.qk_norm is not None:
+            if layer.qkv_bias is None or layer.qk_norm is not None or config.mixers[i] != "attention":
                 return None
             heads = layer.qkv_bias.reshape(-1, config.head_dim)[config.num_heads :][: config.num_kv_heads]
             rows = np.ascontiguousarray(np.broadcast_to(heads, (len(positions), *heads.shape)))
@@ -135,13 +144,19 @@ class Transformer:
         *,
         sink_positions: NDArray[np.int64] | None = None,
         regime: int = 0,
+        recur: Recur | None = None,
     ) -> Float32:
         """Run new tokens through all layers; `protocols.StreamingModel.forward` gives the shapes.
 
+        Args:
+            recur: called once for each layer with a state; `protocols.Model`.
+
         Raises:
-            ValueError: a position that no text of this regime has.
+            ValueError: a position that no text of this regime has; no `recur` for layers with a state.
         """
         config = self.config
+        if recur is None and any(self._recurrent):
+            raise ValueError("recur: expected a function for the layers with a state, got None")
         if regime not in range(len(self._tables)) or self.regime(int(positions.max(initial=-1)) + 1) > regime:
             raise ValueError(f"regime: expected that of a text with these positions, got {short(regime)}")
         x = self.weights.embedding[tokens.astype(np.int64)]
@@ -152,19 +167,26 @@ class Transformer:
         factors = config.rope.query_factors(positions)
         tiles = _rows_together(len(x))
         for i, layer in enumerate(self.weights.layers):
-            table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
-            projected = self._project(self._normed(x, layer.input_norm), layer)
-            turned = self._turned(*projected, table, turns[table] if table else places, factors)
-            mixed = attend(i, *turned).reshape(len(x), -1)
-            if i == config.num_layers - 1 and not (isinstance(logits, str) and logits == "all"):
-                # After the last attention rows are independent: continue with the requested ones only.
+            mixed = None
+            if (state := self._recurrent[i]) is not None and recur is not None and layer.qkv is not None:
+                inputs = self._times(self._normed(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+                mixed = state.gated(inputs, recur(i, state.rows(inputs)))
+            elif layer.qkv is not None:
+                table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
+                projected = self._project(self._normed(x, layer.input_norm), layer)
+                turned = self._turned(*projected, table, turns[table] if table else places, factors)
+                mixed = attend(i, *turned).reshape(len(x), -1)
+            if i == self._last_mixing and not (isinstance(logits, str) and logits == "all"):
+                # After the last layer that mixes tokens rows are independent: continue with the requested ones only.
                 rows = slice(len(x) - (logits == "last"), None) if isinstance(logits, str) else logits
-                x, mixed = x[rows], mixed[rows]
+                x, mixed = x[rows], None if mixed is None else mixed[rows]
                 tiles = _rows_together(len(x))
             together = tiles if layer.router is None else len(x)  # an expert has few rows in any case
             for start in range(0, len(x), max(1, together)):
-                part, own = x[start : start + together], mixed[start : start + together]
-                self._add_times(part, own, layer.output, layer.output_bias, layer.output_norm)
+                part = x[start : start + together]
+                if mixed is not None and layer.output is not None:
+                    own = mixed[start : start + together]
+                    self._add_times(part, own, layer.output, layer.output_bias, layer.output_norm)
                 self._add_mlps(part, layer)
         if not len(x):
             return np.empty((0, config.vocab_size), np.float32)
@@ -201,6 +223,7 @@ class Transformer:
     def _project(self, x: Float32, layer: LayerWeights) -> tuple[Float32, Float32]:
         """Queries and keys of `x` `(n, hidden)` before RoPE, `(n, num_heads + num_kv_heads, head_dim)`, and values."""
         config, eps = self.config, self.config.rms_norm_eps
+        assert layer.qkv is not None
         projected = self._times(x, layer.qkv, layer.qkv_bias)
         heads = projected.reshape(len(x), -1, config.head_dim)
         turning = config.num_heads + config.num_kv_heads

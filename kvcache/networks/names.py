@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from kvcache.networks.config import ModelConfig
+from kvcache.networks.recurrent_sizes import RecurrentSizes
 
 __all__ = [
     "EMBEDDING",
@@ -42,6 +43,7 @@ NORMS = {
     ),
 }
 ROUTER = ("mlp.gate.weight",)
+_INPUTS = {"conv": ("mixer.in_proj.weight",)}
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 
 
@@ -75,10 +77,14 @@ def fused_place(config: ModelConfig, part: str, qkv: str, gate_up: str) -> Place
     return None
 
 
-def matrices_of(config: ModelConfig) -> Iterator[tuple[str, ...]]:
-    """The matrices of one layer, in the order of `LayerWeights`: the names in a layer that are above each other."""
-    yield _QKV
-    yield ("self_attn.o_proj.weight",)
+def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
+    """The matrices of a layer, in the order of `LayerWeights`: the names in a layer that are above each other."""
+    if config.mixers[layer] == "attention":
+        yield _QKV
+        yield ("self_attn.o_proj.weight",)
+    elif config.recurrence is not None and config.mixers[layer]:
+        yield _INPUTS[config.recurrence.kind]
+        yield ("mixer.out_proj.weight",)
     if not config.num_experts:
         yield "mlp.gate_proj.weight", "mlp.up_proj.weight"
         yield ("mlp.down_proj.weight",)
@@ -93,19 +99,38 @@ def tensors_of(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor of the network with its shape. The biases of a layer's experts are one tensor."""
     yield EMBEDDING, (config.vocab_size, config.hidden_size)
     for i in range(config.num_layers):
-        for name, shape in _layer(config):
+        for name, shape in _layer(config, i):
             yield f"model.layers.{i}.{name}", shape
     yield NORM, (config.hidden_size,)
     if not config.tie_word_embeddings:
         yield HEAD, (config.vocab_size, config.hidden_size)
 
 
-def _layer(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
-    queries, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     for norm in NORMS[config.norms]:
         if norm is not None:
-            yield f"{norm}.weight", (hidden,)
+            yield f"{norm}.weight", (config.hidden_size,)
+    if config.mixers[layer] == "attention":
+        yield from _attention(config)
+    elif config.recurrence is not None and config.mixers[layer]:
+        yield from _recurrence(config, config.recurrence)
+    yield from _mlps(config)
+
+
+def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = config.hidden_size
+    for name, rows, columns in (("in_proj", 3 * hidden, hidden), ("out_proj", hidden, sizes.inner)):
+        yield f"mixer.{name}.weight", (rows, columns)
+        if sizes.projection_bias:
+            yield f"mixer.{name}.bias", (rows,)
+    yield "mixer.conv1d.weight", (sizes.channels, 1, sizes.taps)
+    if sizes.conv_bias:
+        yield "mixer.conv1d.bias", (sizes.channels,)
+
+
+def _attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = config.hidden_size
+    queries, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for name, rows, columns, bias in (
         ("q_proj", queries, hidden, config.qkv_bias),
         ("k_proj", pairs, hidden, config.qkv_bias),
@@ -121,6 +146,10 @@ def _layer(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "self_attn.k_norm.weight", (pairs if whole else config.head_dim,)
     if config.sinks:
         yield "self_attn.sinks", (config.num_heads,)
+
+
+def _mlps(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
     sizes = (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner))
     if not experts:
         for name, rows, columns in sizes:

@@ -6,6 +6,7 @@ queries for a shorter distance to the sinks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -15,7 +16,15 @@ from numpy.typing import NDArray
 from kvcache.core.attention_call import AttentionCall
 
 __all__ = [
-    "Attend", "LayerAttention", "Logits", "Model", "NetworkConfig", "StreamingModel", "layer_attention",
+    "Attend",
+    "LayerAttention",
+    "Logits",
+    "Model",
+    "NetworkConfig",
+    "Recur",
+    "Recurrence",
+    "StreamingModel",
+    "layer_attention",
     "unlike_layers",
 ]
 
@@ -95,12 +104,46 @@ class Attend(Protocol):
         ...
 
 
+class Recurrence(Protocol):
+    """A layer that keeps a state of fixed size per text, and how rows change it, token by token in one fixed order."""
+
+    @property
+    def size(self) -> int:
+        """The float32 numbers of a text's state, a multiple of 16; zeros are the state of an empty text."""
+        ...
+
+    def run(
+        self, rows: tuple[Float32, ...], slots: Float32, index: NDArray[np.int64], lens: NDArray[np.int64]
+    ) -> Float32:
+        """Run rows of texts through their states, which change in place.
+
+        The bits of results and states do not depend on how the rows of a text are cut into calls, on other texts, or on
+        threads: a caller may split rows, repeat them on a copy of a state, or replay them.
+
+        Args:
+            rows: arrays `(n, ...)`, as the network hands them to `Recur`: the texts' rows, one text after another.
+            slots: float32 `(num_slots, size)`, C-contiguous; fastest where it begins at a multiple of 64 bytes.
+            index: `(texts,)`, the slot of each text, all different.
+            lens: `(texts,)`, the rows of each text; their sum is n.
+
+        Returns:
+            float32 `(n, ...)`.
+        """
+        ...
+
+
+Recur = Callable[[int, tuple[Float32, ...]], Float32]
+"""The function that a network calls for each layer with a state, `(layer, rows) -> results`: `Recurrence.run` of it."""
+
+
 class Model(Protocol):
     """A network whose caller computes the attention.
 
-    Three optional attributes are read too:
+    Four optional attributes are read too:
 
-    - `attention`, one `LayerAttention` for each layer.
+    - `attention`, one `LayerAttention` for each layer; None for one that does not attend, and never calls `attend`.
+    - `recurrences`, for each layer its `Recurrence`, or None; empty if no layer has one. A layer may also have neither
+      that nor attention. Where there are any, `forward` is called with the keyword `recur`, a `Recur`.
     - `regime`, a function of the number of tokens of a text, the tokens that are still to come from this call
       included. It says by an int which weights of position the text has; it does not fall as a text grows. K and V of
       one regime are of no use to another: where a text enters another regime, it runs again from its start, and a
@@ -161,9 +204,12 @@ def layer_attention(model: Model) -> tuple[LayerAttention, ...]:
     """How each layer of a network attends, with its sizes. A window of all positions or more is none.
 
     Raises:
-        ValueError: a `kv_layer` that is no earlier layer with K and V of its own, or has another window or other sizes.
+        ValueError: a `kv_layer` that is no earlier layer with K and V of its own, or has another window or other sizes;
+            a layer does not attend: engines keep no states yet.
     """
     config, found = model.config, list[LayerAttention]()
+    if others := [i for i, each in enumerate(getattr(model, "attention", None) or ()) if each is None]:
+        raise ValueError(f"model: expected layers that all attend, got some that keep a state or mix nothing: {others}")
     most = config.max_position_embeddings
     for layer, each in enumerate(getattr(model, "attention", None) or (LayerAttention(),) * config.num_layers):
         each = replace(

@@ -23,6 +23,8 @@ from kvcache.networks.folder import FolderTensors
 from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
 from kvcache.networks.names import EMBEDDING, HEAD, NORM, NORMS, ROUTER, matrices_of, tensors_of
 from kvcache.networks.quantised import open_folder
+from kvcache.networks.recurrence import RecurrentWeights
+from kvcache.networks.recurrent_sizes import Mixer
 from kvcache.networks.tensors import Tensors
 from kvcache.support.arguments import short
 
@@ -67,22 +69,25 @@ class LayerWeights:
 
     Attributes:
         input_norm, output_norm: `(hidden,)`, before attention, and of what it adds.
-        qkv: `((num_heads + 2 * num_kv_heads) * head_dim, hidden)`: queries, keys, values, stacked.
+        qkv: `((num_heads + 2 * num_kv_heads) * head_dim, hidden)`: queries, keys, values, stacked; in a layer with a
+            state what its recurrence takes; None where nothing mixes tokens.
         qkv_bias: one value per row of `qkv`.
         qk_norm: `(num_heads + num_kv_heads, head_dim)`, one row for each head of queries, then of keys.
         sinks: `(num_heads,)`, see `LayerAttention`.
-        output: `(hidden, num_heads * head_dim)`.
+        recurrence: of a layer with a state.
+        output: `(hidden, num_heads * head_dim)`, or of what the recurrence gives.
         mlp_norm, down_norm: `(hidden,)`, before the MLP, and of what it adds.
         router, router_bias: `(experts, hidden)` and `(experts,)`; None without experts.
         mlps: the MLP, or those of the experts.
     """
 
     input_norm: Float32 | None
-    qkv: Weight
+    qkv: Weight | None
     qkv_bias: Float32 | None
     qk_norm: Float32 | None
     sinks: Float32 | None
-    output: Weight
+    recurrence: RecurrentWeights | None
+    output: Weight | None
     output_bias: Float32 | None
     output_norm: Float32 | None
     mlp_norm: Float32 | None
@@ -93,9 +98,12 @@ class LayerWeights:
 
     def arrays(self) -> Iterator[Float32 | Weight | None]:
         """Every vector and matrix, None for an absent one."""
-        yield from (getattr(self, field.name) for field in fields(self) if field.name != "mlps")
+        inside = ("mlps", "recurrence")
+        yield from (getattr(self, field.name) for field in fields(self) if field.name not in inside)
         for mlp in self.mlps:
             yield from (getattr(mlp, field.name) for field in fields(mlp))
+        if self.recurrence is not None:
+            yield from (getattr(self.recurrence, field.name) for field in fields(self.recurrence))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +182,7 @@ class _Loader:
         layers, head = FORMATS[weights]
         self._plans = [self._parts([EMBEDDING], head)]
         for i in range(config.num_layers):
-            for names in matrices_of(config):
+            for names in matrices_of(config, i):
                 # A router stays as it is stored: it is small, and its errors would choose other experts.
                 kind = "" if names == ROUTER else layers
                 self._plans.append(self._parts([f"model.layers.{i}.{name}" for name in names], kind))
@@ -200,7 +208,7 @@ class _Loader:
         try:
             matrices = iter(self._fill(iter(empty_matrices(shapes)), size))
             embedding = next(matrices)
-            layers = tuple(self._layer(f"model.layers.{i}.", matrices) for i in range(self._config.num_layers))
+            layers = tuple(self._layer(i, matrices) for i in range(self._config.num_layers))
             weights = Weights(embedding, layers, self._vector(NORM), next(matrices, embedding))
         except MemoryError:
             raise OutOfMemoryError(size, 0, "bytes") from None
@@ -236,8 +244,9 @@ class _Loader:
     def _vector(self, *names: str) -> Float32:
         return np.concatenate([self._checkpoint.read(name) for name in names])
 
-    def _layer(self, prefix: str, matrices: Iterator[Weight]) -> LayerWeights:
-        config = self._config
+    def _layer(self, layer: int, matrices: Iterator[Weight]) -> LayerWeights:
+        config, prefix, mixer = self._config, f"model.layers.{layer}.", self._config.mixers[layer]
+        attends, recurs = mixer == "attention", mixer == "state"
 
         def vector(*names: str | None) -> Float32:
             return self._vector(*[f"{prefix}{name}" for name in names])
@@ -248,12 +257,13 @@ class _Loader:
         experts = bool(config.num_experts)
         return LayerWeights(
             input_norm=before,
-            qkv=next(matrices),
-            qkv_bias=vector(*[f"self_attn.{name}_proj.bias" for name in "qkv"]) if config.qkv_bias else None,
-            qk_norm=self._qk_norm(vector) if config.qk_norm else None,
-            sinks=vector("self_attn.sinks") if config.sinks else None,
-            output=next(matrices),
-            output_bias=vector("self_attn.o_proj.bias") if config.output_bias else None,
+            qkv=next(matrices) if mixer else None,
+            qkv_bias=self._qkv_bias(mixer, vector),
+            qk_norm=self._qk_norm(vector) if config.qk_norm and attends else None,
+            sinks=vector("self_attn.sinks") if config.sinks and attends else None,
+            recurrence=self._recurrence(prefix) if recurs else None,
+            output=next(matrices) if mixer else None,
+            output_bias=self._output_bias(mixer, vector),
             output_norm=after,
             mlp_norm=before_mlp,
             router=next(matrices) if experts else None,
@@ -261,6 +271,30 @@ class _Loader:
             mlps=tuple(self._mlps(prefix + ("mlp.experts." if experts else "mlp."), matrices)),
             down_norm=after_mlp,
         )
+
+    def _qkv_bias(self, mixer: Mixer, vector: Callable[..., Float32]) -> Float32 | None:
+        sizes = self._config.recurrence
+        if mixer == "state":
+            return vector("mixer.in_proj.bias") if sizes is not None and sizes.projection_bias else None
+        biases = [f"self_attn.{name}_proj.bias" for name in "qkv"]
+        return vector(*biases) if mixer and self._config.qkv_bias else None
+
+    def _output_bias(self, mixer: Mixer, vector: Callable[..., Float32]) -> Float32 | None:
+        sizes = self._config.recurrence
+        if mixer == "state":
+            return vector("mixer.out_proj.bias") if sizes is not None and sizes.projection_bias else None
+        return vector("self_attn.o_proj.bias") if mixer and self._config.output_bias else None
+
+    def _recurrence(self, prefix: str) -> RecurrentWeights:
+        sizes = self._config.recurrence
+        assert sizes is not None
+        prefix = f"{prefix}mixer."
+
+        def vector(name: str, shape: tuple[int, ...] = (-1,)) -> Float32:
+            return self._checkpoint.read(f"{prefix}{name}").reshape(shape)
+
+        taps = np.ascontiguousarray(vector("conv1d.weight", (sizes.channels, sizes.taps)).T)
+        return RecurrentWeights(taps, vector("conv1d.bias") if sizes.conv_bias else None)
 
     def _qk_norm(self, vector: Callable[..., Float32]) -> Float32:
         config, names = self._config, ("self_attn.q_norm.weight", "self_attn.k_norm.weight")

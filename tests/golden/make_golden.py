@@ -39,6 +39,7 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     Ministral3Config,
     Mistral3Config,
@@ -80,6 +81,10 @@ COMMON = {
     "eos_token_id": None,
     "pad_token_id": None,
     "attn_implementation": "eager",
+}
+SMALL_HYBRID = COMMON | {
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
 }
 SMALL = COMMON | {  # of seeded variants
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -291,6 +296,13 @@ VARIANTS = {
         ),
         torch.bfloat16,
         lengths=(33, 200),
+    ),
+    "lfm2": Variant(  # one convolution is behind the last attention
+        Lfm2Config(
+            **SMALL_HYBRID, layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, conv_bias=True,
+            block_multiple_of=8, rope_parameters=DEFAULT_ROPE, tie_word_embeddings=False,
+        ),
+        torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
     ),
     "llama_odd": Variant(  # sizes that no other one has: a transposed matrix does not fit
         LlamaConfig(**SMALL, rope_parameters=DEFAULT_ROPE, attention_bias=True), torch.bfloat16,

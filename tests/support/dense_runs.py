@@ -1,17 +1,16 @@
-"""A network without an engine: naive attention over every token, in pieces."""
+"""A network without an engine: naive attention over every token, and states in an array, in pieces."""
 
 from __future__ import annotations
 
 import numpy as np
 from oracles.engine import dense_attention
 
-from kvcache.networks.protocols import layer_attention
-
 
 def run_dense(model, tokens, chunk=None, regime=None):
     """The logits of every token, `(n, vocab)`; pieces of `chunk` tokens. `regime`: if not that of the text."""
     kept = [[] for _ in range(model.config.num_layers)]
-    options = [attention.options() for attention in layer_attention(model)]
+    options = [attention and attention.options() for attention in model.attention]
+    states = [each and np.zeros((1, each.size), np.float32) for each in getattr(model, "recurrences", ())]
     regime = model.regime(len(tokens)) if regime is None else regime
 
     def attend(layer, queries, keys, values, *_):
@@ -19,8 +18,12 @@ def run_dense(model, tokens, chunk=None, regime=None):
         keys, values = (np.concatenate(rows) for rows in zip(*kept[layer], strict=True))
         return dense_attention(queries, keys, values, **options[layer]).astype(np.float32)
 
-    rows, step = [], chunk or len(tokens)
+    def recur(layer, inputs):
+        zero, count = np.zeros(1, np.int64), np.array([len(inputs[0])])
+        return model.recurrences[layer].run(inputs, states[layer], zero, count)
+
+    rows, step, more = [], chunk or len(tokens), {"recur": recur} if states else {}
     for first in range(0, len(tokens), step):
         piece = tokens[first : first + step]
-        rows.append(model.forward(piece, np.arange(first, first + len(piece)), attend, "all", regime=regime))
+        rows.append(model.forward(piece, np.arange(first, first + len(piece)), attend, "all", regime=regime, **more))
     return np.concatenate(rows)

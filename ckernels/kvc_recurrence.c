@@ -1,0 +1,140 @@
+/* kvc_recurrence.c - layers that keep a state: convolutions over the last rows, and matrices that decay and grow. */
+#include "kvc_row.h"
+
+enum { VECTORS = KVC_STATE_COLUMNS / KVC_LANES }; /* of a row of a block */
+
+/* A vector of which `left` values exist; none where left <= 0. */
+INLINE f32v load_left(const float *x, int64_t left) { return left > 0 ? load_some(x, left) : f32v_zero(); }
+
+/* ln(1 + e^x): max(x, 0) + log1p(u), u = e^-|x|. log1p(u) = 2 atanh(s), s = u / (2 + u) <= 1/3, by its series to s^17, whose
+ * rest is below 2e-10. The relative error is below (6 + max(-x, 0)) * 2^-23; 0 below -87. */
+INLINE f32v softplus(f32v x) {
+    const f32v u = f32v_exp2(f32v_mul(f32v_abs(x), f32v_set1(-1.442695041f)));
+    const f32v s = f32v_div(u, f32v_add(f32v_set1(2.0f), u)), square = f32v_mul(s, s);
+    f32v p = f32v_set1(2.0f / 17);
+    p = f32v_fma(p, square, f32v_set1(2.0f / 15));
+    p = f32v_fma(p, square, f32v_set1(2.0f / 13));
+    p = f32v_fma(p, square, f32v_set1(2.0f / 11));
+    p = f32v_fma(p, square, f32v_set1(2.0f / 9));
+    p = f32v_fma(p, square, f32v_set1(2.0f / 7));
+    p = f32v_fma(p, square, f32v_set1(2.0f / 5));
+    p = f32v_fma(p, square, f32v_set1(2.0f / 3));
+    p = f32v_fma(p, square, f32v_set1(2.0f));
+    return f32v_fma(p, s, f32v_max(f32v_zero(), x));
+}
+
+/* steps (n, heads) = softplus(x + bias), from `least` to `most`; decays = e^(steps * rate), where rate is not positive. Rows of
+ * x are x_stride floats apart; bias and rate (heads). */
+void KVC_FN(decays)(int64_t n, int64_t heads, const float *x, int64_t x_stride, const float *bias, const float *rate,
+                    float least, float most, float *steps, float *decays) {
+    const f32v low = f32v_set1(least), high = f32v_set1(most);
+    for (int64_t i = 0; i < n; i++, x += x_stride, steps += heads, decays += heads) {
+        for (int64_t h = 0; h < heads; h += KVC_LANES) {
+            const int64_t left = heads - h;
+            const f32v step = softplus(f32v_add(load_some(x + h, left), load_some(bias + h, left)));
+            const f32v held = f32v_max(low, f32v_min(high, step));
+            const f32v power = f32v_mul(f32v_mul(held, load_some(rate + h, left)), f32v_set1(1.442695041f));
+            store_some(steps + h, left, held);
+            store_some(decays + h, left, f32v_exp2(f32v_min(f32v_set1(126.0f), power)));
+        }
+    }
+}
+
+/* Channels [first, stop) of one text (kvc_recurrence.h). */
+void KVC_FN(convolve)(const kvc_convolution *c, int64_t text, int64_t first, int64_t stop) {
+    const kvc_texts *texts = &c->texts;
+    const int64_t start = texts->starts[text], n = texts->starts[text + 1] - start, before = c->taps - 1;
+    const float *x = c->x + start * c->x_stride;
+    float *state = texts->states + texts->index[text] * texts->slot_floats;
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t d = first; d < stop; d += KVC_LANES) {
+            const int64_t left = stop - d;
+            f32v sum = c->bias ? load_some(c->bias + d, left) : f32v_zero();
+            for (int64_t j = 0; j < c->taps; j++) {
+                const int64_t row = i - before + j;
+                const float *in = row < 0 ? state + (row + before) * c->channels : x + row * c->x_stride;
+                sum = f32v_fma(load_some(c->weight + j * c->channels + d, left), load_some(in + d, left), sum);
+            }
+            store_some(c->out + (start + i) * c->channels + d, left, c->silu ? gated(sum, sum) : sum);
+        }
+    }
+    for (int64_t i = 0; i < before; i++) { /* ascending: what is read lies behind what is written */
+        const int64_t row = n - before + i;
+        const float *in = row < 0 ? state + (row + before) * c->channels : x + row * c->x_stride;
+        memmove(state + i * c->channels + first, in + first, (size_t)(stop - first) * sizeof(float));
+    }
+}
+
+/* Where vector j of a row of some blocks is. */
+INLINE float *place(float *state, int64_t size, int64_t row, int j) {
+    return state + (j / VECTORS) * size * KVC_STATE_COLUMNS + row * KVC_STATE_COLUMNS + j % VECTORS * KVC_LANES;
+}
+
+/* One token: S = decay * S + key (outer) added; sums += query @ S; seen += next @ S, if the rule needs it (next is not NULL).
+ * The number of vectors and whether there is a `next` are constants. */
+INLINE void advance(int vectors, int looks, float *state, int64_t size, const float *key, const float *query,
+                    const float *next, float decay, const f32v *added, f32v *sums, f32v *seen) {
+    const f32v factor = f32v_set1(decay);
+    for (int64_t i = 0; i < size; i++) {
+        const f32v k = f32v_set1(key[i]), q = f32v_set1(query[i]), following = looks ? f32v_set1(next[i]) : k;
+        UNROLL
+        for (int j = 0; j < vectors; j++) {
+            float *at = place(state, size, i, j);
+            const f32v s = f32v_fma(added[j], k, f32v_mul(f32v_load(at), factor));
+            f32v_store(at, s);
+            sums[j] = f32v_fma(s, q, sums[j]);
+            if (looks) seen[j] = f32v_fma(s, following, seen[j]);
+        }
+    }
+}
+
+/* Rows of one text through some blocks of a head. The delta rule sums key @ S of the next token while it writes S of this one,
+ * so it reads S once per token; the first token's sum is in the same order. */
+INLINE void scan_blocks(int blocks, int delta, const kvc_scan *a, int64_t text, int64_t head, int64_t block) {
+    const int vectors = blocks * VECTORS;
+    const int64_t start = a->texts.starts[text], n = a->texts.starts[text + 1] - start, size = a->size;
+    const int64_t group = a->tiled ? head % a->groups : head / (a->heads / a->groups);
+    const int64_t padded = (a->dim + KVC_STATE_COLUMNS - 1) / KVC_STATE_COLUMNS * KVC_STATE_COLUMNS;
+    const int64_t column = block * KVC_STATE_COLUMNS;
+    float *state = a->texts.states + a->texts.index[text] * a->texts.slot_floats + head * size * padded + column * size;
+    const float *key = a->keys + start * a->key_stride + group * size;
+    const float *query = a->queries + start * a->key_stride + group * size;
+    f32v seen[2 * VECTORS], sums[2 * VECTORS], added[2 * VECTORS];
+    for (int j = 0; j < vectors; j++) seen[j] = f32v_zero();
+    for (int64_t i = 0; delta && n && i < size; i++) {
+        UNROLL
+        for (int j = 0; j < vectors; j++) seen[j] = f32v_fma(f32v_load(place(state, size, i, j)), f32v_set1(key[i]), seen[j]);
+    }
+    for (int64_t t = 0; t < n; t++, key += a->key_stride, query += a->key_stride) {
+        const int64_t at = (start + t) * a->heads + head;
+        const float *value = a->values + (start + t) * a->value_stride + head * a->dim + column;
+        const f32v decay = f32v_set1(a->decays[at]), step = f32v_set1(a->steps[at]);
+        for (int j = 0; j < vectors; j++) {
+            const f32v v = load_left(value + j * KVC_LANES, a->dim - column - j * KVC_LANES);
+            added[j] = f32v_mul(delta ? f32v_sub(v, f32v_mul(seen[j], decay)) : v, step);
+            sums[j] = delta ? f32v_zero() : f32v_mul(v, f32v_set1(a->skip[head]));
+            seen[j] = f32v_zero();
+        }
+        if (delta && t + 1 < n)
+            advance(vectors, 1, state, size, key, query, key + a->key_stride, a->decays[at], added, sums, seen);
+        else
+            advance(vectors, 0, state, size, key, query, key, a->decays[at], added, sums, seen);
+        float *out = a->out + at * a->dim + column;
+        for (int j = 0; j < vectors; j++) {
+            const int64_t left = a->dim - column - j * KVC_LANES;
+            if (left > 0) store_some(out + j * KVC_LANES, left, sums[j]);
+        }
+    }
+}
+
+/* Rows of one text through blocks [block, block + blocks) of a head, one or two of them. */
+void KVC_FN(scan)(const kvc_scan *a, int64_t text, int64_t head, int64_t block, int blocks) {
+    if (!a->skip && blocks == 2)
+        scan_blocks(2, 1, a, text, head, block);
+    else if (!a->skip)
+        scan_blocks(1, 1, a, text, head, block);
+    else if (blocks == 2)
+        scan_blocks(2, 0, a, text, head, block);
+    else
+        scan_blocks(1, 0, a, text, head, block);
+}

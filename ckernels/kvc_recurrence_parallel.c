@@ -1,0 +1,50 @@
+/* kvc_recurrence_parallel.c - layers with a state (kvc_recurrence.c) on several threads: texts, heads and blocks of columns, or
+ * texts and channels, are divided among them. */
+#include "kvc.h"
+#include "kvc_threads.h"
+
+enum {
+    CHANNELS_PER_ITEM = 128,
+    LEAST_VALUES = 1 << 15, /* of a convolution or a scan that another thread helps with: some 5 us */
+};
+
+typedef struct convolution_call {
+    const kvc_kernels *kernels;
+    const kvc_convolution *args;
+} convolution_call;
+
+typedef struct scan_call {
+    const kvc_kernels *kernels;
+    const kvc_scan *args;
+} scan_call;
+
+static void convolution_item(void *context, int64_t index, int thread) {
+    const convolution_call *c = context;
+    const int64_t channels = c->args->channels, parts = (channels + CHANNELS_PER_ITEM - 1) / CHANNELS_PER_ITEM;
+    const int64_t first = index % parts * CHANNELS_PER_ITEM, stop = first + CHANNELS_PER_ITEM;
+    (void)thread;
+    c->kernels->convolve(c->args, index / parts, first, stop < channels ? stop : channels);
+}
+
+void kvc_convolve(const kvc_kernels *kernels, const kvc_convolution *args, int num_threads) {
+    convolution_call c = {kernels, args};
+    const int64_t rows = args->texts.starts[args->texts.count], channels = args->channels;
+    const int64_t items = args->texts.count * ((channels + CHANNELS_PER_ITEM - 1) / CHANNELS_PER_ITEM);
+    kvc_run_items(items, rows * channels * args->taps < LEAST_VALUES ? 1 : num_threads, convolution_item, &c);
+}
+
+static int64_t pairs_of(const kvc_scan *a) { return (a->dim + 2 * KVC_STATE_COLUMNS - 1) / (2 * KVC_STATE_COLUMNS); }
+
+static void scan_item(void *context, int64_t index, int thread) {
+    const scan_call *c = context;
+    const int64_t pairs = pairs_of(c->args), block = index % pairs * 2, head = index / pairs % c->args->heads;
+    const int blocks = c->args->dim - block * KVC_STATE_COLUMNS > KVC_STATE_COLUMNS ? 2 : 1;
+    (void)thread;
+    c->kernels->scan(c->args, index / pairs / c->args->heads, head, block, blocks);
+}
+
+void kvc_scan_texts(const kvc_kernels *kernels, const kvc_scan *args, int num_threads) {
+    scan_call c = {kernels, args};
+    const int64_t rows = args->texts.starts[args->texts.count], values = rows * args->heads * args->size * args->dim;
+    kvc_run_items(args->texts.count * args->heads * pairs_of(args), values < LEAST_VALUES ? 1 : num_threads, scan_item, &c);
+}

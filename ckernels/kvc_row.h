@@ -1,0 +1,33 @@
+/* kvc_row.h - the ends of rows of any length, and what several steps of a network compute of each value. */
+#ifndef KVC_ROW_H
+#define KVC_ROW_H
+
+#include <string.h>
+
+#include "kvc_simd.h"
+
+/* The vector at x, of which `left` values exist, at least one; the others are 0. */
+INLINE f32v load_some(const float *x, int64_t left) {
+    float some[KVC_LANES] = {0};
+    if (KVC_LANES == 1 || left >= KVC_LANES) return f32v_load(x);
+    memcpy(some, x, (size_t)left * sizeof(float));
+    return f32v_load(some);
+}
+INLINE void store_some(float *x, int64_t left, f32v value) {
+    float some[KVC_LANES];
+    if (KVC_LANES == 1 || left >= KVC_LANES) {
+        f32v_store(x, value);
+        return;
+    }
+    f32v_store(some, value);
+    memcpy(x, some, (size_t)left * sizeof(float));
+}
+
+/* gate * sigmoid(slope). The relative error is below (4 + max(-slope, 0)) * 2^-23 for an exact slope: the exponent is rounded
+ * once. 0 where slope < -87: there it is less than 2^-119 gate. */
+INLINE f32v gated(f32v gate, f32v slope) {
+    const f32v power = f32v_exp2(f32v_min(f32v_mul(slope, f32v_set1(-1.442695041f)), f32v_set1(126.0f)));
+    return f32v_zero_below(f32v_div(gate, f32v_add(f32v_set1(1.0f), power)), slope, f32v_set1(-87.0f));
+}
+
+#endif

@@ -1,0 +1,92 @@
+"""The sizes of layers that keep a state of fixed size per text, and which layers of a network they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvcache.errors import CheckpointError
+from kvcache.networks.entries import Entries
+from kvcache.support.arguments import short
+
+__all__ = ["Kind", "Mixer", "RecurrentSizes", "mixers_of"]
+
+Mixer = Literal["attention", "state", ""]
+Kind = Literal["conv", "delta", "mamba"]
+
+_MAX_TAPS = 64
+# What files call these layers: as they are published, and as transformers 5 writes them.
+_STATES = {"conv": ("conv",), "delta": ("linear_attention",), "mamba": ("mamba", "linear_attention")}
+_ATTENDING = ("attention", "full_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSizes:
+    """The layers with a state of a network.
+
+    Attributes:
+        kind: "conv": a short convolution between two gates. "delta": the gated delta rule. "mamba": Mamba2.
+        taps: rows that the convolution sees, the newest among them.
+        conv_bias, projection_bias: whether the convolution, and the projections around the layer, add a bias.
+        heads, groups: of matrices, and of the keys and queries (delta) or B and C (mamba) that they share; 0 of "conv".
+        size, dim: rows and columns of the matrix of a head.
+        tiled: whether head h has group `h % groups`; if not, `h // (heads // groups)`.
+        channels: of the convolution.
+        step_limits: the least and the largest step (mamba).
+    """
+
+    kind: Kind
+    taps: int
+    channels: int
+    conv_bias: bool = False
+    projection_bias: bool = False
+    heads: int = 0
+    groups: int = 0
+    size: int = 0
+    dim: int = 0
+    tiled: bool = False
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def inner(self) -> int:
+        """Channels that the output projection takes."""
+        return self.heads * self.dim if self.heads else self.channels
+
+    @classmethod
+    def of(cls, kind: Kind, read: Entries, hidden_size: int) -> RecurrentSizes:
+        """Read the keys of a `config.json`. Raises CheckpointError naming the key and its value."""
+        bias = read.flag("conv_bias", False)
+        return cls(kind, read.size("conv_L_cache", 3, most=_MAX_TAPS), hidden_size, bias, bias)
+
+
+def mixers_of(config: Mapping[str, Any], kind: Kind | Literal[""], num_layers: int) -> tuple[Mixer, ...]:
+    """The mixer of each layer, by `layer_types` of a network whose states are of this kind, if it has any.
+
+    Raises:
+        CheckpointError: other names, or another number of them.
+    """
+    if not kind:
+        return (_named(has_state=False),) * num_layers
+    states, listed = _STATES[kind], config.get("layer_types")
+    if listed is None and kind == "conv":
+        return _by_index(config.get("full_attn_idxs"), num_layers)
+    allowed = (*states, *_ATTENDING)
+    if not isinstance(listed, list) or len(listed) != num_layers or not all(each in allowed for each in listed):
+        raise CheckpointError(
+            f"layer_types: expected {' or '.join(allowed)} for each of {num_layers} layers, got {short(listed)}"
+        )
+    return tuple(_named(has_state=each in states) for each in listed)
+
+
+def _by_index(attending: Any, num_layers: int) -> tuple[Mixer, ...]:
+    """The same by a list of the layers that attend; None: all do."""
+    if attending is None:
+        return (_named(has_state=False),) * num_layers
+    if not isinstance(attending, list) or not all(type(i) is int and 0 <= i < num_layers for i in attending):
+        raise CheckpointError(f"full_attn_idxs: expected layers from 0 to {num_layers - 1}, got {short(attending)}")
+    return tuple(_named(has_state=i not in attending) for i in range(num_layers))
+
+
+def _named(*, has_state: bool) -> Mixer:
+    return "state" if has_state else "attention"
