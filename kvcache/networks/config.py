@@ -50,6 +50,7 @@ class ModelConfig:
         attention_scale: of the scores; None: `head_dim**-0.5`.
         attention_softcap: scores become `cap * tanh(score / cap)`; None: they stay.
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
+        attention_gate: whether each head of queries is followed by a gate, whose sigmoid its results are multiplied by.
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
         qk_norm: how queries and keys pass through an RMSNorm: not, each head alone, or all heads at once.
         norms: where each layer's norms are: before attention and MLP, after them, or both.
@@ -83,6 +84,7 @@ class ModelConfig:
     attention_scale: float | None
     attention_softcap: float | None
     sinks: bool
+    attention_gate: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -167,6 +169,7 @@ class ModelConfig:
             attention_scale=_attention_scale(read, head_dim),
             attention_softcap=_cap(read, family, "attn_logit_softcapping"),
             sinks=family.sinks,
+            attention_gate=family.attention_gate,
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=attention_bias if family.qkv_bias is None else False,
             mlp_bias=read.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
@@ -194,6 +197,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, read: Entries
         raise CheckpointError(f"quantization_config: expected mxfp4 for gpt_oss alone, got it for {family.model_type}")
     if read.flag("use_bidirectional_attention", False):
         raise CheckpointError("use_bidirectional_attention: expected false, got true")
+    if family.attention_gate and not read.flag("attn_output_gate", True):
+        raise CheckpointError("attn_output_gate: expected true, got false")
 
 
 def _derived(config: Mapping[str, Any], family: Family, key: str, size: int, *, at_least: int = 1) -> int:

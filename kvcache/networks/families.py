@@ -33,6 +33,7 @@ class Family:
         full_every: without `layer_types`, every so manyth layer has no window; 0: the first `max_window_layers`
             have none.
         rope_per_kind: whether layers with and without a window have a rotary embedding each.
+        attention_gate: whether each head of queries is followed by a gate of its results.
         recurrence: the kind of its layers with a state (`RecurrentSizes`); "": there are none.
         eps_key: the key of what norms add to the mean of squares.
         names: what files call tensors, by the stems of `names`, with or without the layer's.
@@ -56,6 +57,7 @@ class Family:
     window_switch: bool = False
     full_every: int = 0
     rope_per_kind: bool = False
+    attention_gate: bool = False
     recurrence: Kind | Literal[""] = ""
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
@@ -77,6 +79,12 @@ _LFM2 = {
     "self_attn.k_norm": "self_attn.k_layernorm", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2", "mixer.in_proj": "conv.in_proj", "mixer.conv1d": "conv.conv",
     "mixer.out_proj": "conv.out_proj",
+}
+_QWEN3_5 = {
+    "mixer": "linear_attn", "mixer.rate": "linear_attn.A_log",
+    **{f"mixer.{name}": f"linear_attn.{name}" for name in (
+        "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "norm", "out_proj",
+    )},
 }
 
 FAMILIES = {
@@ -133,6 +141,10 @@ FAMILIES = {
             "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "tie_embedding": True,
             "block_multiple_of": 256,
         },
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        "qwen3_5_text", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
+        names=_QWEN3_5, defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
     ),
     "Phi3ForCausalLM": Family("phi3", windows="all", fused=True, defaults={
         "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,

@@ -58,7 +58,9 @@ class FolderTensors:
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
         found = self._checkpoint.read(self._place(name).name)
-        if self._family.norms_less_one and name.endswith("norm.weight"):
+        if name.endswith("mixer.rate"):  # files have its logarithm
+            return (-np.exp(found.astype(np.float64))).astype(np.float32)
+        if self._family.norms_less_one and name.endswith("norm.weight") and not name.endswith("mixer.norm.weight"):
             found = found + np.float32(1)
         if self._family.experts == "gpt_oss":
             if name.endswith("gate_proj.bias"):
@@ -121,6 +123,8 @@ class FolderTensors:
 
     def _renamed(self, name: str) -> str:
         """The name of a tensor in files of the family; that of its layer is left out."""
+        if name in self._family.names:
+            return self._family.names[name]
         stem, _, kind = name.rpartition(".")
         return f"{self._family.names.get(stem, stem)}.{kind}"
 

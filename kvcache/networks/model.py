@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.kernels.layers import clamped_swiglu, geglu, rms_norm, softcap, swiglu, top_experts
+from kvcache.kernels.layers import clamped_swiglu, gate, geglu, rms_norm, softcap, swiglu, top_experts
 from kvcache.kernels.matrix import checked_activations
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
@@ -55,7 +55,9 @@ class Transformer:
         self.activations = activations
         self._rope = self._table(config.rope)
         self._last_mixing = max((i for i, mixer in enumerate(config.mixers) if mixer), default=0)
-        self._recurrent = tuple(layer_of(config.recurrence, layer.recurrence) for layer in weights.layers)
+        self._recurrent = tuple(
+            layer_of(config.recurrence, layer.recurrence, config.rms_norm_eps) for layer in weights.layers
+        )
         window = self._rope if config.window_rope is None else self._table(config.window_rope)
         # For each regime the tables of layers without and with a window.
         self._tables = [(self._rope, window)]
@@ -173,9 +175,10 @@ class Transformer:
                 mixed = state.gated(inputs, recur(i, state.rows(inputs)))
             elif layer.qkv is not None:
                 table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
-                projected = self._project(self._normed(x, layer.input_norm), layer)
-                turned = self._turned(*projected, table, turns[table] if table else places, factors)
+                heads, values, gates = self._project(self._normed(x, layer.input_norm), layer)
+                turned = self._turned(heads, values, table, turns[table] if table else places, factors)
                 mixed = attend(i, *turned).reshape(len(x), -1)
+                mixed = mixed if gates is None else gate(mixed, gates, False)
             if i == self._last_mixing and not (isinstance(logits, str) and logits == "all"):
                 # After the last layer that mixes tokens rows are independent: continue with the requested ones only.
                 rows = slice(len(x) - (logits == "last"), None) if isinstance(logits, str) else logits
@@ -220,23 +223,27 @@ class Transformer:
             part *= np.float32(self.config.residual_scale)
         x += part
 
-    def _project(self, x: Float32, layer: LayerWeights) -> tuple[Float32, Float32]:
-        """Queries and keys of `x` `(n, hidden)` before RoPE, `(n, num_heads + num_kv_heads, head_dim)`, and values."""
+    def _project(self, x: Float32, layer: LayerWeights) -> tuple[Float32, Float32, Float32 | None]:
+        """Queries and keys of `x` `(n, hidden)` before RoPE, `(n, num_heads + num_kv_heads, head_dim)`; V; gates."""
         config, eps = self.config, self.config.rms_norm_eps
         assert layer.qkv is not None
         projected = self._times(x, layer.qkv, layer.qkv_bias)
-        heads = projected.reshape(len(x), -1, config.head_dim)
+        heads, gates = projected.reshape(len(x), -1, config.head_dim), None
+        if config.attention_gate:  # of each head first its queries, then its gates
+            stop = 2 * config.num_heads
+            gates = heads[:, 1:stop:2].reshape(len(x), -1)
+            heads = np.concatenate([heads[:, :stop:2], heads[:, stop:]], axis=1)
         turning = config.num_heads + config.num_kv_heads
         turned, values = heads[:, :turning], heads[:, turning:]
         if layer.qk_norm is None:
-            return turned, values
+            return turned, values, gates
         if config.qk_norm == "head":
-            return rms_norm(turned, layer.qk_norm, eps), values
+            return rms_norm(turned, layer.qk_norm, eps), values, gates
         size = config.num_heads * config.head_dim
         weight, stop = layer.qk_norm.ravel(), turning * config.head_dim
         queries = rms_norm(projected[:, :size], weight[:size], eps)
         keys = rms_norm(projected[:, size:stop], weight[size:], eps)
-        return np.concatenate([queries, keys], axis=1).reshape(turned.shape), values
+        return np.concatenate([queries, keys], axis=1).reshape(turned.shape), values, gates
 
     def _turned(
         self, heads: Float32, values: Float32, table: RopeTable | None, turns: Sequence[Any], factors: Float32 | None

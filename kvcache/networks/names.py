@@ -19,7 +19,7 @@ __all__ = [
     "LAYER",
     "NORM",
     "NORMS",
-    "ROUTER",
+    "STORED",
     "Place",
     "fused_place",
     "matrices_of",
@@ -42,8 +42,14 @@ NORMS = {
         "post_feedforward_layernorm",
     ),
 }
-ROUTER = ("mlp.gate.weight",)
-_INPUTS = {"conv": ("mixer.in_proj.weight",)}
+_ROUTER = ("mlp.gate.weight",)
+_INPUTS = {
+    "conv": ("mixer.in_proj.weight",), "mamba": ("mixer.in_proj.weight",),
+    "delta": tuple(f"mixer.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+}
+# Matrices that stay as they are stored in every format of weights: they are small, and what they compute is exact or
+# nothing: the experts of a row, or how fast a state decays.
+STORED = (*_ROUTER, "mixer.in_proj_b.weight", "mixer.in_proj_a.weight")
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 
 
@@ -89,7 +95,7 @@ def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
         yield "mlp.gate_proj.weight", "mlp.up_proj.weight"
         yield ("mlp.down_proj.weight",)
         return
-    yield ROUTER
+    yield _ROUTER
     for i in range(config.num_experts):
         yield f"mlp.experts.{i}.gate_proj.weight", f"mlp.experts.{i}.up_proj.weight"
         yield (f"mlp.experts.{i}.down_proj.weight",)
@@ -118,21 +124,34 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ..
 
 
 def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden = config.hidden_size
-    for name, rows, columns in (("in_proj", 3 * hidden, hidden), ("out_proj", hidden, sizes.inner)):
-        yield f"mixer.{name}.weight", (rows, columns)
+    hidden, heads, inner = config.hidden_size, sizes.heads, sizes.inner
+    inputs = {
+        "conv": (("in_proj", 3 * hidden),), "mamba": (("in_proj", inner + sizes.channels + heads),),
+        "delta": (("in_proj_qkv", sizes.channels), ("in_proj_z", inner), ("in_proj_b", heads), ("in_proj_a", heads)),
+    }
+    for name, rows in inputs[sizes.kind]:
+        yield f"mixer.{name}.weight", (rows, hidden)
         if sizes.projection_bias:
             yield f"mixer.{name}.bias", (rows,)
     yield "mixer.conv1d.weight", (sizes.channels, 1, sizes.taps)
     if sizes.conv_bias:
         yield "mixer.conv1d.bias", (sizes.channels,)
+    if sizes.kind != "conv":
+        yield "mixer.rate", (heads,)
+        yield "mixer.dt_bias", (heads,)
+        yield "mixer.norm.weight", (sizes.dim if sizes.kind == "delta" else inner,)
+    if sizes.kind == "mamba":
+        yield "mixer.D", (heads,)
+    yield "mixer.out_proj.weight", (hidden, inner)
+    if sizes.projection_bias:
+        yield "mixer.out_proj.bias", (hidden,)
 
 
 def _attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = config.hidden_size
     queries, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for name, rows, columns, bias in (
-        ("q_proj", queries, hidden, config.qkv_bias),
+        ("q_proj", queries * (2 if config.attention_gate else 1), hidden, config.qkv_bias),
         ("k_proj", pairs, hidden, config.qkv_bias),
         ("v_proj", pairs, hidden, config.qkv_bias),
         ("o_proj", hidden, queries, config.output_bias),

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.kernels.layers import convolution_floats, convolve
+from kvcache.kernels.layers import convolution_floats, convolve, decays, gate, rms_norm, scan, scan_floats
 from kvcache.networks.recurrent_sizes import RecurrentSizes
 
-__all__ = ["Layer", "RecurrentWeights", "ShortConvolution", "layer_of"]
+__all__ = ["DeltaRule", "Layer", "Mamba2", "RecurrentWeights", "ShortConvolution", "layer_of"]
 
 Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
+
+_UNIT_EPS = 1e-6  # added to the sum of squares of keys and queries of the delta rule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,9 +70,103 @@ class ShortConvolution:
         return projected[:, width : 2 * width] * out
 
 
-Layer = ShortConvolution
+class DeltaRule:
+    """The gated delta net (Yang et al., arXiv 2412.06464) of a projection `[mixed, z, b, a]`, as Qwen3.5 has it.
+
+    `mixed` is convolved into queries, keys and values; queries and keys have unit length, and the former the factor
+    `size**-0.5`. A head is normed, then gated by z.
+    """
+
+    def __init__(self, sizes: RecurrentSizes, weights: RecurrentWeights, eps: float) -> None:
+        self._sizes, self._weights, self._eps = sizes, weights, eps
+        # Unit length by means of `rms_norm`: x / sqrt(sum of squares + e) = x / sqrt(mean + e / size) * size**-0.5.
+        factors = np.repeat([1 / sizes.size, sizes.size**-0.5], sizes.groups)
+        self._units = np.repeat(factors.astype(np.float32)[:, None], sizes.size, axis=1)
+        self._norms = np.tile(_given(weights.norm), (sizes.heads, 1))
+
+    @property
+    def size(self) -> int:
+        """See `protocols.Recurrence`."""
+        sizes = self._sizes
+        return scan_floats(sizes.heads, sizes.size, sizes.dim) + convolution_floats(sizes.channels, sizes.taps)
+
+    def rows(self, projected: Float32) -> tuple[Float32, ...]:
+        """`mixed`, `b` and `a`."""
+        sizes = self._sizes
+        first = sizes.channels + sizes.inner
+        return projected[:, : sizes.channels], projected[:, first : first + sizes.heads], projected[:, -sizes.heads :]
+
+    def run(self, rows: tuple[Float32, ...], slots: Float32, index: Int64, lens: Int64) -> Float32:
+        """See `protocols.Recurrence`."""
+        sizes, weights, (mixed, b, a) = self._sizes, self._weights, rows
+        at = scan_floats(sizes.heads, sizes.size, sizes.dim)
+        mixed = convolve(mixed, weights.taps, weights.bias, slots, at, index, lens, True)
+        n, both = len(mixed), 2 * sizes.groups * sizes.size
+        units = rms_norm(mixed[:, :both].reshape(n, -1, sizes.size), self._units, _UNIT_EPS / sizes.size)
+        values = mixed[:, both:].reshape(n, sizes.heads, sizes.dim)
+        _, left = decays(a, _given(weights.step_bias), _given(weights.rate), *sizes.step_limits)
+        steps, groups = gate(np.ones(b.shape, np.float32), b, False), sizes.groups
+        return scan(
+            units[:, groups:], units[:, :groups], values, left, steps, None, slots, 0, index, lens, sizes.tiled
+        )
+
+    def gated(self, projected: Float32, out: Float32) -> Float32:
+        """Each head normed, times `silu(z)`."""
+        sizes = self._sizes
+        z = projected[:, sizes.channels : sizes.channels + sizes.inner]
+        return gate(rms_norm(out, self._norms, self._eps).reshape(len(out), -1), z, True)
 
 
-def layer_of(sizes: RecurrentSizes | None, weights: RecurrentWeights | None) -> Layer | None:
-    """The layer of these sizes; None without weights."""
-    return None if sizes is None or weights is None else ShortConvolution(sizes, weights)
+class Mamba2:
+    """Mamba2 (Dao and Gu, arXiv 2405.21060) of a projection `[z, x B C, steps]`: gated by z, then normed by groups."""
+
+    def __init__(self, sizes: RecurrentSizes, weights: RecurrentWeights, eps: float) -> None:
+        self._sizes, self._weights, self._eps = sizes, weights, eps
+
+    @property
+    def size(self) -> int:
+        """See `protocols.Recurrence`."""
+        sizes = self._sizes
+        return scan_floats(sizes.heads, sizes.size, sizes.dim) + convolution_floats(sizes.channels, sizes.taps)
+
+    def rows(self, projected: Float32) -> tuple[Float32, ...]:
+        """`x B C`, and the steps."""
+        inner, stop = self._sizes.inner, self._sizes.inner + self._sizes.channels
+        return projected[:, inner:stop], projected[:, stop:]
+
+    def run(self, rows: tuple[Float32, ...], slots: Float32, index: Int64, lens: Int64) -> Float32:
+        """See `protocols.Recurrence`."""
+        sizes, weights, (mixed, steps) = self._sizes, self._weights, rows
+        at = scan_floats(sizes.heads, sizes.size, sizes.dim)
+        mixed = convolve(mixed, weights.taps, weights.bias, slots, at, index, lens, True)
+        n, stop = len(mixed), sizes.inner + sizes.groups * sizes.size
+        values = mixed[:, : sizes.inner].reshape(n, sizes.heads, sizes.dim)
+        keys, queries = (
+            part.reshape(n, sizes.groups, sizes.size) for part in (mixed[:, sizes.inner : stop], mixed[:, stop:])
+        )
+        steps, left = decays(steps, _given(weights.step_bias), _given(weights.rate), *sizes.step_limits)
+        skip = _given(weights.skip)
+        return scan(keys, queries, values, left, steps, skip, slots, 0, index, lens, sizes.tiled)
+
+    def gated(self, projected: Float32, out: Float32) -> Float32:
+        """`out * silu(z)`, each group normed."""
+        n, norm = len(out), _given(self._weights.norm)
+        rows = gate(out.reshape(n, -1), projected[:, : self._sizes.inner], True)
+        return rms_norm(rows.reshape(n, *norm.shape), norm, self._eps).reshape(n, -1)
+
+
+Layer = ShortConvolution | DeltaRule | Mamba2
+
+
+def layer_of(sizes: RecurrentSizes | None, weights: RecurrentWeights | None, eps: float) -> Layer | None:
+    """The layer of these sizes, whose norms add `eps`; None without weights."""
+    if sizes is None or weights is None:
+        return None
+    if sizes.kind == "conv":
+        return ShortConvolution(sizes, weights)
+    return DeltaRule(sizes, weights, eps) if sizes.kind == "delta" else Mamba2(sizes, weights, eps)
+
+
+def _given(weight: Float32 | None) -> Float32:
+    assert weight is not None  # each kind has its own
+    return weight

@@ -56,8 +56,50 @@ class RecurrentSizes:
     @classmethod
     def of(cls, kind: Kind, read: Entries, hidden_size: int) -> RecurrentSizes:
         """Read the keys of a `config.json`. Raises CheckpointError naming the key and its value."""
-        bias = read.flag("conv_bias", False)
-        return cls(kind, read.size("conv_L_cache", 3, most=_MAX_TAPS), hidden_size, bias, bias)
+        if kind == "conv":
+            bias = read.flag("conv_bias", False)
+            return cls(kind, read.size("conv_L_cache", 3, most=_MAX_TAPS), hidden_size, bias, bias)
+        found = _delta(read) if kind == "delta" else _mamba(read, hidden_size)
+        if found.heads % found.groups or found.inner % found.groups:
+            raise CheckpointError(f"{kind}: expected heads in {found.groups} groups, got {found.heads} of {found.dim}")
+        return found
+
+
+def _delta(read: Entries) -> RecurrentSizes:
+    groups, heads = read.size("linear_num_key_heads", 16), read.size("linear_num_value_heads", 32)
+    size, dim = read.size("linear_key_head_dim", 128), read.size("linear_value_head_dim", 128)
+    taps = read.size("linear_conv_kernel_dim", 4, most=_MAX_TAPS)
+    channels = 2 * groups * size + heads * dim
+    return RecurrentSizes("delta", taps, channels, heads=heads, groups=groups, size=size, dim=dim)
+
+
+def _mamba(read: Entries, hidden_size: int) -> RecurrentSizes:
+    """Granite's keys, or Nemotron's."""
+    if read.default("mamba_num_heads"):
+        heads, dim = read.size("mamba_num_heads"), read.size("mamba_head_dim", 64)
+        size, groups, taps = read.size("ssm_state_size", 128), read.size("n_groups", 8), "conv_kernel"
+        biases = read.flag("use_conv_bias", True), read.flag("use_bias", False)
+    else:
+        heads, inner = read.size("mamba_n_heads", 128), read.size("mamba_expand", 2) * hidden_size
+        dim = inner // heads if read.get("mamba_d_head") in (None, "auto") else read.size("mamba_d_head")
+        if heads * dim != inner:
+            raise CheckpointError(f"mamba_n_heads: expected heads of {inner} channels in all, got {heads} of {dim}")
+        size, groups, taps = read.size("mamba_d_state", 256), read.size("mamba_n_groups", 1), "mamba_d_conv"
+        biases = read.flag("mamba_conv_bias", True), read.flag("mamba_proj_bias", False)
+    rows, channels = read.size(taps, 4, most=_MAX_TAPS), heads * dim + 2 * groups * size
+    return RecurrentSizes("mamba", rows, channels, *biases, heads, groups, size, dim, step_limits=_limits(read))
+
+
+def _limits(read: Entries) -> tuple[float, float]:
+    """The limits of steps; transformers 5 writes infinity as an object."""
+    found = read.get("time_step_limit")
+    if found is None:
+        return 0.0, float("inf")
+    if isinstance(found, (list, tuple)) and len(found) == 2:
+        least, most = (float(x["__float__"]) if x == {"__float__": "Infinity"} else x for x in found)
+        if all(type(x) in (int, float) for x in (least, most)) and 0 <= least <= most:
+            return float(least), float(most)
+    raise CheckpointError(f"time_step_limit: expected two numbers from 0 on, ascending, got {short(found)}")
 
 
 def mixers_of(config: Mapping[str, Any], kind: Kind | Literal[""], num_layers: int) -> tuple[Mixer, ...]:
@@ -71,6 +113,9 @@ def mixers_of(config: Mapping[str, Any], kind: Kind | Literal[""], num_layers: i
     states, listed = _STATES[kind], config.get("layer_types")
     if listed is None and kind == "conv":
         return _by_index(config.get("full_attn_idxs"), num_layers)
+    if listed is None and kind == "delta":
+        every = Entries(config).size("full_attention_interval", 4)
+        return tuple(_named(has_state=(i + 1) % every != 0) for i in range(num_layers))
     allowed = (*states, *_ATTENDING)
     if not isinstance(listed, list) or len(listed) != num_layers or not all(each in allowed for each in listed):
         raise CheckpointError(

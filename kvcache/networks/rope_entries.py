@@ -109,7 +109,7 @@ def _rotary_dim(values: Mapping[str, Any], config: Mapping[str, Any], family: Fa
         return head_dim
     partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial is None:
-        return head_dim
+        partial = family.defaults["partial_rotary_factor"]
     if type(partial) not in (int, float) or not 0 < partial <= 1 or int(head_dim * partial) % 2:
         raise CheckpointError(
             f"partial_rotary_factor: expected an even share of {head_dim} channels, got {short(partial)}"

@@ -40,6 +40,7 @@ TOWERS = {
         "mistral3", {"mistral": "mistral", "ministral3": "ministral3"}, tied=True
     ),
     "Qwen2_5_VLForConditionalGeneration": Tower("qwen2_5_vl", {"qwen2_5_vl_text": "qwen2"}, flat=True),
+    "Qwen3_5ForConditionalGeneration": Tower("qwen3_5", {"qwen3_5_text": "qwen3_5_text"}),
     "Qwen3VLForConditionalGeneration": Tower("qwen3_vl", {"qwen3_vl_text": "qwen3"}),
 }
 _BY_TYPE = {tower.model_type: tower for tower in TOWERS.values()}
@@ -48,9 +49,8 @@ _OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id")
 # From the names of a text network to those in a checkpoint: as transformers 4 and 5 write them.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 _HEADS = {"language_model.model.": "language_model.lm_head.weight"}
-_OTHERS = tuple(
-    f"{prefix}{name}" for prefix in ("", "model.") for name in ("vision_tower.", "multi_modal_projector.", "visual.")
-)
+_TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.")
+_OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), "mtp.")  # the last: layers that guess more tokens
 
 
 def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -99,5 +99,5 @@ class Names:
 
     @staticmethod
     def is_of_another_tower(name: str) -> bool:
-        """Whether the tensor of this name belongs to a network for images."""
+        """Whether the tensor of this name belongs to a network for images, or to one that guesses more tokens."""
         return name.startswith(_OTHERS)

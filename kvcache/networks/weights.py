@@ -21,7 +21,7 @@ from kvcache.kernels.matrix import Matrix
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.folder import FolderTensors
 from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
-from kvcache.networks.names import EMBEDDING, HEAD, NORM, NORMS, ROUTER, matrices_of, tensors_of
+from kvcache.networks.names import EMBEDDING, HEAD, NORM, NORMS, STORED, matrices_of, tensors_of
 from kvcache.networks.quantised import open_folder
 from kvcache.networks.recurrence import RecurrentWeights
 from kvcache.networks.recurrent_sizes import Mixer
@@ -183,20 +183,21 @@ class _Loader:
         self._plans = [self._parts([EMBEDDING], head)]
         for i in range(config.num_layers):
             for names in matrices_of(config, i):
-                # A router stays as it is stored: it is small, and its errors would choose other experts.
-                kind = "" if names == ROUTER else layers
-                self._plans.append(self._parts([f"model.layers.{i}.{name}" for name in names], kind))
+                self._plans.append(self._parts([f"model.layers.{i}.{name}" for name in names], layers))
         if not config.tie_word_embeddings:
             self._plans.append(self._parts([HEAD], head))
 
     def _parts(self, names: list[str], format: str) -> list[tuple[list[str], tuple[int, int, str]]]:
         """The names above each other that one matrix can hold, with its rows, columns and format ("": as stored)."""
         parts = []
-        for kind, same in groupby(names, key=lambda name: format or self._checkpoint.format(name)):
+        for kind, same in groupby(names, key=lambda name: self._format(name, format)):
             inside = list(same)
             rows = sum(self._shapes[name][0] for name in inside)
             parts.append((inside, (rows, self._shapes[inside[0]][1], kind)))
         return parts
+
+    def _format(self, name: str, format: str) -> str:
+        return self._checkpoint.format(name) if not format or name.endswith(STORED) else format
 
     def load(self) -> Weights:
         shapes = [shape for plan in self._plans for _, shape in plan]
@@ -294,7 +295,11 @@ class _Loader:
             return self._checkpoint.read(f"{prefix}{name}").reshape(shape)
 
         taps = np.ascontiguousarray(vector("conv1d.weight", (sizes.channels, sizes.taps)).T)
-        return RecurrentWeights(taps, vector("conv1d.bias") if sizes.conv_bias else None)
+        bias = vector("conv1d.bias") if sizes.conv_bias else None
+        if sizes.kind == "conv":
+            return RecurrentWeights(taps, bias)
+        shape, skip = ((-1,), None) if sizes.kind == "delta" else ((sizes.groups, -1), vector("D"))
+        return RecurrentWeights(taps, bias, vector("rate"), vector("dt_bias"), skip, vector("norm.weight", shape))
 
     def _qk_norm(self, vector: Callable[..., Float32]) -> Float32:
         config, names = self._config, ("self_attn.q_norm.weight", "self_attn.k_norm.weight")

@@ -52,6 +52,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
@@ -110,6 +111,14 @@ LONG_ROPE = {
     "partial_rotary_factor": 0.75,
     "short_factor": [1.0, 1.05, 1.1, 1.3, 1.5, 1.8],
     "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.0],
+}
+SMALL_DELTA = SMALL_HYBRID | {  # groups of heads, and sizes that no other part has
+    "head_dim": 32, "linear_conv_kernel_dim": 3, "linear_key_head_dim": 8, "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": DEFAULT_ROPE | {
+        "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+    },
 }
 GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 32, "sliding_window": 24, "tie_word_embeddings": False}
 
@@ -304,6 +313,9 @@ VARIANTS = {
         ),
         torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
     ),
+    "qwen3_5": Variant(
+        Qwen3_5TextConfig(**SMALL_DELTA, tie_word_embeddings=True), torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
+    ),
     "llama_odd": Variant(  # sizes that no other one has: a transposed matrix does not fit
         LlamaConfig(**SMALL, rope_parameters=DEFAULT_ROPE, attention_bias=True), torch.bfloat16,
         lengths=SEEDED_LENGTHS, seeded=True,
@@ -358,7 +370,11 @@ def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[fl
     config = config.get_text_config()
     gain = 3.0 if getattr(config, "tie_word_embeddings", False) else 1.0
     if "norm" in name and name.endswith("weight"):
-        return 0.2, 1.0
+        less_one = config.model_type.startswith("qwen3_5") and "linear_attn" not in name
+        return 0.2, 0.0 if less_one else 1.0
+    for part, size, mean in (("A_log", 1.0, 0.5), ("dt_bias", 1.5, -2.0), (".D", 0.5, 1.0)):
+        if name.endswith(part):
+            return size, mean
     if name.endswith("bias"):
         return 0.3, 0.0
     if "embed_tokens" in name or "lm_head" in name:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from dense_runs import run_dense
 from oracles.engine import dense_attention
 from seeded_weights import SEEDED, seeded
+from tensor_files import pack_arrays
 
 from kvcache.engine import Transformer
+from kvcache.networks.checkpoint import Checkpoint
 
 HYBRID = [name for name in SEEDED if name.startswith(("lfm2", "qwen3_5", "qwen3_next", "granite_hybrid", "nemotron"))]
 TOKENS = (np.arange(41, dtype=np.uint32) * 29 + 3) % 96
@@ -101,3 +105,19 @@ def test_weights_of_a_recurrence_stay_in_float32(model, weights):
         if layer.recurrence is not None:
             assert layer.recurrence.taps.dtype == np.float32
             np.testing.assert_array_equal(layer.recurrence.taps, exact.recurrence.taps)
+
+
+def test_a_text_network_beside_others(tmp_path):
+    """Qwen3.5 as it is published: a tower for images and layers that guess more tokens are left out."""
+    config = json.loads((seeded("qwen3_5") / "config.json").read_text())
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "vision_config": {}}
+    whole |= {"text_config": config | {"architectures": None}, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    stored = Checkpoint(seeded("qwen3_5"))
+    tensors = {name.replace("model.", "model.language_model."): stored.read(name) for name in stored.names()}
+    others = dict.fromkeys(["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "model.visual.patch_embed.proj.weight"])
+    tensors |= dict.fromkeys(others, np.ones((3, 2), np.float32))
+    (tmp_path / "model.safetensors").write_bytes(pack_arrays(tensors))
+    found, expected = (Transformer.from_pretrained(folder) for folder in (tmp_path, seeded("qwen3_5")))
+    assert found.config == expected.config
+    np.testing.assert_array_equal(run_dense(found, TOKENS), run_dense(expected, TOKENS))
