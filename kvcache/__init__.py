@@ -12,6 +12,7 @@ from kvcache.engine import Completion, InferenceEngine, PrefixCachedEngine, Samp
 from kvcache.errors import (
     BlockNotFoundError,
     CheckpointError,
+    GrammarError,
     InvalidOperationError,
     KvCacheError,
     OutOfMemoryError,
@@ -63,6 +64,7 @@ __all__ = [
     "Device",
     "EvictionPolicy",
     "EvictionStrategy",
+    "GrammarError",
     "InferenceEngine",
     "InvalidOperationError",
     "KVCacheConfig",

@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "BlockNotFoundError",
     "CheckpointError",
+    "GrammarError",
     "InvalidOperationError",
     "KvCacheError",
     "OutOfMemoryError",
@@ -91,3 +92,7 @@ class CheckpointError(KvCacheError, ValueError):
 
     The message names the file, the tensor or the option, and the expected value.
     """
+
+
+class GrammarError(KvCacheError, ValueError):
+    """The grammar of a request is none, is not supported, or needs more than its limits."""

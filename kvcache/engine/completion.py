@@ -89,12 +89,12 @@ class Request:
             self._piece = self.text.add(token)
 
     def is_stopped(self) -> bool:
-        """Whether the last token completed a stop string."""
-        return self.text is not None and self.text.stopped
+        """Whether the last token completed a stop string, or the grammar."""
+        return self.sampler.is_complete or (self.text is not None and self.text.stopped)
 
     @property
     def end(self) -> FinishReason:
-        """Why it ended, a stop string counted."""
+        """Why it ended, a stop string and a grammar counted."""
         return "stop" if self.is_stopped() else self.finish_reason
 
     def pieces(self, new: Iterator[int], tokens: list[int]) -> Iterator[str]:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.completion import Request, as_prompt
+from kvcache.grammar.compiler import GrammarCompiler
+from kvcache.grammar.matcher import Matcher
 from kvcache.networks.protocols import NetworkConfig
 from kvcache.sampling.sampling import Biases, Sampler, SamplingParams
 from kvcache.sampling.stop_strings import StopStrings
@@ -27,11 +29,13 @@ class Shared(NamedTuple):
         stop_tokens: the tokens that end it, those of the network included.
         stop_strings: the strings that end it.
         biases: those of its logits.
+        matcher: its grammar, at the start; None: it has none.
     """
 
     stop_tokens: frozenset[int]
     stop_strings: StopStrings
     biases: Biases
+    matcher: Matcher | None
 
 
 class NewRequests:
@@ -51,6 +55,7 @@ class NewRequests:
         self, config: NetworkConfig, max_positions: int | None, seed: int, lock: CallLock | MendingLock
     ) -> None:
         self._config, self.max_positions, self._lock = config, max_positions, lock
+        self._grammars: GrammarCompiler | None = None
         self.reseed(seed)
 
     def reseed(self, seed: int) -> None:
@@ -58,10 +63,21 @@ class NewRequests:
         self._seed = as_count(seed, "seed", most=None)
         self._count = 0
 
-    def shared(self, params: SamplingParams) -> Shared:
-        """The values that the samples of a request share. ValueError: as `Biases.of`."""
-        stop_tokens = frozenset((*params.stop_token_ids, *getattr(self._config, "eos_token_ids", ())))
-        return Shared(stop_tokens, StopStrings(params.stop), Biases.of(params, self._config.vocab_size))
+    def shared(self, params: SamplingParams, tokenizer: Callable[[], Any]) -> Shared:
+        """The values that the samples of a request share; a new grammar is compiled, which holds up no step.
+
+        Raises:
+            ValueError: as `Biases.of`.
+            GrammarError, ImportError: as `GrammarCompiler.compile`.
+        """
+        vocab_size, matcher = self._config.vocab_size, None
+        ends = tuple(getattr(self._config, "eos_token_ids", ()))
+        biases = Biases.of(params, vocab_size)
+        if params.grammar is not None:
+            with self._lock:
+                self._grammars = self._grammars or GrammarCompiler(tokenizer, vocab_size, ends)
+            matcher = self._grammars.compile(params.grammar)
+        return Shared(frozenset((*params.stop_token_ids, *ends)), StopStrings(params.stop), biases, matcher)
 
     def request(
         self, prompt: Any, params: SamplingParams, tokenizer: Callable[[], Any], *, with_text: bool = False,
@@ -85,7 +101,7 @@ class NewRequests:
         tokens = self.tokens_of(prompt, tokenizer, None if is_history else self.max_positions)
         if not is_history and (len(tokens) or not or_empty):
             self.check_span(tokens, 0)
-        shared = self.shared(params) if shared is None else shared
+        shared = self.shared(params, tokenizer) if shared is None else shared
         decoder = None
         if params.stop or with_text:
             with nullcontext() if params.stop else suppress(ImportError):
@@ -94,7 +110,8 @@ class NewRequests:
             raise ValueError(f"stop: expected none, since the engine has no tokenizer, got {short(params.stop)}")
         text = None if decoder is None else TextStream(decoder, tokens, shared.stop_strings)
         rng, vocab_size = self._randomness(params, sample), self._config.vocab_size
-        sampler = Sampler(params, rng, vocab_size, tokens, biases=shared.biases)
+        matcher = None if shared.matcher is None else shared.matcher.fresh(shared.stop_tokens)
+        sampler = Sampler(params, rng, vocab_size, tokens, biases=shared.biases, matcher=matcher)
         return Request(tokens, sampler, text, shared.stop_tokens)
 
     def tokens_of(self, prompt: Any, tokenizer: Callable[[], Any], most: int | None) -> NDArray[np.uint32]:

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.support.arguments import as_count, as_finite, as_floats, as_number, short
+from kvcache.errors import GrammarError
+from kvcache.grammar.grammar import Grammar
+from kvcache.grammar.matcher import Matcher
+from kvcache.support.arguments import as_count, as_finite, as_floats, as_instance, as_number, short
 
 __all__ = ["Biases", "LogitsProcessor", "Sampler", "SamplingParams"]
 
@@ -30,12 +33,13 @@ _LEAST_SEED = -(2**63)
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens, and when to stop. The first nine steps apply in the order listed here.
+    """How to choose tokens, and when to stop. The first ten steps apply in the order listed here.
 
     Attributes:
         logits_processor: a function of the text so far, uint32 `(n,)`, prompt and new tokens, read-only, and of the
-            logits, float32 `(vocab_size,)`. It returns logits, or changes them in place and returns None: a grammar,
-            say, sets those of all tokens that cannot follow to minus infinity. None is off.
+            logits, float32 `(vocab_size,)`. It returns logits, or changes them in place and returns None. None is off.
+        grammar: what the text may be, see `kvcache.grammar`: the logits of tokens that cannot follow become minus
+            infinity, and the text ends, with the reason "stop", where nothing may follow. None is off.
         logit_bias: is added to the logits of some tokens, `{token: bias}`, from -1e30 to 1e30; minus infinity excludes
             a token.
         repetition_penalty: for tokens that the prompt or the text so far contains, positive logits are divided
@@ -74,6 +78,7 @@ class SamplingParams:
     logits_processor: LogitsProcessor | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         store = object.__setattr__
@@ -103,6 +108,8 @@ class SamplingParams:
         if self.logits_processor is not None and not callable(self.logits_processor):
             got = type(self.logits_processor).__name__
             raise TypeError(f"logits_processor: expected a function of tokens and logits, got {got}")
+        if self.grammar is not None:
+            as_instance(self.grammar, Grammar, "grammar")
 
 
 class Biases(NamedTuple):
@@ -164,11 +171,12 @@ class Sampler:
 
     Attributes:
         params: the sampling parameters.
+        matcher: see below.
     """
 
     def __init__(
         self, params: SamplingParams, rng: np.random.Generator, vocab_size: int, history: NDArray[np.uint32],
-        num_drawn: int = 0, biases: Biases | None = None,
+        num_drawn: int = 0, biases: Biases | None = None, matcher: Matcher | None = None,
     ) -> None:
         """
         Args:
@@ -178,8 +186,9 @@ class Sampler:
             history: ids of the tokens so far, for the penalties and the logits processor.
             num_drawn: how many of the last of these are new tokens, not of the prompt.
             biases: those of `params`, if they are at hand.
+            matcher: follows the new tokens through the grammar of `params`; None: there is none.
         """
-        self.params = params
+        self.params, self.matcher = params, matcher
         self._rng, self._first_state = rng, rng.bit_generator.state
         self._seen = np.zeros(vocab_size, bool)
         self._seen[history] = True
@@ -192,11 +201,17 @@ class Sampler:
         """Whether the most likely token is always taken, and no random number used."""
         return self.params.temperature < GREEDY_TEMPERATURE or self.params.top_k == 1 or self.params.top_p == 0.0
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text is whole, as the grammar has it, and no token may follow."""
+        return self.matcher is not None and self.matcher.is_complete
+
     def resumed(self, text: NDArray[np.uint32], num_drawn: int) -> Sampler:
         """A sampler of the same random numbers in its state after `text`, whose last `num_drawn` tokens it drew."""
         rng = np.random.default_rng()
         rng.bit_generator.state = self._first_state
-        sampler = Sampler(self.params, rng, len(self._seen), text, num_drawn, self._biases)
+        matcher = None if self.matcher is None else self.matcher.at(text[len(text) - num_drawn :].tolist())
+        sampler = Sampler(self.params, rng, len(self._seen), text, num_drawn, self._biases, matcher)
         sampler._first_state = self._first_state
         if not self.is_greedy:
             rng.random(num_drawn)
@@ -205,11 +220,14 @@ class Sampler:
     def sample(self, logits: Float32) -> int:
         """Choose a token by float32 `(vocab_size,)` logits, which stay as they are, and add it to the history.
 
-        A token whose logit is minus infinity is never drawn. Raises ValueError unless the largest logit is finite.
+        A token whose logit is minus infinity is never drawn. Raises ValueError unless the largest logit is finite;
+        GrammarError, which is one, where the grammar fails.
         """
         params = self.params
         if params.logits_processor is not None:
             logits = self._processed(logits, params.logits_processor)
+        if self.matcher is not None:
+            logits = self.matcher.masked(logits)
         if len(self._biases.tokens):
             logits = logits.copy()
             logits[self._biases.tokens] += self._biases.values
@@ -219,8 +237,12 @@ class Sampler:
             logits = self._less_often(logits)
         best = int(np.argmax(logits))  # among equals the first; a NaN if there is one
         if not math.isfinite(logits[best]):
+            if self.matcher is not None and logits[best] == -math.inf:
+                raise GrammarError("grammar: expected a token that may follow, got none beside the other settings")
             raise ValueError(f"logits: expected a finite maximum, got {logits[best]} at token {best}")
         token = best if self.is_greedy else self._draw(logits)
+        if self.matcher is not None:
+            self.matcher.advance(token)
         self._seen[token] = True
         self._drawn[token] += 1
         if params.logits_processor is not None:

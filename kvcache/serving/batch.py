@@ -214,7 +214,7 @@ class BatchEngine:
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
         prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size, self.max_positions)
         self._steps.expect_room(n)  # before each sample takes its random numbers
-        shared = self._new.shared(params)
+        shared = self._new.shared(params, lambda: self.tokenizer)
         samples = [self._sample(prompt, params, namespace, shared, i) for i in range(n)]
         for each in samples[1:]:
             each.leader = samples[0]

@@ -16,6 +16,7 @@ from itertools import count
 
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.errors import InvalidOperationError, QueueFullError
+from kvcache.grammar.mask_batch import MaskBatch
 from kvcache.networks.protocols import Float32
 from kvcache.serving.failures import as_failure
 from kvcache.serving.request import Pending
@@ -60,6 +61,7 @@ class Steps:
         self._steps = self._finished = self._prefilled = self._new_tokens = self._cached_tokens = 0
         self._guessed = self._accepted = 0
         self._is_stale = False
+        self._masks = MaskBatch()
         self._count()
 
     @property
@@ -228,6 +230,10 @@ class Steps:
                 self._pass([piece])
             return
         now = self.clock()
+        self._masks.prepare([
+            due for (work, _), rows in zip(pieces, logits, strict=True) if len(rows)
+            for each in (work, *work.followers) for due in each.masks_due(len(rows) if each is work else 1)
+        ])
         for (work, n), rows in zip(pieces, logits, strict=True):
             computed, ready = work.computed + n, bool(len(rows) and work.followers)
             # Followers need the leader's sequence, which ends with it; its first token comes before theirs.

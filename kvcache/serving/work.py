@@ -12,6 +12,7 @@ import numpy as np
 
 from kvcache.engine.completion import Request, TokenLogprobs
 from kvcache.engine.requests import log_probabilities
+from kvcache.grammar.matcher import Matcher
 from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.sampling.text_stream import TextStream
 from kvcache.serving.guesses import NO_GUESS, Guesses
@@ -90,6 +91,10 @@ class Work(Text, ABC):
     def rows_due(self, count: int) -> int:
         """The number of the next `count` tokens, the last ones, whose logits are due."""
 
+    def masks_due(self, rows: int) -> list[tuple[Matcher, list[int]]]:
+        """The matcher that `take` asks for the masks of so many rows of logits, and the guesses between them."""
+        return []
+
     @abstractmethod
     def take(self, logits: Float32, start: int) -> int:
         """Use the logits `(rows_due, vocab_size)` of a piece that began at token `start`; how many guesses held."""
@@ -125,7 +130,7 @@ class Drawing(Work):
             request.logprobs = []
         self._most = config.max_position_embeddings
         self.guesses = guesses
-        self._stopped = self._drawing = False
+        self._stopped = self._drawing = self._forced = False
 
     def evict(self, chunk: int, *, endless: bool) -> None:
         """Run in pieces of `chunk`, share nothing and guess nothing; `endless`: there may be any number of tokens."""
@@ -159,14 +164,24 @@ class Drawing(Work):
         return None if self._make_text is None else self._make_text()
 
     def think(self, most: int) -> int:
-        self.guess = NO_GUESS
+        self.guess, self._forced = NO_GUESS, False
         if self.guesses is not None and self.num_new:
-            left = self._request.params.max_tokens - self.num_new - 1
-            self.guess = self.guesses.propose(self.tokens, min(most, left, self._most - self.num_tokens))
+            left = min(most, self._request.params.max_tokens - self.num_new - 1, self._most - self.num_tokens)
+            matcher = self._sampler.matcher
+            if matcher is not None and left > 0 and (forced := matcher.forced()):
+                self.guess, self._forced = np.array(forced[:left], np.uint32), True
+            else:
+                self.guess = self.guesses.propose(self.tokens, left)
+                if matcher is not None and len(self.guess):
+                    self.guess = self.guess[: matcher.holds(self.guess.tolist())]
         return len(self.guess)
 
     def rows_due(self, count: int) -> int:
         return max(0, count - self.remaining + 1)
+
+    def masks_due(self, rows: int) -> list[tuple[Matcher, list[int]]]:
+        matcher = self._sampler.matcher
+        return [] if matcher is None else [(matcher, self.guess[: rows - 1].tolist())]
 
     def take(self, logits: Float32, start: int) -> int:
         guess, held = self.guess[: len(logits) - 1].tolist(), 0
@@ -177,7 +192,7 @@ class Drawing(Work):
             held += 1
             if self.ending() is not None:
                 break
-        if guess and self.guesses is not None:
+        if guess and self.guesses is not None and not self._forced:
             self.guesses.learn(len(guess), held)
         return held
 
@@ -196,7 +211,7 @@ class Drawing(Work):
         return token
 
     def ending(self) -> FinishReason | None:
-        if self._stopped or (self._watched is not None and self._watched.stopped):
+        if self._stopped or self._sampler.is_complete or (self._watched is not None and self._watched.stopped):
             return "stop"
         if self.num_new < self._request.params.max_tokens and self.num_tokens <= self._most:
             return None

@@ -1,0 +1,5 @@
+"""Grammars: what the text of an answer may be. Engines need the extra `grammar` to follow them."""
+
+from kvcache.grammar.grammar import Grammar, json_object, json_schema, lark, regex
+
+__all__ = ["Grammar", "json_object", "json_schema", "lark", "regex"]

@@ -1,0 +1,113 @@
+"""`GrammarCompiler`: the grammars of an engine, compiled for its tokenizer. The newest ones stay."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+from kvcache.errors import GrammarError
+from kvcache.grammar.grammar import Grammar
+from kvcache.grammar.matcher import Matcher
+from kvcache.support.arguments import short
+
+__all__ = ["GrammarCompiler"]
+
+_KEPT = 64  # compiled grammars, each with the states of its lexer: 100 kB to some MB
+# A state of the lexer takes 1 to 2 kB, so one matcher at most 100 MB. The fuels are llguidance's own: 20 ms for the
+# beginning, and 14 ms for the mask of a token.
+_LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
+_PANIC = ("pyo3_runtime", "PanicException")  # a class that no module exports, of faults in Rust
+
+
+class GrammarCompiler:
+    """Compiles grammars. Threads may share it: a compilation holds no lock, and lets other threads run.
+
+    Args:
+        tokenizer: returns the `tokenizers.Tokenizer` of the engine, or None.
+        vocab_size: length of the logits.
+        end_tokens: those that end a text of the network.
+    """
+
+    def __init__(self, tokenizer: Callable[[], Any], vocab_size: int, end_tokens: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, list(end_tokens)
+        self._lock = Lock()  # of the vocabulary, which takes seconds where it is large
+        self._vocabulary: Any = None
+        self._compiled: OrderedDict[bytes, Matcher] = OrderedDict()
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A matcher of a grammar at its start, of which `Matcher.fresh` makes those of texts.
+
+        Raises:
+            ImportError: without the package.
+            GrammarError: not a grammar, or beyond a limit; the engine has no tokenizer that llguidance reads, or its
+                network has no end tokens.
+        """
+        key = sha256(repr((grammar.kind, grammar.text, grammar.strict, grammar.whitespace)).encode()).digest()
+        with self._lock:
+            package = _package()
+            if self._vocabulary is None:
+                self._vocabulary = self._read(package)
+            if (known := self._compiled.get(key)) is not None:
+                self._compiled.move_to_end(key)
+                return known
+        with _faults(f"a {grammar.kind} that can be compiled"):
+            limits = package.LLParserLimits(**_LIMITS)
+            start = package.LLMatcher(self._vocabulary, _source(package, grammar), log_level=0, limits=limits)
+            if not start.is_error():
+                start.compute_bitmask()  # copies have the states that it needed
+        if start.is_error():
+            raise GrammarError(f"grammar: expected a {grammar.kind} that can be compiled, got {_line(start)}")
+        found = Matcher(start, self._vocab_size, self._end_tokens[0])
+        with self._lock:
+            self._compiled[key] = found
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return found
+
+    def _read(self, package: ModuleType) -> Any:
+        if not self._end_tokens:
+            raise GrammarError("grammar: expected a network with end tokens, got one without")
+        tokenizer = self._tokenizer()
+        if tokenizer is None:
+            raise GrammarError("grammar: expected none, since the engine has no tokenizer, got one")
+        with _faults("a tokenizer that llguidance reads"):
+            return package.LLTokenizer(tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._end_tokens)
+
+
+def _package() -> ModuleType:
+    try:
+        import llguidance
+    except ImportError:
+        raise ImportError("grammar needs llguidance: pip install 'kvcache-cpu[grammar]'") from None
+    return llguidance
+
+
+def _source(package: ModuleType, grammar: Grammar) -> str:
+    matcher = package.LLMatcher
+    if grammar.kind == "json_schema":
+        overrides = {"lenient": not grammar.strict, "whitespace_pattern": grammar.whitespace}
+        return str(matcher.grammar_from_json_schema(grammar.text, overrides=overrides))
+    make = matcher.grammar_from_regex if grammar.kind == "regex" else matcher.grammar_from_lark
+    return str(make(grammar.text))
+
+
+@contextmanager
+def _faults(expected: str) -> Iterator[None]:
+    """Raise what a call of the package raises, panics too, as a GrammarError."""
+    try:
+        yield
+    except BaseException as error:
+        is_panic = (type(error).__module__, type(error).__name__) == _PANIC
+        if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic):
+            raise
+        raise GrammarError(f"grammar: expected {expected}, got an error: {short(str(error))}") from None
+
+
+def _line(matcher: Any) -> str:
+    """The first line of a matcher's error."""
+    return short(str(matcher.get_error()).strip().partition("\n")[0])

@@ -1,0 +1,124 @@
+"""`Matcher`: where one text stands in its grammar, and which tokens may follow."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import GrammarError
+
+__all__ = ["Matcher"]
+
+Words = NDArray[np.uint32]
+
+
+class Matcher:
+    """Follows one text. The mask of a place depends on the grammar and the tokens before it alone.
+
+    Where the grammar forces the next bytes, the mask has the one token that the tokenizer writes them with.
+
+    Args:
+        start: an `LLMatcher` at its start, which stays there.
+        vocab_size: length of the masks.
+        end_token: a token whose bit says that the text may end.
+        stop_tokens: those that may end it where the grammar lets it end.
+        text: its tokens so far.
+
+    Attributes:
+        is_complete: whether the text is whole and no token but one that ends it may follow.
+    """
+
+    def __init__(
+        self, start: Any, vocab_size: int, end_token: int, stop_tokens: Iterable[int] = (), text: Sequence[int] = ()
+    ) -> None:
+        self._start, self._vocab_size, self._end_token = start, vocab_size, end_token
+        self._stop_tokens = np.array(sorted(stop_tokens), np.int64)
+        self._stops, self._before = frozenset(stop_tokens), tuple(text)
+        self._made: Any = None
+        self._ready: deque[tuple[int | None, Words]] = deque()  # masks, and the guess that each one is behind
+        self.is_complete = False
+
+    def fresh(self, stop_tokens: Iterable[int], text: Sequence[int] = ()) -> Matcher:
+        """A matcher of another text of the same grammar."""
+        return Matcher(self._start, self._vocab_size, self._end_token, stop_tokens, text)
+
+    def at(self, text: Sequence[int]) -> Matcher:
+        """A matcher of the same text, which is at these tokens."""
+        return self.fresh(self._stops, text)
+
+    @property
+    def state(self) -> Any:
+        """The `LLMatcher` of the text; it is made at first use, so that texts that wait have none."""
+        if self._made is None:
+            made = self._start.deep_copy()
+            if self._before:
+                made.consume_tokens(list(self._before))  # an error stays, and the next mask raises it
+            self._made = made
+        return self._made
+
+    @property
+    def num_words(self) -> int:
+        """The length of a mask in words of 32 bits."""
+        return (self._vocab_size + 31) // 32
+
+    def prepare(self, rows: Words, guess: Sequence[int]) -> None:
+        """Take the masks `(1 + len(guess), num_words)` of this place and behind each guess; empty ones are unknown."""
+        self._ready.clear()
+        for token, row in zip((None, *guess), rows, strict=True):
+            if not row.any():
+                break
+            self._ready.append((token, row))
+
+    def masked(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A copy of logits `(vocab_size,)` with minus infinity for tokens that may not follow.
+
+        Raises:
+            GrammarError: beyond the limits of a step.
+        """
+        words = self._ready[0][1] if self._ready else self._mask()
+        allowed = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size).view(np.bool_)
+        if allowed[self._end_token]:
+            allowed[self._stop_tokens] = True
+        return np.where(allowed, logits, np.float32(-np.inf))
+
+    def _mask(self) -> Words:
+        words = np.zeros(self.num_words, np.uint32)
+        self.state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self.state.is_error():
+            raise _failure(self.state)
+        return words
+
+    def advance(self, token: int) -> None:
+        """Follow the text by a token that may follow; one that ends the text changes nothing.
+
+        Raises:
+            GrammarError: it may not follow, or beyond the limits of a step.
+        """
+        if token in self._stops:
+            return
+        if not self.state.consume_token(token):
+            raise _failure(self.state)
+        self.is_complete = self.state.is_stopped()
+        if self._ready:
+            self._ready.popleft()
+        if self._ready and self._ready[0][0] != token:
+            self._ready.clear()
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow, as far as the grammar says it."""
+        tokens: list[int] = self.state.compute_ff_tokens()
+        return tokens
+
+    def holds(self, guess: Sequence[int]) -> int:
+        """How many of these tokens may follow one another."""
+        count: int = self.state.validate_tokens(list(guess))
+        return count
+
+
+def _failure(state: Any) -> GrammarError:
+    error = str(state.get_error()).strip().partition("\n")[0]
+    return GrammarError(f"grammar: expected the next tokens within the limits of a step, got {error or 'an error'}")

@@ -1,0 +1,103 @@
+"""Compilations: errors by name, and what stays."""
+
+import json
+import sys
+
+import pytest
+
+from kvcache.errors import GrammarError
+from kvcache.grammar import json_schema, lark, regex
+
+pytest.importorskip("llguidance")
+pytest.importorskip("tokenizers")
+from spelled_networks import END, spelling
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from kvcache.grammar.compiler import GrammarCompiler
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+TOKENIZER = spelling()
+NAMES = {"type": "object", "propertyNames": {"pattern": "a"}}
+
+
+def compiler(tokenizer=TOKENIZER, size=256, ends=(END,)):
+    return GrammarCompiler(lambda: tokenizer, size, ends)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (json_schema(NAMES), "a json_schema that can be compiled, got .*propertyNames"),
+        (json_schema({"type": "wat"}), "a json_schema that can be compiled, got .*Invalid type: wat"),
+        (json_schema({"$ref": "http://127.0.0.1/x"}), "a json_schema that can be compiled, got .*not present"),
+        (json_schema({"type": "string", "pattern": "(a"}), "a json_schema that can be compiled, got .*regex parse"),
+        (json_schema({}, whitespace="("), "a json_schema that can be compiled, got"),
+        (json_schema('{"anyOf":[' * 120 + "{}" + "]}" * 120), "a json_schema that can be compiled, got"),
+        (regex("(a"), "a regex that can be compiled, got .*invalid regex"),
+        (regex("(" * 20000 + "a" + ")" * 20000), "a regex that can be compiled, got"),
+        (lark("start: FOO"), "a lark that can be compiled, got .*unknown name"),
+        (lark("start: " + "(" * 20000 + '"a"' + ")" * 20000), "a lark that can be compiled, got .*nested"),
+        (lark("start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(60)) + '\nR60: "a"'),
+         "a lark that can be compiled, got .*too big"),
+    ],
+)
+def test_grammars_that_are_none(grammar, message):
+    with pytest.raises(GrammarError, match=f"grammar: expected {message}"):
+        compiler().compile(grammar)
+
+
+def test_keywords_that_are_not_supported_constrain_nothing_where_they_are_not_strict():
+    assert compiler().compile(json_schema(NAMES, strict=False)).fresh([END]).holds([TOKENIZER.token_to_id("{")]) == 1
+
+
+def test_the_longest_chains_within_the_bounds():
+    """A schema of as many references, and a grammar of as many rules, as may be leave the stack of a thread whole."""
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(254)} | {"d254": {"type": "string"}}
+    nested = {"type": "string"}
+    for _ in range(18):
+        nested = {"allOf": [{"oneOf": [{"type": "object", "properties": {"a": nested}}]}, {"title": "x"}]}
+    text = json.dumps(nested)
+    deep = {
+        f"d{i}": json.loads(text.replace('"string"', f'"string", "$ref": "#/$defs/d{i + 1}"')) for i in range(7)
+    }
+    deep["d7"] = {"type": "string"}
+    rules = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(997)) + '\nr997: "a"'
+    for grammar in (
+        json_schema({"$defs": links, "$ref": "#/$defs/d0"}), json_schema({"$defs": deep, "$ref": "#/$defs/d0"}),
+        lark(rules), lark(rules.replace("r", "R").replace("staRt", "start")),
+    ):
+        compiler().compile(grammar)
+
+
+def test_tokenizers_that_are_not_read():
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    for made, message in (
+        (compiler(size=100), "a tokenizer that llguidance reads, got an error: .*too small"),
+        (compiler(words, 2), "a tokenizer that llguidance reads, got an error"),
+        (compiler(ends=(300,)), "a tokenizer that llguidance reads, got an error: .*out of range"),
+        (compiler(None), "none, since the engine has no tokenizer, got one"),
+        (compiler(ends=()), "a network with end tokens, got one without"),
+    ):
+        for _ in range(2):
+            with pytest.raises(GrammarError, match=f"grammar: expected {message}"):
+                made.compile(regex("a"))
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match="grammar needs llguidance: pip install 'kvcache-cpu\\[grammar\\]'"):
+        compiler().compile(regex("a"))
+
+
+def test_the_newest_ones_stay():
+    made = compiler()
+    first, second = made.compile(regex("a")), made.compile(regex("a0"))
+    for i in range(1, 63):
+        made.compile(regex(f"a{i}"))
+    assert made.compile(regex("a")) is first
+    made.compile(regex("a63"))
+    assert made.compile(regex("a0")) is not second
+    assert made.compile(regex("a")) is first
+    assert made.compile(json_schema({}, strict=False)) is not made.compile(json_schema({}))
