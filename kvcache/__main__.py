@@ -1,8 +1,9 @@
-"""The command line `python -m kvcache`: the demo, and chat, generation and a server with a checkpoint of your own."""
+"""The command line `kvcache`: the demo, and chat, generation and a server with a checkpoint of your own."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import kvcache
 from kvcache.commands.chat import add_chat, chat
 from kvcache.commands.generate import add_generate, generate
+from kvcache.commands.options import in_words_of_options
 from kvcache.commands.serve import add_serve, serve
 from kvcache.demo import DIRECTORY
+from kvcache.errors import KvCacheError
 
 __all__ = ["main"]
 
@@ -23,17 +26,20 @@ model that ships with the library answers, first without and then with the prefi
 
 EXAMPLES = """\
 examples:
-  python -m kvcache
-  python -m kvcache chat --model smollm2
-  python -m kvcache chat --model ~/models/Qwen3-0.6B --weights q8 --dtype q4 --system "Answer in one sentence."
-  python -m kvcache generate --model ~/models/Qwen3-0.6B --prompt "The KV cache is" --temperature 0
-  python -m kvcache generate --model ~/models/Qwen3-0.6B-Q4_K_M.gguf --prompt "The KV cache is" --num-blocks 512
-  python -m kvcache serve --model ~/models/Qwen3-0.6B --api-keys keys.txt
+  kvcache
+  kvcache chat --model smollm2
+  kvcache chat --model ~/models/Qwen3-0.6B --weights q8 --dtype q4 --system "Answer in one sentence."
+  kvcache generate --model ~/models/Qwen3-0.6B --prompt "The KV cache is" --temperature 0
+  kvcache generate --model ~/models/Qwen3-0.6B-Q4_K_M.gguf -f prompt.txt --context 8192
+  kvcache serve --model ~/models/Qwen3-0.6B --api-keys keys.txt --max-memory 4GiB
+
+`python -m kvcache` is the same command.
 """
 CHAT = """\
-A conversation in the terminal; each line of the standard input is a message. Only what is new in it runs: a line after
-each answer says how many tokens of the prompt were cached. Ctrl-C stops an answer; at the prompt, Ctrl-C and Ctrl-D end
-the conversation."""
+A conversation in the terminal. Pasted lines are one message, and so are those between \"\"\" and \"\"\"; /help lists
+commands, such as /undo and /save. In a pipe each line is a message. Only what is new in it runs: a line on stderr after
+each answer says how many tokens of the prompt were cached, and how full context and memory are. Ctrl-C stops an answer;
+Ctrl-D, /exit, and Ctrl-C twice at the prompt end the conversation."""
 GENERATE = "Continue a prompt with a Hugging Face checkpoint or a GGUF file."
 SERVE = """\
 A server with OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics. It needs the
@@ -43,7 +49,7 @@ extra serve. It has no TLS: put a proxy before it where other machines reach it.
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m kvcache", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw
+        prog="kvcache", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw
     )
     parser.add_argument("--version", action="version", version=f"kvcache {kvcache.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
@@ -69,7 +75,10 @@ def _server() -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code. A user's error prints one line to stderr and returns 2."""
+    """Run the command line and return its exit code. A user's error prints one line to stderr and returns 2.
+
+    Where nobody reads the output any more, it ends without a word, with 141 as a shell tells a SIGPIPE.
+    """
     options = _parser().parse_args(arguments)
     try:
         if options.command == "chat":
@@ -79,8 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return generate(options) if options.command == "generate" else _demo()
     except KeyboardInterrupt:
         return 130
-    except (ImportError, MemoryError, OSError, TypeError, ValueError) as error:
-        print(f"kvcache: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
+        return 141
+    except (ImportError, KvCacheError, MemoryError, OSError, TypeError, ValueError) as error:
+        print(f"kvcache: {in_words_of_options(error, options)}", file=sys.stderr)
         return 2
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -142,7 +144,8 @@ def calibration_of(model: Model, tokens: Any, with_losses: bool = False) -> Cali
     except (CheckpointError, OSError) as error:
         logger.warning("%s; measuring again", error)
     if found is None or found.shape != shape:
-        logger.info("calibrating: %d tokens run through the network once; the result is kept in %s", len(ids), path)
+        count = f"{len(ids):,}"
+        logger.info("calibrating: %s tokens run through the network once; the result is kept in %s", count, path)
         found = measure(model, ids)
     found = _with_losses(model, found, ids, with_losses)
     try:
@@ -208,7 +211,7 @@ def measure(model: Model, tokens: NDArray[np.uint32]) -> Calibration:
     if window < _LEAST:
         raise ValueError(f"calibrate: expected a text of at least {_LEAST} tokens and positions, got {window}")
     sums = _Sums(config.num_layers, config.num_kv_heads, config.head_dim)
-    show = sys.stderr is not None and sys.stderr.isatty()
+    show, began = sys.stderr is not None and sys.stderr.isatty(), perf_counter()
     for start in range(0, len(tokens) - window + 1, window):
         cache = PagedKvCache(
             -(-window // 16), 16, config.num_kv_heads, config.head_dim, num_layers=config.num_layers, dtype="f32"
@@ -219,6 +222,9 @@ def measure(model: Model, tokens: NDArray[np.uint32]) -> Calibration:
             skipped = max(0, _FIRSTS - first)
             piece = tokens[start + first : start + first + count]
             run_piece(model, cache, piece, first, "none", window, partial(sums.add, skipped))
+            if start == first == 0:
+                seconds = (perf_counter() - began) * (len(tokens) // window * window) / count
+                logger.info("calibrating: takes about %d s", math.ceil(seconds))
             if show:
                 done = start + first + count
                 print(f"\rcalibrating: {done} of {len(tokens)} tokens", end="", file=sys.stderr, flush=True)

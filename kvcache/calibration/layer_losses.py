@@ -9,7 +9,10 @@ after another where they take most off the loss.
 from __future__ import annotations
 
 import heapq
+import logging
+import math
 import sys
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +33,8 @@ __all__ = ["budget_of", "formats_within", "measure_losses"]
 _SHARES = {"q2": 1.0, "q3": 0.22, "q4": 0.045, "q6": 0.045 / 17.64, "q8": 0.045 / 289}
 _TOKENS, _RESIDUAL = 512, 64  # without a residual, V counts for too much: of what is near
 _PREFIX = "auto:"
+
+logger = logging.getLogger("kvcache")
 
 
 def budget_of(dtype: Any) -> float | None:
@@ -121,9 +126,12 @@ def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.ui
         return rows
 
     exact = run(-1, 0)
-    likely, losses = np.exp(exact), np.zeros((count, 2), np.float32)
+    likely, losses, began = np.exp(exact), np.zeros((count, 2), np.float32), perf_counter()
     for layer, side in np.ndindex(count, 2):
         losses[layer, side] = max(0.0, float((likely * (exact - run(layer, side))).sum(axis=1).mean()))
+        if layer == side == 0:
+            seconds = (perf_counter() - began) * losses.size
+            logger.info("calibrating: the losses of %d layers take about %d s", count, math.ceil(seconds))
         if show:
             done = 2 * layer + side + 1
             print(f"\rmeasuring layers: {done} of {losses.size}", end="", file=sys.stderr, flush=True)

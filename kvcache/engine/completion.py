@@ -68,6 +68,7 @@ class Request:
         logprobs: one entry per new token, if they are reported.
         cached_tokens: the number of prompt tokens that did not run.
         is_complete: whether all its text has come.
+        progress: called while its prompt runs, see `PrefixCachedEngine.chat`; None: nothing is.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Request:
         self.logprobs: list[TokenLogprobs] | None = None
         self.cached_tokens = 0
         self.is_complete = False
+        self.progress: Callable[[int, int], None] | None = None
         self._piece = ""
 
     def observe(self, token: int, logits: Float32) -> None:

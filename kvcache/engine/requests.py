@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -57,9 +57,13 @@ class Requests:
         """See `InferenceEngine`."""
         return None if self.text is None else self.text.tokenizer
 
-    def request(self, prompt: Any, params: SamplingParams, **options: Any) -> Request:
-        """A new request, checked; adds one to the count of requests. The options are those of `NewRequests.request`."""
-        params = as_instance(params, SamplingParams, "params")
+    def request(self, prompt: Any, params: SamplingParams, sampling: Mapping[str, Any], **options: Any) -> Request:
+        """A new request, checked; adds one to the count of requests. The options are those of `NewRequests.request`.
+
+        Args:
+            sampling: attributes in place of those of `params`.
+        """
+        params = as_instance(params, SamplingParams, "params").changed(sampling)
         return self.new.request(prompt, params, lambda: self.tokenizer, **options)
 
     def chat_prompt(self, messages: Any, tools: Any, template: Any) -> list[int]:
@@ -67,7 +71,7 @@ class Requests:
         return chat_tokens(self.text, render(self.text, messages, tools, template=template), self.max_positions)
 
     def enlarge(self, blocks: int, cached: int | None = None) -> None:
-        """Begin an empty text in a pool of `blocks` more; `cached` of them are for prefixes, None: there are none."""
+        """Begin an empty text in a pool of `blocks` more; prefixes have at most `cached` of all, None: none."""
         with self.call:
             self.sequence.move(self.sequence.settings.pool(self.sequence.cache.total_blocks + blocks, cached))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -79,6 +79,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     grammar: Grammar | None = None
+
+    def changed(self, changes: Mapping[str, Any]) -> SamplingParams:
+        """The same with other values of some attributes, by name. TypeError, ValueError: no such name, or value."""
+        for name in changes:
+            if name not in self.__dataclass_fields__:
+                raise TypeError(f"{short(name)}: expected an attribute of SamplingParams, got none of that name")
+        return replace(self, **changes) if changes else self
 
     def __post_init__(self) -> None:
         store = object.__setattr__

@@ -189,6 +189,7 @@ class BatchEngine:
         priority: int = 0,
         deadline: float | None = None,
         n: int = 1,
+        **sampling: Any,
     ) -> Request:
         """Queue a request.
 
@@ -201,6 +202,7 @@ class BatchEngine:
             deadline: seconds from now; a request that has not ended then ends with the tokens that it has.
             n: independent samples, at most `max_queue`. With a seed in `params`, sample i draws as one of seed + i. It
                 has the priority `priority + i`.
+            sampling: attributes of `SamplingParams`, in place of those of `params`.
 
         Raises:
             TypeError, ValueError: as `InferenceEngine.complete`.
@@ -212,6 +214,7 @@ class BatchEngine:
         priority, n = as_integer(priority, "priority"), as_count(n, "n", 1)
         deadline = None if deadline is None else as_finite(deadline, "deadline", 0.0)
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
+        params = params.changed(sampling)
         prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size, self.max_positions)
         self._steps.expect_room(n)  # before each sample takes its random numbers
         shared = self._new.shared(params, lambda: self.tokenizer)
@@ -248,20 +251,21 @@ class BatchEngine:
         *,
         namespace: Hashable = None,
         progress: Progress = True,
+        **sampling: Any,
     ) -> list[list[int]]:
         """Continue many prompts: the new tokens of each, in the order of the prompts.
 
         Any number: they are queued as there is room. If one fails, or the call is interrupted, all are cancelled.
 
         Args:
-            prompts, params, namespace: as of `submit`.
+            prompts, params, namespace, sampling: as of `submit`.
             progress: True shows a bar if stderr is a terminal, False shows none; a function is called with the number
                 of prompts that are done, and of all.
 
         Raises:
             as `submit`, but QueueFullError.
         """
-        submit = partial(self.submit, params=params, namespace=namespace)
+        submit = partial(self.submit, params=params, namespace=namespace, **sampling)
         return [request.result() for request in run_all(list(prompts), submit, self._steps.wait_for_any, progress)]
 
     def score_batch(self, texts: Iterable[Any], *, progress: Progress = True) -> list[Float32]:

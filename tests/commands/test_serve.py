@@ -48,16 +48,16 @@ def test_what_the_command_refuses(capsys, monkeypatch):
         (["--timeout", "0"], "timeout: expected a finite number above 0, got 0.0"),
         (["--timeout", "inf"], "timeout: expected a finite number above 0, got inf"),
         (["--timeout", "nan"], "timeout: expected a finite number above 0, got nan"),
-        (["--max-body", "0"], "max_body: expected an int >= 1, got 0"),
-        (["--max-queue", "0"], "max_queue: expected an int >= 1, got 0"),
-        (["--max-running", "0"], "max_running: expected an int >= 1, got 0"),
+        (["--max-body", "0"], "--max-body: expected an int >= 1, got 0"),
+        (["--max-queue", "0"], "--max-queue: expected an int >= 1, got 0"),
+        (["--max-running", "0"], "--max-running: expected an int >= 1, got 0"),
         (["--drain", "-1"], "drain: expected an int >= 0, got -1"),
     ):
         assert main(["serve", "--model", "nowhere", *arguments]) == 2, "before the model is looked for"
         assert message in capsys.readouterr().err
     monkeypatch.setenv("KVCACHE_API_KEYS", "")
     assert main(["serve", "--host", "0.0.0.0"]) == 2
-    assert "api_keys: expected at least one key" in capsys.readouterr().err
+    assert "--api-keys: expected at least one key" in capsys.readouterr().err
     monkeypatch.delitem(sys.modules, "kvcache.server.process")
     monkeypatch.delattr("kvcache.server.process")
     monkeypatch.setitem(sys.modules, "uvicorn", None)

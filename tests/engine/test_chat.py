@@ -437,6 +437,28 @@ def test_a_closed_answer_frees_the_engine_and_keeps_what_it_computed(folder, cac
     engine.check()
 
 
+def test_the_progress_of_a_prompt(folder):
+    """After each piece, cached tokens counted; what it raises ends the answer, and the next one is as ever."""
+    engine = PrefixCachedEngine(InferenceEngine.from_pretrained(folder, prefill_chunk=32), 64)
+    messages, seen = [{"role": "user", "content": "import os " * 40}], []
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+
+    def stop(done, total):
+        seen.append((done, total))
+        if done > 40:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(engine.chat(messages, params, progress=stop))
+    total = seen[0][1]
+    assert seen == [(32, total), (64, total)]
+    seen.clear()
+    answer = engine.chat(messages, params, progress=lambda *done: seen.append(done))
+    assert "".join(answer) == "".join(InferenceEngine.from_pretrained(folder).chat(messages, params))
+    assert [done for done, _ in seen] == [*range(32 * (1 + answer.cached_tokens // 32), total, 32), total]
+    engine.check()
+
+
 def test_an_answer_that_never_began_holds_nothing(engine):
     engine.chat(TALK, GREEDY)
     engine.chat(TALK, GREEDY).close()

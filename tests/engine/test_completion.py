@@ -219,3 +219,36 @@ def test_negative_seeds(demo):
     with BatchEngine.from_pretrained(DIRECTORY, num_blocks=64) as engine:
         params = replace(LONG, temperature=1.5, top_k=0, seed=-1)
         assert engine.submit("def ", params, n=2).result() == [texts[-1], texts[0]]
+
+
+# -- attributes of the sampling as keywords --------------------------------------------------------------------
+
+
+def test_keywords_of_the_sampling(network):
+    """Every call of every engine takes them, in place of those of `params`."""
+    plain = InferenceEngine(network)
+    want = plain.generate(PROMPT, replace(GREEDY, max_tokens=5))
+    for engine in (plain, PrefixCachedEngine(InferenceEngine(network), 16)):
+        assert engine.generate(PROMPT, GREEDY, max_tokens=5) == want
+        assert list(engine.stream(PROMPT, temperature=0.0, max_tokens=5, repetition_penalty=1.0)) == want
+        assert engine.complete(PROMPT, GREEDY, max_tokens=5, logprobs=1).tokens == want
+        with pytest.raises(TypeError, match=r"^'max_token': expected an attribute of SamplingParams, got none"):
+            engine.generate(PROMPT, max_token=5)
+        with pytest.raises(ValueError, match=r"^temperature: expected"):
+            engine.complete(PROMPT, temperature=-1)
+    with BatchEngine(network) as batch:
+        assert batch.submit(PROMPT, GREEDY, max_tokens=5).result() == want
+        assert batch.generate_batch([PROMPT] * 2, GREEDY, max_tokens=5, progress=False) == [want] * 2
+        with pytest.raises(TypeError, match="expected an attribute of SamplingParams"):
+            batch.submit(PROMPT, tokens=3)
+
+
+def test_chat_takes_keywords(tmp_path):
+    pytest.importorskip("jinja2")
+    from chat_folders import chat_folder
+
+    engine = InferenceEngine.from_pretrained(chat_folder(tmp_path / "x"))
+    messages = [{"role": "user", "content": "import"}]
+    want = "".join(engine.chat(messages, replace(GREEDY, max_tokens=4)))
+    for each in (engine, PrefixCachedEngine(engine, 16)):
+        assert "".join(each.chat(messages, GREEDY, max_tokens=4)) == want

@@ -330,3 +330,33 @@ def test_random_traffic_over_a_small_cache(network):
         text = np.concatenate([head[: rng.integers(1, len(head) + 1)], tail])
         assert cached.generate(text, SHORT) == plain.generate(text, SHORT)
         settled(cached)
+
+
+# -- one pool for texts and prefixes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q4"])
+def test_a_shared_pool_does_not_grow(network, dtype):
+    """The text that runs takes blocks of cached ones, down to the last; answers are those of an engine alone."""
+    settings = {"num_blocks": 14, "dtype": dtype}
+    alone = InferenceEngine(network, **settings)
+    cached = PrefixCachedEngine(InferenceEngine(network, **settings), shared=True)
+    assert cached.inner.cache.total_blocks == cached.cache_stats().capacity_blocks == 14
+    for start in (1, 2, 1, 3, 4, 1):
+        tokens = prompt(start, 150)
+        assert cached.generate(tokens, SHORT) == alone.generate(tokens, SHORT)
+        settled(cached)
+    assert cached.prefix_cache.cache.evictions > 0
+    assert cached.complete(tokens, SHORT).cached_tokens > 100
+
+
+def test_a_shared_pool_within_bytes(network):
+    """Copies that prefixes keep in f16 count too."""
+    engine = InferenceEngine(network, max_memory_bytes=250_000, dtype="q4")
+    cached = PrefixCachedEngine(engine, shared=True, max_memory_bytes=250_000)
+    assert cached.inner.cache.total_blocks > 0
+    assert 200_000 < cached.memory()["kv"] <= 250_000
+    few = PrefixCachedEngine(InferenceEngine(network, num_blocks=20), 3, shared=True)
+    assert (few.inner.cache.total_blocks, few.cache_stats().capacity_blocks) == (20, 3)
+    with pytest.raises(ValueError, match="max_memory_bytes: expected at least"):
+        PrefixCachedEngine(InferenceEngine(network), shared=True, max_memory_bytes=10)
