@@ -23,6 +23,7 @@ class Architecture(NamedTuple):
         windows: whether the entry of a window is honoured.
         understood: entries of `NEUTRAL` that may have other values.
         fixed: keys of `config.json` that files do not say.
+        post_attention_norm: whether the norm before the MLP has the name of one after attention.
     """
 
     model_type: str
@@ -30,6 +31,7 @@ class Architecture(NamedTuple):
     windows: bool = False
     understood: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = {}
+    post_attention_norm: bool = False
 
 
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -48,7 +50,11 @@ ARCHITECTURES = {
     "smollm3": Architecture("smollm3", True),
     "granite": Architecture("granite", True, understood=_SCALES),
     "olmo2": Architecture("olmo2", False, True),  # OLMo 3 too
-    "gpt-oss": Architecture("gpt_oss", False, True, ("expert_count",)),
+    "gpt-oss": Architecture("gpt_oss", False, True, ("expert_count",), post_attention_norm=True),
+    "seed_oss": Architecture("seed_oss", False, fixed={"attention_bias": False}, post_attention_norm=True),
+    "exaone4": Architecture("exaone4", False, True),
+    "olmoe": Architecture("olmoe", False, understood=("expert_count",), fixed={"norm_topk_prob": False}),
+    "ernie4_5": Architecture("ernie4_5", True),
 }
 
 # From the keys of config.json to those of a file, after the architecture and a dot.

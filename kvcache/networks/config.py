@@ -141,12 +141,12 @@ class ModelConfig:
         num_layers = read.size("num_hidden_layers", most=_MAX_LAYERS)
         _refuse_unsupported(config, family, read)
         ropes = ropes_of(config, family, positions, head_dim)
-        rotated = _rotated(read, num_layers)
         mixers, recurrence = mixers_of(config, family.recurrence, num_layers), None
         if family.recurrence:
             recurrence = RecurrentSizes.of(family.recurrence, read, hidden_size) if "state" in mixers else None
             config = {key: value for key, value in config.items() if key != "layer_types"}  # which name no windows
-        attention_bias = read.flag("attention_bias", False)
+        windows = _windows(config, family, read, positions, num_layers)
+        qkv_bias, output_bias, mlp_bias = _biases(read, family)
         num_experts, size = _experts(read, family)
         return cls(
             architecture=architecture,
@@ -162,17 +162,17 @@ class ModelConfig:
             rope=ropes.rope,
             window_rope=ropes.window_rope,
             rotary_dim=ropes.rotary_dim,
-            rotated=rotated,
+            rotated=_rotated(read, family, windows),
             mixers=mixers,
             recurrence=recurrence,
-            windows=_windows(config, family, read, positions, rotated),
+            windows=windows,
             attention_scale=_attention_scale(read, head_dim),
             attention_softcap=_cap(read, family, "attn_logit_softcapping"),
             sinks=family.sinks,
             attention_gate=family.attention_gate,
-            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-            output_bias=attention_bias if family.qkv_bias is None else False,
-            mlp_bias=read.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            mlp_bias=mlp_bias,
             qk_norm=family.qk_norm,
             norms=family.norms,
             activation=family.activation or _activation(read, family.activation_key),
@@ -199,6 +199,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, read: Entries
         raise CheckpointError("use_bidirectional_attention: expected false, got true")
     if family.attention_gate and not read.flag("attn_output_gate", True):
         raise CheckpointError("attn_output_gate: expected true, got false")
+    if read.get("clip_qkv") is not None:
+        raise CheckpointError(f"clip_qkv: expected null, got {short(read.get('clip_qkv'))}")
 
 
 def _derived(config: Mapping[str, Any], family: Family, key: str, size: int, *, at_least: int = 1) -> int:
@@ -244,8 +246,27 @@ def _attention_scale(read: Entries, head_dim: int) -> float | None:
     return None if scale == head_dim**-0.5 else scale
 
 
-def _rotated(read: Entries, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have a rotary embedding: `no_rope_layers`, a list of 1 (it has one) and 0."""
+def _biases(read: Entries, family: Family) -> tuple[bool, bool, bool]:
+    """Whether queries, keys and values, the output projection, and the MLP have biases."""
+    inputs, output, mlp = ((read.flag(key, False) if key else False) for key in family.bias_keys)
+    return (
+        inputs if family.qkv_bias is None else family.qkv_bias,
+        output if family.qkv_bias is None else False,
+        mlp if family.mlp_bias is None else family.mlp_bias,
+    )
+
+
+def _rotated(read: Entries, family: Family, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """Which layers have a rotary embedding."""
+    if family.rope_in_windows == "windows" or (
+        family.rope_in_windows == "mixed" and read.get("sliding_window") is not None
+    ):
+        return tuple(window is not None for window in windows)
+    return _rotated_by_list(read, len(windows))
+
+
+def _rotated_by_list(read: Entries, num_layers: int) -> tuple[bool, ...]:
+    """The layers that `no_rope_layers` lists by a 1 (it has one) or 0; all in families without it."""
     interval = read.default("no_rope_layer_interval")
     if interval is None:
         return (True,) * num_layers
@@ -259,10 +280,9 @@ def _rotated(read: Entries, num_layers: int) -> tuple[bool, ...]:
 
 
 def _windows(
-    config: Mapping[str, Any], family: Family, read: Entries, positions: int, rotated: tuple[bool, ...]
+    config: Mapping[str, Any], family: Family, read: Entries, positions: int, num_layers: int
 ) -> tuple[int | None, ...]:
     """The window of each layer. One that is not shorter than the longest text is none, unless it says which RoPE."""
-    num_layers = len(rotated)
     slides = not family.window_switch or read.flag("use_sliding_window", False)
     window = config.get("sliding_window", family.defaults.get("sliding_window")) if slides else None
     if window is not None and (type(window) is not int or window < 1):
@@ -274,7 +294,8 @@ def _windows(
     ):
         expected = " or ".join(allowed)
         raise CheckpointError(f"layer_types: expected {expected} for each of {num_layers} layers, got {short(kinds)}")
-    if window is None or (window >= positions and not family.rope_per_kind):
+    says_rope = family.rope_per_kind or family.rope_in_windows != "all"
+    if window is None or (window >= positions and not says_rope):
         return (None,) * num_layers
     window = min(window, positions)
     if family.windows == "none":
@@ -286,19 +307,35 @@ def _windows(
     if kinds is not None:
         with_window = [kind == "sliding_attention" for kind in kinds]
     elif family.full_every:
-        every = read.size("sliding_window_pattern", family.full_every)
-        with_window = [(i + 1) % every != 0 for i in range(num_layers)]
+        with_window = _pattern(read, family.full_every, num_layers)
     elif read.default("no_rope_layer_interval"):
-        with_window = [not turns for turns in rotated]
+        with_window = [not turns for turns in _rotated_by_list(read, num_layers)]
     else:
         first = read.size("max_window_layers", 28, at_least=0)
         with_window = [i >= first for i in range(num_layers)]
     return tuple(window if slide else None for slide in with_window)
 
 
+def _pattern(read: Entries, full_every: int, num_layers: int) -> list[bool]:
+    """Which layers have a window by `sliding_window_pattern`: all but every so manyth, or those that are L of L and G.
+
+    The letters repeat. Of EXAONE 4, whose last layer has no window in any case.
+    """
+    found = read.get("sliding_window_pattern")
+    if not isinstance(found, str):
+        every = read.size("sliding_window_pattern", full_every)
+        return [(i + 1) % every != 0 for i in range(num_layers)]
+    letters = [found[i % len(found)] for i in range(num_layers)] if found else []
+    if not set(letters) <= {"L", "G"} or letters[-1:] != ["G"]:
+        expected = "a positive whole number, or letters L and G, with G for the last layer"
+        raise CheckpointError(f"sliding_window_pattern: expected {expected}, got {short(found)}")
+    return [letter == "L" for letter in letters]
+
+
 def _experts(read: Entries, family: Family) -> tuple[int, int]:
     """The number of experts in every layer, and the intermediate size."""
-    size = read.size("intermediate_size") if family.experts != "qwen" else read.size("moe_intermediate_size")
+    own = read.default("moe_intermediate_size") is not None
+    size = read.size("moe_intermediate_size" if own else "intermediate_size")
     if read.default("block_multiple_of"):
         size = _adjusted(read, size)
     if not family.experts:

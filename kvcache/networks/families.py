@@ -20,10 +20,10 @@ class Family:
 
     Attributes:
         model_type: the name in config.json.
-        qkv_bias: of queries, keys, values; None: the key `attention_bias`, which also sets that of the output
-            projection.
-        mlp_bias: of the MLP, of all experts and their router; None: the key `mlp_bias`.
-        qk_norm: how queries and keys are normed: not, each head alone, or all heads at once.
+        qkv_bias: of queries, keys, values; None: a key, and another one for the output projection.
+        mlp_bias: of the MLP, of all experts and their router; None: a key.
+        bias_keys: the keys of biases of queries, keys and values, of the output projection, of the MLP; "": no bias.
+        qk_norm: how queries and keys are normed: see `ModelConfig`.
         norms: where they are: before attention and MLP, after them, or both.
         norms_less_one: whether folders store the weights of norms minus 1.
         embedding_by_size: whether the embedding is multiplied by the square root of the hidden size.
@@ -34,12 +34,18 @@ class Family:
             have none.
         rope_per_kind: whether layers with and without a window have a rotary embedding each.
         attention_gate: whether each head of queries is followed by a gate of its results.
+        rope_in_windows: which layers have no rotary embedding: none ("all" have one), those without a window
+            ("windows" have one), or the latter unless `sliding_window` is null ("mixed").
+        neighbours: whether folders have the rows of queries and keys in the order of rotary embeddings that turn
+            channels 2 i and 2 i + 1.
         recurrence: the kind of its layers with a state (`RecurrentSizes`); "": there are none.
         eps_key: the key of what norms add to the mean of squares.
         names: what files call tensors, by the stems of `names`, with or without the layer's.
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
         experts: "mixtral", "qwen", "gpt_oss" or "": how files name and store them.
-        fused: whether files store queries, keys and values as one matrix, and gate and up as one.
+        fused: the names in folders of queries, keys and values as one matrix, and of gate and up as one; "": they are
+            apart.
+        aliases: older names of the architecture.
         defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`. Soft caps,
             factors, `partial_rotary_factor` and `llama_4_scaling_beta` are read only where they are here.
     """
@@ -47,6 +53,7 @@ class Family:
     model_type: str
     qkv_bias: bool | None = False
     mlp_bias: bool | None = False
+    bias_keys: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
     qk_norm: Literal["", "head", "all"] = ""
     norms: Literal["before", "after", "both"] = "before"
     norms_less_one: bool = False
@@ -58,12 +65,15 @@ class Family:
     full_every: int = 0
     rope_per_kind: bool = False
     attention_gate: bool = False
+    rope_in_windows: Literal["all", "windows", "mixed"] = "all"
+    neighbours: bool = False
     recurrence: Kind | Literal[""] = ""
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
     sinks: bool = False
     experts: Literal["", "mixtral", "qwen", "gpt_oss"] = ""
-    fused: bool = False
+    fused: tuple[str, str] = ("", "")
+    aliases: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -146,7 +156,7 @@ FAMILIES = {
         "qwen3_5_text", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
         names=_QWEN3_5, defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
     ),
-    "Phi3ForCausalLM": Family("phi3", windows="all", fused=True, defaults={
+    "Phi3ForCausalLM": Family("phi3", windows="all", fused=("self_attn.qkv_proj", "mlp.gate_up_proj"), defaults={
         "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,
     }),
     "Qwen3MoeForCausalLM": Family(
@@ -163,6 +173,26 @@ FAMILIES = {
             "num_experts_per_tok": 2, "norm_topk_prob": True,
         },
     ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss", qkv_bias=None, mlp_bias=None, bias_keys=("attention_bias", "attention_out_bias", "mlp_bias"),
+        defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
+    ),
+    "Exaone4ForCausalLM": Family(
+        "exaone4", qk_norm="head", norms="after", windows="types", full_every=4, rope_in_windows="mixed",
+        defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+    ),
+    "OlmoeForCausalLM": Family(
+        "olmoe", qkv_bias=None, qk_norm="all", experts="qwen",
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        "ernie4_5", qkv_bias=None, mlp_bias=None, bias_keys=("use_bias",) * 3, neighbours=True,
+        aliases=("Ernie4_5_ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+        },
+    ),
     "GptOssForCausalLM": Family(
         "gpt_oss", qkv_bias=None, mlp_bias=True, activation="clamped", windows="types", full_every=2, sinks=True,
         experts="gpt_oss",
@@ -177,6 +207,7 @@ FAMILIES = {
     ),
 }
 _BY_TYPE = {family.model_type: name for name, family in FAMILIES.items()}
+_BY_NAME = {alias: name for name, family in FAMILIES.items() for alias in (name, *family.aliases)}
 
 
 def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
@@ -192,7 +223,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
             known = ", ".join([*_BY_TYPE, *(tower.model_type for tower in TOWERS.values())])
             raise CheckpointError(f"model_type: expected one of {known}, got {short(model_type)}")
         return _BY_TYPE[model_type], FAMILIES[_BY_TYPE[model_type]]
-    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in FAMILIES:
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in _BY_NAME:
         known = ", ".join([*FAMILIES, *TOWERS])
         raise CheckpointError(f"architectures: expected one of {known}, got {short(named)}")
-    return named[0], FAMILIES[named[0]]
+    return _BY_NAME[named[0]], FAMILIES[_BY_NAME[named[0]]]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.families import FAMILIES
-from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, stored_tensors
+from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, paired_rows, stored_tensors
 from kvcache.networks.tensors import StoredRows, Tensors
 from kvcache.networks.towers import Names
 
@@ -26,8 +26,9 @@ class FolderTensors:
 
     - The text network of a checkpoint with several towers: its names have a prefix, the other towers are left out.
     - Norms: some families store the weight minus 1.
-    - Mixtral has other names for its experts.
+    - Some families have other names for parts of a layer, Mixtral for its experts.
     - Phi-3 has queries, keys and values in one tensor, gate and up in another.
+    - Rows of queries and keys may be in the order of rotary embeddings that turn neighbours (`paired_rows`).
     - gpt-oss has all experts of a layer in two tensors `(experts, in, out)`, columns of gate and up in turn; quantised
       `(experts, out, in)`, rows in turn.
 
@@ -58,6 +59,9 @@ class FolderTensors:
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
         found = self._checkpoint.read(self._place(name).name)
+        order = paired_rows(self._config, name, 0, len(found)) if self._family.neighbours else None
+        if order is not None:
+            found = found[order]
         if name.endswith("mixer.rate"):  # files have its logarithm
             return (-np.exp(found.astype(np.float64))).astype(np.float32)
         if self._family.norms_less_one and name.endswith("norm.weight") and not name.endswith("mixer.norm.weight"):
@@ -83,7 +87,12 @@ class FolderTensors:
                 return self._transposed(place.name, int(expert[1]), expert[2], first, stop)
             if expert[2] != "down":
                 return self._in_turn(place.name, int(expert[1]), expert[2], first, stop)
-        return self._checkpoint.rows(place.name, place.first + first, place.first + stop)
+        order = paired_rows(self._config, name, first, stop) if self._family.neighbours else None
+        if order is None:
+            return self._checkpoint.rows(place.name, place.first + first, place.first + stop)
+        begin = int(order.min())
+        stored = self._checkpoint.rows(place.name, place.first + begin, place.first + int(order.max()) + 1)
+        return stored.taken(order - begin)
 
     def _transposed(self, name: str, expert: int, part: str, first: int, stop: int) -> StoredRows:
         """Rows of an expert that is stored `(in, out)`."""
@@ -117,9 +126,8 @@ class FolderTensors:
             return Place(self._renamed(name))
         layer, part = name[: inside.start(2)], inside[2]
         place = self._expert(part) if self._family.experts else None
-        if self._family.fused:
-            place = fused_place(self._config, part, "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight")
-        return Place(layer + self._renamed(part)) if place is None else place._replace(name=layer + place.name)
+        place = place or fused_place(self._config, part, *self._family.fused) or Place(part)
+        return place._replace(name=layer + self._renamed(place.name))
 
     def _renamed(self, name: str) -> str:
         """The name of a tensor in files of the family; that of its layer is left out."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +19,7 @@ from kvcache.gguf.vocabulary import end_tokens
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.entries import Entries
 from kvcache.networks.families import FAMILIES
-from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, stored_tensors
+from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, paired_rows, stored_tensors
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import long_attention_factor
 from kvcache.networks.tensors import StoredRows, require
@@ -72,16 +71,15 @@ class GgufCheckpoint:
 
     They have the names and the row order of a Hugging Face checkpoint.
 
-    In files of the architecture `llama` and some others, rows of q and k are ordered for interleaved RoPE: row
-    `2 i + j` of a head is row `i + j * head_dim / 2` of the original. They are put back as they are read. The experts
-    of a layer are stacked.
+    In files of the architecture `llama` and some others, rows of q and k are ordered for interleaved RoPE
+    (`paired_rows`). They are put back as they are read. The experts of a layer are stacked.
 
     Raises FileNotFoundError, or CheckpointError that names the file and the fault.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.file = GgufFile(path)
-        self._permuted = architecture_of(self.file).permuted
+        self._architecture = architecture_of(self.file)
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -183,22 +181,13 @@ class GgufCheckpoint:
     def _rows(self, name: str, first: int, stop: int) -> NDArray[np.uint8]:
         """The stored bytes of rows in the original order: `(stop - first, bytes of a row)`."""
         place = self._place(name)
-        translated, info = place.name, self.file[place.name]
+        info = self.file[place.name]
         size = row_bytes(info.dtype, _columns(info.shape))
-        head = self._head(translated)
-        first, stop = first + place.first, stop + place.first
-        begin, end = first // head * head, -(-stop // head) * head  # whole heads
+        order = paired_rows(self.config, name, first, stop) if self._architecture.permuted else None
+        begin, end = (first, stop) if order is None else (int(order.min()), int(order.max()) + 1)
         stored = np.empty((end - begin, size), np.uint8)
-        self.file.read([stored], translated, begin * size)
-        if head == 1:
-            return stored
-        pairs = stored.reshape(-1, head // 2, 2, size)
-        return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(stored.shape)[first - begin : stop - begin])
-
-    def _head(self, name: str) -> int:
-        """Rows of a tensor that are permuted among each other: those of a head, or 1."""
-        rotated = re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name)
-        return self.config.head_dim if self._permuted and rotated else 1
+        self.file.read([stored], place.name, (begin + place.first) * size)
+        return stored if order is None else stored[order - begin]
 
     def _place(self, name: str) -> Place:
         """Where the tensor of a Hugging Face name is."""
@@ -211,14 +200,14 @@ class GgufCheckpoint:
             rows, columns = sizes[::-1] if expert[2] == "down" else sizes
             whole = (config.num_experts, rows, columns)
             return Place(f"{block}ffn_{expert[2]}_exps.weight", int(expert[1]) * rows, whole)
-        if FAMILIES[config.architecture].fused:
-            fused = fused_place(config, part, f"{block}attn_qkv.weight", f"{block}ffn_up.weight")
-            if fused is not None:
-                return fused
+        qkv, gate_up = FAMILIES[config.architecture].fused
+        fused = fused_place(config, part, qkv and f"{block}attn_qkv", gate_up and f"{block}ffn_up")
+        if fused is not None:
+            return fused
         if part == "self_attn.sinks":
             return Place(f"{block}attn_sinks.weight")
-        # llama.cpp's name for it in most networks, where it is before the MLP, is `ffn_norm`; not so in gpt-oss.
-        after = config.norms != "before" or config.sinks
+        # llama.cpp's name for it in most networks, where it is before the MLP, is `ffn_norm`.
+        after = config.norms != "before" or self._architecture.post_attention_norm
         if part == "post_attention_layernorm.weight" and after:
             return Place(f"{block}post_attention_norm.weight")
         return Place(f"{block}{_named(part)}")

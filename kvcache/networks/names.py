@@ -9,6 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.recurrent_sizes import RecurrentSizes
 
@@ -23,6 +26,7 @@ __all__ = [
     "Place",
     "fused_place",
     "matrices_of",
+    "paired_rows",
     "stored_tensors",
     "tensors_of",
 ]
@@ -53,6 +57,9 @@ STORED = (*_ROUTER, "mixer.in_proj_b.weight", "mixer.in_proj_a.weight")
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 
 
+_ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
+
+
 class Place(NamedTuple):
     """Where a tensor is: in which one of the file, from which row on, and that one's shape (None: the same)."""
 
@@ -72,15 +79,32 @@ def stored_tensors(
 
 
 def fused_place(config: ModelConfig, part: str, qkv: str, gate_up: str) -> Place | None:
-    """Where a matrix of a layer is in files that store queries, keys and values as one, and gate and up as another."""
+    """Where a matrix of a layer is in files that store queries, keys and values as one, or gate and up; "": apart."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    if found := re.fullmatch(r"self_attn\.([qkv])_proj\.weight", part):
+    if qkv and (found := re.fullmatch(r"self_attn\.([qkv])_proj\.weight", part)):
         first = {"q": 0, "k": queries, "v": queries + pairs}[found[1]]
-        return Place(qkv, first, (queries + 2 * pairs, hidden))
-    if found := re.fullmatch(r"mlp\.(gate|up)_proj\.weight", part):
-        return Place(gate_up, inner if found[1] == "up" else 0, (2 * inner, hidden))
+        return Place(f"{qkv}.weight", first, (queries + 2 * pairs, hidden))
+    if gate_up and (found := re.fullmatch(r"mlp\.(gate|up)_proj\.weight", part)):
+        return Place(f"{gate_up}.weight", inner if found[1] == "up" else 0, (2 * inner, hidden))
     return None
+
+
+def paired_rows(config: ModelConfig, name: str, first: int, stop: int) -> NDArray[np.int64] | None:
+    """The rows of a file for the rows `first` to `stop` of a tensor, where RoPE turns neighbours in the file.
+
+    A rotary embedding of the channels 2 i and 2 i + 1 of a head turns the channels i and i + rotary_dim / 2 of the same
+    head with its rows in the order 0, 2, 4, .., 1, 3, 5, ... Queries and keys change alike, so their scores stay.
+
+    Returns:
+        int64 `(stop - first,)`; None for a tensor that is neither of queries nor of keys.
+    """
+    if not _ROTATED.fullmatch(name):
+        return None
+    rows, half = np.arange(first, stop), config.rotary_dim // 2
+    channels = rows % config.head_dim
+    order = np.where(channels < half, 2 * channels, 2 * (channels - half) + 1)
+    return np.where(channels < config.rotary_dim, rows - channels + order, rows)
 
 
 def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:

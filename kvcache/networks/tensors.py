@@ -36,6 +36,11 @@ class StoredRows:
     scales: NDArray[Any] | None = None
     minima: NDArray[Any] | None = None
 
+    def taken(self, rows: NDArray[np.int64]) -> StoredRows:
+        """Some of the rows, in this order."""
+        scales, minima = (None if part is None else part[rows] for part in (self.scales, self.minima))
+        return StoredRows(self.format, self.values[rows], scales, minima)
+
     def put_into(self, matrix: Matrix, row: int) -> None:
         """Set rows of `matrix` from `row` on: bit for bit if it has the same format, else by way of float32.
 

@@ -34,6 +34,8 @@ import numpy as np
 import torch
 import transformers
 from transformers import (
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -47,6 +49,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -56,6 +59,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -91,6 +95,8 @@ SMALL = COMMON | {  # of seeded variants
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 3, "head_dim": 24, "max_position_embeddings": 256,
 }
+NO_HEAD_DIM = {key: value for key, value in SMALL.items() if key != "head_dim"}  # 8
+FULL = ["full_attention"] * 3
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -142,6 +148,11 @@ class Variant(NamedTuple):
     lengths: tuple[int, ...] = PROMPT_LENGTHS
     seeded: bool = False
     exact: tuple[str, ...] = ()
+
+
+def seeded(config: PreTrainedConfig, **options: Any) -> Variant:
+    """A model in bfloat16 whose weights come from a seeded stream."""
+    return Variant(config, torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True, **options)
 
 
 VARIANTS = {
@@ -320,6 +331,29 @@ VARIANTS = {
         LlamaConfig(**SMALL, rope_parameters=DEFAULT_ROPE, attention_bias=True), torch.bfloat16,
         lengths=SEEDED_LENGTHS, seeded=True,
     ),
+    "seed_oss": seeded(SeedOssConfig(**SMALL, rope_parameters=DEFAULT_ROPE)),
+    "seed_oss_biases": seeded(SeedOssConfig(
+        **SMALL | {"num_key_value_heads": 2}, attention_bias=False, attention_out_bias=True, mlp_bias=True,
+        tie_word_embeddings=True, rope_parameters=YARN_ROPE,
+    )),
+    "exaone4": seeded(Exaone4Config(
+        **NO_HEAD_DIM, sliding_window=None, rope_parameters=LLAMA3_ROPE, layer_types=FULL
+    )),
+    "exaone4_windows": seeded(Exaone4Config(
+        **SMALL | {"num_hidden_layers": 5}, sliding_window=20, sliding_window_pattern=4, rope_parameters=DEFAULT_ROPE,
+    )),
+    "olmoe": seeded(OlmoeConfig(
+        **NO_HEAD_DIM | {"intermediate_size": 40, "num_key_value_heads": 6}, num_experts=5, num_experts_per_tok=2,
+        rope_parameters=DEFAULT_ROPE,
+    )),
+    "olmoe_normalised": seeded(OlmoeConfig(
+        **NO_HEAD_DIM | {"intermediate_size": 24}, num_experts=7, num_experts_per_tok=3,
+        norm_topk_prob=True, attention_bias=True, rope_parameters=DEFAULT_ROPE,
+    )),
+    "ernie4_5": seeded(Ernie4_5Config(**SMALL, tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE)),
+    "ernie4_5_biases": seeded(Ernie4_5Config(
+        **SMALL | {"head_dim": 16, "num_key_value_heads": 2}, use_bias=True, rope_parameters=DEFAULT_ROPE
+    )),
     "gpt_oss": Variant(
         GptOssConfig(
             **COMMON | {"intermediate_size": 32}, head_dim=24, num_local_experts=5, num_experts_per_tok=2,

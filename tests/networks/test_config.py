@@ -41,6 +41,35 @@ def test_biases_and_norms_of_each_architecture():
     assert flags(parse(QWEN3, attention_bias=True)) == (True, True, False, True)
 
 
+def test_biases_by_other_keys():
+    def flags(config):
+        return config.qkv_bias, config.output_bias, config.mlp_bias
+
+    seed = {**LLAMA, "architectures": ["SeedOssForCausalLM"], "num_key_value_heads": 2}
+    assert flags(parse(seed)) == (True, False, False)
+    assert flags(parse(seed, attention_bias=False, attention_out_bias=True)) == (False, True, False)
+    ernie = {**LLAMA, "architectures": ["Ernie4_5_ForCausalLM"]}
+    assert flags(parse(ernie)) == (False, False, False)
+    assert flags(parse(ernie, use_bias=True)) == (True, True, True)
+    assert parse(ernie).architecture == "Ernie4_5ForCausalLM"
+
+
+def test_rope_in_windows():
+    """EXAONE 4 has no rotary embedding in layers without a window, unless `sliding_window` is null."""
+    base = {**LLAMA, "architectures": ["Exaone4ForCausalLM"], "num_key_value_heads": 2, "num_hidden_layers": 4}
+    for changes in ({}, {"sliding_window_pattern": 4}, {"sliding_window_pattern": "LLLG"}):
+        config = parse(base, sliding_window=64, **changes)
+        assert config.windows == (64, 64, 64, None)
+        assert config.rotated == (True, True, True, False)
+    assert parse(base, sliding_window=9999).windows == (512, 512, 512, None)  # the longest text; it says which RoPE
+    assert parse(base, sliding_window=64, layer_types=["full_attention"] * 4).rotated == (False,) * 4
+    config = parse(base, sliding_window=None, layer_types=["full_attention"] * 4)
+    assert (config.windows, config.rotated) == ((None,) * 4, (True,) * 4)
+    for pattern in ("LLL", "GGGL", "LLXG", ""):
+        with pytest.raises(CheckpointError, match="sliding_window_pattern: expected a positive whole number, or l"):
+            parse(base, sliding_window=64, sliding_window_pattern=pattern)
+
+
 def test_model_type_replaces_absent_architectures():
     base = {key: value for key, value in QWEN2.items() if key != "architectures"}
     assert parse(base, model_type="qwen2").architecture == "Qwen2ForCausalLM"
@@ -60,6 +89,7 @@ def test_model_type_replaces_absent_architectures():
         ({"hidden_act": ""}, "hidden_act: expected one of .*, got ''"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.*bits"),
         ({"compression_config": {"quant_method": "sparseml"}}, "compression_config: .*got quant_method 'sparseml'"),
+        ({"clip_qkv": 8.0}, "clip_qkv: expected null, got 8.0"),
         ({"sliding_window": "512"}, "sliding_window"),
         ({"sliding_window": 0}, "sliding_window: expected a positive whole number or null, got 0"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: .*sliding_attention"),

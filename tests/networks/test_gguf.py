@@ -14,6 +14,7 @@ from engines import GREEDY, PROMPT
 from gguf_files import (
     ARRAY,
     BOOL,
+    CONVERTIBLE,
     F32,
     I32,
     STRING,
@@ -26,6 +27,7 @@ from gguf_files import (
 )
 from network_weights import assert_same_weights, float32
 from places import GOLDEN, in_every_build
+from seeded_weights import golden_folder
 
 from kvcache.engine import InferenceEngine, ModelConfig, PrefixCachedEngine, Transformer
 from kvcache.errors import CheckpointError
@@ -33,13 +35,10 @@ from kvcache.networks.gguf import GgufCheckpoint
 
 pytestmark = pytest.mark.no_level
 
-MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
-
-
-@pytest.mark.parametrize("name", in_every_build(MODELS))
+@pytest.mark.parametrize("name", in_every_build(CONVERTIBLE))
 def test_the_same_network(tmp_path, name):
     """Every golden network: weights bit for bit, configuration, logits."""
-    folder = as_converted(GOLDEN / name, tmp_path / name)
+    folder = as_converted(golden_folder(name), tmp_path / name)
     expected = Transformer.from_pretrained(folder)
     found = Transformer.from_pretrained(convert(folder, tmp_path / "x.gguf"))
     assert_same_weights(found, expected)

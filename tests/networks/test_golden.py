@@ -10,6 +10,7 @@ import pytest
 from dense_runs import run_dense
 from oracles.engine import DenseKvCache
 from places import GOLDEN, MODELS, in_every_build
+from seeded_weights import SEEDED, golden_folder
 
 from kvcache.engine import InferenceEngine, ModelConfig, SamplingParams, Transformer
 from kvcache.networks.families import FAMILIES
@@ -178,7 +179,7 @@ def test_older_spelling_of_rope(name, tmp_path):
 
 
 def test_every_feature_has_a_model():
-    configs = [Transformer.from_pretrained(GOLDEN / name).config for name in MODELS]
+    configs = [ModelConfig.from_pretrained(golden_folder(name)) for name in MODELS + SEEDED]
     assert {config.rope.kind for config in configs} == {"default", "linear", "llama3", "yarn", "longrope"}
     assert {config.architecture for config in configs} == set(FAMILIES)
     for flag in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "sinks", "normalise_experts"):

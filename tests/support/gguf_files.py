@@ -11,6 +11,8 @@ import struct
 
 import gguf
 import numpy as np
+from places import GOLDEN
+from seeded_weights import SEEDED
 
 from kvcache.engine import ModelConfig
 from kvcache.networks.checkpoint import Checkpoint
@@ -22,8 +24,14 @@ _LETTERS = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "smollm3": "smollm3",
     "granite": "granite", "ministral3": "mistral3", "olmo2": "olmo2", "olmo3": "olmo2", "gpt_oss": "gpt-oss",
+    "seed_oss": "seed_oss", "exaone4": "exaone4", "olmoe": "olmoe", "ernie4_5": "ernie4_5",
 }
 _INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite")
+
+CONVERTIBLE = sorted(path.parent.name for path in GOLDEN.glob("*/config.json")) + [
+    name for name in SEEDED
+    if json.loads((GOLDEN / "seeded" / name / "config.json").read_text())["model_type"] in _LETTERS
+]  # golden networks
 
 
 def string(text):
@@ -132,7 +140,7 @@ def entries_of(config, folder_config):
         found["attention.temperature_scale"] = (F32, rope["llama_4_scaling_beta"])
     if any(config.windows):
         found["attention.sliding_window"] = (U32, max(filter(None, config.windows)))
-    if kind == "olmo3":
+    if kind in ("olmo3", "exaone4") and any(config.windows):
         found["attention.sliding_window_pattern"] = (ARRAY, [window is not None for window in config.windows], BOOL)
     if kind == "gemma3_text":
         found["attention.sliding_window_pattern"] = (U32, config.windows.index(None) + 1)
@@ -227,6 +235,7 @@ _ASSUMED = {
     "mistral_window": {"sliding_window": None}, "mixtral": {"sliding_window": None},
     "qwen2_windows": {"use_sliding_window": False, "layer_types": None, "sliding_window": None},
     "gpt_oss": {"swiglu_limit": 7.0}, "qwen3_moe": {"norm_topk_prob": True},
+    "olmoe_normalised": {"norm_topk_prob": False},
 }
 
 

@@ -78,6 +78,11 @@ def _place():
     return tempfile.TemporaryDirectory(prefix="kvcache-golden-")
 
 
+def golden_folder(name):
+    """The folder of any golden network."""
+    return seeded(name) if name in SEEDED else GOLDEN / name
+
+
 @cache
 def seeded(name):
     """The folder of a golden network of `SEEDED`, with its file of tensors; tests only read it."""
