@@ -2,6 +2,7 @@
 
 KVCACHE_DEBUG=1     bounds checks and assertions in Cython, -Og -g in C
 KVCACHE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer in everything that is compiled
+KVCACHE_EVEX=1      the level avxvnni as AVX-512 encodes its instructions, for tests; the two above do so too
 KVCACHE_COVERAGE=1  lines of Cython and C counted, for .ci/coverage
 """
 
@@ -15,21 +16,29 @@ import numpy
 from setuptools import Extension, setup
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # an isolated build does not have it there
-from ckernels.build import Plan, build_kernels, check_machine
+from ckernels.build import Plan, build_kernels, check_machine, compiles
 
 check_machine()
-DEBUG, SANITIZE, COVERAGE = (os.environ.get(f"KVCACHE_{name}") == "1" for name in ("DEBUG", "SANITIZE", "COVERAGE"))
+DEBUG, SANITIZE, COVERAGE, EVEX = (
+    os.environ.get(f"KVCACHE_{name}") == "1" for name in ("DEBUG", "SANITIZE", "COVERAGE", "EVEX")
+)
+EVEX = EVEX or DEBUG or SANITIZE
 
 # One name per level, the same in ckernels/simd_<level>.h, in KVCACHE_SIMD and in the kernel table itself.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")] + ["-mprefer-vector-width=512"]
+AVXVNNI = ["-mavx512f", "-mavx512vl", "-mavx512vnni"] if EVEX else ["-mavxvnni"]
 NEON = ["-march=armv8.2-a+dotprod+fp16"]
-LEVELS = {"x86_64": {"avx2": AVX2, "avx512": AVX2 + AVX512}, "aarch64": {"neon": NEON}, "arm64": {"neon": NEON}}
+X86 = {"avx2": AVX2, "avx512": AVX2 + AVX512}
+if platform.machine() == "x86_64" and compiles(AVXVNNI):  # gcc 11, clang 12
+    X86["avxvnni"] = AVX2 + AVXVNNI
+LEVELS = {"x86_64": X86, "aarch64": {"neon": NEON}, "arm64": {"neon": NEON}}
 LEVELS = {"scalar": [], **LEVELS.get(platform.machine(), {})}
 
 # -g0: Python's -g takes a quarter of the compile time.
 # No a * b + c in one rounding where the source has two: clang's default, at the mercy of what it inlines where.
 FLAGS = ["-std=c11", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"]
+FLAGS += ["-DKVC_EVEX=1"] if EVEX else []
 FLAGS += ["-Og", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-g0", "-DNDEBUG"]
 
 # The modules have no loops that -O3 makes faster, and -O2 takes three quarters of its time.

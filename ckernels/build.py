@@ -40,6 +40,13 @@ def check_machine():
         os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
 
 
+def compiles(flags):
+    """Whether the compiler knows these flags."""
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    command = [*compiler, *flags, "-fsyntax-only", "-x", "c", os.devnull]
+    return bool(shutil.which(compiler[0])) and not subprocess.run(command, capture_output=True).returncode
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is compiled, and how."""

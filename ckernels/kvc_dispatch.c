@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-extern const kvc_kernels kvc_kernels_scalar, kvc_kernels_avx2, kvc_kernels_avx512, kvc_kernels_neon;
+extern const kvc_kernels kvc_kernels_scalar, kvc_kernels_avx2, kvc_kernels_avxvnni, kvc_kernels_avx512, kvc_kernels_neon;
 
 #if defined(KVC_HAVE_AVX2) || defined(KVC_HAVE_AVX512)
 #include <cpuid.h>
@@ -12,7 +12,7 @@ enum { /* leaf 1, ecx */ FMA = 1 << 12, OSXSAVE = 1 << 27, AVX = 1 << 28, F16C =
 enum { /* leaf 7, ebx */ AVX2 = 1 << 5, AVX512F = 1 << 16, AVX512DQ = 1 << 17, AVX512BW = 1 << 30 };
 #define AVX512VL (1u << 31)
 enum { /* leaf 7, ecx */ AVX512VNNI = 1 << 11 };
-enum { /* leaf 7, subleaf 1, eax */ AVX512BF16 = 1 << 5 };
+enum { /* leaf 7, subleaf 1, eax */ AVXVNNI = 1 << 4, AVX512BF16 = 1 << 5 };
 enum { /* xcr0: state that the system saves on a switch */ XMM = 1 << 1, YMM = 1 << 2, OPMASK_ZMM = 7 << 5 };
 
 static unsigned saved_state(void) {
@@ -38,6 +38,17 @@ static int cpu_runs_avx512(void) {
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return 0;
     return has_all(ebx, AVX512F | AVX512DQ | AVX512BW | AVX512VL) && has_all(ecx, AVX512VNNI);
 }
+
+#if defined(KVC_HAVE_AVXVNNI)
+static int cpu_runs_avxvnni(void) {
+#if defined(KVC_EVEX) /* a build for tests: the same instructions as AVX-512 encodes them */
+    return cpu_runs_avx512();
+#else
+    unsigned eax, ebx, ecx, edx;
+    return cpu_runs_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && has_all(eax, AVXVNNI);
+#endif
+}
+#endif
 
 /* Whether products of pairs are faster than those of floats: on AMD's CPUs they have twice the rate, on Intel's half of it
  * (measured on family 6, model 207). */
@@ -68,6 +79,9 @@ static int find_levels(const kvc_kernels *levels[4]) {
     int count = 0;
 #if defined(KVC_HAVE_AVX512)
     if (cpu_runs_avx512()) levels[count++] = &kvc_kernels_avx512;
+#endif
+#if defined(KVC_HAVE_AVXVNNI)
+    if (cpu_runs_avxvnni()) levels[count++] = &kvc_kernels_avxvnni;
 #endif
 #if defined(KVC_HAVE_AVX2)
     if (cpu_runs_avx2()) levels[count++] = &kvc_kernels_avx2;

@@ -48,6 +48,10 @@
 #define KVC_STR2(x) #x
 #define KVC_STR(x) KVC_STR2(x)
 
+#if defined(KVC_AVXVNNI)
+#define KVC_AVX2 1 /* this level is avx2 with other integer dot products */
+#endif
+
 /* Keeps products in separate functions: several in one leave the compiler too few registers for their addresses. */
 #define NOINLINE static __attribute__((noinline))
 /* Loops over registers. The scalar level leaves them to the compiler: unrolled they take it ten times as long (15 s), and the

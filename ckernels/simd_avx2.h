@@ -155,7 +155,16 @@ INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) { return _mm256_add_epi32(sums, 
 INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 
 /* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_matmul.c). vpmaddubsw adds two products in 16
- * bits, where those of small codes leave room for more units: a part. */
+ * bits, where those of small codes leave room for more units: a part. The level avxvnni adds four products in 32 bits by
+ * one instruction; its encoding for AVX-512 CPUs, KVC_EVEX, runs where tests run. */
+
+#if defined(KVC_EVEX)
+#define dpbusd _mm256_dpbusd_epi32
+#define dpwssd _mm256_dpwssd_epi32
+#elif defined(KVC_AVXVNNI)
+#define dpbusd _mm256_dpbusd_avx_epi32
+#define dpwssd _mm256_dpwssd_avx_epi32
+#endif
 
 #define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_CODES 0
@@ -164,7 +173,11 @@ INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 #define KVC_UNIT_DOT_ROWS 4
 #define KVC_UNIT_DOT_TILES 1
 #define KVC_UNIT_MIX_ROWS 2
+#if defined(KVC_AVXVNNI)
+#define KVC_UNSIGNED_WEIGHTS 1
+#else
 #define KVC_UNSIGNED_WEIGHTS 0
+#endif
 #define KVC_PACKED_ROWS(n) 4
 #define KVC_PACKED_PANELS(rows) 1
 #define KVC_FLOAT_ROWS 6
@@ -206,6 +219,23 @@ INLINE __m256i added(__m256i sum) {
 }
 
 INLINE i32x16 i32x16_zero(void) { return (i32x16){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+#if defined(KVC_AVXVNNI)
+typedef i32x16 part16;
+#define KVC_PART_UNITS(code, byte) KVC_MANY_UNITS
+INLINE part16 part16_begin(i32x16 sums) { return sums; }
+INLINE i32x16 part16_end(part16 part, i32x16 sums) { return (void)sums, part; }
+INLINE part16 part16_dot_q(part16 part, u8x64 codes, int32_t q) {
+    const __m256i q_v = _mm256_set1_epi32(q);
+    return (part16){dpbusd(part.a, codes.a, q_v), dpbusd(part.b, codes.b, q_v)};
+}
+/* sums[i] += the products of codes[4i .. 4i+3], from u8x64_weights, with 4 signed bytes of -127 to 127. */
+INLINE u8x64 u8x64_weights(u8x64 codes) { return codes; }
+INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) { return part16_dot_q(sums, codes, x); }
+INLINE __m256i i32x8_dot_pairs(__m256i sums, __m256i a, __m256i b) { return dpwssd(sums, a, b); }
+#else
+INLINE __m256i i32x8_dot_pairs(__m256i sums, __m256i a, __m256i b) {
+    return added(_mm256_add_epi32(sums, _mm256_madd_epi16(a, b)));
+}
 INLINE __m256i i32x8_dot(__m256i sums, __m256i u8, __m256i s8) {
     return added(_mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(u8, s8), _mm256_set1_epi16(1))));
 }
@@ -237,6 +267,7 @@ INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) {
     return (i32x16){i32x8_dot(sums.a, _mm256_abs_epi8(codes.a), _mm256_sign_epi8(x_v, codes.a)),
                     i32x8_dot(sums.b, _mm256_abs_epi8(codes.b), _mm256_sign_epi8(x_v, codes.b))};
 }
+#endif
 INLINE i32x16 i32x16_set1(int32_t x) { return (i32x16){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
     const __m256i more_v = _mm256_set1_epi32(more);
@@ -265,10 +296,10 @@ INLINE i32x16 i32x16_dot_whole(i32x16 sums, i16x64 codes, const int16_t *x) {
     int32_t pairs[2];
     memcpy(pairs, x, sizeof(pairs));
     const __m256i even = _mm256_set1_epi32(pairs[0]), odd = _mm256_set1_epi32(pairs[1]);
-    sums.a = added(_mm256_add_epi32(sums.a, _mm256_madd_epi16(codes.even.a, even)));
-    sums.b = added(_mm256_add_epi32(sums.b, _mm256_madd_epi16(codes.even.b, even)));
-    sums.a = added(_mm256_add_epi32(sums.a, _mm256_madd_epi16(codes.odd.a, odd)));
-    sums.b = added(_mm256_add_epi32(sums.b, _mm256_madd_epi16(codes.odd.b, odd)));
+    sums.a = i32x8_dot_pairs(sums.a, codes.even.a, even);
+    sums.b = i32x8_dot_pairs(sums.b, codes.even.b, even);
+    sums.a = i32x8_dot_pairs(sums.a, codes.odd.a, odd);
+    sums.b = i32x8_dot_pairs(sums.b, codes.odd.b, odd);
     return sums;
 }
 INLINE i32v f32v_store_whole(int16_t *p, f32v x) {

@@ -65,7 +65,7 @@ static memory run_layer(const kvc_kernels *k, int which, const layer *l, int64_t
 /* One head: the mean of squares over vectors of so many lanes, then a root, a division and two products. */
 static void expect_norm(const kvc_kernels *k, const layer *l, const float *x, const float *weight, const float *out) {
     const char *name = k->name;
-    const double lanes = !strcmp(name, "avx512") ? 16 : !strcmp(name, "avx2") ? 8 : !strcmp(name, "neon") ? 4 : 1;
+    const double lanes = !strcmp(name, "avx512") ? 16 : !strncmp(name, "avx", 3) ? 8 : !strcmp(name, "neon") ? 4 : 1;
     double squares = 0;
     if (!is_ordinary(x, l->dim) || !is_ordinary(weight, l->dim)) return;
     for (int64_t d = 0; d < l->dim; d++) squares += (double)x[d] * x[d];
