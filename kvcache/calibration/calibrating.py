@@ -64,7 +64,7 @@ def as_calibration(
     """
     packed = with_losses or any(FORMATS[name].quantised for name in names_of(key_dtype))
     # A softcap tells the constant that a centre takes from all scores.
-    tell = [i for i, each in enumerate(layer_attention(model)) if not centred or each.softcap]
+    tell = [i for i, each in enumerate(layer_attention(model)) if not centred or (each and each.softcap)]
     if calibrate is False or calibrate is None:
         if with_losses:
             raise ValueError(f"calibrate: expected one with dtype {short(key_dtype)}, got {short(calibrate)}")

@@ -25,7 +25,7 @@ def run_piece(
         length: tokens of the whole text, which say its regime, see `Model`.
         note: called in each layer with its number, the queries and the keys.
     """
-    count, options = len(tokens), [each.options() for each in layer_attention(model)]
+    count, options = len(tokens), [each.options() for each in layer_attention(model) if each is not None]
     cache.append(0, count)
 
     def attend(layer: int, queries: Float32, keys: Any, values: Any, _: Any = None, /) -> Float32:

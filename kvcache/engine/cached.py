@@ -55,6 +55,8 @@ class PrefixCachedEngine:
             a text such as "4GiB". With `max_cache_blocks` the lower limit counts.
         shared: the cached blocks are those of the engine: its cache does not grow, and the text that runs takes blocks
             of others where there is no free one. With `max_memory_bytes` it has fewer blocks if all take more.
+        max_state_bytes: the most bytes of cached states, an int or a text, for networks whose layers keep one; by
+            default as many as the cached blocks have, and at least eight states.
         seed: replaces the engine's seed, for requests without their own.
         strict: re-raise internal failures of `generate` instead of logging them.
         tiers: where blocks go beyond this process, and come from, while prompts run: a directory, Redis; see `Tiers`.
@@ -86,6 +88,7 @@ class PrefixCachedEngine:
         seed: int | None = None,
         strict: bool = False,
         max_memory_bytes: int | str | None = None,
+        max_state_bytes: int | str | None = None,
         tiers: Tiers | None = None,
         autosave: str | os.PathLike[str] | DirectoryTier | None = None,
     ) -> None:
@@ -94,7 +97,8 @@ class PrefixCachedEngine:
             raise ValueError(f"engine: expected one without eviction_policy, got {engine.eviction_policy}")
         self.tiers = as_tiers(tiers, autosave)
         self.inner, self._requests, self._sequence = engine, engine.requests, engine.requests.sequence
-        settings, own = self._sequence.settings, engine.cache.total_blocks
+        self._sequence.settings = settings = self._sequence.settings.with_states(max_state_bytes)
+        own = engine.cache.total_blocks
         if shared:
             blocks = settings.shared_blocks(own, max_memory_bytes)
             most = blocks if max_cache_blocks is None else as_count(max_cache_blocks, "max_cache_blocks", most=None)
@@ -314,7 +318,7 @@ class PrefixCachedEngine:
             with suppress(InvalidOperationError):
                 text = self._sequence.text
                 if text.computed > text.num_prompt:  # what the prompt needs was kept when it had run
-                    self._pool.keep(text, text.computed)
+                    self._pool.keep(text, text.computed, ends=True)
                 if self._arrivals is not None:
                     self._arrivals.ended(text)
 

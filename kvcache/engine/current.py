@@ -165,9 +165,12 @@ class CurrentText:
         Returns:
             float32 `(1 or len(tokens), vocab_size)`.
 
+        A layer with a state has that after the last token alone, and states that are cached: from the nearest position
+        that has one, tokens run again.
+
         Raises:
             InvalidOperationError: tokens that the first new one reads have left; the tokens before `pos` are not known,
-                as after `InferenceEngine.begin`, and positions depend on the length.
+                as after `InferenceEngine.begin`, and positions depend on the length, or a state is to be made again.
         """
         text, forward, end = self.text, self.forward, pos + len(tokens)
         regime = forward.regime(max(whole, end))
@@ -176,10 +179,15 @@ class CurrentText:
                 f"pos: expected 0, since positions of this network depend on the length of the text, and the tokens "
                 f"before {pos} are not known, got {pos}"
             )
-        start = pos if regime == text.regime or not pos else 0
+        start = self.pool.nearest(text, pos) if regime == text.regime or not pos else 0
         self.pool.expect(text, start)
+        if start < pos and not text.is_known:
+            raise InvalidOperationError(
+                f"pos: expected 0, since the state of this network's layers after {pos} tokens is not there, and these "
+                f"tokens are not known, got {pos}"
+            )
         if start < pos:
-            tokens, logits = np.concatenate([text.tokens[:pos], tokens]), "last"
+            tokens, logits = np.concatenate([text.tokens[start:pos], tokens]), "last"
         if start == text.computed and not self._needs_fork(end):
             return self._run_in_place(tokens, start, regime, logits)
         if start < text.computed and not self._has_room_beside(start, end - start):

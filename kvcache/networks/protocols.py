@@ -25,6 +25,8 @@ __all__ = [
     "Recurrence",
     "StreamingModel",
     "layer_attention",
+    "layer_recurrences",
+    "other_layers",
     "unlike_layers",
 ]
 
@@ -200,18 +202,18 @@ class StreamingModel(Protocol):
         ...
 
 
-def layer_attention(model: Model) -> tuple[LayerAttention, ...]:
-    """How each layer of a network attends, with its sizes. A window of all positions or more is none.
+def layer_attention(model: Model) -> tuple[LayerAttention | None, ...]:
+    """How each layer of a network attends, with its sizes; None: it does not. A window of all positions is none.
 
     Raises:
-        ValueError: a `kv_layer` that is no earlier layer with K and V of its own, or has another window or other sizes;
-            a layer does not attend: engines keep no states yet.
+        ValueError: a `kv_layer` that is no earlier layer with K and V of its own, or has another window or other sizes.
     """
-    config, found = model.config, list[LayerAttention]()
-    if others := [i for i, each in enumerate(getattr(model, "attention", None) or ()) if each is None]:
-        raise ValueError(f"model: expected layers that all attend, got some that keep a state or mix nothing: {others}")
+    config, found = model.config, list[LayerAttention | None]()
     most = config.max_position_embeddings
     for layer, each in enumerate(getattr(model, "attention", None) or (LayerAttention(),) * config.num_layers):
+        if each is None:
+            found.append(None)
+            continue
         each = replace(
             each, window=None if each.window and each.window >= most else each.window,
             num_kv_heads=each.num_kv_heads or config.num_kv_heads, head_dim=each.head_dim or config.head_dim,
@@ -222,17 +224,30 @@ def layer_attention(model: Model) -> tuple[LayerAttention, ...]:
     return tuple(found)
 
 
+def layer_recurrences(model: Model) -> dict[int, Recurrence]:
+    """The recurrence of each layer of a network that keeps a state, ascending."""
+    return {layer: each for layer, each in enumerate(getattr(model, "recurrences", ())) if each is not None}
+
+
+def other_layers(model: Model) -> str:
+    """A name of layers that keep no K and V, for messages; empty: all layers keep them."""
+    if layer_recurrences(model):
+        return "layers that keep a state"
+    return "layers that do not attend" if None in layer_attention(model) else ""
+
+
 def unlike_layers(model: Model) -> str:
     """The differences between layers whose K and V have several sizes, for messages; empty: there are none."""
-    attention = layer_attention(model)
+    attention = [each for each in layer_attention(model) if each is not None]
     if any(each.kv_layer is not None for each in attention):
         return "layers that read K and V of others"
     return "layers of several sizes" if len({(each.num_kv_heads, each.head_dim) for each in attention}) > 1 else ""
 
 
-def _check_owner(found: list[LayerAttention], layer: int) -> None:
+def _check_owner(found: list[LayerAttention | None], layer: int) -> None:
     """Raise ValueError unless the last layer can read the K and V of its `kv_layer`."""
     each = found[layer]
+    assert each is not None
     owner = found[each.kv_layer] if each.kv_layer is not None and 0 <= each.kv_layer < layer else None
     if owner is None or owner.kv_layer is not None:
         raise ValueError(

@@ -274,6 +274,16 @@ class PrefixCache(IndexedCache):
         with self._lock:
             self._index.clear()
 
+    def forget(self, namespace: Hashable) -> None:
+        """Forget every block of a namespace; nothing, if it has none. What sessions hold stays readable."""
+        with self._lock:
+            while (space := self._index.namespace(namespace)) is not None:
+                for page in self._index.trie.all_values(space.root):
+                    tokens = self._slots.tokens_of(np.array([page]))[0]
+                    if page in self._index.find(tokens, namespace).pages:  # it begins texts, whose other pages go too
+                        self._index.forget(tokens, namespace, int(page))
+                        break
+
     # -- save and load --------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], model: str = "", *, beside: Sequence[PrefixCache] = ()) -> None:

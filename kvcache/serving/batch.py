@@ -84,6 +84,8 @@ class BatchEngine:
         calibrate: as of `InferenceEngine`.
         eviction_policy, kv_budget: as of `InferenceEngine`; each request has a budget of its own. Such requests share
             nothing, guess nothing and are not preempted: one begins where there is memory for all that it may keep.
+        max_state_bytes: the most bytes of cached states, an int or a text, for networks whose layers keep one; those of
+            running requests come to it. By default as many as K and V have, and at least eight states.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
         autosave: as of `PrefixCachedEngine`; `close` writes what is left.
         on_eviction: called with an `Eviction` after each step in which cached blocks left to make room, in the thread
@@ -121,6 +123,7 @@ class BatchEngine:
         calibrate: Any = False,
         eviction_policy: EvictionPolicy | Policy | None = None,
         kv_budget: int | None = None,
+        max_state_bytes: int | str | None = None,
         tiers: Tiers | None = None,
         autosave: str | os.PathLike[str] | DirectoryTier | None = None,
         on_eviction: OnEviction | None = None,
@@ -139,6 +142,7 @@ class BatchEngine:
             model, load, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
             block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
             residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
+            max_state_bytes=max_state_bytes,
         )
         if tiers is not None and settings.budgets is not None:
             raise ValueError(f"tiers: expected none with an eviction_policy, got {tiers}")

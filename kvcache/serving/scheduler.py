@@ -21,8 +21,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
-from kvcache.errors import OutOfMemoryError
-from kvcache.serving.budget import CHEAP_ROWS, LEAST, TokenBudget
+from kvcache.errors import KvCacheError, OutOfMemoryError
+from kvcache.serving.budget import CHEAP_ROWS, LEAST, MOST, TokenBudget
 from kvcache.serving.observed import Observed
 from kvcache.serving.work import FinishReason, Work
 from kvcache.texts.arrivals import Arrivals
@@ -340,6 +340,24 @@ class Scheduler:
             self.pool.keep(work, entry[0])
             heapq.heappush(self._waiting, entry[1])
             work.parked.remove(entry)
+
+    def again(self, work: Work, count: int) -> Pieces:
+        """The piece of a work whose pass has failed beside others; from further before, where its state is lost.
+
+        None is left if there is no room for that: the work begins again later.
+        """
+        start = self.pool.nearest(work, work.computed)
+        if start == work.computed:
+            return [(work, count)]
+        try:
+            self.pool.expect(work, start)
+            self.pool.cut(work, start)
+            count = self._count(work, MOST, self._most_rows)
+            self.pool.append([(work, count)])
+        except KvCacheError:
+            self.preempt(work)
+            return []
+        return [(work, count)]
 
     def fork(self, work: Work, follower: Work, computed: int, now: float) -> None:
         """Begin a follower with the sequence of its leader, whose prompt has run.

@@ -218,6 +218,8 @@ class Steps:
 
     def _pass(self, pieces: list[tuple[Work, int]]) -> None:
         """Run pieces together; where that fails one by one, so that a work at fault ends alone."""
+        if not pieces:
+            return
         try:
             logits = self._forward.run([(work, n, work.rows_due(n)) for work, n in pieces])
         except BaseException as error:  # of the network, a policy or a format, or of memory
@@ -226,8 +228,8 @@ class Steps:
                 self._scheduler.end(pieces[0][0], "error", failure)
                 return
             logger.warning("a pass over %d requests failed; they run one by one: %s", len(pieces), short(failure))
-            for piece in pieces:
-                self._pass([piece])
+            for work, n in pieces:
+                self._pass(self._scheduler.again(work, n))
             return
         now = self.clock()
         self._masks.prepare([

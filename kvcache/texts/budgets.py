@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvcache.eviction import EvictionPolicy, Rule
 from kvcache.lists.kept_tokens import KeptTokens
-from kvcache.networks.protocols import Model, layer_attention, unlike_layers
+from kvcache.networks.protocols import Model, layer_attention, other_layers, unlike_layers
 from kvcache.support.arguments import as_count
 from kvcache.texts.policy import Policy, as_budgets, as_kept, as_score_queries, is_policy
 from kvcache.texts.scores import Alive, Scoring
@@ -50,12 +50,12 @@ class Budgets:
         num_layers = model.config.num_layers
         if policy is None and kv_budget is None:
             return None
-        if windows := [each.window for each in layer_attention(model) if each.window is not None]:
+        if windows := [each.window for each in layer_attention(model) if each is not None and each.window is not None]:
             raise ValueError(
                 f"eviction_policy: expected none for a network with layers that have a window (of {windows[0]}), "
                 f"got {policy}"
             )
-        if unlike := unlike_layers(model):
+        if unlike := other_layers(model) or unlike_layers(model):
             raise ValueError(f"eviction_policy: expected none for a network with {unlike}, got {policy}")
         if policy is None:
             raise ValueError("kv_budget: expected an eviction_policy with it, got None")

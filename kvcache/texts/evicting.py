@@ -68,12 +68,15 @@ class EvictingLayers:
         most: the most texts.
     """
 
+    reason = "evicted"
+
     def __init__(
-        self, budgets: Budgets, attention: Sequence[LayerAttention], make_cache: Callable[[], PagedKvCache], most: int
+        self, budgets: Budgets, attention: Sequence[LayerAttention | None], make_cache: Callable[[], PagedKvCache],
+        most: int,
     ) -> None:
         self.budgets, self._make_cache, self._most = budgets, make_cache, most
         self.layers = tuple(range(len(budgets.rules)))
-        self._calls = [each.options() for each in attention]
+        self._calls = [each.options() for each in attention if each is not None]
         self._caches = [make_cache()]
         self._ids = np.arange(len(self.layers), dtype=np.uint64)
         self._drawn: dict[int, list[Float32 | None]] = {}  # by sequence: what attention gave in the pass that runs
@@ -228,6 +231,9 @@ class EvictingLayers:
         lens = [len(alive.positions) for alive in self._place(text, index).alive]
         return any(n + more > rule.limit for n, rule in zip(lens, self.budgets.rules, strict=True))
 
+    def nearest(self, text: Text, index: int, pos: int) -> int:
+        return pos
+
     def expect(self, text: Text, index: int, pos: int) -> None:
         if pos == text.computed:
             return
@@ -284,7 +290,7 @@ class EvictingLayers:
     def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> CachedStart | None:
         return CachedStart(0)
 
-    def keep(self, text: Text, index: int, stop: int) -> None:
+    def keep(self, text: Text, index: int, stop: int, ends: bool = False) -> None:
         """Do nothing."""
 
     # -- reports --------------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ class Forward:
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model, self.pool, self._vocab_size = model, pool, model.config.vocab_size
         self._selects = bool(getattr(model, "selects_rows", False))
-        self._shares = any(each.kv_layer is not None for each in layer_attention(model))
+        attention = layer_attention(model)
+        self._shares = any(each is not None and each.kv_layer is not None for each in attention)
         regime: Callable[[int], int] | None = getattr(model, "regime", None)
         several = regime is not None and regime(1) != regime(model.config.max_position_embeddings)
         self.regime_of = regime if several else None

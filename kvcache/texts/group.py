@@ -3,13 +3,14 @@
     whole       0 1 2 3 4 5 6 7 8 9      every token                            whole.py
     window      . . . . . . 6 7 8 9      the newest ones                        window.py
     evicting    0 . . 3 . . . 7 . 9      what a policy keeps, each layer its own evicting.py
+    state                        10      numbers that all tokens made            state.py
 
 One verb serves many texts and one alone. A text has one sequence id in all groups, and in `Text.places` what each group
 knows of it beside that: a tuple, so that a text changes in one step. `Pool` calls the verbs of all groups in turn:
 
     admission   has_room, begin            a text gets a sequence, perhaps of a cached prefix
     a pass      append, attend, ran        room for tokens, the network's attention, what no later query reads leaves
-    going back  expect, loses, fork, cut   rollback, wrong drafts, after an exception
+    going back  nearest, expect, loses, fork, cut   rollback, wrong drafts, after an exception
     sharing     longest, hold, keep        where a text can continue behind cached tokens
     the end     free, settle
 """
@@ -72,9 +73,13 @@ class Group(Protocol):
         caches: the paged caches of K and V.
         prefixes: the prefix caches over these, of what `longest` and `hold` find.
         reclaim: called with the OutOfMemoryError where there are too few blocks; whether it has freed some.
+        reason: what `miss_reasons` calls a miss of this group.
     """
 
     reclaim: Reclaim | None
+
+    @property
+    def reason(self) -> str: ...
 
     @property
     def layers(self) -> Sequence[int]: ...
@@ -139,6 +144,10 @@ class Group(Protocol):
         """
         ...
 
+    def nearest(self, text: Text, index: int, pos: int) -> int:
+        """The last position, at most `pos`, from which a text can run on; that of other groups is `pos`."""
+        ...
+
     def expect(self, text: Text, index: int, pos: int) -> None:
         """Raise InvalidOperationError if a token that the query at `pos` reads has left."""
         ...
@@ -173,8 +182,12 @@ class Group(Protocol):
         """
         ...
 
-    def keep(self, text: Text, index: int, stop: int) -> None:
-        """Cache what another text needs to go on after the first `stop` tokens, as far as it is there."""
+    def keep(self, text: Text, index: int, stop: int, ends: bool = False) -> None:
+        """Cache what another text needs to go on after the first `stop` tokens, as far as it is there.
+
+        Args:
+            ends: whether these are all tokens that the text has computed, and it is about to lose its sequence.
+        """
         ...
 
     def positions(self, text: Text, index: int, layer: int) -> NDArray[np.int64]:
@@ -191,13 +204,14 @@ class Group(Protocol):
 
 
 def calls_of(
-    layers: Sequence[int], attention: Sequence[LayerAttention]
+    layers: Sequence[int], attention: Sequence[LayerAttention | None]
 ) -> dict[int, tuple[int, AttentionCall]]:
     """For each layer that reads K and V of one of these: which of them, and how it attends."""
     number_of = {layer: i for i, layer in enumerate(layers)}
-    owners = [layer if each.kv_layer is None else each.kv_layer for layer, each in enumerate(attention)]
     return {
-        layer: (number_of[owner], attention[layer].call()) for layer, owner in enumerate(owners) if owner in number_of
+        layer: (number_of[owner], each.call())
+        for layer, each in enumerate(attention)
+        if each is not None and (owner := layer if each.kv_layer is None else each.kv_layer) in number_of
     }
 
 

@@ -10,7 +10,6 @@ sequence finds its blocks again, as far as they have stayed.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Hashable, Sequence
 from itertools import count
@@ -27,6 +26,7 @@ from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.texts.group import CachedStart, Group, Lens
 from kvcache.texts.shared_prefixes import Arrived, SharedPrefixes
+from kvcache.texts.state import StateLayers
 from kvcache.texts.text import Text
 
 __all__ = ["Pool"]
@@ -50,7 +50,7 @@ class Pool:
     def __init__(self, groups: Sequence[Group], block_size: int, chunk: int = 0) -> None:
         self.groups, self.block_size, self.chunk = tuple(groups), block_size, chunk
         self.shared = SharedPrefixes(self.groups)
-        self._numbers = count()
+        self._numbers, self._keeps_states = count(), any(isinstance(each, StateLayers) for each in self.groups)
         self._group_of = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
 
     # -- texts begin and end --------------------------------------------------------------------------------
@@ -90,10 +90,8 @@ class Pool:
         except Exception:
             self._free(seq_id, places)
             raise
-        text.keep_at = [text.num_prompt] if found < text.num_prompt else []
-        for start in starts:
-            if found < start.parting < text.num_tokens:
-                insort(text.keep_at, start.parting)
+        partings = [start.parting for start in starts if start.parting < text.num_tokens]
+        text.keep_at = sorted({each for each in (text.num_prompt, *text.parts_at, *partings) if each > found})
         text.moved(seq_id, found, tuple(places))
 
     def empty(self, seq_id: int) -> tuple[Any, ...]:
@@ -116,7 +114,7 @@ class Pool:
     def stop(self, text: Text) -> None:
         """Take a text's sequence away; its full blocks stay cached until their memory is needed."""
         if text.seq_id >= 0:
-            self.keep_beside(text, text.computed)
+            self.keep_end(text)
             self.drop(text)
 
     def drop(self, text: Text) -> None:
@@ -200,6 +198,12 @@ class Pool:
 
     # -- going back -----------------------------------------------------------------------------------------
 
+    def nearest(self, text: Text, pos: int) -> int:
+        """The last position, at most `pos`, from which a text can run on: one whose state is there."""
+        for i, group in enumerate(self.groups):
+            pos = min(pos, group.nearest(text, i, pos))
+        return pos
+
     def expect(self, text: Text, pos: int) -> None:
         """Raise InvalidOperationError if a token that the query at `pos` reads has left."""
         for i, group in enumerate(self.groups):
@@ -247,10 +251,20 @@ class Pool:
 
     # -- cached prefixes ------------------------------------------------------------------------------------
 
-    def keep(self, text: Text, stop: int) -> None:
-        """Cache what another text needs to continue behind the first `stop` tokens, as far as it is there."""
+    def keep(self, text: Text, stop: int, ends: bool = False) -> None:
+        """Cache what another text needs to continue behind the first `stop` tokens, as far as it is there.
+
+        Args:
+            ends: see `Group.keep`.
+        """
         for i, group in enumerate(self.groups):
-            group.keep(text, i, stop)
+            group.keep(text, i, stop, ends and self._keeps_states)
+
+    def keep_end(self, text: Text) -> None:
+        """Cache what another text needs to continue where this one ends, which is about to lose its sequence."""
+        for i, group in enumerate(self.groups):
+            if i or self._keeps_states:
+                group.keep(text, i, text.computed, ends=True)
 
     def keep_beside(self, text: Text, stop: int) -> None:
         """Do so in all groups but that of the index."""
@@ -317,7 +331,8 @@ class Pool:
 
     def positions(self, text: Text, layer: int) -> NDArray[np.int64]:
         """The text positions of the tokens whose K and V a layer has, ascending."""
-        return self.groups[self._group_of[layer]].positions(text, self._group_of[layer], layer)
+        index = self._group_of.get(layer)
+        return np.empty(0, np.int64) if index is None else self.groups[index].positions(text, index, layer)
 
     def memory(self, texts: Sequence[Text]) -> dict[str, int]:
         """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"; `texts` are those that run."""

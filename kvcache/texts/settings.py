@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvcache.calibration.residual import most_unpacked
@@ -12,22 +12,30 @@ from kvcache.core.layer_formats import Formats, formats_of_layers, is_mixed, unp
 from kvcache.core.rowformat import Format
 from kvcache.core.store import BlockStore
 from kvcache.eviction import EvictionPolicy
-from kvcache.networks.protocols import LayerAttention, Model, layer_attention
+from kvcache.networks.protocols import LayerAttention, Model, Recurrence, layer_attention, layer_recurrences
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.residual import row_block
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.support.arguments import as_bytes, as_count
 from kvcache.texts.budgets import Budgets
+from kvcache.texts.cached_states import CachedStates, page_shape
 from kvcache.texts.evicting import EvictingLayers
 from kvcache.texts.group import Group
 from kvcache.texts.newest import NewestGroups, num_newest
 from kvcache.texts.policy import Policy
 from kvcache.texts.pool import Pool
+from kvcache.texts.state import StateLayers
 from kvcache.texts.storage import Storage
 from kvcache.texts.whole import WholeLayers
 from kvcache.texts.window import WindowLayers, num_kept, num_pages
 
 __all__ = ["CacheSettings", "LayerKind", "Load"]
+
+_LEAST_STATES = 8  # that are cached, unless a limit says otherwise
+_STATES_ALONE = 64  # the same, of a network without K and V
+_SPACING = 64  # tokens between states that are kept in any text, where states are small
+_SPACING_ALONE = 1024  # the same, of a network without K and V
+_MOST_CONTEXTS = 16  # that a prefix cache names of such a network
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,8 @@ class CacheSettings:
         attention: how each layer attends.
         whole: the layers that keep all tokens, ascending.
         windows: the layers of each window, or of other sizes; those that read K and V of another layer are left out.
+        recurrences: of the layers that keep a state.
+        max_state_bytes: the most bytes of cached states, None: as many as K and V have, and at least eight states.
     """
 
     model: Model
@@ -86,9 +96,11 @@ class CacheSettings:
     num_blocks: int | None
     max_memory_bytes: int | str | None
     make_cache: Callable[..., PagedKvCache]
-    attention: tuple[LayerAttention, ...]
+    attention: tuple[LayerAttention | None, ...]
     whole: tuple[int, ...]
     windows: dict[LayerKind, tuple[int, ...]]
+    recurrences: dict[int, Recurrence]
+    max_state_bytes: int | None = None
 
     @classmethod
     def of(
@@ -96,7 +108,7 @@ class CacheSettings:
         value_dtype: Formats | Format | None, rotate: bool | str, block_size: int, num_blocks: int | None,
         max_memory_bytes: int | str | None, residual_length: int | None, calibrate: Any,
         eviction_policy: EvictionPolicy | Policy | None, kv_budget: int | None,
-        make_cache: Callable[..., PagedKvCache] = PagedKvCache,
+        make_cache: Callable[..., PagedKvCache] = PagedKvCache, max_state_bytes: int | str | None = None,
     ) -> CacheSettings:
         """Check the arguments of an engine; see there for the errors."""
         block_size, config = as_count(block_size, "block_size", 1, most=None), model.config
@@ -120,11 +132,26 @@ class CacheSettings:
             )
         settings = cls(
             model, load, storage, budgets, rotate, block_size, num_blocks, max_memory_bytes, make_cache, attention,
-            whole, windows,
-        )
+            whole, windows, layer_recurrences(model),
+        ).with_states(max_state_bytes)
         for layers in (whole, *windows.values()):
             settings.block_bytes(layers)  # raises for a format that is not supported
         return settings
+
+    def with_states(self, max_state_bytes: int | str | None) -> CacheSettings:
+        """These settings with another limit of cached states.
+
+        Raises:
+            TypeError, ValueError: no number of bytes; a network without a state; too few for one state, and not 0.
+        """
+        if max_state_bytes is None:
+            return self
+        limit, own = as_bytes(max_state_bytes, "max_state_bytes"), self.page_bytes
+        if not self.recurrences:
+            raise ValueError(f"max_state_bytes: expected None for a network without a state, got {max_state_bytes}")
+        if 0 < limit < own:
+            raise ValueError(f"max_state_bytes: expected 0 or at least {own}, the bytes of a state, got {limit}")
+        return replace(self, max_state_bytes=limit)
 
     @property
     def piece(self) -> int:
@@ -147,7 +174,7 @@ class CacheSettings:
 
     def _sizes(self, layers: Sequence[int]) -> tuple[int, int]:
         """KV heads and channels of a head in these layers."""
-        config, each = self.model.config, self.attention[layers[0]] if len(layers) else LayerAttention()
+        config, each = self.model.config, (self.attention[layers[0]] if len(layers) else None) or LayerAttention()
         return each.num_kv_heads or config.num_kv_heads, each.head_dim or config.head_dim
 
     def block_bytes(self, layers: Sequence[int]) -> int:
@@ -158,7 +185,7 @@ class CacheSettings:
     @property
     def _f16_bytes(self) -> int:
         """Bytes of a token in all layers, as a residual has it."""
-        layers, (key, value) = range(self.model.config.num_layers), map(unpacked, self.storage.dtypes)
+        layers, (key, value) = self.whole, map(unpacked, self.storage.dtypes)
         return BlockStore(len(layers), 0, 1, *self._sizes(layers), key, value).block_bytes
 
     @property
@@ -199,15 +226,47 @@ class CacheSettings:
         most = 2 * (-(-self.model.config.max_position_embeddings // size) + 1)
         return min(2 * (num_kept(kept, size) + piece), most) + num_pages(kept, size, cached)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of a text in all layers."""
+        return 4 * sum(each.size for each in self.recurrences.values())
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a cached state."""
+        heads, dim = page_shape(max((each.size for each in self.recurrences.values()), default=1))
+        return 8 * heads * dim * len(self.recurrences)
+
+    @property
+    def state_slots(self) -> int:
+        """The most texts that have a state: as fit a quarter of `max_memory_bytes`, at least one."""
+        if not self.recurrences or not self.load.texts:
+            return 2 if self.recurrences else 0
+        if self.max_memory_bytes is None:
+            return self.load.texts
+        share = as_bytes(self.max_memory_bytes, "max_memory_bytes") // 4 // self.state_bytes
+        return max(1, min(self.load.texts, share))
+
+    def state_pages(self, blocks: int) -> int:
+        """The most cached states beside a prefix cache of so many blocks."""
+        if not self.recurrences or not blocks:
+            return 0
+        if self.max_state_bytes is not None:
+            return self.max_state_bytes // self.page_bytes
+        kv = blocks * self.block_bytes(self.whole)
+        return max(_LEAST_STATES, kv // self.page_bytes) if kv else _STATES_ALONE
+
     def kv_bytes(self, blocks: int, cached: int = 0) -> int:
-        """Bytes of K and V of a pool with so many blocks, of which the prefix cache may have `cached`."""
+        """Bytes of K, V and states of a pool with so many blocks, of which the prefix cache may have `cached`."""
         number, size = self._newest(cached)
         windows = [
             self.window_blocks(kind.window, blocks, cached) * self.block_bytes(layers)
             for kind, layers in self.windows.items()
         ]
         f16 = self._most_f16 + number * size
-        return blocks * self._own_bytes + sum(windows) + (f16 * self._f16_bytes if f16 else 0)
+        states = self.state_slots * self.state_bytes
+        pages = self.state_pages(blocks if self.load.texts else cached) * self.page_bytes if self.recurrences else 0
+        return blocks * self._own_bytes + sum(windows) + (f16 * self._f16_bytes if f16 else 0) + states + pages
 
     @property
     def _own_bytes(self) -> int:
@@ -239,7 +298,8 @@ class CacheSettings:
             tokens = min(load.default_contexts * positions, load.default_tokens)
             return -(-tokens // size) + 1 if count is None else count
         if count is None:
-            count = context if not load.texts else load.texts * context if self.windows else 2**31 - 1
+            bounded = self.windows or not self._own_bytes
+            count = context if not load.texts else load.texts * context if bounded else 2**31 - 1
         return self._fitting_pool(count)
 
     def _fitting_pool(self, count: int) -> int:
@@ -281,8 +341,13 @@ class CacheSettings:
         if max_memory_bytes is None:
             assert count is not None
             return count
-        size = max(1, self._own_bytes)
-        most = as_bytes(max_memory_bytes, "max_memory_bytes") // size + 1 if count is None else count
+        size, positions = self._own_bytes, self.model.config.max_position_embeddings
+        if count is not None:
+            most = count
+        elif size:
+            most = as_bytes(max_memory_bytes, "max_memory_bytes") // size + 1
+        else:  # blocks without bytes: they name what is cached of other layers
+            most = _MOST_CONTEXTS * (-(-positions // self.block_size) + 1)
         return self.fitting(
             max(most, 1), lambda blocks: self.kv_bytes(pool_blocks + blocks, blocks), max_memory_bytes,
             "of one block and of the engine's K and V",
@@ -329,7 +394,8 @@ class CacheSettings:
             newest = NewestGroups(cache, texts=4 * load.texts) if load.texts else NewestGroups(cache, cached or 0)
         shares = bool(load.texts) or cached is not None
         index = PrefixCache.over(cache, cached) if shares else None
-        groups: list[Group] = [WholeLayers(self.whole, attention, cache, index, newest, load.drafts, own_ids)]
+        exact = bool(self.recurrences) and not self.keeps_f16
+        groups: list[Group] = [WholeLayers(self.whole, attention, cache, index, newest, load.drafts, own_ids, exact)]
         for (window, *_), layers in self.windows.items():
             kept, pages = window - 1 + load.spare, None
             paged = self.make_cache(**self._options(layers, self.window_blocks(window, num_blocks, cached or 0)))
@@ -337,7 +403,21 @@ class CacheSettings:
                 most = None if cached is None else num_pages(kept, self.block_size, cached)
                 pages = PrefixCache.over(paged, most)
             groups.append(WindowLayers(window, kept, layers, attention, paged, pages, load.piece, own_ids))
+        if self.recurrences:
+            groups.append(self._states(num_blocks if cached is None else cached, shares))
         return Pool(groups, self.block_size)
+
+    def _states(self, blocks: int, shares: bool) -> StateLayers:
+        """The group of the layers that keep a state, beside a prefix cache of so many blocks."""
+        sizes, pages = [each.size for each in self.recurrences.values()], self.state_pages(blocks) if shares else 0
+        unit = (self.storage.residual_length or self.block_size) if self.keeps_f16 else 1
+        per_token = -(-self.block_bytes(self.whole) // self.block_size)
+        # As far apart as K and V of as many bytes are long.
+        spacing = max(_SPACING, self.page_bytes // per_token) if per_token else _SPACING_ALONE
+        return StateLayers(
+            self.recurrences, self.state_slots, CachedStates(sizes, pages) if pages else None, unit,
+            -(-spacing // unit) * unit, one_text=not self.load.texts,
+        )
 
     def _evicting(self, budgets: Budgets, num_blocks: int) -> Pool:
         layers = range(self.model.config.num_layers)
@@ -351,7 +431,7 @@ class CacheSettings:
 
 
 def _groups_of(
-    attention: Sequence[LayerAttention], positions: int
+    attention: Sequence[LayerAttention | None], positions: int
 ) -> tuple[tuple[int, ...], dict[LayerKind, tuple[int, ...]]]:
     """The layers that keep all tokens, ascending, and the others with K and V of their own by their kind.
 
@@ -360,9 +440,9 @@ def _groups_of(
     """
     whole, found = list[int](), dict[LayerKind, tuple[int, ...]]()
     for layer, each in enumerate(attention):
-        if each.kv_layer is not None:
+        if each is None or each.kv_layer is not None:
             continue
-        first = attention[whole[0] if whole else layer]
+        first = attention[whole[0]] or each if whole else each
         sizes = each.num_kv_heads or 0, each.head_dim or 0
         if each.window is None and sizes == (first.num_kv_heads, first.head_dim):
             whole.append(layer)

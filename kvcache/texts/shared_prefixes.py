@@ -9,6 +9,7 @@ from dataclasses import replace
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.texts.group import CachedStart, Group
 from kvcache.texts.text import Text, Tokens
+from kvcache.texts.whole import WholeLayers
 
 __all__ = ["Arrived", "SharedPrefixes"]
 
@@ -22,13 +23,14 @@ class SharedPrefixes:
         groups: the first one has the index, which says how many tokens are cached at most.
 
     Attributes:
-        gone: texts that continued before the end of their cached prefix, since a group lacked what they needed there.
+        gone: texts that continued before the end of their cached prefix, since a group lacked what they needed there,
+            by the reason that the group gives.
         gone_tokens: the tokens between the two.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
-        self.gone = self.gone_tokens = 0
+        self.gone, self.gone_tokens = {group.reason: 0 for group in groups[1:]}, 0
 
     def longest(self, text: Text) -> int:
         """How many tokens of a text are cached."""
@@ -65,16 +67,30 @@ class SharedPrefixes:
             assert first is not None
             if arrived is not None:
                 arrived(text, first.cached)
+            cached = first.stop
             while True:
                 with ExitStack() as held:
                     stop = self.longest_of(text.tokens, first.stop, space)
+                    if stop < first.stop and (first := self._shorter(text, stop, first)).stop < stop:
+                        continue
                     starts = [group.hold(text.tokens, stop, space, held, again) for group in others]
                     if None not in starts:
-                        break_at = self._parting(first.stop, stop)
-                        self.gone += stop < first.stop
-                        self.gone_tokens += first.stop - stop
+                        break_at = self._parting(cached, stop)
+                        if stop < cached:
+                            self.gone[self._lacking(text.tokens, cached, space)] += 1
+                            self.gone_tokens += cached - stop
                         yield stop, [first._replace(parting=break_at or first.parting), *filter(None, starts)]
                         return
+
+    def _shorter(self, text: Text, stop: int, start: CachedStart) -> CachedStart:
+        """The start of the first group with `stop` tokens, or fewer where it cannot go on after these."""
+        whole = self._groups[0]
+        assert isinstance(whole, WholeLayers)
+        return whole.cached_start(text.tokens, stop, text.space, start.blocks)._replace(cached=start.cached)
+
+    def _lacking(self, tokens: Tokens, stop: int, space: object) -> str:
+        """The reason of the group that has the shortest prefix."""
+        return min(self._groups[1:], key=lambda group: group.longest(tokens, stop, space)).reason
 
     def _parting(self, cached: int, stop: int) -> int:
         """Where two texts part and a group lacks what the next such text needs; 0: none does."""
@@ -88,10 +104,10 @@ class SharedPrefixes:
                 cache.close_sessions()
 
     def counted(self, stats: PrefixCacheStats) -> PrefixCacheStats:
-        """`stats` without the tokens that were found and ran again; the reason "window" counts these texts."""
+        """`stats` without the tokens that were found and ran again; the reasons of other groups count these texts."""
         if not self._groups[1:]:
             return stats
         hit = stats.hit_tokens - self.gone_tokens
-        reasons = {**stats.miss_reasons, "window": self.gone}
+        reasons = {**stats.miss_reasons, **self.gone}
         rate = hit / stats.lookup_tokens if stats.lookup_tokens else 0.0
         return replace(stats, hit_rate=rate, hit_tokens=hit, miss_reasons=reasons)

@@ -13,7 +13,7 @@ from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats, formats_of_layers, is_mixed
 from kvcache.core.rowformat import Format, stored_dtypes
 from kvcache.networks.model import Transformer
-from kvcache.networks.protocols import Model, layer_attention, unlike_layers
+from kvcache.networks.protocols import Model, layer_attention, other_layers, unlike_layers
 from kvcache.networks.tokens import as_tokens
 from kvcache.support.arguments import short
 from kvcache.texts.budgets import Budgets
@@ -60,10 +60,11 @@ class Storage(NamedTuple):
         dtypes, bits = stored_dtypes(formats, calibrate), budget_of(dtype)
         if bits is not None and (key_dtype is not None or value_dtype is not None):
             raise ValueError(f"key_dtype: expected None, as value_dtype, beside {short(dtype)}, got {short(formats)}")
-        unlike, windows = unlike_layers(model), any(each.window for each in layer_attention(model))
-        if unlike and calibrate is not None and calibrate is not False:
-            raise ValueError(f"calibrate: expected None or False with {unlike}, got {short(calibrate)}")
-        if any(each.kv_layer is not None for each in layer_attention(model)) and any(map(is_mixed, dtypes)):
+        attention = [each for each in layer_attention(model) if each is not None]
+        unlike, others, windows = unlike_layers(model), other_layers(model), any(each.window for each in attention)
+        if (unlike or others) and calibrate is not None and calibrate is not False:
+            raise ValueError(f"calibrate: expected None or False with {unlike or others}, got {short(calibrate)}")
+        if any(each.kv_layer is not None for each in attention) and any(map(is_mixed, dtypes)):
             raise ValueError(f"dtype: expected one format with {unlike}, got {short(formats)}")
         without = _WINDOWS if windows else unlike or (_STREAM if budgets is not None and budgets.endless else "")
         one_format = without or ("an eviction_policy" if budgets is not None else "")

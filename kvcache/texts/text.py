@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Text", "Tokens"]
+__all__ = ["NO_TOKEN", "Text", "Tokens"]
 
 Tokens = NDArray[np.uint32]
+NO_TOKEN = 2**32 - 1  # fills a cached block behind the end of a text; no network has so many tokens
 Self = TypeVar("Self", bound="Text")
 
 
@@ -37,6 +38,7 @@ class Text:
         space: the namespace of its cached blocks; one for each regime, if the network has several.
         regime: of the tokens that ran, see `protocols.Model`.
         keep_at: after how many tokens another text may continue; groups keep what it needs when these have run.
+        parts_at: after how many tokens later texts are expected to differ from this one, as far as is known.
         is_known: whether `tokens` are those of the sequence; not so where a caller made the sequence.
     """
 
@@ -48,6 +50,7 @@ class Text:
         self.seq_id, self.computed, self.regime = -1, 0, 0
         self.places: tuple[Any, ...] = ()
         self.keep_at: list[int] = []
+        self.parts_at: tuple[int, ...] = ()
         self.is_known = True
 
     @property

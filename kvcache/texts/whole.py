@@ -30,7 +30,7 @@ from kvcache.texts.group import (
     settle_within,
 )
 from kvcache.texts.newest import NewestGroups
-from kvcache.texts.text import Text, Tokens
+from kvcache.texts.text import NO_TOKEN, Text, Tokens
 
 __all__ = ["WholeLayers"]
 
@@ -49,18 +49,21 @@ class WholeLayers:
         newest: tokens of cached texts in f16, for caches with a residual or sink tokens; None: there are none.
         most_drafts: draft tokens that a text may have in a pass.
         own_ids: the sequences that texts may have; None: all of the cache.
+        to_the_end: whether the block in which a text ends is cached with what it has, so that others go on right there.
     """
 
+    reason = "block"
+
     def __init__(
-        self, layers: Sequence[int], attention: Sequence[LayerAttention], cache: PagedKvCache,
+        self, layers: Sequence[int], attention: Sequence[LayerAttention | None], cache: PagedKvCache,
         index: PrefixCache | None = None, newest: NewestGroups | None = None, most_drafts: int = 0,
-        own_ids: Iterable[int] | None = None,
+        own_ids: Iterable[int] | None = None, to_the_end: bool = False,
     ) -> None:
         self.cache, self.index, self.newest = cache, index, newest
         self.reclaim: Reclaim | None = None
         self._calls = calls_of(layers, attention)
         self.layers = tuple(self._calls)
-        self._most_drafts, self._own_ids = most_drafts, own_ids
+        self._most_drafts, self._own_ids, self._to_the_end = most_drafts, own_ids, to_the_end
         self._bytes = cache.total_memory_bytes
 
     @property
@@ -147,6 +150,9 @@ class WholeLayers:
         pos, length = text.computed, self.cache.residual_length
         return length > 0 < pos and (pos % length == 0 or pos // chunk < (end - 1) // chunk)
 
+    def nearest(self, text: Text, index: int, pos: int) -> int:
+        return pos
+
     def expect(self, text: Text, index: int, pos: int) -> None:
         """Do nothing: every token is there."""
 
@@ -213,15 +219,17 @@ class WholeLayers:
                 parting = stop - count + length
         return CachedStart(stop, 0, blocks, rows if count else (), firsts, parting)
 
-    def keep(self, text: Text, index: int, stop: int) -> None:
+    def keep(self, text: Text, index: int, stop: int, ends: bool = False) -> None:
         """Cache the full blocks, by reference, and the tokens that another text reads in f16."""
         if self.index is None or not text.shares:
             return
-        full = stop // self.cache.block_size
-        cached = 0
+        size, cached = self.cache.block_size, 0
+        full, tokens = stop // size, text.tokens[: stop // size * size]
         with suppress(MemoryError):  # of the system: the blocks are not cached then
             blocks = self.cache.block_table(np.array([text.seq_id], np.uint64)).block_ids.astype(np.int64)
-            cached = self.index.adopt(text.tokens[: full * self.cache.block_size], blocks[:full], text.space)
+            if ends and self._to_the_end and stop % size and self.cache.reference_counts(blocks[full : full + 1]) == 1:
+                full, tokens = full + 1, _filled(text.tokens[:stop], size)
+            cached = self.index.adopt(tokens, blocks[:full], text.space)
         if cached == full:
             self._keep_newest(text, stop)
 
@@ -264,3 +272,10 @@ class WholeLayers:
             free, idle = self.index.num_free_and_idle()
             assert cache.total_memory_bytes == self._bytes, "tokens in f16 took more memory than was reserved"
             assert free + idle + len(claimed) == cache.total_blocks, "free, claimed and cached blocks are not all"
+
+
+def _filled(tokens: Tokens, size: int) -> Tokens:
+    """Tokens, and behind them what fills their last block."""
+    whole = np.full(-(-len(tokens) // size) * size, NO_TOKEN, np.uint32)
+    whole[: len(tokens)] = tokens
+    return whole

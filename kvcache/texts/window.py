@@ -80,9 +80,11 @@ class WindowLayers:
         ends: the window of the last multiple of this is kept too, where the text still has it.
     """
 
+    reason = "window"
+
     def __init__(
-        self, window: int, kept: int, layers: Sequence[int], attention: Sequence[LayerAttention], cache: PagedKvCache,
-        pages: PrefixCache | None, most_piece: int, own_ids: Iterable[int] | None = None,
+        self, window: int, kept: int, layers: Sequence[int], attention: Sequence[LayerAttention | None],
+        cache: PagedKvCache, pages: PrefixCache | None, most_piece: int, own_ids: Iterable[int] | None = None,
     ) -> None:
         self.window, self.cache, self.pages = window, cache, pages
         self._size, self._most_piece, self._own_ids = cache.block_size, most_piece, own_ids
@@ -180,6 +182,9 @@ class WindowLayers:
         last = (end - 1) // chunk * chunk
         return last > text.computed and max(0, last - self._kept) // self._size * self._size > self._first(text, index)
 
+    def nearest(self, text: Text, index: int, pos: int) -> int:
+        return pos
+
     def expect(self, text: Text, index: int, pos: int) -> None:
         first = self._first(text, index)
         if pos and self.first_seen(pos) < first:
@@ -233,7 +238,7 @@ class WindowLayers:
             blocks.append(session.shared_blocks[0])
         return CachedStart(stop, self._first_page(stop) * self._size, np.array(blocks, np.int64))
 
-    def keep(self, text: Text, index: int, stop: int) -> None:
+    def keep(self, text: Text, index: int, stop: int, ends: bool = False) -> None:
         """Cache the full pages of the window of the first `stop` tokens, as far as the text has them.
 
         The window is that of the last of these: a prompt that is cached whole runs it again.

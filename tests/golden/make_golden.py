@@ -319,7 +319,8 @@ VARIANTS = {
     ),
     "lfm2": Variant(  # one convolution is behind the last attention
         Lfm2Config(
-            **SMALL_HYBRID, layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, conv_bias=True,
+            **SMALL_HYBRID | {"num_attention_heads": 6},  # heads of 8
+            layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, conv_bias=True,
             block_multiple_of=8, rope_parameters=DEFAULT_ROPE, tie_word_embeddings=False,
         ),
         torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,

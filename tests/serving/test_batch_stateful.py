@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from places import GOLDEN
 from serving import Alone, Clock, penalised, prompts, repeating, same, sampled, settled
+from state_networks import StateNetwork
 from windowed_networks import Windowed
 
 from kvcache import BatchEngine, OutOfMemoryError, QueueFullError
@@ -25,8 +26,14 @@ OPTIONS = {
     "groups of 64": {"dtype": "q4"},
     "a window": {"dtype": "q8"},
     "two windows": {"dtype": "f16"},
+    "a state": {"dtype": "f16"},
+    "a state, groups of 12": {"dtype": "q4", "residual_length": 12},
+    "states alone": {},
 }
-NETWORKS = {"a window": Windowed(NETWORK, 10), "two windows": Windowed(NETWORK, 30, 5)}
+NETWORKS = {
+    "a window": Windowed(NETWORK, 10), "two windows": Windowed(NETWORK, 30, 5), "a state": StateNetwork("one of each"),
+    "a state, groups of 12": StateNetwork("one of each"), "states alone": StateNetwork("states alone"),
+}
 ALONE = {kind: Alone(NETWORKS.get(kind, NETWORK), block_size=8, **options) for kind, options in OPTIONS.items()}
 
 

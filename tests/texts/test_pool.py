@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from oracles.text import PlainTexts
 from places import GOLDEN
+from state_networks import StateNetwork
 from windowed_networks import Windowed
 
 from kvcache import EvictionPolicy, OutOfMemoryError
@@ -14,6 +15,7 @@ from kvcache.texts.evicting import EvictingLayers
 from kvcache.texts.forward import Forward
 from kvcache.texts.group import Group
 from kvcache.texts.settings import CacheSettings, Load
+from kvcache.texts.state import StateLayers
 from kvcache.texts.text import Text
 from kvcache.texts.whole import WholeLayers
 from kvcache.texts.window import WindowLayers
@@ -30,11 +32,15 @@ KINDS = {
     "groups of 12": (NETWORK, {"dtype": "q4", "residual_length": 12}),
     "a window": (Windowed(NETWORK, 10), {"dtype": "q8"}),
     "windows alone": (Windowed(NETWORK, 30, 5), {"dtype": "f16"}),
+    "a state": (StateNetwork("one of each"), {}),
+    "a state, groups of 12": (StateNetwork("one of each"), {"dtype": "q4", "residual_length": 12}),
+    "states alone": (StateNetwork("states alone"), {}),
+    "a state behind a window": (StateNetwork("behind a window"), {"dtype": "q8"}),
     "evicting": (NETWORK, {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 20}),
 }
 
 
-@pytest.mark.parametrize("kind", [WholeLayers, WindowLayers, EvictingLayers])
+@pytest.mark.parametrize("kind", [WholeLayers, WindowLayers, EvictingLayers, StateLayers])
 def test_every_kind_has_the_verbs_of_a_group(kind):
     verbs = [name for name, value in vars(Group).items() if inspect.isfunction(value) and not name.startswith("_")]
     assert len(verbs) > 10

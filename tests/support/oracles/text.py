@@ -14,7 +14,7 @@ from kvcache import InferenceEngine, PagedKvCache
 from kvcache.core.locks import CallLock
 from kvcache.engine import requests as single
 from kvcache.engine.new_requests import NewRequests
-from kvcache.networks.protocols import layer_attention
+from kvcache.networks.protocols import layer_attention, layer_recurrences
 
 PIECE = 512  # tokens after which layers evict
 
@@ -29,9 +29,11 @@ class PlainTexts:
         settings = InferenceEngine(model, **options)
         cache = settings.cache
         self.model, self.attention = model, layer_attention(model)
+        self.recurrences = layer_recurrences(model)
         self.budgets, self.lock = settings._budgets, threading.Lock()
         known = cache.calibration
-        if any(each.window for each in self.attention) and options.get("calibrate"):  # the cache has some layers alone
+        # The cache has some layers alone.
+        if any(each and each.window for each in self.attention) and options.get("calibrate"):
             known = options["calibrate"].without_centres(range(model.config.num_layers))
         self.storage = {
             "block_size": cache.block_size, "num_heads": cache.num_heads, "head_dim": cache.head_dim,
@@ -53,6 +55,7 @@ class PlainTexts:
         self.num_tokens, self.length = 0, 0
         for layer in range(self.model.config.num_layers if evicts else 1):
             self.cache.allocate(layer, 0)
+        self.states = {layer: np.zeros((1, each.size), np.float32) for layer, each in self.recurrences.items()}
         self.alive = [self.budgets.scoring.no_tokens] * self.model.config.num_layers if evicts else []
 
     def run(self, tokens, logits="last"):
@@ -86,8 +89,13 @@ class PlainTexts:
             options = self.attention[layer].options()
             return cache.attention(layer, queries, [0], query_lens=[count], **options)
 
+        def recur(layer, rows):
+            zero = np.zeros(1, np.int64)
+            return self.recurrences[layer].run(rows, self.states[layer], zero, np.array([count]))
+
         positions = np.arange(self.num_tokens, self.num_tokens + count)
-        return self.model.forward(tokens, positions, attend, logits, **self.places())
+        states = {"recur": recur} if self.recurrences else {}
+        return self.model.forward(tokens, positions, attend, logits, **self.places(), **states)
 
     def run_and_evict(self, tokens, logits):
         cache, count, budgets, pos = self.cache, len(tokens), self.budgets, self.num_tokens
