@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvcache.core.locks import CallLock, MendingLock
 from kvcache.engine.completion import Request, as_prompt
 from kvcache.grammar.compiler import GrammarCompiler
+from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.matcher import Matcher
 from kvcache.networks.protocols import NetworkConfig
 from kvcache.sampling.sampling import Biases, Sampler, SamplingParams
@@ -70,14 +71,20 @@ class NewRequests:
             ValueError: as `Biases.of`.
             GrammarError, ImportError: as `GrammarCompiler.compile`.
         """
-        vocab_size, matcher = self._config.vocab_size, None
-        ends = tuple(getattr(self._config, "eos_token_ids", ()))
-        biases = Biases.of(params, vocab_size)
-        if params.grammar is not None:
-            with self._lock:
-                self._grammars = self._grammars or GrammarCompiler(tokenizer, vocab_size, ends)
-            matcher = self._grammars.compile(params.grammar)
-        return Shared(frozenset((*params.stop_token_ids, *ends)), StopStrings(params.stop), biases, matcher)
+        biases = Biases.of(params, self._config.vocab_size)
+        matcher = None if params.grammar is None else self.matcher(params.grammar, tokenizer)
+        return Shared(frozenset((*params.stop_token_ids, *self._ends)), StopStrings(params.stop), biases, matcher)
+
+    def matcher(self, grammar: Grammar, tokenizer: Callable[[], Any]) -> Matcher:
+        """A matcher at the start of a grammar, which is compiled unless it is known; errors as of the compiler."""
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(tokenizer, self._config.vocab_size, self._ends)
+        return self._grammars.compile(grammar)
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(getattr(self._config, "eos_token_ids", ()))
 
     def request(
         self, prompt: Any, params: SamplingParams, tokenizer: Callable[[], Any], *, with_text: bool = False,

@@ -19,10 +19,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvcache.errors import OutOfMemoryError, QueueFullError
+from kvcache.errors import GrammarError, OutOfMemoryError, QueueFullError
+from kvcache.grammar import json_object
 from kvcache.server.answers import HttpAnswer
 from kvcache.server.api_keys import Keys, Label
-from kvcache.server.bodies import parse
+from kvcache.server.bodies import Body, parse
+from kvcache.server.constraints import grammar_refused, knows_grammars
 from kvcache.server.limits import BodyReader, Threads
 from kvcache.server.logprobs import TokenTexts
 from kvcache.server.prompts import Prompts
@@ -60,6 +62,9 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        if knows_grammars():
+            with suppress(GrammarError):  # a tokenizer that llguidance does not read: each request is told
+                await run_sync(engine.prepare_grammar, json_object())  # no thread runs while it reads the vocabulary
         engine.start()
         try:
             yield
@@ -72,13 +77,28 @@ def make_app(
     async def complete(chat: bool, request: Request) -> ASGIApp:
         space = namespace(request)
         async with bodies.body(request, min(_ARRIVING, timeout)) as data:
-            return await run_sync(begin, data, chat, space, limiter=threads.for_body(len(data)))
+            limiter = threads.for_body(len(data))
+            found = await run_sync(begin, data, chat, space, limiter=limiter)
+            if not isinstance(found, Body):
+                return found
+            await run_sync(compiled, found.params.grammar, limiter=threads.grammars)
+            return await run_sync(queued, found, space, limiter=limiter)
 
-    def begin(data: bytearray, chat: bool, space: Hashable) -> ASGIApp:
-        """Queue the requests of a body, all or none."""
+    def begin(data: bytearray, chat: bool, space: Hashable) -> Body | ASGIApp:
+        """Queue the requests of a body; one with a grammar comes back, since its compilation may take long."""
         body = parse(data, chat, engine.sampling_params, engine.max_positions)
         if body.model != model:
             raise HTTPException(404, f"model: expected {model}, got {short(body.model)}")
+        return queued(body, space) if body.params.grammar is None else body
+
+    def compiled(grammar: Any) -> None:
+        try:
+            engine.prepare_grammar(grammar)
+        except GrammarError as error:
+            raise grammar_refused(error) from None
+
+    def queued(body: Body, space: Hashable) -> ASGIApp:
+        """Queue the requests of a body, all or none."""
         answer = HttpAnswer(body, texts, threads, timeout + _READING)
         tokens = None
         space = (space, body.salt) if body.salt is not None else space
@@ -91,7 +111,7 @@ def make_app(
             answer.cancel()
             count = body.n * len(body.prompts)
             if isinstance(error, QueueFullError) and count > error.max_queue:  # there is never room for all of it
-                raise too_many(chat, error.max_queue, count) from None
+                raise too_many(body.chat, error.max_queue, count) from None
             if isinstance(error, OutOfMemoryError) and tokens is not None:
                 raise too_large(body.field, len(tokens)) from None
             raise

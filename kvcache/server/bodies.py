@@ -77,7 +77,8 @@ def body_of(found: dict[str, Any], chat: bool, defaults: SamplingParams, max_tok
     if chat:
         given["logprobs"] = given.get("top_logprobs", 0) if given.get("logprobs") else None
         given["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens", defaults.max_tokens))
-    params = replace(defaults, **{name: given[name] for name in SAMPLING if name in given})
+    said = {name: given[name] for name in SAMPLING if name in given}
+    params = replace(defaults, **said, grammar=given.get("response_format"))
     _check_logprobs("top_logprobs" if chat else "logprobs", params, count, max_tokens)
     with_usage = given.get("stream_options", False)
     return Body(chat, given["model"], prompts, params, given["n"], given["stream"], with_usage, given.get("cache_salt"))

@@ -74,6 +74,11 @@ class Threads:
         """The limit of large bodies: the tokens of a text of 4 MiB take half a gigabyte for a second or two."""
         return CapacityLimiter(1)
 
+    @cached_property
+    def grammars(self) -> CapacityLimiter:
+        """The limit of grammars that are compiled: a hostile one takes seconds, and holds up other new ones alone."""
+        return CapacityLimiter(1)
+
     def for_body(self, size: int) -> CapacityLimiter:
         """The one for a body of so many bytes."""
         return self.short if size <= _SMALL else self.long

@@ -8,7 +8,7 @@ import logging
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvcache.errors import CheckpointError, InvalidOperationError, OutOfMemoryError, QueueFullError
+from kvcache.errors import CheckpointError, GrammarError, InvalidOperationError, OutOfMemoryError, QueueFullError
 from kvcache.sampling.text_tokens import TooManyTokens
 
 __all__ = ["REFUSED", "BodyError", "ending", "refusal", "too_large", "too_many"]
@@ -23,7 +23,7 @@ _STATUSES: dict[type[Exception], int] = {  # of what may be raised before a requ
 REFUSED = (*_STATUSES, HTTPException)
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-_NO_FIELDS = {"answer", "authorization", "body", "content-type", "host"}  # names of messages about something else
+_NO_FIELDS = {"answer", "authorization", "body", "content-type", "grammar", "host"}  # names of other things
 
 
 class BodyError(ValueError):
@@ -52,7 +52,7 @@ def ending() -> HTTPException:
 
 def refusal(error: Exception, *, running: bool = False) -> Response:
     """An error as a client gets it. What it did not cause goes to the log; `running`: a request failed as it ran."""
-    known = not running or isinstance(error, BodyError)
+    known = not running or isinstance(error, (BodyError, GrammarError))
     status = next((_STATUSES[kind] for kind in type(error).__mro__ if known and kind in _STATUSES), 500)
     message = str(error)
     if isinstance(error, InvalidOperationError) and known:

@@ -19,6 +19,7 @@ from kvcache.engine.opening import Opened, open_checkpoint, open_gguf, split_opt
 from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
+from kvcache.grammar.grammar import Grammar
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.prefix.prefix_stats import PrefixCacheStats
@@ -228,6 +229,19 @@ class BatchEngine:
         request = Request(self._steps, samples)
         self._enqueue(request, samples, priority, deadline)
         return request
+
+    def prepare_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar, so that a `submit` with it finds it. The first one reads the vocabulary.
+
+        That takes seconds where the vocabulary is large, and other threads wait meanwhile; compilations hold up none.
+
+        Raises:
+            GrammarError: it is none, or beyond a limit; the engine has no tokenizer that llguidance reads, or its
+                network has no end tokens.
+            ImportError: without llguidance.
+        """
+        grammar = as_instance(grammar, Grammar, "grammar")
+        self._new.matcher(grammar, lambda: self.tokenizer)
 
     def _sample(
         self, prompt: Any, params: SamplingParams, namespace: Hashable, shared: Shared, number: int

@@ -32,7 +32,11 @@ REFUSED = [
     ({"frequency_penalty": 2.5}, "frequency_penalty"),
     ({"presence_penalty": "1"}, "presence_penalty"),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+    ({"response_format": {"type": "json_object", "schema": {"type": "wat"}}}, "response_format"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),  # the network has no end tokens
     ({"reasoning_effort": "hi"}, "reasoning_effort"),
     ({"tools": [TOOL] * 1025}, "tools"),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),

@@ -19,8 +19,8 @@ MODEL = "tiny"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
 
 
-def tiny_file(folder, template=TEMPLATE):
-    """A GGUF file of the golden Llama with a vocabulary of bytes and a chat template."""
+def tiny_file(folder, template=TEMPLATE, **more):
+    """A GGUF file of the golden Llama with a vocabulary of bytes and a chat template; `more` are further entries."""
     return convert(
         GOLDEN / "llama",
         folder / "tiny.gguf",
@@ -28,6 +28,7 @@ def tiny_file(folder, template=TEMPLATE):
         tokenizer__ggml__tokens=(ARRAY, [*sorted(ByteLevel.alphabet())[:-1], "im"], STRING),
         tokenizer__ggml__merges=(ARRAY, ["i m"], STRING),
         tokenizer__chat_template=(STRING, template),
+        **more,
     )
 
 
