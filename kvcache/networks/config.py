@@ -16,7 +16,7 @@ from kvcache.networks.entries import Entries
 from kvcache.networks.families import Family, family_of
 from kvcache.networks.files import read_json
 from kvcache.networks.quantisation import quantisation_of
-from kvcache.networks.recurrent_sizes import Mixer, RecurrentSizes, mixers_of
+from kvcache.networks.recurrent_sizes import Mixer, RecurrentSizes, layer_types_of, mixers_of, mlps_of
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import ropes_of
 from kvcache.networks.towers import text_config_of
@@ -25,8 +25,8 @@ from kvcache.support.arguments import short
 __all__ = ["ModelConfig"]
 
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
-_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
-    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh",
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "relu2"]] = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
 }
 
 
@@ -54,7 +54,10 @@ class ModelConfig:
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
         qk_norm: how queries and keys pass through an RMSNorm: not, each head alone, or all heads at once.
         norms: where each layer's norms are: before attention and MLP, after them, or both.
-        activation: of the gate in the MLP; "clamped" is `gate * sigmoid(alpha * gate) * (up + 1)`, with gate and up
+        mlps: what follows the mixer of each layer: an MLP, experts, or nothing.
+        mlp_gate: whether an MLP has a gate; if not, it is `down(activation(up(x)))`.
+        activation: of the gate in the MLP, or of an MLP without one; "relu2" is `max(x, 0)**2`.
+            "clamped" is `gate * sigmoid(alpha * gate) * (up + 1)`, with gate and up
             limited to `clamped_limit`, and `clamped_alpha` as alpha.
         experts_per_token: of `num_experts`; 0: there are none.
         normalise_experts: whether the weights of a token's experts add up to 1.
@@ -90,7 +93,9 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: Literal["", "head", "all"]
     norms: Literal["before", "after", "both"]
-    activation: Literal["silu", "gelu_tanh", "clamped"]
+    mlps: tuple[Literal["mlp", "experts", ""], ...]
+    mlp_gate: bool
+    activation: Literal["silu", "gelu_tanh", "relu2", "clamped"]
     clamped_alpha: float
     clamped_limit: float
     num_experts: int
@@ -138,10 +143,11 @@ class ModelConfig:
         if head_dim % 2 or not head_dim:
             raise CheckpointError(f"head_dim: expected an even number (RoPE turns pairs), got {head_dim}")
         positions = read.size("max_position_embeddings")
-        num_layers = read.size("num_hidden_layers", most=_MAX_LAYERS)
+        listed = layer_types_of(config, family.recurrence)
+        num_layers = read.size("num_hidden_layers", len(listed or ()) or None, most=_MAX_LAYERS)
         _refuse_unsupported(config, family, read)
         ropes = ropes_of(config, family, positions, head_dim)
-        mixers, recurrence = mixers_of(config, family.recurrence, num_layers), None
+        mixers, recurrence = mixers_of(config, listed, family.recurrence, num_layers), None
         if family.recurrence:
             recurrence = RecurrentSizes.of(family.recurrence, read, hidden_size) if "state" in mixers else None
             config = {key: value for key, value in config.items() if key != "layer_types"}  # which name no windows
@@ -175,7 +181,9 @@ class ModelConfig:
             mlp_bias=mlp_bias,
             qk_norm=family.qk_norm,
             norms=family.norms,
-            activation=family.activation or _activation(read, family.activation_key),
+            mlps=mlps_of(listed, mixers, experts=num_experts > 0),
+            mlp_gate=family.mlp_gate,
+            activation=family.activation or _activation(read, family),
             clamped_alpha=read.number("swiglu_alpha", 1.702),
             clamped_limit=read.number("swiglu_limit", 7.0),
             num_experts=num_experts,
@@ -185,7 +193,7 @@ class ModelConfig:
             residual_scale=_factor(read, family, "residual_multiplier"),
             logit_scale=1 / _factor(read, family, "logits_scaling"),
             logit_softcap=_cap(read, family, "final_logit_softcapping"),
-            tie_word_embeddings=read.flag("tie_word_embeddings", read.flag("tie_embedding", False)),
+            tie_word_embeddings=read.flag("tie_embedding", read.flag("tie_word_embeddings", False)),
             eos_token_ids=_eos(config),
         )
 
@@ -209,12 +217,13 @@ def _derived(config: Mapping[str, Any], family: Family, key: str, size: int, *, 
     return Entries(config).size(key, default, at_least=at_least)
 
 
-def _activation(read: Entries, key: str) -> Literal["silu", "gelu_tanh"]:
-    name = read.get(key)
+def _activation(read: Entries, family: Family) -> Literal["silu", "gelu_tanh", "relu2"]:
+    key = family.activation_key
+    name, known = read.get(key), [each for each in _ACTIVATIONS if (each == "relu2") != family.mlp_gate]
     if name is None:
         name = read.default(key) or "silu"
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise CheckpointError(f"{key}: expected one of {', '.join(_ACTIVATIONS)}, got {short(name)}")
+    if not isinstance(name, str) or name not in known:
+        raise CheckpointError(f"{key}: expected one of {', '.join(known)}, got {short(name)}")
     return _ACTIVATIONS[name]
 
 
@@ -269,7 +278,7 @@ def _rotated_by_list(read: Entries, num_layers: int) -> tuple[bool, ...]:
     """The layers that `no_rope_layers` lists by a 1 (it has one) or 0; all in families without it."""
     interval = read.default("no_rope_layer_interval")
     if interval is None:
-        return (True,) * num_layers
+        return (not read.default("no_rope"),) * num_layers
     listed = read.get("no_rope_layers")
     if listed is None:
         interval = read.size("no_rope_layer_interval")

@@ -33,6 +33,8 @@ class Family:
         full_every: without `layer_types`, every so manyth layer has no window; 0: the first `max_window_layers`
             have none.
         rope_per_kind: whether layers with and without a window have a rotary embedding each.
+        mlp_gate: whether an MLP has a gate.
+        prefix: what names of tensors begin with.
         attention_gate: whether each head of queries is followed by a gate of its results.
         rope_in_windows: which layers have no rotary embedding: none ("all" have one), those without a window
             ("windows" have one), or the latter unless `sliding_window` is null ("mixed").
@@ -64,6 +66,8 @@ class Family:
     window_switch: bool = False
     full_every: int = 0
     rope_per_kind: bool = False
+    mlp_gate: bool = True
+    prefix: str = "model."
     attention_gate: bool = False
     rope_in_windows: Literal["all", "windows", "mixed"] = "all"
     neighbours: bool = False
@@ -95,6 +99,12 @@ _QWEN3_5 = {
     **{f"mixer.{name}": f"linear_attn.{name}" for name in (
         "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "norm", "out_proj",
     )},
+}
+_NEMOTRON = {
+    "model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f", "mixer.rate": "mixer.A_log",
+    "input_layernorm": "norm", "post_attention_layernorm": "norm", "mlp.up_proj": "mixer.up_proj",
+    "mlp.down_proj": "mixer.down_proj",
+    **{f"self_attn.{name}": f"mixer.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
 }
 
 FAMILIES = {
@@ -155,6 +165,14 @@ FAMILIES = {
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
         names=_QWEN3_5, defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+    ),
+    "NemotronHForCausalLM": Family(
+        "nemotron_h", mlp_bias=None, mlp_gate=False, activation_key="mlp_hidden_act", recurrence="mamba",
+        eps_key="layer_norm_epsilon", prefix="backbone.", names=_NEMOTRON,
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5,
+            "mamba_num_heads": 128, "no_rope": True,
+        },
     ),
     "Phi3ForCausalLM": Family("phi3", windows="all", fused=("self_attn.qkv_proj", "mlp.gate_up_proj"), defaults={
         "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,

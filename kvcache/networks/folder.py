@@ -124,7 +124,7 @@ class FolderTensors:
         inside = LAYER.fullmatch(name)
         if not inside:
             return Place(self._renamed(name))
-        layer, part = name[: inside.start(2)], inside[2]
+        layer, part = f"{self._family.prefix}{name[6 : inside.start(2)]}", inside[2]
         place = self._expert(part) if self._family.experts else None
         place = place or fused_place(self._config, part, *self._family.fused) or Place(part)
         return place._replace(name=layer + self._renamed(place.name))

@@ -265,6 +265,8 @@ class Transformer:
 
     def _add_mlps(self, x: Float32, layer: LayerWeights) -> None:
         """Add what the MLP, or the experts of each row, compute of the residual stream `x` to it."""
+        if not layer.mlps:
+            return
         normed = self._normed(x, layer.mlp_norm)
         if layer.router is None:
             (mlp,) = layer.mlps
@@ -284,6 +286,9 @@ class Transformer:
         config, both = self.config, self._times(x, mlp.gate_up, mlp.gate_up_bias)
         if config.activation == "silu":
             return swiglu(both)
+        if config.activation == "relu2":
+            positive = np.maximum(both, np.float32(0))
+            return positive * positive
         if config.activation == "gelu_tanh":
             return geglu(both)
         return clamped_swiglu(both, config.clamped_alpha, config.clamped_limit)

@@ -115,9 +115,10 @@ def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
     elif config.recurrence is not None and config.mixers[layer]:
         yield _INPUTS[config.recurrence.kind]
         yield ("mixer.out_proj.weight",)
-    if not config.num_experts:
-        yield "mlp.gate_proj.weight", "mlp.up_proj.weight"
+    if config.mlps[layer] == "mlp":
+        yield ("mlp.gate_proj.weight", "mlp.up_proj.weight")[not config.mlp_gate :]
         yield ("mlp.down_proj.weight",)
+    if config.mlps[layer] != "experts":
         return
     yield _ROUTER
     for i in range(config.num_experts):
@@ -137,14 +138,15 @@ def tensors_of(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for norm in NORMS[config.norms]:
-        if norm is not None:
+    for i, norm in enumerate(NORMS[config.norms]):
+        if norm is not None and (config.mixers[layer], config.mlps[layer])[i // 2]:
             yield f"{norm}.weight", (config.hidden_size,)
     if config.mixers[layer] == "attention":
         yield from _attention(config)
     elif config.recurrence is not None and config.mixers[layer]:
         yield from _recurrence(config, config.recurrence)
-    yield from _mlps(config)
+    if config.mlps[layer]:
+        yield from _mlps(config, config.mlps[layer] == "experts")
 
 
 def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -191,10 +193,11 @@ def _attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "self_attn.sinks", (config.num_heads,)
 
 
-def _mlps(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mlps(config: ModelConfig, has_experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
-    sizes = (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner))
-    if not experts:
+    sizes = [("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)]
+    sizes = sizes if config.mlp_gate else sizes[1:]
+    if not has_experts:
         for name, rows, columns in sizes:
             yield f"mlp.{name}.weight", (rows, columns)
             if config.mlp_bias:

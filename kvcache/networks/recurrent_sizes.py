@@ -10,15 +10,18 @@ from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
 from kvcache.support.arguments import short
 
-__all__ = ["Kind", "Mixer", "RecurrentSizes", "mixers_of"]
+__all__ = ["Kind", "Mixer", "Mlp", "RecurrentSizes", "layer_types_of", "mixers_of", "mlps_of"]
 
 Mixer = Literal["attention", "state", ""]
+Mlp = Literal["mlp", "experts", ""]
 Kind = Literal["conv", "delta", "mamba"]
 
 _MAX_TAPS = 64
 # What files call these layers: as they are published, and as transformers 5 writes them.
 _STATES = {"conv": ("conv",), "delta": ("linear_attention",), "mamba": ("mamba", "linear_attention")}
 _ATTENDING = ("attention", "full_attention")
+_MLPS: dict[str, Mlp] = {"mlp": "mlp", "moe": "experts"}  # layers without a mixer
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +105,56 @@ def _limits(read: Entries) -> tuple[float, float]:
     raise CheckpointError(f"time_step_limit: expected two numbers from 0 on, ascending, got {short(found)}")
 
 
-def mixers_of(config: Mapping[str, Any], kind: Kind | Literal[""], num_layers: int) -> tuple[Mixer, ...]:
-    """The mixer of each layer, by `layer_types` of a network whose states are of this kind, if it has any.
+def layer_types_of(config: Mapping[str, Any], kind: Kind | Literal[""]) -> list[Any] | None:
+    """The kinds of the layers, by whatever key a network with states of this kind has; None: no key says.
+
+    Raises:
+        CheckpointError: no list, or letters that no kind has.
+    """
+    if not kind:
+        return None
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str) and set(pattern) <= set(_LETTERS):
+        return [_LETTERS[letter] for letter in pattern]
+    if pattern is not None:
+        letters = " ".join(_LETTERS)
+        raise CheckpointError(f"hybrid_override_pattern: expected letters of {letters}, got {short(pattern)}")
+    listed = config.get("layers_block_type", config.get("layer_types"))
+    if not isinstance(listed, (list, type(None))):
+        raise CheckpointError(f"layer_types: expected a list, got {short(listed)}")
+    return listed
+
+
+def mlps_of(listed: list[Any] | None, mixers: tuple[Mixer, ...], *, experts: bool) -> tuple[Mlp, ...]:
+    """What follows the mixer of each layer; where some layers are an MLP alone, the others have none."""
+    every: Mlp = "experts" if experts else "mlp"
+    if all(mixers):
+        return (every,) * len(mixers)
+    return tuple("" if mixer else _MLPS[each] for mixer, each in zip(mixers, listed or (), strict=True))
+
+
+def mixers_of(
+    config: Mapping[str, Any], listed: list[Any] | None, kind: Kind | Literal[""], num_layers: int
+) -> tuple[Mixer, ...]:
+    """The mixer of each layer, by its kind, in a network whose states are of this kind, if it has any.
 
     Raises:
         CheckpointError: other names, or another number of them.
     """
     if not kind:
         return (_named(has_state=False),) * num_layers
-    states, listed = _STATES[kind], config.get("layer_types")
+    states, alone = _STATES[kind], tuple(_MLPS) if kind == "mamba" else ()
     if listed is None and kind == "conv":
         return _by_index(config.get("full_attn_idxs"), num_layers)
     if listed is None and kind == "delta":
         every = Entries(config).size("full_attention_interval", 4)
         return tuple(_named(has_state=(i + 1) % every != 0) for i in range(num_layers))
-    allowed = (*states, *_ATTENDING)
-    if not isinstance(listed, list) or len(listed) != num_layers or not all(each in allowed for each in listed):
+    allowed = (*states, *_ATTENDING, *alone)
+    if listed is None or len(listed) != num_layers or not all(each in allowed for each in listed):
         raise CheckpointError(
             f"layer_types: expected {' or '.join(allowed)} for each of {num_layers} layers, got {short(listed)}"
         )
-    return tuple(_named(has_state=each in states) for each in listed)
+    return tuple("" if each in alone else _named(has_state=each in states) for each in listed)
 
 
 def _by_index(attending: Any, num_layers: int) -> tuple[Mixer, ...]:

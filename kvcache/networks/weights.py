@@ -24,7 +24,7 @@ from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
 from kvcache.networks.names import EMBEDDING, HEAD, NORM, NORMS, STORED, matrices_of, tensors_of
 from kvcache.networks.quantised import open_folder
 from kvcache.networks.recurrence import RecurrentWeights
-from kvcache.networks.recurrent_sizes import Mixer
+from kvcache.networks.recurrent_sizes import Mixer, Mlp
 from kvcache.networks.tensors import Tensors
 from kvcache.support.arguments import short
 
@@ -53,7 +53,7 @@ class MlpWeights:
     """The weights of an MLP, or of one expert: matrices `(out, in)`, vectors in float32. Absent biases are None.
 
     Attributes:
-        gate_up: `(2 * intermediate, hidden)`: gate above up.
+        gate_up: `(2 * intermediate, hidden)`: gate above up; or up alone.
         down: `(hidden, intermediate)`.
     """
 
@@ -252,10 +252,12 @@ class _Loader:
         def vector(*names: str | None) -> Float32:
             return self._vector(*[f"{prefix}{name}" for name in names])
 
+        parts = (mixer, mixer, config.mlps[layer], config.mlps[layer])
         before, after, before_mlp, after_mlp = (
-            None if name is None else vector(f"{name}.weight") for name in NORMS[config.norms]
+            None if name is None or not part else vector(f"{name}.weight")
+            for name, part in zip(NORMS[config.norms], parts, strict=True)
         )
-        experts = bool(config.num_experts)
+        experts = config.mlps[layer] == "experts"
         return LayerWeights(
             input_norm=before,
             qkv=next(matrices) if mixer else None,
@@ -269,7 +271,7 @@ class _Loader:
             mlp_norm=before_mlp,
             router=next(matrices) if experts else None,
             router_bias=vector("mlp.gate.bias") if experts and config.mlp_bias else None,
-            mlps=tuple(self._mlps(prefix + ("mlp.experts." if experts else "mlp."), matrices)),
+            mlps=tuple(self._mlps(prefix, config.mlps[layer], matrices)),
             down_norm=after_mlp,
         )
 
@@ -308,16 +310,19 @@ class _Loader:
         query, key = (vector(name) for name in names)
         return np.stack([query] * config.num_heads + [key] * config.num_kv_heads)
 
-    def _mlps(self, prefix: str, matrices: Iterator[Weight]) -> Iterator[MlpWeights]:
-        """The MLP of a layer, or its experts, whose biases are rows."""
-        count = max(self._config.num_experts, 1)
+    def _mlps(self, prefix: str, kind: Mlp, matrices: Iterator[Weight]) -> Iterator[MlpWeights]:
+        """The MLP of a layer, or its experts, whose biases are rows; or none."""
+        if not kind:
+            return
+        prefix += "mlp.experts." if kind == "experts" else "mlp."
+        count, names = max(self._config.num_experts, 1), ("gate", "up", "down")[not self._config.mlp_gate :]
         gate_up: list[Float32 | None] = [None] * count
         down: list[Float32 | None] = [None] * count
         if self._config.mlp_bias:
             parts = [
-                self._checkpoint.read(f"{prefix}{name}_proj.bias").reshape(count, -1) for name in ("gate", "up", "down")
+                self._checkpoint.read(f"{prefix}{name}_proj.bias").reshape(count, -1) for name in names
             ]
-            gate_up, down = list(np.concatenate(parts[:2], axis=1)), list(parts[2])
+            gate_up, down = list(np.concatenate(parts[:-1], axis=1)), list(parts[-1])
         for i in range(count):
             yield MlpWeights(next(matrices), gate_up[i], next(matrices), down[i])
 

@@ -47,6 +47,7 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -90,6 +91,11 @@ COMMON = {
 SMALL_HYBRID = COMMON | {
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256,
+}
+SMALL_MAMBA = {key: value for key, value in SMALL_HYBRID.items() if key != "num_hidden_layers"} | {
+    "head_dim": 8, "mamba_num_heads": 6, "mamba_head_dim": 12, "ssm_state_size": 20, "n_groups": 2, "conv_kernel": 4,
+    "chunk_size": 16, "use_conv_bias": True, "layer_norm_epsilon": 1e-5,
+    "time_step_min": 1e-30,  # which prefills of transformers clamp steps at, and nothing else does
 }
 SMALL = COMMON | {  # of seeded variants
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -322,6 +328,13 @@ VARIANTS = {
             **SMALL_HYBRID | {"num_attention_heads": 6},  # heads of 8
             layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, conv_bias=True,
             block_multiple_of=8, rope_parameters=DEFAULT_ROPE, tie_word_embeddings=False,
+        ),
+        torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
+    ),
+    "nemotron_h": Variant(  # an MLP is behind the last layer that mixes
+        NemotronHConfig(
+            **SMALL_MAMBA, layers_block_type=["mamba", "mlp", "attention", "mamba", "mlp"], use_bias=True,
+            attention_bias=True, mlp_bias=True,
         ),
         torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
     ),
