@@ -7,7 +7,7 @@ An array of another dtype or shape raises ValueError.
 import numpy as np
 
 cimport numpy as cnp
-from libc.math cimport exp
+from libc.math cimport INFINITY, NAN, exp
 from libc.stdint cimport int64_t
 
 from kvcache.kernels cimport kernels
@@ -30,6 +30,7 @@ __all__ = [
     "softcap",
     "swiglu",
     "top_experts",
+    "top_sigmoid_experts",
 ]
 
 cnp.import_array()
@@ -168,29 +169,74 @@ def top_experts(logits, int64_t count, bint normalise):
         `(chosen, weights)`, int64 and float32 `(n, count)`, the largest first; of equal logits the lower index.
     """
     cdef const float[:, ::1] c_logits = logits
-    cdef int64_t n = c_logits.shape[0], experts = c_logits.shape[1], i, j, k, best
+    cdef int64_t n = c_logits.shape[0], experts = c_logits.shape[1], i, j, k
     cdef double total, most
-    if not 1 <= count <= experts:
-        raise ValueError(f"count: expected 1 to {experts} experts, got {count}")
+    _check_count(count, experts)
     chosen, weights = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
     cdef int64_t[:, ::1] c_chosen = chosen
     cdef float[:, ::1] c_weights = weights
-    cdef char[::1] taken = np.zeros(experts, np.int8)
+    cdef double[::1] scores = np.empty(experts)
     with nogil:
         for i in range(n):
-            taken[:] = 0
+            for k in range(experts):
+                scores[k] = c_logits[i, k]
             for j in range(count):
-                best = -1
-                for k in range(experts):
-                    if not taken[k] and (best < 0 or c_logits[i, k] > c_logits[i, best]):
-                        best = k
-                taken[best] = 1
-                c_chosen[i, j] = best
+                c_chosen[i, j] = _take_best(scores)
             most, total = c_logits[i, c_chosen[i, 0]], 0
             for k in range(count if normalise else experts):
                 total += exp(c_logits[i, c_chosen[i, k] if normalise else k] - most)
             for j in range(count):
                 c_weights[i, j] = <float>(exp(c_logits[i, c_chosen[i, j]] - most) / total)
+    return chosen, weights
+
+
+def top_sigmoid_experts(logits, bias, int64_t count, eps, double factor, int64_t groups=1, int64_t kept=1):
+    """The experts of each row and their weights, by sigmoids and a bias of the choice (DeepSeek-V3, arXiv 2412.19437).
+
+    Args:
+        logits: float32 `(n, experts)`, contiguous.
+        bias: float32 `(experts,)`, added to the sigmoids for the choice alone.
+        count: experts per row, from 1 to all that may be chosen.
+        eps: None: weights are the sigmoids; a number: they are divided by the sum of a row's chosen ones and this.
+        factor: multiplies all weights.
+        groups, kept: the experts of `kept` of so many groups may be chosen, those with the largest sum of their two
+            best scores.
+
+    Returns:
+        As of `top_experts`.
+    """
+    cdef const float[:, ::1] c_logits = logits
+    cdef cnp.ndarray added = _plain(bias, "bias")
+    cdef int64_t n = c_logits.shape[0], experts = c_logits.shape[1], i, j, k, size
+    cdef double total, added_eps = -1 if eps is None else eps
+    if added.ndim != 1 or added.shape[0] != experts:
+        raise ValueError(f"bias: expected ({experts},), got {np.shape(added)}")
+    if not 1 <= kept <= groups or experts % groups:
+        raise ValueError(f"groups: expected a divisor of {experts} experts, at least {kept}, got {groups}")
+    size = experts // groups
+    _check_count(count, kept * size)
+    chosen, weights = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
+    cdef int64_t[:, ::1] c_chosen = chosen
+    cdef float[:, ::1] c_weights = weights
+    cdef const float *c_bias = _floats(added)
+    cdef double[::1] scores = np.empty(experts), open_scores = np.empty(experts), sums = np.empty(groups)
+    with nogil:
+        for i in range(n):
+            for k in range(experts):
+                scores[k] = 1 / (1 + exp(-<double>c_logits[i, k])) + c_bias[k]
+                open_scores[k] = scores[k] if groups == kept else -INFINITY
+            for j in range(groups if groups > kept else 0):
+                sums[j] = _sum_of_best_two(&scores[j * size], size)
+            for j in range(kept if groups > kept else 0):
+                k = _take_best(sums) * size
+                open_scores[k:k + size] = scores[k:k + size]
+            total = 0
+            for j in range(count):
+                c_chosen[i, j] = _take_best(open_scores)
+                total += 1 / (1 + exp(-<double>c_logits[i, c_chosen[i, j]]))
+            total = factor / (total + added_eps) if added_eps >= 0 else factor
+            for j in range(count):
+                c_weights[i, j] = <float>(total / (1 + exp(-<double>c_logits[i, c_chosen[i, j]])))
     return chosen, weights
 
 
@@ -322,6 +368,35 @@ def scan(keys, queries, values, decays, steps, skip, slots, Py_ssize_t at, index
         with nogil:
             kernels.scan(&args)
     return out
+
+
+cdef int _check_count(int64_t count, int64_t experts) except -1:
+    if not 1 <= count <= experts:
+        raise ValueError(f"count: expected 1 to {experts} experts, got {count}")
+    return 0
+
+
+cdef int64_t _take_best(double[::1] scores) noexcept nogil:
+    """The index of the largest score, of equal ones the lowest, which is then NaN: no later call finds it."""
+    cdef int64_t best = -1, k
+    for k in range(scores.shape[0]):
+        if scores[k] == scores[k] and (best < 0 or scores[k] > scores[best]):
+            best = k
+    if best < 0:    # nothing but NaN is left
+        return 0
+    scores[best] = NAN
+    return best
+
+
+cdef double _sum_of_best_two(const double *scores, int64_t size) noexcept nogil:
+    cdef double first = -INFINITY, second = -INFINITY
+    cdef int64_t k
+    for k in range(size):
+        if scores[k] > first:
+            first, second = scores[k], first
+        elif scores[k] > second:
+            second = scores[k]
+    return first + second if size > 1 else first
 
 
 cdef tuple _set_texts(kvc_texts *texts, int64_t n, object slots, Py_ssize_t at, Py_ssize_t floats, object index,

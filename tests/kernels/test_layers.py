@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvcache import get_num_threads, set_num_threads
-from kvcache.kernels.layers import clamped_swiglu, geglu, rms_norm, rotate, softcap, swiglu, top_experts
+from kvcache.kernels.layers import clamped_swiglu, geglu, rms_norm, rotate, softcap, swiglu, top_experts, top_sigmoid_experts
 
 SIZES = [1, 3, 8, 15, 16, 17, 64, 100, 576, 2048]
 
@@ -208,3 +208,31 @@ def test_mistakes():
     for count in (0, 4):
         with pytest.raises(ValueError, match=f"count: expected 1 to 3 experts, got {count}"):
             top_experts(np.ones((2, 3), np.float32), count, True)
+
+
+@pytest.mark.parametrize("eps", [None, 1e-20, 1e-6, 0.5])
+@pytest.mark.parametrize(
+    ("experts", "count", "groups", "kept"), [(1, 1, 1, 1), (6, 3, 1, 1), (12, 4, 4, 2), (12, 3, 3, 1), (5, 2, 5, 3)]
+)
+def test_top_sigmoid_experts(rng, experts, count, groups, kept, eps):
+    logits, bias = rng.standard_normal((40, experts), np.float32) * 2, rng.standard_normal(experts, np.float32)
+    chosen, weights = top_sigmoid_experts(logits, bias, count, eps, 2.5, groups, kept)
+    for row, ids, found in zip(logits.astype(np.float64), chosen, weights, strict=True):
+        shares = 1 / (1 + np.exp(-row))
+        choice = (shares + bias).reshape(groups, -1)
+        best = np.sort(choice, axis=1)[:, -2:].sum(axis=1)
+        choice[np.argsort(-best, kind="stable")[kept:]] = -np.inf
+        assert ids.tolist() == np.argsort(-choice.ravel(), kind="stable")[:count].tolist()
+        want = shares[ids] * 2.5 / (1 if eps is None else shares[ids].sum() + eps)
+        np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
+def test_mistakes_of_sigmoid_experts():
+    logits, bias = np.ones((2, 6), np.float32), np.ones(6, np.float32)
+    with pytest.raises(ValueError, match=r"bias: expected \(6,\), got \(5,\)"):
+        top_sigmoid_experts(logits, bias[:5], 2, None, 1.0)
+    with pytest.raises(ValueError, match="count: expected 1 to 2 experts, got 3"):
+        top_sigmoid_experts(logits, bias, 3, None, 1.0, 3, 1)
+    for groups, kept in ((4, 1), (2, 3), (2, 0), (0, 0)):
+        with pytest.raises(ValueError, match=f"groups: expected a divisor of 6 experts, at least {kept}, got {groups}"):
+            top_sigmoid_experts(logits, bias, 1, None, 1.0, groups, kept)
