@@ -11,7 +11,7 @@ from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 from kvcache.support.arguments import short
 
-__all__ = ["ARCHITECTURES", "KEYS", "NEUTRAL", "Architecture", "architecture_of", "config_of"]
+__all__ = ["ARCHITECTURES", "KEYS", "NEUTRAL", "NEXT_LAYERS", "Architecture", "architecture_of", "config_of"]
 
 
 class Architecture(NamedTuple):
@@ -24,6 +24,8 @@ class Architecture(NamedTuple):
         understood: entries of `NEUTRAL` that may have other values.
         fixed: keys of `config.json` that files do not say.
         post_attention_norm: whether the norm before the MLP has the name of one after attention.
+        states: the kind of its layers with a state, or "".
+        names: the entries of keys of `KEYS` where they are others.
     """
 
     model_type: str
@@ -32,8 +34,11 @@ class Architecture(NamedTuple):
     understood: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = {}
     post_attention_norm: bool = False
+    states: str = ""
+    names: Mapping[str, str] = {}
 
 
+NEXT_LAYERS = "nextn_predict_layers"  # layers behind the last one, which guess more tokens
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
 ARCHITECTURES = {
@@ -55,6 +60,16 @@ ARCHITECTURES = {
     "exaone4": Architecture("exaone4", False, True),
     "olmoe": Architecture("olmoe", False, understood=("expert_count",), fixed={"norm_topk_prob": False}),
     "ernie4_5": Architecture("ernie4_5", True),
+}
+
+ARCHITECTURES |= {
+    "lfm2": Architecture("lfm2", False, fixed={"block_auto_adjust_ff_dim": False}, states="conv"),
+    "qwen35": Architecture(
+        "qwen3_5_text", False, understood=(NEXT_LAYERS,), post_attention_norm=True, states="delta"
+    ),
+    "nemotron_h": Architecture(
+        "nemotron_h", True, states="mamba", names={"rms_norm_eps": "attention.layer_norm_epsilon"}
+    ),
 }
 
 # From the keys of config.json to those of a file, after the architecture and a dot.
@@ -80,10 +95,26 @@ KEYS = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
+_MAX_LAYERS = 1 << 16
+_PARTIAL = ("phi3", "qwen3_5_text")  # which turn some channels of a head
 _ROPE_PER_KIND = ("gemma3_text", "olmo2")  # OLMo 3 has this architecture
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _DEFAULT_WHERE_ZERO = (*_CAPS, *_SCALES, "expert_count")
 _REQUIRED = ("num_attention_heads", "rms_norm_eps")  # those that config.json may leave out
+_PER_LAYER = ("attention.head_count_kv", "feed_forward_length")  # with 0 for layers that have none
+_OWN_EPS = {"conv": "norm_eps", "mamba": "layer_norm_epsilon"}
+# The sizes of layers with a state, by kind.
+_STATES = {
+    "conv": {"conv_L_cache": "shortconv.l_cache"},
+    "delta": {
+        "linear_conv_kernel_dim": "ssm.conv_kernel", "linear_key_head_dim": "ssm.state_size",
+        "linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
+    },
+    "mamba": {
+        "conv_kernel": "ssm.conv_kernel", "ssm_state_size": "ssm.state_size", "n_groups": "ssm.group_count",
+        "mamba_num_heads": "ssm.time_step_rank",
+    },
+}
 # Entries of `rope.` that are read, and those that change no text.
 _ROPE_ENTRIES = frozenset(
     {
@@ -110,7 +141,7 @@ NEUTRAL: dict[str, Any] = {
     "residual_scale": 0.0,
     "swin_norm": False,
     "use_parallel_residual": False,
-    "nextn_predict_layers": 0,
+    NEXT_LAYERS: 0,
     "rope.scaling.alpha": 0.0,
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
@@ -143,14 +174,17 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         if key not in architecture.understood:
             read.refuse(key, neutral)
     read.refuse_unread("rope.", _ROPE_ENTRIES)
+    read.per_layer = _PER_LAYER if architecture.states else ()
     found: dict[str, Any] = {"architectures": None, "rope_theta": 10000.0}
-    for key, name in KEYS.items():
+    for key, name in {**KEYS, **architecture.names}.items():
         value = read.get(name)
         if value is None and key in _REQUIRED:
             read.fail(name, "a number")
         if value is not None and not (value == 0 and name in _DEFAULT_WHERE_ZERO):
             found[key] = value
     found.setdefault("num_key_value_heads", found["num_attention_heads"])
+    if architecture.states:
+        _set_states(read, architecture.states, found)
     found |= {**architecture.fixed, "model_type": _model_type(architecture, found)}
     _set_heads(read, architecture, found)
     if architecture.model_type not in _ROPE_PER_KIND:
@@ -178,6 +212,59 @@ def _model_type(architecture: Architecture, found: Mapping[str, Any]) -> str:
     return architecture.model_type
 
 
+def _set_states(read: _Entries, kind: str, found: dict[str, Any]) -> None:
+    """The sizes of layers with a state, and the kind of each layer."""
+    if kind in _OWN_EPS:
+        found[_OWN_EPS[kind]] = found["rms_norm_eps"]
+    for key, name in _STATES[kind].items():
+        found[key] = read.get(name)
+        if found[key] is None:
+            read.fail(name, "a number")
+    layers, heads = found.get("num_hidden_layers"), found.get(next(reversed(_STATES[kind])))
+    if type(layers) is not int or not 0 < layers <= _MAX_LAYERS:
+        read.fail("block_count", f"a number of layers up to {_MAX_LAYERS}")
+    if kind != "conv":
+        inner = read.get("ssm.inner_size")
+        if type(inner) is not int or type(heads) is not int or heads < 1 or inner % heads:
+            read.fail("ssm.inner_size", f"a multiple of {short(heads)} heads")
+        found["linear_value_head_dim" if kind == "delta" else "mamba_head_dim"] = inner // heads
+    if kind == "delta":
+        _set_delta_layers(read, layers, found)
+        return
+    attending, widths = (read.each_layer(name, layers) for name in _PER_LAYER)
+    if kind == "conv":
+        found["layer_types"] = ["full_attention" if count else "conv" for count in attending]
+        found["conv_bias"] = read.has_tensor("shortconv.conv.bias")
+        return
+    if not isinstance(read.either("feed_forward_length"), np.ndarray):
+        read.fail("feed_forward_length", f"a number for each of {layers} layers")
+    kinds = {(True, False): "attention", (False, False): "mamba", (False, True): "mlp"}
+    each = [kinds.get((bool(count), bool(width))) for count, width in zip(attending, widths, strict=True)]
+    if None in each:
+        read.fail("feed_forward_length", "0 for layers that attend", read.either("feed_forward_length"))
+    found["layers_block_type"] = each
+    found["use_bias"], found["mlp_bias"] = read.has_tensor("ssm_in.bias"), read.has_tensor("ffn_up.bias")
+    found["use_conv_bias"] = read.has_tensor("ssm_conv1d.bias")
+
+
+def _set_delta_layers(read: _Entries, layers: int, found: dict[str, Any]) -> None:
+    """The layers of Qwen3.5; the last ones of a file may guess more tokens, which nothing here does."""
+    guessing = read.get(NEXT_LAYERS, 0)
+    if type(guessing) is not int or not 0 <= guessing < layers:
+        read.fail(NEXT_LAYERS, f"a number below {layers}")
+    found["num_hidden_layers"] = layers - guessing
+    states = read.either("attention.recurrent_layers")
+    if states is not None and not (
+        isinstance(states, np.ndarray) and states.dtype == np.bool_ and len(states) in (layers, layers - guessing)
+    ):
+        read.fail("attention.recurrent_layers", f"a bool for each of {layers} layers", states)
+    if states is not None:
+        kinds = ["linear_attention" if each else "full_attention" for each in states[: layers - guessing].tolist()]
+        found["layer_types"] = kinds
+    else:
+        found["full_attention_interval"] = read.get("full_attention_interval", 4)
+
+
 def _set_heads(read: _Entries, architecture: Architecture, found: dict[str, Any]) -> None:
     """The size of a head, the part of it that RoPE turns, and the scale of the scores."""
     heads, hidden = found["num_attention_heads"], found.get("hidden_size")
@@ -188,7 +275,8 @@ def _set_heads(read: _Entries, architecture: Architecture, found: dict[str, Any]
         read.fail("attention.value_length", f"{short(size)} as in every head")
     turned = read.get("rope.dimension_count")
     if turned not in (None, size):
-        partial = architecture.model_type == "phi3" and type(turned) is int and type(size) is int and 0 < turned < size
+        may = architecture.model_type in _PARTIAL
+        partial = may and type(turned) is int and type(size) is int and 0 < turned < size
         if not partial:
             read.fail("rope.dimension_count", f"{short(size)} as in every head")
         found["partial_rotary_factor"] = (turned + 0.5) / size  # which is rounded down to channels
@@ -225,6 +313,7 @@ class _Entries:
     def __init__(self, file: GgufFile) -> None:
         self.prefix = f"{file.metadata['general.architecture']}."
         self._file = file
+        self.per_layer: tuple[str, ...] = ()  # entries that may be 0 in some layers
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of an entry, or that of every layer where it is an array.
@@ -233,6 +322,8 @@ class _Entries:
             CheckpointError: an array of different values: layers of different sizes are not supported.
         """
         found = self._file.metadata.get(self.prefix + name, default)
+        if name in self.per_layer and isinstance(found, np.ndarray) and found.any():
+            found = found[found != 0]
         if isinstance(found, np.ndarray) and len(found) and (found == found[0]).all():
             return float(str(found[0])) if found.dtype == np.float32 else found[0].item()
         if isinstance(found, (list, np.ndarray)):
@@ -242,6 +333,20 @@ class _Entries:
     def either(self, name: str) -> Any:
         """The value of an entry, which may be an array with a value for each layer."""
         return self._file.metadata.get(self.prefix + name)
+
+    def each_layer(self, name: str, layers: int) -> list[int]:
+        """The whole numbers of all layers."""
+        found = self.either(name)
+        if not isinstance(found, np.ndarray):
+            return [self.get(name, 0)] * layers
+        if len(found) != layers or found.dtype.kind not in "iu":
+            self.fail(name, f"a whole number for each of {layers} layers", found)
+        numbers: list[int] = found.tolist()
+        return numbers
+
+    def has_tensor(self, part: str) -> bool:
+        """Whether a layer has a tensor of this name."""
+        return any(name.startswith("blk.") and name.endswith(f".{part}") for name in self._file)
 
     def refuse(self, name: str, neutral: Any) -> None:
         """Raise CheckpointError if the file has the entry, with another value than this."""

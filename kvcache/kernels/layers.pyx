@@ -227,7 +227,7 @@ def top_sigmoid_experts(logits, bias, int64_t count, eps, double factor, int64_t
                 open_scores[k] = scores[k] if groups == kept else -INFINITY
             for j in range(groups if groups > kept else 0):
                 sums[j] = _sum_of_best_two(&scores[j * size], size)
-            for j in range(kept if groups > kept else 0):
+            for _ in range(kept if groups > kept else 0):
                 k = _take_best(sums) * size
                 open_scores[k:k + size] = scores[k:k + size]
             total = 0

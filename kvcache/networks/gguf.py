@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -13,13 +14,14 @@ from numpy.typing import NDArray
 
 from kvcache.errors import CheckpointError
 from kvcache.gguf.blocks import CODED, LOADABLE, codes, row_bytes, values
-from kvcache.gguf.config import KEYS, architecture_of, config_of
+from kvcache.gguf.config import KEYS, NEXT_LAYERS, architecture_of, config_of
 from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import end_tokens
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.entries import Entries
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, paired_rows, stored_tensors
+from kvcache.networks.recurrent_sizes import RecurrentSizes
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import long_attention_factor
 from kvcache.networks.tensors import StoredRows, require
@@ -30,6 +32,8 @@ Float32 = NDArray[np.float32]
 
 _MAX_DIVISOR = 1e9  # of RoPE frequencies
 _ROPE, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+_SHORT_CONVOLUTION = {"mixer.in_proj": "shortconv.in_proj", "mixer.conv1d": "shortconv.conv",
+                      "mixer.out_proj": "shortconv.out_proj", "model.norm": "token_embd_norm"}
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -51,7 +55,16 @@ _NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mixer.in_proj": "ssm_in",
+    "mixer.in_proj_qkv": "attn_qkv",
+    "mixer.in_proj_z": "attn_gate",
+    "mixer.in_proj_b": "ssm_beta",
+    "mixer.in_proj_a": "ssm_alpha",
+    "mixer.conv1d": "ssm_conv1d",
+    "mixer.norm": "ssm_norm",
+    "mixer.out_proj": "ssm_out",
 }
+_WHOLE = {"mixer.rate": "ssm_a", "mixer.dt_bias": "ssm_dt.bias", "mixer.D": "ssm_d"}
 # The format of `Matrix` for each type. No matrix has the groups of Q5_1, Q2_K, Q5_K, Q6_K: they are quantised again.
 _FORMATS = {
     "F32": "f32", "F16": "f16", "BF16": "bf16",
@@ -102,6 +115,7 @@ class GgufCheckpoint:
             output_bias=has_bias("attn_output"),
             mlp_bias=config.mlp_bias or has_bias("ffn_down"),
             rope=self._rope(config),
+            recurrence=config.recurrence and replace(config.recurrence, tiled=config.recurrence.kind == "delta"),
         )
 
     def _rope(self, config: ModelConfig) -> Rope:
@@ -156,8 +170,14 @@ class GgufCheckpoint:
                     f"{self.file.path}: {name:.100}: expected F32, F16 or BF16 for a vector, got {info.dtype}"
                 )
         stored = stored_tensors(expected, self._place)
-        known = (_ROPE, _SHORT, _LONG)
-        require(self.file, self.file.path, LOADABLE, stored, lambda name: name in known or optional(name))
+        known, next_layers = (_ROPE, _SHORT, _LONG), f"{self.file.metadata['general.architecture']}.{NEXT_LAYERS}"
+
+        def unread(name: str) -> bool:
+            """Whether it belongs to a layer behind the last one, which guesses more tokens."""
+            layer = re.match(r"blk\.(\d+)\.", name) if next_layers in self.file.metadata else None
+            return name in known or (layer is not None and int(layer[1]) >= self.config.num_layers) or optional(name)
+
+        require(self.file, self.file.path, LOADABLE, stored, unread)
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
@@ -192,9 +212,12 @@ class GgufCheckpoint:
     def _place(self, name: str) -> Place:
         """Where the tensor of a Hugging Face name is."""
         inside = LAYER.fullmatch(name)
+        config = self.config
         if not inside:
-            return Place(_named(name))
-        config, block, part = self.config, f"blk.{inside[1]}.", inside[2]
+            return Place(self._named(name))
+        block, part = f"blk.{inside[1]}.", inside[2]
+        if config.recurrence is not None and part.startswith("mixer."):
+            return self._mixer(block, part, config.recurrence)
         if expert := EXPERT.fullmatch(part):
             sizes = (config.intermediate_size, config.hidden_size)
             rows, columns = sizes[::-1] if expert[2] == "down" else sizes
@@ -206,18 +229,29 @@ class GgufCheckpoint:
             return fused
         if part == "self_attn.sinks":
             return Place(f"{block}attn_sinks.weight")
+        if part == "post_attention_layernorm.weight" and not config.mixers[int(inside[1])]:
+            return Place(f"{block}attn_norm.weight")  # of a layer that is an MLP alone
         # llama.cpp's name for it in most networks, where it is before the MLP, is `ffn_norm`.
         after = config.norms != "before" or self._architecture.post_attention_norm
         if part == "post_attention_layernorm.weight" and after:
             return Place(f"{block}post_attention_norm.weight")
-        return Place(f"{block}{_named(part)}")
+        return Place(f"{block}{self._named(part)}")
+
+    def _mixer(self, block: str, part: str, sizes: RecurrentSizes) -> Place:
+        """Where a tensor of a layer with a state is; some have other shapes than in folders."""
+        name, column = f"{block}{_WHOLE.get(part) or self._named(part)}", (sizes.heads, 1)
+        shapes: dict[str, tuple[int, ...]] = {"mixer.conv1d.weight": (sizes.channels, sizes.taps)}
+        if sizes.kind == "mamba":
+            shapes |= {"mixer.rate": column, "mixer.D": column}
+            shapes["mixer.norm.weight"] = (sizes.groups, sizes.inner // sizes.groups)
+        return Place(name, 0, shapes.get(part))
+
+    def _named(self, name: str) -> str:
+        stem, _, kind = name.rpartition(".")
+        own = _SHORT_CONVOLUTION if self.config.recurrence and self.config.recurrence.kind == "conv" else {}
+        return f"{own.get(stem) or _NAMES[stem]}.{kind}"
 
 
 def _columns(shape: tuple[int, ...]) -> int:
     """Values per row: of the last axis; the values of a vector are rows."""
     return shape[-1] if len(shape) > 1 else 1
-
-
-def _named(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    return f"{_NAMES[stem]}.{kind}"

@@ -126,7 +126,7 @@ def layer_types_of(config: Mapping[str, Any], kind: Kind | Literal[""]) -> list[
 
 
 def mlps_of(listed: list[Any] | None, mixers: tuple[Mixer, ...], *, experts: bool) -> tuple[Mlp, ...]:
-    """What follows the mixer of each layer; where some layers are an MLP alone, the others have none."""
+    """The MLPs behind the mixer of each layer; where some layers are an MLP alone, the others have none."""
     every: Mlp = "experts" if experts else "mlp"
     if all(mixers):
         return (every,) * len(mixers)

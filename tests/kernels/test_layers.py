@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from kvcache import get_num_threads, set_num_threads
-from kvcache.kernels.layers import clamped_swiglu, geglu, rms_norm, rotate, softcap, swiglu, top_experts, top_sigmoid_experts
+from kvcache.kernels.layers import (
+    clamped_swiglu,
+    geglu,
+    rms_norm,
+    rotate,
+    softcap,
+    swiglu,
+    top_experts,
+    top_sigmoid_experts,
+)
 
 SIZES = [1, 3, 8, 15, 16, 17, 64, 100, 576, 2048]
 

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from dense_runs import run_dense
+from gguf_files import ARRAY, BOOL, F32, U32
 from oracles.engine import dense_attention
+from places import GOLDEN
 from seeded_weights import SEEDED, seeded
+from state_gguf import LETTERS, convert
 from tensor_files import pack_arrays
 
 from kvcache.engine import Transformer
+from kvcache.errors import CheckpointError
 from kvcache.networks.checkpoint import Checkpoint
 
 HYBRID = [name for name in SEEDED if name.startswith(("lfm2", "qwen3_5", "qwen3_next", "granite_hybrid", "nemotron"))]
+
+
+def kind_of(name):
+    return json.loads((GOLDEN / "seeded" / name / "config.json").read_text())["model_type"]
+
+
 TOKENS = (np.arange(41, dtype=np.uint32) * 29 + 3) % 96
 
 
@@ -121,3 +133,55 @@ def test_a_text_network_beside_others(tmp_path):
     found, expected = (Transformer.from_pretrained(folder) for folder in (tmp_path, seeded("qwen3_5")))
     assert found.config == expected.config
     np.testing.assert_array_equal(run_dense(found, TOKENS), run_dense(expected, TOKENS))
+
+
+@pytest.fixture(scope="module", params=[name for name in HYBRID if kind_of(name) in LETTERS])
+def pair(request, tmp_path_factory):
+    """A folder, and a GGUF file of it."""
+    path = tmp_path_factory.mktemp("gguf") / "network.gguf"
+    return seeded(request.param), convert(seeded(request.param), path)
+
+
+def test_gguf(pair):
+    """The folder's logits; in float32, since files have the same numbers. Value heads may be in another order."""
+    exact, found = Transformer.from_pretrained(pair[0], weights="f32"), Transformer.from_pretrained(pair[1])
+    expected = run_dense(exact, TOKENS)
+    np.testing.assert_allclose(run_dense(found, TOKENS), expected, rtol=0, atol=3e-6 * np.abs(expected).max())
+    sizes = replace(found.config.recurrence, tiled=False)
+    assert replace(found.config, recurrence=sizes, eos_token_ids=()) == replace(exact.config, eos_token_ids=())
+
+
+def test_gguf_with_layers_that_guess(tmp_path):
+    """Layers behind the last one, of Qwen3.5, are known and left out; without the entry they are unexpected."""
+    more = dict.fromkeys(["blk.3.nextn.eh_proj.weight", "blk.3.ffn_up.weight"], np.ones((4, 8), np.float32))
+    states = (ARRAY, [True, False, True, False], BOOL)
+    entries = {"block_count": (U32, 4), "nextn_predict_layers": (U32, 1), "attention__recurrent_layers": states}
+    plain = convert(seeded("qwen3_5"), tmp_path / "plain.gguf")
+    path = convert(seeded("qwen3_5"), tmp_path / "guessing.gguf", tensors=more, **entries)
+    models = [Transformer.from_pretrained(each) for each in (plain, path)]
+    assert models[0].config == models[1].config
+    np.testing.assert_array_equal(*(run_dense(model, TOKENS) for model in models))
+    path = convert(seeded("qwen3_5"), tmp_path / "unexpected.gguf", tensors=more)
+    with pytest.raises(CheckpointError, match=r"expected no others, got the tensors blk\.3\.ffn_up\.weight"):
+        Transformer.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "message"),
+    [
+        ("lfm2", {"shortconv__l_cache": (F32, 3.0)}, "expected a positive whole number up to 64, got 3.0"),
+        ("lfm2", {"attention__head_count_kv": (ARRAY, [0, 2], U32)}, "expected a whole number for each of 3 layers"),
+        ("lfm2", {"block_count": (U32, 1 << 30)}, "block_count: expected a number of layers up to 65536"),
+        ("lfm2", {"attention__head_count_kv": (ARRAY, [2, 0, 1], U32)}, "expected one value for all layers"),
+        ("qwen3_5", {"ssm__inner_size": (U32, 121)}, "ssm.inner_size: expected a multiple of 6 heads, got 121"),
+        ("qwen3_5", {"ssm__group_count": (U32, 4)}, "delta: expected heads in 4 groups, got 6 of 20"),
+        ("qwen3_5", {"nextn_predict_layers": (U32, 3)}, "nextn_predict_layers: expected a number below 3, got 3"),
+        ("qwen3_5", {"attention__recurrent_layers": (ARRAY, [True], BOOL)}, "expected a bool for each of 3 layers"),
+        ("nemotron_h", {"feed_forward_length": (U32, 72)}, "feed_forward_length: expected a number for each of 5"),
+        ("nemotron_h", {"feed_forward_length": (ARRAY, [0, 72, 72, 0, 72], U32)}, "expected 0 for layers that attend"),
+    ],
+)
+def test_gguf_entries_that_do_not_fit(tmp_path, name, entries, message):
+    path = convert(seeded(name), tmp_path / "wrong.gguf", **entries)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Transformer.from_pretrained(path)

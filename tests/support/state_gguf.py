@@ -1,0 +1,127 @@
+"""GGUF files of networks with a state, converted from folders as llama.cpp converts them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import gguf
+import numpy as np
+from gguf_files import ARRAY, BOOL, F32, U32, with_rows_for_llama, write
+
+from kvcache.engine import ModelConfig
+from kvcache.networks.checkpoint import Checkpoint
+
+LETTERS = {"lfm2": "lfm2", "qwen3_5_text": "qwen35", "nemotron_h": "nemotron_h"}
+_PARTS = {  # stems in a layer of any of these families
+    "operator_norm": "attn_norm", "input_layernorm": "attn_norm", "norm": "attn_norm", "ffn_norm": "ffn_norm",
+    "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj",
+    "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm", "self_attn.out_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out", "mixer.in_proj": "ssm_in", "mixer.conv1d": "ssm_conv1d",
+    "mixer.norm": "ssm_norm", "mixer.out_proj": "ssm_out", "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down",
+}
+for _short, _long in (("q", "attn_q"), ("k", "attn_k"), ("v", "attn_v"), ("o", "attn_output")):
+    _PARTS[f"self_attn.{_short}_proj"] = _PARTS[f"mixer.{_short}_proj"] = _long
+for _short in ("gate", "up", "down"):
+    _PARTS[f"mlp.{_short}_proj"] = f"ffn_{_short}"
+_OUTSIDE = {
+    "model.embed_tokens.weight": "token_embd.weight", "backbone.embeddings.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight", "backbone.norm_f.weight": "output_norm.weight",
+    "model.embedding_norm.weight": "token_embd_norm.weight", "lm_head.weight": "output.weight",
+}
+
+
+def name_of(name, kind):
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    layer, part = re.fullmatch(r"\w+\.layers\.(\d+)\.(.+)", name).groups()
+    stem, _, last = part.rpartition(".")
+    own = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}.get(last)
+    if part == "post_attention_layernorm.weight":
+        return f"blk.{layer}.post_attention_norm.weight" if kind.startswith("qwen") else f"blk.{layer}.ffn_norm.weight"
+    return f"blk.{layer}.{own or f'{_PARTS[stem]}.{last}'}"
+
+
+def tiled(values, config, first=0, axis=0):
+    """Value heads, from row `first` on: head j of the file is head (j % groups) * (heads // groups) + j // groups."""
+    groups, heads = config.recurrence.groups, config.recurrence.heads
+    moved = np.moveaxis(values, axis, 0)
+    rest = moved[first:].reshape(groups, heads // groups, -1, *moved.shape[1:])
+    rest = rest.swapaxes(0, 1).reshape(moved[first:].shape)
+    return np.ascontiguousarray(np.moveaxis(np.concatenate([moved[:first], rest]), 0, axis))
+
+
+def converted(name, values, config, kind):
+    """The values of a tensor as the converter changes them."""
+    sizes, last = config.recurrence, name.rpartition(".")[2]
+    if last == "A_log":
+        values = -np.exp(values.astype(np.float64)).astype(np.float32)
+    if "conv" in name and values.ndim == 3:
+        values = values[:, 0]
+    if kind == "qwen3_5_text" and name.endswith("norm.weight") and "linear_attn" not in name:
+        values = values + np.float32(1)
+    if kind == "qwen3_5_text" and "linear_attn" in name and "norm" not in name:
+        keys = 2 * sizes.groups * sizes.size
+        first = keys if "qkv" in name or "conv1d" in name else 0
+        values = tiled(values, config, first, axis=1 if "out_proj" in name else 0)
+    if kind == "nemotron_h":
+        if ".q_proj." in name:
+            values = with_rows_for_llama(values, config.num_heads)
+        if ".k_proj." in name:
+            values = with_rows_for_llama(values, config.num_kv_heads)
+        if last in ("A_log", "D"):
+            values = values[:, None]
+        if name.endswith("mixer.norm.weight"):
+            values = values.reshape(sizes.groups, -1)
+    return values
+
+
+def entries_of(config, kind):
+    sizes, layers = config.recurrence, config.num_layers
+    kv_heads = [config.num_kv_heads if mixer == "attention" else 0 for mixer in config.mixers]
+    found = {
+        "block_count": (U32, layers), "context_length": (U32, config.max_position_embeddings),
+        "embedding_length": (U32, config.hidden_size), "feed_forward_length": (U32, config.intermediate_size),
+        "attention.head_count": (U32, config.num_heads), "attention.head_count_kv": (ARRAY, kv_heads, U32),
+        "attention.layer_norm_rms_epsilon": (F32, config.rms_norm_eps), "rope.freq_base": (F32, config.rope.theta),
+        "vocab_size": (U32, config.vocab_size), "rope.dimension_count": (U32, config.rotary_dim),
+    }
+    if kind == "lfm2":
+        return found | {"shortconv.l_cache": (U32, sizes.taps)}
+    found |= {
+        "attention.key_length": (U32, config.head_dim), "attention.value_length": (U32, config.head_dim),
+        "ssm.conv_kernel": (U32, sizes.taps), "ssm.state_size": (U32, sizes.size),
+        "ssm.group_count": (U32, sizes.groups), "ssm.time_step_rank": (U32, sizes.heads),
+        "ssm.inner_size": (U32, sizes.inner),
+    }
+    if kind == "qwen3_5_text":
+        found["attention.head_count_kv"] = (U32, config.num_kv_heads)
+        found["attention.recurrent_layers"] = (ARRAY, [mixer == "state" for mixer in config.mixers], BOOL)
+        found["full_attention_interval"] = (U32, 4)
+        found["rope.dimension_sections"] = (ARRAY, [2, 1, 1, 0], U32)
+    if kind == "nemotron_h":
+        widths = [config.intermediate_size if mlp == "mlp" else 0 for mlp in config.mlps]
+        found["feed_forward_length"] = (ARRAY, widths, U32)
+        found["attention.layer_norm_epsilon"] = found.pop("attention.layer_norm_rms_epsilon")
+        found["rope.scaling.finetuned"] = (BOOL, False)
+    return found
+
+
+def convert(folder, path, quantised="F32", tensors=(), **more):
+    """Write the checkpoint of `folder` as a GGUF file; `more` entries, and `tensors`. Returns the path."""
+    config, kind = ModelConfig.from_pretrained(folder), json.loads((folder / "config.json").read_text())["model_type"]
+    checkpoint, of, found = Checkpoint(folder), gguf.GGMLQuantizationType[quantised], {}
+    for name in checkpoint.names():
+        values = converted(name, checkpoint.read(name), config, kind)
+        fits = values.ndim > 1 and "conv" not in name and not values.shape[-1] % gguf.GGML_QUANT_SIZES[of][0]
+        if fits and quantised != "F32" and "norm" not in name:
+            values = gguf.quants.quantize(values, of), quantised
+        found[name_of(name, kind)] = values
+    letters = LETTERS[kind]
+    entries = {f"{letters}.{key}": content for key, content in entries_of(config, kind).items()}
+    entries |= {f"{letters}.{key.replace('__', '.')}": content for key, content in more.items()}
+    return write(path, letters, entries, found | dict(tensors))
