@@ -13,6 +13,7 @@ from typing import Any
 
 from kvcache.commands.chat import MAX_TOKENS
 from kvcache.commands.options import add_options, name_of, open_engine
+from kvcache.sampling.dialects.dialect_table import DIALECTS
 from kvcache.serving.batch import BatchEngine
 from kvcache.support.arguments import as_count, as_finite
 from kvcache.support.hosts import is_loopback
@@ -39,6 +40,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="of all requests on their way; more get status 503 (%(default)s)")
     add("--plain-special-tokens", action="store_true",
         help="take special tokens in users' texts as text: no user can end a turn, or begin another one")
+    add("--tool-parser", metavar="NAME", choices=sorted(DIALECTS),
+        help=f"how the network writes thoughts and calls: {', '.join(sorted(DIALECTS))} (as its chat template says)")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="an answer ends after these (%(default)s)")
     add("--drain", type=int, default=30, metavar="SECONDS",
         help="that answers have to end in when the server is told to end; 0 cancels them, as a second signal does "
@@ -81,7 +84,7 @@ def serve(
         engine = open_engine(options, BatchEngine.from_pretrained, autosave=options.autosave, **limits)
         app = make_app(
             engine, name, keys, max_body=options.max_body, max_bodies=options.max_bodies, timeout=options.timeout,
-            plain_special_tokens=options.plain_special_tokens,
+            plain_special_tokens=options.plain_special_tokens, tool_parser=options.tool_parser,
         )
         address = f"[{host}]" if ":" in host else host
         print(f"{name} at http://{address}:{listening.getsockname()[1]}/v1", flush=True)

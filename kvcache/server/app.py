@@ -24,11 +24,13 @@ from kvcache.grammar import json_object
 from kvcache.server.answers import HttpAnswer
 from kvcache.server.api_keys import Keys, Label
 from kvcache.server.bodies import Body, parse
+from kvcache.server.completion_form import CompletionForm
 from kvcache.server.constraints import grammar_refused, knows_grammars
 from kvcache.server.limits import BodyReader, Threads
 from kvcache.server.logprobs import TokenTexts
 from kvcache.server.prompts import Prompts
 from kvcache.server.refusals import REFUSED, ending, refusal, too_large, too_many
+from kvcache.server.voices import Voices
 from kvcache.serving import BatchEngine, exposition
 from kvcache.support.arguments import short
 from kvcache.support.hosts import is_loopback
@@ -41,6 +43,7 @@ _ARRIVING, _READING = 30.0, 30.0  # seconds for a body; and beyond the time limi
 def make_app(
     engine: BatchEngine, model: str, keys: Mapping[str, str | None] | None = None, *, max_body: int = 4 << 20,
     max_bodies: int = 64 << 20, timeout: float = 600.0, plain_special_tokens: bool = False,
+    tool_parser: str | None = None,
 ) -> Starlette:
     """An application with OpenAI's interface; it starts the engine, and closes it at its end.
 
@@ -54,10 +57,13 @@ def make_app(
         max_bodies: the most bytes of all bodies that are on their way, beyond the first 64 KiB of each.
         timeout: seconds from the arrival of a body to the last token of its answer.
         plain_special_tokens: whether special tokens in the texts of users are text; see `PlainText`.
+        tool_parser: the dialect in which the network writes thoughts and calls, a name of `DIALECTS`; None: that of its
+            chat template.
     """
     known = None if keys is None else Keys(keys)
     bodies, threads = BodyReader(max_body, max(max_body, max_bodies)), Threads()
     prompts, texts = Prompts(engine, plain_special_tokens), TokenTexts(engine.tokenizer)
+    voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)
     statuses: Counter[int] = Counter()
 
     @asynccontextmanager
@@ -99,7 +105,8 @@ def make_app(
 
     def queued(body: Body, space: Hashable) -> ASGIApp:
         """Queue the requests of a body, all or none."""
-        answer = HttpAnswer(body, texts, threads, timeout + _READING)
+        form = CompletionForm(body, texts)
+        answer = HttpAnswer(form, body.stream, partial(voices.spoken, body), threads, timeout + _READING)
         tokens = None
         space = (space, body.salt) if body.salt is not None else space
         try:

@@ -306,7 +306,7 @@ def test_no_module_uses_the_clock_or_random_numbers() -> None:
     drawing, dated = house / "sampling" / "sampling.py", house / "engine" / "chat.py"
     shown = {house / "demo" / "run.py", house / "commands" / "chat.py", house / "commands" / "answer_view.py"}
     shown.add(house / "serving" / "batch.py")  # the clock that metrics and deadlines read
-    shown.add(house / "server" / "answers.py")  # when an answer was made
+    shown.add(house / "server" / "forms.py")  # when an answer was made
     for path in sorted(set(house.rglob("*.py")) - shown - {drawing, dated}):
         names = {
             alias.name

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from dataclasses import replace
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -41,6 +42,28 @@ def fetched(served, path, headers=None):
     except HTTPError as error:
         with error:
             return error.code, error.headers["content-type"], error.read().decode()
+
+
+class Script:
+    """A logits processor under which the next answer is a text, and then the end token.
+
+    Attributes:
+        tokens: ids of the answer; None: the network answers.
+    """
+
+    END = 255
+
+    def __init__(self):
+        self.tokens, self._start = None, None
+
+    def say(self, tokens):
+        self.tokens, self._start = [*tokens, self.END], None
+
+    def __call__(self, text, logits):
+        if self.tokens is not None:
+            self._start = len(text) if self._start is None else self._start
+            logits[:] = -100.0
+            logits[self.tokens[min(len(text) - self._start, len(self.tokens) - 1)]] = 100.0
 
 
 class Gated:
@@ -88,6 +111,7 @@ class Served:
         self.network = Gated(self.alone.model)
         self.engine = BatchEngine(self.network, self.alone.sampling_params, **{"num_blocks": 400, **options})
         self.engine._text = self.alone.requests.text
+        self._script = Script()
         self.app = make_app(self.engine, MODEL, keys, **dict(limits))
         self.bodies = self.app.state.bodies
         config = uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=drain, lifespan="on")
@@ -97,6 +121,13 @@ class Served:
         self.address = self._socket.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}/v1"
         self._thread = threading.Thread(target=self.server.run, args=([self._socket],))
+
+    def say(self, text):
+        """Let the next answers be this text."""
+        if self.engine.sampling_params.logits_processor is None:
+            params = replace(self.engine.sampling_params, logits_processor=self._script, stop_token_ids=[Script.END])
+            self.engine.sampling_params = params
+        self._script.say(self.engine.tokenizer.encode(text).ids)
 
     def client(self, kind=openai.OpenAI, key="x"):
         return kind(base_url=self.url, api_key=key, max_retries=0, timeout=120)

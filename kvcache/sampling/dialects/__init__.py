@@ -1,0 +1,1 @@
+"""How families of networks write thoughts and calls of tools, read as the text comes."""

@@ -1,0 +1,149 @@
+"""Calls as networks write them, read when they are whole: a list of calls, or None where a text says none."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from kvcache.sampling.dialects.transcript import ToolCall
+
+__all__ = ["Schemas", "json_calls", "mistral_calls", "parameter_calls", "pythonic_calls", "tool_call"]
+
+Schemas = Mapping[str, Any]  # of the arguments of each function, by its name
+
+_MAX_EXPRESSION = 1 << 14  # characters of Python, which its parser takes without letting other threads run
+_ERRORS = (ValueError, TypeError, RecursionError, MemoryError, SyntaxError)
+_FUNCTION, _END = re.compile(r"\s*<function=([^>\n]+)>"), re.compile(r"\s*</function>")
+_PARAMETER = re.compile(r"(?s)\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>")
+_MISTRAL = re.compile(r"(?s)\s*([^\s\[{]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(\{.*)")
+_TYPES: dict[str, Any] = {
+    "string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict, "array": list,
+}
+
+
+def tool_call(name: Any, arguments: Any) -> ToolCall:
+    """A call. TypeError, ValueError: no name, or no object that JSON can say."""
+    if isinstance(arguments, str):  # some networks write them as a text within JSON
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise TypeError("call: expected a name and an object")
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+
+
+def json_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
+    """Objects with a name and arguments (or parameters): one, a list of them, or several with `;` between."""
+    with suppress(*_ERRORS):
+        try:
+            found = json.loads(text)
+        except ValueError:
+            if "};" not in re.sub(r"\s", "", text):
+                raise
+            found = [json.loads(part) for part in re.split(r"(?<=\})\s*;", text) if part.strip()]
+        found = found if isinstance(found, list) else [found]
+        return [_of_object(each) for each in found]
+    return None
+
+
+def _of_object(found: Any) -> ToolCall:
+    if not isinstance(found, dict):
+        raise TypeError("call: expected an object")
+    if isinstance(function := found.get("function"), dict):
+        found = function
+    arguments = found.get("arguments", found.get("parameters"))
+    return tool_call(found.get("name", function), {} if arguments is None else arguments)
+
+
+def mistral_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
+    """A list in JSON, or a name, `[ARGS]` and an object; some write an id between."""
+    if text.lstrip().startswith(("[", "{")):
+        return json_calls(text, schemas)
+    with suppress(*_ERRORS):
+        if found := _MISTRAL.fullmatch(text):
+            return [tool_call(found[1], json.loads(found[2]))]
+    return None
+
+
+def parameter_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
+    """`<function=NAME>` with `<parameter=NAME>` and values, as texts: the schema of the function says of which type."""
+    calls, at = [], 0
+    with suppress(*_ERRORS):
+        while found := _FUNCTION.match(text, at):
+            at, name, arguments = found.end(), found[1].strip(), {}
+            properties = schemas.get(name, {}).get("properties")
+            properties = properties if isinstance(properties, dict) else {}
+            while parameter := _PARAMETER.match(text, at):
+                at, key = parameter.end(), parameter[1].strip()
+                arguments[key] = _typed(parameter[2], properties.get(key))
+            if not (end := _END.match(text, at)):
+                return None
+            at = end.end()
+            calls.append(tool_call(name, arguments))
+        return None if text[at:].strip() else calls or None
+    return None
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """A value of the type that a schema says: a text, unless it is JSON of another type that may be."""
+    types = _types(schema)
+    if not types - {"string"}:
+        return text
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        if "string" not in types or any(_is_of(value, kind) for kind in types - {"string"}):
+            return value
+    return text
+
+
+def _types(schema: Any) -> set[str]:
+    if not isinstance(schema, dict):
+        return set()
+    found = schema.get("type")
+    types = {found} if isinstance(found, str) else {each for each in found or () if isinstance(each, str)}
+    for key in ("anyOf", "oneOf"):
+        for each in schema.get(key) or ():
+            types |= _types(each if isinstance(each, dict) and not {"anyOf", "oneOf"} & each.keys() else None)
+    return types
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    if kind == "null":
+        return value is None
+    found = _TYPES.get(kind)
+    return found is not None and isinstance(value, found) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def pythonic_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
+    """Python's list of calls with literals by name, `[f(a=1), g()]`; or JSON."""
+    if (found := json_calls(text, schemas)) is not None or len(text) > _MAX_EXPRESSION:
+        return found
+    with suppress(*_ERRORS):
+        body = ast.parse(text.strip(), mode="eval").body
+        calls = body.elts if isinstance(body, (ast.List, ast.Tuple)) else [body]
+        if calls and all(isinstance(call, ast.Call) for call in calls):
+            return [_of_expression(call) for call in calls]
+    return None
+
+
+def _of_expression(call: Any) -> ToolCall:
+    if call.args or not all(keyword.arg for keyword in call.keywords):
+        raise TypeError("call: expected arguments with names")
+    return tool_call(ast.unparse(call.func), {each.arg: _literal(each.value) for each in call.keywords})
+
+
+def _literal(node: Any) -> Any:
+    """A value; JSON's words for some values count too."""
+    words = {"true": True, "false": False, "null": None}
+    if isinstance(node, ast.Name) and node.id in words:
+        return words[node.id]
+    if isinstance(node, ast.Dict):
+        return {
+            ast.literal_eval(key) if key else None: _literal(value)
+            for key, value in zip(node.keys, node.values, strict=True)
+        }
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_literal(each) for each in node.elts]
+    return ast.literal_eval(node)

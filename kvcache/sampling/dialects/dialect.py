@@ -1,0 +1,61 @@
+"""A dialect: the marks by which a family of networks writes thoughts and calls, and what reads an answer in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from kvcache.sampling.dialects.transcript import ToolCall, Transcript
+
+__all__ = ["AnswerReader", "CallReader", "Dialect"]
+
+CallReader = Callable[[str, Mapping[str, Any]], "list[ToolCall] | None"]  # of a text, and schemas by name
+
+
+class AnswerReader(Protocol):
+    """A state machine over the texts and marks of one answer; what it reads goes to a transcript."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is a thought, as far as is known."""
+
+    def text(self, text: str) -> None:
+        """Read a text without marks."""
+
+    def mark(self, mark: str, special: bool) -> None:
+        """Read a mark; `special`: it is no text where it has no meaning."""
+
+    def end(self) -> None:
+        """Note that no more follows."""
+
+
+class Dialect(NamedTuple):
+    """The words of a family.
+
+    Attributes:
+        calls: the mark that begins calls, and the one that ends them; "" where calls end with the answer, or with the
+            next ones.
+        read: reads what stands between these.
+        thoughts: the marks around thoughts; None: there are none.
+        titled: whether thoughts begin with a line of their own, which is none.
+        more: marks that count within calls and thoughts, such as quotes, if they are special tokens.
+        silent: marks that say nothing.
+        leads: whether an answer that begins as calls do, without a mark, is calls.
+        reader: makes the reader of an answer, of the dialect, a transcript, whether calls count, their schemas, and
+            whether the answer begins with a thought.
+    """
+
+    reader: Callable[[Dialect, Transcript, bool, Mapping[str, Any], bool], AnswerReader]
+    calls: tuple[str, str] | None = None
+    read: CallReader | None = None
+    thoughts: tuple[str, str] | None = None
+    titled: bool = False
+    more: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    leads: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks."""
+        found = (*(self.calls or ()), *(self.thoughts or ()), *self.more, *self.silent)
+        return tuple(dict.fromkeys(mark for mark in found if mark))

@@ -1,0 +1,63 @@
+"""The dialects by name, and the choice of one by the marks in a chat template."""
+
+from __future__ import annotations
+
+from kvcache.sampling.dialects.call_texts import json_calls, mistral_calls, parameter_calls, pythonic_calls
+from kvcache.sampling.dialects.dialect import Dialect
+from kvcache.sampling.dialects.gemma_values import gemma_calls
+from kvcache.sampling.dialects.harmony_reader import HARMONY_MARKS, HarmonyReader
+from kvcache.sampling.dialects.tagged_reader import TaggedReader
+
+__all__ = ["DIALECTS", "dialect_of"]
+
+_THOUGHTS = ("<think>", "</think>")
+_TAG = ("<tool_call>", "</tool_call>")
+
+DIALECTS = {
+    "harmony": Dialect(HarmonyReader, read=json_calls, more=HARMONY_MARKS),  # gpt-oss
+    "gemma4": Dialect(
+        TaggedReader, ("<|tool_call>", "<tool_call|>"), gemma_calls, ("<|channel>", "<channel|>"), titled=True,
+        more=('<|"|>',),
+    ),
+    "functiongemma": Dialect(
+        TaggedReader, ("<start_function_call>", "<end_function_call>"), gemma_calls, more=("<escape>",)
+    ),
+    "mistral": Dialect(
+        TaggedReader, ("[TOOL_CALLS]", ""), mistral_calls, ("[THINK]", "[/THINK]"), more=("[ARGS]", "[CALL_ID]")
+    ),
+    "lfm2": Dialect(TaggedReader, ("<|tool_call_start|>", "<|tool_call_end|>"), pythonic_calls, _THOUGHTS),
+    "qwen3_coder": Dialect(TaggedReader, _TAG, parameter_calls, _THOUGHTS),  # and Qwen3.5
+    "granite": Dialect(
+        TaggedReader, ("<|tool_call|>", ""), json_calls, _THOUGHTS, silent=("<response>", "</response>")
+    ),
+    "hermes": Dialect(TaggedReader, _TAG, json_calls, _THOUGHTS),  # and Qwen2.5, Qwen3, SmolLM3, Granite 4
+    "llama3": Dialect(TaggedReader, ("<|python_tag|>", ""), pythonic_calls, _THOUGHTS, leads=True),
+    "none": Dialect(TaggedReader),
+}
+# The marks of a template that tell its dialect, in the order in which they are looked for.
+_SIGNS = {
+    "<|constrain|>": "harmony", "to=functions.": "harmony", "<|tool_call>": "gemma4",
+    "<start_function_call>": "functiongemma", "[TOOL_CALLS]": "mistral", "<|tool_call_start|>": "lfm2",
+    "<|tool_list_start|>": "lfm2", "<function=": "qwen3_coder", "<|tool_call|>": "granite", "<tool_call>": "hermes",
+    "<|python_tag|>": "llama3", '"parameters": dictionary of argument': "llama3",
+}
+
+
+def dialect_of(template: str, name: str | None = None) -> Dialect:
+    """The dialect of a chat template.
+
+    Args:
+        template: in Jinja.
+        name: a name of `DIALECTS`, which counts more than the template's marks; "none": calls are text.
+
+    Raises:
+        ValueError: no such name.
+    """
+    if name is None:
+        name = next((dialect for sign, dialect in _SIGNS.items() if sign in template), "none")
+    if name not in DIALECTS:
+        raise ValueError(f"tool_parser: expected one of {', '.join(DIALECTS)}, got {name}")
+    found = DIALECTS[name]
+    if found.thoughts in (None, _THOUGHTS) and found.reader is TaggedReader:
+        found = found._replace(thoughts=_THOUGHTS if _THOUGHTS[1] in template else None)
+    return found

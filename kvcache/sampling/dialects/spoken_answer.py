@@ -1,0 +1,107 @@
+"""An answer, token by token, as thoughts, content and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvcache.sampling.dialects.dialect import Dialect
+from kvcache.sampling.dialects.marks import MarkSearch
+from kvcache.sampling.dialects.transcript import ChannelPiece, Transcript
+from kvcache.sampling.text_stream import TextStream
+from kvcache.sampling.tokenizer_errors import decoded
+
+__all__ = ["MarkTokens", "SpokenAnswer"]
+
+_TAIL = 16  # tokens of a prompt that may open a thought
+
+
+class MarkTokens:
+    """The marks of a dialect in a vocabulary: special tokens are marks by their ids, and all others by their text.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`.
+        dialect: of the answers.
+    """
+
+    def __init__(self, tokenizer: Any, dialect: Dialect) -> None:
+        self.tokenizer, self.dialect = tokenizer, dialect
+        special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.by_id = {special[mark]: mark for mark in dialect.marks if mark in special}
+        self.by_text = tuple(mark for mark in dialect.marks if mark not in special)
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends with the mark that begins thoughts."""
+        if self.dialect.thoughts is None:
+            return False
+        tail = decoded(self.tokenizer, [int(token) for token in prompt[-_TAIL:]], skip_special_tokens=False)
+        return tail.rstrip().endswith(self.dialect.thoughts[0])
+
+
+class SpokenAnswer:
+    """Reads the tokens of one answer; the pieces are the same however the tokens come.
+
+    Args:
+        marks: of the dialect.
+        prompt: the ids before the answer.
+        stop: strings that end it.
+        calls: whether calls count; they are text otherwise.
+        schemas: of the arguments of each function, by its name.
+        names, parallel: see `Transcript`.
+
+    Attributes:
+        reasoning_tokens: tokens of thoughts so far.
+    """
+
+    def __init__(
+        self, marks: MarkTokens, prompt: Sequence[int], stop: Iterable[str] = (), *, calls: bool = False,
+        schemas: Mapping[str, Any] | None = None, names: frozenset[str] | None = None, parallel: bool = True,
+    ) -> None:
+        dialect = marks.dialect
+        self._marks, self._stop = marks, tuple(stop)
+        self._tokens = [int(token) for token in prompt[-_TAIL:]]
+        self._text = TextStream(marks.tokenizer, self._tokens, self._stop)
+        self._search = MarkSearch(marks.by_text)
+        self._transcript = Transcript(calls and (dialect.read is not None), names, parallel)
+        self._reader = dialect.reader(dialect, self._transcript, calls, schemas or {}, marks.opens_thought(prompt))
+        self.reasoning_tokens = 0
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there was a call."""
+        return self._transcript.calls > 0
+
+    def extend(self, tokens: Iterable[int], *, ended: bool) -> list[ChannelPiece]:
+        """The pieces that are complete with these tokens; with `ended` also what still waits."""
+        for token in tokens:
+            self.reasoning_tokens += self._reader.is_thinking
+            if (mark := self._marks.by_id.get(token)) is not None and not self._text.stopped:
+                self._read(self._text.end(), ended=True)
+                self._text = TextStream(self._marks.tokenizer, [*self._tokens, token], self._stop)
+                self._reader.mark(mark, True)
+            else:
+                self._read(self._text.add(token))
+            self._tokens = [*self._tokens[1 - _TAIL :], token]
+        if ended:
+            self._read(self._text.end(), ended=True)
+            self._reader.end()
+            self._transcript.end()
+        return _merged(self._transcript.take())
+
+    def _read(self, text: str, ended: bool = False) -> None:
+        for part, is_mark in [*self._search.add(text), *(self._search.end() if ended else ())]:
+            if is_mark:
+                self._reader.mark(part, False)
+            else:
+                self._reader.text(part)
+
+
+def _merged(pieces: list[ChannelPiece]) -> list[ChannelPiece]:
+    """Pieces with neighbours of one channel put together."""
+    found: list[ChannelPiece] = []
+    for piece in pieces:
+        if found and piece.channel == found[-1].channel != "call":
+            found[-1] = ChannelPiece(piece.channel, found[-1].text + piece.text)
+        else:
+            found.append(piece)
+    return found

@@ -1,0 +1,97 @@
+"""Answers with marks around thoughts and calls, and those that are calls from their first character on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from kvcache.sampling.dialects.dialect import Dialect
+from kvcache.sampling.dialects.transcript import Transcript
+
+__all__ = ["TaggedReader"]
+
+# Beginnings of calls without a mark, white space left out.
+_OBJECTS = ('{"name":', '{"type":"function"', '{"function":', '[{"name":')
+_HEAD = 200  # characters
+_PYTHON = re.compile(r"\[(?:[A-Za-z_][\w.]*(?:\(.*)?)?", re.DOTALL)
+
+
+class TaggedReader:
+    """Reads such an answer; see `Dialect` for the arguments.
+
+    Thoughts begin before any content, or after calls. A mark that has no meaning where it stands is text.
+    """
+
+    def __init__(
+        self, dialect: Dialect, transcript: Transcript, calls: bool, schemas: Mapping[str, Any], thinks: bool
+    ) -> None:
+        self._dialect, self._transcript, self._schemas = dialect, transcript, schemas
+        self._open, self._close = dialect.calls if calls and dialect.calls else ("", "")
+        self._state: Literal["content", "title", "thought", "call", "lead"] = "content"
+        self._begin_thought, self._end_thought = dialect.thoughts or ("", "")
+        self._written: list[str] = []  # calls that are not whole, with their marks
+        self._head = ""  # the first characters of what may be calls
+        if thinks:
+            self._state = "thought"
+        elif calls and dialect.leads:
+            self._state = "lead"
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._state in ("title", "thought")
+
+    def text(self, text: str) -> None:
+        if self._state == "title":
+            _, found, text = text.partition("\n")
+            self._state = "thought" if found else "title"
+        if self._state == "thought":
+            self._transcript.think(text)
+        elif self._state == "content":
+            self._transcript.say(text)
+        elif self._state in ("call", "lead"):
+            self._written.append(text)
+            self._head += text[: _HEAD - len(self._head)]
+            if self._state == "lead" and not _may_be_calls(self._head):
+                self._transcript.say(self._taken())
+
+    def mark(self, mark: str, special: bool) -> None:
+        begins = mark == self._begin_thought
+        if mark in self._dialect.silent and self._state != "call":
+            return
+        if self.is_thinking and mark == self._end_thought:
+            self._transcript.end_thought()
+            self._state = "content"
+        elif self._state == "call" and mark == self._close:
+            self._end_calls(mark)
+        elif mark == self._open and not self.is_thinking:
+            if self._written:
+                self._end_calls()
+            self._state, self._written = "call", [mark]
+        elif begins and self._transcript.is_silent and self._state in ("content", "lead") and not self._head.strip():
+            self._taken()
+            self._state = "title" if self._dialect.titled else "thought"
+        elif not special or self._state in ("call", "lead"):
+            self.text(mark)
+
+    def end(self) -> None:
+        if self._written:
+            self._end_calls()
+
+    def _end_calls(self, close: str = "") -> None:
+        written = self._taken()
+        read, body = self._dialect.read, written.removeprefix(self._open)
+        self._transcript.call(read(body, self._schemas) if read is not None else None, written + close)
+
+    def _taken(self) -> str:
+        """Take the text that was written of calls; content follows."""
+        written, self._written, self._head, self._state = "".join(self._written), [], "", "content"
+        return written
+
+
+def _may_be_calls(text: str) -> bool:
+    """Whether a text may be the beginning of calls."""
+    start = re.sub(r"\s", "", text)
+    if any(each.startswith(start) or start.startswith(each) for each in _OBJECTS):
+        return True
+    return _PYTHON.fullmatch(start) is not None

@@ -1,0 +1,108 @@
+"""The transcript of an answer, in channels: thoughts, content and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+__all__ = ["Channel", "ChannelPiece", "ToolCall", "Transcript"]
+
+Channel = Literal["reasoning", "content", "call", "arguments"]
+_SPACE = " \t\r\n"
+
+
+class ChannelPiece(NamedTuple):
+    """A piece of an answer.
+
+    Attributes:
+        channel: "reasoning" and "content" are text; "call" begins a call, and its text is the name; "arguments" are
+            JSON, of the call before.
+        text: of the channel.
+    """
+
+    channel: Channel
+    text: str
+
+
+class ToolCall(NamedTuple):
+    """A call: the name of a function, and its arguments, an object in JSON."""
+
+    name: str
+    arguments: str
+
+
+class Transcript:
+    """Collects what is said. White space around thoughts and calls is no content.
+
+    Args:
+        holds: whether calls may follow: white space then waits for what comes next.
+        names: of the functions that may be called; None: any.
+        parallel: whether there may be several calls; all but the first are dropped otherwise.
+
+    Attributes:
+        calls: how many there were.
+        is_silent: whether there was no content since the beginning, or since the last call.
+    """
+
+    def __init__(self, holds: bool, names: frozenset[str] | None = None, parallel: bool = True) -> None:
+        self._holds, self._names, self._parallel = holds, names, parallel
+        self._pieces: list[ChannelPiece] = []
+        self._held = ""  # white space, which counts if content follows
+        self._trims = False  # whether white space that comes next is dropped
+        self._thinks = False
+        self.calls, self.is_silent = 0, True
+
+    def think(self, text: str) -> None:
+        """Add to the thoughts."""
+        if not self._thinks:
+            self._thinks, self._trims, self._held = True, True, ""
+        self._say("reasoning", text)
+
+    def end_thought(self) -> None:
+        """End the thoughts; content follows."""
+        self._thinks, self._trims, self._held = False, True, ""
+
+    def say(self, text: str) -> None:
+        """Add to the content."""
+        if self._thinks:
+            self.end_thought()
+        self._say("content", text)
+        self.is_silent = self.is_silent and not text.strip(_SPACE)
+
+    def _say(self, channel: Channel, text: str) -> None:
+        if self._trims:
+            text = text.lstrip(_SPACE)
+        if not text:
+            return
+        self._trims, text = False, self._held + text
+        end = len(text.rstrip(_SPACE)) if self._holds or self._thinks else len(text)
+        self._held = text[end:]
+        if end:
+            self._pieces.append(ChannelPiece(channel, text[:end]))
+
+    def call(self, calls: Sequence[ToolCall] | None, written: str) -> None:
+        """Add calls; where there are none, or one that may not be, what was written is content.
+
+        Args:
+            calls: None: what was written does not say any.
+            written: the text of the calls.
+        """
+        if not calls or not all(self._names is None or call.name in self._names for call in calls):
+            self.say(written)
+            return
+        self._held, self._trims, self._thinks, self.is_silent = "", True, False, True
+        for call in calls:
+            if self._parallel or not self.calls:
+                self._pieces += [ChannelPiece("call", call.name), ChannelPiece("arguments", call.arguments)]
+                self.calls += 1
+
+    def end(self) -> None:
+        """Note that no more follows: white space that was held is content, unless thoughts or calls are before it."""
+        if self._held and not self._thinks:
+            self._pieces.append(ChannelPiece("content", self._held))
+        self._held = ""
+
+    def take(self) -> list[ChannelPiece]:
+        """The pieces since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces

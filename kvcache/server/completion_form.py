@@ -1,0 +1,150 @@
+"""Answers as completions and chat completions, the forms of OpenAI's older interfaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from kvcache.sampling.dialects.transcript import ChannelPiece
+from kvcache.server.bodies import Body
+from kvcache.server.forms import Choice, Counts, call_id, counts_of, event, now, unique
+from kvcache.server.logprobs import Offsets, TokenTexts, of_chat, of_texts
+from kvcache.server.refusals import refusal
+from kvcache.server.written import JsonObject
+from kvcache.serving import Request as EngineRequest
+
+__all__ = ["CompletionForm"]
+
+
+class CompletionForm:
+    """Writes an answer to a body, a chat or a text; see `Form`.
+
+    Args:
+        body: of the client.
+        texts: of the engine's tokens.
+    """
+
+    def __init__(self, body: Body, texts: TokenTexts) -> None:
+        self._body, self._texts = body, texts
+        self._offsets: dict[int, Offsets] = {}
+        self._calls: dict[int, int] = {}  # of each sample that has some: how many
+        self._begun: set[int] = set()
+        kind, prefix = ("chat.completion", "chatcmpl-") if body.chat else ("text_completion", "cmpl-")
+        kind += ".chunk" if body.chat and body.stream else ""
+        self._head = {"id": unique(prefix), "object": kind, "created": now(), "model": body.model}
+        self._common = self._head | ({"usage": None} if body.with_usage else {})
+
+    @property
+    def field(self) -> str:
+        return self._body.field
+
+    # -- streams --------------------------------------------------------------------------------------------
+
+    def begin(self, requests: Sequence[EngineRequest]) -> Iterator[str]:
+        return iter(())
+
+    def events(
+        self, choice: Choice, pieces: Sequence[ChannelPiece], logprobs: JsonObject | None, reason: str | None
+    ) -> Iterator[str]:
+        number, first = choice.number, choice.number not in self._begun
+        self._begun.add(number)
+        deltas = [self._delta(number, piece) for piece in pieces]
+        if not deltas and (logprobs is not None or reason is not None or first):
+            deltas = [{} if number in self._calls else self._content("")]
+        for place, delta in enumerate(deltas):
+            role = {"role": "assistant"} if first and not place and self._body.chat else {}
+            end = reason if place == len(deltas) - 1 else None
+            content = {"delta": role | delta} if self._body.chat else delta
+            found = JsonObject(
+                index=number, **content, logprobs=None if place else logprobs,
+                finish_reason="tool_calls" if end == "stop" and number in self._calls else end,
+            )
+            yield event(JsonObject(**self._common, choices=iter([found])))
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"content": text} if self._body.chat else {"text": text}
+
+    def _delta(self, number: int, piece: ChannelPiece) -> dict[str, Any]:
+        if piece.channel == "content":
+            return self._content(piece.text)
+        if piece.channel == "reasoning":
+            return {"reasoning_content": piece.text}
+        if piece.channel == "call":
+            self._calls[number] = self._calls.get(number, 0) + 1
+            call = {"id": call_id(), "type": "function", "function": {"name": piece.text, "arguments": ""}}
+        else:
+            call = {"function": {"arguments": piece.text}}
+        return {"tool_calls": [{"index": self._calls[number] - 1, **call}]}
+
+    def end(self, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Iterator[str]:
+        if self._body.with_usage:
+            yield event({**self._common, "choices": [], "usage": _usage(counts_of(requests, choices))})
+        yield "data: [DONE]\n\n"
+
+    def refusal(self, error: Exception, *, running: bool = False) -> Response:
+        return refusal(error, running=running)
+
+    def fail(self, error: Exception) -> Iterator[str]:
+        yield f"data: {bytes(refusal(error, running=True).body).decode()}\n\ndata: [DONE]\n\n"
+
+    def ping(self) -> str:
+        return ": ping\n\n"
+
+    # -- both -----------------------------------------------------------------------------------------------
+
+    def logprobs(self, choice: Choice, tokens: Sequence[int], found: Sequence[Any]) -> JsonObject:
+        if self._body.chat:
+            return of_chat(self._texts, tokens, found)
+        if choice.number not in self._offsets:
+            work = choice.work
+            self._offsets[choice.number] = Offsets(self._texts, work.tokens[: work.num_prompt])
+        return of_texts(self._texts, tokens, found, self._offsets[choice.number])
+
+    # -- whole ----------------------------------------------------------------------------------------------
+
+    def whole(
+        self, requests: Sequence[EngineRequest], choices: Sequence[tuple[Choice, list[ChannelPiece], str | None]]
+    ) -> JsonObject:
+        counts = counts_of(requests, [choice for choice, *_ in choices])
+        made = (self._choice(*each) for each in choices)
+        return JsonObject(**self._head, choices=made, usage=_usage(counts))
+
+    def _choice(self, choice: Choice, pieces: list[ChannelPiece], reason: str | None) -> JsonObject:
+        work, logprobs = choice.work, None
+        if (found := work.logprobs) is not None:
+            logprobs = self.logprobs(choice, work.new_tokens, found)
+        message: Mapping[str, Any] = self._message(pieces)
+        if self._body.chat:
+            reason = "tool_calls" if reason == "stop" and "tool_calls" in message else reason
+            message = {"message": message}
+        return JsonObject(index=choice.number, **message, logprobs=logprobs, finish_reason=reason)
+
+    def _message(self, pieces: list[ChannelPiece]) -> dict[str, Any]:
+        """The whole of a sample. A message without content beside calls has none."""
+        texts = {
+            channel: "".join(piece.text for piece in pieces if piece.channel == channel)
+            for channel in ("content", "reasoning")
+        }
+        if not self._body.chat:
+            return self._content(texts["content"])
+        calls: list[dict[str, Any]] = []
+        for channel, text in pieces:
+            if channel == "call":
+                function = {"name": text, "arguments": ""}
+                calls.append({"id": call_id(), "type": "function", "function": function})
+            elif channel == "arguments":
+                calls[-1]["function"]["arguments"] += text
+        found = {"role": "assistant", "content": texts["content"] or (None if calls else "")}
+        thoughts = {"reasoning_content": texts["reasoning"]} if texts["reasoning"] else {}
+        return found | thoughts | ({"tool_calls": calls} if calls else {})
+
+
+def _usage(counts: Counts) -> dict[str, Any]:
+    """The numbers of tokens of an answer."""
+    return {
+        "prompt_tokens": counts.prompt, "completion_tokens": counts.new, "total_tokens": counts.prompt + counts.new,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
+        "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
+    }

@@ -1,0 +1,119 @@
+"""The form of an answer: how an interface writes it, whole or as events of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from secrets import token_hex
+from typing import Any, NamedTuple, Protocol
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
+from kvcache.sampling.dialects.transcript import ChannelPiece
+from kvcache.server.refusals import ending
+from kvcache.server.written import JsonObject, written
+from kvcache.serving import Request as EngineRequest
+from kvcache.serving.work import Work
+
+__all__ = ["Choice", "Counts", "Form", "call_id", "counts_of", "event", "now", "reason_of", "unique"]
+
+
+class Choice(NamedTuple):
+    """One sample of an answer.
+
+    Attributes:
+        number: its place among all.
+        work: of the engine.
+        spoken: reads its tokens.
+    """
+
+    number: int
+    work: Any
+    spoken: SpokenAnswer
+
+
+class Counts(NamedTuple):
+    """Numbers of tokens: of prompts, of them those that were cached, new ones, and of them those of thoughts."""
+
+    prompt: int
+    cached: int
+    new: int
+    reasoning: int
+
+
+class Form(Protocol):
+    """Writes one answer. Events are texts of the stream, each whole."""
+
+    @property
+    def field(self) -> str:
+        """The name of the field with the prompts."""
+
+    def begin(self, requests: Sequence[EngineRequest]) -> Iterator[str]:
+        """The events before any token; those that a request needs to be known are written when it has one."""
+
+    def events(
+        self, choice: Choice, pieces: Sequence[ChannelPiece], logprobs: JsonObject | None, reason: str | None
+    ) -> Iterator[str]:
+        """The events for what is new in a sample. `reason`: why it ended, "stop" or "length"; None: more will come."""
+
+    def end(self, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Iterator[str]:
+        """The events after the last token."""
+
+    def refusal(self, error: Exception, *, running: bool = False) -> Response:
+        """An error instead of an answer; see `refusal`."""
+
+    def fail(self, error: Exception) -> Iterator[str]:
+        """The events that end a stream with an error."""
+
+    def ping(self) -> str:
+        """An event that says nothing."""
+
+    def logprobs(self, choice: Choice, tokens: Sequence[int], found: Sequence[Any]) -> JsonObject:
+        """The log-probabilities of the next tokens of a sample."""
+
+    def whole(
+        self, requests: Sequence[EngineRequest], choices: Sequence[tuple[Choice, list[ChannelPiece], str | None]]
+    ) -> JsonObject:
+        """The whole answer: each sample with its pieces, and why it ended."""
+
+
+def event(value: Any, name: str | None = None) -> str:
+    """An event of a stream; with a name where the interface has names."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {''.join(written(value))}\n\n"
+
+
+def unique(prefix: str) -> str:
+    """A name that nothing else has."""
+    return f"{prefix}{token_hex(12)}"
+
+
+def call_id() -> str:
+    """The id of a call: 9 characters, as the templates of Mistral want them."""
+    return token_hex(5)[:9]
+
+
+def now() -> int:
+    """The time of an answer, in seconds since 1970."""
+    return int(time.time())
+
+
+def reason_of(reason: str | None, *, is_empty: bool) -> str | None:
+    """Why an answer ended, "stop" or "length"; None: it has not. HTTPException: it ended without any token."""
+    if reason == "cancelled":
+        raise ending()
+    if reason == "deadline" and is_empty:
+        raise HTTPException(503, "answer: expected one, got none: no token within the time limit")
+    return "length" if reason in ("deadline", "error") else reason  # of errors: memory ran out behind a token
+
+
+def counts_of(requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Counts:
+    """The numbers of tokens of an answer; a prompt of several samples counts once."""
+    firsts: list[Work] = [request.works[0] for request in requests]
+    return Counts(
+        sum(work.num_prompt for work in firsts), sum(work.cached_tokens for work in firsts),
+        sum(work.num_tokens - work.num_prompt for request in requests for work in request.works),
+        sum(choice.spoken.reasoning_tokens for choice in choices),
+    )

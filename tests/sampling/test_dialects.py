@@ -1,0 +1,236 @@
+"""Thoughts, content and calls of each family; the same however the text is cut."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from kvcache.sampling.dialects.call_texts import json_calls, parameter_calls, pythonic_calls
+from kvcache.sampling.dialects.dialect_table import DIALECTS, dialect_of
+from kvcache.sampling.dialects.gemma_values import gemma_calls
+from kvcache.sampling.dialects.marks import MarkSearch
+from kvcache.sampling.dialects.spoken_answer import MarkTokens, SpokenAnswer
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+MARKS = sorted({mark for dialect in DIALECTS.values() for mark in dialect.marks} | {"<think>", "</think>"})
+# These are no special tokens in the vocabularies of their families.
+PLAIN = {"<tool_call>", "</tool_call>", "<think>", "</think>", "<response>", "</response>"}
+TYPES = {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "string"]}}
+SCHEMAS = {"f": {"properties": TYPES}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A token for each byte, and one for each mark."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS if mark not in PLAIN])
+    made.add_tokens([AddedToken(mark, special=False) for mark in MARKS if mark in PLAIN])
+    return made
+
+
+def read(tokenizer, name, text, cuts=(), prompt="", **options):
+    """The thoughts, the content and the calls of an answer; its tokens come in pieces that begin at `cuts`."""
+    answer = answer_of(tokenizer, name, prompt, **options)
+    tokens = tokenizer.encode(text).ids
+    edges = [0, *sorted(cut % (len(tokens) + 1) for cut in cuts), len(tokens)]
+    pieces = []
+    for start, stop in pairwise(edges):
+        pieces += answer.extend(tokens[start:stop], ended=False)
+    pieces += answer.extend([], ended=True)
+    return collected(pieces)
+
+
+def answer_of(tokenizer, name, prompt="", **options):
+    dialect = dialect_of("<think></think>", name)
+    options = {"calls": True, "schemas": SCHEMAS, **options}
+    return SpokenAnswer(MarkTokens(tokenizer, dialect), tokenizer.encode(prompt).ids, **options)
+
+
+def collected(pieces):
+    texts, calls = {"reasoning": "", "content": ""}, []
+    for channel, text in pieces:
+        if channel == "call":
+            calls.append([text, ""])
+        elif channel == "arguments":
+            calls[-1][1] += text
+        else:
+            texts[channel] += text
+    return texts["reasoning"], texts["content"], [(name, json.loads(text)) for name, text in calls]
+
+
+ANSWERS = [
+    ("hermes", 'Hi \n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', ("", "Hi", [("f", {"a": 1})])),
+    ("hermes", '<think>\nhm <b>\n</think>\n\nSo.\n', ("hm <b>", "So.\n", [])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>\n<tool_call>{"name": "g"}</tool_call>\n',
+     ("", "", [("f", {}), ("g", {})])),
+    ("hermes", '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"é": "</b>"}}]</tool_call>.',
+     ("", ".", [("f", {}), ("g", {"é": "</b>"})])),
+    ("hermes", 'a <tool_call>{"name": "f"', ("", 'a <tool_call>{"name": "f"', [])),
+    ("hermes", 'a <tool_call>{"name": "f", "arguments": [1]}</tool_call> b ',
+     ("", 'a <tool_call>{"name": "f", "arguments": [1]}</tool_call> b ', [])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+     ("", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [])),
+    ("hermes", "the tag <think> is </think> text", ("", "the tag <think> is </think> text", [])),
+    ("hermes", "a < b <tool", ("", "a < b <tool", [])),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n<parameter=s>\n1\n\n</parameter>\n"
+     "<parameter=o>\n{\"x\": 1}\n</parameter>\n<parameter=other>\ntrue\n</parameter>\n</function>\n</tool_call>",
+     ("", "", [("f", {"a": 7, "s": "1\n", "o": {"x": 1}, "other": "true"})])),
+    ("qwen3_coder", "<tool_call><function=f></function><function=g><parameter=x>y</parameter></function>",
+     ("", "", [("f", {}), ("g", {"x": "y"})])),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>",
+     ("", "<tool_call><function=f><parameter=a>1</function></tool_call>", [])),
+    ("llama3", '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", {"a": 1})])),
+    ("llama3", '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": "x"}}; {"name": "g"}',
+     ("", "", [("f", {"a": "x"}), ("g", {})])),
+    ("llama3", ' [f(a=1, s="x"), g(l=[true, None], d={"k": -1.5})]',
+     ("", "", [("f", {"a": 1, "s": "x"}), ("g", {"l": [True, None], "d": {"k": -1.5}})])),
+    ("llama3", '{"answer": 42}', ("", '{"answer": 42}', [])),
+    ("llama3", "[1, 2]", ("", "[1, 2]", [])),
+    ("llama3", '{"name": "f", "para', ("", '{"name": "f", "para', [])),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+     ("", "", [("f", {"a": 1}), ("g", {})])),
+    ("mistral", '[THINK]so[/THINK]Now[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{"b": [2]}',
+     ("so", "Now", [("f", {"a": 1}), ("g", {"b": [2]})])),
+    ("mistral", "Now[TOOL_CALLS]f[ARGS]{", ("", "Now[TOOL_CALLS]f[ARGS]{", [])),
+    ("harmony", "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Hi\n",
+     ("Think.", "Hi\n", [])),
+    ("harmony", "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>commentary<|message|>Look:<|end|>"
+     "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"a\": 1}<|call|>",
+     ("A", "Look:", [("f", {"a": 1})])),
+    ("harmony", "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}", ("", "", [("g", {})])),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>{\"a\": ", ("", '{"a": ', [])),
+    ("harmony", "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+     ("", "a\n\nb", [])),
+    ("gemma4", '<|channel>thought\nhm\n<channel|>Hi<|tool_call>call:f{a:-4,s:<|"|>x{y:"<|"|>,o:{k:[1.5,true,null]}}'
+     "<tool_call|><|tool_call>call:g{}<tool_call|>",
+     ("hm", "Hi", [("f", {"a": -4, "s": 'x{y:"', "o": {"k": [1.5, True, None]}}), ("g", {})])),
+    ("gemma4", "<|tool_call>call:f{a:}<tool_call|>", ("", "<|tool_call>call:f{a:}<tool_call|>", [])),
+    ("functiongemma", "<start_function_call>call:f{s:<escape>a, b<escape>}<end_function_call>",
+     ("", "", [("f", {"s": "a, b"})])),
+    ("lfm2", '<|tool_call_start|>[f(a=1), g(s="x")]<|tool_call_end|>Done.',
+     ("", "Done.", [("f", {"a": 1}), ("g", {"s": "x"})])),
+    ("lfm2", "<|tool_call_start|>[f(1)]<|tool_call_end|>", ("", "<|tool_call_start|>[f(1)]<|tool_call_end|>", [])),
+    ("granite", '<think>a</think><response>b</response><|tool_call|>[{"name": "f", "arguments": {}}]',
+     ("a", "b", [("f", {})])),
+    ("none", '<think>a</think><tool_call>{"name": "f"}</tool_call>',
+     ("a", '<tool_call>{"name": "f"}</tool_call>', [])),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "want"), ANSWERS, ids=[f"{name} {i}" for i, (name, *_) in enumerate(ANSWERS)])
+def test_answers_of_the_families(tokenizer, name, text, want):
+    assert read(tokenizer, name, text) == want
+    for size in (1, 2, 3):
+        assert read(tokenizer, name, text, range(0, 400, size)[: len(tokenizer.encode(text).ids)]) == want
+
+
+BITS = st.sampled_from([
+    *MARKS, "\n", " ", "x", "é🐈", "{", "}", "[", "]", '{"name": "f", "arguments": {"a": 1}}', "<function=f>",
+    "</function>", "<parameter=a>\n1\n</parameter>", "call:f{a:1}", "[f(a=1)]", "f", "analysis", "final",
+    "thought\n", " to=functions.f", "<", "<tool_", '"', ";", "[ARGS", "assistant",
+    "<|channel|>commentary to=functions.f<|message|>{}",
+])
+
+
+@given(name=st.sampled_from(sorted(DIALECTS)), bits=st.lists(BITS, max_size=12),
+       cuts=st.lists(st.integers(0, 500), max_size=8),
+       prompt=st.sampled_from(["", "a<think>\n", "🐈"]), calls=st.booleans(), parallel=st.booleans(),
+       stop=st.lists(st.sampled_from(["xf", "\n\n", "é", "}}"]), max_size=2))
+def test_any_cut_of_any_text_reads_the_same(tokenizer, name, bits, cuts, prompt, calls, parallel, stop):
+    options = {"prompt": prompt, "calls": calls, "parallel": parallel, "stop": stop}
+    whole = read(tokenizer, name, "".join(bits), **options)
+    assert read(tokenizer, name, "".join(bits), cuts, **options) == whole
+    assert read(tokenizer, name, "".join(bits), range(0, 500), **options) == whole
+    assert len(whole[2]) < 2 or parallel
+    assert calls or not whole[2]
+
+
+@given(text=st.text("<tol_ca>k/\n é"), cuts=st.lists(st.integers(0, 50), max_size=6))
+def test_marks_are_found_in_any_pieces(text, cuts):
+    marks = ["<tool>", "</tool>", "<ok>"]
+    search, found = MarkSearch(marks), []
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    for start, stop in pairwise(edges):
+        found += search.add(text[start:stop])
+    found += search.end()
+    assert "".join(part for part, _ in found) == text
+    assert [part for part, is_mark in found if is_mark] == MarkSearch(marks)._pattern.findall(text)
+
+
+def test_text_without_marks_stays_as_it_is(tokenizer):
+    for name in set(DIALECTS) - {"harmony"}:
+        for text in ("", "  a \n b\n\n", "{ x", "🐈 [no", "\n"):
+            assert read(tokenizer, name, text) == ("", text, [])
+    assert read(tokenizer, "harmony", "  plain") == ("", "  plain", [])
+
+
+def test_a_prompt_that_opens_thoughts(tokenizer):
+    answer = answer_of(tokenizer, "hermes", "user: x\n<think>\n")
+    assert collected(answer.extend(tokenizer.encode("ab").ids, ended=False)) == ("ab", "", [])
+    assert answer.reasoning_tokens == 2
+    rest = answer.extend(tokenizer.encode("\n</think>\nc").ids, ended=True)
+    assert (collected(rest), answer.reasoning_tokens) == (("", "c", []), 4)
+    assert read(tokenizer, "hermes", "c", prompt="<think>\n\n</think>\n\n") == ("", "c", [])
+
+
+def test_what_comes_is_given_at_once(tokenizer):
+    """But for what may begin a mark, and for white space that a mark may follow."""
+    answer = answer_of(tokenizer, "hermes")
+    tokens = tokenizer.encode("a < b").ids
+    given = ["".join(piece.text for piece in answer.extend([token], ended=False)) for token in tokens]
+    assert given == ["a", "", "", " <", " b"]
+
+
+def test_calls_that_are_not_allowed_are_text(tokenizer):
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert read(tokenizer, "hermes", text, calls=False) == ("", text, [])
+    assert read(tokenizer, "hermes", text, names=frozenset("g")) == ("", text, [])
+    assert read(tokenizer, "hermes", text * 2, parallel=False) == ("", "", [("f", {})])
+    assert read(tokenizer, "llama3", '<|python_tag|>{"name": "f"}', calls=False) == ("", '{"name": "f"}', [])
+
+
+def test_a_stop_string_ends_an_answer_within_a_thought(tokenizer):
+    assert read(tokenizer, "hermes", "<think>ab STOP c</think>d", stop=["STOP"]) == ("ab", "", [])
+
+
+def test_special_tokens_spelled_by_others_are_text(tokenizer):
+    ids = [id for character in "[TOOL_CALLS]f{}" for id in tokenizer.encode(character).ids]
+    answer = answer_of(tokenizer, "mistral")
+    assert collected(answer.extend(ids, ended=True)) == ("", "[TOOL_CALLS]f{}", [])
+
+
+@pytest.mark.parametrize("read_calls", [json_calls, parameter_calls, pythonic_calls, gemma_calls])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[" * 100_000, "{" * 100_000, "call:f" + "{a:" * 100_000, "[f(a=" + "(" * 50_000, "<function=f>" * 3,
+     "call:f{a:" + "9" * 5000 + "}", "[f(a=" + "9" * 5000 + ")]", "[f(**x)]", "[f(a=1+2j)]", "[f(a=1e999)]",
+     '{"name": 1, "arguments": {}}', '{"name": "", "arguments": {}}', " " * 100_000 + "<function=f>" + " " * 100_000],
+)
+def test_no_text_breaks_a_reader(read_calls, text):
+    assert read_calls(text, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("<|start|>{{ x }}<|channel|>commentary to=functions.{{ n }} <|constrain|>json", "harmony"),
+        ("<|tool_call>call:", "gemma4"), ("<start_function_call>call:", "functiongemma"), ("[TOOL_CALLS]", "mistral"),
+        ("<|tool_call_start|>", "lfm2"), ("<tool_call>\n<function=x>", "qwen3_coder"), ("<|tool_call|>", "granite"),
+        ('<tool_call>{"name"', "hermes"), ("<|python_tag|>", "llama3"), ("plain", "none"),
+    ],
+)
+def test_the_template_tells_the_dialect(template, name):
+    assert dialect_of(template) == DIALECTS[name]._replace(thoughts=dialect_of(template).thoughts)
+    assert dialect_of(template + "</think>", name).thoughts is not None or name in ("harmony", "functiongemma")
+    assert dialect_of("other", name).calls == DIALECTS[name].calls
+
+
+def test_an_unknown_dialect():
+    with pytest.raises(ValueError, match=r"tool_parser: expected one of harmony, .*, got klingon"):
+        dialect_of("", "klingon")

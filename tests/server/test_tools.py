@@ -1,0 +1,162 @@
+"""Thoughts and calls of tools over HTTP, asked by OpenAI's client."""
+
+import json
+
+import openai
+import pytest
+from http_servers import MODEL, Served, answer, post, tiny_file
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+TALK = [{"role": "user", "content": "Which weather?"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "x", "parameters": PARAMETERS}}
+# In the words of Qwen3.
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}:"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %};"
+    "{% endfor %}assistant:{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+SAID = (
+    '<think>\nhm é\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>\n'
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with Served(tiny_file(tmp_path_factory.mktemp("tools"), TEMPLATE), num_blocks=800) as made:
+        yield made
+
+
+def ask(served, said, **asked):
+    served.say(said)
+    return served.client().chat.completions.create(
+        **{"model": MODEL, "messages": TALK, "tools": [TOOL], "max_tokens": 300, **asked}
+    )
+
+
+def test_a_whole_answer(served):
+    got = ask(served, SAID)
+    (choice,) = got.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+    assert choice.message.reasoning_content == "hm é"
+    assert [call.function.name for call in choice.message.tool_calls] == ["weather"] * 2
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"city": "Köln"}, {}]
+    ids = {call.id for call in choice.message.tool_calls}
+    assert len(ids) == 2
+    assert {len(each) for each in ids} == {9}
+    thoughts = len(served.engine.tokenizer.encode("\nhm é\n</think>").ids)
+    assert got.usage.completion_tokens_details.reasoning_tokens == thoughts
+    assert got.usage.completion_tokens == len(served.engine.tokenizer.encode(SAID).ids)
+
+
+@pytest.mark.parametrize(
+    "said", [SAID, "Just <b> text. \n", '<tool_call>{"name": "weather", "argu', "<think>never ends"]
+)
+def test_a_stream_is_the_whole_answer(served, said):
+    whole = ask(served, said).choices[0]
+    served.say(said)
+    with served.client().chat.completions.stream(
+        model=MODEL, messages=TALK, tools=[TOOL], max_tokens=300, stream_options={"include_usage": True}
+    ) as stream:
+        thoughts = "".join(
+            getattr(event.chunk.choices[0].delta, "reasoning_content", None) or ""
+            for event in stream if event.type == "chunk" and event.chunk.choices
+        )
+        final = stream.get_final_completion()
+    message, wanted = final.choices[0].message, whole.message
+    assert (final.choices[0].finish_reason, message.content or "") == (whole.finish_reason, wanted.content or "")
+    assert thoughts == (getattr(wanted, "reasoning_content", None) or "")
+    calls = [
+        [(call.function.name, call.function.arguments) for call in each.tool_calls or []] for each in (message, wanted)
+    ]
+    assert calls[0] == calls[1]
+    assert final.usage.completion_tokens_details.reasoning_tokens <= final.usage.completion_tokens
+
+
+def test_choices_of_the_client(served):
+    plain = ask(served, SAID, tool_choice="none").choices[0]
+    assert (plain.finish_reason, plain.message.tool_calls) == ("stop", None)
+    assert "<tool_call>" in plain.message.content
+    assert "<tool_call>" in ask(served, SAID, tools=openai.omit).choices[0].message.content
+    assert len(ask(served, SAID, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+    other = TOOL | {"function": {"name": "other"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [other]}}
+    assert ask(served, SAID, tools=[TOOL, other], tool_choice=allowed).choices[0].message.tool_calls is None
+    broken = ask(served, '<tool_call>{"name": weather}</tool_call>').choices[0]
+    assert (broken.finish_reason, broken.message.content) == ("stop", '<tool_call>{"name": weather}</tool_call>')
+    cut = ask(served, SAID, max_tokens=60).choices[0]
+    assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
+
+
+def test_a_conversation_goes_on(served):
+    """The calls, their results and the thoughts of an answer are in the next prompt, whose beginning is cached."""
+    first = ask(served, SAID)
+    said = first.choices[0].message
+    talk = [
+        *TALK, said.model_dump(exclude_none=True),
+        *({"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in said.tool_calls),
+    ]
+    got = ask(served, "It rains.", messages=talk)
+    assert got.choices[0].message.content == "It rains."
+    prompt = served.engine.apply_chat_template([*TALK, {"role": "assistant", "content": "x"}], tools=[TOOL])
+    assert got.usage.prompt_tokens > len(prompt.encode()) + 8
+    assert got.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 16
+
+
+def test_log_probabilities_of_all_tokens(served):
+    """Tokens of marks and thoughts have some too."""
+    got = ask(served, SAID, logprobs=True, top_logprobs=1)
+    wanted = [entry.token for entry in got.choices[0].logprobs.content]
+    assert len(wanted) == len(served.engine.tokenizer.encode(SAID).ids)
+    found = []
+    for chunk in ask(served, SAID, logprobs=True, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            found += [entry.token for entry in chunk.choices[0].logprobs.content]
+    assert found == wanted
+
+
+def test_a_broken_schema_breaks_no_answer(tmp_path):
+    """Its parts may be of any kind."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<function="
+    with Served(tiny_file(tmp_path, template)) as served:
+        said = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
+        for properties in (None, [1], {"a": 1}, {"a": {"type": 3}}, {"a": {"anyOf": 3}}, {"a": {"type": [[1]]}}):
+            served.say(said)
+            function = {"name": "f", "parameters": {"properties": properties}}
+            body = {"model": MODEL, "messages": TALK, "tools": [{"type": "function", "function": function}]}
+            request = post(json.dumps({**body, "max_tokens": 200}).encode(), "/v1/chat/completions")
+            status, data = answer(served.connect(request))
+            message = json.loads(data)["choices"][0]["message"]
+            assert status == 200
+            assert message["content"] in (None, said)
+
+
+def test_the_dialect_may_be_named(tmp_path):
+    with Served(tiny_file(tmp_path), limits={"tool_parser": "hermes"}) as served:
+        assert ask(served, SAID).choices[0].finish_reason == "tool_calls"
+    with Served(tiny_file(tmp_path)) as served:
+        assert ask(served, SAID).choices[0].finish_reason == "stop"
+    with pytest.raises(ValueError, match="tool_parser: expected one of"):
+        Served(tiny_file(tmp_path), limits={"tool_parser": "x"})
+
+
+def test_silent_streams_say_that_they_live(served, monkeypatch):
+    monkeypatch.setattr("kvcache.server.answers._SILENCE", 0.02)
+    served.network.waiting.clear()
+    served.network.closed = True
+    served.say("late")
+    body = {"model": MODEL, "messages": TALK, "stream": True}
+    connection = served.connect(post(json.dumps(body).encode(), "/v1/chat/completions"))
+    data = b""
+    while data.count(b": ping\n\n") < 3:
+        data += connection.recv(1 << 16)
+    served.network.open()
+    while b"[DONE]" not in data:
+        data += connection.recv(1 << 16)
+    connection.close()
+    events = [json.loads(line[6:]) for line in data.split(b"\n") if line.startswith(b"data: {")]
+    assert "".join(each["choices"][0]["delta"]["content"] for each in events) == "late"
