@@ -3,7 +3,11 @@
 Paged blocks with copy-on-write, exact prefix reuse, token eviction and attention straight over the blocks.
 """
 
-# The first import: it sets how threads wait, and libraries read this setting when they are loaded.
+# First, so that what ends the imports of the command `kvcache` is one line.
+from kvcache.support import command_process as _command_process  # noqa: F401
+
+# isort: split
+# Before other libraries, which read how threads wait when they are loaded.
 from kvcache.kernels.threads import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
 
 # isort: split
