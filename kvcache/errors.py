@@ -30,6 +30,7 @@ class OutOfMemoryError(KvCacheError, MemoryError):
         requested: the amount the call needed, in `unit`.
         available: the amount that was free, in `unit`.
         unit: "blocks", "bytes" or "tokens".
+        idle: of a `PagedKvCache`, the blocks beside these that prefix caches alone hold.
     """
 
     def __init__(self, requested: int, available: int, unit: str = "blocks") -> None:
@@ -37,9 +38,14 @@ class OutOfMemoryError(KvCacheError, MemoryError):
         self.requested = requested
         self.available = available
         self.unit = unit
+        self.idle = 0
 
     def __str__(self) -> str:
-        return f"out of memory: requested {self.requested} {self.unit}, available {self.available}"
+        text = f"out of memory: requested {self.requested} {self.unit}, available {self.available}"
+        if not self.idle:
+            return text
+        count = self.requested - self.available
+        return f"{text}, and {self.idle} that a PrefixCache alone holds; its evict({count}) frees as many"
 
 
 class SequenceNotFoundError(KvCacheError, KeyError):

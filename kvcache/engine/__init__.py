@@ -7,7 +7,7 @@ from kvcache.engine.completion import Completion, TokenLogprobs
 from kvcache.engine.inference import InferenceEngine
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.model import Transformer
-from kvcache.networks.protocols import Attend, Model
+from kvcache.networks.protocols import Attend, LayerAttention, Model, NetworkConfig
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.texts.policy import Policy
 
@@ -17,8 +17,10 @@ __all__ = [
     "Completion",
     "Format",
     "InferenceEngine",
+    "LayerAttention",
     "Model",
     "ModelConfig",
+    "NetworkConfig",
     "Policy",
     "PrefixCachedEngine",
     "SamplingParams",

@@ -251,9 +251,18 @@ cdef void run_items(int64_t count, int num_threads, kvc_item_fn *item, void *con
     kvc_run_items(count, num_threads, item, context)
 
 
+# The names of the same formats in other libraries.
+_SPELLINGS = {
+    "float32": "f32", "fp32": "f32", "float": "f32", "float16": "f16", "fp16": "f16", "half": "f16",
+    "int8": "q8", "q8_0": "q8", "int4": "q4", "q4_0": "q4", "q4_1": "q4",
+}
+
+
 cdef int format_code(object name, str what) except -1:
     if not isinstance(name, str) or name not in FORMATS:
-        raise ValueError(f"{what}: expected one of {', '.join(FORMATS)}, got {name!r:.100}")
+        meant = _SPELLINGS.get(str(getattr(name, "__name__", name)).rpartition(".")[2])
+        also = f"; kvcache calls it {meant!r}" if meant in FORMATS else ""
+        raise ValueError(f"{what}: expected one of {', '.join(FORMATS)}, got {name!r:.100}{also}")
     return _NAMES.index(name)
 
 

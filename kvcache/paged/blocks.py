@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from kvcache.core.kvrows import KvRows
 from kvcache.core.locks import CallLock
 from kvcache.core.rowformat import RowFormats
 from kvcache.core.store import BlockStore
-from kvcache.errors import BlockNotFoundError
+from kvcache.errors import BlockNotFoundError, OutOfMemoryError
 from kvcache.support.arguments import as_indices, as_stored
 
 __all__ = ["PagedBlocks"]
@@ -33,6 +34,7 @@ class PagedBlocks:
             `() -> int32 (num_blocks,)`.
         reserves: what keeps records of the blocks (prefix caches), each a function that makes room for the records of
             so many blocks before the pool grows; MemoryError: nothing has changed.
+        idle: the prefix caches, each a function that counts the blocks which it alone holds.
     """
 
     def __init__(self, store: BlockStore, formats: RowFormats | None = None) -> None:
@@ -42,6 +44,7 @@ class PagedBlocks:
         self._shapes = (None, store.num_heads, store.head_dim), (None, store.num_heads, store.value_head_dim)
         self.holders: list[Callable[[], Int32]] = []
         self.reserves: list[Callable[[int], None]] = []
+        self.idle: list[Callable[[], int]] = []
 
     def as_ids(self, block_ids: npt.ArrayLike, name: str = "block_ids") -> Int32:
         """Block ids as int32 `(n,)`.
@@ -87,6 +90,16 @@ class PagedBlocks:
             raise ValueError(f"targets: expected {len(src)} blocks, as many as sources, got {len(dst)}")
         with self.lock:
             self.store.copy_blocks(self.pool.in_use(src), self.pool.in_use(dst))
+
+    def run(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call; where it lacks blocks, its error counts those that prefix caches could give back."""
+        try:
+            call(*arguments)
+        except OutOfMemoryError as error:
+            if self.idle and error.unit == "blocks":
+                with self.lock:
+                    error.idle = sum(count() for count in self.idle)
+            raise
 
     # What follows is called with the lock held.
 

@@ -264,13 +264,13 @@ class PagedKvCache:
 
     def allocate(self, seq_id: int, num_tokens: int) -> None:
         """Start a sequence with room for `num_tokens` tokens, 0 allowed; unwritten tokens read as zeros."""
-        self._sequences.allocate(as_seq_id(seq_id), as_integer(num_tokens, "num_tokens"))
+        self._blocks.run(self._sequences.allocate, as_seq_id(seq_id), as_integer(num_tokens, "num_tokens"))
 
     def allocate_batch(self, seq_ids: npt.ArrayLike, num_tokens: npt.ArrayLike) -> None:
         """`allocate` for many sequences, of `num_tokens[i]` tokens each, all or nothing."""
         # Copies: both are read several times, and a finaliser may run in between.
         ids, counts = as_seq_ids(seq_ids).copy(), as_indices(num_tokens, "num_tokens").copy()
-        self._sequences.allocate_batch(ids, counts)
+        self._blocks.run(self._sequences.allocate_batch, ids, counts)
 
     def adopt(self, seq_id: int, block_ids: npt.ArrayLike, num_tokens: int) -> None:
         """Start a sequence whose first tokens lie in blocks that are in use already: shared, not copied.
@@ -309,14 +309,15 @@ class PagedKvCache:
 
     def append(self, seq_id: int, num_new_tokens: int) -> None:
         """Add `num_new_tokens` tokens, which read as zeros until written; a shared tail block is copied first."""
-        self._sequences.append(as_seq_id(seq_id), as_integer(num_new_tokens, "num_new_tokens"))
+        self._blocks.run(self._sequences.append, as_seq_id(seq_id), as_integer(num_new_tokens, "num_new_tokens"))
 
     def append_batch(self, seq_ids: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> None:
         """`append` for many sequences, all or nothing: `counts[i]` tokens each, 0 allowed, by default one."""
         if counts is None:
-            self._sequences.append_batch(as_seq_ids(seq_ids))
+            self._blocks.run(self._sequences.append_batch, as_seq_ids(seq_ids))
         else:
-            self._sequences.append_batch(as_seq_ids(seq_ids).copy(), as_indices(counts, "counts").copy())
+            own, counted = as_seq_ids(seq_ids).copy(), as_indices(counts, "counts").copy()
+            self._blocks.run(self._sequences.append_batch, own, counted)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, as after a rejected draft in speculative decoding."""
@@ -359,7 +360,7 @@ class PagedKvCache:
 
         Without shared blocks they move within the sequence's own blocks; with shared ones to fresh blocks.
         """
-        self._sequences.compact(as_seq_id(seq_id))
+        self._blocks.run(self._sequences.compact, as_seq_id(seq_id))
 
     # -- K and V ----------------------------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ class PagedKvCache:
         """
         rows = self._blocks.as_rows(keys, values)
         layer, first = as_integer(layer, "layer"), None if start is None else as_integer(start, "start")
-        self._sequences.write(layer, as_seq_id(seq_id), first, rows)
+        self._blocks.run(self._sequences.write, layer, as_seq_id(seq_id), first, rows)
 
     def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """`write_ragged` of the last token of each of many sequences, none of them empty.
@@ -385,8 +386,8 @@ class PagedKvCache:
         Args:
             keys, values: `(len(seq_ids), num_heads, head_dim)`.
         """
-        ids = as_seq_ids(seq_ids)
-        self._sequences.write_batch(as_integer(layer, "layer"), ids, self._blocks.as_rows(keys, values))
+        ids, rows = as_seq_ids(seq_ids), self._blocks.as_rows(keys, values)
+        self._blocks.run(self._sequences.write_batch, as_integer(layer, "layer"), ids, rows)
 
     def write_ragged(
         self, layer: int, seq_ids: npt.ArrayLike, lens: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike
@@ -397,7 +398,8 @@ class PagedKvCache:
             keys, values: `(sum(lens), num_heads, head_dim)`, the sequences one after another.
         """
         ids, counts = as_seq_ids(seq_ids).copy(), as_indices(lens, "lens").copy()
-        self._sequences.write_batch(as_integer(layer, "layer"), ids, self._blocks.as_rows(keys, values), counts)
+        layer, rows = as_integer(layer, "layer"), self._blocks.as_rows(keys, values)
+        self._blocks.run(self._sequences.write_batch, layer, ids, rows, counts)
 
     @overload
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]: ...

@@ -96,6 +96,8 @@ class CachedBlocks:
         self.source: Source | None = None
         self.evicted: deque[Evicted] | None = None
         blocks.reserves.append(self.slots.reserve)  # first: what counts must have records of all blocks
+        if shared:
+            blocks.idle.append(self.num_idle)
         blocks.holders.append(partial(self.slots.counts, references=True))
 
     @property

@@ -87,8 +87,8 @@ class PrefixCache(IndexedCache):
             paged.append(seq_id, len(prompt) - n)  # `write` and `attention` follow for these tokens
             cache.adopt(prompt, paged.block_table([seq_id]).indices)  # when they are written
 
-        `max_blocks`, by default all, also those that `grow` adds, is the most that it may name; evict them with
-        `evict` when the paged cache needs room.
+        `max_blocks`, by default all, also those that `grow` adds, is the most that it may name. `evict` gives
+        blocks back when the paged cache needs room: its OutOfMemoryError counts those that only this cache holds.
 
         Raises:
             TypeError, ValueError: not an integer; negative; a cache with `separate_layers`.

@@ -88,3 +88,15 @@ def test_nobody_else_has_a_table(path):
     code = re.sub(r'""".*?"""|/\*.*?\*/', "", source, flags=re.DOTALL)
     assert not re.search(rf"\b{listed}\b", code)
     assert not re.search(r"""\w\[0\] *[=!]= *["']q["']|startswith\(["']q["']\)""", code)
+
+
+@pytest.mark.one_build
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [("fp16", "f16"), (np.float16, "f16"), (np.dtype(np.float32), "f32"), ("torch.float16", "f16"), ("q8_0", "q8")],
+)
+def test_the_names_of_other_libraries_are_answered(spelling, name):
+    with pytest.raises(ValueError, match=f"^dtype: expected one of f32, .*; kvcache calls it '{name}'$"):
+        kvcache.PagedKvCache(4, 4, 1, 8, dtype=spelling)
+    with pytest.raises(ValueError, match=r"^dtype: expected one of f32, f16, .*, got 'bf16'$"):
+        kvcache.PagedKvCache(4, 4, 1, 8, dtype="bf16")

@@ -419,3 +419,24 @@ def test_a_running_sequence_gives_its_full_blocks() -> None:
     assert cache.evict(2) == 2
     paged.check()
     cache.check()
+
+
+def test_an_error_counts_the_blocks_that_only_prefixes_hold():
+    """Every call that lacks blocks counts them; those that a sequence or a session holds too do not count."""
+    paged, text = PagedKvCache(6, 4, 1, 8, dtype="f32"), np.arange(16)
+    cache = PrefixCache.over(paged)
+    paged.allocate(1, 16)
+    cache.adopt(text, paged.block_table([1]).indices)
+    paged.allocate(2, 8)
+    with pytest.raises(OutOfMemoryError, match=r"^out of memory: requested 3 blocks, available 0$"):
+        paged.allocate(3, 12)
+    paged.free(1)
+    with cache.open_session(text[:4]):
+        for call in (lambda: paged.allocate(3, 8), lambda: paged.append(2, 8), lambda: paged.allocate_batch([3], [8])):
+            with pytest.raises(OutOfMemoryError) as caught:
+                call()
+            assert (caught.value.requested, caught.value.available, caught.value.idle) == (2, 0, 3)
+    assert str(caught.value).endswith("and 3 that a PrefixCache alone holds; its evict(2) frees as many")
+    assert cache.evict(2) == 2
+    paged.append_batch([2], [8])
+    cache.check()
