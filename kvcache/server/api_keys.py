@@ -42,8 +42,14 @@ class Keys:
                 self._shown[space] = f"key {number}"
             self._spaces[digest.digest()] = space
 
-    def namespace(self, authorization: str | None) -> str:
-        """The namespace of a request with this header. HTTPException: it has no known key."""
+    def namespace(self, authorization: str | None, plain: str | None = None) -> str:
+        """The namespace of a request with this header. HTTPException: it has no known key.
+
+        Args:
+            plain: another header, which has the key alone.
+        """
+        if authorization is None and plain is not None:
+            authorization = f"Bearer {plain}"
         scheme, _, key = (authorization or "").partition(" ")
         found = self._spaces.get(sha256(key.strip().encode()).digest()) if scheme.lower() == "bearer" else None
         if found is None:

@@ -19,17 +19,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvcache.errors import GrammarError, OutOfMemoryError, QueueFullError
+from kvcache.errors import GrammarError
 from kvcache.grammar import json_object
-from kvcache.server.answers import HttpAnswer
 from kvcache.server.api_keys import Keys, Label
-from kvcache.server.bodies import Body, parse
-from kvcache.server.completion_form import CompletionForm
-from kvcache.server.constraints import grammar_refused, knows_grammars
+from kvcache.server.constraints import knows_grammars
+from kvcache.server.intake import Intake
 from kvcache.server.limits import BodyReader, Threads
-from kvcache.server.logprobs import TokenTexts
 from kvcache.server.prompts import Prompts
-from kvcache.server.refusals import REFUSED, ending, refusal, too_large, too_many
+from kvcache.server.refusals import REFUSED, ending, message_refusal, refusal
 from kvcache.server.voices import Voices
 from kvcache.serving import BatchEngine, exposition
 from kvcache.support.arguments import short
@@ -37,7 +34,11 @@ from kvcache.support.hosts import is_loopback
 
 __all__ = ["make_app"]
 
-_ARRIVING, _READING = 30.0, 30.0  # seconds for a body; and beyond the time limit, for reading the end of an answer
+# Paths of OpenAI's interface that other models answer.
+_ELSEWHERE = (
+    "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/embeddings", "/v1/images/edits",
+    "/v1/images/generations", "/v1/moderations", "/v1/rerank",
+)
 
 
 def make_app(
@@ -62,8 +63,9 @@ def make_app(
     """
     known = None if keys is None else Keys(keys)
     bodies, threads = BodyReader(max_body, max(max_body, max_bodies)), Threads()
-    prompts, texts = Prompts(engine, plain_special_tokens), TokenTexts(engine.tokenizer)
+    prompts = Prompts(engine, plain_special_tokens)
     voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)
+    intake = Intake(engine, model, known, bodies, threads, timeout, prompts, voices)
     statuses: Counter[int] = Counter()
 
     @asynccontextmanager
@@ -77,61 +79,20 @@ def make_app(
         finally:
             await run_sync(partial(engine.close, cancel=True))
 
-    def namespace(request: Request) -> str | None:
-        return None if known is None else known.namespace(request.headers.get("authorization"))
-
-    async def complete(chat: bool, request: Request) -> ASGIApp:
-        space = namespace(request)
-        async with bodies.body(request, min(_ARRIVING, timeout)) as data:
-            limiter = threads.for_body(len(data))
-            found = await run_sync(begin, data, chat, space, limiter=limiter)
-            if not isinstance(found, Body):
-                return found
-            await run_sync(compiled, found.params.grammar, limiter=threads.grammars)
-            return await run_sync(queued, found, space, limiter=limiter)
-
-    def begin(data: bytearray, chat: bool, space: Hashable) -> Body | ASGIApp:
-        """Queue the requests of a body; one with a grammar comes back, since its compilation may take long."""
-        body = parse(data, chat, engine.sampling_params, engine.max_positions)
-        if body.model != model:
-            raise HTTPException(404, f"model: expected {model}, got {short(body.model)}")
-        return queued(body, space) if body.params.grammar is None else body
-
-    def compiled(grammar: Any) -> None:
-        try:
-            engine.prepare_grammar(grammar)
-        except GrammarError as error:
-            raise grammar_refused(error) from None
-
-    def queued(body: Body, space: Hashable) -> ASGIApp:
-        """Queue the requests of a body, all or none."""
-        form = CompletionForm(body, texts)
-        answer = HttpAnswer(form, body.stream, partial(voices.spoken, body), threads, timeout + _READING)
-        tokens = None
-        space = (space, body.salt) if body.salt is not None else space
-        try:
-            for number, tokens in enumerate(prompts.tokens(body)):
-                later = number * body.n  # so that a body of many texts waits rather than one of a single text
-                submit = partial(engine.submit, namespace=space, deadline=timeout, n=body.n, priority=later)
-                answer.requests.append(submit(tokens, body.params))
-        except BaseException as error:
-            answer.cancel()
-            count = body.n * len(body.prompts)
-            if isinstance(error, QueueFullError) and count > error.max_queue:  # there is never room for all of it
-                raise too_many(body.chat, error.max_queue, count) from None
-            if isinstance(error, OutOfMemoryError) and tokens is not None:
-                raise too_large(body.field, len(tokens)) from None
-            raise
-        return answer
-
     async def models(request: Request) -> Response:
         """The list of one model, or under its name the model itself."""
-        namespace(request)
+        intake.namespace(request)
         found = {"id": model, "object": "model", "created": 0, "owned_by": "kvcache"}
         asked = request.path_params.get("name", model)
         if asked != model:
             raise HTTPException(404, f"model: expected {model}, got {short(asked)}")
         return JSONResponse(found if request.path_params else {"object": "list", "data": [found]})
+
+    async def alive(request: Request) -> Response:
+        return Response()  # clients ask so whether there is a server
+
+    async def elsewhere(request: Request) -> Response:
+        raise HTTPException(501, "path: expected one of a model that generates text, got another")
 
     async def health(request: Request) -> Response:
         good = engine.is_running
@@ -140,7 +101,7 @@ def make_app(
     async def metrics(request: Request) -> Response:
         """The counters for Prometheus. A key of the namespace `metrics` gets all namespaces, another one its own."""
         return PlainTextResponse(
-            await run_sync(report, namespace(request), limiter=threads.reports),
+            await run_sync(report, intake.namespace(request), limiter=threads.reports),
             media_type="text/plain; version=0.0.4",
         )
 
@@ -178,12 +139,12 @@ def make_app(
         return counted
 
     routes = [
-        Route("/v1/chat/completions", partial(complete, True), methods=["POST"]),
-        Route("/v1/completions", partial(complete, False), methods=["POST"]),
-        Route("/v1/models", models), Route("/v1/models/{name:path}", models), Route("/health", health),
-        Route("/metrics", metrics),
+        *(Route(path, intake.route(answer), methods=["POST"]) for path, answer in intake.routes.items()),
+        *(Route(path, elsewhere, methods=["POST"]) for path in _ELSEWHERE),
+        Route("/", alive), Route("/health", health), Route("/metrics", metrics), Route("/v1/models", models),
+        Route("/v1/models/{name:path}", models),
     ]
-    handlers: dict[Any, Any] = dict.fromkeys((*REFUSED, Exception), lambda request, error: refusal(error))
+    handlers: dict[Any, Any] = dict.fromkeys((*REFUSED, Exception), _refused)
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.state.bodies = bodies
     app.router.redirect_slashes = False  # to a place that the client's header Host names
@@ -191,6 +152,11 @@ def make_app(
         app.add_middleware(_only_local)
     app.add_middleware(counting)
     return app
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    """An error in the form of the interface that was asked."""
+    return (message_refusal if request.url.path.startswith("/v1/messages") else refusal)(error)
 
 
 def _only_local(app: ASGIApp) -> ASGIApp:

@@ -28,11 +28,7 @@ class Body(NamedTuple):
     stream: bool
     with_usage: bool  # whether a stream ends with the numbers of tokens
     salt: str | None  # requests of another one share no prefixes with it
-
-    @property
-    def field(self) -> str:
-        """The name of the prompts."""
-        return "messages" if self.chat else "prompt"
+    field: str  # the name of the prompts
 
 
 def json_of(data: bytes | bytearray) -> dict[str, Any]:
@@ -73,7 +69,7 @@ def body_of(found: dict[str, Any], chat: bool, defaults: SamplingParams, max_tok
         raise ValueError(f"best_of: expected as many as n, {given['n']}, got {short(given['best_of'])}")
     prompts = [_conversation(given)] if chat else given["prompt"]
     if (count := given["n"] * len(prompts)) > MAX_CHOICES:
-        raise too_many(chat, MAX_CHOICES, count)
+        raise too_many(prompt, MAX_CHOICES, count)
     if chat:
         given["logprobs"] = given.get("top_logprobs", 0) if given.get("logprobs") else None
         given["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens", defaults.max_tokens))
@@ -81,7 +77,8 @@ def body_of(found: dict[str, Any], chat: bool, defaults: SamplingParams, max_tok
     params = replace(defaults, **said, grammar=given.get("response_format"))
     _check_logprobs("top_logprobs" if chat else "logprobs", params, count, max_tokens)
     with_usage = given.get("stream_options", False)
-    return Body(chat, given["model"], prompts, params, given["n"], given["stream"], with_usage, given.get("cache_salt"))
+    salt = given.get("cache_salt")
+    return Body(chat, given["model"], prompts, params, given["n"], given["stream"], with_usage, salt, prompt)
 
 
 def _conversation(given: dict[str, Any]) -> Conversation:

@@ -13,6 +13,7 @@ from kvcache.server.forms import Choice, Counts, call_id, counts_of, event, now,
 from kvcache.server.logprobs import Offsets, TokenTexts, of_chat, of_texts
 from kvcache.server.refusals import refusal
 from kvcache.server.written import JsonObject
+from kvcache.serving import BatchEngine
 from kvcache.serving import Request as EngineRequest
 
 __all__ = ["CompletionForm"]
@@ -23,11 +24,12 @@ class CompletionForm:
 
     Args:
         body: of the client.
+        engine: of the requests.
         texts: of the engine's tokens.
     """
 
-    def __init__(self, body: Body, texts: TokenTexts) -> None:
-        self._body, self._texts = body, texts
+    def __init__(self, body: Body, engine: BatchEngine, texts: TokenTexts) -> None:
+        self._body, self._engine, self._texts = body, engine, texts
         self._offsets: dict[int, Offsets] = {}
         self._calls: dict[int, int] = {}  # of each sample that has some: how many
         self._begun: set[int] = set()
@@ -80,7 +82,7 @@ class CompletionForm:
 
     def end(self, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Iterator[str]:
         if self._body.with_usage:
-            yield event({**self._common, "choices": [], "usage": _usage(counts_of(requests, choices))})
+            yield event({**self._common, "choices": [], "usage": _usage(counts_of(self._engine, requests, choices))})
         yield "data: [DONE]\n\n"
 
     def refusal(self, error: Exception, *, running: bool = False) -> Response:
@@ -107,7 +109,7 @@ class CompletionForm:
     def whole(
         self, requests: Sequence[EngineRequest], choices: Sequence[tuple[Choice, list[ChannelPiece], str | None]]
     ) -> JsonObject:
-        counts = counts_of(requests, [choice for choice, *_ in choices])
+        counts = counts_of(self._engine, requests, [choice for choice, *_ in choices])
         made = (self._choice(*each) for each in choices)
         return JsonObject(**self._head, choices=made, usage=_usage(counts))
 
@@ -145,6 +147,6 @@ def _usage(counts: Counts) -> dict[str, Any]:
     """The numbers of tokens of an answer."""
     return {
         "prompt_tokens": counts.prompt, "completion_tokens": counts.new, "total_tokens": counts.prompt + counts.new,
-        "prompt_tokens_details": {"cached_tokens": counts.cached},
+        "prompt_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": counts.written},
         "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
     }

@@ -11,11 +11,11 @@ from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
 __all__ = [
-    "Conversation", "ToolChoice", "effort", "messages_of", "placed", "template_kwargs", "tool_choice_of", "tools_of",
-    "with_users",
+    "MAX_MESSAGES", "Conversation", "ToolChoice", "effort", "messages_of", "placed", "template_kwargs",
+    "tool_choice_of", "tools_of", "with_users",
 ]
 
-_MAX_MESSAGES = 4096  # templates have a loop over them
+MAX_MESSAGES = 4096  # templates have a loop over them
 _MAX_TOOLS, _MAX_NAME = 1024, 256  # functions of a body, and characters of a name
 _MAX_CALLS = 256  # of a message
 _SYSTEM = ("system", "developer")
@@ -62,8 +62,8 @@ def messages_of(messages: Any, name: str) -> Any:
     """
     if not isinstance(messages, list):
         return messages
-    if len(messages) > _MAX_MESSAGES:
-        raise ValueError(f"{name}: expected at most {_MAX_MESSAGES}, got {len(messages)}")
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"{name}: expected at most {MAX_MESSAGES}, got {len(messages)}")
     return [_message(each, name) if isinstance(each, dict) else each for each in messages]
 
 

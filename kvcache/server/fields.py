@@ -17,8 +17,8 @@ from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_count, as_instance, short
 
 __all__ = [
-    "CHATS", "FLAG", "FROM_1", "IGNORED", "MAX_CHOICES", "SAMPLING", "STOPS", "TEXT", "TEXTS", "Field", "checked",
-    "salt_of",
+    "CHATS", "DETOKENIZE", "FLAG", "FROM_1", "IGNORED", "MAX_CHOICES", "PLAIN", "SAMPLING", "STOPS", "TEXT", "TEXTS",
+    "TOKENIZE", "Field", "checked", "salt_of",
 ]
 
 MAX_CHOICES = 128  # answers of one body: prompts times `n`
@@ -117,6 +117,7 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+PLAIN = Field(_as_it_is)
 FLAG, TEXT = Field(partial(as_instance, kind=bool)), Field(partial(as_instance, kind=str))
 FROM_1, STOPS = Field(partial(as_count, least=1)), Field(_stops)
 IGNORED = Field(neutral=None)
@@ -125,7 +126,7 @@ _REFUSED, _TOP = Field(), partial(as_count, most=20)
 # The fields of `SamplingParams` that a body sets under their names: all but these.
 _OWN = {"grammar", "logits_processor"}
 SAMPLING = {
-    **{each.name: Field(_as_it_is) for each in fields(SamplingParams) if each.name not in _OWN},
+    **{each.name: PLAIN for each in fields(SamplingParams) if each.name not in _OWN},
     "stop": STOPS, "stop_token_ids": Field(partial(_few, kind=list)), "logit_bias": Field(_biases),
     "max_tokens": FROM_1,
     "logprobs": Field(lambda value, name: None if value is False else _TOP(value, name=name)),
@@ -173,3 +174,9 @@ CHATS = _BOTH | {
     "response_format": Field(response_format), "chat_template_kwargs": Field(template_kwargs),
     "reasoning_effort": Field(effort),
 }
+TOKENIZE = {
+    **{name: CHATS[name] for name in ("model", "messages", "tools", "chat_template_kwargs", "reasoning_effort")},
+    "prompt": TEXTS["prompt"], "return_token_strs": FLAG, "add_special_tokens": FLAG,
+    "add_generation_prompt": CHATS["add_generation_prompt"], "continue_final_message": CHATS["continue_final_message"],
+}
+DETOKENIZE = {"model": TEXT, "tokens": Field(partial(as_instance, kind=list))}

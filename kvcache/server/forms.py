@@ -14,10 +14,13 @@ from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
 from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.server.refusals import ending
 from kvcache.server.written import JsonObject, written
+from kvcache.serving import BatchEngine
 from kvcache.serving import Request as EngineRequest
 from kvcache.serving.work import Work
 
-__all__ = ["Choice", "Counts", "Form", "call_id", "counts_of", "event", "now", "reason_of", "unique"]
+__all__ = [
+    "Choice", "Counts", "Form", "call_id", "counts_of", "event", "now", "reason_of", "unique", "written_tokens",
+]
 
 
 class Choice(NamedTuple):
@@ -35,10 +38,11 @@ class Choice(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Numbers of tokens: of prompts, of them those that were cached, new ones, and of them those of thoughts."""
+    """Numbers of tokens: of prompts, of them those that were cached and those that are now, new ones, and thoughts."""
 
     prompt: int
     cached: int
+    written: int
     new: int
     reasoning: int
 
@@ -109,11 +113,18 @@ def reason_of(reason: str | None, *, is_empty: bool) -> str | None:
     return "length" if reason in ("deadline", "error") else reason  # of errors: memory ran out behind a token
 
 
-def counts_of(requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Counts:
+def written_tokens(engine: BatchEngine, prompt: int, cached: int) -> int:
+    """The tokens of a prompt that later requests can share and that ran: those of its full blocks."""
+    block = engine.shared_block_size
+    return max(0, prompt // block * block - cached) if block else 0
+
+
+def counts_of(engine: BatchEngine, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Counts:
     """The numbers of tokens of an answer; a prompt of several samples counts once."""
     firsts: list[Work] = [request.works[0] for request in requests]
     return Counts(
         sum(work.num_prompt for work in firsts), sum(work.cached_tokens for work in firsts),
+        sum(written_tokens(engine, work.num_prompt, work.cached_tokens) for work in firsts),
         sum(work.num_tokens - work.num_prompt for request in requests for work in request.works),
         sum(choice.spoken.reasoning_tokens for choice in choices),
     )

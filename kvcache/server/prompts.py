@@ -37,7 +37,7 @@ class Prompts:
             TooManyTokens: more than the network has positions.
             TypeError, ValueError: none, or not of the vocabulary.
         """
-        return [self._checked(self._of(body, prompt), body.field) for prompt in body.prompts]
+        return [self.checked(self._of(body, prompt), body.field) for prompt in body.prompts]
 
     def _of(self, body: Body, prompt: Any) -> list[int]:
         engine, most = self._engine, self._engine.max_positions
@@ -71,7 +71,8 @@ class Prompts:
         text = engine.apply_chat_template(messages, tools=asked.tools, template=asked.template)
         return encoded(engine.tokenizer, text, field, most=most, add_special_tokens=False)
 
-    def _checked(self, tokens: list[int], field: str) -> npt.NDArray[np.uint32]:
+    def checked(self, tokens: Any, field: str) -> npt.NDArray[np.uint32]:
+        """Token ids of the vocabulary, at least one and no more than there are positions; errors as of `tokens`."""
         most = self._engine.max_positions
         if most is not None and len(tokens) > most:
             raise TooManyTokens(field, most, f"{len(tokens)} tokens")

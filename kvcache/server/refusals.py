@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -11,7 +13,7 @@ from starlette.responses import Response
 from kvcache.errors import CheckpointError, GrammarError, InvalidOperationError, OutOfMemoryError, QueueFullError
 from kvcache.sampling.text_tokens import TooManyTokens
 
-__all__ = ["REFUSED", "BodyError", "ending", "refusal", "too_large", "too_many"]
+__all__ = ["REFUSED", "BodyError", "ending", "message_refusal", "refusal", "too_large", "too_many"]
 
 logger = logging.getLogger("kvcache")
 
@@ -22,8 +24,12 @@ _STATUSES: dict[type[Exception], int] = {  # of what may be raised before a requ
 }
 REFUSED = (*_STATUSES, HTTPException)
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_MESSAGE_KINDS = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    529: "overloaded_error",
+}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-_NO_FIELDS = {"answer", "authorization", "body", "content-type", "grammar", "host"}  # names of other things
+_NO_FIELDS = {"answer", "authorization", "body", "content-type", "grammar", "host", "path"}  # of other things
 
 
 class BodyError(ValueError):
@@ -34,10 +40,9 @@ class BodyError(ValueError):
         self.code = code
 
 
-def too_many(chat: bool, most: int, count: int) -> ValueError:
+def too_many(field: str, most: int, count: int) -> ValueError:
     """A body asks for more answers than may be."""
-    name = "messages" if chat else "prompt"
-    return ValueError(f"{name}: expected at most {most} answers, n for each, got {count}")
+    return ValueError(f"{field}: expected at most {most} answers, n for each, got {count}")
 
 
 def too_large(field: str, tokens: int) -> BodyError:
@@ -52,6 +57,33 @@ def ending() -> HTTPException:
 
 def refusal(error: Exception, *, running: bool = False) -> Response:
     """An error as a client gets it. What it did not cause goes to the log; `running`: a request failed as it ran."""
+    found = _found(error, running)
+    kind = _KINDS.get(found.status, "invalid_request_error" if found.status < 500 else "server_error")
+    value = {"message": found.message, "type": kind, "param": found.field, "code": found.code}
+    return _response(found, {"error": value})
+
+
+def message_refusal(error: Exception, *, running: bool = False) -> Response:
+    """As `refusal`, in the form of Anthropic's interface."""
+    found = _found(error, running)
+    message = f"prompt is too long: {found.message}" if found.code == CONTEXT else found.message  # clients look for it
+    if found.status == 503:
+        found = found._replace(status=529)
+    kind = _MESSAGE_KINDS.get(found.status, "invalid_request_error" if found.status < 500 else "api_error")
+    return _response(found, {"type": "error", "error": {"type": kind, "message": message}})
+
+
+class _Found(NamedTuple):
+    """An error, as far as a client is told."""
+
+    status: int
+    message: str
+    field: str | None
+    code: str | None
+    headers: Mapping[str, str] | None
+
+
+def _found(error: Exception, running: bool) -> _Found:
     known = not running or isinstance(error, (BodyError, GrammarError))
     status = next((_STATUSES[kind] for kind in type(error).__mro__ if known and kind in _STATUSES), 500)
     message = str(error)
@@ -69,7 +101,10 @@ def refusal(error: Exception, *, running: bool = False) -> Response:
         code, message = CONTEXT, f"{message}: this model's maximum context length is {error.most} tokens"
     elif (status, field) == (404, "model"):
         code = "model_not_found"
-    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    value = {"message": message, "type": kind, "param": field, "code": code}
     headers = {"retry-after": "1"} if status in (429, 503) else getattr(error, "headers", None)
-    return Response(json.dumps({"error": value}), status, headers, "application/json")  # ASCII, whatever is in a text
+    return _Found(status, message, field, code, headers)
+
+
+def _response(found: _Found, value: Any) -> Response:
+    """JSON in ASCII, whatever is in a text."""
+    return Response(json.dumps(value), found.status, found.headers, "application/json")

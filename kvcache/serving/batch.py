@@ -377,6 +377,11 @@ class BatchEngine:
         return None if self._text is None else self._text.tokenizer
 
     @property
+    def shared_block_size(self) -> int:
+        """Tokens of a block of cached prefixes; 0: requests share none, since tokens are evicted."""
+        return 0 if self._settings.budgets is not None else self._settings.block_size
+
+    @property
     def chat_template(self) -> str | None:
         """The checkpoint's Jinja template of a conversation, see `InferenceEngine.chat_template`."""
         return None if self._text is None else self._text.chat_template

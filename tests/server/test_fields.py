@@ -1,4 +1,4 @@
-"""The guide's table of fields is that of the code."""
+"""The guide's tables of fields and dialects are those of the code."""
 
 import re
 
@@ -7,22 +7,26 @@ from places import PROJECT
 
 from kvcache.sampling.dialects.dialect_table import DIALECTS
 from kvcache.server.fields import CHATS, TEXTS
+from kvcache.server.message_bodies import MESSAGES
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 
-def rows():
-    """The names in each row of the guide's table."""
+def rows(table):
+    """The names in each row of a table of the guide."""
     guide = (PROJECT / "kvcache" / "guides" / "server.md").read_text(encoding="utf-8")
-    (table,) = re.findall(r"(?m)^\| fields of chats and completions \|.*\n\|.*\n((?:\|.*\n)+)", guide)
-    return [set(re.findall(r"`(\w+)`", line.split("|")[1])) for line in table.splitlines()]
+    (found,) = re.findall(rf"(?m)^\| fields of {table} \|.*\n\|.*\n((?:\|.*\n)+)", guide)
+    return [set(re.findall(r"`(\w+)`", line.split("|")[1])) for line in found.splitlines()]
 
 
-def test_the_guide_has_every_field():
-    names = CHATS.keys() | TEXTS.keys()
-    honoured = {name for name in names if any(name in table and table[name].read for table in (CHATS, TEXTS))}
-    ignored = {name for name in names - honoured if CHATS[name].neutral is None}
-    assert rows() == [honoured, ignored, names - honoured - ignored, set()]
+@pytest.mark.parametrize(
+    ("name", "tables"), [("chats and completions", (CHATS, TEXTS)), ("messages", (MESSAGES,))]
+)
+def test_the_guide_has_every_field(name, tables):
+    names = {field for table in tables for field in table}
+    honoured = {field for field in names if any(field in table and table[field].read for table in tables)}
+    ignored = {field for field in names - honoured if tables[0][field].neutral is None}
+    assert rows(name) == [honoured, ignored, names - honoured - ignored, set()]
 
 
 def test_the_guide_has_every_dialect():

@@ -232,7 +232,7 @@ def test_slow_readers_hold_no_step_up(served, client):
 
 def test_a_client_that_never_reads_is_left(path, monkeypatch):
     """Its requests end at the time limit, and its answer some time later."""
-    monkeypatch.setattr("kvcache.server.app._READING", 0.0)
+    monkeypatch.setattr("kvcache.server.intake._READING", 0.0)
     with Served(path, limits={"timeout": 0.5}, clock=lambda: 0.0) as served:
         settings = {"max_tokens": 400, "logprobs": True, "top_logprobs": 20, "stream": True, "model": MODEL}
         request = post(json.dumps({**settings, "messages": TALK}).encode(), "/v1/chat/completions")

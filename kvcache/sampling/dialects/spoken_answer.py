@@ -71,6 +71,11 @@ class SpokenAnswer:
         """Whether there was a call."""
         return self._transcript.calls > 0
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        return self._text.stopped
+
     def extend(self, tokens: Iterable[int], *, ended: bool) -> list[ChannelPiece]:
         """The pieces that are complete with these tokens; with `ended` also what still waits."""
         for token in tokens:

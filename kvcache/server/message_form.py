@@ -1,0 +1,156 @@
+"""Answers as messages, the form of Anthropic's interface."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from kvcache.sampling.dialects.transcript import ChannelPiece
+from kvcache.sampling.tokenizer_errors import decoded
+from kvcache.server.bodies import Body
+from kvcache.server.forms import Choice, call_id, event, unique, written_tokens
+from kvcache.server.refusals import message_refusal
+from kvcache.server.written import JsonObject
+from kvcache.serving import BatchEngine
+from kvcache.serving import Request as EngineRequest
+
+__all__ = ["MessageForm"]
+
+_TAIL = 1024  # tokens at the end of an answer, in which its stop string is
+# The kind of a block for each channel, its first form, and the name and key of its deltas.
+_BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "reasoning": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
+    "content": ({"type": "text", "text": ""}, "text_delta", "text"),
+    "arguments": ({"type": "tool_use", "input": {}}, "input_json_delta", "partial_json"),
+}
+
+
+class MessageForm:
+    """Writes the answer to a body of `/v1/messages`; see `Form`.
+
+    Args:
+        body: of the client, as a chat completion.
+        engine: of the request.
+    """
+
+    def __init__(self, body: Body, engine: BatchEngine) -> None:
+        self._body, self._engine = body, engine
+        self._head = {"id": unique("msg_"), "type": "message", "role": "assistant", "model": body.model}
+        self._open: str | None = None  # the channel of the block that is not ended
+        self._blocks = 0
+        self._begun = False
+
+    @property
+    def field(self) -> str:
+        return self._body.field
+
+    # -- streams --------------------------------------------------------------------------------------------
+
+    def begin(self, requests: Sequence[EngineRequest]) -> Iterator[str]:
+        return iter(())
+
+    def events(
+        self, choice: Choice, pieces: Sequence[ChannelPiece], logprobs: JsonObject | None, reason: str | None
+    ) -> Iterator[str]:
+        if not self._begun:
+            self._begun = True
+            usage = self._usage(choice) | {"output_tokens": 0}
+            end = {"stop_reason": None, "stop_sequence": None}
+            message: dict[str, Any] = {**self._head, "content": [], **end, "usage": usage}
+            yield self._event("message_start", message=message)
+        for piece in pieces:
+            yield from self._piece(piece)
+        if reason is not None:
+            yield from self._end_block()
+            yield self._event("message_delta", delta=self._end(choice, reason), usage=self._usage(choice))
+
+    def _piece(self, piece: ChannelPiece) -> Iterator[str]:
+        channel = "arguments" if piece.channel == "call" else piece.channel
+        first, kind, key = _BLOCKS[channel]
+        if piece.channel == "call" or self._open != channel:
+            yield from self._end_block()
+            self._open = channel
+            named = {"id": call_id(), "name": piece.text} if piece.channel == "call" else {}
+            yield self._event("content_block_start", index=self._blocks, content_block={**first, **named})
+        if piece.channel != "call":
+            yield self._event("content_block_delta", index=self._blocks, delta={"type": kind, key: piece.text})
+
+    def _end_block(self) -> Iterator[str]:
+        if self._open is None:
+            return
+        if self._open == "reasoning":
+            signature = {"type": "signature_delta", "signature": _SIGNATURE}
+            yield self._event("content_block_delta", index=self._blocks, delta=signature)
+        yield self._event("content_block_stop", index=self._blocks)
+        self._open, self._blocks = None, self._blocks + 1
+
+    def end(self, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Iterator[str]:
+        yield self._event("message_stop")
+
+    def refusal(self, error: Exception, *, running: bool = False) -> Response:
+        return message_refusal(error, running=running)
+
+    def fail(self, error: Exception) -> Iterator[str]:
+        yield event(json.loads(bytes(message_refusal(error, running=True).body)), "error")
+
+    def ping(self) -> str:
+        return self._event("ping")
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        return event({"type": kind, **fields}, kind)
+
+    # -- whole ----------------------------------------------------------------------------------------------
+
+    def logprobs(self, choice: Choice, tokens: Sequence[int], found: Sequence[Any]) -> JsonObject:
+        return JsonObject()  # no body asks for them
+
+    def whole(
+        self, requests: Sequence[EngineRequest], choices: Sequence[tuple[Choice, list[ChannelPiece], str | None]]
+    ) -> JsonObject:
+        ((choice, pieces, reason),) = choices
+        content: list[dict[str, Any]] = []
+        last = None
+        for piece in pieces:
+            if piece.channel == "call":
+                content.append({"type": "tool_use", "id": call_id(), "name": piece.text, "input": {}})
+            elif piece.channel == "arguments":
+                content[-1]["input"] = json.loads(piece.text)
+            elif piece.channel == last:
+                content[-1]["thinking" if piece.channel == "reasoning" else "text"] += piece.text
+            elif piece.channel == "reasoning":
+                content.append({"type": "thinking", "thinking": piece.text, "signature": _SIGNATURE})
+            else:
+                content.append({"type": "text", "text": piece.text})
+            last = piece.channel
+        end = self._end(choice, reason or "stop")
+        return JsonObject(**self._head, content=content, **end, usage=self._usage(choice))
+
+    # -- both -----------------------------------------------------------------------------------------------
+
+    def _end(self, choice: Choice, reason: str) -> dict[str, Any]:
+        """Why the answer ended, and the stop string that it ended at."""
+        if choice.spoken.has_calls and reason == "stop":
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if not choice.spoken.is_stopped:
+            return {"stop_reason": "end_turn", "stop_sequence": None}
+        tail = decoded(self._engine.tokenizer, choice.work.new_tokens[-_TAIL:])
+        found = max(self._body.params.stop, key=lambda stop: (tail.rfind(stop), len(stop)))
+        return {"stop_reason": "stop_sequence", "stop_sequence": found}
+
+    def _usage(self, choice: Choice) -> dict[str, Any]:
+        """The numbers of tokens; those of the prompt that were cached, and those that are now, count apart."""
+        work = choice.work
+        written = written_tokens(self._engine, work.num_prompt, work.cached_tokens)
+        return {
+            "input_tokens": work.num_prompt - work.cached_tokens - written,
+            "cache_read_input_tokens": work.cached_tokens, "cache_creation_input_tokens": written,
+            "output_tokens": work.num_new,
+        }
+
+
+_SIGNATURE = "kvcache"  # clients send it back; nothing is signed

@@ -1,0 +1,197 @@
+"""Anthropic's interface, asked by its client."""
+
+import json
+
+import anthropic
+import pytest
+from http_servers import MODEL, Served, answer, post, tiny_file
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+TALK = [{"role": "user", "content": "Which weather?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"name": "weather", "description": "x", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}:"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %};"
+    "{% endfor %}assistant:{% if enable_thinking is defined %}{{ enable_thinking }}{{ reasoning_effort }}{% endif %}"
+)
+SAID = (
+    '<think>\nhm é\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>\n'
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with Served(tiny_file(tmp_path_factory.mktemp("messages"), TEMPLATE), num_blocks=800) as made:
+        yield made
+
+
+def client_of(served, **options):
+    options = {"api_key": "x", **options}
+    return anthropic.Anthropic(base_url=served.url.removesuffix("/v1"), max_retries=0, timeout=120, **options)
+
+
+def asked(**more):
+    return {"model": MODEL, "max_tokens": 400, "messages": TALK, "tools": [TOOL], **more}
+
+
+def prompt(served, messages, tools=True, **template):
+    function = {"name": "weather", "description": "x", "parameters": SCHEMA}
+    return served.alone.apply_chat_template(
+        messages, tools=[{"type": "function", "function": function}] if tools else None, template=template
+    )
+
+
+def blocks(message):
+    shown = ("type", "thinking", "text", "name", "input")
+    return [{key: value for key, value in block.model_dump().items() if key in shown} for block in message.content]
+
+
+WANTED = [
+    {"type": "thinking", "thinking": "hm é"}, {"type": "text", "text": "I look."},
+    {"type": "tool_use", "name": "weather", "input": {"city": "Köln"}},
+    {"type": "tool_use", "name": "weather", "input": {}},
+]
+
+
+def test_a_whole_message_and_the_next_turn(served):
+    client = client_of(served)
+    served.say(SAID)
+    system = [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}]
+    got = client.messages.create(**asked(system=system))
+    assert blocks(got) == WANTED
+    assert (got.stop_reason, got.stop_sequence, got.role) == ("tool_use", None, "assistant")
+    text = prompt(served, [{"role": "system", "content": "Be kind."}, *TALK])
+    size = len(served.engine.tokenizer.encode(text).ids)
+    usage = got.usage
+    assert usage.cache_read_input_tokens + usage.cache_creation_input_tokens + usage.input_tokens == size
+    assert (usage.cache_creation_input_tokens, usage.output_tokens) == (size // 16 * 16, len(SAID.encode()))
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "rain"}]}
+        for block in got.content if block.type == "tool_use"
+    ]
+    talk = [
+        *TALK, {"role": "assistant", "content": [block.model_dump() for block in got.content]},
+        {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]},
+    ]
+    served.say("It rains.")
+    again = client.messages.create(**asked(system="Be kind.", messages=talk))
+    assert (blocks(again), again.stop_reason) == ([{"type": "text", "text": "It rains."}], "end_turn")
+    assert again.usage.cache_read_input_tokens >= size - 32
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": b["input"]}} for b in WANTED[2:]]
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "hm é", "tool_calls": calls}
+    whole = prompt(served, [
+        {"role": "system", "content": "Be kind."}, *TALK, said, *[{"role": "tool", "content": "rain"}] * 2,
+        {"role": "user", "content": "And?"},
+    ])
+    counted = again.usage
+    assert (
+        counted.input_tokens + counted.cache_read_input_tokens + counted.cache_creation_input_tokens
+        == len(served.engine.tokenizer.encode(whole).ids)
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "more", "reason"),
+    [
+        (SAID, {}, "tool_use"), ("Hi <b> you \n", {}, "end_turn"),
+        ("a STOP b", {"stop_sequences": ["x", "STOP"]}, "stop_sequence"),
+        ("long", {"max_tokens": 2}, "max_tokens"), ("<think>a", {}, "end_turn"), ("", {}, "end_turn"),
+    ],
+)
+def test_a_stream_is_the_whole_message(served, said, more, reason):
+    client = client_of(served, api_key=None, auth_token="x")
+    served.say(said)
+    whole = client.messages.create(**asked(**more))
+    served.say(said)
+    with client.messages.stream(**asked(**more)) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_message()
+    assert blocks(final) == blocks(whole)
+    assert (final.stop_reason, final.stop_sequence) == (whole.stop_reason, whole.stop_sequence)
+    assert final.stop_reason == reason
+    assert final.stop_sequence == ("STOP" if reason == "stop_sequence" else None)
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_thinking_and_tools_of_the_client(served):
+    client = client_of(served)
+
+    def size(**more):
+        return client.messages.count_tokens(**{"model": MODEL, "messages": TALK, "tools": [TOOL], **more}).input_tokens
+
+    def wanted(messages=TALK, **more):
+        return len(served.engine.tokenizer.encode(prompt(served, messages, **more)).ids)
+
+    assert size() == wanted()
+    assert size(tools=anthropic.omit) == wanted(tools=False)
+    assert size(thinking={"type": "disabled"}) == wanted(enable_thinking=False)
+    assert size(thinking={"type": "enabled", "budget_tokens": 1024}) == wanted(enable_thinking=True)
+    effort = {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}
+    assert size(extra_body=effort) == wanted(enable_thinking=True, reasoning_effort="low")
+    hosted = [TOOL, {"type": "web_search_20250305", "name": "web_search"}]
+    assert size(tools=hosted) == wanted()
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abcde;"}
+    assert size(system=[billing, {"type": "text", "text": "s"}]) == wanted([{"role": "system", "content": "s"}, *TALK])
+    middle = [*TALK, {"role": "system", "content": "late"}, {"role": "assistant", "content": "ok"}, *TALK]
+    assert size(messages=middle) == wanted(middle)
+    served.say(SAID)
+    got = client.messages.create(**asked(tool_choice={"type": "auto", "disable_parallel_tool_use": True}))
+    assert blocks(got) == WANTED[:3]
+    served.say(SAID)
+    got = client.messages.create(**asked(tool_choice={"type": "none"}, metadata={"user_id": "me"}, service_tier="auto"))
+    assert (got.stop_reason, len(got.content)) == ("end_turn", 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "says"),
+    [
+        ({"model": "other"}, 404, "model: expected tiny"),
+        ({"max_tokens": 0}, 400, "max_tokens: expected"),
+        ({"max_tokens": None}, 400, "max_tokens: expected one, got none"),
+        ({"unheard": 1}, 400, "unheard: expected none"),
+        ({"messages": "x"}, 400, "messages: expected"),
+        ({"messages": TALK * 4097}, 400, "messages: expected at most 4096"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages: expected the role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "messages: expected blocks of text"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "prompt is too long: messages: expected at most"),
+        ({"tools": [{"name": "f", "input_schema": 3}]}, 400, "tools"),
+        ({"tool_choice": {"type": "any"}}, 400, "tool_choice"),
+        ({"tool_choice": {"type": "other"}}, 400, "tool_choice: expected the type"),
+        ({"mcp_servers": [{}]}, 400, "mcp_servers: expected none"),
+        ({"stop_sequences": ["x"] * 17}, 400, "stop_sequences: expected at most 16"),
+        ({"temperature": "x"}, 400, "temperature"),
+    ],
+)
+def test_errors_have_the_form_of_the_interface(served, more, status, says):
+    body = {name: value for name, value in asked(**{"tools": [], **more}).items() if value is not None}
+    if "tool_choice" in more:
+        body["tools"] = [TOOL]
+    got, data = answer(served.connect(post(json.dumps(body).encode(), "/v1/messages")))
+    error = json.loads(data)
+    kind = "not_found_error" if status == 404 else "invalid_request_error"
+    assert (got, error["type"], error["error"]["type"]) == (status, "error", kind)
+    assert says in error["error"]["message"]
+
+
+def test_an_error_in_a_stream(served):
+    served.say("hello")
+    served.network.error = OSError("secret")
+    try:
+        with pytest.raises(anthropic.APIStatusError, match="the request failed: OSError"):
+            list(client_of(served).messages.create(**asked(stream=True)))
+    finally:
+        served.network.error = None
+
+
+def test_keys_of_either_header(tmp_path):
+    with Served(tiny_file(tmp_path), {"k": "one"}) as keyed:
+        for options in ({"api_key": "k"}, {"api_key": None, "auth_token": "k"}):
+            assert client_of(keyed, **options).messages.count_tokens(model=MODEL, messages=TALK).input_tokens
+        with pytest.raises(anthropic.AuthenticationError):
+            client_of(keyed, api_key="other").messages.count_tokens(model=MODEL, messages=TALK)
