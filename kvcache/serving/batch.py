@@ -30,6 +30,7 @@ from kvcache.serving.guesses import MOST as MOST_DRAFTS
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
 from kvcache.serving.observed import Observed, OnEviction
+from kvcache.serving.pins import as_kept
 from kvcache.serving.progress import Progress
 from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
@@ -194,6 +195,7 @@ class BatchEngine:
         priority: int = 0,
         deadline: float | None = None,
         n: int = 1,
+        keep: float | Iterable[tuple[int, float]] | None = None,
         **sampling: Any,
     ) -> Request:
         """Queue a request.
@@ -207,6 +209,10 @@ class BatchEngine:
             deadline: seconds from now; a request that has not ended then ends with the tokens that it has.
             n: independent samples, at most `max_queue`. With a seed in `params`, sample i draws as one of seed + i. It
                 has the priority `priority + i`.
+            keep: seconds that the prompt stays cached for, when it has run and after each later use; or pairs of a
+                number of its first tokens, and seconds. It ends earlier where a request would not run otherwise, the
+                one that ends first at first. All such prefixes have a half of the blocks at most, those of a namespace
+                a quarter; what is beyond is not kept. With `max_tokens` 0 the prompt runs, and nothing else.
             sampling: attributes of `SamplingParams`, in place of those of `params`.
 
         Raises:
@@ -223,7 +229,14 @@ class BatchEngine:
         prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size, self.max_positions)
         self._steps.expect_room(n)  # before each sample takes its random numbers
         shared = self._new.shared(params, lambda: self.tokenizer)
+        kept = None if keep is None else as_kept(keep, len(prompt), self._pool.block_size)
+        if kept is not None and self._settings.budgets is not None:
+            raise ValueError("keep: expected none with an eviction_policy, got one")
         samples = [self._sample(prompt, params, namespace, shared, i) for i in range(n)]
+        if kept is not None:
+            samples[0].keep = kept
+            for each in samples if params.max_tokens == 0 else ():
+                each.warm()
         for each in samples[1:]:
             each.leader = samples[0]
         request = Request(self._steps, samples)
@@ -355,6 +368,7 @@ class BatchEngine:
         self._steps.stop()
         while self.step():
             pass
+        self._steps.release_pins()
         if self._autosaves and self.tiers is not None:
             self.tiers.close()
 
@@ -406,7 +420,8 @@ class BatchEngine:
         return self._pool.stats()
 
     def clear_cache(self) -> None:
-        """Drop every cached prefix; running requests keep their blocks."""
+        """Drop every cached prefix, pinned ones too; running requests keep their blocks."""
+        self._steps.release_pins()
         self._pool.clear()
 
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:

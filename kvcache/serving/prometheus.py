@@ -13,7 +13,10 @@ from kvcache.serving.stats import BatchStats, Histogram, NamespaceStats
 __all__ = ["exposition"]
 
 # The others only grow.
-_GAUGES = {"waiting", "running", "free_blocks", "claimed_blocks", "cached_blocks", "namespace_cached_tokens"}
+_GAUGES = {
+    "waiting", "running", "free_blocks", "claimed_blocks", "cached_blocks", "pinned_blocks", "namespace_cached_tokens",
+    "namespace_pinned_tokens",
+}
 
 
 def exposition(

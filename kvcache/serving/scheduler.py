@@ -19,11 +19,13 @@ sample stops. Requests of one sample and one priority never stop for those that 
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Iterator, Sequence
 
 from kvcache.errors import KvCacheError, OutOfMemoryError
 from kvcache.serving.budget import CHEAP_ROWS, LEAST, MOST, TokenBudget
 from kvcache.serving.observed import Observed
+from kvcache.serving.pins import Pins
 from kvcache.serving.work import FinishReason, Work
 from kvcache.texts.arrivals import Arrivals
 from kvcache.texts.forward import Forward
@@ -55,6 +57,7 @@ class Scheduler:
         num_waiting: those without one.
         ended: works that have ended, until the engine has told those that wait for them.
         preemptions: how often a work gave up its sequence.
+        pins: prefixes that stay cached for a time.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Scheduler:
         self._forward, self._max_running, self._most_rows = forward, max_running, most_rows
         self._most_prompts = most_prompts
         self.works: dict[int, Work] = {}
+        self.pins, self._now = Pins(self.pool), 0.0
         self.running: list[Work] = []
         self._waiting: list[Work] = []  # a heap; ended works leave it when they come to its top
         self._deadlines: list[tuple[float, int]] = []  # a heap
@@ -136,7 +140,10 @@ class Scheduler:
         heapq.heappush(self._waiting, work)
 
     def expire(self, now: float) -> None:
-        """End the works whose deadline has come."""
+        """End the works whose deadline has come, and release the pins whose time has."""
+        self._now = now
+        if self.pins.expire(now):
+            self._blocked = None
         while self._deadlines and self._deadlines[0][0] <= now:
             work = self.works.get(self._deadlines[0][1])
             if work is not None:
@@ -260,11 +267,13 @@ class Scheduler:
                 self.pool.append(pieces)
                 break
             except OutOfMemoryError as error:
-                if not preempt:
-                    return []
                 if any(count > work.remaining for work, count in pieces):  # rather than for guesses
                     pieces = [(work, min(count, work.remaining)) for work, count in pieces]
                     continue
+                if self.pins.give_way():
+                    continue
+                if not preempt:
+                    return []
                 last = self.running[-1]
                 if len(self.running) == 1:
                     self.end(last, "error", error)
@@ -284,7 +293,7 @@ class Scheduler:
                 continue
             if self.arrivals is not None:
                 self.arrivals.begin(work)
-            if not self.pool.start(work, self.running, None if self.arrivals is None else self.arrivals.arrived):
+            if not self._start(work):
                 if self.running:
                     self._blocked = work
                     return
@@ -293,12 +302,24 @@ class Scheduler:
                 continue
             heapq.heappop(self._waiting)
             self._run(work)
+            self.pins.renew(work, now)
             if work.started is None:
                 work.started, work.cached_tokens = now, work.computed
                 self.observed.began(work, now)
             elif work.computed > work.left_at >= 0 and work.num_tokens == work.num_prompt:
                 self.observed.arrived(work, work.computed - work.left_at)
             yield work
+
+    def _start(self, work: Work) -> bool:
+        """Give a work a sequence, if there is room, or pins give way; whether it has one."""
+        arrived = None if self.arrivals is None else self.arrivals.arrived
+        while not self.pool.start(work, [*self.running, *self.pins.all], arrived):
+            if not self.pins.give_way():
+                return False
+        for stop, _ in work.keep:
+            if work.computed < stop < work.num_tokens and stop not in work.keep_at:
+                insort(work.keep_at, stop)
+        return True
 
     def _run(self, work: Work) -> None:
         """Put a work that has a sequence among those that run, in the order of keys."""
@@ -336,6 +357,9 @@ class Scheduler:
         self.pool.compact(work)
         if filled:
             self.pool.index(work)
+        while work.keep and work.keep[0][0] <= work.computed:
+            self.pins.add(work, *work.keep[0], self._now)
+            work.keep.pop(0)
         for entry in [entry for entry in work.parked if entry[0] <= work.computed]:
             self.pool.keep(work, entry[0])
             heapq.heappush(self._waiting, entry[1])
@@ -388,6 +412,7 @@ class Scheduler:
             work.computed = min(work.computed, work.num_tokens - 1)  # its logits are lost, so the last token runs again
         self.pool.shared.close_sessions()  # a call that an error ended may not have
         lost = self.pool.settle(owned)
+        self.pins.settle()
         self.running = sorted(work for work in owned if work not in lost)
         for work in self.works.values():
             work.mend()
@@ -405,7 +430,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
-        self.pool.check(self.running)
+        with self.pins.released():
+            self.pool.check(self.running)
         assert self.running == sorted(self.running), "works do not run in the order of their keys"
         parked = {id(work) for leader in self.running for _, work in leader.parked}
         heap = {id(work) for work in self._waiting}

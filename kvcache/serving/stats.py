@@ -49,6 +49,7 @@ class NamespaceStats:
         query_tokens: tokens of their prompts.
         hit_tokens: those of them that were cached.
         evicted_tokens: tokens that left the cache to make room.
+        pinned_tokens: tokens that are pinned now; those of several pins count for each.
     """
 
     cached_tokens: int
@@ -57,6 +58,7 @@ class NamespaceStats:
     query_tokens: int
     hit_tokens: int
     evicted_tokens: int
+    pinned_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,8 +93,9 @@ class BatchStats:
         cached_tokens: tokens of prompts that did not run, since their K and V were cached.
         preemptions: how often a request gave up its memory and began again.
         guessed_tokens, accepted_tokens: tokens that were guessed, and those of them that were drawn.
-        free_blocks, claimed_blocks, cached_blocks: blocks without a reference, of running requests, and of the prefix
-            index alone; together all blocks.
+        free_blocks, claimed_blocks, cached_blocks: blocks without a reference, of running requests and pins, and of the
+            prefix index alone; together all blocks.
+        pinned_blocks: claimed blocks of pinned prefixes; those of several pins count for each.
         queued: the seconds from `submit` until the first token of a request ran.
         first_token: the seconds from `submit` until its first new token.
     """
@@ -110,5 +113,6 @@ class BatchStats:
     free_blocks: int
     claimed_blocks: int
     cached_blocks: int
+    pinned_blocks: int
     queued: Histogram
     first_token: Histogram

@@ -339,6 +339,7 @@ class Steps:
         return replace(
             last, waiting=self._submitted - last.running - last.finished, free_blocks=blocks["free"],
             claimed_blocks=blocks["claimed"], cached_blocks=blocks["cached"],
+            pinned_blocks=self._scheduler.pins.num_blocks,
         )
 
     def _publish(self) -> None:
@@ -352,13 +353,18 @@ class Steps:
         observed = self._scheduler.observed
         self._published = BatchStats(
             0, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens, self._cached_tokens,
-            self._scheduler.preemptions, self._guessed, self._accepted, 0, 0, 0, observed.queued.snapshot(),
+            self._scheduler.preemptions, self._guessed, self._accepted, 0, 0, 0, 0, observed.queued.snapshot(),
             observed.first_token.snapshot(),
         )
 
     def namespaces(self) -> dict[Hashable, NamespaceStats]:
         """See `BatchEngine.namespace_stats`."""
-        return self._scheduler.observed.namespaces()
+        found, pinned = self._scheduler.observed.namespaces(), self._scheduler.pins.namespaces()
+        return {name: replace(each, pinned_tokens=pinned.get(name, 0)) for name, each in found.items()}
+
+    def release_pins(self) -> None:
+        """Release all pins: now, or when the running step ends."""
+        self.lock.hand_over(self._scheduler.pins.clear)
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""

@@ -47,6 +47,7 @@ class Work(Text, ABC):
         leader: the work whose sequence it will fork; None: it starts by itself.
         followers: works that fork this one's sequence when its prompt has run.
         guess: tokens that may follow; those of the pass that runs.
+        keep: `(tokens, seconds)`: how many of its first tokens stay cached when they have run, and for how long.
         parked: `(tokens, work)`: works that wait until this one has run these tokens, which are theirs too.
     """
 
@@ -67,6 +68,7 @@ class Work(Text, ABC):
         self.leader: Work | None = None
         self.followers: list[Work] = []
         self.guess = NO_GUESS
+        self.keep: list[tuple[int, float]] = []
         self.parked: list[tuple[int, Work]] = []
 
     def next_tokens(self, count: int) -> Tokens:
@@ -130,12 +132,16 @@ class Drawing(Work):
             request.logprobs = []
         self._most = config.max_position_embeddings
         self.guesses = guesses
-        self._stopped = self._drawing = self._forced = False
+        self._stopped = self._drawing = self._forced = self._warms = False
 
     def evict(self, chunk: int, *, endless: bool) -> None:
         """Run in pieces of `chunk`, share nothing and guess nothing; `endless`: there may be any number of tokens."""
         self.chunk, self.shares, self.guesses = chunk, False, None
         self._most = sys.maxsize if endless else self._most
+
+    def warm(self) -> None:
+        """Run the prompt, and draw nothing."""
+        self._warms = True
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
@@ -177,7 +183,7 @@ class Drawing(Work):
         return len(self.guess)
 
     def rows_due(self, count: int) -> int:
-        return max(0, count - self.remaining + 1)
+        return 0 if self._warms else max(0, count - self.remaining + 1)
 
     def masks_due(self, rows: int) -> list[tuple[Matcher, list[int]]]:
         matcher = self._sampler.matcher
@@ -211,6 +217,8 @@ class Drawing(Work):
         return token
 
     def ending(self) -> FinishReason | None:
+        if self._warms:
+            return "length" if self.computed == self.num_tokens else None
         if self._stopped or self._sampler.is_complete or (self._watched is not None and self._watched.stopped):
             return "stop"
         if self.num_new < self._request.params.max_tokens and self.num_tokens <= self._most:

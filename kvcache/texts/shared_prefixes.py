@@ -82,6 +82,18 @@ class SharedPrefixes:
                         yield stop, [first._replace(parting=break_at or first.parting), *filter(None, starts)]
                         return
 
+    def pin(self, text: Text, most: int) -> tuple[int, ExitStack]:
+        """Hold the longest prefix as `hold` finds it, until the stack is closed; it is not counted.
+
+        Returns:
+            The number of its tokens, and the stack.
+        """
+        with ExitStack() as held:
+            with self.hold(text, most, again=True) as (stop, _):
+                for group in self._groups if stop else ():
+                    group.hold(text.tokens[:stop], stop, text.space, held, True)
+            return stop, held.pop_all()
+
     def _shorter(self, text: Text, stop: int, start: CachedStart) -> CachedStart:
         """The start of the first group with `stop` tokens, or fewer where it cannot go on after these."""
         whole = self._groups[0]

@@ -62,15 +62,17 @@ class Requests(RuleBasedStateMachine):
         most=st.sampled_from([0, 1, 7, 24]),
         namespace=st.sampled_from([None, "a", ("b", 1)]), priority=st.integers(-2, 2),
         deadline=st.sampled_from([None, None, 3.0]), n=st.sampled_from([1, 1, 1, 3]),
+        keep=st.sampled_from([None, None, 0.0, 2.0, 50.0, [(1, 9.0), (17, 2.0)]]),
     )
-    def submit(self, which, seed, draw, most, namespace, priority, deadline, n):
+    def submit(self, which, seed, draw, most, namespace, priority, deadline, n, keep):
         if self.engine is None:
             return
         params = draw(seed, most, logprobs=1)
         waiting = self.engine.stats().waiting
         try:
             request = self.engine.submit(
-                PROMPTS[which], params, namespace=namespace, priority=priority, deadline=deadline, n=n
+                PROMPTS[which], params, namespace=namespace, priority=priority, deadline=deadline, n=n,
+                keep=None if isinstance(keep, list) and len(PROMPTS[which]) < 17 else keep,
             )
         except QueueFullError:
             assert waiting + n > 12
@@ -108,6 +110,7 @@ class Requests(RuleBasedStateMachine):
         if self.engine is not None:
             stats, total = self.engine.stats(), self.engine._pool.total_blocks
             assert stats.free_blocks + stats.claimed_blocks + stats.cached_blocks == total
+            assert stats.pinned_blocks <= total // 2
             self.engine.check()
 
     @invariant()
@@ -140,6 +143,8 @@ class Requests(RuleBasedStateMachine):
                 break
         self.every_text_is_right()
         assert not self.open, "a request has not ended"
+        self.clock.now += 1000.0
+        self.engine.step()  # the pins that are left end
         settled(self.engine)
         self.engine.clear_cache()
         assert self.engine.stats().cached_blocks == 0
