@@ -39,7 +39,9 @@ class Architecture(NamedTuple):
 
 
 NEXT_LAYERS = "nextn_predict_layers"  # layers behind the last one, which guess more tokens
+_EXPERTS = ("expert_count", "expert_shared_count", "expert_group_count", "expert_gating_func")
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_SOFTMAX, _SIGMOID = 1, 2  # of `expert_gating_func`
 _SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
 ARCHITECTURES = {
     "llama": Architecture("llama", True, understood=("expert_count",)),  # Mistral, Mixtral and SmolLM2 too
@@ -66,6 +68,16 @@ ARCHITECTURES |= {
     "lfm2": Architecture("lfm2", False, fixed={"block_auto_adjust_ff_dim": False}, states="conv"),
     "qwen35": Architecture(
         "qwen3_5_text", False, understood=(NEXT_LAYERS,), post_attention_norm=True, states="delta"
+    ),
+    "lfm2moe": Architecture("lfm2_moe", False, understood=_EXPERTS, fixed={"norm_topk_prob": True}, states="conv"),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text", False, understood=(NEXT_LAYERS, *_EXPERTS), post_attention_norm=True, states="delta"
+    ),
+    "nemotron_h_moe": Architecture(
+        "nemotron_h", True, understood=(NEXT_LAYERS, *_EXPERTS), states="mamba",
+        names={
+            "rms_norm_eps": "attention.layer_norm_epsilon", "num_local_experts": "", "n_routed_experts": "expert_count",
+        },
     ),
     "nemotron_h": Architecture(
         "nemotron_h", True, states="mamba", names={"rms_norm_eps": "attention.layer_norm_epsilon"}
@@ -96,11 +108,18 @@ KEYS = {
     "rope_local_base_freq": "rope.freq_base_swa",
 }
 _MAX_LAYERS = 1 << 16
-_PARTIAL = ("phi3", "qwen3_5_text")  # which turn some channels of a head
+_PARTIAL = ("phi3", "qwen3_5_text", "qwen3_5_moe_text")  # which turn some channels of a head
 _ROPE_PER_KIND = ("gemma3_text", "olmo2")  # OLMo 3 has this architecture
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _DEFAULT_WHERE_ZERO = (*_CAPS, *_SCALES, "expert_count")
 _REQUIRED = ("num_attention_heads", "rms_norm_eps")  # those that config.json may leave out
+# What files say of experts, in the keys of LFM2 and Nemotron.
+_BESIDE_EXPERTS = {
+    "num_dense_layers": "leading_dense_block_count", "n_shared_experts": "expert_shared_count",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length", "moe_latent_size": "moe_latent_size",
+    "n_group": "expert_group_count", "topk_group": "expert_group_used_count", "norm_topk_prob": "expert_weights_norm",
+    "routed_scaling_factor": "expert_weights_scale",
+}
 _PER_LAYER = ("attention.head_count_kv", "feed_forward_length")  # with 0 for layers that have none
 _OWN_EPS = {"conv": "norm_eps", "mamba": "layer_norm_epsilon"}
 # The sizes of layers with a state, by kind.
@@ -127,6 +146,8 @@ _ROPE_ENTRIES = frozenset(
 NEUTRAL: dict[str, Any] = {
     "expert_count": 0,
     "expert_shared_count": 0,
+    "expert_group_count": 0,
+    "expert_gating_func": _SOFTMAX,
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
@@ -177,6 +198,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     read.per_layer = _PER_LAYER if architecture.states else ()
     found: dict[str, Any] = {"architectures": None, "rope_theta": 10000.0}
     for key, name in {**KEYS, **architecture.names}.items():
+        if not name:
+            continue
         value = read.get(name)
         if value is None and key in _REQUIRED:
             read.fail(name, "a number")
@@ -229,16 +252,21 @@ def _set_states(read: _Entries, kind: str, found: dict[str, Any]) -> None:
             read.fail("ssm.inner_size", f"a multiple of {short(heads)} heads")
         found["linear_value_head_dim" if kind == "delta" else "mamba_head_dim"] = inner // heads
     if kind == "delta":
+        found["shared_expert_intermediate_size"] = read.get("expert_shared_feed_forward_length")
         _set_delta_layers(read, layers, found)
         return
+    _set_experts(read, found)
     attending, widths = (read.each_layer(name, layers) for name in _PER_LAYER)
+    found["num_hidden_layers"] = layers = layers - _guessing(read, layers)
+    attending, widths = attending[:layers], widths[:layers]
     if kind == "conv":
         found["layer_types"] = ["full_attention" if count else "conv" for count in attending]
         found["conv_bias"] = read.has_tensor("shortconv.conv.bias")
         return
     if not isinstance(read.either("feed_forward_length"), np.ndarray):
         read.fail("feed_forward_length", f"a number for each of {layers} layers")
-    kinds = {(True, False): "attention", (False, False): "mamba", (False, True): "mlp"}
+    alone = "moe" if "n_routed_experts" in found else "mlp"
+    kinds = {(True, False): "attention", (False, False): "mamba", (False, True): alone}
     each = [kinds.get((bool(count), bool(width))) for count, width in zip(attending, widths, strict=True)]
     if None in each:
         read.fail("feed_forward_length", "0 for layers that attend", read.either("feed_forward_length"))
@@ -247,11 +275,26 @@ def _set_states(read: _Entries, kind: str, found: dict[str, Any]) -> None:
     found["use_conv_bias"] = read.has_tensor("ssm_conv1d.bias")
 
 
-def _set_delta_layers(read: _Entries, layers: int, found: dict[str, Any]) -> None:
-    """The layers of Qwen3.5; the last ones of a file may guess more tokens, which nothing here does."""
-    guessing = read.get(NEXT_LAYERS, 0)
-    if type(guessing) is not int or not 0 <= guessing < layers:
+def _set_experts(read: _Entries, found: dict[str, Any]) -> None:
+    """The sizes beside experts, and how these are chosen, in networks that have layers with a state."""
+    for key, name in _BESIDE_EXPERTS.items():
+        if (value := read.get(name)) is not None:
+            found[key] = value
+    if read.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+        read.fail("expert_gating_func", f"{_SIGMOID}, sigmoids")
+
+
+def _guessing(read: _Entries, layers: int) -> int:
+    """The last layers of a file that guess more tokens, which nothing here does."""
+    found = read.get(NEXT_LAYERS, 0)
+    if type(found) is not int or not 0 <= found < layers:
         read.fail(NEXT_LAYERS, f"a number below {layers}")
+    return found
+
+
+def _set_delta_layers(read: _Entries, layers: int, found: dict[str, Any]) -> None:
+    """The layers of Qwen3.5."""
+    guessing = _guessing(read, layers)
     found["num_hidden_layers"] = layers - guessing
     states = read.either("attention.recurrent_layers")
     if states is not None and not (

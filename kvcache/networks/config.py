@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
+from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import Family, family_of
 from kvcache.networks.files import read_json
 from kvcache.networks.quantisation import quantisation_of
-from kvcache.networks.recurrent_sizes import Mixer, RecurrentSizes, layer_types_of, mixers_of, mlps_of
+from kvcache.networks.recurrent_sizes import Mixer, Mlp, RecurrentSizes, layer_types_of, mixers_of, mlps_of
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import ropes_of
 from kvcache.networks.towers import text_config_of
@@ -60,6 +61,7 @@ class ModelConfig:
             "clamped" is `gate * sigmoid(alpha * gate) * (up + 1)`, with gate and up
             limited to `clamped_limit`, and `clamped_alpha` as alpha.
         experts_per_token: of `num_experts`; 0: there are none.
+        experts: what layers with experts have beside their number; None: there are none.
         normalise_experts: whether the weights of a token's experts add up to 1.
         embedding_scale, residual_scale, logit_scale: multiply the embedding, what a layer's parts add, the logits.
         logit_softcap: as `attention_softcap`, for the logits.
@@ -93,13 +95,14 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: Literal["", "head", "all"]
     norms: Literal["before", "after", "both"]
-    mlps: tuple[Literal["mlp", "experts", ""], ...]
+    mlps: tuple[Mlp, ...]
     mlp_gate: bool
     activation: Literal["silu", "gelu_tanh", "relu2", "clamped"]
     clamped_alpha: float
     clamped_limit: float
     num_experts: int
     experts_per_token: int
+    experts: ExpertSizes | None
     normalise_experts: bool
     embedding_scale: float
     residual_scale: float
@@ -153,7 +156,7 @@ class ModelConfig:
             config = {key: value for key, value in config.items() if key != "layer_types"}  # which name no windows
         windows = _windows(config, family, read, positions, num_layers)
         qkv_bias, output_bias, mlp_bias = _biases(read, family)
-        num_experts, size = _experts(read, family)
+        num_experts, size = _experts(read, family, has_experts="moe" in (listed or ()))
         return cls(
             architecture=architecture,
             vocab_size=read.size("vocab_size"),
@@ -181,13 +184,14 @@ class ModelConfig:
             mlp_bias=mlp_bias,
             qk_norm=family.qk_norm,
             norms=family.norms,
-            mlps=mlps_of(listed, mixers, experts=num_experts > 0),
+            mlps=_dense_first(mlps_of(listed, mixers, experts=num_experts > 0), read, family),
             mlp_gate=family.mlp_gate,
             activation=family.activation or _activation(read, family),
             clamped_alpha=read.number("swiglu_alpha", 1.702),
             clamped_limit=read.number("swiglu_limit", 7.0),
             num_experts=num_experts,
             experts_per_token=read.size("num_experts_per_tok", most=num_experts) if num_experts else 0,
+            experts=ExpertSizes.of(family.experts, read, size) if num_experts else None,
             normalise_experts=family.experts != "qwen" or read.flag("norm_topk_prob", False),
             embedding_scale=_embedding_scale(read, family, hidden_size),
             residual_scale=_factor(read, family, "residual_multiplier"),
@@ -341,10 +345,21 @@ def _pattern(read: Entries, full_every: int, num_layers: int) -> list[bool]:
     return [letter == "L" for letter in letters]
 
 
-def _experts(read: Entries, family: Family) -> tuple[int, int]:
+def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[Mlp, ...]:
+    """The same with an MLP in the first layers, in families that say how many."""
+    if read.default("num_dense_layers") is None:
+        return mlps
+    dense = read.size("num_dense_layers", at_least=0, most=len(mlps))
+    first: Mlp = "mlp"
+    return (first,) * dense + mlps[dense:]
+
+
+def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, int]:
     """The number of experts in every layer, and the intermediate size."""
     own = read.default("moe_intermediate_size") is not None
     size = read.size("moe_intermediate_size" if own else "intermediate_size")
+    if family.experts == "nemotron":  # a network without layers of experts has their keys all the same
+        return (read.size("n_routed_experts", 8) if has_experts else 0), size
     if read.default("block_multiple_of"):
         size = _adjusted(read, size)
     if not family.experts:

@@ -44,7 +44,7 @@ class Family:
         eps_key: the key of what norms add to the mean of squares.
         names: what files call tensors, by the stems of `names`, with or without the layer's.
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
-        experts: "mixtral", "qwen", "gpt_oss" or "": how files name and store them.
+        experts: "": there are none; else how files name and store them, and what is beside them (`ExpertSizes`).
         fused: the names in folders of queries, keys and values as one matrix, and of gate and up as one; "": they are
             apart.
         aliases: older names of the architecture.
@@ -75,7 +75,7 @@ class Family:
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
     sinks: bool = False
-    experts: Literal["", "mixtral", "qwen", "gpt_oss"] = ""
+    experts: Literal["", "mixtral", "qwen", "gpt_oss", "lfm2", "shared", "granite", "nemotron"] = ""
     fused: tuple[str, str] = ("", "")
     aliases: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -91,7 +91,8 @@ _LFM2 = {
     "model.norm": "model.embedding_norm", "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.o_proj": "self_attn.out_proj", "self_attn.q_norm": "self_attn.q_layernorm",
     "self_attn.k_norm": "self_attn.k_layernorm", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2", "mixer.in_proj": "conv.in_proj", "mixer.conv1d": "conv.conv",
+    "mlp.down_proj": "feed_forward.w2", "mlp.gate": "feed_forward.gate",
+    "mlp.expert_bias": "feed_forward.expert_bias", "mixer.in_proj": "conv.in_proj", "mixer.conv1d": "conv.conv",
     "mixer.out_proj": "conv.out_proj",
 }
 _QWEN3_5 = {
@@ -103,7 +104,10 @@ _QWEN3_5 = {
 _NEMOTRON = {
     "model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f", "mixer.rate": "mixer.A_log",
     "input_layernorm": "norm", "post_attention_layernorm": "norm", "mlp.up_proj": "mixer.up_proj",
-    "mlp.down_proj": "mixer.down_proj",
+    "mlp.down_proj": "mixer.down_proj", "mlp.gate": "mixer.gate",
+    "mlp.expert_bias": "mixer.gate.e_score_correction_bias", "mlp.latent_in": "mixer.fc1_latent_proj",
+    "mlp.latent_out": "mixer.fc2_latent_proj", "mlp.shared_expert.up_proj": "mixer.shared_experts.up_proj",
+    "mlp.shared_expert.down_proj": "mixer.shared_experts.down_proj",
     **{f"self_attn.{name}": f"mixer.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
 }
 
@@ -158,8 +162,23 @@ FAMILIES = {
     "Lfm2ForCausalLM": Family(
         "lfm2", qk_norm="head", recurrence="conv", eps_key="norm_eps", names=_LFM2,
         defaults={
-            "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "tie_embedding": True,
+            "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True,
             "block_multiple_of": 256,
+        },
+    ),
+    "Lfm2MoeForCausalLM": Family(
+        "lfm2_moe", qk_norm="head", recurrence="conv", eps_key="norm_eps", names=_LFM2, experts="lfm2",
+        defaults={
+            "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True,
+            "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4,
+        },
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        "qwen3_5_moe_text", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
+        names=_QWEN3_5, experts="shared",
+        defaults={
+            "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "moe_intermediate_size": 512,
+            "num_experts": 256, "num_experts_per_tok": 8,
         },
     ),
     "Qwen3_5ForCausalLM": Family(
@@ -168,10 +187,10 @@ FAMILIES = {
     ),
     "NemotronHForCausalLM": Family(
         "nemotron_h", mlp_bias=None, mlp_gate=False, activation_key="mlp_hidden_act", recurrence="mamba",
-        eps_key="layer_norm_epsilon", prefix="backbone.", names=_NEMOTRON,
+        experts="nemotron", eps_key="layer_norm_epsilon", prefix="backbone.", names=_NEMOTRON,
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5,
-            "mamba_num_heads": 128, "no_rope": True,
+            "mamba_num_heads": 128, "no_rope": True, "num_experts_per_tok": 2,
         },
     ),
     "Phi3ForCausalLM": Family("phi3", windows="all", fused=("self_attn.qkv_proj", "mlp.gate_up_proj"), defaults={

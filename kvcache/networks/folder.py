@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.networks.config import ModelConfig
+from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, paired_rows, stored_tensors
 from kvcache.networks.tensors import StoredRows, Tensors
@@ -18,6 +19,11 @@ __all__ = ["FolderTensors"]
 
 Float32 = NDArray[np.float32]
 
+# The names of stacked experts, `(experts, out, in)`: gate above up, and down.
+_STACKS = {
+    "shared": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "granite": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+}
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -136,9 +142,25 @@ class FolderTensors:
         stem, _, kind = name.rpartition(".")
         return f"{self._family.names.get(stem, stem)}.{kind}"
 
+    def _stacked(self, expert: int, part: str, stacks: tuple[str, str], sizes: ExpertSizes) -> Place | None:
+        """The place of an expert's matrix where files stack all experts, gate above up; None: they do not."""
+        experts, hidden, inner = self._config.num_experts, self._config.hidden_size, sizes.size
+        if not any(self._names(f"{self._family.prefix}layers.{i}.{stacks[1]}") in self._checkpoint
+                   for i in range(self._config.num_layers)):
+            return None
+        if part == "down":
+            return Place(stacks[1], expert * hidden, (experts, hidden, inner))
+        return Place(stacks[0], (2 * expert + (part == "up")) * inner, (experts, 2 * inner, hidden))
+
     def _expert(self, part: str) -> Place | None:
         config, expert = self._config, EXPERT.fullmatch(part)
         experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
+        if expert and config.experts is not None and (stacks := _STACKS.get(self._family.experts)) is not None:
+            return self._stacked(int(expert[1]), expert[2], stacks, config.experts)
+        if expert and self._family.experts == "lfm2":
+            return Place(f"feed_forward.experts.{expert[1]}.{_MIXTRAL[expert[2]]}.weight")
+        if expert and self._family.experts == "nemotron":
+            return Place(f"mixer.experts.{expert[1]}.{expert[2]}_proj.weight")
         if self._family.experts == "mixtral":
             if expert:
                 return Place(f"block_sparse_moe.experts.{expert[1]}.{_MIXTRAL[expert[2]]}.weight")

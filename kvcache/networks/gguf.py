@@ -19,6 +19,7 @@ from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import end_tokens
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.entries import Entries
+from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, paired_rows, stored_tensors
 from kvcache.networks.recurrent_sizes import RecurrentSizes
@@ -55,6 +56,12 @@ _NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.latent_in": "ffn_latent_down",
+    "mlp.latent_out": "ffn_latent_up",
     "mixer.in_proj": "ssm_in",
     "mixer.in_proj_qkv": "attn_qkv",
     "mixer.in_proj_z": "attn_gate",
@@ -64,7 +71,9 @@ _NAMES = {
     "mixer.norm": "ssm_norm",
     "mixer.out_proj": "ssm_out",
 }
-_WHOLE = {"mixer.rate": "ssm_a", "mixer.dt_bias": "ssm_dt.bias", "mixer.D": "ssm_d"}
+_WHOLE = {
+    "mlp.expert_bias": "exp_probs_b.bias", "mixer.rate": "ssm_a", "mixer.dt_bias": "ssm_dt.bias", "mixer.D": "ssm_d",
+}
 # The format of `Matrix` for each type. No matrix has the groups of Q5_1, Q2_K, Q5_K, Q6_K: they are quantised again.
 _FORMATS = {
     "F32": "f32", "F16": "f16", "BF16": "bf16",
@@ -218,11 +227,8 @@ class GgufCheckpoint:
         block, part = f"blk.{inside[1]}.", inside[2]
         if config.recurrence is not None and part.startswith("mixer."):
             return self._mixer(block, part, config.recurrence)
-        if expert := EXPERT.fullmatch(part):
-            sizes = (config.intermediate_size, config.hidden_size)
-            rows, columns = sizes[::-1] if expert[2] == "down" else sizes
-            whole = (config.num_experts, rows, columns)
-            return Place(f"{block}ffn_{expert[2]}_exps.weight", int(expert[1]) * rows, whole)
+        if (expert := EXPERT.fullmatch(part)) and config.experts is not None:
+            return self._expert(block, int(expert[1]), expert[2], config.experts)
         qkv, gate_up = FAMILIES[config.architecture].fused
         fused = fused_place(config, part, qkv and f"{block}attn_qkv", gate_up and f"{block}ffn_up")
         if fused is not None:
@@ -235,7 +241,16 @@ class GgufCheckpoint:
         after = config.norms != "before" or self._architecture.post_attention_norm
         if part == "post_attention_layernorm.weight" and after:
             return Place(f"{block}post_attention_norm.weight")
-        return Place(f"{block}{self._named(part)}")
+        return Place(f"{block}{_WHOLE.get(part) or self._named(part)}")
+
+    def _expert(self, block: str, expert: int, part: str, sizes: ExpertSizes) -> Place:
+        """Where a matrix of an expert is: files stack all experts of a layer, some gate above up."""
+        experts, width, rows = self.config.num_experts, sizes.latent or self.config.hidden_size, sizes.size
+        if part == "down":
+            return Place(f"{block}ffn_down_exps.weight", expert * width, (experts, width, rows))
+        if (both := f"{block}ffn_gate_up_exps.weight") in self.file:
+            return Place(both, (2 * expert + (part == "up")) * rows, (experts, 2 * rows, width))
+        return Place(f"{block}ffn_{part}_exps.weight", expert * rows, (experts, rows, width))
 
     def _mixer(self, block: str, part: str, sizes: RecurrentSizes) -> Place:
         """Where a tensor of a layer with a state is; some have other shapes than in folders."""

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.kernels.layers import clamped_swiglu, gate, geglu, rms_norm, softcap, swiglu, top_experts
+from kvcache.kernels.layers import (
+    clamped_swiglu,
+    gate,
+    geglu,
+    rms_norm,
+    softcap,
+    swiglu,
+    top_experts,
+    top_sigmoid_experts,
+)
 from kvcache.kernels.matrix import checked_activations
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
@@ -272,14 +281,32 @@ class Transformer:
             (mlp,) = layer.mlps
             self._add_times(x, self._gated(normed, mlp), mlp.down, mlp.down_bias, layer.down_norm)
             return
-        config, logits = self.config, self._times(normed, layer.router, layer.router_bias)
-        chosen, weights = top_experts(logits, config.experts_per_token, config.normalise_experts)
+        chosen, weights = self._routed(self._times(normed, layer.router, layer.router_bias), layer)
 
         def expert(i: int, rows: Float32) -> Float32:
             mlp = layer.mlps[i]
             return self._times(self._gated(rows, mlp), mlp.down, mlp.down_bias)
 
-        self._add(x, mix_experts(normed, chosen, weights, expert), layer.down_norm)
+        rows = normed if layer.latent_in is None else self._times(normed, layer.latent_in)
+        part = mix_experts(rows, chosen, weights, expert)
+        if layer.latent_out is not None:
+            part = self._times(part, layer.latent_out)
+        if layer.shared is not None:
+            shared = self._times(self._gated(normed, layer.shared), layer.shared.down)
+            if layer.shared_gate is not None:
+                shared *= gate(np.ones((len(x), 1), np.float32), self._times(normed, layer.shared_gate), False)
+            part += shared
+        self._add(x, part, layer.down_norm)
+
+    def _routed(self, logits: Float32, layer: LayerWeights) -> tuple[NDArray[np.int64], Float32]:
+        """The experts of each row and their weights."""
+        config, sizes = self.config, self.config.experts
+        choice = None if sizes is None else sizes.choice
+        if choice is None or layer.expert_bias is None:
+            return top_experts(logits, config.experts_per_token, config.normalise_experts)
+        return top_sigmoid_experts(
+            logits, layer.expert_bias, config.experts_per_token, choice.eps, choice.factor, choice.groups, choice.kept
+        )
 
     def _gated(self, x: Float32, mlp: MlpWeights) -> Float32:
         """The rows that the last matrix of an MLP takes."""

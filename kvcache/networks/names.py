@@ -46,6 +46,7 @@ NORMS = {
         "post_feedforward_layernorm",
     ),
 }
+_GATE_UP = ("gate", "up")
 _ROUTER = ("mlp.gate.weight",)
 _INPUTS = {
     "conv": ("mixer.in_proj.weight",), "mamba": ("mixer.in_proj.weight",),
@@ -53,7 +54,7 @@ _INPUTS = {
 }
 # Matrices that stay as they are stored in every format of weights: they are small, and what they compute is exact or
 # nothing: the experts of a row, or how fast a state decays.
-STORED = (*_ROUTER, "mixer.in_proj_b.weight", "mixer.in_proj_a.weight")
+STORED = (*_ROUTER, "mlp.shared_expert_gate.weight", "mixer.in_proj_b.weight", "mixer.in_proj_a.weight")
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 
 
@@ -121,8 +122,15 @@ def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
     if config.mlps[layer] != "experts":
         return
     yield _ROUTER
+    if config.experts is not None and config.experts.latent:
+        yield from (("mlp.latent_in.weight",), ("mlp.latent_out.weight",))
+    if config.experts is not None and config.experts.shared:
+        yield tuple(f"mlp.shared_expert.{name}_proj.weight" for name in _GATE_UP[not config.mlp_gate :])
+        yield ("mlp.shared_expert.down_proj.weight",)
+        if config.experts.shared_gate:
+            yield ("mlp.shared_expert_gate.weight",)
     for i in range(config.num_experts):
-        yield f"mlp.experts.{i}.gate_proj.weight", f"mlp.experts.{i}.up_proj.weight"
+        yield tuple(f"mlp.experts.{i}.{name}_proj.weight" for name in _GATE_UP[not config.mlp_gate :])
         yield (f"mlp.experts.{i}.down_proj.weight",)
 
 
@@ -195,19 +203,35 @@ def _attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _mlps(config: ModelConfig, has_experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
-    sizes = [("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)]
-    sizes = sizes if config.mlp_gate else sizes[1:]
-    if not has_experts:
-        for name, rows, columns in sizes:
+    if not has_experts or config.experts is None:
+        for name, rows, columns in _matrices(config, hidden, inner):
             yield f"mlp.{name}.weight", (rows, columns)
             if config.mlp_bias:
                 yield f"mlp.{name}.bias", (rows,)
         return
+    sizes, width = config.experts, config.experts.latent or hidden
     yield "mlp.gate.weight", (experts, hidden)
+    if sizes.choice is not None and sizes.choice.bias:
+        yield "mlp.expert_bias", (experts,)
+    if sizes.latent:
+        yield "mlp.latent_in.weight", (sizes.latent, hidden)
+        yield "mlp.latent_out.weight", (hidden, sizes.latent)
+    if sizes.shared:
+        for name, rows, columns in _matrices(config, hidden, sizes.shared):
+            yield f"mlp.shared_expert.{name}.weight", (rows, columns)
+    if sizes.shared_gate:
+        yield "mlp.shared_expert_gate.weight", (1, hidden)
+    matrices = _matrices(config, width, sizes.size)
     if config.mlp_bias:
         yield "mlp.gate.bias", (experts,)
-        for name, rows, _ in sizes:
+        for name, rows, _ in matrices:
             yield f"mlp.experts.{name}.bias", (experts, rows)
     for i in range(experts):
-        for name, rows, columns in sizes:
+        for name, rows, columns in matrices:
             yield f"mlp.experts.{i}.{name}.weight", (rows, columns)
+
+
+def _matrices(config: ModelConfig, hidden: int, inner: int) -> list[tuple[str, int, int]]:
+    """The matrices of an MLP with their rows and columns."""
+    found = [("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)]
+    return found if config.mlp_gate else found[1:]

@@ -41,6 +41,7 @@ TOWERS = {
     ),
     "Qwen2_5_VLForConditionalGeneration": Tower("qwen2_5_vl", {"qwen2_5_vl_text": "qwen2"}, flat=True),
     "Qwen3_5ForConditionalGeneration": Tower("qwen3_5", {"qwen3_5_text": "qwen3_5_text"}),
+    "Qwen3_5MoeForConditionalGeneration": Tower("qwen3_5_moe", {"qwen3_5_moe_text": "qwen3_5_moe_text"}),
     "Qwen3VLForConditionalGeneration": Tower("qwen3_vl", {"qwen3_vl_text": "qwen3"}),
 }
 _BY_TYPE = {tower.model_type: tower for tower in TOWERS.values()}

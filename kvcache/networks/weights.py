@@ -78,6 +78,9 @@ class LayerWeights:
         output: `(hidden, num_heads * head_dim)`, or of what the recurrence gives.
         mlp_norm, down_norm: `(hidden,)`, before the MLP, and of what it adds.
         router, router_bias: `(experts, hidden)` and `(experts,)`; None without experts.
+        expert_bias: `(experts,)`, of the choice of experts.
+        latent_in, latent_out: `(latent, hidden)` and `(hidden, latent)`, around the experts.
+        shared, shared_gate: the MLP beside the experts, and `(1, hidden)`, the gate of what it gives.
         mlps: the MLP, or those of the experts.
     """
 
@@ -93,14 +96,19 @@ class LayerWeights:
     mlp_norm: Float32 | None
     router: Weight | None
     router_bias: Float32 | None
+    expert_bias: Float32 | None
+    latent_in: Weight | None
+    latent_out: Weight | None
+    shared: MlpWeights | None
+    shared_gate: Weight | None
     mlps: tuple[MlpWeights, ...]
     down_norm: Float32 | None
 
     def arrays(self) -> Iterator[Float32 | Weight | None]:
         """Every vector and matrix, None for an absent one."""
-        inside = ("mlps", "recurrence")
+        inside = ("mlps", "recurrence", "shared")
         yield from (getattr(self, field.name) for field in fields(self) if field.name not in inside)
-        for mlp in self.mlps:
+        for mlp in (*self.mlps, *(() if self.shared is None else (self.shared,))):
             yield from (getattr(mlp, field.name) for field in fields(mlp))
         if self.recurrence is not None:
             yield from (getattr(self.recurrence, field.name) for field in fields(self.recurrence))
@@ -258,6 +266,7 @@ class _Loader:
             for name, part in zip(NORMS[config.norms], parts, strict=True)
         )
         experts = config.mlps[layer] == "experts"
+        beside = config.experts if experts else None
         return LayerWeights(
             input_norm=before,
             qkv=next(matrices) if mixer else None,
@@ -271,9 +280,21 @@ class _Loader:
             mlp_norm=before_mlp,
             router=next(matrices) if experts else None,
             router_bias=vector("mlp.gate.bias") if experts and config.mlp_bias else None,
+            expert_bias=self._expert_bias(vector) if experts else None,
+            latent_in=next(matrices) if beside and beside.latent else None,
+            latent_out=next(matrices) if beside and beside.latent else None,
+            shared=MlpWeights(next(matrices), None, next(matrices), None) if beside and beside.shared else None,
+            shared_gate=next(matrices) if beside and beside.shared_gate else None,
             mlps=tuple(self._mlps(prefix, config.mlps[layer], matrices)),
             down_norm=after_mlp,
         )
+
+    def _expert_bias(self, vector: Callable[..., Float32]) -> Float32 | None:
+        """The bias of the choice by sigmoids; zeros where it has none."""
+        sizes = self._config.experts
+        if sizes is None or sizes.choice is None:
+            return None
+        return vector("mlp.expert_bias") if sizes.choice.bias else np.zeros(self._config.num_experts, np.float32)
 
     def _qkv_bias(self, mixer: Mixer, vector: Callable[..., Float32]) -> Float32 | None:
         sizes = self._config.recurrence
@@ -315,7 +336,8 @@ class _Loader:
         if not kind:
             return
         prefix += "mlp.experts." if kind == "experts" else "mlp."
-        count, names = max(self._config.num_experts, 1), ("gate", "up", "down")[not self._config.mlp_gate :]
+        count = self._config.num_experts if kind == "experts" else 1
+        names = ("gate", "up", "down")[not self._config.mlp_gate :]
         gate_up: list[Float32 | None] = [None] * count
         down: list[Float32 | None] = [None] * count
         if self._config.mlp_bias:

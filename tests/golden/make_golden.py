@@ -42,6 +42,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     Mistral3Config,
@@ -56,6 +57,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -328,6 +330,38 @@ VARIANTS = {
             **SMALL_HYBRID | {"num_attention_heads": 6},  # heads of 8
             layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, conv_bias=True,
             block_multiple_of=8, rope_parameters=DEFAULT_ROPE, tie_word_embeddings=False,
+        ),
+        torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
+    ),
+    "lfm2_moe": Variant(
+        Lfm2MoeConfig(
+            **SMALL_HYBRID | {"num_attention_heads": 6},
+            layer_types=["conv", "full_attention", "conv"], rope_parameters=DEFAULT_ROPE, num_dense_layers=1,
+            num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20,
+            routed_scaling_factor=1.7, use_expert_bias=True, norm_topk_prob=True,
+        ),
+        torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
+    ),
+    "qwen3_5_moe": Variant(
+        Qwen3_5MoeTextConfig(
+            **SMALL_DELTA, tie_word_embeddings=False, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20,
+            shared_expert_intermediate_size=28,
+        ),
+        torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
+    ),
+    "nemotron_h_moe": Variant(
+        NemotronHConfig(
+            **SMALL_MAMBA, layers_block_type=["mamba", "moe", "attention", "mamba", "moe"], n_routed_experts=8,
+            num_experts_per_tok=3, moe_intermediate_size=20, moe_shared_expert_intermediate_size=28, n_group=2,
+            topk_group=1, moe_latent_size=16, routed_scaling_factor=2.5,
+        ),
+        torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
+    ),
+    "nemotron_h_mixed": Variant(
+        NemotronHConfig(
+            **SMALL_MAMBA, layers_block_type=["mamba", "moe", "attention", "mlp"], n_routed_experts=5,
+            num_experts_per_tok=2, moe_intermediate_size=20, moe_shared_expert_intermediate_size=28,
+            norm_topk_prob=False,
         ),
         torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
     ),

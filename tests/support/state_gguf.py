@@ -12,7 +12,10 @@ from gguf_files import ARRAY, BOOL, F32, U32, with_rows_for_llama, write
 from kvcache.engine import ModelConfig
 from kvcache.networks.checkpoint import Checkpoint
 
-LETTERS = {"lfm2": "lfm2", "qwen3_5_text": "qwen35", "nemotron_h": "nemotron_h"}
+LETTERS = {
+    "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "nemotron_h": "nemotron_h",
+}
 _PARTS = {  # stems in a layer of any of these families
     "operator_norm": "attn_norm", "input_layernorm": "attn_norm", "norm": "attn_norm", "ffn_norm": "ffn_norm",
     "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj",
@@ -24,6 +27,16 @@ _PARTS = {  # stems in a layer of any of these families
     "linear_attn.out_proj": "ssm_out", "mixer.in_proj": "ssm_in", "mixer.conv1d": "ssm_conv1d",
     "mixer.norm": "ssm_norm", "mixer.out_proj": "ssm_out", "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down",
 }
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(w1|w2|w3|\w+_proj)\.weight")
+_STACKS = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
+_PARTS |= {
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+    **dict.fromkeys(("mlp.gate", "mixer.gate", "feed_forward.gate"), "ffn_gate_inp"),
+}
+for _short in ("gate", "up", "down"):
+    _STACKS[f"{_short}_proj"] = f"ffn_{_short}"
+    _PARTS[f"mlp.shared_expert.{_short}_proj"] = _PARTS[f"mixer.shared_experts.{_short}_proj"] = f"ffn_{_short}_shexp"
 for _short, _long in (("q", "attn_q"), ("k", "attn_k"), ("v", "attn_v"), ("o", "attn_output")):
     _PARTS[f"self_attn.{_short}_proj"] = _PARTS[f"mixer.{_short}_proj"] = _long
 for _short in ("gate", "up", "down"):
@@ -40,7 +53,10 @@ def name_of(name, kind):
         return _OUTSIDE[name]
     layer, part = re.fullmatch(r"\w+\.layers\.(\d+)\.(.+)", name).groups()
     stem, _, last = part.rpartition(".")
-    own = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}.get(last)
+    own = {
+        "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "expert_bias": "exp_probs_b.bias",
+        "e_score_correction_bias": "exp_probs_b.bias",
+    }.get(last)
     if part == "post_attention_layernorm.weight":
         return f"blk.{layer}.post_attention_norm.weight" if kind.startswith("qwen") else f"blk.{layer}.ffn_norm.weight"
     return f"blk.{layer}.{own or f'{_PARTS[stem]}.{last}'}"
@@ -62,9 +78,9 @@ def converted(name, values, config, kind):
         values = -np.exp(values.astype(np.float64)).astype(np.float32)
     if "conv" in name and values.ndim == 3:
         values = values[:, 0]
-    if kind == "qwen3_5_text" and name.endswith("norm.weight") and "linear_attn" not in name:
+    if kind.startswith("qwen") and name.endswith("norm.weight") and "linear_attn" not in name:
         values = values + np.float32(1)
-    if kind == "qwen3_5_text" and "linear_attn" in name and "norm" not in name:
+    if kind.startswith("qwen") and "linear_attn" in name and "norm" not in name:
         keys = 2 * sizes.groups * sizes.size
         first = keys if "qkv" in name or "conv1d" in name else 0
         values = tiled(values, config, first, axis=1 if "out_proj" in name else 0)
@@ -90,7 +106,18 @@ def entries_of(config, kind):
         "attention.layer_norm_rms_epsilon": (F32, config.rms_norm_eps), "rope.freq_base": (F32, config.rope.theta),
         "vocab_size": (U32, config.vocab_size), "rope.dimension_count": (U32, config.rotary_dim),
     }
-    if kind == "lfm2":
+    if (experts := config.experts) is not None:
+        found |= {
+            "expert_count": (U32, config.num_experts), "expert_used_count": (U32, config.experts_per_token),
+            "expert_feed_forward_length": (U32, experts.size),
+        }
+        if experts.shared:
+            found["expert_shared_feed_forward_length"] = (U32, experts.shared)
+        if experts.choice is not None:
+            found["expert_weights_scale"] = (F32, experts.choice.factor)
+    if kind == "lfm2_moe":
+        found |= {"expert_gating_func": (U32, 2), "leading_dense_block_count": (U32, config.mlps.count("mlp"))}
+    if kind.startswith("lfm2"):
         return found | {"shortconv.l_cache": (U32, sizes.taps)}
     found |= {
         "attention.key_length": (U32, config.head_dim), "attention.value_length": (U32, config.head_dim),
@@ -98,13 +125,18 @@ def entries_of(config, kind):
         "ssm.group_count": (U32, sizes.groups), "ssm.time_step_rank": (U32, sizes.heads),
         "ssm.inner_size": (U32, sizes.inner),
     }
-    if kind == "qwen3_5_text":
+    if kind.startswith("qwen"):
         found["attention.head_count_kv"] = (U32, config.num_kv_heads)
         found["attention.recurrent_layers"] = (ARRAY, [mixer == "state" for mixer in config.mixers], BOOL)
         found["full_attention_interval"] = (U32, 4)
         found["rope.dimension_sections"] = (ARRAY, [2, 1, 1, 0], U32)
     if kind == "nemotron_h":
-        widths = [config.intermediate_size if mlp == "mlp" else 0 for mlp in config.mlps]
+        widths = [(experts.size if experts else config.intermediate_size) if mlp else 0 for mlp in config.mlps]
+        if experts is not None:
+            found |= {
+                "expert_group_count": (U32, experts.choice.groups), "expert_shared_count": (U32, 1),
+                "expert_weights_norm": (BOOL, experts.choice.eps is not None), "moe_latent_size": (U32, experts.latent),
+            }
         found["feed_forward_length"] = (ARRAY, widths, U32)
         found["attention.layer_norm_epsilon"] = found.pop("attention.layer_norm_rms_epsilon")
         found["rope.scaling.finetuned"] = (BOOL, False)
@@ -115,13 +147,20 @@ def convert(folder, path, quantised="F32", tensors=(), **more):
     """Write the checkpoint of `folder` as a GGUF file; `more` entries, and `tensors`. Returns the path."""
     config, kind = ModelConfig.from_pretrained(folder), json.loads((folder / "config.json").read_text())["model_type"]
     checkpoint, of, found = Checkpoint(folder), gguf.GGMLQuantizationType[quantised], {}
+    stacks = {}
     for name in checkpoint.names():
+        if expert := _EXPERT.fullmatch(name):
+            layer = re.search(r"layers\.(\d+)\.", name)[1]
+            rows = stacks.setdefault(f"blk.{layer}.{_STACKS[expert[3]]}_exps.weight", {})
+            rows[int(expert[2])] = checkpoint.read(name)
+            continue
         values = converted(name, checkpoint.read(name), config, kind)
         fits = values.ndim > 1 and "conv" not in name and not values.shape[-1] % gguf.GGML_QUANT_SIZES[of][0]
         if fits and quantised != "F32" and "norm" not in name:
             values = gguf.quants.quantize(values, of), quantised
         found[name_of(name, kind)] = values
-    letters = LETTERS[kind]
+    found |= {name: np.stack([rows[i] for i in range(len(rows))]) for name, rows in stacks.items()}
+    letters = LETTERS[kind] + ("_moe" if kind == "nemotron_h" and config.experts else "")
     entries = {f"{letters}.{key}": content for key, content in entries_of(config, kind).items()}
     entries |= {f"{letters}.{key.replace('__', '.')}": content for key, content in more.items()}
     return write(path, letters, entries, found | dict(tensors))
