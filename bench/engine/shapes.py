@@ -1,4 +1,4 @@
-"""Networks of other kinds than Llama as random GGUF files: windows as in Gemma 3, experts as in Qwen3-MoE."""
+"""Networks of other kinds than Llama as random GGUF files: windows, experts, layers that keep a state."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ class Shape(NamedTuple):
     def _stored(self) -> Iterator[Stored]:
         rng = np.random.default_rng(0)
         for name, shape in self.tensors():
-            if len(shape) == 1:
+            if name.endswith("ssm_a"):  # -exp(A_log)
+                yield stored_as(name, -np.ones(shape, np.float32))
+            elif len(shape) == 1:
                 yield stored_as(name, np.ones(shape, np.float32))
-            elif name.endswith("gate_inp.weight"):  # converters keep routers in float32
+            elif ("conv" in name and shape[-1] < 32) or name.endswith("gate_inp.weight"):  # taps of a convolution
                 yield stored_as(name, rng.standard_normal(shape, np.float32))
             else:
                 scale = np.float32(shape[-1] ** -0.5)
@@ -114,7 +116,94 @@ def _experts(
     return Shape(what, 1024, metadata, tensors)
 
 
+def _mlp(at: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{at}ffn_gate.weight", (inner, hidden)
+    yield f"{at}ffn_up.weight", (inner, hidden)
+    yield f"{at}ffn_down.weight", (hidden, inner)
+
+
+def _qwen35(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, key_heads: int, inner: int) -> Shape:
+    """Three of four layers have the gated delta rule, with as many key heads as value heads, of 128 channels."""
+    size, taps = 128, 4
+
+    def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield "token_embd.weight", (VOCABULARY, hidden)
+        yield "output_norm.weight", (hidden,)
+        for i in range(layers):
+            at = f"blk.{i}."
+            yield f"{at}attn_norm.weight", (hidden,)
+            yield f"{at}post_attention_norm.weight", (hidden,)
+            yield from _mlp(at, hidden, inner)
+            if (i + 1) % 4 == 0:
+                yield f"{at}attn_q.weight", (2 * heads * dim, hidden)
+                yield f"{at}attn_k.weight", (kv_heads * dim, hidden)
+                yield f"{at}attn_v.weight", (kv_heads * dim, hidden)
+                yield f"{at}attn_output.weight", (hidden, heads * dim)
+                yield f"{at}attn_q_norm.weight", (dim,)
+                yield f"{at}attn_k_norm.weight", (dim,)
+                continue
+            yield f"{at}attn_qkv.weight", (3 * key_heads * size, hidden)
+            yield f"{at}attn_gate.weight", (key_heads * size, hidden)
+            yield f"{at}ssm_conv1d.weight", (3 * key_heads * size, taps)
+            for name in ("ssm_alpha", "ssm_beta"):
+                yield f"{at}{name}.weight", (key_heads, hidden)
+            yield f"{at}ssm_dt.bias", (key_heads,)
+            yield f"{at}ssm_a", (key_heads,)
+            yield f"{at}ssm_norm.weight", (size,)
+            yield f"{at}ssm_out.weight", (hidden, key_heads * size)
+
+    metadata = {
+        "general.architecture": "qwen35", "qwen35.context_length": 32768, "qwen35.embedding_length": hidden,
+        "qwen35.block_count": layers, "qwen35.feed_forward_length": inner, "qwen35.attention.head_count": heads,
+        "qwen35.attention.head_count_kv": kv_heads, "qwen35.attention.key_length": dim,
+        "qwen35.attention.value_length": dim, "qwen35.attention.layer_norm_rms_epsilon": 1e-6,
+        "qwen35.rope.freq_base": 1e7, "qwen35.rope.dimension_count": dim // 4,
+        "qwen35.rope.dimension_sections": [11, 11, 10, 0], "qwen35.full_attention_interval": 4,
+        "qwen35.ssm.conv_kernel": taps, "qwen35.ssm.state_size": size, "qwen35.ssm.group_count": key_heads,
+        "qwen35.ssm.time_step_rank": key_heads, "qwen35.ssm.inner_size": key_heads * size,
+    }
+    what = f"Qwen3.5: hidden {hidden}, {layers} layers (3 of 4 with {key_heads} states of 128 x 128)"
+    return Shape(what, 1024, metadata, tensors)
+
+
+def _lfm2(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, attending: tuple[int, ...]) -> Shape:
+    """The layers `attending` attend, the others have a convolution of three tokens."""
+    dim = hidden // heads
+
+    def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield "token_embd.weight", (VOCABULARY, hidden)
+        yield "token_embd_norm.weight", (hidden,)
+        for i in range(layers):
+            at = f"blk.{i}."
+            yield f"{at}attn_norm.weight", (hidden,)
+            yield f"{at}ffn_norm.weight", (hidden,)
+            yield from _mlp(at, hidden, inner)
+            if i in attending:
+                yield f"{at}attn_q.weight", (hidden, hidden)
+                yield f"{at}attn_k.weight", (kv_heads * dim, hidden)
+                yield f"{at}attn_v.weight", (kv_heads * dim, hidden)
+                yield f"{at}attn_output.weight", (hidden, hidden)
+                yield f"{at}attn_q_norm.weight", (dim,)
+                yield f"{at}attn_k_norm.weight", (dim,)
+            else:
+                yield f"{at}shortconv.conv.weight", (hidden, 3)
+                yield f"{at}shortconv.in_proj.weight", (3 * hidden, hidden)
+                yield f"{at}shortconv.out_proj.weight", (hidden, hidden)
+
+    metadata = {
+        "general.architecture": "lfm2", "lfm2.context_length": 32768, "lfm2.embedding_length": hidden,
+        "lfm2.block_count": layers, "lfm2.feed_forward_length": inner, "lfm2.attention.head_count": heads,
+        "lfm2.attention.head_count_kv": [kv_heads * (i in attending) for i in range(layers)],
+        "lfm2.attention.layer_norm_rms_epsilon": 1e-5, "lfm2.rope.freq_base": 1e6, "lfm2.shortconv.l_cache": 3,
+        "lfm2.vocab_size": VOCABULARY,
+    }
+    what = f"LFM2.5: hidden {hidden}, {layers} layers ({layers - len(attending)} with convolutions)"
+    return Shape(what, 1024, metadata, tensors)
+
+
 SHAPES = {
     "gemma3": _gemma3(1152, 12, 4, 1, 256, 6912, 512),
     "experts": _experts(1024, 12, 16, 4, 64, 32, 4, 768),
+    "qwen35": _qwen35(1024, 24, 8, 2, 256, 16, 3584),  # the shape of Qwen3.5-0.8B
+    "lfm2": _lfm2(2048, 16, 32, 8, 8192, (2, 5, 8, 10, 12, 14)),  # of LFM2.5-1.2B
 }

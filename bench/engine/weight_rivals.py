@@ -7,6 +7,7 @@ does. All inputs are token ids.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,21 @@ from bench.engine import engine_rivals
 from bench.engine.shapes import Shape
 from bench.support.checkpoints import Size, write_gguf
 
-__all__ = ["GGUF_FILES", "RIVALS", "OpenVino", "availability", "write_files"]
+__all__ = ["COMMON_FILES", "GGUF_FILES", "RIVALS", "OpenVino", "availability", "write_files"]
 
-GGUF_FILES = {"f16": 1, "q8_0": 7, "q4_0": 2, "q4_k_m": 15}  # llama.cpp's numbers of the file types
+GGUF_FILES = {  # llama.cpp's numbers of the file types
+    "f16": 1, "q8_0": 7, "q4_0": 2, "q4_k_m": 15, "bf16": 32, "q6_k": 18, "q5_k_m": 17, "q3_k_m": 12, "q2_k": 10,
+    "q5_0": 8, "q5_1": 9, "q4_1": 3, "iq4_nl": 25, "iq4_xs": 30, "mxfp4": 38,
+}
+COMMON_FILES = ("f16", "q8_0", "q4_0", "q4_k_m")  # OpenVINO reads these
 
 
-def write_files(size: Size | Shape, folder: Path) -> None:
-    """Write the random network as f16 and, with llama.cpp, in the packed types; files that are there are kept."""
+def write_files(size: Size | Shape, folder: Path, names: Sequence[str] = COMMON_FILES) -> None:
+    """Write the random network as f16 and, with llama.cpp, in packed types; files that are there are kept.
+
+    Args:
+        names: those of `GGUF_FILES`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "f16.gguf").exists():
         if isinstance(size, Shape):
@@ -31,8 +40,8 @@ def write_files(size: Size | Shape, folder: Path) -> None:
         import llama_cpp
     except ImportError:
         return
-    for name, kind in GGUF_FILES.items():
-        target = folder / f"{name}.gguf"
+    for name in names:
+        target, kind = folder / f"{name}.gguf", GGUF_FILES[name]
         if target.exists():
             continue
         parameters = llama_cpp.llama_model_quantize_default_params()
@@ -48,11 +57,11 @@ class LlamaCpp(engine_rivals.LlamaCpp):
 
     files = tuple(GGUF_FILES)
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, context: int = 4352) -> None:
         import llama_cpp
 
         self._llama = llama_cpp.Llama(
-            str(path), n_ctx=4352, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True,
+            str(path), n_ctx=context, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True,
             verbose=False,
         )
         self._held = 0
@@ -82,7 +91,7 @@ class OpenVino(engine_rivals.OpenVino):
     """OpenVINO GenAI's pipeline for one request, with the defaults of the CPU plugin: bf16 where the CPU has it."""
 
     name = "OpenVINO"
-    files = tuple(GGUF_FILES)
+    files = COMMON_FILES
 
     def __init__(self, path: Path, threads: int) -> None:
         import openvino_genai

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.engine.shapes import SHAPES, VOCABULARY, Shape
-from bench.engine.weight_rivals import GGUF_FILES, RIVALS, OpenVino, availability, write_files
+from bench.engine.weight_rivals import COMMON_FILES, GGUF_FILES, RIVALS, OpenVino, availability, write_files
 from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, byte_products, fma, huge_array
 from bench.support.checkpoints import SIZES, Size
@@ -134,12 +134,15 @@ class Ours:
             token = int(self._engine.decode_step(token, self._context + i).argmax())
 
 
-def builders(folder: Path, threads: int, rivals: bool, context: int) -> Iterator[tuple[str, Any]]:
+def builders(
+    folder: Path, threads: int, rivals: bool, context: int, names: Sequence[str]
+) -> Iterator[tuple[str, Any]]:
     """`(name, function that makes the engine)` for each engine and file."""
-    for weights in ("f32", "q8", "q4"):
-        yield f"kvcache {weights}", partial(Ours, folder / "f16.gguf", threads, weights, context)
-    yield "kvcache bf16 x bf16", partial(Ours, folder / "f16.gguf", threads, "bf16", context, "bf16")
-    files = [name for name in GGUF_FILES if (folder / f"{name}.gguf").exists()]
+    if "f16" in names:
+        for weights in ("f32", "q8", "q4"):
+            yield f"kvcache {weights}", partial(Ours, folder / "f16.gguf", threads, weights, context)
+        yield "kvcache bf16 x bf16", partial(Ours, folder / "f16.gguf", threads, "bf16", context, "bf16")
+    files = [name for name in names if (folder / f"{name}.gguf").exists()]
     for name in files:
         yield f"kvcache {name}.gguf", partial(Ours, folder / f"{name}.gguf", threads, "auto", context)
     for rival in RIVALS if rivals else ():
@@ -166,15 +169,17 @@ def candidates(engine: Any, name: str, vocabulary: int, context: int) -> Iterato
 
 
 def measure_network(
-    vocabulary: int, folder: Path, threads: int, rounds: int, rivals: bool, context: int, named: Sequence[str] = ("",)
+    vocabulary: int, folder: Path, threads: int, rounds: int, rivals: bool, context: int,
+    named: Sequence[str] = ("",), files: Sequence[str] = COMMON_FILES,
 ) -> dict[str, Result]:
     """One engine after another, each with all its rounds: not all of them fit the memory together.
 
     Args:
+        files: names of `GGUF_FILES`.
         named: what the names of the engines contain, one of these texts each.
     """
     results = {what: Result(what, {}) for what in ("decode", "prefill")}
-    for name, build in builders(folder, threads, rivals, context):
+    for name, build in builders(folder, threads, rivals, context, files):
         if not any(text in name for text in named):
             continue
         try:
@@ -200,6 +205,7 @@ def network_tables(
     folder: Path | None,
     rivals: bool,
     named: Sequence[str],
+    files: Sequence[str] = COMMON_FILES,
     *,
     as_markdown: bool,
 ) -> list[tuple[Table, list[Result]]]:
@@ -207,7 +213,7 @@ def network_tables(
 
     Args:
         folder: keeps the files; None: they are temporary.
-        named: as of `measure_network`.
+        named, files: as of `measure_network`.
     """
     print("; ".join(availability()))
     name, context, vocabulary = (
@@ -216,9 +222,10 @@ def network_tables(
     done = []
     with tempfile.TemporaryDirectory() as temporary:
         kept = (folder or Path(temporary)) / re.sub(r"[^a-z0-9]+", "-", name.lower())
-        write_files(size, kept)
+        write_files(size, kept, files)
         for count in threads:
-            for what, result in measure_network(vocabulary, kept, count, rounds, rivals, context, named).items():
+            measured = measure_network(vocabulary, kept, count, rounds, rivals, context, named, files)
+            for what, result in measured.items():
                 columns = Columns(tuple(result.times), unit="tokens/s", scale=1.0)
                 of = f"at {context} tokens" if what == "decode" else f"of {PROMPT} tokens"
                 title = f"9b. {what.capitalize()} {of}, {name}, {count} thr"
@@ -235,6 +242,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", choices=("1b", *SHAPES), default="1b", help="another network than Llama's 1B")
     parser.add_argument("--no-rivals", action="store_true", help="only our own engine")
     parser.add_argument("--engines", nargs="+", default=[""], metavar="TEXT", help="rows whose names have such a text")
+    parser.add_argument(
+        "--files", nargs="+", choices=tuple(GGUF_FILES), default=COMMON_FILES, metavar="TYPE",
+        help=f"types of GGUF files, of {', '.join(GGUF_FILES)} (default {' '.join(COMMON_FILES)})",
+    )
     parser.add_argument("--folder", type=Path, help="keep the GGUF files here (4.7 GB), and use those that are there")
 
 
@@ -258,7 +269,7 @@ def main(options: argparse.Namespace) -> int:
         size = SHAPES.get(options.network) or SIZES["tiny" if options.quick else "1b"]
         tables = network_tables(
             size, options.threads, rounds, options.folder, not options.no_rivals, options.engines,
-            as_markdown=options.markdown,
+            options.files, as_markdown=options.markdown,
         )
         done += tables
     if options.json:

@@ -292,7 +292,7 @@ def network_of(options: argparse.Namespace, folder: Path) -> Network:
         name = re.sub(r"[^a-z0-9]+", "-", str(size.what if isinstance(size, Shape) else size).lower())
         path = folder / name / f"{options.weights}.gguf"
         if not path.exists():
-            write_files(size, folder / name)
+            write_files(size, folder / name, (options.weights,))
         if not path.exists():
             raise SystemExit(f"--weights {options.weights} needs llama.cpp: pip install llama-cpp-python")
         return Network(path, f"{name}-{options.weights}", folder)

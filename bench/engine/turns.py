@@ -1,0 +1,150 @@
+"""`python -m bench turns`: the later turns of a long chat over networks with a state, and prompts that branch.
+
+Each turn of a chat is the text so far, its last answer and new tokens: `PrefixCachedEngine` continues behind the state
+that it kept at the end of the answer. Beside it stands what the new tokens alone take, run behind the same text, and
+what the first turn took, which an engine without states at the right places takes in every turn: llama.cpp reads a
+prompt again that departs from its text, as the templates of Qwen3.5 make it. So its prefill of the whole is its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.engine.shapes import SHAPES, VOCABULARY
+from bench.engine.weight_rivals import GGUF_FILES, LlamaCpp, write_files
+from bench.support.blas import set_threads
+from bench.support.common import Result, Table
+from bench.support.rates import Columns, print_rates
+from bench.support.report import save_json
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
+
+__all__ = ["add_arguments", "main"]
+
+Tokens = npt.NDArray[np.uint32]
+
+ANSWER, NEW = 32, 64  # tokens of an answer, and of what a user or a tool adds to it
+BRANCH = 256  # tokens behind the prompt that branches share
+FIRST, LATER, ALONE, BRANCHED, RIVAL = "first turn", "later turn", "its new tokens alone", "branch", "llama.cpp, whole"
+
+
+class Chats:
+    """A chat that grows turn by turn over one engine.
+
+    Args:
+        path: a GGUF file.
+        tokens: of the first prompt.
+        turns: later turns, for which there is room.
+    """
+
+    def __init__(self, path: Path, tokens: int, turns: int) -> None:
+        self._rng = np.random.default_rng(0)
+        room = tokens + turns * (ANSWER + NEW) + BRANCH + ANSWER
+        engine = InferenceEngine.from_gguf(path, dtype="q8", num_blocks=2 * (room // 16 + 2))
+        self._engine, self._cached = engine, PrefixCachedEngine(engine, max_cache_blocks=2 * (room // 16 + 2))
+        self._start = self._fresh(tokens)
+        self._text = self._start
+        self.ran: dict[str, int] = {}
+
+    def _fresh(self, count: int) -> Tokens:
+        return self._rng.integers(3, VOCABULARY, count, dtype=np.uint32)
+
+    def _turn(self, what: str, prompt: Tokens) -> float:
+        """Seconds to the first token of an answer, which then runs to its end."""
+        before = self._cached.stats().hit_tokens
+        params = SamplingParams(temperature=0.0, max_tokens=ANSWER, repetition_penalty=1.0)
+        start, answer = perf_counter(), []
+        stream = self._cached.stream(prompt, params)
+        answer.append(next(stream))
+        seconds = perf_counter() - start
+        answer += stream
+        self.ran[what] = len(prompt) - (self._cached.stats().hit_tokens - before)
+        self._text = np.concatenate([prompt, np.array(answer, np.uint32)])
+        return seconds
+
+    def first(self) -> float:
+        """The first turn: all of its prompt runs."""
+        return self._turn(FIRST, self._start)
+
+    def later(self) -> float:
+        """The next turn: the text so far and new tokens."""
+        return self._turn(LATER, np.concatenate([self._text, self._fresh(NEW)]))
+
+    def alone(self) -> float:
+        """As many tokens as the last turn ran, behind the text that the engine has."""
+        tokens, pos = self._fresh(self.ran[LATER]), len(self._text) - 1
+        start = perf_counter()
+        self._engine.prefill_from_pos(tokens, pos)
+        return perf_counter() - start
+
+    def branch(self) -> float:
+        """Another prompt that begins as the first one did."""
+        text, seconds = self._text, self._turn(BRANCHED, np.concatenate([self._start, self._fresh(BRANCH)]))
+        self._text = text
+        return seconds
+
+
+def measure(path: Path, tokens: int, turns: int, threads: int) -> tuple[Result, dict[str, int]]:
+    """The times of every kind of turn, and how many tokens ran in it."""
+    set_threads(threads)
+    chats, result = Chats(path, tokens, turns), Result(f"{path.stem}, {tokens} tokens", {})
+    result.times[FIRST] = [chats.first()]
+    for _ in range(turns):
+        result.times.setdefault(LATER, []).append(chats.later())
+        result.times.setdefault(ALONE, []).append(chats.alone())
+    chats.branch()  # the first one finds where prompts part, and keeps a state there
+    result.times[BRANCHED] = [chats.branch() for _ in range(turns)]
+    return result, chats.ran
+
+
+def rival(path: Path, tokens: int, threads: int) -> list[float]:
+    """Seconds in which llama.cpp reads the whole text; empty if it is not installed."""
+    try:
+        engine: Any = LlamaCpp(path, threads, tokens + 64)
+    except ImportError as error:
+        print(f"not measured: llama.cpp ({error})")
+        return []
+    prompt, start = np.random.default_rng(1).integers(3, VOCABULARY, tokens, dtype=np.uint32), perf_counter()
+    engine.prefill(prompt)
+    return [perf_counter() - start]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this bench."""
+    parser.add_argument("--network", choices=("qwen35", "lfm2"), nargs="+", default=["qwen35", "lfm2"])
+    parser.add_argument("--file", choices=tuple(GGUF_FILES), default="q4_0", help="type of the weights (default q4_0)")
+    parser.add_argument("--tokens", type=int, default=16384, help="of the first prompt (default 16384)")
+    parser.add_argument("--turns", type=int, default=5, help="later turns, and branches (default 5)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of every engine (default 2)")
+    parser.add_argument("--no-rivals", action="store_true", help="only our own engine")
+    parser.add_argument("--folder", type=Path, help="keep the GGUF files here, and use those that are there")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print a table for each network."""
+    tokens, turns = (256, 2) if options.quick else (options.tokens, options.turns)
+    done = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in options.network:
+            kept = (options.folder or Path(temporary)) / name
+            write_files(SHAPES[name], kept, (options.file,))
+            path = kept / f"{options.file}.gguf"
+            result, ran = measure(path, tokens, turns, options.threads)
+            gc.collect()
+            if not options.no_rivals and (times := rival(path, tokens, options.threads)):
+                result.times[RIVAL] = times
+            title = f"Turns behind {tokens} tokens, {SHAPES[name].what}, {options.threads} thr"
+            columns = Columns(tuple(result.times), rivals=(ALONE,), unit="")
+            print_rates(title, columns, [result], as_markdown=options.markdown)
+            print("tokens that ran: " + ", ".join(f"{what} {count}" for what, count in ran.items()))
+            done.append((Table(title, ()), [result]))
+    if options.json:
+        save_json(options.json, done)
+    return 0
