@@ -58,14 +58,14 @@ class Chats:
 
     def _turn(self, what: str, prompt: Tokens) -> float:
         """Seconds to the first token of an answer, which then runs to its end."""
-        before = self._cached.stats().hit_tokens
+        before = self._cached.cache_stats().hit_tokens
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER, repetition_penalty=1.0)
         start, answer = perf_counter(), []
         stream = self._cached.stream(prompt, params)
         answer.append(next(stream))
         seconds = perf_counter() - start
         answer += stream
-        self.ran[what] = len(prompt) - (self._cached.stats().hit_tokens - before)
+        self.ran[what] = len(prompt) - (self._cached.cache_stats().hit_tokens - before)
         self._text = np.concatenate([prompt, np.array(answer, np.uint32)])
         return seconds
 
@@ -95,7 +95,7 @@ def measure(path: Path, tokens: int, turns: int, threads: int) -> tuple[Result, 
     """The times of every kind of turn, and how many tokens ran in it."""
     set_threads(threads)
     chats, result = Chats(path, tokens, turns), Result(f"{path.stem}, {tokens} tokens", {})
-    result.times[FIRST] = [chats.first()]
+    result.times[FIRST] = [chats.first()] * turns  # once, beside each of the others
     for _ in range(turns):
         result.times.setdefault(LATER, []).append(chats.later())
         result.times.setdefault(ALONE, []).append(chats.alone())
@@ -139,7 +139,7 @@ def main(options: argparse.Namespace) -> int:
             result, ran = measure(path, tokens, turns, options.threads)
             gc.collect()
             if not options.no_rivals and (times := rival(path, tokens, options.threads)):
-                result.times[RIVAL] = times
+                result.times[RIVAL] = times * turns
             title = f"Turns behind {tokens} tokens, {SHAPES[name].what}, {options.threads} thr"
             columns = Columns(tuple(result.times), rivals=(ALONE,), unit="")
             print_rates(title, columns, [result], as_markdown=options.markdown)
