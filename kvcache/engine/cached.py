@@ -13,6 +13,7 @@ from typing import Any
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.inference import InferenceEngine
+from kvcache.engine.partings import partings
 from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.fingerprint import fingerprint
@@ -208,6 +209,8 @@ class PrefixCachedEngine:
         prompt = self._requests.chat_prompt(messages, tools, template)
         request = self._checked(prompt, params, sampling, namespace, with_text=True)
         request.progress = progress
+        if self._pool.keeps_states:
+            request.parts_at = partings(self._requests.text, messages, prompt, tools, template)
         return Answer(request, self._stream_in_turn(request, namespace, whole=False))
 
     def _checked(
@@ -326,6 +329,7 @@ class PrefixCachedEngine:
         """Start the text with the cached blocks of a prompt and run the rest; returns the logits after the prompt."""
         current, forward, tokens = self._sequence, self._sequence.forward, request.tokens
         text = Text(tokens, namespace)
+        text.parts_at = request.parts_at
         text.regime = forward.regime(len(tokens))
         text.space = forward.space_of(namespace, text.regime)
         if self._arrivals is None:

@@ -68,6 +68,7 @@ class Request:
         logprobs: one entry per new token, if they are reported.
         cached_tokens: the number of prompt tokens that did not run.
         is_complete: whether all its text has come.
+        parts_at: see `Text`.
         progress: called while its prompt runs, see `PrefixCachedEngine.chat`; None: nothing is.
     """
 
@@ -77,6 +78,7 @@ class Request:
         self.tokens, self.sampler, self.text, self.stop_tokens = tokens, sampler, text, stop_tokens
         self.params = sampler.params
         self.finish_reason: FinishReason = "length"
+        self.parts_at: tuple[int, ...] = ()
         self.logprobs: list[TokenLogprobs] | None = None
         self.cached_tokens = 0
         self.is_complete = False

@@ -139,7 +139,8 @@ class Intake:
             for number, tokens in enumerate(self._prompts.tokens(body)):
                 later = number * body.n  # so that a body of many texts waits rather than one of a single text
                 submit = partial(engine.submit, namespace=space, deadline=timeout, n=body.n, priority=later)
-                answer.requests.append(submit(tokens, body.params))
+                parts = self._prompts.parts(body, number, tokens)
+                answer.requests.append(submit(tokens, body.params, parts_at=parts))
         except BaseException as error:
             answer.cancel()
             count = body.n * len(body.prompts)

@@ -39,6 +39,14 @@ class Prompts:
         """
         return [self.checked(self._of(body, prompt), body.field) for prompt in body.prompts]
 
+    def parts(self, body: Body, number: int, tokens: npt.NDArray[np.uint32]) -> tuple[int, ...]:
+        """Where the next requests are expected to differ from the prompt of this number, see `BatchEngine.submit`."""
+        asked: Any = body.prompts[number]
+        if not body.chat or not isinstance(asked.messages, list):
+            return ()
+        messages = placed(asked.messages, "developer" in (self._engine.chat_template or ""))
+        return self._engine.chat_parts(messages, tokens.tolist(), tools=asked.tools, template=asked.template)
+
     def _of(self, body: Body, prompt: Any) -> list[int]:
         engine, most = self._engine, self._engine.max_positions
         if body.chat:

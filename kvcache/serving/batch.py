@@ -16,6 +16,7 @@ from kvcache.engine.chat import chat_tokens, render
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.new_requests import NewRequests, Shared
 from kvcache.engine.opening import Opened, open_checkpoint, open_gguf, split_options
+from kvcache.engine.partings import partings
 from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
@@ -196,6 +197,7 @@ class BatchEngine:
         deadline: float | None = None,
         n: int = 1,
         keep: float | Iterable[tuple[int, float]] | None = None,
+        parts_at: Iterable[int] = (),
         **sampling: Any,
     ) -> Request:
         """Queue a request.
@@ -213,10 +215,12 @@ class BatchEngine:
                 number of its first tokens, and seconds. It ends earlier where a request would not run otherwise, the
                 one that ends first at first. All such prefixes have a half of the blocks at most, those of a namespace
                 a quarter; what is beyond is not kept. With `max_tokens` 0 the prompt runs, and nothing else.
+            parts_at: after how many tokens of the prompt later ones are expected to differ, as `chat_parts` tells. A
+                network whose layers keep a state keeps it there; of no use to others.
             sampling: attributes of `SamplingParams`, in place of those of `params`.
 
         Raises:
-            TypeError, ValueError: as `InferenceEngine.complete`.
+            TypeError, ValueError: as `InferenceEngine.complete`; a place outside of the prompt.
             QueueFullError: `max_queue` requests wait.
             OutOfMemoryError: the prompt does not fit the pool.
             InvalidOperationError: the engine is closed.
@@ -227,6 +231,7 @@ class BatchEngine:
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
         params = params.changed(sampling)
         prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size, self.max_positions)
+        places = tuple(as_count(each, "parts_at", 1, len(prompt)) for each in parts_at)
         self._steps.expect_room(n)  # before each sample takes its random numbers
         shared = self._new.shared(params, lambda: self.tokenizer)
         kept = None if keep is None else as_kept(keep, len(prompt), self._pool.block_size)
@@ -237,8 +242,9 @@ class BatchEngine:
             samples[0].keep = kept
             for each in samples if params.max_tokens == 0 else ():
                 each.warm()
+        samples[0].parts_at = places
         for each in samples[1:]:
-            each.leader = samples[0]
+            each.leader, each.parts_at = samples[0], places
         request = Request(self._steps, samples)
         self._enqueue(request, samples, priority, deadline)
         return request
@@ -329,6 +335,20 @@ class BatchEngine:
         """A conversation in the words of the checkpoint's template; see `InferenceEngine.apply_chat_template`."""
         text = render(self._text, messages, tools, add_generation_prompt, template)
         return chat_tokens(self._text, text) if tokenize else text
+
+    def chat_parts(
+        self, messages: Any, prompt: Sequence[int], *, tools: Any = None, template: Any = None
+    ) -> tuple[int, ...]:
+        """`parts_at` of a conversation: where its next turn, and others with its system prompt, will differ.
+
+        Args:
+            messages, tools, template: as of `apply_chat_template`.
+            prompt: the token ids of the conversation.
+
+        Returns:
+            The places, ascending; none for a network without a state, or a template that tells none.
+        """
+        return partings(self._text, messages, prompt, tools, template) if self._pool.keeps_states else ()
 
     # -- steps ----------------------------------------------------------------------------------------------
 

@@ -45,12 +45,13 @@ class Pool:
     Attributes:
         groups, chunk: see above.
         shared: the prefixes that are cached, of all groups.
+        keeps_states: whether a group keeps a state per text.
     """
 
     def __init__(self, groups: Sequence[Group], block_size: int, chunk: int = 0) -> None:
         self.groups, self.block_size, self.chunk = tuple(groups), block_size, chunk
         self.shared = SharedPrefixes(self.groups)
-        self._numbers, self._keeps_states = count(), any(isinstance(each, StateLayers) for each in self.groups)
+        self._numbers, self.keeps_states = count(), any(isinstance(each, StateLayers) for each in self.groups)
         self._group_of = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
 
     # -- texts begin and end --------------------------------------------------------------------------------
@@ -258,12 +259,12 @@ class Pool:
             ends: see `Group.keep`.
         """
         for i, group in enumerate(self.groups):
-            group.keep(text, i, stop, ends and self._keeps_states)
+            group.keep(text, i, stop, ends and self.keeps_states)
 
     def keep_end(self, text: Text) -> None:
         """Cache what another text needs to continue where this one ends, which is about to lose its sequence."""
         for i, group in enumerate(self.groups):
-            if i or self._keeps_states:
+            if i or self.keeps_states:
                 group.keep(text, i, text.computed, ends=True)
 
     def keep_beside(self, text: Text, stop: int) -> None:
