@@ -124,14 +124,13 @@ class CachedStates:
     # -- a state is cached ------------------------------------------------------------------------------------
 
     def begin(self, tokens: Tokens, space: Hashable) -> int:
-        """Begin a page for the state after `tokens`; its number, -1: it is cached, or nothing may leave for it."""
+        """Begin a page for the state after `tokens`; its number, -1: it is cached, or there is no page for it."""
         self._sync()
         name, number = _name(tokens, space), next(self._numbers)
         if name in self._entries or name in self._begun.values():
             return -1
-        rank = self._age + len(tokens) - self.longest(tokens, len(tokens), space)
         while not self._paged.free_block_count:
-            if not self._evict(rank):
+            if not self._evict():
                 return -1
         try:
             self._paged.allocate(number, 1)
@@ -193,17 +192,15 @@ class CachedStates:
 
     # -- states leave ---------------------------------------------------------------------------------------
 
-    def _evict(self, rank: float) -> bool:
-        """Drop the state of the lowest rank, if that is not above `rank`; whether there was one."""
+    def _evict(self) -> bool:
+        """Drop the state of the lowest rank; whether there was one."""
         while self._ranks:
             place, name = self._ranks[0]
             entry = self._entries.get(name)
             if entry is None or entry.place != place:
                 heapq.heappop(self._ranks)
                 continue
-            self._age = max(self._age, min(place[0], rank))
-            if place[0] > rank:  # the new one would leave first
-                return False
+            self._age = max(self._age, place[0])
             self._forget(name)
             return True
         return False

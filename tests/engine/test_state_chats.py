@@ -72,8 +72,8 @@ def network(request):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_five_turns_run_their_last_messages_alone(network, name):
     cold = InferenceEngine(network)
-    cached = PrefixCachedEngine(InferenceEngine(network), 60, strict=True)
-    batch = BatchEngine(network, num_blocks=60)
+    cached = PrefixCachedEngine(InferenceEngine(network), 60, max_state_bytes="4MiB", strict=True)
+    batch = BatchEngine(network, num_blocks=60, max_state_bytes="4MiB")
     side = cold.requests.text = cached.inner.requests.text = batch._text = text_side(TEMPLATES[name])
     params, messages, before = answers(network.config.vocab_size), [SYSTEM], []
     for turn in range(5):
