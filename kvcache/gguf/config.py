@@ -64,6 +64,7 @@ ARCHITECTURES = {
     "ernie4_5": Architecture("ernie4_5", True),
 }
 
+_GRANITE = {"num_local_experts": 0, "position_embedding_type": "rope"}  # unless files say more
 ARCHITECTURES |= {
     "lfm2": Architecture("lfm2", False, fixed={"block_auto_adjust_ff_dim": False}, states="conv"),
     "qwen35": Architecture(
@@ -73,6 +74,10 @@ ARCHITECTURES |= {
     "qwen35moe": Architecture(
         "qwen3_5_moe_text", False, understood=(NEXT_LAYERS, *_EXPERTS), post_attention_norm=True, states="delta"
     ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid", True, understood=(*_SCALES, *_EXPERTS), fixed=_GRANITE, states="mamba"
+    ),
+    "granitemoe": Architecture("granitemoehybrid", True, understood=(*_SCALES, *_EXPERTS), fixed=_GRANITE),
     "nemotron_h_moe": Architecture(
         "nemotron_h", True, understood=(NEXT_LAYERS, *_EXPERTS), states="mamba",
         names={
@@ -113,6 +118,7 @@ _ROPE_PER_KIND = ("gemma3_text", "olmo2")  # OLMo 3 has this architecture
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _DEFAULT_WHERE_ZERO = (*_CAPS, *_SCALES, "expert_count")
 _REQUIRED = ("num_attention_heads", "rms_norm_eps")  # those that config.json may leave out
+_HEAD_SIZES = {"delta": "linear_value_head_dim", "granite": "mamba_d_head", "mamba": "mamba_head_dim"}
 # What files say of experts, in the keys of LFM2 and Nemotron.
 _BESIDE_EXPERTS = {
     "num_dense_layers": "leading_dense_block_count", "n_shared_experts": "expert_shared_count",
@@ -128,6 +134,10 @@ _STATES = {
     "delta": {
         "linear_conv_kernel_dim": "ssm.conv_kernel", "linear_key_head_dim": "ssm.state_size",
         "linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
+    },
+    "granite": {
+        "mamba_d_conv": "ssm.conv_kernel", "mamba_d_state": "ssm.state_size", "mamba_n_groups": "ssm.group_count",
+        "mamba_n_heads": "ssm.time_step_rank",
     },
     "mamba": {
         "conv_kernel": "ssm.conv_kernel", "ssm_state_size": "ssm.state_size", "n_groups": "ssm.group_count",
@@ -206,9 +216,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         if value is not None and not (value == 0 and name in _DEFAULT_WHERE_ZERO):
             found[key] = value
     found.setdefault("num_key_value_heads", found["num_attention_heads"])
+    found = {**architecture.fixed, **found, "model_type": _model_type(architecture, found)}
+    if architecture.model_type.startswith("granite"):
+        _set_granite(read, found)
     if architecture.states:
         _set_states(read, architecture.states, found)
-    found |= {**architecture.fixed, "model_type": _model_type(architecture, found)}
     _set_heads(read, architecture, found)
     if architecture.model_type not in _ROPE_PER_KIND:
         read.refuse("rope.freq_base_swa", found["rope_theta"])
@@ -235,8 +247,18 @@ def _model_type(architecture: Architecture, found: Mapping[str, Any]) -> str:
     return architecture.model_type
 
 
+def _set_granite(read: _Entries, found: dict[str, Any]) -> None:
+    """The size of the MLP for all rows, which is all that Granite 4 has without experts."""
+    shared = read.get("expert_shared_feed_forward_length")
+    if shared is not None:
+        found["shared_intermediate_size"] = shared
+        if found["model_type"] == "granite":
+            found["intermediate_size"] = shared
+
+
 def _set_states(read: _Entries, kind: str, found: dict[str, Any]) -> None:
     """The sizes of layers with a state, and the kind of each layer."""
+    kind = "granite" if found["model_type"] == "granitemoehybrid" else kind
     if kind in _OWN_EPS:
         found[_OWN_EPS[kind]] = found["rms_norm_eps"]
     for key, name in _STATES[kind].items():
@@ -250,10 +272,13 @@ def _set_states(read: _Entries, kind: str, found: dict[str, Any]) -> None:
         inner = read.get("ssm.inner_size")
         if type(inner) is not int or type(heads) is not int or heads < 1 or inner % heads:
             read.fail("ssm.inner_size", f"a multiple of {short(heads)} heads")
-        found["linear_value_head_dim" if kind == "delta" else "mamba_head_dim"] = inner // heads
+        found[_HEAD_SIZES[kind]] = inner // heads
     if kind == "delta":
         found["shared_expert_intermediate_size"] = read.get("expert_shared_feed_forward_length")
         _set_delta_layers(read, layers, found)
+        return
+    if kind == "granite":
+        _set_granite_layers(read, layers, inner, found)
         return
     _set_experts(read, found)
     attending, widths = (read.each_layer(name, layers) for name in _PER_LAYER)
@@ -273,6 +298,17 @@ def _set_states(read: _Entries, kind: str, found: dict[str, Any]) -> None:
     found["layers_block_type"] = each
     found["use_bias"], found["mlp_bias"] = read.has_tensor("ssm_in.bias"), read.has_tensor("ffn_up.bias")
     found["use_conv_bias"] = read.has_tensor("ssm_conv1d.bias")
+
+
+def _set_granite_layers(read: _Entries, layers: int, inner: int, found: dict[str, Any]) -> None:
+    attending, hidden = read.each_layer("attention.head_count_kv", layers), found.get("hidden_size")
+    found["layer_types"] = ["attention" if count else "mamba" for count in attending]
+    if type(hidden) is not int or hidden < 1 or inner % hidden:
+        read.fail("ssm.inner_size", f"a multiple of {short(hidden)}")
+    found["mamba_expand"] = inner // hidden
+    found["position_embedding_type"] = "rope" if read.get("rope.scaling.finetuned", True) else "nope"
+    found["mamba_conv_bias"] = read.has_tensor("ssm_conv1d.bias")
+    found["mamba_proj_bias"] = read.has_tensor("ssm_in.bias")
 
 
 def _set_experts(read: _Entries, found: dict[str, Any]) -> None:

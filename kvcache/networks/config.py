@@ -278,11 +278,21 @@ def _rotated(read: Entries, family: Family, windows: tuple[int | None, ...]) -> 
     return _rotated_by_list(read, len(windows))
 
 
+def _position_type(read: Entries) -> str:
+    """The kind of all position embeddings: "rope" in families without a key for it, "nope" for none."""
+    if read.default("position_embedding_type") is None:
+        return "rope"
+    found = read.get("position_embedding_type")
+    if found not in (None, "rope", "nope"):
+        raise CheckpointError(f"position_embedding_type: expected rope or nope, got {short(found)}")
+    return "rope" if found == "rope" else "nope"
+
+
 def _rotated_by_list(read: Entries, num_layers: int) -> tuple[bool, ...]:
     """The layers that `no_rope_layers` lists by a 1 (it has one) or 0; all in families without it."""
     interval = read.default("no_rope_layer_interval")
     if interval is None:
-        return (not read.default("no_rope"),) * num_layers
+        return (_position_type(read) == "rope",) * num_layers
     listed = read.get("no_rope_layers")
     if listed is None:
         interval = read.size("no_rope_layer_interval")
@@ -362,6 +372,8 @@ def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, 
         return (read.size("n_routed_experts", 8) if has_experts else 0), size
     if read.default("block_multiple_of"):
         size = _adjusted(read, size)
+    if family.experts == "granite" and not read.size("num_local_experts", at_least=0):
+        return 0, read.size("shared_intermediate_size")  # the MLP that is otherwise beside the experts
     if not family.experts:
         return 0, size
     key = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"

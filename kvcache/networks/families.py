@@ -110,6 +110,14 @@ _NEMOTRON = {
     "mlp.shared_expert.down_proj": "mixer.shared_experts.down_proj",
     **{f"self_attn.{name}": f"mixer.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
 }
+_GRANITE = {
+    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0,
+}
+_GRANITE_NAMES = {
+    "mixer": "mamba", "mixer.rate": "mamba.A_log", "mlp.gate": "block_sparse_moe.router.layer",
+    "mlp.down_proj": "shared_mlp.output_linear", "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
+    **{f"mixer.{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "norm", "out_proj")},
+}
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", qkv_bias=None, mlp_bias=None),
@@ -135,9 +143,7 @@ FAMILIES = {
     ),
     "GraniteForCausalLM": Family(
         "granite", qkv_bias=None, mlp_bias=None,
-        defaults={
-            "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0,
-        },
+        defaults=_GRANITE,
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2", qkv_bias=None, qk_norm="all", norms="after", defaults={"rms_norm_eps": 1e-5}
@@ -185,12 +191,20 @@ FAMILIES = {
         "qwen3_5_text", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
         names=_QWEN3_5, defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
     ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granitemoehybrid", qkv_bias=None, recurrence="mamba", experts="granite", names=_GRANITE_NAMES,
+        fused=("", "shared_mlp.input_linear"),
+        defaults=_GRANITE | {
+            "position_embedding_type": "nope", "num_local_experts": 8, "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+        },
+    ),
     "NemotronHForCausalLM": Family(
         "nemotron_h", mlp_bias=None, mlp_gate=False, activation_key="mlp_hidden_act", recurrence="mamba",
         experts="nemotron", eps_key="layer_norm_epsilon", prefix="backbone.", names=_NEMOTRON,
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5,
-            "mamba_num_heads": 128, "no_rope": True, "num_experts_per_tok": 2,
+            "mamba_num_heads": 128, "position_embedding_type": "nope", "num_experts_per_tok": 2,
         },
     ),
     "Phi3ForCausalLM": Family("phi3", windows="all", fused=("self_attn.qkv_proj", "mlp.gate_up_proj"), defaults={

@@ -157,6 +157,10 @@ class FolderTensors:
         experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
         if expert and config.experts is not None and (stacks := _STACKS.get(self._family.experts)) is not None:
             return self._stacked(int(expert[1]), expert[2], stacks, config.experts)
+        beside = re.fullmatch(r"mlp\.shared_expert\.(gate|up)_proj\.weight", part)
+        if beside and config.experts is not None and self._family.experts == "granite":
+            shared = config.experts.shared
+            return Place("shared_mlp.input_linear.weight", shared * (beside[1] == "up"), (2 * shared, hidden))
         if expert and self._family.experts == "lfm2":
             return Place(f"feed_forward.experts.{expert[1]}.{_MIXTRAL[expert[2]]}.weight")
         if expert and self._family.experts == "nemotron":

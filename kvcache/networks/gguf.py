@@ -230,6 +230,7 @@ class GgufCheckpoint:
         if (expert := EXPERT.fullmatch(part)) and config.experts is not None:
             return self._expert(block, int(expert[1]), expert[2], config.experts)
         qkv, gate_up = FAMILIES[config.architecture].fused
+        gate_up = "" if f"{block}ffn_gate.weight" in self.file else gate_up
         fused = fused_place(config, part, qkv and f"{block}attn_qkv", gate_up and f"{block}ffn_up")
         if fused is not None:
             return fused

@@ -41,6 +41,7 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -133,6 +134,13 @@ SMALL_DELTA = SMALL_HYBRID | {  # groups of heads, and sizes that no other part 
     "rope_parameters": DEFAULT_ROPE | {
         "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
     },
+}
+GRANITE_HYBRID = SMALL_HYBRID | {
+    "num_attention_heads": 6, "intermediate_size": 20, "shared_intermediate_size": 28,
+    "layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": "nope", "mamba_n_heads": 8,
+    "mamba_n_groups": 2, "mamba_d_state": 20, "mamba_d_head": "auto", "mamba_expand": 2, "mamba_d_conv": 4,
+    "mamba_chunk_size": 16, "mamba_conv_bias": True, "mamba_proj_bias": True, "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 0.5, "rope_parameters": DEFAULT_ROPE,
 }
 GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 32, "sliding_window": 24, "tie_word_embeddings": False}
 
@@ -330,6 +338,23 @@ VARIANTS = {
             **SMALL_HYBRID | {"num_attention_heads": 6},  # heads of 8
             layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, conv_bias=True,
             block_multiple_of=8, rope_parameters=DEFAULT_ROPE, tie_word_embeddings=False,
+        ),
+        torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
+    ),
+    "granite_hybrid": Variant(
+        GraniteMoeHybridConfig(**GRANITE_HYBRID, num_local_experts=0, num_experts_per_tok=0),
+        torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
+    ),
+    "granite_hybrid_moe": Variant(
+        GraniteMoeHybridConfig(
+            **GRANITE_HYBRID | {"position_embedding_type": "rope"}, num_local_experts=6, num_experts_per_tok=3,
+        ),
+        torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
+    ),
+    "granite_4": Variant(  # without a state
+        GraniteMoeHybridConfig(
+            **GRANITE_HYBRID | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"},
+            num_local_experts=0, num_experts_per_tok=0,
         ),
         torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
     ),

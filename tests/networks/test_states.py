@@ -144,7 +144,7 @@ def test_a_text_network_beside_others(tmp_path, name):
     np.testing.assert_array_equal(run_dense(found, TOKENS), run_dense(expected, TOKENS))
 
 
-@pytest.fixture(scope="module", params=[name for name in HYBRID if kind_of(name) in LETTERS and "mixed" not in name])
+@pytest.fixture(scope="module", params=[name for name in SEEDED if kind_of(name) in LETTERS and "mixed" not in name])
 def pair(request, tmp_path_factory):
     """A folder, and a GGUF file of it."""
     path = tmp_path_factory.mktemp("gguf") / "network.gguf"
@@ -157,10 +157,13 @@ def test_gguf(pair):
     Value heads in another order are added up in another one, which the delta rule makes more of.
     """
     exact, found = Transformer.from_pretrained(pair[0], weights="f32"), Transformer.from_pretrained(pair[1])
-    expected, noise = run_dense(exact, TOKENS), 2e-5 if found.config.recurrence.tiled else 3e-6
+    tiled = found.config.recurrence is not None and found.config.recurrence.tiled
+    expected, noise = run_dense(exact, TOKENS), 2e-5 if tiled else 3e-6
     np.testing.assert_allclose(run_dense(found, TOKENS), expected, rtol=0, atol=noise * np.abs(expected).max())
-    sizes = replace(found.config.recurrence, tiled=False)
+    sizes = found.config.recurrence and replace(found.config.recurrence, tiled=False)
     same = {"eos_token_ids": (), "intermediate_size": 0}  # that of an MLP where all layers have experts
+    if exact.config.recurrence is None:  # of Granite 4 a file of Granite 3
+        same |= {"architecture": ""}
     assert replace(found.config, recurrence=sizes, **same) == replace(exact.config, **same)
 
 

@@ -14,7 +14,7 @@ from kvcache.networks.checkpoint import Checkpoint
 
 LETTERS = {
     "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
-    "nemotron_h": "nemotron_h",
+    "nemotron_h": "nemotron_h", "granitemoehybrid": "granitehybrid",
 }
 _PARTS = {  # stems in a layer of any of these families
     "operator_norm": "attn_norm", "input_layernorm": "attn_norm", "norm": "attn_norm", "ffn_norm": "ffn_norm",
@@ -24,7 +24,8 @@ _PARTS = {  # stems in a layer of any of these families
     "feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
     "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out", "mixer.in_proj": "ssm_in", "mixer.conv1d": "ssm_conv1d",
+    "linear_attn.out_proj": "ssm_out", "mamba.in_proj": "ssm_in", "mamba.conv1d": "ssm_conv1d",
+    "mamba.norm": "ssm_norm", "mamba.out_proj": "ssm_out", "mixer.in_proj": "ssm_in", "mixer.conv1d": "ssm_conv1d",
     "mixer.norm": "ssm_norm", "mixer.out_proj": "ssm_out", "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down",
 }
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(w1|w2|w3|\w+_proj)\.weight")
@@ -84,20 +85,44 @@ def converted(name, values, config, kind):
         keys = 2 * sizes.groups * sizes.size
         first = keys if "qkv" in name or "conv1d" in name else 0
         values = tiled(values, config, first, axis=1 if "out_proj" in name else 0)
-    if kind == "nemotron_h":
+    if kind in ("nemotron_h", "granitemoehybrid"):
         if ".q_proj." in name:
             values = with_rows_for_llama(values, config.num_heads)
         if ".k_proj." in name:
             values = with_rows_for_llama(values, config.num_kv_heads)
-        if last in ("A_log", "D"):
+        if last in ("A_log", "D") and sizes:
             values = values[:, None]
-        if name.endswith("mixer.norm.weight"):
+        if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
             values = values.reshape(sizes.groups, -1)
     return values
 
 
+def granite(name, checkpoint, config):
+    """The tensors of Granite's MLPs and experts, by their names in a file."""
+    layer, part = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?(.+)|lm_head.weight", name).groups()
+    end = "_shexp.weight" if config.experts else ".weight"
+    if part == "block_sparse_moe.router.layer.weight":
+        return {f"blk.{layer}.ffn_gate_inp.weight": checkpoint.read(name)}
+    if part == "shared_mlp.output_linear.weight":
+        return {f"blk.{layer}.ffn_down{end}": checkpoint.read(name)}
+    if part == "block_sparse_moe.output_linear.weight":
+        return {f"blk.{layer}.ffn_down_exps.weight": stacked(name, checkpoint)}
+    if part and part.endswith(".input_linear.weight"):
+        both = stacked(name, checkpoint) if "sparse" in part else checkpoint.read(name)
+        gate, up = np.split(both, 2, axis=-2)
+        end = "_exps.weight" if "sparse" in part else end
+        return {f"blk.{layer}.ffn_gate{end}": gate.copy(), f"blk.{layer}.ffn_up{end}": up.copy()}
+    return {}
+
+
+def stacked(name, checkpoint):
+    """A tensor of three axes, which `read` has as rows of the last one."""
+    shape = checkpoint.info(name).shape
+    return checkpoint.read(name).reshape(shape)
+
+
 def entries_of(config, kind):
-    sizes, layers = config.recurrence, config.num_layers
+    sizes, layers, experts = config.recurrence, config.num_layers, config.experts
     kv_heads = [config.num_kv_heads if mixer == "attention" else 0 for mixer in config.mixers]
     found = {
         "block_count": (U32, layers), "context_length": (U32, config.max_position_embeddings),
@@ -106,7 +131,7 @@ def entries_of(config, kind):
         "attention.layer_norm_rms_epsilon": (F32, config.rms_norm_eps), "rope.freq_base": (F32, config.rope.theta),
         "vocab_size": (U32, config.vocab_size), "rope.dimension_count": (U32, config.rotary_dim),
     }
-    if (experts := config.experts) is not None:
+    if experts is not None:
         found |= {
             "expert_count": (U32, config.num_experts), "expert_used_count": (U32, config.experts_per_token),
             "expert_feed_forward_length": (U32, experts.size),
@@ -119,17 +144,26 @@ def entries_of(config, kind):
         found |= {"expert_gating_func": (U32, 2), "leading_dense_block_count": (U32, config.mlps.count("mlp"))}
     if kind.startswith("lfm2"):
         return found | {"shortconv.l_cache": (U32, sizes.taps)}
-    found |= {
-        "attention.key_length": (U32, config.head_dim), "attention.value_length": (U32, config.head_dim),
-        "ssm.conv_kernel": (U32, sizes.taps), "ssm.state_size": (U32, sizes.size),
-        "ssm.group_count": (U32, sizes.groups), "ssm.time_step_rank": (U32, sizes.heads),
-        "ssm.inner_size": (U32, sizes.inner),
-    }
+    found["attention.key_length"] = found["attention.value_length"] = (U32, config.head_dim)
+    if sizes is not None:
+        found |= {
+            "ssm.conv_kernel": (U32, sizes.taps), "ssm.state_size": (U32, sizes.size),
+            "ssm.group_count": (U32, sizes.groups), "ssm.time_step_rank": (U32, sizes.heads),
+            "ssm.inner_size": (U32, sizes.inner),
+        }
     if kind.startswith("qwen"):
         found["attention.head_count_kv"] = (U32, config.num_kv_heads)
         found["attention.recurrent_layers"] = (ARRAY, [mixer == "state" for mixer in config.mixers], BOOL)
         found["full_attention_interval"] = (U32, 4)
         found["rope.dimension_sections"] = (ARRAY, [2, 1, 1, 0], U32)
+    if kind == "granitemoehybrid":
+        found |= {
+            "embedding_scale": (F32, config.embedding_scale), "residual_scale": (F32, config.residual_scale),
+            "attention.scale": (F32, config.attention_scale), "logit_scale": (F32, 1 / config.logit_scale),
+            "rope.scaling.finetuned": (BOOL, config.rotated[0]),
+        }
+        if experts is None:
+            found["expert_shared_feed_forward_length"] = (U32, config.intermediate_size)
     if kind == "nemotron_h":
         widths = [(experts.size if experts else config.intermediate_size) if mlp else 0 for mlp in config.mlps]
         if experts is not None:
@@ -154,6 +188,9 @@ def convert(folder, path, quantised="F32", tensors=(), **more):
             rows = stacks.setdefault(f"blk.{layer}.{_STACKS[expert[3]]}_exps.weight", {})
             rows[int(expert[2])] = checkpoint.read(name)
             continue
+        if kind == "granitemoehybrid" and (parts := granite(name, checkpoint, config)):
+            found |= parts
+            continue
         values = converted(name, checkpoint.read(name), config, kind)
         fits = values.ndim > 1 and "conv" not in name and not values.shape[-1] % gguf.GGML_QUANT_SIZES[of][0]
         if fits and quantised != "F32" and "norm" not in name:
@@ -161,6 +198,8 @@ def convert(folder, path, quantised="F32", tensors=(), **more):
         found[name_of(name, kind)] = values
     found |= {name: np.stack([rows[i] for i in range(len(rows))]) for name, rows in stacks.items()}
     letters = LETTERS[kind] + ("_moe" if kind == "nemotron_h" and config.experts else "")
+    if config.recurrence is None:
+        letters = "granitemoe" if config.experts else "granite"
     entries = {f"{letters}.{key}": content for key, content in entries_of(config, kind).items()}
     entries |= {f"{letters}.{key.replace('__', '.')}": content for key, content in more.items()}
     return write(path, letters, entries, found | dict(tensors))
