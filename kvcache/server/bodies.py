@@ -89,7 +89,8 @@ def _conversation(given: dict[str, Any]) -> Conversation:
         raise ValueError(f"tool_choice: expected names of tools, got {short(sorted(choice.names - known))}")
     if choice.mode == "required" and not tools:
         raise ValueError("tool_choice: expected tools beside it, got none")
-    template = {**given.get("reasoning_effort", {}), **given.get("chat_template_kwargs", {})}
+    names = ("reasoning_effort", "verbosity", "chat_template_kwargs")
+    template = {variable: value for name in names for variable, value in given.get(name, {}).items()}
     return Conversation(given["messages"], tools, template, choice, given.get("parallel_tool_calls", True))
 
 

@@ -12,7 +12,7 @@ from kvcache.support.arguments import as_instance, short
 
 __all__ = [
     "MAX_MESSAGES", "Conversation", "ToolChoice", "effort", "messages_of", "placed", "template_kwargs",
-    "tool_choice_of", "tools_of", "with_users",
+    "tool_choice_of", "tools_of", "verbosity", "with_users",
 ]
 
 MAX_MESSAGES = 4096  # templates have a loop over them
@@ -196,6 +196,16 @@ def template_kwargs(value: Any, name: str) -> dict[str, Any]:
 
 def effort(value: Any, name: str) -> dict[str, Any]:
     """The variables that say how much a network is to think; templates know some of them, or none."""
-    if value not in _EFFORTS:
-        raise ValueError(f"{name}: expected one of {', '.join(_EFFORTS)}, got {short(value)}")
+    _one_of(_EFFORTS, value, name)
     return {"reasoning_effort": value, "enable_thinking": value != "none", "thinking": value != "none"}
+
+
+def verbosity(value: Any, name: str) -> dict[str, Any]:
+    """The variable that says how long an answer is to be."""
+    return {"verbosity": _one_of(("low", "medium", "high"), value, name)}
+
+
+def _one_of(values: tuple[str, ...], value: Any, name: str) -> Any:
+    if value not in values:
+        raise ValueError(f"{name}: expected one of {', '.join(values)}, got {short(value)}")
+    return value

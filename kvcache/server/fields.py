@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvcache.engine import SamplingParams
 from kvcache.server.constraints import response_format
-from kvcache.server.conversations import effort, messages_of, template_kwargs, tool_choice_of, tools_of
+from kvcache.server.conversations import effort, messages_of, template_kwargs, tool_choice_of, tools_of, verbosity
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_count, as_instance, short
 
@@ -161,18 +161,18 @@ _BOTH = {
     **dict.fromkeys(("min_tokens", "priority", "top_logprobs"), Field(neutral=(0,))),
     "best_of": Field(neutral=(1,)), "function_call": Field(neutral=("none", "auto")),
     "length_penalty": Field(neutral=(1,)), "modalities": Field(neutral=(["text"],)), "suffix": Field(neutral=("",)),
-    "verbosity": Field(neutral=("medium",)),
 }
 TEXTS = _BOTH | {
     "prompt": Field(_prompts), "best_of": FROM_1, "chat_template_kwargs": Field(neutral=({},)),
     "parallel_tool_calls": IGNORED, "response_format": Field(neutral=({"type": "text"},)),
     "tool_choice": Field(neutral=("none", "auto")), "tools": Field(neutral=([],)),
+    "verbosity": Field(neutral=("medium",)),
 }
 CHATS = _BOTH | {
     "messages": Field(messages_of), "logprobs": FLAG, "top_logprobs": Field(_TOP), "max_completion_tokens": FROM_1,
     "tools": Field(tools_of), "tool_choice": Field(tool_choice_of), "parallel_tool_calls": FLAG,
     "response_format": Field(response_format), "chat_template_kwargs": Field(template_kwargs),
-    "reasoning_effort": Field(effort),
+    "reasoning_effort": Field(effort), "verbosity": Field(verbosity),
 }
 TOKENIZE = {
     **{name: CHATS[name] for name in ("model", "messages", "tools", "chat_template_kwargs", "reasoning_effort")},

@@ -113,10 +113,10 @@ def reason_of(reason: str | None, *, is_empty: bool) -> str | None:
     return "length" if reason in ("deadline", "error") else reason  # of errors: memory ran out behind a token
 
 
-def written_tokens(engine: BatchEngine, prompt: int, cached: int) -> int:
+def written_tokens(engine: BatchEngine, work: Work) -> int:
     """The tokens of a prompt that later requests can share and that ran: those of its full blocks."""
     block = engine.shared_block_size
-    return max(0, prompt // block * block - cached) if block else 0
+    return max(0, work.num_prompt // block * block - work.cached_tokens) if block else 0
 
 
 def counts_of(engine: BatchEngine, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Counts:
@@ -124,7 +124,7 @@ def counts_of(engine: BatchEngine, requests: Sequence[EngineRequest], choices: S
     firsts: list[Work] = [request.works[0] for request in requests]
     return Counts(
         sum(work.num_prompt for work in firsts), sum(work.cached_tokens for work in firsts),
-        sum(written_tokens(engine, work.num_prompt, work.cached_tokens) for work in firsts),
+        sum(written_tokens(engine, work) for work in firsts),
         sum(work.num_tokens - work.num_prompt for request in requests for work in request.works),
         sum(choice.spoken.reasoning_tokens for choice in choices),
     )

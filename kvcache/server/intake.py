@@ -27,6 +27,8 @@ from kvcache.server.message_bodies import COUNTED, MESSAGES, chat_of_messages
 from kvcache.server.message_form import MessageForm
 from kvcache.server.prompts import Prompts
 from kvcache.server.refusals import too_large, too_many
+from kvcache.server.response_bodies import RESPONSES, chat_of_responses
+from kvcache.server.response_form import ResponseForm
 from kvcache.server.voices import Voices
 from kvcache.serving import BatchEngine
 from kvcache.support.arguments import short
@@ -100,6 +102,7 @@ class Intake:
             "/v1/completions": partial(self.complete, chat=False),
             "/v1/chat/completions/render": partial(self.render, chat=True),
             "/v1/completions/render": partial(self.render, chat=False), "/v1/messages": self.message,
+            "/v1/responses": self.respond,
             "/v1/messages/count_tokens": self.count, "/tokenize": self.tokenize, "/detokenize": self.detokenize,
         }
 
@@ -114,6 +117,12 @@ class Intake:
         """Answer a body of `/v1/messages`."""
         body = self._body(chat_of_messages(checked(found, MESSAGES, ("model", "messages", "max_tokens"))), True)
         return self._begin(body, MessageForm(body, self._engine), space)
+
+    def respond(self, found: dict[str, Any], space: Hashable) -> Answer:
+        """Answer a body of `/v1/responses`."""
+        given = checked(found, RESPONSES, ("model", "input"))
+        body = self._body(chat_of_responses(given), True)._replace(field="input")
+        return self._begin(body, ResponseForm(body, self._engine, given), space)
 
     def _body(self, found: dict[str, Any], chat: bool) -> Body:
         body = body_of(found, chat, self._engine.sampling_params, self._engine.max_positions)

@@ -145,7 +145,7 @@ class MessageForm:
     def _usage(self, choice: Choice) -> dict[str, Any]:
         """The numbers of tokens; those of the prompt that were cached, and those that are now, count apart."""
         work = choice.work
-        written = written_tokens(self._engine, work.num_prompt, work.cached_tokens)
+        written = written_tokens(self._engine, work)
         return {
             "input_tokens": work.num_prompt - work.cached_tokens - written,
             "cache_read_input_tokens": work.cached_tokens, "cache_creation_input_tokens": written,

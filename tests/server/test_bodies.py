@@ -48,7 +48,7 @@ def parsed(chat=True, defaults=None, positions=None, **asked):
         {"stream_options": {}},
         {"stream_options": {"include_obfuscation": False}},
         {"service_tier": "flex", "store": True, "metadata": {"a": "b"}, "safety_identifier": "x", "user": "y"},
-        {"prediction": {"type": "content", "content": "x"}, "verbosity": "medium"},
+        {"prediction": {"type": "content", "content": "x"}},
         {"prompt_cache_key": "x", "prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "30m"}},
         {"ignore_eos": False, "skip_special_tokens": True, "min_tokens": 0, "use_beam_search": False},
         {"length_penalty": 1.0, "spaces_between_special_tokens": True, "add_generation_prompt": True},
@@ -68,7 +68,7 @@ def test_values_that_ask_for_nothing(neutral):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("echo", True), ("ignore_eos", True), ("min_tokens", 3), ("length_penalty", 2), ("verbosity", "high"),
+        ("echo", True), ("ignore_eos", True), ("min_tokens", 3), ("length_penalty", 2), ("modalities", ["audio"]),
         ("skip_special_tokens", False), ("include_stop_str_in_output", True), ("no_stop_trim", True), ("suffix", "x"),
         ("return_hidden_states", True), ("bad_words", ["x"]), ("priority", 1), ("function_call", {"name": "f"}),
         ("moderation", {}), ("audio", {}), ("web_search_options", {}), ("lora_path", "x"),
@@ -274,6 +274,7 @@ def test_what_a_conversation_says():
     (found,) = body.prompts
     assert (found.tools, found.choice, found.parallel, body.salt) == (TOOLS, ToolChoice(), False, "mine")
     assert found.template == {"reasoning_effort": "none", "enable_thinking": False, "thinking": True, "x": [1]}
+    assert parsed(verbosity="high").prompts[0].template == {"verbosity": "high"}
     assert parsed(reasoning_effort="low").prompts[0].template["enable_thinking"]
     assert parsed(tools=TOOLS, tool_choice="none").prompts[0].choice.mode == "none"
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS[:1]}}

@@ -8,6 +8,7 @@ from places import PROJECT
 from kvcache.sampling.dialects.dialect_table import DIALECTS
 from kvcache.server.fields import CHATS, TEXTS
 from kvcache.server.message_bodies import MESSAGES
+from kvcache.server.response_bodies import RESPONSES
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -20,7 +21,8 @@ def rows(table):
 
 
 @pytest.mark.parametrize(
-    ("name", "tables"), [("chats and completions", (CHATS, TEXTS)), ("messages", (MESSAGES,))]
+    ("name", "tables"),
+    [("chats and completions", (CHATS, TEXTS)), ("messages", (MESSAGES,)), ("responses", (RESPONSES,))],
 )
 def test_the_guide_has_every_field(name, tables):
     names = {field for table in tables for field in table}

@@ -1,0 +1,178 @@
+"""OpenAI's newer interface, asked by its client."""
+
+import json
+
+import openai
+import pytest
+from http_servers import MODEL, Served, answer, post, tiny_file
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "name": "weather", "description": "x", "parameters": SCHEMA}
+CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": "x", "parameters": SCHEMA}}
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}:"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %};"
+    "{% endfor %}assistant:{{ reasoning_effort }}{{ verbosity }}"
+)
+SAID = (
+    '<think>\nhm é\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>\n'
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with Served(tiny_file(tmp_path_factory.mktemp("responses"), TEMPLATE), num_blocks=800) as made:
+        yield made
+
+
+def asked(**more):
+    return {"model": MODEL, "input": "Which weather?", "tools": [TOOL], "max_output_tokens": 400, **more}
+
+
+def ask(served, said, **more):
+    served.say(said)
+    return served.client().responses.create(**asked(**more))
+
+
+def items(response):
+    """The items without their ids."""
+    found = []
+    for item in response.output:
+        if item.type == "function_call":
+            found.append((item.name, json.loads(item.arguments)))
+        else:
+            found.append((item.type, "".join(part.text for part in item.content)))
+    return found
+
+
+WANTED = [("reasoning", "hm é"), ("message", "I look."), ("weather", {"city": "Köln"}), ("weather", {})]
+
+
+def size(served, messages, tools=(CHAT_TOOL,), **template):
+    return len(served.alone.apply_chat_template(messages, tools=[*tools] or None, template=template, tokenize=True))
+
+
+def test_a_whole_response_and_the_next_turn(served):
+    got = ask(served, SAID, instructions="Be kind.", reasoning={"effort": "low"}, text={"verbosity": "high"})
+    assert (items(got), got.status, got.output_text) == (WANTED, "completed", "I look.")
+    assert (got.instructions, got.error, got.incomplete_details, got.store) == ("Be kind.", None, None, False)
+    variables = {"reasoning_effort": "low", "verbosity": "high"}
+    talk = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Which weather?"}]
+    usage = got.usage
+    assert usage.input_tokens == size(served, talk, **variables)
+    assert usage.output_tokens == len(SAID.encode())
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert usage.output_tokens_details.reasoning_tokens == len("\nhm é\n</think>".encode())
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "rain"}
+        for item in got.output if item.type == "function_call"
+    ]
+    history = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},
+        {"role": "user", "content": "Which weather?"}, *(item.model_dump(exclude_none=True) for item in got.output),
+        {"type": "web_search_call", "id": "x", "status": "completed"}, *results,
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "And?"}]},
+    ]
+    hosted = [TOOL, {"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [TOOL]}, {"type": "custom"}]
+    again = ask(
+        served, "It rains.", input=history, tools=hosted, reasoning={"effort": "low", "summary": "auto"},
+        text={"verbosity": "high", "format": {"type": "text"}}, include=["reasoning.encrypted_content"], store=False,
+        prompt_cache_key="x", extra_body={"client_metadata": {}},
+    )
+    assert items(again) == [("message", "It rains.")]
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": found}} for _, found in WANTED[2:]]
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "hm é", "tool_calls": calls}
+    talk += [said, *[{"role": "tool", "content": "rain"}] * 2, {"role": "user", "content": "And?"}]
+    assert again.usage.input_tokens == size(served, talk, **variables)
+    assert again.usage.input_tokens_details.cached_tokens >= usage.input_tokens - 32
+
+
+@pytest.mark.parametrize(
+    ("said", "more", "status"),
+    [
+        (SAID, {}, "completed"), ("Hi <b> you \n", {}, "completed"), ("long", {"max_output_tokens": 2}, "incomplete"),
+        ("<think>a", {}, "completed"), ("", {}, "completed"),
+    ],
+)
+def test_a_stream_is_the_whole_response(served, said, more, status):
+    whole = ask(served, said, **more)
+    served.say(said)
+    events = []
+    with served.client().responses.stream(**asked(**more)) as stream:
+        events = list(stream)
+    final = events[-1].response
+    assert items(final) == items(whole)
+    assert (final.status, whole.status, events[-1].type) == (status, status, f"response.{status}")
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.id for item in done] == [item.id for item in final.output]
+    assert [event.output_index for event in events if event.type == "response.output_item.added"] == [*range(len(done))]
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert deltas == whole.output_text
+    arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+    assert arguments == "".join(item.arguments for item in whole.output if item.type == "function_call")
+    if status == "incomplete":
+        assert final.incomplete_details.reason == "max_output_tokens"
+
+
+def test_choices_of_tools(served):
+    assert items(ask(served, SAID, parallel_tool_calls=False)) == WANTED[:3]
+    assert [kind for kind, _ in items(ask(served, SAID, tool_choice="none"))] == ["reasoning", "message"]
+    assert [kind for kind, _ in items(ask(served, SAID, tools=[{"type": "web_search"}]))] == ["reasoning", "message"]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}
+    got = ask(served, SAID, tools=[TOOL, TOOL | {"name": "other"}], tool_choice=allowed)
+    assert [kind for kind, _ in items(got)] == ["reasoning", "message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"input": None}, 400, "input"),
+        ({"input": [1]}, 400, "input"),
+        ({"input": [{"type": 1}]}, 400, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "input"),
+        ({"input": [{"role": "user", "content": "x"}] * 4097}, 400, "input"),
+        ({"previous_response_id": "x"}, 400, "previous_response_id"),
+        ({"conversation": "x"}, 400, "conversation"),
+        ({"background": True}, 400, "background"),
+        ({"prompt": {"id": "x"}}, 400, "prompt"),
+        ({"unheard": 1}, 400, "unheard"),
+        ({"max_output_tokens": 0}, 400, "max_output_tokens"),
+        ({"tool_choice": {"type": "web_search"}}, 400, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, 400, "tools"),
+        ({"reasoning": {"effort": "huge"}}, 400, "reasoning_effort"),
+    ],
+)
+def test_what_is_refused_is_named(served, more, status, param):
+    body = {name: value for name, value in asked(**more).items() if value is not None}
+    got, data = answer(served.connect(post(json.dumps(body).encode(), "/v1/responses")))
+    assert (got, json.loads(data)["error"]["param"]) == (status, param)
+
+
+def test_a_prompt_that_is_too_long(served):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(served, "x", input="x" * 600)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+
+
+def test_a_failure_ends_a_stream(served):
+    served.say("hello")
+    served.network.error = OSError("secret")
+    try:
+        events = list(served.client().responses.create(**asked(stream=True)))
+    finally:
+        served.network.error = None
+    assert events[-1].type == "response.failed"
+    assert (events[-1].response.status, events[-1].response.error.message) == (
+        "failed", "the request failed: OSError"
+    )
