@@ -14,7 +14,7 @@ _BASES = "object,BaseException,Exception,tuple,int,dict,DynamicCache"  # the pag
 autodoc_default_options = {
     "members": True, "imported-members": True, "inherited-members": _BASES, "member-order": "bysource",
 }
-autodoc_mock_imports = ["torch", "transformers"]  # the adapter's pages need neither
+autodoc_mock_imports = ["safetensors", "torch", "transformers"]  # the adapter's pages need neither
 os.environ.setdefault("KVCACHE_NUM_THREADS", "1")  # or the adapter would ask the mock for a number of threads
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ def test_the_example_runs(tmp_path):
     ids = torch.randint(3, 61, (1, 40))
     inputs = Inputs(input_ids=ids, attention_mask=torch.ones_like(ids))
     names = {"AutoModelForCausalLM": AutoModelForCausalLM, "name": tmp_path, "inputs": inputs}
-    exec(compile(example, "README example", "exec"), names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # names that transformers is about to drop
+        exec(compile(example, "README example", "exec"), names)
     assert names["store"].stats().cached_blocks >= 2
     assert names["store"].cache_for(ids).get_seq_length() == 39
 

@@ -54,7 +54,7 @@ class PagedCache(DynamicCache):
     For example::
 
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvcache")
-        model.generate(**inputs, past_key_values=PagedCache(model.config, dtype="q4"))
+        model.generate(**inputs, cache=PagedCache(model.config, dtype="q4"))
 
     It does what `DynamicCache` does. Layers that have no K and V per token (linear attention, convolutions) and those
     with chunked attention are transformers' own. With another `attn_implementation` results are the same, but K and V

@@ -85,6 +85,11 @@ class PackedExperts(torch.nn.Module):
         self.num_experts = len(up.matrices)
 
     @property
+    def projections(self) -> dict[str, Projection]:
+        """The products by the names that transformers has for their weights, those before the gate first."""
+        return {"gate_up_proj" if self.experts.has_gate else "up_proj": self._up, "down_proj": self._down}
+
+    @property
     def matrices(self) -> Iterator[Matrix]:
         """All of them."""
         return iter([*self._up.matrices, *self._down.matrices])

@@ -18,6 +18,8 @@ IMPORTED_LATE = "torch" in sys.modules and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLI
 try:
     with preset("GOMP_SPINCOUNT", "1000", "OMP_WAIT_POLICY"):
         import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
     from torch.utils._pytree import tree_map
     from torch.utils.dlpack import to_dlpack
     from transformers import AttentionInterface
@@ -56,6 +58,8 @@ __all__ = [
     "bidirectional_mask_function",
     "causal_mask_function",
     "get_layer_types_and_kwargs",
+    "safe_open",
+    "save_file",
     "sdpa_attention_forward",
     "sdpa_mask",
     "to_dlpack",

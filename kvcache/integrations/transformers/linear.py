@@ -71,8 +71,10 @@ def usable(x: Any) -> Any:
 
 
 def refuse_state(name: str = "state_dict") -> NoReturn:
-    """Packed weights are not saved, replaced or tied."""
-    raise NotImplementedError(f"{name}: expected a model before pack_weights, got packed weights")
+    """Packed weights are not replaced, tied, or saved by torch."""
+    raise NotImplementedError(
+        f"{name}: expected a model before pack_weights, got packed weights, which save_packed writes"
+    )
 
 
 def copy_of(module: Any, memo: dict[int, Any], *shared: Any) -> Any:
@@ -164,6 +166,11 @@ class PackedLinear(torch.nn.Module):
         super().__init__()
         self._joint, self._layer, self.matrix = joint, layer, joint.parts[layer]
         self.out_features, self.in_features = self.matrix.shape
+
+    @property
+    def activations(self) -> str:
+        """How inputs meet the weights."""
+        return self._joint.activations
 
     @property
     def weight(self) -> Any:

@@ -40,7 +40,7 @@ class PrefixStore:
 
         store = PrefixStore(model.config, dtype="q8", max_memory_bytes="1GiB")
         cache = store.cache_for(inputs.input_ids, inputs.attention_mask)
-        out = model.generate(**inputs, past_key_values=cache)
+        out = model.generate(**inputs, cache=cache)
         store.keep(cache, out)
 
     `generate` skips the tokens that a cache begins with. With an assistant or prompt lookup it runs the whole prompt

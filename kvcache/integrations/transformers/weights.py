@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from kvcache.networks.linear import empty_matrices
 from kvcache.networks.weights import FORMATS
 from kvcache.support.arguments import short
 
-__all__ = ["PackedWeights", "pack_weights"]
+__all__ = ["PackSource", "PackedWeights", "pack_parts", "pack_weights", "parts_to_pack"]
 
 _STORED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _SKIPPED = ("gate", "router", "dt_proj")
@@ -48,7 +49,7 @@ def pack_weights(
     Every `torch.nn.Linear`, and every `Conv1D` of transformers, becomes a `PackedLinear`. Where transformers keeps the
     weights of a layer's experts in tensors with three axes, they become `PackedExperts`. All else stays: embeddings,
     norms, convolutions, subclasses of `Linear`, layers with forward hooks or with a `forward` of their own. The model
-    is for inference then: it has no gradients and no `state_dict`, so it cannot be saved. `copy.deepcopy` shares the
+    is for inference then: it has no gradients and no `state_dict`; `save_packed` writes it. `copy.deepcopy` shares the
     packed weights.
 
     Args:
@@ -61,7 +62,8 @@ def pack_weights(
         progress: called with the weights that are packed, and those of all, in bytes before packing.
 
     Returns:
-        What was packed; a model that is packed already has nothing more to pack.
+        What was packed. A model that is packed already has nothing more to pack: a UserWarning says so, and in which
+        formats its weights are, since their values before are gone.
 
     Raises:
         ValueError: unknown `weights` or `activations`; a weight is not on the CPU, of another dtype, or has numbers
@@ -74,14 +76,73 @@ def pack_weights(
     checked_activations(activations)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    plan = _plan(model, weights, skip)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    source = _OwnWeights(weights, activations, skip, head)
+    plan = parts_to_pack(model, source)
+    if not plan and (formats := _formats(model)):
+        warnings.warn(
+            f"model: expected layers that are not packed yet, got a model packed in {formats}; nothing has changed",
+            stacklevel=2,
+        )
+    return pack_parts(model, plan, source, progress)
+
+
+class PackSource(Protocol):
+    """The values of packed weights: those of the model itself, or of a file."""
+
+    @property
+    def activations(self) -> str:
+        """How inputs meet the weights."""
+        ...
+
+    def format_of(self, name: str, tensor: Any, layer: Any) -> str | None:
+        """The format of the matrix of a tensor, by the tensor's name; None: it is not packed. ValueError: not fit."""
+
+    def fill(self, matrix: Matrix, first: int, name: str, weight: Any) -> None:
+        """Put the rows of a weight, `(outputs, inputs)`, into a matrix from row `first` on."""
+
+
+class _OwnWeights(NamedTuple):
+    """The values that the model has, quantised; `head` is its last layer."""
+
+    weights: str
+    activations: str
+    skip: Collection[str]
+    head: Any
+
+    def format_of(self, name: str, tensor: Any, layer: Any) -> str | None:
+        if name.rpartition(".")[0].rpartition(".")[2] in self.skip:
+            return None
+        return _kind(name, tensor, FORMATS[self.weights][layer is self.head])
+
+    def fill(self, matrix: Matrix, first: int, name: str, weight: Any) -> None:
+        band = max(1, _BAND_BYTES // (4 * weight.shape[1]))  # some rows at a time
+        for row in range(0, len(weight), band):
+            matrix.put(first + row, weight[row : row + band].float().numpy())
+
+
+def pack_parts(
+    model: Any, plan: list[Part], source: PackSource, progress: Callable[[int, int], None] | None = None
+) -> PackedWeights:
+    """Put packed layers in the place of those of a plan; arguments and result are those of `pack_weights`."""
     size, done, nbytes = sum(part.nbytes for part in plan), 0, 0
     for part in plan:
-        nbytes += part.pack(model, activations)
+        nbytes += part.pack(model, source)
         done += part.nbytes
         if progress is not None:
             progress(done, size)
     return PackedWeights(sum(part.layers for part in plan), nbytes, size)
+
+
+def _formats(model: Any) -> str:
+    """The formats of the packed layers of a model; empty: there are none."""
+    found: set[str] = set()
+    for layer in model.modules():
+        if isinstance(layer, PackedLinear):
+            found.add(layer.matrix.format)
+        elif isinstance(layer, PackedExperts):
+            found.update(matrix.format for matrix in layer.matrices)
+    return ", ".join(sorted(found))
 
 
 class _Part(NamedTuple):
@@ -106,22 +167,27 @@ class _Part(NamedTuple):
         """The number of layers."""
         return sum(map(len, self.names))
 
-    def pack(self, model: Any, activations: str) -> int:
+    @property
+    def packed(self) -> list[str]:
+        """The names of the parameters that it packs."""
+        return [f"{name}.weight" for names in self.names for name in names]
+
+    def pack(self, model: Any, source: PackSource) -> int:
         """Put packed layers in their place; the bytes of the new weights."""
         layers = [[model.get_submodule(name) for name in names] for names in self.names]
         columns, dtype, _ = self.like
         matrix = Matrix(sum(self.sizes), columns, self.format)
         at = 0
-        for layer in layers[0]:
+        for name, layer in zip(self.names[0], layers[0], strict=True):
             weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-            _fill(matrix, at, weight)
+            source.fill(matrix, at, f"{name}.weight", weight)
             at += len(weight)
         made: dict[int, list[PackedLinear]] = {}  # one layer may have several names
         for names, old in zip(self.names, layers, strict=True):
             if id(old[0]) not in made:
                 biases = [layer.bias.float().numpy() for layer in old if layer.bias is not None]
                 bias = np.concatenate(biases) if biases else None
-                joint = Joint(matrix, self.sizes, bias, dtype, activations)
+                joint = Joint(matrix, self.sizes, bias, dtype, source.activations)
                 made[id(old[0])] = [PackedLinear(joint, i).train(layer.training) for i, layer in enumerate(old)]
             for name, layer in zip(names, made[id(old[0])], strict=True):
                 model.set_submodule(name, layer)
@@ -134,54 +200,59 @@ class _Experts(NamedTuple):
     names: list[str]
     format: str
     nbytes: int
+    weights: list[str]
     layers: int = 1
 
-    def pack(self, model: Any, activations: str) -> int:
+    @property
+    def packed(self) -> list[str]:
+        """The names of the parameters that it packs."""
+        return [f"{name}.{weight}" for name in self.names for weight in self.weights]
+
+    def pack(self, model: Any, source: PackSource) -> int:
         """Put the packed experts in their place; the bytes of the new weights."""
         module = model.get_submodule(self.names[0])
-        up, down = (self._projection(module, name, activations) for name in weights_of(module))
+        up, down = (self._projection(module, name, source) for name in self.weights)
         packed = PackedExperts(without_weights(module), up, down, module.down_proj.dtype).train(module.training)
         for name in self.names:
             model.set_submodule(name, packed)
         return sum(matrix.nbytes for matrix in packed.matrices)
 
-    def _projection(self, module: Any, name: str, activations: str) -> Projection:
+    def _projection(self, module: Any, name: str, source: PackSource) -> Projection:
         weights = getattr(module, name).mT if module.is_transposed else getattr(module, name)
         count, rows, columns = weights.shape
         matrices = empty_matrices([(rows, columns, self.format)] * count)
-        for matrix, weight in zip(matrices, weights, strict=True):
-            _fill(matrix, 0, weight)
+        for expert, (matrix, weight) in enumerate(zip(matrices, weights, strict=True)):
+            source.fill(matrix, 0, f"{self.names[0]}.{name}.{expert}", weight)
         bias = getattr(module, f"{name}_bias").float().numpy().copy() if module.has_bias else None
-        return Projection(matrices, bias, activations)
+        return Projection(matrices, bias, source.activations)
 
 
-def _fill(matrix: Matrix, first: int, weight: Any) -> None:
-    """Put the rows of a tensor into a matrix, some at a time."""
-    band = max(1, _BAND_BYTES // (4 * weight.shape[1]))
-    for row in range(0, len(weight), band):
-        matrix.put(first + row, weight[row : row + band].float().numpy())
+Part = _Part | _Experts
 
 
-def _plan(model: Any, weights: str, skip: Collection[str]) -> list[_Part | _Experts]:
+def parts_to_pack(model: Any, source: PackSource) -> list[Part]:
     """List the parts to pack, each weight once, without references to tensors: weights are freed one after another."""
     parts: dict[int, _Part] = {}
     experts: dict[int, _Experts] = {}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, layer in model.named_modules(remove_duplicate=False):
-        if name.rpartition(".")[2] in skip or not name or _is_hooked(layer):
+        if not name or _is_hooked(layer):
             continue
         if id(layer) in experts:
             experts[id(layer)].names.append(name)
         elif tensors := {each: getattr(layer, each) for each in weights_of(layer)}:
-            kinds = [_kind(f"{name}.{each}", tensor, FORMATS[weights][False]) for each, tensor in tensors.items()]
-            experts[id(layer)] = _Experts([name], kinds[0], sum(tensor.nbytes for tensor in tensors.values()))
+            kinds = [source.format_of(f"{name}.{each}", tensor, layer) for each, tensor in tensors.items()]
+            if kinds[0] is not None:
+                nbytes = sum(tensor.nbytes for tensor in tensors.values())
+                experts[id(layer)] = _Experts([name], kinds[0], nbytes, [*tensors])
         if type(layer) not in (torch.nn.Linear, Conv1D) or layer.weight.numel() == 0:
             continue
         weight = layer.weight
         if id(weight) in parts:
             parts[id(weight)].names.append([name])
             continue
-        kind = _kind(f"{name}.weight", weight, FORMATS[weights][layer is head])
+        kind = source.format_of(f"{name}.weight", weight, layer)
+        if kind is None:
+            continue
         rows, columns = weight.T.shape if isinstance(layer, Conv1D) else weight.shape
         like = columns, weight.dtype, layer.bias is not None
         parts[id(weight)] = _Part([[name]], kind, weight.nbytes, like, [rows])
