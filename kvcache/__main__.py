@@ -10,6 +10,7 @@ from typing import Any
 
 import kvcache
 from kvcache.commands.chat import add_chat, chat
+from kvcache.commands.config_file import options_of
 from kvcache.commands.generate import add_generate, generate
 from kvcache.commands.options import in_words_of_options
 from kvcache.commands.serve import add_serve, serve
@@ -42,8 +43,8 @@ each answer says how many tokens of the prompt were cached, and how full context
 Ctrl-D, /exit, and Ctrl-C twice at the prompt end the conversation."""
 GENERATE = "Continue a prompt with a Hugging Face checkpoint or a GGUF file."
 SERVE = """\
-A server with OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics. It needs the
-extra serve. It has no TLS: put a proxy before it where other machines reach it."""
+A server with OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models, /live, /ready and /metrics. It
+needs the extra serve. It has no TLS: put a proxy before it where other machines reach it."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,8 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Where nobody reads the output any more, it ends without a word, with 141 as a shell tells a SIGPIPE.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     try:
+        if options.command == "serve" and options.config is not None:
+            options.parser.set_defaults(**options_of(options.config, options.parser))
+            options = parser.parse_args(arguments)
         if options.command == "chat":
             return chat(options, str(DIRECTORY))
         if options.command == "serve":

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from kvcache.commands.chat import MAX_TOKENS
 from kvcache.commands.options import add_options, name_of, open_engine
 from kvcache.sampling.dialects.dialect_table import DIALECTS
 from kvcache.serving.batch import BatchEngine
-from kvcache.support.arguments import as_count, as_finite
+from kvcache.support.arguments import as_count, as_finite, short
 from kvcache.support.hosts import is_loopback
 
 __all__ = ["add_serve", "keys_of", "serve"]
@@ -27,7 +28,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     add_options(parser, model_required=False, max_tokens=MAX_TOKENS)
+    parser.set_defaults(parser=parser)
+    add("--config", metavar="FILE", help="options of this command in TOML, such as port = 8080; those given here win")
     add("--name", help="the name by which clients ask for the model (the last part of its path)")
+    add("--served-name", action="append", default=[], metavar="NAME", help="another such name; may be repeated")
     add("--host", default="127.0.0.1", help="address to listen on; without keys one of this machine (%(default)s)")
     add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
     keys = f"a KEY in each line, or KEY NAMESPACE; instead of the lines of the variable {VARIABLE}"
@@ -46,6 +50,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--drain", type=int, default=30, metavar="SECONDS",
         help="that answers have to end in when the server is told to end; 0 cancels them, as a second signal does "
         "(%(default)s)")
+    add("--drain-delay", type=float, default=0.0, metavar="SECONDS",
+        help="before that, in which the server takes requests and is not ready: balancers learn it (%(default)s)")
+    add("--log-format", default="text", metavar="FORMAT",
+        help="json writes one line about each request to stdout, without texts (%(default)s: none)")
 
 
 def serve(
@@ -74,6 +82,9 @@ def serve(
         raise ValueError(f"host: expected a loopback address, or --api-keys beside it, got {host}")
     as_count(options.port, "port", 0, 65535)
     as_finite(options.timeout, "timeout", 0.0, above=True)
+    as_finite(options.drain_delay, "drain_delay", 0.0)
+    if options.log_format not in ("text", "json"):
+        raise ValueError(f"log_format: expected text or json, got {short(options.log_format)}")
     for limit, least in (("max_body", 1), ("max_bodies", 1), ("max_queue", 1), ("max_running", 1), ("drain", 0)):
         as_count(getattr(options, limit), limit, least)
     options.model, name = model, options.name or name_of(model)
@@ -85,11 +96,12 @@ def serve(
         app = make_app(
             engine, name, keys, max_body=options.max_body, max_bodies=options.max_bodies, timeout=options.timeout,
             plain_special_tokens=options.plain_special_tokens, tool_parser=options.tool_parser,
+            aliases=options.served_name, log=partial(print, flush=True) if options.log_format == "json" else None,
         )
         address = f"[{host}]" if ":" in host else host
         print(f"{name} at http://{address}:{listening.getsockname()[1]}/v1", flush=True)
         try:
-            process.run(app, listening, capacity, options.drain)
+            process.run(app, listening, capacity, options.drain, options.drain_delay, app.state.leaving)
         finally:
             engine.close(cancel=True)  # where a third signal ended it at once
     return 0

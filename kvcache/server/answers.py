@@ -56,6 +56,8 @@ class HttpAnswer:
             request.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["requests"] = self.requests
+
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass

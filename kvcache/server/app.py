@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from asyncio import CancelledError
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +28,7 @@ from kvcache.server.intake import Intake
 from kvcache.server.limits import BodyReader, Threads
 from kvcache.server.prompts import Prompts
 from kvcache.server.refusals import REFUSED, ending, message_refusal, refusal
+from kvcache.server.request_log import RequestLog
 from kvcache.server.voices import Voices
 from kvcache.serving import BatchEngine, exposition
 from kvcache.support.arguments import short
@@ -44,7 +46,7 @@ _ELSEWHERE = (
 def make_app(
     engine: BatchEngine, model: str, keys: Mapping[str, str | None] | None = None, *, max_body: int = 4 << 20,
     max_bodies: int = 64 << 20, timeout: float = 600.0, plain_special_tokens: bool = False,
-    tool_parser: str | None = None,
+    tool_parser: str | None = None, aliases: Sequence[str] = (), log: Callable[[str], Any] | None = None,
 ) -> Starlette:
     """An application with OpenAI's interface; it starts the engine, and closes it at its end.
 
@@ -60,12 +62,17 @@ def make_app(
         plain_special_tokens: whether special tokens in the texts of users are text; see `PlainText`.
         tool_parser: the dialect in which the network writes thoughts and calls, a name of `DIALECTS`; None: that of its
             chat template.
+        aliases: further names of the model.
+        log: takes a line of JSON about each request when it has ended, without texts; None: there are none.
+
+    `app.state.leaving()` says that the server is about to end: it takes requests and is not ready any more.
     """
     known = None if keys is None else Keys(keys)
     bodies, threads = BodyReader(max_body, max(max_body, max_bodies)), Threads()
     prompts = Prompts(engine, plain_special_tokens)
     voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)
-    intake = Intake(engine, model, known, bodies, threads, timeout, prompts, voices)
+    names, leaving = tuple(dict.fromkeys((model, *aliases))), Event()
+    intake = Intake(engine, names, known, bodies, threads, timeout, prompts, voices)
     statuses: Counter[int] = Counter()
 
     @asynccontextmanager
@@ -80,13 +87,13 @@ def make_app(
             await run_sync(partial(engine.close, cancel=True))
 
     async def models(request: Request) -> Response:
-        """The list of one model, or under its name the model itself."""
+        """The model under each of its names, or under the one that is asked for."""
         intake.namespace(request)
-        found = {"id": model, "object": "model", "created": 0, "owned_by": "kvcache"}
-        asked = request.path_params.get("name", model)
-        if asked != model:
-            raise HTTPException(404, f"model: expected {model}, got {short(asked)}")
-        return JSONResponse(found if request.path_params else {"object": "list", "data": [found]})
+        found = [{"id": name, "object": "model", "created": 0, "owned_by": "kvcache"} for name in names]
+        if not request.path_params:
+            return JSONResponse({"object": "list", "data": found})
+        intake.expect_model(asked := request.path_params["name"])
+        return JSONResponse(found[names.index(asked)])
 
     async def alive(request: Request) -> Response:
         return Response()  # clients ask so whether there is a server
@@ -95,8 +102,15 @@ def make_app(
         raise HTTPException(501, "path: expected one of a model that generates text, got another")
 
     async def health(request: Request) -> Response:
-        good = engine.is_running
-        return JSONResponse({"status": "ok" if good else "the engine does not run"}, 200 if good else 503)
+        return probed(None)
+
+    async def ready(request: Request) -> Response:
+        return probed("the queue is full" if engine.stats().waiting >= engine.max_queue else None)
+
+    def probed(fault: str | None) -> Response:
+        if leaving.is_set() or not engine.is_running:
+            fault = "the server ends" if leaving.is_set() else "the engine does not run"
+        return JSONResponse({"status": fault or "ok"}, 503 if fault else 200)
 
     async def metrics(request: Request) -> Response:
         """The counters for Prometheus. A key of the namespace `metrics` gets all namespaces, another one its own."""
@@ -141,16 +155,18 @@ def make_app(
     routes = [
         *(Route(path, intake.route(answer), methods=["POST"]) for path, answer in intake.routes.items()),
         *(Route(path, elsewhere, methods=["POST"]) for path in _ELSEWHERE),
-        Route("/", alive), Route("/health", health), Route("/metrics", metrics), Route("/v1/models", models),
+        Route("/", alive), Route("/live", alive), Route("/ready", ready), Route("/health", health),
+        Route("/metrics", metrics), Route("/v1/models", models),
         Route("/v1/models/{name:path}", models),
     ]
     handlers: dict[Any, Any] = dict.fromkeys((*REFUSED, Exception), _refused)
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
-    app.state.bodies = bodies
+    app.state.bodies, app.state.leaving = bodies, leaving.set
     app.router.redirect_slashes = False  # to a place that the client's header Host names
     if keys is None:  # or a page that a browser shows could ask in its user's name, by a name of its own for us
         app.add_middleware(_only_local)
     app.add_middleware(counting)
+    app.add_middleware(RequestLog, write=log)
     return app
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Union
 
@@ -53,17 +53,18 @@ class Intake:
     """Reads bodies and answers them.
 
     Args:
-        engine, model, timeout: see `make_app`.
+        engine, timeout: see `make_app`.
+        names: of the model.
         keys: API keys; None: requests need none.
         bodies, threads: limits that all requests share.
         prompts, voices: make tokens of conversations, and read answers.
     """
 
     def __init__(
-        self, engine: BatchEngine, model: str, keys: Keys | None, bodies: BodyReader, threads: Threads, timeout: float,
-        prompts: Prompts, voices: Voices,
+        self, engine: BatchEngine, names: Sequence[str], keys: Keys | None, bodies: BodyReader, threads: Threads,
+        timeout: float, prompts: Prompts, voices: Voices,
     ) -> None:
-        self._engine, self._model, self._keys, self._bodies = engine, model, keys, bodies
+        self._engine, self._names, self._keys, self._bodies = engine, names, keys, bodies
         self._threads, self._timeout, self._prompts, self._voices = threads, timeout, prompts, voices
         self._texts = TokenTexts(engine.tokenizer)
 
@@ -71,7 +72,9 @@ class Intake:
         """The namespace of a request, by its key. HTTPException: it has no known one."""
         if self._keys is None:
             return None
-        return self._keys.namespace(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        found = self._keys.namespace(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        request.state.namespace = found
+        return found
 
     def route(self, answer: Callable[[dict[str, Any], Hashable], Answer]) -> Callable[[Request], Any]:
         """The endpoint that reads a body and answers by a method of this class."""
@@ -126,12 +129,13 @@ class Intake:
 
     def _body(self, found: dict[str, Any], chat: bool) -> Body:
         body = body_of(found, chat, self._engine.sampling_params, self._engine.max_positions)
-        self._expect_model(body.model)
+        self.expect_model(body.model)
         return body
 
-    def _expect_model(self, model: str) -> None:
-        if model != self._model:
-            raise HTTPException(404, f"model: expected {self._model}, got {short(model)}")
+    def expect_model(self, model: str) -> None:
+        """Raise HTTPException unless the model has this name."""
+        if model not in self._names:
+            raise HTTPException(404, f"model: expected {' or '.join(self._names)}, got {short(model)}")
 
     def _begin(self, body: Body, form: Form, space: Hashable) -> Answer:
         """Queue the requests of a body; one with a grammar comes back, since its compilation may take long."""
@@ -179,7 +183,7 @@ class Intake:
     def tokenize(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
         """The token ids of a prompt or of a conversation."""
         with_texts = checked(found, TOKENIZE, ()).get("return_token_strs", False)
-        asked = {"model": self._model} | {
+        asked = {"model": self._names[0]} | {
             name: value for name, value in found.items() if name not in ("add_special_tokens", "return_token_strs")
         }
         body = self._body(asked, "messages" in asked)
@@ -193,6 +197,6 @@ class Intake:
     def detokenize(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
         """The text of token ids."""
         given = checked(found, DETOKENIZE, ("tokens",))
-        self._expect_model(given.get("model", self._model))
+        self.expect_model(given.get("model", self._names[0]))
         tokens = self._prompts.checked(given["tokens"], "tokens").tolist()
         return JSONResponse({"prompt": decoded(self._engine.tokenizer, tokens, skip_special_tokens=False)})

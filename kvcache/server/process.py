@@ -9,6 +9,7 @@ import logging
 import socket
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NamedTuple
@@ -62,7 +63,10 @@ def bound_heaps() -> None:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _HEAPS)
 
 
-def run(app: ASGIApp, listening: socket.socket, limits: Capacity, drain: int) -> None:
+def run(
+    app: ASGIApp, listening: socket.socket, limits: Capacity, drain: int, delay: float = 0.0,
+    leaving: Callable[[], None] | None = None,
+) -> None:
     """Serve an application until SIGINT or SIGTERM.
 
     Args:
@@ -70,6 +74,8 @@ def run(app: ASGIApp, listening: socket.socket, limits: Capacity, drain: int) ->
         listening: a socket.
         limits: of connections.
         drain: seconds that answers have to end in. A second signal ends them, and a third one the process.
+        delay: seconds that requests are taken for after the first signal.
+        leaving: called when these begin.
     """
     sys.setswitchinterval(_SWITCH)
     bound_heaps()
@@ -77,15 +83,18 @@ def run(app: ASGIApp, listening: socket.socket, limits: Capacity, drain: int) ->
         app, log_level="warning", timeout_graceful_shutdown=drain, limit_concurrency=limits.connections + 1,
         backlog=limits.backlog, server_header=False, lifespan="on",
     )
-    _Server(config, limits).run(sockets=[listening])
+    _Server(config, limits, delay, leaving).run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
     """A server that holds a number of connections, and that a second signal hurries."""
 
-    def __init__(self, config: uvicorn.Config, limits: Capacity) -> None:
+    def __init__(
+        self, config: uvicorn.Config, limits: Capacity, delay: float, leaving: Callable[[], None] | None
+    ) -> None:
         super().__init__(config)
         self._limits, self._hurried, self._logged_at = limits, False, -_LOG_EVERY
+        self._delay, self._leaving, self._leaves = delay, leaving, False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -95,13 +104,27 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.should_exit or self._loop is None:
+        if self._loop is None or not (self.should_exit or self._leaves or self._delay):
             super().handle_exit(sig, frame)
+        elif not self.should_exit and not self._leaves:
+            self._leaves = True
+            self._loop.call_soon_threadsafe(self._leave, sig)
         elif not self._hurried:
             self._hurried = True
+            super().handle_exit(sig, frame)
             self._loop.call_soon_threadsafe(self._hurry)
         else:
             self.force_exit = True
+
+    def _leave(self, sig: int) -> None:
+        """Say that the server ends, and end it when those who send requests had time to hear it."""
+        if self._leaving is not None:
+            self._leaving()
+        asyncio.get_running_loop().call_later(self._delay, self._end, sig)
+
+    def _end(self, sig: int) -> None:
+        if not self.should_exit:
+            super().handle_exit(sig, None)
 
     def _hurry(self) -> None:
         for task in list(self.server_state.tasks):

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from kvcache.errors import CheckpointError, GrammarError, InvalidOperationError, OutOfMemoryError, QueueFullError
 from kvcache.sampling.text_tokens import TooManyTokens
+from kvcache.server.request_log import request_id
 
 __all__ = ["REFUSED", "BodyError", "ending", "message_refusal", "refusal", "too_large", "too_many"]
 
@@ -70,7 +71,8 @@ def message_refusal(error: Exception, *, running: bool = False) -> Response:
     if found.status == 503:
         found = found._replace(status=529)
     kind = _MESSAGE_KINDS.get(found.status, "invalid_request_error" if found.status < 500 else "api_error")
-    return _response(found, {"type": "error", "error": {"type": kind, "message": message}})
+    value = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id()}
+    return _response(found, value)
 
 
 class _Found(NamedTuple):
@@ -92,7 +94,7 @@ def _found(error: Exception, running: bool) -> _Found:
     if isinstance(error, HTTPException):
         status, message = error.status_code, error.detail
     elif status == 500:
-        logger.error("a request failed", exc_info=error)
+        logger.error("request %s failed", request_id() or "of no client", exc_info=error)
         message = f"the request failed: {type(error).__name__}"
     name, found, _ = message.partition(": expected")
     field = name if found and name not in _NO_FIELDS else None

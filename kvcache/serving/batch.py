@@ -101,7 +101,7 @@ class BatchEngine:
     Attributes:
         model: the network.
         sampling_params: the defaults of a request.
-        clock, tiers: see above.
+        clock, tiers, max_queue: see above.
         max_positions: the most tokens of a text; None: any number, under StreamingLLM.
     """
 
@@ -157,7 +157,8 @@ class BatchEngine:
             max(1, SCORE_FLOATS // model.config.vocab_size),
             Observed(self._pool, on_eviction, clock, forward.name_of),
         )
-        self._steps = Steps(scheduler, forward, as_count(max_queue, "max_queue", 1), clock)
+        self.max_queue = as_count(max_queue, "max_queue", 1)
+        self._steps = Steps(scheduler, forward, self.max_queue, clock)
         self.max_positions = settings.max_positions
         self._new = NewRequests(model.config, self.max_positions, seed, self._steps.inbox_lock)
         self._speculate = bool(speculate)

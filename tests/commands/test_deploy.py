@@ -1,0 +1,83 @@
+"""The examples of `deploy/`: a unit of systemd, an image and options, read and given to the parser of the command."""
+
+import argparse
+import configparser
+import json
+import re
+import shlex
+import sys
+
+import pytest
+from places import PROJECT
+
+from kvcache.commands.config_file import options_of
+from kvcache.commands.serve import add_serve
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+DEPLOY = PROJECT / "deploy"
+
+
+def parser():
+    made = argparse.ArgumentParser(exit_on_error=False)
+    add_serve(made)
+    return made
+
+
+def the_options():
+    return options_of(str(DEPLOY / "server.toml"), parser())
+
+
+def served(command):
+    """The options of a command that serves."""
+    place = command.index("serve")
+    assert command[place - 2 : place] == ["-m", "kvcache"]
+    return parser().parse_args(command[place + 1 :])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
+def test_the_file_of_options():
+    found = the_options()
+    made = parser()
+    made.set_defaults(**found)
+    options = made.parse_args([])
+    assert (options.port, options.host, options.log_format, options.drain_delay) == (8000, "0.0.0.0", "json", 5.0)
+
+
+def test_the_unit():
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str
+    assert unit.read(DEPLOY / "kvcache.service") == [str(DEPLOY / "kvcache.service")]
+    service = unit["Service"]
+    options = served(shlex.split(service["ExecStart"]))
+    assert options.config == "/etc/kvcache/server.toml"
+    assert options.api_keys == "${CREDENTIALS_DIRECTORY}/keys"
+    assert service["LoadCredential"].startswith("keys:")
+    assert options.autosave == "${STATE_DIRECTORY}"
+    assert service["StateDirectory"]
+    assert service["KillSignal"] == "SIGTERM"
+    assert unit["Install"]["WantedBy"] == "multi-user.target"
+    if sys.version_info >= (3, 11):
+        found = the_options()
+        assert float(service["TimeoutStopSec"]) > float(found["drain_delay"]) + float(found["drain"]) + 10
+
+
+def test_the_image():
+    lines = re.sub(r"\\\n", " ", (DEPLOY / "Containerfile").read_text()).splitlines()
+    steps = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#")]
+    words = [word for word, _ in steps]
+    assert words[0] == "FROM"
+    assert set(words) <= {"FROM", "RUN", "COPY", "USER", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT"}
+    assert words.index("USER") < words.index("ENTRYPOINT"), "it does not run as root"
+    found = dict(steps)
+    source, place = found["COPY"].split()
+    assert (DEPLOY / source).exists()
+    options = served(json.loads(found["ENTRYPOINT"]))
+    assert options.config == place
+    probe = json.loads(found["HEALTHCHECK"].removeprefix("CMD "))
+    compile(probe[2], "probe", "exec")
+    assert "/ready" in probe[2]
+    assert found["STOPSIGNAL"] == "SIGTERM"
+    extras = re.search(r"kvcache-cpu\[(.*?)\]", found["RUN"])[1].split(",")
+    declared = re.findall(r"(?m)^(\w+) = \[", (PROJECT / "pyproject.toml").read_text())
+    assert set(extras) <= set(declared)
