@@ -21,6 +21,7 @@ class Architecture(NamedTuple):
         model_type: of the Hugging Face library.
         permuted: whether rows of q and k are in the order of interleaved RoPE.
         windows: whether the entry of a window is honoured.
+        layers_differ: whether layers may have sizes of their own, which entries with `_swa` and arrays say.
         understood: entries of `NEUTRAL` that may have other values.
         fixed: keys of `config.json` that files do not say.
         post_attention_norm: whether the norm before the MLP has the name of one after attention.
@@ -36,6 +37,7 @@ class Architecture(NamedTuple):
     post_attention_norm: bool = False
     states: str = ""
     names: Mapping[str, str] = {}
+    layers_differ: bool = False
 
 
 NEXT_LAYERS = "nextn_predict_layers"  # layers behind the last one, which guess more tokens
@@ -53,6 +55,10 @@ ARCHITECTURES = {
     "qwen3moe": Architecture("qwen3_moe", False, understood=("expert_count",), fixed={"norm_topk_prob": True}),
     "gemma2": Architecture("gemma2", False, True, _CAPS),
     "gemma3": Architecture("gemma3_text", False, True, ("final_logit_softcapping",)),
+    "gemma4": Architecture(
+        "gemma4_text", False, True, ("final_logit_softcapping", "expert_count", "attention.shared_kv_layers"),
+        layers_differ=True,
+    ),
     "phi3": Architecture("phi3", False, True, ("rope.scaling.attn_factor",)),
     "smollm3": Architecture("smollm3", True),
     "granite": Architecture("granite", True, understood=_SCALES),
@@ -114,8 +120,9 @@ KEYS = {
 }
 _MAX_LAYERS = 1 << 16
 _PARTIAL = ("phi3", "qwen3_5_text", "qwen3_5_moe_text")  # which turn some channels of a head
-_ROPE_PER_KIND = ("gemma3_text", "olmo2")  # OLMo 3 has this architecture
+_ROPE_PER_KIND = ("gemma3_text", "gemma4_text", "olmo2")  # OLMo 3 has this architecture
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_LAYER_INPUTS = "per_layer_token_embd.weight"
 _DEFAULT_WHERE_ZERO = (*_CAPS, *_SCALES, "expert_count")
 _REQUIRED = ("num_attention_heads", "rms_norm_eps")  # those that config.json may leave out
 _HEAD_SIZES = {"delta": "linear_value_head_dim", "granite": "mamba_d_head", "mamba": "mamba_head_dim"}
@@ -147,9 +154,9 @@ _STATES = {
 # Entries of `rope.` that are read, and those that change no text.
 _ROPE_ENTRIES = frozenset(
     {
-        "dimension_count", "dimension_sections", "freq_base", "freq_base_swa", "scale_linear", "scaling.type",
-        "scaling.factor", "scaling.original_context_length", "scaling.finetuned", "scaling.yarn_attn_factor",
-        "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",
+        "dimension_count", "dimension_count_swa", "dimension_sections", "freq_base", "freq_base_swa", "scale_linear",
+        "scaling.type", "scaling.factor", "scaling.original_context_length", "scaling.finetuned",
+        "scaling.yarn_attn_factor", "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",
     }
 )
 # Options that change the result and are not implemented, and the value that has no effect.
@@ -210,7 +217,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     for key, name in {**KEYS, **architecture.names}.items():
         if not name:
             continue
-        value = read.get(name)
+        value = read.first(name) if architecture.layers_differ and name in _PER_LAYER else read.get(name)
         if value is None and key in _REQUIRED:
             read.fail(name, "a number")
         if value is not None and not (value == 0 and name in _DEFAULT_WHERE_ZERO):
@@ -221,7 +228,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         _set_granite(read, found)
     if architecture.states:
         _set_states(read, architecture.states, found)
-    _set_heads(read, architecture, found)
+    if architecture.layers_differ:
+        _set_layers(read, file, found)
+    else:
+        _set_heads(read, architecture, found)
     if architecture.model_type not in _ROPE_PER_KIND:
         read.refuse("rope.freq_base_swa", found["rope_theta"])
     _set_windows(read, architecture, found)
@@ -233,6 +243,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     found["rope_scaling"] = _scaling(read, "rope_factors_long.weight" in file)
     if found["model_type"] == "gpt_oss":
         found["rope_scaling"] = {**found["rope_scaling"], "truncate": False}
+    if architecture.layers_differ and found.pop("rope_scaling")["rope_type"] != "default":
+        read.fail("rope.scaling.type", "none")
     if growth := read.get("attention.temperature_scale"):
         found["rope_scaling"] = {**found["rope_scaling"], "llama_4_scaling_beta": growth}
     return found
@@ -366,6 +378,45 @@ def _set_heads(read: _Entries, architecture: Architecture, found: dict[str, Any]
         found["query_pre_attn_scalar"] = hidden // heads if largest and whole else size
 
 
+def _set_layers(read: _Entries, file: GgufFile, found: dict[str, Any]) -> None:
+    """The sizes of each layer, in the keys of Gemma 4; no entry says that values are keys: the matrix is missing."""
+    layers = found.get("num_hidden_layers")
+    pattern = read.either(_PATTERN)
+    if type(layers) is not int or not isinstance(pattern, np.ndarray) or len(pattern) != layers:
+        read.fail(_PATTERN, f"a bool for each of {short(layers)} layers")
+    size, window_size = (_head_size(read, end) for end in ("", "_swa"))
+    found["head_dim"], found["per_layer_config"] = window_size, {}
+    values = {name: read.each_layer(name, layers) for name in _PER_LAYER}
+    for layer, slides in enumerate(pattern.tolist()):
+        own = {"head_dim": window_size if slides else size} | {
+            key: values[KEYS[key]][layer] for key in ("num_key_value_heads", "intermediate_size")
+        }
+        found["per_layer_config"][str(layer)] = {key: value for key, value in own.items() if value}
+    full = [layer for layer, slides in enumerate(pattern.tolist()) if not slides]
+    found["attention_k_eq_v"] = any(f"blk.{layer}.attn_k.weight" in file for layer in full) and not any(
+        f"blk.{layer}.attn_v.weight" in file for layer in full
+    )
+    found["num_kv_shared_layers"] = read.get("attention.shared_kv_layers")
+    found["hidden_size_per_layer_input"] = read.get("embedding_length_per_layer_input", 0)
+    if _LAYER_INPUTS in file:
+        found["vocab_size_per_layer_input"] = file[_LAYER_INPUTS].shape[0]
+    found["enable_moe_block"] = "num_local_experts" in found
+    found["top_k_experts"] = found.get("num_experts_per_tok")
+    bases = {"full_attention": found["rope_theta"], "sliding_attention": found.get("rope_local_base_freq", 10000.0)}
+    found["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+
+
+def _head_size(read: _Entries, end: str) -> Any:
+    """The channels of a head, all of which RoPE turns, in the layers whose entries have this end."""
+    size = read.get(f"attention.key_length{end}")
+    if size is None:
+        read.fail(f"attention.key_length{end}", "a number")
+    for name in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
+        if read.get(name) not in (None, size):
+            read.fail(name, f"{short(size)} as in attention.key_length{end}")
+    return size
+
+
 def _set_windows(read: _Entries, architecture: Architecture, found: dict[str, Any]) -> None:
     """The window, and which layers have it."""
     if architecture.model_type == "gemma2":
@@ -426,6 +477,11 @@ class _Entries:
     def has_tensor(self, part: str) -> bool:
         """Whether a layer has a tensor of this name."""
         return any(name.startswith("blk.") and name.endswith(f".{part}") for name in self._file)
+
+    def first(self, name: str) -> Any:
+        """The value of an entry, or that of the first layer."""
+        found = self.either(name)
+        return found[0].item() if isinstance(found, np.ndarray) and len(found) else found
 
     def refuse(self, name: str, neutral: Any) -> None:
         """Raise CheckpointError if the file has the entry, with another value than this."""

@@ -16,6 +16,7 @@ from kvcache.networks.entries import Entries
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import Family, family_of
 from kvcache.networks.files import read_json
+from kvcache.networks.layer_sizes import LayerSizes, sizes_of
 from kvcache.networks.quantisation import quantisation_of
 from kvcache.networks.recurrent_sizes import Mixer, Mlp, RecurrentSizes, layer_types_of, mixers_of, mlps_of
 from kvcache.networks.rope import Rope
@@ -40,10 +41,12 @@ class ModelConfig:
             more than one.
         intermediate_size: of the MLP, or of one expert.
         num_heads, num_kv_heads, head_dim: query heads, KV heads (a divisor), channels of one head.
+        sizes: those of each layer, which may be others.
         max_position_embeddings: positions are in [0, max_position_embeddings).
         rope: the rotary position embedding.
         window_rope: that of the layers with a window, if it is another one.
         rotary_dim: the channels of a head that it turns, the first ones.
+        window_rotary_dim: those in layers with a window.
         rotated: which layers have one.
         mixers: what mixes the tokens of each layer: attention, a recurrence with a state, or nothing.
         recurrence: the sizes of the layers with a state; None: there are none.
@@ -53,6 +56,7 @@ class ModelConfig:
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
         attention_gate: whether each head of queries is followed by a gate, whose sigmoid its results are multiplied by.
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
+        value_norm: whether values pass through an RMSNorm without a weight.
         qk_norm: how queries and keys pass through an RMSNorm: not, each head alone, or all heads at once.
         norms: where each layer's norms are: before attention and MLP, after them, or both.
         mlps: what follows the mixer of each layer: an MLP, experts, or nothing.
@@ -63,6 +67,8 @@ class ModelConfig:
         experts_per_token: of `num_experts`; 0: there are none.
         experts: what layers with experts have beside their number; None: there are none.
         normalise_experts: whether the weights of a token's experts add up to 1.
+        layer_inputs: the size of what each layer is given of each token beside the residual stream; 0: nothing.
+        layer_scales: whether each layer multiplies its result by a number.
         embedding_scale, residual_scale, logit_scale: multiply the embedding, what a layer's parts add, the logits.
         logit_softcap: as `attention_softcap`, for the logits.
         tie_word_embeddings: whether the output matrix is the embedding, unless the files have another one.
@@ -77,11 +83,13 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    sizes: tuple[LayerSizes, ...]
     max_position_embeddings: int
     rms_norm_eps: float
     rope: Rope
     window_rope: Rope | None
     rotary_dim: int
+    window_rotary_dim: int
     rotated: tuple[bool, ...]
     mixers: tuple[Mixer, ...]
     recurrence: RecurrentSizes | None
@@ -93,6 +101,7 @@ class ModelConfig:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    value_norm: bool
     qk_norm: Literal["", "head", "all"]
     norms: Literal["before", "after", "both"]
     mlps: tuple[Mlp, ...]
@@ -104,6 +113,8 @@ class ModelConfig:
     experts_per_token: int
     experts: ExpertSizes | None
     normalise_experts: bool
+    layer_inputs: int
+    layer_scales: bool
     embedding_scale: float
     residual_scale: float
     logit_scale: float
@@ -149,7 +160,6 @@ class ModelConfig:
         listed = layer_types_of(config, family.recurrence)
         num_layers = read.size("num_hidden_layers", len(listed or ()) or None, most=_MAX_LAYERS)
         _refuse_unsupported(config, family, read)
-        ropes = ropes_of(config, family, positions, head_dim)
         mixers, recurrence = mixers_of(config, listed, family.recurrence, num_layers), None
         if family.recurrence:
             recurrence = RecurrentSizes.of(family.recurrence, read, hidden_size) if "state" in mixers else None
@@ -157,6 +167,9 @@ class ModelConfig:
         windows = _windows(config, family, read, positions, num_layers)
         qkv_bias, output_bias, mlp_bias = _biases(read, family)
         num_experts, size = _experts(read, family, has_experts="moe" in (listed or ()))
+        sizes = sizes_of(config, family, windows, num_heads, LayerSizes(num_kv_heads, head_dim, size))
+        dims = {window is None: layer.head_dim for layer, window in zip(sizes, windows, strict=True)}
+        ropes = ropes_of(config, family, positions, dims.get(True, head_dim), dims.get(False, head_dim))
         return cls(
             architecture=architecture,
             vocab_size=read.size("vocab_size"),
@@ -166,11 +179,13 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            sizes=sizes,
             max_position_embeddings=positions,
             rms_norm_eps=read.number(family.eps_key, 1e-6),
             rope=ropes.rope,
             window_rope=ropes.window_rope,
             rotary_dim=ropes.rotary_dim,
+            window_rotary_dim=ropes.window_rotary_dim,
             rotated=_rotated(read, family, windows),
             mixers=mixers,
             recurrence=recurrence,
@@ -182,6 +197,7 @@ class ModelConfig:
             qkv_bias=qkv_bias,
             output_bias=output_bias,
             mlp_bias=mlp_bias,
+            value_norm=family.value_norm,
             qk_norm=family.qk_norm,
             norms=family.norms,
             mlps=_dense_first(mlps_of(listed, mixers, experts=num_experts > 0), read, family),
@@ -190,9 +206,11 @@ class ModelConfig:
             clamped_alpha=read.number("swiglu_alpha", 1.702),
             clamped_limit=read.number("swiglu_limit", 7.0),
             num_experts=num_experts,
-            experts_per_token=read.size("num_experts_per_tok", most=num_experts) if num_experts else 0,
+            experts_per_token=read.size(_per_token_key(family), most=num_experts) if num_experts else 0,
             experts=ExpertSizes.of(family.experts, read, size) if num_experts else None,
             normalise_experts=family.experts != "qwen" or read.flag("norm_topk_prob", False),
+            layer_inputs=_layer_inputs(read),
+            layer_scales=family.layer_scales,
             embedding_scale=_embedding_scale(read, family, hidden_size),
             residual_scale=_factor(read, family, "residual_multiplier"),
             logit_scale=1 / _factor(read, family, "logits_scaling"),
@@ -207,12 +225,13 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, read: Entries
     quantisation = quantisation_of(config)
     if quantisation is not None and (quantisation.method == "mxfp4") and family.experts != "gpt_oss":
         raise CheckpointError(f"quantization_config: expected mxfp4 for gpt_oss alone, got it for {family.model_type}")
-    if read.flag("use_bidirectional_attention", False):
-        raise CheckpointError("use_bidirectional_attention: expected false, got true")
     if family.attention_gate and not read.flag("attn_output_gate", True):
         raise CheckpointError("attn_output_gate: expected true, got false")
     if read.get("clip_qkv") is not None:
         raise CheckpointError(f"clip_qkv: expected null, got {short(read.get('clip_qkv'))}")
+    bidirectional = read.get("use_bidirectional_attention")
+    if bidirectional not in (None, False, "vision"):  # of the parts of an image: texts have none
+        raise CheckpointError(f"use_bidirectional_attention: expected false or 'vision', got {short(bidirectional)}")
 
 
 def _derived(config: Mapping[str, Any], family: Family, key: str, size: int, *, at_least: int = 1) -> int:
@@ -336,6 +355,8 @@ def _windows(
     else:
         first = read.size("max_window_layers", 28, at_least=0)
         with_window = [i >= first for i in range(num_layers)]
+    if family.layers_differ:
+        with_window[-1] = False
     return tuple(window if slide else None for slide in with_window)
 
 
@@ -374,7 +395,7 @@ def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, 
         size = _adjusted(read, size)
     if family.experts == "granite" and not read.size("num_local_experts", at_least=0):
         return 0, read.size("shared_intermediate_size")  # the MLP that is otherwise beside the experts
-    if not family.experts:
+    if not family.experts or (family.experts == "gemma4" and not read.flag("enable_moe_block", False)):
         return 0, size
     key = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"
     step = read.size("decoder_sparse_step", 1)
@@ -391,6 +412,19 @@ def _adjusted(read: Entries, size: int) -> int:
         return size
     multiple = read.size("block_multiple_of")
     return -(-int(read.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // multiple) * multiple
+def _per_token_key(family: Family) -> str:
+    return "top_k_experts" if family.experts == "gemma4" else "num_experts_per_tok"
+
+
+def _layer_inputs(read: Entries) -> int:
+    """The size of the inputs of each layer, in families that have them; 0 or null: there are none."""
+    key = "hidden_size_per_layer_input"
+    if read.default(key) is None or read.get(key) in (None, 0):
+        return 0
+    rows, tokens = read.size("vocab_size_per_layer_input"), read.size("vocab_size")
+    if rows != tokens:
+        raise CheckpointError(f"vocab_size_per_layer_input: expected vocab_size, {tokens}, got {rows}")
+    return read.size(key)
 
 
 def _eos(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ class ExpertSizes:
         shared: the intermediate size of an MLP for all rows beside the experts; 0: there is none.
         shared_gate: whether the results of that MLP have a gate.
         choice: by sigmoids; None: by the largest logits.
+        beside: whether the MLP beside the experts has the intermediate size of the network, and norms of its own.
     """
 
     size: int
@@ -45,6 +46,7 @@ class ExpertSizes:
     shared: int = 0
     shared_gate: bool = False
     choice: SigmoidChoice | None = None
+    beside: bool = False
 
     @classmethod
     def of(cls, kind: str, read: Entries, size: int) -> ExpertSizes:
@@ -62,6 +64,8 @@ class ExpertSizes:
             return cls(size, shared=read.size("shared_expert_intermediate_size", 512), shared_gate=True)
         if kind == "granite":
             return cls(size, shared=read.size("shared_intermediate_size"))
+        if kind == "gemma4":
+            return cls(read.size("moe_intermediate_size"), beside=True)
         if kind == "nemotron":
             return cls._nemotron(read)
         return cls(size)

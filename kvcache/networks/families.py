@@ -48,6 +48,9 @@ class Family:
         fused: the names in folders of queries, keys and values as one matrix, and of gate and up as one; "": they are
             apart.
         aliases: older names of the architecture.
+        layers_differ: whether layers may have sizes of their own, see `LayerSizes`.
+        value_norm: whether values pass through an RMSNorm without a weight.
+        layer_scales: whether each layer multiplies its result by a number.
         defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`. Soft caps,
             factors, `partial_rotary_factor` and `llama_4_scaling_beta` are read only where they are here.
     """
@@ -75,9 +78,12 @@ class Family:
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
     sinks: bool = False
-    experts: Literal["", "mixtral", "qwen", "gpt_oss", "lfm2", "shared", "granite", "nemotron"] = ""
+    experts: Literal["", "mixtral", "qwen", "gpt_oss", "lfm2", "shared", "granite", "nemotron", "gemma4"] = ""
     fused: tuple[str, str] = ("", "")
     aliases: tuple[str, ...] = ()
+    layers_differ: bool = False
+    value_norm: bool = False
+    layer_scales: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -86,6 +92,15 @@ _GEMMA = {
     "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
 }
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
+_GEMMA4 = {
+    "vocab_size": 262144, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "tie_word_embeddings": True,
+    "attention_multiplier": 1.0, "final_logit_softcapping": None,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}
 
 _LFM2 = {
     "model.norm": "model.embedding_norm", "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
@@ -206,6 +221,18 @@ FAMILIES = {
             "num_key_value_heads": 8, "head_dim": 128, "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5,
             "mamba_num_heads": 128, "position_embedding_type": "nope", "num_experts_per_tok": 2,
         },
+    ),
+    "Gemma4ForCausalLM": Family(
+        "gemma4_text", qkv_bias=None, qk_norm="head", norms="both", embedding_by_size=True,
+        activation_key="hidden_activation", windows="types", full_every=6, rope_per_kind=True, experts="gemma4",
+        layers_differ=True, value_norm=True, layer_scales=True, names={"mlp.gate": "router.proj"},
+        defaults=_GEMMA4 | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
+    ),
+    "Gemma4UnifiedForCausalLM": Family(
+        "gemma4_unified_text", qkv_bias=None, qk_norm="head", norms="both", embedding_by_size=True,
+        activation_key="hidden_activation", windows="types", full_every=6, rope_per_kind=True, layers_differ=True,
+        value_norm=True, layer_scales=True,
+        defaults=_GEMMA4 | {"sliding_window": 1024, "max_position_embeddings": 262144},
     ),
     "Phi3ForCausalLM": Family("phi3", windows="all", fused=("self_attn.qkv_proj", "mlp.gate_up_proj"), defaults={
         "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,

@@ -46,6 +46,9 @@ def fingerprint(model: Any) -> str:
         for array in layer.arrays():
             _add(digest, array)
     _add(digest, weights.norm)
+    if weights.inputs is not None:
+        for each in (weights.inputs.table, weights.inputs.projection, weights.inputs.norm):
+            _add(digest, each)
     _add(digest, weights.head)
     return f"{config.architecture}-{config.num_layers}x{config.hidden_size}-{digest.hexdigest()}"
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import FAMILIES
-from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, paired_rows, stored_tensors
+from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, paired_rows, stored_tensors, unread_of
 from kvcache.networks.tensors import StoredRows, Tensors
 from kvcache.networks.towers import Names
 
@@ -21,6 +21,7 @@ Float32 = NDArray[np.float32]
 
 # The names of stacked experts, `(experts, out, in)`: gate above up, and down.
 _STACKS = {
+    "gemma4": ("experts.gate_up_proj", "experts.down_proj"),
     "shared": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "granite": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 }
@@ -35,6 +36,7 @@ class FolderTensors:
     - Some families have other names for parts of a layer, Mixtral for its experts.
     - Phi-3 has queries, keys and values in one tensor, gate and up in another.
     - Rows of queries and keys may be in the order of rotary embeddings that turn neighbours (`paired_rows`).
+    - Gemma 4 has all experts of a layer in two tensors `(experts, out, in)`, gate above up.
     - gpt-oss has all experts of a layer in two tensors `(experts, in, out)`, columns of gate and up in turn; quantised
       `(experts, out, in)`, rows in turn.
 
@@ -60,7 +62,10 @@ class FolderTensors:
     ) -> None:
         """See `Tensors.require`; messages have the names of the files."""
         others = self._names.is_of_another_tower
-        self._checkpoint.require(stored_tensors(expected, self._place), lambda name: others(name) or optional(name))
+        unread = {self._place(name).name for name in unread_of(self._config)}
+        self._checkpoint.require(
+            stored_tensors(expected, self._place), lambda name: name in unread or others(name) or optional(name)
+        )
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
@@ -139,8 +144,8 @@ class FolderTensors:
         """The name of a tensor in files of the family; that of its layer is left out."""
         if name in self._family.names:
             return self._family.names[name]
-        stem, _, kind = name.rpartition(".")
-        return f"{self._family.names.get(stem, stem)}.{kind}"
+        stem, dot, kind = name.rpartition(".")
+        return f"{self._family.names.get(stem, stem)}{dot}{kind}"
 
     def _stacked(self, expert: int, part: str, stacks: tuple[str, str], sizes: ExpertSizes) -> Place | None:
         """The place of an expert's matrix where files stack all experts, gate above up; None: they do not."""

@@ -21,7 +21,7 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.entries import Entries
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import FAMILIES
-from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, paired_rows, stored_tensors
+from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, paired_rows, stored_tensors, unread_of
 from kvcache.networks.recurrent_sizes import RecurrentSizes
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import long_attention_factor
@@ -32,6 +32,9 @@ __all__ = ["GgufCheckpoint", "is_gguf"]
 Float32 = NDArray[np.float32]
 
 _MAX_DIVISOR = 1e9  # of RoPE frequencies
+_INFINITE = 1e30  # what files say for pairs that do not turn
+# The tensors of other networks in the same file: for sounds, for images, and what leads from these to texts.
+_OTHERS = ("a.", "v.", "mm.")
 _ROPE, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _SHORT_CONVOLUTION = {"mixer.in_proj": "shortconv.in_proj", "mixer.conv1d": "shortconv.conv",
                       "mixer.out_proj": "shortconv.out_proj", "model.norm": "token_embd_norm"}
@@ -39,6 +42,15 @@ _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
@@ -71,8 +83,11 @@ _NAMES = {
     "mixer.norm": "ssm_norm",
     "mixer.out_proj": "ssm_out",
 }
+# Whole names of vectors of a layer.
 _WHOLE = {
     "mlp.expert_bias": "exp_probs_b.bias", "mixer.rate": "ssm_a", "mixer.dt_bias": "ssm_dt.bias", "mixer.D": "ssm_d",
+    "self_attn.sinks": "attn_sinks.weight", "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
 }
 # The format of `Matrix` for each type. No matrix has the groups of Q5_1, Q2_K, Q5_K, Q6_K: they are quantised again.
 _FORMATS = {
@@ -125,6 +140,8 @@ class GgufCheckpoint:
             mlp_bias=config.mlp_bias or has_bias("ffn_down"),
             rope=self._rope(config),
             recurrence=config.recurrence and replace(config.recurrence, tiled=config.recurrence.kind == "delta"),
+            # The divisors of Gemma 4 are those of layers without a window.
+            window_rope=config.window_rope or (config.rope if self._architecture.layers_differ else None),
         )
 
     def _rope(self, config: ModelConfig) -> Rope:
@@ -160,9 +177,12 @@ class GgufCheckpoint:
             raise CheckpointError(f"{path}: {name}: expected no other scaling beside it, got {config.rope.kind}")
         divisors = np.empty(info.shape, "<f4")
         self.file.read([divisors], name)
-        if not ((divisors > 0) & (divisors <= _MAX_DIVISOR)).all():
-            worst = divisors[~((divisors > 0) & (divisors <= _MAX_DIVISOR))][0]
+        still = (divisors >= _INFINITE) & self._architecture.layers_differ
+        wrong = ~((divisors > 0) & (divisors <= _MAX_DIVISOR) | still)
+        if wrong.any():
+            worst = divisors[wrong][0]
             raise CheckpointError(f"{path}: {name}: expected positive numbers up to {_MAX_DIVISOR:g}, got {worst}")
+        divisors[still] = np.inf
         return tuple(divisors.tolist())
 
     def __contains__(self, name: str) -> bool:
@@ -179,12 +199,14 @@ class GgufCheckpoint:
                     f"{self.file.path}: {name:.100}: expected F32, F16 or BF16 for a vector, got {info.dtype}"
                 )
         stored = stored_tensors(expected, self._place)
-        known, next_layers = (_ROPE, _SHORT, _LONG), f"{self.file.metadata['general.architecture']}.{NEXT_LAYERS}"
+        known = {_ROPE, _SHORT, _LONG, *(self._place(name).name for name in unread_of(self.config))}
+        next_layers = f"{self.file.metadata['general.architecture']}.{NEXT_LAYERS}"
 
         def unread(name: str) -> bool:
-            """Whether it belongs to a layer behind the last one, which guesses more tokens."""
+            """Whether nothing reads it: of another network, or of a layer behind the last one, which guesses tokens."""
             layer = re.match(r"blk\.(\d+)\.", name) if next_layers in self.file.metadata else None
-            return name in known or (layer is not None and int(layer[1]) >= self.config.num_layers) or optional(name)
+            behind = layer is not None and int(layer[1]) >= self.config.num_layers
+            return name in known or behind or name.startswith(_OTHERS) or optional(name)
 
         require(self.file, self.file.path, LOADABLE, stored, unread)
 
@@ -234,8 +256,8 @@ class GgufCheckpoint:
         fused = fused_place(config, part, qkv and f"{block}attn_qkv", gate_up and f"{block}ffn_up")
         if fused is not None:
             return fused
-        if part == "self_attn.sinks":
-            return Place(f"{block}attn_sinks.weight")
+        if part in _WHOLE:
+            return Place(f"{block}{_WHOLE[part]}")
         if part == "post_attention_layernorm.weight" and not config.mixers[int(inside[1])]:
             return Place(f"{block}attn_norm.weight")  # of a layer that is an MLP alone
         # llama.cpp's name for it in most networks, where it is before the MLP, is `ffn_norm`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +27,17 @@ from kvcache.kernels.matrix import checked_activations
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
+from kvcache.networks.layer_sizes import LayerSizes, first_sharing
 from kvcache.networks.protocols import Attend, LayerAttention, Logits, Recur
 from kvcache.networks.recurrence import Layer, layer_of
 from kvcache.networks.rope import Rope, RopeTable
-from kvcache.networks.weights import LayerWeights, MlpWeights, Progress, Weight, Weights
+from kvcache.networks.weights import InputWeights, LayerWeights, MlpWeights, Progress, Weight, Weights
 from kvcache.support.arguments import short
 
 __all__ = ["Transformer"]
 
 Float32 = NDArray[np.float32]
+Turns = dict[RopeTable | None, list[tuple[NDArray[Any], ...]]]
 
 _MOST_TOGETHER = 192  # rows that an MLP takes at a time: what is between its products then stays in the CPU's cache
 _TILE_ROWS = 24  # a multiple of the rows that a product computes together
@@ -62,19 +64,21 @@ class Transformer:
         self.config = config
         self.weights = weights
         self.activations = activations
-        self._rope = self._table(config.rope)
+        self._first_shared = first_sharing(config.sizes)
+        self._rope = self._table(config.rope, config.rotary_dim)
         self._last_mixing = max((i for i, mixer in enumerate(config.mixers) if mixer), default=0)
         self._recurrent = tuple(
             layer_of(config.recurrence, layer.recurrence, config.rms_norm_eps) for layer in weights.layers
         )
-        window = self._rope if config.window_rope is None else self._table(config.window_rope)
+        other = config.window_rope or config.rope, config.window_rotary_dim
+        window = self._rope if other == (config.rope, config.rotary_dim) else self._table(*other)
         # For each regime the tables of layers without and with a window.
         self._tables = [(self._rope, window)]
         if self.regime(config.max_position_embeddings):
-            self._tables.append((self._table(config.rope, 1), self._table(config.window_rope or config.rope, 1)))
+            self._tables.append((self._table(config.rope, config.rotary_dim, 1), self._table(*other, 1)))
 
-    def _table(self, rope: Rope, regime: int = 0) -> RopeTable:
-        return RopeTable(rope, self.config.rotary_dim, self.config.max_position_embeddings, regime)
+    def _table(self, rope: Rope, rotary_dim: int, regime: int = 0) -> RopeTable:
+        return RopeTable(rope, rotary_dim, self.config.max_position_embeddings, regime)
 
     def __repr__(self) -> str:
         c = self.config
@@ -116,9 +120,13 @@ class Transformer:
         """How each layer attends; None: it does not."""
         config = self.config
         return tuple(
-            LayerAttention(config.attention_scale, window, config.attention_softcap, layer.sinks)
+            LayerAttention(
+                config.attention_scale, window, config.attention_softcap, layer.sinks, *sizes[:2], sizes.kv_layer
+            )
             if mixer == "attention" else None
-            for mixer, window, layer in zip(config.mixers, config.windows, self.weights.layers, strict=True)
+            for mixer, window, layer, sizes in zip(
+                config.mixers, config.windows, self.weights.layers, config.sizes, strict=True
+            )
         )
 
     @property
@@ -165,41 +173,80 @@ class Transformer:
         Raises:
             ValueError: a position that no text of this regime has; no `recur` for layers with a state.
         """
-        config = self.config
         if recur is None and any(self._recurrent):
             raise ValueError("recur: expected a function for the layers with a state, got None")
         if regime not in range(len(self._tables)) or self.regime(int(positions.max(initial=-1)) + 1) > regime:
             raise ValueError(f"regime: expected that of a text with these positions, got {short(regime)}")
+        rows = self._rows(tokens, (positions,) if sink_positions is None else (positions, sink_positions), regime)
+        chosen: Any = slice(len(tokens) - (logits == "last"), None) if isinstance(logits, str) else logits
+        whole = isinstance(logits, str) and logits == "all"
+        for i, layer in enumerate(self.weights.layers):
+            if i == self._first_shared and not whole:  # from here on no layer has K and V of its own
+                rows = rows.taken(chosen)
+                if not len(rows.x):
+                    break
+            mixed = self._mixed(i, layer, rows, attend, recur, regime)
+            if i == self._last_mixing < self._first_shared and not whole:
+                # After the last layer that mixes tokens rows are independent: continue with the requested ones only.
+                rows, mixed = rows.taken(chosen), None if mixed is None else mixed[chosen]
+            x = rows.x
+            together = _rows_together(len(x)) if layer.router is None else len(x)  # an expert has few rows in any case
+            for start in range(0, len(x), max(1, together)):
+                part = slice(start, start + together)
+                if mixed is not None and layer.output is not None:
+                    self._add_times(x[part], mixed[part], layer.output, layer.output_bias, layer.output_norm)
+                self._add_mlps(x[part], layer)
+                if layer.inputs is not None and rows.inputs is not None:
+                    self._add_inputs(x[part], rows.inputs[part, i], layer.inputs)
+            if layer.scale is not None:
+                x *= layer.scale
+        return self._scores(rows.x)
+
+    def _rows(self, tokens: NDArray[np.uint32], places: Sequence[NDArray[np.int64]], regime: int) -> _Rows:
+        """The rows that a pass begins with: the embedding of the tokens, and what goes along with it."""
+        config = self.config
         x = self.weights.embedding[tokens.astype(np.int64)]
         if config.embedding_scale != 1:
             x *= np.float32(config.embedding_scale)
-        places = (positions,) if sink_positions is None else (positions, sink_positions)
-        turns = {table: [table.rows(each) for each in places] for table in set(self._tables[regime])}
-        factors = config.rope.query_factors(positions)
-        tiles = _rows_together(len(x))
-        for i, layer in enumerate(self.weights.layers):
-            mixed = None
-            if (state := self._recurrent[i]) is not None and recur is not None and layer.qkv is not None:
-                inputs = self._times(self._normed(x, layer.input_norm), layer.qkv, layer.qkv_bias)
-                mixed = state.gated(inputs, recur(i, state.rows(inputs)))
-            elif layer.qkv is not None:
-                table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
-                heads, values, gates = self._project(self._normed(x, layer.input_norm), layer)
-                turned = self._turned(heads, values, table, turns[table] if table else places, factors)
-                mixed = attend(i, *turned).reshape(len(x), -1)
-                mixed = mixed if gates is None else gate(mixed, gates, False)
-            if i == self._last_mixing and not (isinstance(logits, str) and logits == "all"):
-                # After the last layer that mixes tokens rows are independent: continue with the requested ones only.
-                rows = slice(len(x) - (logits == "last"), None) if isinstance(logits, str) else logits
-                x, mixed = x[rows], None if mixed is None else mixed[rows]
-                tiles = _rows_together(len(x))
-            together = tiles if layer.router is None else len(x)  # an expert has few rows in any case
-            for start in range(0, len(x), max(1, together)):
-                part = x[start : start + together]
-                if mixed is not None and layer.output is not None:
-                    own = mixed[start : start + together]
-                    self._add_times(part, own, layer.output, layer.output_bias, layer.output_norm)
-                self._add_mlps(part, layer)
+        turns: Turns = {table: [table.rows(each) for each in places] for table in set(self._tables[regime])}
+        turns[None] = [(each,) for each in places]
+        return _Rows(x, turns, config.rope.query_factors(places[0]), self._token_inputs(tokens, x))
+
+    def _token_inputs(self, tokens: NDArray[np.uint32], x: Float32) -> Float32 | None:
+        """The inputs of each layer, `(n, layers, inputs)`, of the table and of the embedding `x`."""
+        weights, config, size = self.weights.inputs, self.config, self.config.layer_inputs
+        if weights is None:
+            return None
+        found = self._times(x, weights.projection)
+        found *= np.float32(config.hidden_size**-0.5)
+        found = rms_norm(found.reshape(-1, size), weights.norm, config.rms_norm_eps)
+        stored = weights.table[tokens.astype(np.int64)].reshape(found.shape)
+        stored *= np.float32(size**0.5)
+        found += stored
+        found *= np.float32(0.5**0.5)
+        return found.reshape(len(x), config.num_layers, size)
+
+    def _mixed(
+        self, i: int, layer: LayerWeights, rows: _Rows, attend: Attend, recur: Recur | None, regime: int
+    ) -> Float32 | None:
+        """The rows that the mixer of a layer gives for its output projection; None: it has none."""
+        if layer.qkv is None:
+            return None
+        config, normed = self.config, self._normed(rows.x, layer.input_norm)
+        if (state := self._recurrent[i]) is not None and recur is not None:
+            inputs = self._times(normed, layer.qkv, layer.qkv_bias)
+            return state.gated(inputs, recur(i, state.rows(inputs)))
+        table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
+        heads, values, gates = self._project(normed, layer, config.sizes[i])
+        turned = self._turned(heads, values, table, rows.turns[table], rows.factors)
+        if config.sizes[i].kv_layer is not None:
+            turned = (turned[0], None, None, *turned[3:])
+        mixed = attend(i, *turned).reshape(len(normed), -1)
+        return mixed if gates is None else gate(mixed, gates, False)
+
+    def _scores(self, x: Float32) -> Float32:
+        """The logits of rows behind the last layer."""
+        config = self.config
         if not len(x):
             return np.empty((0, config.vocab_size), np.float32)
         scores = self._times(self._normed(x, self.weights.norm), self.weights.head)
@@ -232,31 +279,38 @@ class Transformer:
             part *= np.float32(self.config.residual_scale)
         x += part
 
-    def _project(self, x: Float32, layer: LayerWeights) -> tuple[Float32, Float32, Float32 | None]:
-        """Queries and keys of `x` `(n, hidden)` before RoPE, `(n, num_heads + num_kv_heads, head_dim)`; V; gates."""
+    def _project(
+        self, x: Float32, layer: LayerWeights, sizes: LayerSizes
+    ) -> tuple[Float32, Float32, Float32 | None]:
+        """Queries and keys of `x` `(n, hidden)` before RoPE, `(n, num_heads + num_kv_heads, head_dim)`; V; gates.
+
+        A layer that reads K and V of another one has no keys and values.
+        """
         config, eps = self.config, self.config.rms_norm_eps
         assert layer.qkv is not None
         projected = self._times(x, layer.qkv, layer.qkv_bias)
-        heads, gates = projected.reshape(len(x), -1, config.head_dim), None
+        heads, gates = projected.reshape(len(x), -1, sizes.head_dim), None
         if config.attention_gate:  # of each head first its queries, then its gates
             stop = 2 * config.num_heads
             gates = heads[:, 1:stop:2].reshape(len(x), -1)
             heads = np.concatenate([heads[:, :stop:2], heads[:, stop:]], axis=1)
-        turning = config.num_heads + config.num_kv_heads
-        turned, values = heads[:, :turning], heads[:, turning:]
+        turning = config.num_heads + (sizes.num_kv_heads if sizes.kv_layer is None else 0)
+        turned, values = heads[:, :turning], heads[:, turning if sizes.has_values else config.num_heads :]
+        if config.value_norm and sizes.kv_layer is None:
+            values = rms_norm(values, np.ones(values.shape[1:], np.float32), eps)
         if layer.qk_norm is None:
             return turned, values, gates
         if config.qk_norm == "head":
             return rms_norm(turned, layer.qk_norm, eps), values, gates
-        size = config.num_heads * config.head_dim
-        weight, stop = layer.qk_norm.ravel(), turning * config.head_dim
+        size = config.num_heads * sizes.head_dim
+        weight, stop = layer.qk_norm.ravel(), turning * sizes.head_dim
         queries = rms_norm(projected[:, :size], weight[:size], eps)
         keys = rms_norm(projected[:, size:stop], weight[size:], eps)
         return np.concatenate([queries, keys], axis=1).reshape(turned.shape), values, gates
 
     def _turned(
         self, heads: Float32, values: Float32, table: RopeTable | None, turns: Sequence[Any], factors: Float32 | None
-    ) -> tuple[Float32, ...]:
+    ) -> tuple[Any, ...]:
         """Queries, keys and values, rotated by the first of `turns`; for each other the queries rotated by that.
 
         Queries are multiplied by `factors`, if there are any.
@@ -281,22 +335,34 @@ class Transformer:
             (mlp,) = layer.mlps
             self._add_times(x, self._gated(normed, mlp), mlp.down, mlp.down_bias, layer.down_norm)
             return
-        chosen, weights = self._routed(self._times(normed, layer.router, layer.router_bias), layer)
+        if (beside := layer.beside) is None:
+            self._add(x, self._experts(normed, normed, layer.router, layer), layer.down_norm)
+            return
+        part = self._normed(self._times(self._gated(normed, beside.mlp), beside.mlp.down), beside.mlp_norm)
+        rows, routed = self._normed(x, beside.experts_norm), self._normed(x, beside.router_norm)
+        part += self._normed(self._experts(rows, routed, layer.router, layer), beside.experts_down_norm)
+        self._add(x, part, layer.down_norm)
+
+    def _experts(self, x: Float32, routed: Float32, router: Weight, layer: LayerWeights) -> Float32:
+        """The results of the experts of each row of `x`, and of the MLP that they share; the router sees `routed`."""
+        chosen, weights = self._routed(self._times(routed, router, layer.router_bias), layer)
+        if layer.beside is not None:
+            weights *= layer.beside.factors[chosen]
 
         def expert(i: int, rows: Float32) -> Float32:
             mlp = layer.mlps[i]
             return self._times(self._gated(rows, mlp), mlp.down, mlp.down_bias)
 
-        rows = normed if layer.latent_in is None else self._times(normed, layer.latent_in)
+        rows = x if layer.latent_in is None else self._times(x, layer.latent_in)
         part = mix_experts(rows, chosen, weights, expert)
         if layer.latent_out is not None:
             part = self._times(part, layer.latent_out)
         if layer.shared is not None:
-            shared = self._times(self._gated(normed, layer.shared), layer.shared.down)
+            shared = self._times(self._gated(x, layer.shared), layer.shared.down)
             if layer.shared_gate is not None:
-                shared *= gate(np.ones((len(x), 1), np.float32), self._times(normed, layer.shared_gate), False)
+                shared *= gate(np.ones((len(x), 1), np.float32), self._times(x, layer.shared_gate), False)
             part += shared
-        self._add(x, part, layer.down_norm)
+        return part
 
     def _routed(self, logits: Float32, layer: LayerWeights) -> tuple[NDArray[np.int64], Float32]:
         """The experts of each row and their weights."""
@@ -308,9 +374,18 @@ class Transformer:
             logits, layer.expert_bias, config.experts_per_token, choice.eps, choice.factor, choice.groups, choice.kept
         )
 
+    def _add_inputs(self, x: Float32, inputs: Float32, weights: InputWeights) -> None:
+        """Add what a layer makes of its inputs of each token to the residual stream `x`."""
+        both = np.concatenate([self._times(x, weights.gate), inputs], axis=1)
+        self._add_times(x, self._activated(both), weights.projection, None, weights.norm)
+
     def _gated(self, x: Float32, mlp: MlpWeights) -> Float32:
         """The rows that the last matrix of an MLP takes."""
-        config, both = self.config, self._times(x, mlp.gate_up, mlp.gate_up_bias)
+        return self._activated(self._times(x, mlp.gate_up, mlp.gate_up_bias))
+
+    def _activated(self, both: Float32) -> Float32:
+        """The activation of the first half of the columns, times the second half."""
+        config = self.config
         if config.activation == "silu":
             return swiglu(both)
         if config.activation == "relu2":
@@ -319,6 +394,30 @@ class Transformer:
         if config.activation == "gelu_tanh":
             return geglu(both)
         return clamped_swiglu(both, config.clamped_alpha, config.clamped_limit)
+
+
+class _Rows(NamedTuple):
+    """The rows of a pass, and what goes along with each.
+
+    Attributes:
+        x: the residual stream.
+        turns: for each table the rows of the positions, and of the sink positions; for None these positions.
+        factors: of the queries; None: 1.
+        inputs: see `Transformer._token_inputs`.
+    """
+
+    x: Float32
+    turns: Turns
+    factors: Float32 | None
+    inputs: Float32 | None
+
+    def taken(self, rows: Any) -> _Rows:
+        """Some of the rows."""
+        turns = {
+            table: [tuple(part[rows] for part in each) for each in places] for table, places in self.turns.items()
+        }
+        factors, inputs = (None if each is None else each[rows] for each in (self.factors, self.inputs))
+        return _Rows(self.x[rows], turns, factors, inputs)
 
 
 def _rows_together(n: int) -> int:

@@ -13,25 +13,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.networks.config import ModelConfig
+from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.recurrent_sizes import RecurrentSizes
 
 __all__ = [
+    "BESIDE",
     "EMBEDDING",
     "EXPERT",
     "HEAD",
+    "INPUT_NORM",
+    "INPUT_PROJECTION",
+    "INPUT_TABLE",
     "LAYER",
     "NORM",
     "NORMS",
     "STORED",
     "Place",
     "fused_place",
+    "has_beside",
     "matrices_of",
     "paired_rows",
     "stored_tensors",
     "tensors_of",
+    "unread_of",
 ]
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+# What gives each layer its inputs of a token: a table of the tokens, a projection of the embedding, a norm of that.
+INPUT_TABLE, INPUT_PROJECTION, INPUT_NORM = (
+    "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight",
+    "model.per_layer_projection_norm.weight",
+)
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -54,7 +66,15 @@ _INPUTS = {
 }
 # Matrices that stay as they are stored in every format of weights: they are small, and what they compute is exact or
 # nothing: the experts of a row, or how fast a state decays.
-STORED = (*_ROUTER, "mlp.shared_expert_gate.weight", "mixer.in_proj_b.weight", "mixer.in_proj_a.weight")
+STORED = (
+    *_ROUTER, INPUT_PROJECTION, "mlp.shared_expert_gate.weight", "mixer.in_proj_b.weight", "mixer.in_proj_a.weight",
+)
+# Beside experts: the norm of what the MLP adds, those before the experts and of what they add, the weight of the norm
+# before the router, and the factors of the experts.
+BESIDE = (
+    "post_feedforward_layernorm_1.weight", "pre_feedforward_layernorm_2.weight", "post_feedforward_layernorm_2.weight",
+    "router.scale", "router.per_expert_scale",
+)
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 
 
@@ -111,16 +131,28 @@ def paired_rows(config: ModelConfig, name: str, first: int, stop: int) -> NDArra
 def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
     """The matrices of a layer, in the order of `LayerWeights`: the names in a layer that are above each other."""
     if config.mixers[layer] == "attention":
-        yield _QKV
+        sizes = config.sizes[layer]
+        yield _QKV[:1] if sizes.kv_layer is not None else _QKV if sizes.has_values else _QKV[:2]
         yield ("self_attn.o_proj.weight",)
     elif config.recurrence is not None and config.mixers[layer]:
         yield _INPUTS[config.recurrence.kind]
         yield ("mixer.out_proj.weight",)
-    if config.mlps[layer] == "mlp":
+    if config.mlps[layer] == "mlp" or has_beside(config):
         yield ("mlp.gate_proj.weight", "mlp.up_proj.weight")[not config.mlp_gate :]
         yield ("mlp.down_proj.weight",)
-    if config.mlps[layer] != "experts":
-        return
+    if config.mlps[layer] == "experts":
+        yield from _expert_matrices(config)
+    if config.layer_inputs:
+        yield ("per_layer_input_gate.weight",)
+        yield ("per_layer_projection.weight",)
+
+
+def has_beside(config: ModelConfig) -> bool:
+    """Whether experts are beside an MLP with norms of its own."""
+    return config.experts is not None and config.experts.beside
+
+
+def _expert_matrices(config: ModelConfig) -> Iterator[tuple[str, ...]]:
     yield _ROUTER
     if config.experts is not None and config.experts.latent:
         yield from (("mlp.latent_in.weight",), ("mlp.latent_out.weight",))
@@ -137,6 +169,10 @@ def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
 def tensors_of(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor of the network with its shape. The biases of a layer's experts are one tensor."""
     yield EMBEDDING, (config.vocab_size, config.hidden_size)
+    if size := config.layer_inputs:
+        yield INPUT_TABLE, (config.vocab_size, config.num_layers * size)
+        yield INPUT_PROJECTION, (config.num_layers * size, config.hidden_size)
+        yield INPUT_NORM, (size,)
     for i in range(config.num_layers):
         for name, shape in _layer(config, i):
             yield f"model.layers.{i}.{name}", shape
@@ -150,11 +186,26 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ..
         if norm is not None and (config.mixers[layer], config.mlps[layer])[i // 2]:
             yield f"{norm}.weight", (config.hidden_size,)
     if config.mixers[layer] == "attention":
-        yield from _attention(config)
+        yield from _attention(config, config.sizes[layer])
     elif config.recurrence is not None and config.mixers[layer]:
         yield from _recurrence(config, config.recurrence)
     if config.mlps[layer]:
-        yield from _mlps(config, config.mlps[layer] == "experts")
+        yield from _mlps(config, config.sizes[layer].intermediate_size, config.mlps[layer] == "experts")
+    hidden = config.hidden_size
+    if size := config.layer_inputs:
+        yield "per_layer_input_gate.weight", (size, hidden)
+        yield "per_layer_projection.weight", (hidden, size)
+        yield "post_per_layer_input_norm.weight", (hidden,)
+    if config.layer_scales:
+        yield "layer_scalar", (1,)
+
+
+def unread_of(config: ModelConfig) -> Iterator[str]:
+    """The tensors that files may have and nothing reads: of layers that read K and V of others."""
+    for layer, sizes in enumerate(config.sizes):
+        if sizes.kv_layer is not None:
+            for part in ("k_proj", "v_proj", "k_norm"):
+                yield f"model.layers.{layer}.self_attn.{part}.weight"
 
 
 def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -181,35 +232,43 @@ def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[st
         yield "mixer.out_proj.bias", (hidden,)
 
 
-def _attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention(config: ModelConfig, sizes: LayerSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = config.hidden_size
-    queries, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    queries, pairs = config.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    own = sizes.kv_layer is None
+    absent = {"k_proj": not own, "v_proj": not (own and sizes.has_values)}
     for name, rows, columns, bias in (
         ("q_proj", queries * (2 if config.attention_gate else 1), hidden, config.qkv_bias),
         ("k_proj", pairs, hidden, config.qkv_bias),
         ("v_proj", pairs, hidden, config.qkv_bias),
         ("o_proj", hidden, queries, config.output_bias),
     ):
+        if absent.get(name):
+            continue
         yield f"self_attn.{name}.weight", (rows, columns)
         if bias:
             yield f"self_attn.{name}.bias", (rows,)
     if config.qk_norm:
         whole = config.qk_norm == "all"
-        yield "self_attn.q_norm.weight", (queries if whole else config.head_dim,)
-        yield "self_attn.k_norm.weight", (pairs if whole else config.head_dim,)
+        yield "self_attn.q_norm.weight", (queries if whole else sizes.head_dim,)
+        if own:
+            yield "self_attn.k_norm.weight", (pairs if whole else sizes.head_dim,)
     if config.sinks:
         yield "self_attn.sinks", (config.num_heads,)
 
 
-def _mlps(config: ModelConfig, has_experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
-    if not has_experts or config.experts is None:
+def _mlps(config: ModelConfig, inner: int, has_experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, experts, sizes = config.hidden_size, config.num_experts, config.experts
+    if not has_experts or has_beside(config):
         for name, rows, columns in _matrices(config, hidden, inner):
             yield f"mlp.{name}.weight", (rows, columns)
             if config.mlp_bias:
                 yield f"mlp.{name}.bias", (rows,)
+    if not has_experts or sizes is None:
         return
-    sizes, width = config.experts, config.experts.latent or hidden
+    if sizes.beside:
+        yield from zip(BESIDE, ((hidden,), (hidden,), (hidden,), (hidden,), (experts,)), strict=True)
+    width = sizes.latent or hidden
     yield "mlp.gate.weight", (experts, hidden)
     if sizes.choice is not None and sizes.choice.bias:
         yield "mlp.expert_bias", (experts,)

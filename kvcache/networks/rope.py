@@ -37,7 +37,8 @@ class Rope:
         beta_fast, beta_slow: rotations over the original context that bound the blended band (yarn).
         attention_factor: multiplies cosines and sines (yarn, longrope; 1 for the others).
         truncate: whether the yarn band is widened to whole channels.
-        divisors: what the frequency of each channel pair is divided by, highest frequency first (divided, longrope).
+        divisors: what the frequency of each channel pair is divided by, highest frequency first (divided, longrope);
+            infinite: the pair does not turn.
         long_divisors: the same for a text of more than `original_positions` tokens (longrope).
         query_growth: queries are multiplied by `1 + query_growth * ln(1 + floor(position / original_positions))`.
     """

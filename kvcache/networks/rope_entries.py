@@ -18,7 +18,7 @@ __all__ = ["Ropes", "long_attention_factor", "ropes_of"]
 _LEAST_BETA = 1e-6  # of YaRN's betas (rotations over the context): keeps the wavelengths finite
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PARAMETERS, _SCALING = "rope_parameters", "rope_scaling"
-_KNOWN = ("default", "linear", "llama3", "yarn", "longrope")
+_KNOWN = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 # The keys that one of the kinds reads. transformers too ignores those of another kind.
 _READ = frozenset(
     {
@@ -41,27 +41,37 @@ class Ropes(NamedTuple):
         rope: of all layers, or of those without a window.
         window_rope: of the layers with a window, if they have another one.
         rotary_dim: the channels of a head that they turn, the first ones.
+        window_rotary_dim: those in layers with a window.
     """
 
     rope: Rope
     window_rope: Rope | None
     rotary_dim: int
+    window_rotary_dim: int
 
 
-def ropes_of(config: Mapping[str, Any], family: Family, positions: int, head_dim: int) -> Ropes:
+def ropes_of(
+    config: Mapping[str, Any], family: Family, positions: int, head_dim: int, window_head_dim: int
+) -> Ropes:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
+
+    Args:
+        head_dim, window_head_dim: the channels of a head in layers without and with a window.
 
     Raises:
         CheckpointError: an entry of the wrong kind, an embedding that is not supported, or two that differ.
     """
     given = [name for name in (_PARAMETERS, _SCALING) if config.get(name) not in (None, {})]
-    found = [_ropes_in(name, config, family, positions, head_dim) for name in given or [_PARAMETERS]]
+    dims = head_dim, window_head_dim
+    found = [_ropes_in(name, config, family, positions, dims) for name in given or [_PARAMETERS]]
     if found[0] != found[-1]:
         raise CheckpointError(f"{_SCALING}: expected none beside {_PARAMETERS}, got {short(config[_SCALING])}")
     return found[0]
 
 
-def _ropes_in(name: str, config: Mapping[str, Any], family: Family, positions: int, head_dim: int) -> Ropes:
+def _ropes_in(
+    name: str, config: Mapping[str, Any], family: Family, positions: int, head_dims: tuple[int, int]
+) -> Ropes:
     """The ropes of the entry `name`; those of the family's default if it is absent or null."""
     read = Entries(config, defaults=family.defaults)
     values = config.get(name)
@@ -83,10 +93,10 @@ def _ropes_in(name: str, config: Mapping[str, Any], family: Family, positions: i
                 _refuse_flat(values, theta)
             theta = Entries(values, f"{name}.").number("rope_theta", theta, at_least=1.0)
         parts.append((sliding, where, read.number("rope_local_base_freq", theta, at_least=1.0)))
-    size = _rotary_dim(values, config, family, head_dim)
+    sizes = [_rotary_dim(values, config, family, head_dim) for head_dim in head_dims]
     first, *rest = (_growing(Entries(part, where), where, read, family, positions, theta, size)
-                    for part, where, theta in parts)
-    return Ropes(first, rest[0] if rest and rest[0] != first else None, size)
+                    for (part, where, theta), size in zip(parts, sizes, strict=False))
+    return Ropes(first, rest[0] if rest and rest[0] != first else None, *sizes)
 
 
 def _part(values: Mapping[str, Any], name: str, kind: str) -> dict[str, Any]:
@@ -147,11 +157,15 @@ def _rope(
     if kind == "mrope":  # several positions for a part of an image; those of a text are one
         kind = "default"
     if kind not in _KNOWN:
-        raise CheckpointError(f"{where}rope_type: expected {', '.join(_KNOWN[:-1])} or longrope, got {short(kind)}")
+        raise CheckpointError(
+            f"{where}rope_type: expected {', '.join(_KNOWN[:-1])} or {_KNOWN[-1]}, got {short(kind)}"
+        )
     if kind == "default":
         return Rope(theta=theta)
     if kind == "linear":
         return Rope(kind="linear", theta=theta, factor=read.number("factor", at_least=1.0))
+    if kind == "proportional":
+        return Rope("divided", theta, divisors=_proportional(read, where, rotary_dim))
 
     holder = read if config.get("original_max_position_embeddings") is None else config
     original = holder.size("original_max_position_embeddings", positions)
@@ -189,10 +203,24 @@ def _rope(
     )
 
 
+def _proportional(read: Entries, where: str, rotary_dim: int) -> tuple[float, ...]:
+    """The divisors of the first pairs, which turn; those of the others are infinite."""
+    share, factor = read.number("partial_rotary_factor", 1.0), read.number("factor", 1.0)
+    turning = int(share * rotary_dim // 2)
+    if share > 1 or not factor:
+        raise CheckpointError(
+            f"{where[:-1]}: expected a partial_rotary_factor up to 1 and a positive factor, got {share} and {factor}"
+        )
+    return (factor,) * turning + (math.inf,) * (rotary_dim // 2 - turning)
+
+
 def _refuse_unread(read: Entries, where: str, family: Family) -> None:
     """Raise CheckpointError for a key that nothing here reads, unless its value changes nothing."""
+    proportional = read.get("rope_type") == "proportional"
     for key in read:
         if key in _READ or key in _REMARKS or (key in _NEUTRAL and key in family.defaults):
+            continue
+        if key == "partial_rotary_factor" and proportional:
             continue
         value, neutral = read.get(key), _NEUTRAL.get(key)
         if value is not None and (type(value) not in (int, float) or value != neutral):

@@ -35,6 +35,10 @@ class Tower:
 
 
 TOWERS = {
+    "Gemma4ForConditionalGeneration": Tower("gemma4", {"gemma4_text": "gemma4_text"}, tied=True),
+    "Gemma4UnifiedForConditionalGeneration": Tower(
+        "gemma4_unified", {"gemma4_unified_text": "gemma4_unified_text"}, tied=True
+    ),
     "Gemma3ForConditionalGeneration": Tower("gemma3", {"gemma3_text": "gemma3_text"}, tied=True),
     "Mistral3ForConditionalGeneration": Tower(
         "mistral3", {"mistral": "mistral", "ministral3": "ministral3"}, tied=True
@@ -50,7 +54,7 @@ _OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id")
 # From the names of a text network to those in a checkpoint: as transformers 4 and 5 write them.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 _HEADS = {"language_model.model.": "language_model.lm_head.weight"}
-_TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.")
+_TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_vision.", "embed_audio.")
 _OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), "mtp.")  # the last: layers that guess more tokens
 
 

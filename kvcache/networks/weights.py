@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,22 @@ from kvcache.errors import CheckpointError, OutOfMemoryError
 from kvcache.kernels.matrix import Matrix
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.folder import FolderTensors
+from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
-from kvcache.networks.names import EMBEDDING, HEAD, NORM, NORMS, STORED, matrices_of, tensors_of
+from kvcache.networks.names import (
+    BESIDE,
+    EMBEDDING,
+    HEAD,
+    INPUT_NORM,
+    INPUT_PROJECTION,
+    INPUT_TABLE,
+    NORM,
+    NORMS,
+    STORED,
+    has_beside,
+    matrices_of,
+    tensors_of,
+)
 from kvcache.networks.quantised import open_folder
 from kvcache.networks.recurrence import RecurrentWeights
 from kvcache.networks.recurrent_sizes import Mixer, Mlp
@@ -64,13 +79,57 @@ class MlpWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BesideWeights:
+    """The weights of an MLP beside the experts of a layer, and of what tells the two apart.
+
+    Attributes:
+        mlp: the MLP.
+        mlp_norm: `(hidden,)`, of what the MLP adds.
+        experts_norm, experts_down_norm: `(hidden,)`, before the experts, and of what they add.
+        router_norm: `(hidden,)`, before the router.
+        factors: `(experts,)`, multiply the weights of the experts of a row.
+    """
+
+    mlp: MlpWeights
+    mlp_norm: Float32
+    experts_norm: Float32
+    experts_down_norm: Float32
+    router_norm: Float32
+    factors: Float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputWeights:
+    """The weights by which a layer adds its inputs: matrices `(inputs, hidden)` and `(hidden, inputs)`, a norm."""
+
+    gate: Weight
+    projection: Weight
+    norm: Float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenInputs:
+    """The weights that give all layers their inputs of a token.
+
+    Attributes:
+        table: `(vocab, layers * inputs)`.
+        projection: `(layers * inputs, hidden)`, of the embedding.
+        norm: `(inputs,)`, of what this gives.
+    """
+
+    table: Weight
+    projection: Weight
+    norm: Float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """The weights of one layer: matrices `(out, in)`, vectors in float32. Absent biases and norms are None.
 
     Attributes:
         input_norm, output_norm: `(hidden,)`, before attention, and of what it adds.
-        qkv: `((num_heads + 2 * num_kv_heads) * head_dim, hidden)`: queries, keys, values, stacked; in a layer with a
-            state what its recurrence takes; None where nothing mixes tokens.
+        qkv: `((num_heads + 2 * num_kv_heads) * head_dim, hidden)`: queries, keys, values, stacked, as far as the layer
+            has them (`LayerSizes`); in a layer with a state what its recurrence takes; None where nothing mixes tokens.
         qkv_bias: one value per row of `qkv`.
         qk_norm: `(num_heads + num_kv_heads, head_dim)`, one row for each head of queries, then of keys.
         sinks: `(num_heads,)`, see `LayerAttention`.
@@ -82,6 +141,9 @@ class LayerWeights:
         latent_in, latent_out: `(latent, hidden)` and `(hidden, latent)`, around the experts.
         shared, shared_gate: the MLP beside the experts, and `(1, hidden)`, the gate of what it gives.
         mlps: the MLP, or those of the experts.
+        beside: the MLP beside the experts.
+        inputs: see there.
+        scale: `(1,)`, multiplies the residual stream at the end of the layer.
     """
 
     input_norm: Float32 | None
@@ -103,20 +165,29 @@ class LayerWeights:
     shared_gate: Weight | None
     mlps: tuple[MlpWeights, ...]
     down_norm: Float32 | None
+    beside: BesideWeights | None
+    inputs: InputWeights | None
+    scale: Float32 | None
 
     def arrays(self) -> Iterator[Float32 | Weight | None]:
         """Every vector and matrix, None for an absent one."""
-        inside = ("mlps", "recurrence", "shared")
-        yield from (getattr(self, field.name) for field in fields(self) if field.name not in inside)
-        for mlp in (*self.mlps, *(() if self.shared is None else (self.shared,))):
-            yield from (getattr(mlp, field.name) for field in fields(mlp))
-        if self.recurrence is not None:
-            yield from (getattr(self.recurrence, field.name) for field in fields(self.recurrence))
+        return _arrays_in(self)
+
+
+def _arrays_in(weights: Any) -> Iterator[Float32 | Weight | None]:
+    """The arrays of a dataclass of weights, and of those in it."""
+    for field in fields(weights):
+        value = getattr(weights, field.name)
+        for each in value if isinstance(value, tuple) else (value,):
+            if is_dataclass(each):
+                yield from _arrays_in(each)
+            else:
+                yield each
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """All weights: `embedding` and `head` `(vocab, hidden)` (one matrix if tied), layers, last norm.
+    """All weights: `embedding` and `head` `(vocab, hidden)` (one matrix if tied), layers, last norm, `TokenInputs`.
 
     A head that is stored beside an embedding of other values is not tied to it, whatever the configuration says.
     """
@@ -125,6 +196,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Float32
     head: Weight
+    inputs: TokenInputs | None
 
     @classmethod
     def from_pretrained(
@@ -167,6 +239,8 @@ class Weights:
     def arrays(self) -> Iterator[Float32 | Weight]:
         """Every vector and matrix; one that two names share comes twice."""
         yield from (self.embedding, self.norm, self.head)
+        if self.inputs is not None:
+            yield from (self.inputs.table, self.inputs.projection, self.inputs.norm)
         for layer in self.layers:
             yield from (array for array in layer.arrays() if array is not None)
 
@@ -189,6 +263,8 @@ class _Loader:
         self._shapes = dict(tensors_of(config))
         layers, head = FORMATS[weights]
         self._plans = [self._parts([EMBEDDING], head)]
+        if config.layer_inputs:
+            self._plans += [self._parts([INPUT_TABLE], head), self._parts([INPUT_PROJECTION], layers)]
         for i in range(config.num_layers):
             for names in matrices_of(config, i):
                 self._plans.append(self._parts([f"model.layers.{i}.{name}" for name in names], layers))
@@ -216,9 +292,11 @@ class _Loader:
             raise OutOfMemoryError(size, memory, "bytes")
         try:
             matrices = iter(self._fill(iter(empty_matrices(shapes)), size))
-            embedding = next(matrices)
+            embedding, inputs = next(matrices), None
+            if self._config.layer_inputs:
+                inputs = TokenInputs(next(matrices), next(matrices), self._vector(INPUT_NORM))
             layers = tuple(self._layer(i, matrices) for i in range(self._config.num_layers))
-            weights = Weights(embedding, layers, self._vector(NORM), next(matrices, embedding))
+            weights = Weights(embedding, layers, self._vector(NORM), next(matrices, embedding), inputs)
         except MemoryError:
             raise OutOfMemoryError(size, 0, "bytes") from None
         for array in weights.arrays():
@@ -270,14 +348,15 @@ class _Loader:
         return LayerWeights(
             input_norm=before,
             qkv=next(matrices) if mixer else None,
-            qkv_bias=self._qkv_bias(mixer, vector),
-            qk_norm=self._qk_norm(vector) if config.qk_norm and attends else None,
+            qkv_bias=self._qkv_bias(layer, vector),
+            qk_norm=self._qk_norm(config.sizes[layer], vector) if config.qk_norm and attends else None,
             sinks=vector("self_attn.sinks") if config.sinks and attends else None,
             recurrence=self._recurrence(prefix) if recurs else None,
             output=next(matrices) if mixer else None,
             output_bias=self._output_bias(mixer, vector),
             output_norm=after,
             mlp_norm=before_mlp,
+            beside=self._beside(vector, matrices) if has_beside(config) else None,
             router=next(matrices) if experts else None,
             router_bias=vector("mlp.gate.bias") if experts and config.mlp_bias else None,
             expert_bias=self._expert_bias(vector) if experts else None,
@@ -287,6 +366,8 @@ class _Loader:
             shared_gate=next(matrices) if beside and beside.shared_gate else None,
             mlps=tuple(self._mlps(prefix, config.mlps[layer], matrices)),
             down_norm=after_mlp,
+            inputs=self._inputs(vector, matrices) if config.layer_inputs else None,
+            scale=vector("layer_scalar") if config.layer_scales else None,
         )
 
     def _expert_bias(self, vector: Callable[..., Float32]) -> Float32 | None:
@@ -296,11 +377,20 @@ class _Loader:
             return None
         return vector("mlp.expert_bias") if sizes.choice.bias else np.zeros(self._config.num_experts, np.float32)
 
-    def _qkv_bias(self, mixer: Mixer, vector: Callable[..., Float32]) -> Float32 | None:
-        sizes = self._config.recurrence
+    def _beside(self, vector: Callable[..., Float32], matrices: Iterator[Weight]) -> BesideWeights:
+        mlp = MlpWeights(next(matrices), None, next(matrices), None)
+        after, before, after_experts, router, factors = (vector(name) for name in BESIDE)
+        router *= np.float32(self._config.hidden_size**-0.5)
+        return BesideWeights(mlp, after, before, after_experts, router, factors)
+
+    def _inputs(self, vector: Callable[..., Float32], matrices: Iterator[Weight]) -> InputWeights:
+        return InputWeights(next(matrices), next(matrices), vector("post_per_layer_input_norm.weight"))
+
+    def _qkv_bias(self, layer: int, vector: Callable[..., Float32]) -> Float32 | None:
+        sizes, mixer = self._config.recurrence, self._config.mixers[layer]
         if mixer == "state":
             return vector("mixer.in_proj.bias") if sizes is not None and sizes.projection_bias else None
-        biases = [f"self_attn.{name}_proj.bias" for name in "qkv"]
+        biases = [name.replace(".weight", ".bias") for name in next(matrices_of(self._config, layer))]
         return vector(*biases) if mixer and self._config.qkv_bias else None
 
     def _output_bias(self, mixer: Mixer, vector: Callable[..., Float32]) -> Float32 | None:
@@ -324,12 +414,12 @@ class _Loader:
         shape, skip = ((-1,), None) if sizes.kind == "delta" else ((sizes.groups, -1), vector("D"))
         return RecurrentWeights(taps, bias, vector("rate"), vector("dt_bias"), skip, vector("norm.weight", shape))
 
-    def _qk_norm(self, vector: Callable[..., Float32]) -> Float32:
+    def _qk_norm(self, sizes: LayerSizes, vector: Callable[..., Float32]) -> Float32:
         config, names = self._config, ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
         if config.qk_norm == "all":
-            return vector(*names).reshape(-1, config.head_dim)
-        query, key = (vector(name) for name in names)
-        return np.stack([query] * config.num_heads + [key] * config.num_kv_heads)
+            return vector(*names).reshape(-1, sizes.head_dim)
+        queries = [vector(names[0])] * config.num_heads
+        return np.stack(queries if sizes.kv_layer is not None else queries + [vector(names[1])] * sizes.num_kv_heads)
 
     def _mlps(self, prefix: str, kind: Mlp, matrices: Iterator[Weight]) -> Iterator[MlpWeights]:
         """The MLP of a layer, or its experts, whose biases are rows; or none."""

@@ -39,6 +39,9 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
+    Gemma4UnifiedConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
@@ -149,6 +152,21 @@ NO_IMAGES = {  # tokens that no prompt has
     "image_token_id": VOCAB, "video_token_id": VOCAB, "vision_start_token_id": VOCAB, "vision_end_token_id": VOCAB,
 }
 VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+
+
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 24, "sliding_window": 20, "final_logit_softcapping": 20.0,
+    "tie_word_embeddings": True, "pad_token_id": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    },
+}
+
+
+def _kinds(letters: str) -> list[str]:
+    """`layer_types` of layers with a window, W, and without one, F."""
+    return ["sliding_attention" if each == "W" else "full_attention" for each in letters]
 
 
 class Variant(NamedTuple):
@@ -400,6 +418,32 @@ VARIANTS = {
     "qwen3_5": Variant(
         Qwen3_5TextConfig(**SMALL_DELTA, tie_word_embeddings=True), torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
     ),
+    # Layers that read K and V of others, inputs of each layer, a wide MLP.
+    "gemma4": seeded(
+        Gemma4TextConfig(
+            **SMALL | GEMMA4 | {"num_hidden_layers": 8, "num_key_value_heads": 1}, layer_types=_kinds("WFWFWWFF"),
+            num_kv_shared_layers=3, use_double_wide_mlp=True, hidden_size_per_layer_input=6,
+            vocab_size_per_layer_input=96,
+        ),
+    ),
+    "gemma4_experts": seeded(  # beside an MLP; values are keys
+        Gemma4Config(
+            text_config=SMALL | GEMMA4 | {
+                "num_hidden_layers": 4, "layer_types": _kinds("WFWF"), "hidden_size_per_layer_input": 0,
+                "num_global_key_value_heads": 1, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 5,
+                "top_k_experts": 2, "moe_intermediate_size": 20,
+            },
+            vision_config=VISION | {"num_key_value_heads": 1, "head_dim": 8}, audio_config=None,
+        ),
+    ),
+    "gemma4_unified": seeded(
+        Gemma4UnifiedConfig(
+            text_config=SMALL | GEMMA4 | {
+                "num_hidden_layers": 4, "layer_types": _kinds("WFWF"), "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+            },
+        ),
+    ),
     "llama_odd": Variant(  # sizes that no other one has: a transposed matrix does not fit
         LlamaConfig(**SMALL, rope_parameters=DEFAULT_ROPE, attention_bias=True), torch.bfloat16,
         lengths=SEEDED_LENGTHS, seeded=True,
@@ -476,12 +520,18 @@ def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[fl
     """Standard deviation and mean of a tensor of a seeded variant, by its name in the file; as in `randomise`."""
     config = config.get_text_config()
     gain = 3.0 if getattr(config, "tie_word_embeddings", False) else 1.0
+    if config.model_type.startswith("gemma4") and "post_" in name and name.endswith("weight"):
+        return 0.2 * gain, gain  # of what layers add: the last product does not count behind a norm
+    if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+        return 0.2, 0.6  # scores are not scaled: these say how far they spread
     if "norm" in name and name.endswith("weight"):
         less_one = config.model_type.startswith("qwen3_5") and "linear_attn" not in name
         return 0.2, 0.0 if less_one else 1.0
     for part, size, mean in (("A_log", 1.0, 0.5), ("dt_bias", 1.5, -2.0), (".D", 0.5, 1.0)):
         if name.endswith(part):
             return size, mean
+    if "scal" in name:
+        return 0.2, 1.0
     if name.endswith("bias"):
         return 0.3, 0.0
     if "embed_tokens" in name or "lm_head" in name:
@@ -558,7 +608,10 @@ def judge(model: PreTrainedModel, seed: int, lengths: tuple[int, ...]) -> dict[s
         continuation = tokens[length:]
         if len(set(continuation)) < MIN_DISTINCT:
             return None
-        generated = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=CONTINUATION)
+        inputs = torch.tensor([prompt])
+        generated = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=CONTINUATION
+        )
         assert generated[0, length:].tolist() == continuation, "transformers disagrees with itself"
         arrays[f"prompt_{length}"] = np.array(prompt, np.uint32)
         arrays[f"positions_{length}"] = positions

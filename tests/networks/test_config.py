@@ -112,7 +112,7 @@ def test_model_type_replaces_absent_architectures():
         ({"eos_token_id": "</s>"}, "eos_token_id: .*</s>"),
         ({"eos_token_id": [1, -1]}, "eos_token_id"),
         ({"num_hidden_layers": 65537}, "num_hidden_layers: expected a positive whole number up to 65536"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: expected false, got true"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: expected false or 'vision', got True"),
         ({"rope_theta": 0}, "rope_theta"),
         ({"rope_theta": 1}, "rope_theta"),
         ({"rope_theta": 10**400}, "rope_theta"),

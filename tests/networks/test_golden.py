@@ -180,9 +180,10 @@ def test_older_spelling_of_rope(name, tmp_path):
 
 def test_every_feature_has_a_model():
     configs = [ModelConfig.from_pretrained(golden_folder(name)) for name in MODELS + SEEDED]
-    assert {config.rope.kind for config in configs} == {"default", "linear", "llama3", "yarn", "longrope"}
+    assert {config.rope.kind for config in configs} == {"default", "divided", "linear", "llama3", "yarn", "longrope"}
     assert {config.architecture for config in configs} == set(FAMILIES)
-    for flag in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "sinks", "normalise_experts"):
+    for flag in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "sinks", "normalise_experts",
+                 "value_norm", "layer_scales"):
         assert {getattr(config, flag) for config in configs} == {True, False}, flag
     for part in ("window_rope", "attention_scale", "attention_softcap", "logit_softcap"):
         assert {getattr(config, part) is None for config in configs} == {True, False}, part
@@ -190,7 +191,9 @@ def test_every_feature_has_a_model():
         assert any(getattr(config, name) != 1 for config in configs), name
     assert {config.qk_norm for config in configs} == {"", "head", "all"}
     assert {config.norms for config in configs} == {"before", "after", "both"}
-    assert {config.activation for config in configs} == {"silu", "gelu_tanh", "clamped"}
+    assert {config.activation for config in configs} == {"silu", "gelu_tanh", "relu2", "clamped"}
+    assert any(config.layer_inputs for config in configs)
+    assert any(config.experts and config.experts.beside for config in configs)
     for part in ("windows", "rotated"):  # layers of both kinds in one network
         assert any(len(set(getattr(config, part))) == 2 for config in configs), part
     assert any(config.rotary_dim < config.head_dim for config in configs)

@@ -161,7 +161,7 @@ def test_gguf(pair):
     expected, noise = run_dense(exact, TOKENS), 2e-5 if tiled else 3e-6
     np.testing.assert_allclose(run_dense(found, TOKENS), expected, rtol=0, atol=noise * np.abs(expected).max())
     sizes = found.config.recurrence and replace(found.config.recurrence, tiled=False)
-    same = {"eos_token_ids": (), "intermediate_size": 0}  # that of an MLP where all layers have experts
+    same = {"eos_token_ids": (), "intermediate_size": 0, "sizes": ()}  # that of an MLP where all layers have experts
     if exact.config.recurrence is None:  # of Granite 4 a file of Granite 3
         same |= {"architecture": ""}
     assert replace(found.config, recurrence=sizes, **same) == replace(exact.config, **same)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from dense_runs import run_dense
 from places import GOLDEN
+from seeded_weights import SEEDED
 from tensor_files import pack_arrays
 
 from kvcache.engine import InferenceEngine, ModelConfig, SamplingParams, Transformer
@@ -53,7 +54,8 @@ def test_logits_and_texts(folder):
 
 
 def test_every_kind_has_a_model():
-    found = {content_of(folder)["architectures"][0] for folder in TOWER_FOLDERS}
+    seeded = [GOLDEN / "seeded" / name for name in SEEDED if name.startswith("gemma4_")]  # test_seeded.py
+    found = {content_of(folder)["architectures"][0] for folder in [*TOWER_FOLDERS, *seeded]}
     elsewhere = {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}  # test_states.py
     assert found | elsewhere == set(TOWERS)
 
@@ -165,10 +167,10 @@ def test_qwen_2_5_vl_as_it_is_published():
         ({"text_config": {"model_type": []}}, "hidden_size: expected .*, got nothing"),
         ({"text_config": {"model_type": ["x"]}}, r"text_config.model_type: expected .*, got \['x'\]"),
         (
-            {"architectures": ["Gemma4ForConditionalGeneration"]},
-            r"architectures: expected one of .*Gemma3For.*, got \['Gemma4ForConditionalGeneration'\]",
+            {"architectures": ["Gemma5ForConditionalGeneration"]},
+            r"architectures: expected one of .*Gemma3For.*, got \['Gemma5ForConditionalGeneration'\]",
         ),
-        ({"architectures": None, "model_type": "gemma4"}, "model_type: expected one of .*qwen3_vl, got 'gemma4'"),
+        ({"architectures": None, "model_type": "gemma5"}, "model_type: expected one of .*qwen3_vl, got 'gemma5'"),
     ],
 )
 def test_refused(folder, changes, message):

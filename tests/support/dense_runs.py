@@ -14,8 +14,10 @@ def run_dense(model, tokens, chunk=None, regime=None):
     regime = model.regime(len(tokens)) if regime is None else regime
 
     def attend(layer, queries, keys, values, *_):
-        kept[layer].append((keys.copy(), values.copy()))
-        keys, values = (np.concatenate(rows) for rows in zip(*kept[layer], strict=True))
+        owner = model.attention[layer].kv_layer
+        if owner is None:
+            kept[layer].append((keys.copy(), values.copy()))
+        keys, values = (np.concatenate(rows) for rows in zip(*kept[layer if owner is None else owner], strict=True))
         return dense_attention(queries, keys, values, **options[layer]).astype(np.float32)
 
     def recur(layer, inputs):

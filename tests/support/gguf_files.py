@@ -25,6 +25,7 @@ _LETTERS = {
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "smollm3": "smollm3",
     "granite": "granite", "ministral3": "mistral3", "olmo2": "olmo2", "olmo3": "olmo2", "gpt_oss": "gpt-oss",
     "seed_oss": "seed_oss", "exaone4": "exaone4", "olmoe": "olmoe", "ernie4_5": "ernie4_5",
+    "gemma4_text": "gemma4", "gemma4": "gemma4", "gemma4_unified": "gemma4",
 }
 _INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite")
 
@@ -82,6 +83,10 @@ def _names(model_type):
 def name_of(name, model_type="llama"):
     """The name in a GGUF file of a tensor of a Hugging Face checkpoint."""
     known = _names(model_type)
+    name = name.replace("model.language_model.", "model.")
+    for end, ours in ((".router.scale", "ffn_gate_inp.scale"), (".router.per_expert_scale", "ffn_down_exps.scale")):
+        if name.endswith(end):
+            return f"blk.{name.split('.')[2]}.{ours}"
     stem, _, kind = name.rpartition(".")
     if stem == "lm_head":  # which the list of Gemma 2 leaves out
         return "output.weight"
@@ -112,6 +117,7 @@ def write(path, architecture, entries, tensors, **options):
 def entries_of(config, folder_config):
     """The entries of a network, as llama.cpp's converter writes them."""
     letters = _LETTERS[folder_config["model_type"]]
+    folder_config = {"model_type": folder_config["model_type"]} | folder_config.get("text_config", folder_config)
     kind, rope = folder_config["model_type"], folder_config["rope_parameters"]
     rope = rope.get("full_attention", rope)
     found = {
@@ -157,10 +163,33 @@ def entries_of(config, folder_config):
         found["expert_used_count"] = (U32, config.experts_per_token)
         if kind != "mixtral":
             found["expert_feed_forward_length"] = (U32, config.intermediate_size)
+    if letters == "gemma4":
+        found |= _of_gemma4(config)
     if rope["rope_type"] == "longrope":
         found["rope.scaling.attn_factor"] = (F32, config.rope.attention_factor)
         found["rope.scaling.original_context_length"] = (U32, config.rope.original_positions)
     return letters, {f"{letters}.{key}": content for key, content in found.items()}
+
+
+def _of_gemma4(config):
+    """The entries of Gemma 4 that its converter writes in another way."""
+    full, slides = config.sizes[config.windows.index(None)], [window is not None for window in config.windows]
+    found = {
+        "attention.head_count_kv": (ARRAY, [size.num_kv_heads for size in config.sizes], U32),
+        "attention.sliding_window_pattern": (ARRAY, slides, BOOL),
+        "attention.shared_kv_layers": (U32, sum(size.kv_layer is not None for size in config.sizes)),
+        "embedding_length_per_layer_input": (U32, config.layer_inputs),
+        "rope.freq_base_swa": (F32, config.window_rope.theta),
+        "rope.dimension_count_swa": (U32, config.head_dim),
+    }
+    inner = [size.intermediate_size for size in config.sizes]
+    if len(set(inner)) > 1:
+        found["feed_forward_length"] = (ARRAY, inner, U32)
+    for name in ("key_length", "value_length"):
+        found[f"attention.{name}"], found[f"attention.{name}_swa"] = (U32, full.head_dim), (U32, config.head_dim)
+    if config.num_experts:
+        found["expert_feed_forward_length"] = (U32, config.experts.size)
+    return found
 
 
 def llama3_divisors(config):
@@ -181,14 +210,20 @@ def llama3_divisors(config):
 
 def _converted(checkpoint, model_type, config):
     """The tensors of a checkpoint folder as the converter changes them, by Hugging Face names."""
-    stacks = {}
+    stacks, letters = {}, _LETTERS[model_type]
     for name in checkpoint._files:
         values = checkpoint.read(name)
         if model_type in _INTERLEAVED and ".q_proj." in name:
             values = with_rows_for_llama(values, config.num_heads)
         if model_type in _INTERLEAVED and ".k_proj." in name:
             values = with_rows_for_llama(values, config.num_kv_heads)
-        if model_type.startswith("gemma") and name.endswith("norm.weight"):
+        if "vision" in name:
+            continue
+        if letters == "gemma4":
+            added = name.endswith("layer_scalar") or ".experts." in name
+            yield name + ".weight" * added, values
+            continue
+        if letters.startswith("gemma") and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if found := re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)\.weight", name):
             part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(found[3], found[3])
@@ -223,6 +258,8 @@ def tensors_of(folder, config, kind="F32"):
         found[name_of(name, model_type)] = values
     if config.rope.kind == "llama3":
         found["rope_freqs.weight"] = llama3_divisors(config)
+    if config.rope.kind == "divided":
+        found["rope_freqs.weight"] = np.minimum(config.rope.divisors, 1e30).astype(np.float32)
     if config.rope.kind == "longrope":
         found["rope_factors_short.weight"] = np.array(config.rope.divisors, np.float32)
         found["rope_factors_long.weight"] = np.array(config.rope.long_divisors, np.float32)

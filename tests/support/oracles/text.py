@@ -51,10 +51,16 @@ class PlainTexts:
 
     def begin(self):
         evicts = self.budgets is not None
-        self.cache = PagedKvCache(self.model.config.num_layers * 200 if evicts else 1, **self.storage)
+        blocks, names = self.model.config.num_layers * 200 if evicts else 1, ("num_heads", "head_dim")
+        sizes = {(each.num_kv_heads, each.head_dim) for each in self.attention if each is not None}
+        self.caches = {
+            size: PagedKvCache(blocks, **self.storage | dict(zip(names, size, strict=True))) for size in sizes
+        }
+        self.cache = next(iter(self.caches.values()), None)
         self.num_tokens, self.length = 0, 0
-        for layer in range(self.model.config.num_layers if evicts else 1):
-            self.cache.allocate(layer, 0)
+        for cache in self.caches.values():
+            for layer in range(self.model.config.num_layers if evicts else 1):
+                cache.allocate(layer, 0)
         self.states = {layer: np.zeros((1, each.size), np.float32) for layer, each in self.recurrences.items()}
         self.alive = [self.budgets.scoring.no_tokens] * self.model.config.num_layers if evicts else []
 
@@ -80,14 +86,18 @@ class PlainTexts:
         return {"regime": regime(self.length)}
 
     def run_whole(self, tokens, logits):
-        cache, count, size = self.cache, len(tokens), self.cache.block_size
-        cache.grow(max(0, -(-(self.num_tokens + count) // size) - cache.total_blocks))
-        cache.append(0, count)
+        count = len(tokens)
+        for cache in self.caches.values():
+            cache.grow(max(0, -(-(self.num_tokens + count) // cache.block_size) - cache.total_blocks))
+            cache.append(0, count)
 
         def attend(layer, queries, keys, values, *_):
-            cache.write(layer, 0, keys, values)
-            options = self.attention[layer].options()
-            return cache.attention(layer, queries, [0], query_lens=[count], **options)
+            attention = self.attention[layer]
+            owner, cache = attention.kv_layer, self.caches[attention.num_kv_heads, attention.head_dim]
+            if owner is None:
+                cache.write(layer, 0, keys, values)
+            own = layer if owner is None else owner
+            return cache.attention(own, queries, [0], query_lens=[len(queries)], **attention.options())
 
         def recur(layer, rows):
             zero = np.zeros(1, np.int64)

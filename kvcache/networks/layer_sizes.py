@@ -1,0 +1,127 @@
+"""The sizes of each layer of a network: the same for all layers, or one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvcache.errors import CheckpointError
+from kvcache.networks.entries import Entries
+from kvcache.networks.families import Family
+from kvcache.support.arguments import short
+
+__all__ = ["LayerSizes", "first_sharing", "sizes_of"]
+
+_EACH = "per_layer_config"
+_OVERRIDES = frozenset({"head_dim", "num_key_value_heads", "intermediate_size"})
+
+
+class LayerSizes(NamedTuple):
+    """The sizes of one layer.
+
+    Attributes:
+        num_kv_heads, head_dim: of its attention.
+        intermediate_size: of its MLP, or of each of its experts if there is none beside them.
+        kv_layer: the layer whose K and V it reads; None: it has its own.
+        has_values: whether it has a matrix for values; if not, they are its keys before their norm and RoPE.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    kv_layer: int | None = None
+    has_values: bool = True
+
+
+def sizes_of(
+    config: Mapping[str, Any], family: Family, windows: Sequence[int | None], num_heads: int, all_layers: LayerSizes
+) -> tuple[LayerSizes, ...]:
+    """The sizes of each layer.
+
+    Args:
+        config: `config.json`.
+        windows: of each layer.
+        num_heads: query heads.
+        all_layers: the sizes of a layer of which nothing else is said.
+
+    Raises:
+        CheckpointError: an entry of the wrong kind, sizes that do not fit, heads of several sizes in layers with or
+            without a window.
+    """
+    if not family.layers_differ:
+        return (all_layers,) * len(windows)
+    read = Entries(config, defaults=family.defaults)
+    same = read.flag("attention_k_eq_v", False)
+    each = _overrides(config, read, windows, same)
+    first_shared = len(windows) - read.size("num_kv_shared_layers", 0, at_least=0, most=len(windows) - 1)
+    wide = read.flag("use_double_wide_mlp", False)
+    found, owners = list[LayerSizes](), dict[bool, int]()
+    for layer, window in enumerate(windows):
+        size = Entries(each.get(layer, {}), f"{_EACH}.{layer}.")
+        owner = None if layer < first_shared else owners.get(window is None)
+        if layer < first_shared:
+            owners[window is None] = layer
+        elif owner is None:
+            raise CheckpointError(
+                f"num_kv_shared_layers: expected a layer like {layer} before layer {first_shared}, got none"
+            )
+        found.append(LayerSizes(
+            size.size("num_key_value_heads", all_layers.num_kv_heads),
+            size.size("head_dim", all_layers.head_dim),
+            size.size("intermediate_size", all_layers.intermediate_size * (2 if wide and owner is not None else 1)),
+            owner,
+            not (same and window is None),
+        ))
+    _check(found, windows, num_heads)
+    return tuple(found)
+
+
+def first_sharing(sizes: Sequence[LayerSizes]) -> int:
+    """The layer from which on all read K and V of others; the number of layers: the last one has its own."""
+    own = [layer for layer, size in enumerate(sizes) if size.kv_layer is None]
+    return own[-1] + 1
+
+
+def _overrides(
+    config: Mapping[str, Any], read: Entries, windows: Sequence[int | None], same: bool
+) -> dict[int, dict[str, Any]]:
+    """The sizes of single layers: `per_layer_config` of transformers 5, or two keys for those without a window."""
+    given = config.get(_EACH)
+    if given is None:
+        full = {"head_dim": read.size("global_head_dim", 512)}
+        if same and read.get("num_global_key_value_heads") is not None:
+            full["num_key_value_heads"] = read.size("num_global_key_value_heads")
+        return {layer: full for layer, window in enumerate(windows) if window is None}
+    layers = {str(layer): layer for layer in range(len(windows))}
+    if not isinstance(given, dict) or not set(given) <= set(layers):
+        raise CheckpointError(f"{_EACH}: expected an object with numbers of {len(windows)} layers, got {short(given)}")
+    for layer, sizes in given.items():
+        if not isinstance(sizes, dict) or not set(sizes) <= _OVERRIDES:
+            expected = "an object with " + ", ".join(sorted(_OVERRIDES))
+            raise CheckpointError(f"{_EACH}.{layer}: expected {expected}, got {short(sizes)}")
+    return {layers[layer]: sizes for layer, sizes in given.items()}
+
+
+def _check(found: Sequence[LayerSizes], windows: Sequence[int | None], num_heads: int) -> None:
+    """Raise CheckpointError unless heads fit, and layers of one kind have heads of one size, as their RoPE has."""
+    for layer, size in enumerate(found):
+        if num_heads % size.num_kv_heads:
+            raise CheckpointError(
+                f"num_key_value_heads: expected a divisor of {num_heads} attention heads, got {size.num_kv_heads} in "
+                f"layer {layer}"
+            )
+        if size.head_dim % 2:
+            raise CheckpointError(
+                f"head_dim: expected an even number (RoPE turns pairs), got {size.head_dim} in layer {layer}"
+            )
+        owner = found[layer if size.kv_layer is None else size.kv_layer]
+        if size[:2] != owner[:2]:
+            raise CheckpointError(
+                f"num_kv_shared_layers: expected the {owner.num_kv_heads} KV heads of {owner.head_dim} channels of "
+                f"layer {size.kv_layer} in layer {layer}, got {size.num_kv_heads} of {size.head_dim}"
+            )
+    for full in (True, False):
+        dims = sorted({size.head_dim for size, window in zip(found, windows, strict=True) if (window is None) == full})
+        if len(dims) > 1:
+            kind = "without" if full else "with"
+            raise CheckpointError(f"head_dim: expected one for all layers {kind} a window, got {short(dims)}")
