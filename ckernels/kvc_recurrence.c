@@ -77,14 +77,17 @@ INLINE void advance(int vectors, int looks, float *state, int64_t size, const fl
     const f32v factor = f32v_set1(decay);
     for (int64_t i = 0; i < size; i++) {
         const f32v k = f32v_set1(key[i]), q = f32v_set1(query[i]), following = looks ? f32v_set1(next[i]) : k;
+        f32v s[2 * VECTORS]; /* all loads before the stores: the blocks may be 4096 bytes apart, where CPUs take one for the other */
+        UNROLL
+        for (int j = 0; j < vectors; j++) s[j] = f32v_load(place(state, size, i, j));
         UNROLL
         for (int j = 0; j < vectors; j++) {
-            float *at = place(state, size, i, j);
-            const f32v s = f32v_fma(added[j], k, f32v_mul(f32v_load(at), factor));
-            f32v_store(at, s);
-            sums[j] = f32v_fma(s, q, sums[j]);
-            if (looks) seen[j] = f32v_fma(s, following, seen[j]);
+            s[j] = f32v_fma(added[j], k, f32v_mul(s[j], factor));
+            sums[j] = f32v_fma(s[j], q, sums[j]);
+            if (looks) seen[j] = f32v_fma(s[j], following, seen[j]);
         }
+        UNROLL
+        for (int j = 0; j < vectors; j++) f32v_store(place(state, size, i, j), s[j]);
     }
 }
 
@@ -129,12 +132,15 @@ INLINE void scan_blocks(int blocks, int delta, const kvc_scan *a, int64_t text, 
 
 /* Rows of one text through blocks [block, block + blocks) of a head, one or two of them. */
 void KVC_FN(scan)(const kvc_scan *a, int64_t text, int64_t head, int64_t block, int blocks) {
-    if (!a->skip && blocks == 2)
-        scan_blocks(2, 1, a, text, head, block);
-    else if (!a->skip)
-        scan_blocks(1, 1, a, text, head, block);
-    else if (blocks == 2)
-        scan_blocks(2, 0, a, text, head, block);
-    else
-        scan_blocks(1, 0, a, text, head, block);
+    const int together = VECTORS == 1 ? blocks : 1; /* two blocks of several vectors each do not fit the registers */
+    for (const int64_t stop = block + blocks; block < stop; block += together) {
+        if (!a->skip && together == 2)
+            scan_blocks(2, 1, a, text, head, block);
+        else if (!a->skip)
+            scan_blocks(1, 1, a, text, head, block);
+        else if (together == 2)
+            scan_blocks(2, 0, a, text, head, block);
+        else
+            scan_blocks(1, 0, a, text, head, block);
+    }
 }

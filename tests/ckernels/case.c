@@ -1,5 +1,5 @@
 /* case.c - one input of the fuzzer: writes, copies, clears, reads and attention in a world of blocks; then a matrix
- * and its products (products.h), a layer, and sums of NH (layers.h).
+ * and its products (products.h), a layer, sums of NH (layers.h), and a layer with a state (recurrence.h).
  *
  * The bytes choose sizes that callers accept and unchecked data: blocks start as arbitrary bytes, as from a hostile
  * saved file, and queries have arbitrary bits. After every step, at every level of this CPU:
@@ -18,6 +18,7 @@
 #include "attention.h"
 #include "layers.h"
 #include "products.h"
+#include "recurrence.h"
 
 /* ---- Layouts. */
 
@@ -318,5 +319,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     step_layer(&s);
     expect_gathered(&s, &w); /* the last ones are the newest: the inputs of the corpus keep their meaning */
     step_digest(&s);
+    step_recurrence(&s);
     return 0;
 }
