@@ -10,7 +10,7 @@ from kvcache.grammar import Grammar, json_schema
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
-__all__ = ["expect_free_calls", "grammar_refused", "knows_grammars", "response_format"]
+__all__ = ["grammar_refused", "knows_grammars", "response_format"]
 
 
 def knows_grammars() -> bool:
@@ -50,17 +50,3 @@ def response_format(value: Any, name: str) -> Grammar | None:
 def grammar_refused(error: GrammarError, name: str = "response_format") -> BodyError:
     """The error of a grammar as that of the field that it came from."""
     return BodyError(str(error).replace("grammar", name, 1), "invalid_json_schema")
-
-
-def expect_free_calls(choice: str, name: str) -> None:
-    """Refuse a choice of tools that leaves the network no choice, since nothing holds it to a call.
-
-    Args:
-        choice: "none", "auto" or "required".
-        name: of the field.
-
-    Raises:
-        BodyError: "required".
-    """
-    if choice == "required":
-        raise BodyError(f"{name}: expected none or auto, got one that requires a call", "unsupported_parameter")

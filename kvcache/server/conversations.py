@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from kvcache.engine.chat import template_arguments
-from kvcache.server.constraints import expect_free_calls
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
@@ -177,7 +176,6 @@ def tool_choice_of(choice: Any, name: str) -> ToolChoice:
         found = ToolChoice(mode, _named(as_instance(allowed.get("tools"), list, name), name))
     else:
         raise ValueError(f"{name}: expected none, auto, required, a function or allowed_tools, got {short(choice)}")
-    expect_free_calls(found.mode, name)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Union
 
@@ -86,16 +87,17 @@ class Intake:
                 found = await run_sync(lambda: answer(json_of(data), space), limiter=limiter)
                 if not isinstance(found, _Asked):
                     return found
-                await run_sync(self._compile, found.body.params.grammar, limiter=self._threads.grammars)
+                await run_sync(self._compile, found.body, limiter=self._threads.grammars)
                 return await run_sync(self._queued, found, limiter=limiter)
 
         return endpoint
 
-    def _compile(self, grammar: Any) -> None:
+    def _compile(self, body: Body) -> None:
+        assert body.params.grammar is not None
         try:
-            self._engine.prepare_grammar(grammar)
+            self._engine.prepare_grammar(body.params.grammar)
         except GrammarError as error:
-            raise grammar_refused(error) from None
+            raise grammar_refused(error, "tools" if _requires_call(body) else "response_format") from None
 
     @property
     def routes(self) -> dict[str, Callable[[dict[str, Any], Hashable], Answer]]:
@@ -139,6 +141,9 @@ class Intake:
 
     def _begin(self, body: Body, form: Form, space: Hashable) -> Answer:
         """Queue the requests of a body; one with a grammar comes back, since its compilation may take long."""
+        if _requires_call(body):
+            grammar = self._voices.required(body.prompts[0], self._prompts.tokens(body)[0].tolist())
+            body = body._replace(params=replace(body.params, grammar=grammar))
         asked = _Asked(body, form, space if body.salt is None else (space, body.salt))
         return self._queued(asked) if body.params.grammar is None else asked
 
@@ -200,3 +205,8 @@ class Intake:
         self.expect_model(given.get("model", self._names[0]))
         tokens = self._prompts.checked(given["tokens"], "tokens").tolist()
         return JSONResponse({"prompt": decoded(self._engine.tokenizer, tokens, skip_special_tokens=False)})
+
+
+def _requires_call(body: Body) -> bool:
+    """Whether an answer must call a function, whatever the network would say."""
+    return body.chat and body.prompts[0].choice.mode == "required"

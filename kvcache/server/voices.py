@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from kvcache.errors import GrammarError
+from kvcache.grammar import Grammar
 from kvcache.sampling.dialects.dialect_table import DIALECTS, dialect_of
+from kvcache.sampling.dialects.required_calls import calls_grammar
 from kvcache.sampling.dialects.spoken_answer import MarkTokens, SpokenAnswer
 from kvcache.server.bodies import Body
+from kvcache.server.constraints import grammar_refused, knows_grammars
 from kvcache.server.conversations import Conversation
+from kvcache.server.refusals import BodyError
 from kvcache.serving.work import Work
 
 __all__ = ["Voices"]
@@ -42,3 +48,27 @@ class Voices:
             schemas={function["name"]: function.get("parameters") or {} for function in functions},
             names=asked.choice.names, parallel=asked.parallel,
         )
+
+    def required(self, asked: Conversation, prompt: Sequence[int]) -> Grammar:
+        """The grammar of an answer to a conversation that asks for a call.
+
+        Args:
+            prompt: the ids before the answer.
+
+        Raises:
+            BodyError: the dialect writes calls in another way than JSON; llguidance is not installed; the parameters of
+                a function are no schema.
+        """
+        names = asked.choice.names
+        functions = [tool["function"] for tool in asked.tools or ()]
+        functions = [function for function in functions if names is None or function["name"] in names]
+        thinks = self._marks.opens_thought(prompt[-_TAIL:])
+        try:
+            found = calls_grammar(self._marks, functions, parallel=asked.parallel, thinks=thinks)
+        except GrammarError as error:
+            raise grammar_refused(error, "tools") from None
+        if found is None or not knows_grammars():
+            why = "the server has no llguidance" if found is not None else "this network writes no calls in JSON"
+            message = f"tool_choice: expected none or auto, since {why}, got one that requires a call"
+            raise BodyError(message, "unsupported_parameter")
+        return found

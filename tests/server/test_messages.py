@@ -161,7 +161,7 @@ def test_thinking_and_tools_of_the_client(served):
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "messages: expected blocks of text"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "prompt is too long: messages: expected at most"),
         ({"tools": [{"name": "f", "input_schema": 3}]}, 400, "tools"),
-        ({"tool_choice": {"type": "any"}}, 400, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, 400, "tools: expected a network with end tokens"),
         ({"tool_choice": {"type": "other"}}, 400, "tool_choice: expected the type"),
         ({"mcp_servers": [{}]}, 400, "mcp_servers: expected none"),
         ({"stop_sequences": ["x"] * 17}, 400, "stop_sequences: expected at most 16"),

@@ -1,0 +1,100 @@
+"""`tool_choice` that requires a call: whatever the network would say, the answer calls a function by its schema."""
+
+import json
+
+import anthropic
+import openai
+import pytest
+from gguf_files import U32
+from http_servers import MODEL, TEMPLATE, Served, tiny_file
+
+from kvcache.server import constraints, voices
+
+pytest.importorskip("llguidance")
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+TALK = [{"role": "user", "content": "Which one?"}]
+PARAMETERS = {
+    "type": "object", "required": ["kind"], "additionalProperties": False,
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}},
+}
+NAMES = ("choose", "weigh")
+
+
+def tool(name, parameters=PARAMETERS, **more):
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+TOOLS = [tool(name) for name in NAMES]
+ONE = {name: {"type": "function", "function": {"name": name}} for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    template = TEMPLATE + "{# calls in <tool_call> #}"
+    file = tiny_file(tmp_path_factory.mktemp("tiny"), template, tokenizer__ggml__eos_token_id=(U32, 200))
+    with Served(file) as made:
+        yield made
+
+
+def asked(served, seed, **more):
+    settings = {"seed": seed, "max_tokens": 200, "temperature": 0.9, "tools": TOOLS, **more}
+    return served.client().chat.completions.create(model=MODEL, messages=TALK, **settings)
+
+
+def test_an_answer_calls(served):
+    called = set()
+    for seed in range(3):
+        for choice, allowed in (("required", NAMES), *((ONE[name], (name,)) for name in NAMES)):
+            (answer,) = asked(served, seed, temperature=2.0, tool_choice=choice, parallel_tool_calls=False).choices
+            (call,) = answer.message.tool_calls
+            assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+            assert call.function.name in allowed
+            found = json.loads(call.function.arguments)
+            assert found["kind"] in ("cat", "dog")
+            assert set(found) <= {"kind", "old"}
+            called.add(call.function.name)
+    assert called == {*NAMES}
+
+
+def test_a_stream_calls_the_same(served):
+    (answer,) = asked(served, 3, tool_choice="required", parallel_tool_calls=False).choices
+    pieces = [piece.choices[0] for piece in asked(
+        served, 3, tool_choice="required", parallel_tool_calls=False, stream=True
+    )]
+    functions = [call.function for piece in pieces for call in piece.delta.tool_calls or ()]
+    assert "".join(each.name or "" for each in functions) == answer.message.tool_calls[0].function.name
+    assert "".join(each.arguments or "" for each in functions) == answer.message.tool_calls[0].function.arguments
+    assert pieces[-1].finish_reason == "tool_calls"
+
+
+def test_messages(served):
+    client = anthropic.Anthropic(base_url=served.url.removesuffix("/v1"), api_key="x", max_retries=0)
+    tools = [{"name": name, "input_schema": PARAMETERS} for name in NAMES]
+    choice = {"type": "tool", "name": "weigh", "disable_parallel_tool_use": True}
+    got = client.messages.create(model=MODEL, messages=TALK, max_tokens=200, tools=tools, tool_choice=choice)
+    (block,) = got.content
+    assert (block.type, block.name, got.stop_reason) == ("tool_use", "weigh", "tool_use")
+    assert block.input["kind"] in ("cat", "dog")
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([tool("f", {"type": "wat"})], "tools: expected .* got .*Invalid type: wat"),
+        ([tool("f", {"propertyNames": {"maxLength": 3}}, strict=True)], "tools: expected .*propertyNames"),
+        ([tool("f", {"properties": {f"p{i}": True for i in range(5000)}})], "tools: expected a JSON schema of at most"),
+    ],
+)
+def test_parameters_that_are_refused(served, tools, message):
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        asked(served, 1, tools=tools, tool_choice="required")
+    assert (caught.value.param, caught.value.code) == ("tools", "invalid_json_schema")
+
+
+def test_without_the_package(served, monkeypatch):
+    monkeypatch.setattr(voices, "knows_grammars", lambda: False)
+    with pytest.raises(openai.BadRequestError, match="none or auto, since the server has no llguidance") as caught:
+        asked(served, 1, tool_choice="required")
+    assert (caught.value.param, caught.value.code) == ("tool_choice", "unsupported_parameter")
+    assert constraints.knows_grammars()
