@@ -31,19 +31,20 @@ INLINE f32v largest_of(const row_group *at) {
     return f32v_maxima(largest);
 }
 
-/* Puts the numbers of KVC_LANES of them. Returns the sums. */
-INLINE f32v put_numbers(const row_group *at, const float *steps, float most, int rows, int digits) {
-    f32v sum[KVC_LANES];
+/* Puts the numbers of KVC_LANES of them, and into `sums` those of both halves of the channels. */
+INLINE void put_numbers(const row_group *at, const float *steps, float most, int rows, int digits, f32v sums[2]) {
+    f32v sum[2][KVC_LANES];
     unsigned char bytes[KVC_LANES][2 * KVC_GROUP]; /* of the high digits, then of the low ones */
     ROLLED
     for (int i = 0; i < KVC_LANES; i++) {
         f32v number[GROUP_VECTORS], above[GROUP_VECTORS];
-        sum[i] = f32v_zero();
+        sum[0][i] = sum[1][i] = f32v_zero();
         UNROLL
         for (int v = 0; v < GROUP_VECTORS; v++) {
             number[v] = f32v_round(f32v_mul(f32v_load(at[i].x + v * KVC_LANES), f32v_set1(steps[i])));
             number[v] = f32v_max(number[v], f32v_set1(-most)); /* instead of NaN */
-            sum[i] = f32v_add(sum[i], number[v]);
+            f32v *half = &sum[2 * v >= GROUP_VECTORS][i];
+            *half = f32v_add(*half, number[v]);
             above[v] = f32v_round(f32v_mul(number[v], f32v_set1(1.0f / 128.0f)));
             if (digits == 2) number[v] = f32v_fma(above[v], f32v_set1(-128.0f), number[v]);
         }
@@ -60,32 +61,50 @@ INLINE f32v put_numbers(const row_group *at, const float *steps, float most, int
         for (int unit = 0; unit < KVC_GROUP * digits / 4; unit++)
             memcpy(at[i].numbers + unit * rows * 4, bytes[i] + 4 * unit, 4);
     }
-    return f32v_sums(sum); /* exact: below 2^24 */
+    sums[0] = f32v_sums(sum[0]), sums[1] = f32v_sums(sum[1]); /* exact: below 2^24 */
 }
 
-/* Puts the scales, corrections and `less` of KVC_LANES of them behind the numbers. With one digit and no minima the i32
- * correction is computed as a float: the bits of 1.5 * 2^23 are KVC_SUM_START, and those of a float near it that is larger by 1
- * are larger by 1. */
-INLINE void put_behind(const row_group *at, f32v scale, f32v numbers, int rows, int digits, int zero, int has_minima) {
-    float scales[KVC_LANES], corrections[KVC_LANES], less[KVC_LANES];
-    const f32v shift = f32v_fma(f32v_set1((float)-zero), numbers, f32v_set1(digits == 1 ? 0x1.8p23f : 0.0f)); /* exact */
-    f32v_store(scales, scale);
-    f32v_store(corrections, has_minima ? f32v_mul(scale, numbers) : shift);
-    f32v_store(less, f32v_mul(scale, f32v_set1(-0x1.8p23f)));
+/* Puts correction `part` of KVC_LANES of them. With one digit and no minima the i32 correction is computed as a float: the bits
+ * of 1.5 * 2^23 are KVC_SUM_START, and those of a float near it that is larger by 1 are larger by 1. */
+INLINE void put_corrections(const row_group *at, f32v scale, f32v sum, int part, int rows, int digits,
+                            const kvc_matrix_format_info *info, int zero) {
+    float corrections[KVC_LANES];
+    const int as_float = info->has_minima || digits == 1;
+    const f32v shift = f32v_fma(f32v_set1((float)-zero), sum, f32v_set1(digits == 1 ? 0x1.8p23f : 0.0f)); /* exact */
+    f32v_store(corrections, info->has_minima ? f32v_mul(scale, sum) : shift);
     ROLLED
     for (int i = 0; i < KVC_LANES; i++) {
-        const int32_t whole = has_minima || digits == 1 ? 0 : (int32_t)corrections[i];
+        const int32_t whole = as_float ? 0 : (int32_t)corrections[i];
+        memcpy(at[i].behind + 4 * rows * (1 + part), as_float ? (const void *)&corrections[i] : &whole, 4);
+    }
+}
+
+/* Puts the scales, corrections and `less` of KVC_LANES of them behind the numbers. */
+INLINE void put_behind(const row_group *at, f32v scale, const f32v halves[2], int rows, int digits,
+                       const kvc_matrix_format_info *info, int zero) {
+    float scales[KVC_LANES], less[KVC_LANES];
+    const int parts = kvc_scales_per_group(info);
+    const f32v own = f32v_mul(scale, f32v_set1(kvc_scale_factor(info)));
+    f32v_store(scales, own);
+    f32v_store(less, f32v_mul(own, f32v_set1(-0x1.8p23f)));
+    for (int part = 0; part < parts; part++) {
+        const f32v sum = parts == 2 ? halves[part] : f32v_add(halves[0], halves[1]);
+        put_corrections(at, own, sum, part, rows, digits, info, zero);
+    }
+    ROLLED
+    for (int i = 0; i < KVC_LANES; i++) {
         memcpy(at[i].behind, &scales[i], 4);
-        memcpy(at[i].behind + 4 * rows, has_minima || digits == 1 ? (const void *)&corrections[i] : &whole, 4);
-        if (digits == 1) memcpy(at[i].behind + 8 * rows, &less[i], 4);
+        if (digits == 1) memcpy(at[i].behind + 4 * rows * (1 + parts), &less[i], 4);
     }
 }
 
 /* Puts n of them, a multiple of KVC_LANES. Steps come first: so the processor divides for some while it looks for the
  * largest of others. With a value that is not finite the scale is NaN. With one digit the scale has 22 bits. */
-INLINE void put_groups(const row_group *at, int n, int rows, int digits, int zero, int has_minima) {
+INLINE void put_groups(const row_group *at, int n, int rows, int digits, const kvc_matrix_format_info *info) {
     const float most = digits == 1 ? 127.0f : 127.0f * 128.0f;
     const f32v most_v = f32v_set1(most), infinity = f32v_set1(INFINITY);
+    /* Levels whose dot products take signed weights subtract 128 from bytes themselves (u8x64_weights). */
+    const int zero = info->zero == 128 && !KVC_UNSIGNED_WEIGHTS ? 0 : info->zero;
     float steps[MOST_GROUPS], scales[MOST_GROUPS];
     for (int i = 0; i < n; i += KVC_LANES) {
         const f32v largest = largest_of(at + i);
@@ -95,17 +114,17 @@ INLINE void put_groups(const row_group *at, int n, int rows, int digits, int zer
     for (int i = 0; i < n && digits == 1; i++) scales[i] = kvc_float_of_bits(kvc_float_bits(scales[i]) & ~3u);
     for (int i = 0; i < n; i += KVC_LANES) {
         const f32v scale = f32v_load(scales + i);
-        const f32v numbers = put_numbers(at + i, steps + i, most, rows, digits);
-        put_behind(at + i, scale, f32v_pick(scale, infinity, numbers, f32v_zero()), rows, digits, zero, has_minima);
+        f32v halves[2];
+        put_numbers(at + i, steps + i, most, rows, digits, halves);
+        for (int half = 0; half < 2; half++) halves[half] = f32v_pick(scale, infinity, halves[half], f32v_zero());
+        put_behind(at + i, scale, halves, rows, digits, info, zero);
     }
 }
 
-/* Levels whose dot products take signed weights subtract 128 from codes of 8 bits themselves (u8x64_weights). */
 INLINE void put_packed(const kvc_matmul_args *args, int64_t first, int rows, int digits, unsigned char *to) {
     static const float zeros[KVC_GROUP];
     const kvc_matrix *matrix = args->matrix;
     const kvc_matrix_format_info *info = kvc_matrix_format_of(matrix->format);
-    const int zero = info->bits == 8 && !KVC_UNSIGNED_WEIGHTS ? 0 : info->zero;
     const int64_t whole = matrix->columns / KVC_GROUP, left = matrix->columns % KVC_GROUP;
     const float *x = args->x + first * matrix->columns;
     float last[MOST_ROWS][KVC_GROUP]; /* the channels of a group that has fewer */
@@ -121,12 +140,12 @@ INLINE void put_packed(const kvc_matmul_args *args, int64_t first, int rows, int
         const int64_t stride = g < whole ? matrix->columns : g == whole && left ? KVC_GROUP : 0;
         for (int i = 0; i < rows; i++, own += stride) {
             at[n++] = (row_group){own, to + 4 * i, behind + 4 * i};
-            if (n == MOST_GROUPS) put_groups(at, n, rows, digits, zero, info->has_minima), n = 0;
+            if (n == MOST_GROUPS) put_groups(at, n, rows, digits, info), n = 0;
         }
-        to = behind + kvc_behind_numbers(digits) * (size_t)rows;
+        to = behind + kvc_behind_numbers(info, digits) * (size_t)rows;
     }
     for (; n % KVC_LANES; n++) at[n] = at[n - 1];
-    put_groups(at, n, rows, digits, zero, info->has_minima);
+    put_groups(at, n, rows, digits, info);
 }
 
 INLINE void put_floats(const kvc_matmul_args *args, int64_t first, int rows, int rounded) {

@@ -60,4 +60,9 @@ static inline uint16_t kvc_bf16_of_float(float x) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+/* 2^(b - 127), a denormal for b = 0; infinity for 255. */
+static inline float kvc_float_of_e8m0(unsigned char b) {
+    return kvc_float_of_bits(b ? (uint32_t)b << 23 : 0x400000);
+}
+
 #endif

@@ -1,6 +1,7 @@
-/* kvc_matmul.c - prepared rows times panels of a matrix (kvc_matrix.h).
+/* kvc_matmul.c - prepared rows times panels of a matrix (kvc_matrix.h): those of floats.
  *
- * A tile multiplies a block of rows with one panel (packed) or up to four (floats). All its sums are in registers:
+ * A tile multiplies a block of rows with one or two panels (packed, kvc_matmul_packed.c) or up to four (floats). All its sums are
+ * in registers:
  *
  *                one 64-byte load        for each row of the block
  *     packed     a unit of codes         dots[row] += unit . 4 numbers of the row, broadcast
@@ -13,199 +14,12 @@
 #include "kvc_matmul_tile.h"
 
 enum {
-    CHUNK_BYTES = 2 << 20, /* of prepared rows that a packed panel meets */
-    /* Bytes of a panel from what is read to what is prefetched, measured: of packed weights into the first level of the
-     * cache; of floats, up to four panels at a time, into the second. */
-    PACKED_AHEAD = 4096,
+    /* Bytes of a panel from what is read to what is prefetched into the second level of the cache, up to four panels at a time,
+     * measured. */
     WORDS_AHEAD_OF_FEW = 2048, /* of f16 and bf16, up to four rows */
     FLOATS_AHEAD = 4096,
     FEW_ROWS = 16, /* of floats: the speed of memory is the limit */
 };
-
-/* The distance from byte `at` of a panel to the byte that is read `ahead` bytes later. */
-INLINE size_t ahead_of(const tile *t, size_t at, size_t ahead) {
-    return at + ahead < t->read_stop ? ahead : ahead + t->skipped;
-}
-/* Into the first level of the cache (near), or into the second. */
-INLINE void prefetch(int near, const unsigned char *p, size_t bytes) {
-    UNROLL
-    for (size_t line = 0; line < bytes; line += 64) {
-        if (near)
-            __builtin_prefetch(p + line, 0, 3);
-        else
-            __builtin_prefetch(p + line, 0, 2);
-    }
-}
-
-/* ---- Packed weights. */
-
-INLINE int32_t load_i32(const unsigned char *p) {
-    int32_t x;
-    memcpy(&x, p, 4);
-    return x;
-}
-INLINE float load_f32(const unsigned char *p) {
-    float x;
-    memcpy(&x, p, 4);
-    return x;
-}
-
-/* dots[row, panel] += the products of a group's codes with one digit of each row's numbers. */
-INLINE void dot_group(const unsigned char *const *codes, int bits, const unsigned char *numbers, int rows, int panels,
-                      i32x16 *dots) {
-    if (bits == 8) {
-        UNROLL
-        for (int unit = 0; unit < 8; unit++) {
-            u8x64 w[2];
-            UNROLL
-            for (int p = 0; p < panels; p++) w[p] = u8x64_weights(u8x64_load(codes[p] + unit * KVC_UNIT_BYTES));
-            UNROLL
-            for (int i = 0; i < rows; i++) {
-                const int32_t x = load_i32(numbers + 4 * (unit * rows + i));
-                UNROLL
-                for (int p = 0; p < panels; p++) dots[i * panels + p] = i32x16_dot_x(dots[i * panels + p], w[p], x);
-            }
-        }
-        return;
-    }
-    part16 parts[12];
-    _Static_assert(KVC_GROUP / 4 <= KVC_PART_UNITS(15, 127), "the units of a group are one part");
-    begin_parts(rows * panels, dots, parts);
-    UNROLL
-    for (int unit = 0; unit < 4; unit++) {
-        u8x64 low[2], high[2];
-        UNROLL
-        for (int p = 0; p < panels; p++) {
-            const u8x64 both = u8x64_load(codes[p] + unit * KVC_UNIT_BYTES);
-            low[p] = u8x64_and(both, 15), high[p] = u8x64_and(u8x64_shr(both, 4), 15);
-        }
-        UNROLL
-        for (int i = 0; i < rows; i++) {
-            const int32_t x = load_i32(numbers + 4 * (unit * rows + i));
-            const int32_t next = load_i32(numbers + 4 * ((unit + 4) * rows + i));
-            UNROLL
-            for (int p = 0; p < panels; p++) {
-                part16 *part = &parts[i * panels + p];
-                *part = part16_dot_q(part16_dot_q(*part, low[p], x), high[p], next);
-            }
-        }
-    }
-    end_parts(rows * panels, parts, dots);
-}
-
-INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int digits, int rows, int panels,
-                        const unsigned char *x, tile *t) {
-    const int minima = format == KVC_MATRIX_Q4_1, bits = format == KVC_MATRIX_Q8_0 ? 8 : 4;
-    const size_t numbers = (size_t)(KVC_GROUP * rows), header = (minima ? 4 : 2) * KVC_PANEL * 2;
-    const size_t code_bytes = (size_t)(KVC_GROUP * KVC_PANEL * bits / 8), record_bytes = header + 2 * code_bytes;
-    const unsigned char *records[2];
-    sums16 sums[12]; /* 6 rows of 2 panels, or 8 of one */
-    UNROLL
-    for (int p = 0; p < panels; p++)
-        records[p] = matrix->data + (size_t)(t->panel + (p < t->existing ? p : t->existing - 1)) * matrix->panel_bytes;
-    UNROLL
-    for (int i = 0; i < rows * panels; i++) {
-        UNROLL
-        for (int v = 0; v < VECTORS; v++) sums[i].v[v] = f32v_zero();
-    }
-    for (size_t at = 0; at < matrix->panel_bytes; at += record_bytes) {
-        for (int half = 0; half < 2; half++) {
-            const unsigned char *behind = x + numbers * (size_t)digits, *codes[2];
-            i32x16 dots[12];
-            UNROLL
-            for (int p = 0; p < panels; p++) {
-                codes[p] = records[p] + at + header + (size_t)half * code_bytes;
-                if (t->cold) prefetch(1, codes[p] + ahead_of(t, at, PACKED_AHEAD), code_bytes);
-            }
-            UNROLL
-            for (int i = 0; i < rows; i++) {
-                const i32x16 start = digits == 2 ? i32x16_zero()
-                                     : minima    ? i32x16_set1(KVC_SUM_START)
-                                                 : i32x16_set1(load_i32(behind + 4 * (rows + i)));
-                UNROLL
-                for (int p = 0; p < panels; p++) dots[i * panels + p] = start;
-            }
-            dot_group(codes, bits, x, rows, panels, dots);
-            if (digits == 2) {
-                UNROLL
-                for (int i = 0; i < rows * panels; i++)
-                    dots[i] = i32x16_next_digit(dots[i], minima ? 0 : load_i32(behind + 4 * (rows + i / panels)));
-                dot_group(codes, bits, x + numbers, rows, panels, dots);
-            }
-            UNROLL
-            for (int p = 0; p < panels; p++) {
-                const uint16_t *scales = (const uint16_t *)(records[p] + at) + half * KVC_PANEL;
-                UNROLL
-                for (int i = 0; i < rows; i++) {
-                    sums16 *sum = &sums[i * panels + p];
-                    const float scale = load_f32(behind + 4 * i);
-                    f32v scaled[VECTORS];
-                    if (digits == 1) {
-                        i32x16_scaled(dots[i * panels + p], scale, load_f32(behind + 4 * (2 * rows + i)), scaled);
-                    } else {
-                        i32x16_to_floats(dots[i * panels + p], scaled);
-                        UNROLL
-                        for (int v = 0; v < VECTORS; v++) scaled[v] = f32v_mul(scaled[v], f32v_set1(scale));
-                    }
-                    UNROLL
-                    for (int v = 0; v < VECTORS; v++) {
-                        sum->v[v] = f32v_fma(scaled[v], f32v_load_half(scales + v * KVC_LANES), sum->v[v]);
-                        if (minima)
-                            sum->v[v] = f32v_fma(f32v_load_half(scales + 2 * KVC_PANEL + v * KVC_LANES),
-                                                 f32v_set1(load_f32(behind + 4 * (rows + i))), sum->v[v]);
-                    }
-                }
-            }
-            x = behind + kvc_behind_numbers(digits) * (size_t)rows;
-        }
-    }
-    keep(t, rows, panels, sums);
-}
-
-#define PACKED(format, digits, rows)                                                                              \
-    NOINLINE void packed_##format##_##digits##_##rows(const kvc_matrix *matrix, const unsigned char *x, tile *t) { \
-        packed_tile(matrix, KVC_MATRIX_##format, digits, rows, KVC_PACKED_PANELS(rows), x, t);                           \
-    }
-#if defined(KVC_AVX512)
-#define BLOCKS(X, ...) \
-    X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4) X(__VA_ARGS__, 6) X(__VA_ARGS__, 8)
-#elif defined(KVC_AVX2)
-#define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4)
-#else
-#define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2)
-#endif
-#define DIGITS(X, format) BLOCKS(X, format, 1) BLOCKS(X, format, 2)
-DIGITS(PACKED, Q8_0) DIGITS(PACKED, Q4_0) DIGITS(PACKED, Q4_1)
-
-typedef void packed_fn(const kvc_matrix *, const unsigned char *x, tile *);
-#define LINE(format, digits, rows) [rows] = packed_##format##_##digits##_##rows,
-#define TABLE(format) {{BLOCKS(LINE, format, 1)}, {BLOCKS(LINE, format, 2)}}
-static packed_fn *const packed_tiles[3][2][9] = {TABLE(Q8_0), TABLE(Q4_0), TABLE(Q4_1)};
-
-static void multiply_packed(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
-    const size_t row_bytes = kvc_prepared_row_bytes(args);
-    packed_fn *const *tiles = packed_tiles[args->matrix->format - KVC_MATRIX_Q8_0][args->digits - 1];
-    const int most = KVC_PACKED_ROWS(args->n);
-    const int64_t fitting = (int64_t)(CHUNK_BYTES / row_bytes) / most * most, chunk = fitting > most ? fitting : most;
-    for (int64_t start = 0; start < args->n; start += chunk) {
-        const int64_t stop = start + chunk < args->n ? start + chunk : args->n;
-        for (int64_t p = panel; p < panel_stop; p += 2) {
-            for (int64_t row = start; row < stop;) {
-                const int rows = kvc_block_rows(most, stop - row);
-                const int64_t step = KVC_PACKED_PANELS(rows);
-                for (int64_t q = p; q < panel_stop && q < p + 2; q += step) {
-                    tile t;
-                    begin(&t, args, row, rows, q, step, panel_stop, row == start, NULL, NULL);
-                    tiles[rows](args->matrix, args->prepared + (size_t)row * row_bytes, &t);
-                    give(args, &t);
-                }
-                row += rows;
-            }
-        }
-    }
-}
-
-/* ---- Floats. */
 
 INLINE f32v load_weights(kvc_matrix_format format, const unsigned char *p, int64_t at) {
     if (format == KVC_MATRIX_F32) return f32v_load((const float *)p + at);
@@ -403,7 +217,7 @@ static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t 
 /* The results of panels [panel, panel_stop) for all rows. */
 void KVC_FN(multiply_panels)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, float *scratch) {
     if (kvc_matrix_format_of(args->matrix->format)->packed)
-        multiply_packed(args, panel, panel_stop);
+        KVC_FN(multiply_packed)(args, panel, panel_stop);
     else
         multiply_floats(args, panel, panel_stop, scratch);
 }

@@ -39,6 +39,24 @@ typedef struct block {
     int64_t channels;
 } block;
 
+/* The distance from byte `at` of a panel to the byte that is read `ahead` bytes later. */
+INLINE size_t ahead_of(const tile *t, size_t at, size_t ahead) {
+    return at + ahead < t->read_stop ? ahead : ahead + t->skipped;
+}
+/* Into the first level of the cache (near), or into the second. */
+INLINE void prefetch(int near, const unsigned char *p, size_t bytes) {
+    UNROLL
+    for (size_t line = 0; line < bytes; line += 64) {
+        if (near)
+            __builtin_prefetch(p + line, 0, 3);
+        else
+            __builtin_prefetch(p + line, 0, 2);
+    }
+}
+
+/* The results of panels [panel, panel_stop) of packed weights for all rows. */
+void KVC_FN(multiply_packed)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop);
+
 INLINE const unsigned char *panel_of(const block *weights, int panel, const tile *t) {
     return weights->data + (size_t)(panel < t->existing ? panel : t->existing - 1) * weights->stride;
 }

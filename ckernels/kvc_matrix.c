@@ -7,14 +7,15 @@
 
 int kvc_matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) {
     if ((unsigned)format >= KVC_NUM_MATRIX_FORMATS || rows < 1 || columns < 1) return -1;
-    if (columns > INT64_MAX / 8 - KVC_RECORD || rows > INT64_MAX / 8 / (columns + KVC_RECORD) - KVC_PANEL) return -1;
+    if (columns > INT64_MAX / 8 - KVC_MOST_RECORD || rows > INT64_MAX / 8 / (columns + KVC_MOST_RECORD) - KVC_PANEL) return -1;
     const kvc_matrix_format_info *info = kvc_matrix_format_of(format);
-    const int64_t records = (columns + KVC_RECORD - 1) / KVC_RECORD;
+    const int64_t groups = kvc_groups_per_record(info);
+    const int64_t records = (columns + groups * KVC_GROUP - 1) / (groups * KVC_GROUP);
     matrix->format = format;
     matrix->rows = rows, matrix->columns = columns;
     matrix->panels = (rows + KVC_PANEL - 1) / KVC_PANEL;
-    matrix->groups = 2 * records;
-    matrix->panel_bytes = info->packed ? (size_t)records * kvc_record_bytes(format)
+    matrix->groups = groups * records;
+    matrix->panel_bytes = info->packed ? (size_t)records * kvc_record_bytes(info)
                                        : ((size_t)(columns * KVC_PANEL * info->bits / 8) + 63) / 64 * 64;
     return 0;
 }
@@ -39,41 +40,104 @@ void kvc_matrix_put_words(const kvc_matrix *matrix, int64_t row, int64_t count, 
     }
 }
 
-/* Where the scale, the minimum and the codes of one group of a row are. */
+/* Where one group of a row is. */
 typedef struct place {
-    uint16_t *scale, *minimum; /* minimum: NULL where the format has none */
-    unsigned char *codes;      /* channels 0 .. 3 of the row */
-    int bits;
+    const kvc_matrix_format_info *info;
+    unsigned char *units, *scales, *minima; /* of the row, the first; the next of each are `stride` bytes away */
+    size_t stride;
+    unsigned char *codes; /* channels 0 .. 3 of the row */
+    int begins;           /* a record */
 } place;
 
 static place place_of(const kvc_matrix *matrix, int64_t row, int64_t group) {
     const kvc_matrix_format_info *info = kvc_matrix_format_of(matrix->format);
-    const size_t header = kvc_header_bytes(matrix->format), lane = (size_t)(row % KVC_PANEL), half = (size_t)(group % 2);
-    unsigned char *record = panel_of(matrix, row) + (size_t)(group / 2) * kvc_record_bytes(matrix->format);
-    uint16_t *scales = (uint16_t *)record + half * KVC_PANEL + lane;
-    unsigned char *codes = record + header + half * kvc_group_code_bytes(matrix->format) + 4 * lane;
-    return (place){scales, info->has_minima ? scales + 2 * KVC_PANEL : NULL, codes, info->bits};
+    const int64_t groups = kvc_groups_per_record(info), inside = group % groups;
+    const size_t lane = (size_t)(row % KVC_PANEL), size = kvc_scale_bytes(info), stride = KVC_PANEL * size;
+    unsigned char *record = panel_of(matrix, row) + (size_t)(group / groups) * kvc_record_bytes(info);
+    const size_t scale = (size_t)(inside * kvc_scales_per_group(info)) * stride + lane * size;
+    unsigned char *units = record + lane * (info->has_minima ? sizeof(uint16_t) : sizeof(float));
+    unsigned char *codes = record + kvc_header_bytes(info) + (size_t)inside * kvc_group_code_bytes(info) + 4 * lane;
+    unsigned char *scales = record + kvc_scales_at(info) + scale, *minima = record + kvc_minima_at(info) + scale;
+    return (place){info, units, scales, minima, stride, codes, inside == 0};
 }
 
-static void put_group(place at, const unsigned char codes[KVC_GROUP]) {
-    for (int k = 0; k < KVC_GROUP; k++) {
-        const int unit = k / 4;
-        if (at.bits == 8) {
-            at.codes[unit * KVC_UNIT_BYTES + k % 4] = codes[k];
-        } else {
-            unsigned char *byte = at.codes + unit % 4 * KVC_UNIT_BYTES + k % 4;
-            *byte = (unsigned char)(unit < 4 ? (*byte & 0xf0) | codes[k] : (*byte & 0x0f) | codes[k] << 4);
-        }
+/* Bits [drop, drop + bits) of the codes of a group into a plane. */
+static void put_plane(unsigned char *plane, int bits, int drop, const unsigned char codes[KVC_GROUP]) {
+    const int mask = (1 << bits) - 1;
+    for (int at = 0; at < 4 * bits; at++) { /* bytes of the row: four of each line */
+        int byte = 0;
+        for (int shift = 0; shift < 8; shift += bits) byte |= (codes[at + 4 * shift] >> drop & mask) << shift;
+        plane[at / 4 * KVC_UNIT_BYTES + at % 4] = (unsigned char)byte;
     }
 }
 
+/* The same bits of each code from there. */
+static void get_plane(const unsigned char *plane, int bits, int drop, unsigned char codes[KVC_GROUP]) {
+    const int mask = (1 << bits) - 1;
+    for (int at = 0; at < 4 * bits; at++) {
+        const int byte = plane[at / 4 * KVC_UNIT_BYTES + at % 4];
+        for (int shift = 0; shift < 8; shift += bits)
+            codes[at + 4 * shift] = (unsigned char)(codes[at + 4 * shift] | (byte >> shift & mask) << drop);
+    }
+}
+
+static void put_group(place at, const unsigned char codes[KVC_GROUP]) {
+    const int low = kvc_plane_bits(at.info->bits), high = at.info->bits - low;
+    put_plane(at.codes, low, 0, codes);
+    if (high) put_plane(at.codes + low * KVC_UNIT_BYTES, high, low, codes);
+}
+
 static void get_group(place at, unsigned char codes[KVC_GROUP]) {
-    for (int k = 0; k < KVC_GROUP; k++) {
-        const int unit = k / 4;
-        if (at.bits == 8)
-            codes[k] = at.codes[unit * KVC_UNIT_BYTES + k % 4];
-        else
-            codes[k] = at.codes[unit % 4 * KVC_UNIT_BYTES + k % 4] >> (unit < 4 ? 0 : 4) & 15;
+    const int low = kvc_plane_bits(at.info->bits), high = at.info->bits - low;
+    memset(codes, 0, KVC_GROUP);
+    get_plane(at.codes, low, 0, codes);
+    if (high) get_plane(at.codes + low * KVC_UNIT_BYTES, high, low, codes);
+}
+
+static void put_scale(place at, int i, const kvc_parts *parts, int64_t from) {
+    unsigned char *scale = at.scales + (size_t)i * at.stride, *minimum = at.minima + (size_t)i * at.stride;
+    const unsigned char *scales = parts->scales, *minima = parts->minima;
+    const size_t size = kvc_scale_bytes(at.info);
+    if (at.info->scales == KVC_NIBBLES) {
+        *scale = from < 0 ? 0 : (unsigned char)(scales[from] | minima[from] << 4);
+        return;
+    }
+    memset(scale, 0, size);
+    if (from >= 0) memcpy(scale, scales + (size_t)from * size, size);
+    if (!at.info->has_minima) return;
+    memset(minimum, 0, size);
+    if (from >= 0) memcpy(minimum, minima + (size_t)from * size, size);
+}
+
+static void get_scale(place at, int i, const kvc_parts *parts, int64_t to) {
+    const unsigned char *scale = at.scales + (size_t)i * at.stride, *minimum = at.minima + (size_t)i * at.stride;
+    unsigned char *scales = parts->scales, *minima = parts->minima;
+    const size_t size = kvc_scale_bytes(at.info);
+    if (at.info->scales == KVC_NIBBLES) {
+        scales[to] = *scale & 15, minima[to] = *scale >> 4;
+        return;
+    }
+    memcpy(scales + (size_t)to * size, scale, size);
+    if (at.info->has_minima) memcpy(minima + (size_t)to * size, minimum, size);
+}
+
+static void put_units(place at, const float *units) {
+    if (at.info->has_minima) {
+        const uint16_t halves[] = {kvc_half_of_float(units[0]), kvc_half_of_float(units[1])};
+        memcpy(at.units, halves, 2), memcpy(at.units + 2 * KVC_PANEL, halves + 1, 2);
+    } else {
+        memcpy(at.units, units, sizeof *units);
+    }
+}
+
+/* The unit and the minimum unit of the record that `at` is in. */
+static void get_units(place at, float units[2]) {
+    uint16_t halves[2];
+    if (at.info->has_minima) {
+        memcpy(halves, at.units, 2), memcpy(halves + 1, at.units + 2 * KVC_PANEL, 2);
+        units[0] = kvc_float_of_half(halves[0]), units[1] = kvc_float_of_half(halves[1]);
+    } else {
+        memcpy(units, at.units, sizeof *units);
     }
 }
 
@@ -82,47 +146,96 @@ static int channels_of(const kvc_matrix *matrix, int64_t group) { /* of the 32, 
     return left < 0 ? 0 : left < KVC_GROUP ? (int)left : KVC_GROUP;
 }
 
-void kvc_matrix_put_codes(const kvc_matrix *matrix, int64_t row, int64_t count, const unsigned char *codes,
-                          const uint16_t *scales, const uint16_t *minima) {
-    const int64_t known = (matrix->columns + KVC_GROUP - 1) / KVC_GROUP;
-    const int zero = kvc_matrix_format_of(matrix->format)->zero;
+static int64_t scales_of_row(const kvc_matrix *matrix) {
+    const int channels = kvc_matrix_format_of(matrix->format)->channels;
+    return (matrix->columns + channels - 1) / channels;
+}
+
+static int64_t units_of_row(const kvc_matrix *matrix) { /* floats: with minima two of each record */
+    const kvc_matrix_format_info *info = kvc_matrix_format_of(matrix->format);
+    return matrix->groups / kvc_groups_per_record(info) * (1 + info->has_minima);
+}
+
+void kvc_matrix_put_parts(const kvc_matrix *matrix, int64_t row, int64_t count, const kvc_parts *parts) {
+    const kvc_matrix_format_info *info = kvc_matrix_format_of(matrix->format);
+    const int64_t known = scales_of_row(matrix), per_group = kvc_scales_per_group(info);
+    /* The code of 0; of a table the first one, and with minima 0: x is 0 there, whatever the value. */
+    const int zero = info->table ? 0 : info->zero;
     for (int64_t i = 0; i < count; i++, row++) {
+        const float *units = kvc_has_units(info) ? parts->units + i * units_of_row(matrix) : NULL;
         for (int64_t g = 0; g < matrix->groups; g++) {
             const place at = place_of(matrix, row, g);
             const int channels = channels_of(matrix, g);
             unsigned char group[KVC_GROUP];
-            memset(group, zero, sizeof group); /* with minima its code is 0: x is 0 there, whatever the value */
-            if (channels) memcpy(group, codes + i * matrix->columns + g * KVC_GROUP, (size_t)channels);
-            *at.scale = g < known ? scales[i * known + g] : 0;
-            if (at.minimum) *at.minimum = g < known ? minima[i * known + g] : 0;
+            memset(group, zero, sizeof group);
+            if (channels) memcpy(group, parts->codes + i * matrix->columns + g * KVC_GROUP, (size_t)channels);
             put_group(at, group);
+            for (int64_t s = g * per_group; s < (g + 1) * per_group; s++)
+                put_scale(at, (int)(s - g * per_group), parts, s < known ? i * known + s : -1);
+            if (units && at.begins) put_units(at, units), units += 1 + info->has_minima;
         }
     }
 }
 
-void kvc_matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char *codes, uint16_t *scales,
-                          uint16_t *minima) {
-    const int64_t known = (matrix->columns + KVC_GROUP - 1) / KVC_GROUP;
-    for (int64_t g = 0; g < known; g++) {
+void kvc_matrix_get_parts(const kvc_matrix *matrix, int64_t row, const kvc_parts *parts) {
+    const kvc_matrix_format_info *info = kvc_matrix_format_of(matrix->format);
+    const int64_t known = scales_of_row(matrix), per_group = kvc_scales_per_group(info);
+    float *to = parts->units;
+    for (int64_t g = 0; channels_of(matrix, g); g++) {
         const place at = place_of(matrix, row, g);
         unsigned char group[KVC_GROUP];
         get_group(at, group);
-        memcpy(codes + g * KVC_GROUP, group, (size_t)channels_of(matrix, g));
-        scales[g] = *at.scale;
-        if (at.minimum) minima[g] = *at.minimum;
+        memcpy(parts->codes + g * KVC_GROUP, group, (size_t)channels_of(matrix, g));
+        for (int64_t s = g * per_group; s < (g + 1) * per_group && s < known; s++)
+            get_scale(at, (int)(s - g * per_group), parts, s);
+        if (kvc_has_units(info) && at.begins) {
+            float units[2];
+            get_units(at, units);
+            memcpy(to, units, (size_t)(1 + info->has_minima) * sizeof *units), to += 1 + info->has_minima;
+        }
+    }
+}
+
+static float half_at(const unsigned char *p) {
+    uint16_t half;
+    memcpy(&half, p, sizeof half);
+    return kvc_float_of_half(half);
+}
+
+/* Scale i of a group, and its minimum, or 0. */
+static float scale_value(place at, int i, float units[2], float *minimum) {
+    const kvc_matrix_format_info *info = at.info;
+    const unsigned char *scale = at.scales + (size_t)i * at.stride, *least = at.minima + (size_t)i * at.stride;
+    *minimum = 0.0f;
+    switch (info->scales) {
+    case KVC_HALVES:
+        if (info->has_minima) *minimum = half_at(least);
+        return half_at(scale);
+    case KVC_BYTES:
+        if (!info->has_minima) return units[0] * (float)(int8_t)*scale;
+        *minimum = units[1] * (float)*least;
+        return units[0] * (float)*scale;
+    case KVC_NIBBLES: *minimum = units[1] * (float)(*scale >> 4); return units[0] * (float)(*scale & 15);
+    case KVC_E8M0: return kvc_float_of_e8m0(*scale) * kvc_scale_factor(info);
+    default: return units[0] * (kvc_float_of_half((uint16_t)(*scale << 7)) * kvc_scale_factor(info));
     }
 }
 
 static void get_packed_row(const kvc_matrix *matrix, int64_t row, float *values) {
-    const int zero = kvc_matrix_format_of(matrix->format)->zero;
-    const int64_t known = (matrix->columns + KVC_GROUP - 1) / KVC_GROUP;
-    for (int64_t g = 0; g < known; g++) {
+    const kvc_matrix_format_info *info = kvc_matrix_format_of(matrix->format);
+    const unsigned char *table = info->table ? kvc_table_of(info->table) : NULL;
+    float units[2] = {0.0f, 0.0f};
+    for (int64_t g = 0; channels_of(matrix, g); g++) {
         const place at = place_of(matrix, row, g);
-        const float scale = kvc_float_of_half(*at.scale), minimum = at.minimum ? kvc_float_of_half(*at.minimum) : 0.0f;
         unsigned char codes[KVC_GROUP];
         get_group(at, codes);
-        for (int k = 0; k < channels_of(matrix, g); k++)
-            values[g * KVC_GROUP + k] = minimum + scale * (float)(codes[k] - zero);
+        if (kvc_has_units(info)) get_units(at, units);
+        for (int k = 0; k < channels_of(matrix, g); k++) {
+            float minimum;
+            const float scale = scale_value(at, k / info->channels, units, &minimum);
+            const float number = (float)((table ? table[codes[k]] : codes[k]) - info->zero);
+            values[g * KVC_GROUP + k] = info->has_minima ? minimum + scale * number : scale * number;
+        }
     }
 }
 

@@ -7,27 +7,49 @@
  *
  *   one panel     | channel 0 of rows 0 .. 15 | channel 1 of rows 0 .. 15 | ...
  *
- * PACKED (q8_0, q4_0, q4_1), as the field's formats of these names: groups of 32 channels of a row share a scale (and a
- * minimum), in f16. Two groups make a record; channels behind the last are zeros, up to a multiple of 64.
+ * PACKED, as the field's formats of these names. A group has 32 channels of a row; one scale, and perhaps a minimum, belongs to
+ * so many channels of it:
  *
- *     q8_0   value = scale * (code - 128)        codes of 8 bits
- *     q4_0   value = scale * (code - 8)          codes of 4 bits
- *     q4_1   value = minimum + scale * code
+ *     format  channels  codes   value                                         scales and minima
+ *     q8_0          32  8 bits  scale * (code - 128)                          f16
+ *     q4_0          32  4       scale * (code - 8)                            f16
+ *     q4_1          32  4       minimum + scale * code                        f16, f16
+ *     q5_0          32  5       scale * (code - 16)                           f16
+ *     q5_1          32  5       minimum + scale * code                        f16, f16
+ *     q4_k, q5_k    32  4, 5    minimum_unit * minimum + unit * scale * code  bytes, of 0 to 255; units: f16
+ *     q6_k          16  6       unit * scale * (code - 32)                    bytes, signed; unit: f32
+ *     q3_k          16  3       unit * scale * (code - 4)                     bytes, signed; unit: f32
+ *     q2_k          16  2       minimum_unit * minimum + unit * scale * code  4 bits each, in a byte; units: f16
+ *     iq4_nl        32  4       scale * number                                f16
+ *     iq4_xs        32  4       unit * scale * number                         bytes, signed; unit: f32
+ *     mxfp4         32  4       scale * number                                bytes b: 2^(b - 128); 255 is none
+ *     nvfp4         16  4       unit * scale * number                         bytes b: 8-bit floats / 2, see below; unit: f32
  *
- *   one record    | 16 scales of group a | 16 of group b | minima of a, of b: q4_1 alone | codes of a | codes of b |
+ *   A number is that at the code's place in a table of 16 (KVC_MATRIX_TABLES), less the zero of the format. The floats of nvfp4
+ *   have 4 bits of exponent and 3 of mantissa, no sign, and 127 is none. Units belong to 256 channels.
+ *
+ *   Some groups make a record; channels behind the last are zeros, up to a whole record. It has 8 groups where there are units,
+ *   4 in mxfp4, else 2:
+ *
+ *   | 16 units, with minima 16 minimum units | 16 scales of each channels | 16 minima of each, or none | codes of each group |
  *
  *   Codes come in units of 64: unit u has channels 4u .. 4u+3 of the group of all 16 rows, so that one 64-byte load feeds
- *   integer dot products of 4 bytes per lane. Two units of 4 bits share their bytes:
+ *   integer dot products of 4 bytes per lane.
  *
- *     q8    U0 | U1 | ... | U7
- *     q4    U4 << 4 | U0, U5 << 4 | U1, ... U7 << 4 | U3
  *     U0    | row 0: c0 c1 c2 c3 | row 1: c0 c1 c2 c3 | ... | row 15: c0 c1 c2 c3 |
+ *
+ *   A code lies in planes of 8, 4, 2 or 1 bits: 6 bits are the lower 4 in one plane and the upper 2 in the next, 5 are 4 and 1,
+ *   3 are 2 and 1. A plane of b bits has b lines of 64 bytes. Unit u is in line u % b, at bits b * (u / b) and above of each byte:
+ *
+ *     8     U0 | U1 | ... | U7
+ *     4     U4 << 4 | U0, U5 << 4 | U1, ... U7 << 4 | U3
  *
  * ACTIVATIONS meet weights in floats as float32, or, if the call asks for it, weights in bf16 as bf16, rounded half to even.
  * Those that meet packed weights are whole numbers themselves, with a scale per group of 32 channels, the largest
  * magnitude of the group / 127: one digit of 8 bits. With two digits (high * 128 + low) it is the largest / 16256.
  *
- * A RESULT is a sum of integer dot products, each exact, times both scales, added group by group with one rounding each.
+ * A RESULT is a sum of integer dot products over the channels of a scale, each exact, times both scales, added with one
+ * rounding each.
  * Floats are added channel by channel in blocks of 256, and the blocks one after another; where a CPU multiplies pairs of
  * bf16 numbers (KVC_BF16_PAIRS), two channels at a time, and what is below 2^-126 counts as zero. So the bits of a row of the
  * result depend on that row of x, the matrix, the digits and the level alone: not on other rows, threads or pieces.
@@ -35,7 +57,7 @@
  *
  *     floats     (258 + K / 256) * 2^-24 * sum |x w|
  *     packed     sum over groups of  32 * step * (largest |w| of the group) / 2   with step = largest |x| / 127 or / 16256,
- *                and (4 + K / 32) * 2^-23 * sum |x w| of rounding, where with minima |w| is |minimum| + |scale * code|
+ *                and (4 + K / channels) * 2^-23 * sum |x w| of rounding, where with minima |w| is |minimum| + |scale * code|
  *
  * These hold for |x| below 2^40 as long as sum |x w| is a float. Groups of packed x that are nowhere above 2^-100 count as
  * zeros. A row of x with an infinity or NaN has no finite result.
@@ -48,8 +70,8 @@
 
 enum {
     KVC_PANEL = 16,       /* rows of a panel */
-    KVC_GROUP = 32,       /* channels that share a scale */
-    KVC_RECORD = 64,      /* channels of a record */
+    KVC_GROUP = 32,       /* channels of a row of x that share a scale */
+    KVC_MOST_RECORD = 256, /* channels of the longest record */
     KVC_CHANNEL_BLOCK = 256,
     KVC_CHUNK_ROWS = 240,  /* of floats, which meet the panels of a group together; a multiple of every size of a block */
     KVC_GROUP_PANELS = 16,
@@ -59,14 +81,39 @@ enum {
     KVC_WIDE_FLOATS = 4 * KVC_PANEL * KVC_CHANNEL_BLOCK, /* a block of channels of up to four panels at a time */
 };
 
-/* symbol, name, bits of a code or float, packed, has minima, zero: the code of 0 */
-#define KVC_MATRIX_FORMATS(X)         \
-    X(F32, "f32", 32, 0, 0, 0)        \
-    X(F16, "f16", 16, 0, 0, 0)        \
-    X(BF16, "bf16", 16, 0, 0, 0)      \
-    X(Q8_0, "q8_0", 8, 1, 0, 128)     \
-    X(Q4_0, "q4_0", 4, 1, 0, 8)       \
-    X(Q4_1, "q4_1", 4, 1, 1, 0)
+/* How the scales of a packed format are stored. BYTES are unsigned where there are minima. */
+typedef enum kvc_scales { KVC_HALVES, KVC_BYTES, KVC_NIBBLES, KVC_E8M0, KVC_E4M3 } kvc_scales;
+
+/* Numbers that codes of 4 bits stand for, with the zero of their formats added: bytes, which products take like codes. */
+#define KVC_MATRIX_TABLES(X)                                                                   \
+    X(NO_TABLE, {0})                                                                           \
+    X(IQ4, {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241})          \
+    X(FP4, {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}) /* twice 4-bit floats */
+
+#define KVC_SYMBOL(symbol, ...) KVC_##symbol,
+typedef enum kvc_table { KVC_MATRIX_TABLES(KVC_SYMBOL) KVC_NUM_TABLES } kvc_table;
+#undef KVC_SYMBOL
+
+/* symbol, name, bits of a code or float, packed, has minima, zero: the code or the number of 0, channels of a scale, scales,
+ * table */
+#define KVC_MATRIX_FORMATS(X)                                       \
+    X(F32, "f32", 32, 0, 0, 0, 1, KVC_HALVES, KVC_NO_TABLE)         \
+    X(F16, "f16", 16, 0, 0, 0, 1, KVC_HALVES, KVC_NO_TABLE)         \
+    X(BF16, "bf16", 16, 0, 0, 0, 1, KVC_HALVES, KVC_NO_TABLE)       \
+    X(Q8_0, "q8_0", 8, 1, 0, 128, 32, KVC_HALVES, KVC_NO_TABLE)     \
+    X(Q4_0, "q4_0", 4, 1, 0, 8, 32, KVC_HALVES, KVC_NO_TABLE)       \
+    X(Q4_1, "q4_1", 4, 1, 1, 0, 32, KVC_HALVES, KVC_NO_TABLE)       \
+    X(Q5_0, "q5_0", 5, 1, 0, 16, 32, KVC_HALVES, KVC_NO_TABLE)      \
+    X(Q5_1, "q5_1", 5, 1, 1, 0, 32, KVC_HALVES, KVC_NO_TABLE)       \
+    X(Q4_K, "q4_k", 4, 1, 1, 0, 32, KVC_BYTES, KVC_NO_TABLE)        \
+    X(Q5_K, "q5_k", 5, 1, 1, 0, 32, KVC_BYTES, KVC_NO_TABLE)        \
+    X(Q6_K, "q6_k", 6, 1, 0, 32, 16, KVC_BYTES, KVC_NO_TABLE)       \
+    X(Q3_K, "q3_k", 3, 1, 0, 4, 16, KVC_BYTES, KVC_NO_TABLE)        \
+    X(Q2_K, "q2_k", 2, 1, 1, 0, 16, KVC_NIBBLES, KVC_NO_TABLE)      \
+    X(IQ4_NL, "iq4_nl", 4, 1, 0, 128, 32, KVC_HALVES, KVC_IQ4)      \
+    X(IQ4_XS, "iq4_xs", 4, 1, 0, 128, 32, KVC_BYTES, KVC_IQ4)       \
+    X(MXFP4, "mxfp4", 4, 1, 0, 12, 32, KVC_E8M0, KVC_FP4)           \
+    X(NVFP4, "nvfp4", 4, 1, 0, 12, 16, KVC_E4M3, KVC_FP4)
 
 #define KVC_NUMBER(symbol, ...) KVC_MATRIX_##symbol,
 typedef enum kvc_matrix_format { KVC_MATRIX_FORMATS(KVC_NUMBER) KVC_NUM_MATRIX_FORMATS } kvc_matrix_format;
@@ -74,7 +121,9 @@ typedef enum kvc_matrix_format { KVC_MATRIX_FORMATS(KVC_NUMBER) KVC_NUM_MATRIX_F
 
 typedef struct kvc_matrix_format_info {
     const char *name;
-    int bits, packed, has_minima, zero;
+    int bits, packed, has_minima, zero, channels;
+    kvc_scales scales;
+    kvc_table table;
 } kvc_matrix_format_info;
 
 static inline const kvc_matrix_format_info *kvc_matrix_format_of(kvc_matrix_format format) {
@@ -84,23 +133,66 @@ static inline const kvc_matrix_format_info *kvc_matrix_format_of(kvc_matrix_form
     return &table[format];
 }
 
+/* The 16 numbers of a table. */
+static inline const unsigned char *kvc_table_of(kvc_table table) {
+#define KVC_LINE(symbol, ...) __VA_ARGS__,
+    static const unsigned char tables[][16] = {KVC_MATRIX_TABLES(KVC_LINE)};
+#undef KVC_LINE
+    return tables[table];
+}
+
 typedef struct kvc_matrix {
     kvc_matrix_format format;
     int64_t rows, columns;
-    int64_t panels, groups; /* groups: an even number, of packed formats */
+    int64_t panels, groups; /* groups: those of whole records, of packed formats */
     size_t panel_bytes;     /* a multiple of 64 */
     unsigned char *data;    /* panels * panel_bytes, 64-byte aligned */
 } kvc_matrix;
 
-static inline size_t kvc_header_bytes(kvc_matrix_format format) { /* of a record: its scales and minima */
-    return (kvc_matrix_format_of(format)->has_minima ? 4 : 2) * KVC_PANEL * sizeof(uint16_t);
+/* Of a packed format: */
+static inline int kvc_scales_per_group(const kvc_matrix_format_info *info) { return KVC_GROUP / info->channels; }
+static inline int kvc_has_units(const kvc_matrix_format_info *info) {
+    return info->scales != KVC_HALVES && info->scales != KVC_E8M0;
 }
-static inline size_t kvc_group_code_bytes(kvc_matrix_format format) {
-    return (size_t)(KVC_GROUP * KVC_PANEL * kvc_matrix_format_of(format)->bits / 8);
+static inline int kvc_groups_per_record(const kvc_matrix_format_info *info) {
+    return kvc_has_units(info) ? 8 : info->scales == KVC_E8M0 ? 4 : 2;
 }
-static inline size_t kvc_record_bytes(kvc_matrix_format format) {
-    return kvc_header_bytes(format) + 2 * kvc_group_code_bytes(format);
+static inline size_t kvc_scale_bytes(const kvc_matrix_format_info *info) { return info->scales == KVC_HALVES ? 2 : 1; }
+/* From a record's first byte: its scales; its minima, which share the bytes of scales of 4 bits; its codes. */
+static inline size_t kvc_scales_at(const kvc_matrix_format_info *info) { return kvc_has_units(info) ? 4 * KVC_PANEL : 0; }
+static inline size_t kvc_minima_at(const kvc_matrix_format_info *info) {
+    const int own = info->has_minima && info->scales != KVC_NIBBLES;
+    const size_t scales = (size_t)(kvc_groups_per_record(info) * kvc_scales_per_group(info) * KVC_PANEL);
+    return kvc_scales_at(info) + (own ? scales * kvc_scale_bytes(info) : 0);
 }
+static inline size_t kvc_header_bytes(const kvc_matrix_format_info *info) {
+    const size_t scales = (size_t)(kvc_groups_per_record(info) * kvc_scales_per_group(info) * KVC_PANEL);
+    return kvc_minima_at(info) + scales * kvc_scale_bytes(info);
+}
+static inline size_t kvc_group_code_bytes(const kvc_matrix_format_info *info) {
+    return (size_t)(KVC_GROUP * KVC_PANEL * info->bits / 8);
+}
+static inline size_t kvc_record_bytes(const kvc_matrix_format_info *info) {
+    return kvc_header_bytes(info) + (size_t)kvc_groups_per_record(info) * kvc_group_code_bytes(info);
+}
+/* Whether floats become codes of the format (kvc_quantise_weights.c); others come from files alone. */
+static inline int kvc_quantises(const kvc_matrix_format_info *info) {
+    return info->packed && info->scales == KVC_HALVES && !info->table && info->bits != 5;
+}
+/* The bits of a code in its first plane; the others, if there are any, are in its second. */
+static inline int kvc_plane_bits(int bits) { return bits >= 8 ? 8 : bits >= 4 ? 4 : 2; }
+/* What the bits of a scale lack of its value, and the scales of x have instead: 2^(b - 127) / 2; f16 has the exponents of 8-bit
+ * floats / 256, and half of those is meant. */
+static inline float kvc_scale_factor(const kvc_matrix_format_info *info) {
+    return info->scales == KVC_E8M0 ? 0.5f : info->scales == KVC_E4M3 ? 128.0f : 1.0f;
+}
+
+/* Rows of a packed format, in parts. A row has ceil(columns / channels) scales and minima, ceil(columns / 256) units. */
+typedef struct kvc_parts {
+    unsigned char *codes;  /* (n, columns) */
+    void *scales, *minima; /* (n, scales of a row): f16 or bytes; minima: NULL where the format has none */
+    float *units;          /* (n, units of a row), pairs of a unit and a minimum unit where there are minima; or NULL */
+} kvc_parts;
 
 /* kvc_matrix.c */
 
@@ -108,12 +200,10 @@ static inline size_t kvc_record_bytes(kvc_matrix_format format) {
 int kvc_matrix_init(kvc_matrix *, kvc_matrix_format, int64_t rows, int64_t columns);
 /* Words of the matrix's own float format (count, columns), at any alignment, into rows [row, row + count). */
 void kvc_matrix_put_words(const kvc_matrix *, int64_t row, int64_t count, const void *words);
-/* Codes (count, columns), scales and minima (count, ceil(columns / 32)) of a packed format. Missing channels of the last
- * group are zeros. minima is NULL where the format has none. */
-void kvc_matrix_put_codes(const kvc_matrix *, int64_t row, int64_t count, const unsigned char *codes,
-                          const uint16_t *scales, const uint16_t *minima);
-/* Row `row` as codes, scales, minima (columns and groups as above): the inverse. */
-void kvc_matrix_get_codes(const kvc_matrix *, int64_t row, unsigned char *codes, uint16_t *scales, uint16_t *minima);
+/* Rows [row, row + count) of a packed format. Missing channels of the last group are zeros. */
+void kvc_matrix_put_parts(const kvc_matrix *, int64_t row, int64_t count, const kvc_parts *);
+/* Row `row` in parts: the inverse. */
+void kvc_matrix_get_parts(const kvc_matrix *, int64_t row, const kvc_parts *);
 /* Row `row` as floats. */
 void kvc_matrix_get_row(const kvc_matrix *, int64_t row, float *values);
 
@@ -147,23 +237,27 @@ static inline int kvc_in_pairs(const kvc_matmul_args *args) {
  * scale plus `less`, gives n * scale with one rounding: less = -1.5 * 2^23 * scale is exact, for scales have 22 bits. */
 enum { KVC_SUM_START = 0x4b400000 };
 
-/* Bytes of a row behind its numbers of a group: scale and correction, and less with one digit. */
-static inline size_t kvc_behind_numbers(int digits) { return digits == 1 ? 12 : 8; }
+/* Bytes of a row behind its numbers of a group: scale and corrections, and less with one digit. */
+static inline size_t kvc_behind_numbers(const kvc_matrix_format_info *info, int digits) {
+    return 4 * (size_t)(1 + kvc_scales_per_group(info) + (digits == 1));
+}
 
 /* Bytes of one prepared row of x. Blocks of rows lie one behind another, as kvc_block_rows divides them; floats do so for
  * each block of 256 channels, packed rows for all channels:
  *
  *   floats     | channel 0 of each row of the block | channel 1 | ...
  *   pairs      | channels 0 and 1 of each row of the block, 16 bits each | 2 and 3 | ...    zero behind the last channel
- *   packed     group by group  | digit, unit, row: 4 bytes each | scale of each row, f32 | correction of each row |
+ *   packed     group by group  | digit, unit, row: 4 bytes each | scale of each row, f32 | corrections of each row |
  *              with one digit    less of each row, f32 |
  *
- * The correction is what the offset of codes adds to the sum: -zero * (sum of the row's numbers), i32; with minima it is
- * scale * sum, f32. With one digit an i32 correction is KVC_SUM_START more, and less is -1.5 * 2^23 * scale. */
+ * A correction is what the offset of codes adds to the sum over the channels of a scale: -zero * (sum of the row's numbers),
+ * i32; with minima it is scale * sum, f32. With one digit an i32 correction is KVC_SUM_START more, and less is
+ * -1.5 * 2^23 * scale. The scales have the factor that the format's own lack (kvc_scale_factor). */
 static inline size_t kvc_prepared_row_bytes(const kvc_matmul_args *args) {
     if (kvc_in_pairs(args)) return (size_t)(args->matrix->columns + 1) / 2 * sizeof(uint32_t);
-    if (!kvc_matrix_format_of(args->matrix->format)->packed) return (size_t)args->matrix->columns * sizeof(float);
-    return (size_t)args->matrix->groups * ((size_t)(KVC_GROUP * args->digits) + kvc_behind_numbers(args->digits));
+    const kvc_matrix_format_info *info = kvc_matrix_format_of(args->matrix->format);
+    if (!info->packed) return (size_t)args->matrix->columns * sizeof(float);
+    return (size_t)args->matrix->groups * ((size_t)(KVC_GROUP * args->digits) + kvc_behind_numbers(info, args->digits));
 }
 
 static inline int kvc_widens(const kvc_matmul_args *args) {

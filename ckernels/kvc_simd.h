@@ -13,9 +13,10 @@
  * Its types i16v, a pair of whole numbers from 0 to 2^15 - 1 per lane, and i32v, a sum per lane, have
  *   pair(even, odd): of floats, rounded as by round, load, store, add, min, shr, above(a, b) = max(a - b, 0),
  *   mul15(a, b) = (a * b + 2^14) >> 15, dot(sums, a, b) = sums + the products of both pairs, floats.
- * Products with weights (kvc_matmul.c) take units of 64 codes, u8x64, and 16 sums, i32x16:
- *   u8x64_load, and, shr, weights: the form of 8-bit codes that dot_x takes; dot_x adds the products of codes 4i .. 4i+3
- *   with 4 signed bytes to sum i; set1, zero, next_digit(x, more) = x * 128 + more, to_floats,
+ * Products with weights (kvc_matmul_packed.c) take scales in bytes: load_signed, load_bits(p, shift, mask), load_e8m0, load_e4m3
+ *   (floats / 256); and units of 64 codes, u8x64, and 16 sums, i32x16:
+ *   u8x64_load, and, or, shr, shl, table(16 bytes), lookup(table, x of 0 to 15), weights: the form of 8-bit codes that
+ *   dot_x takes; dot_x adds the products of codes 4i .. 4i+3 with 4 signed bytes to sum i; set1, zero, next_digit(x, more) = x * 128 + more, to_floats,
  *   scaled(x, scale, less): (x - KVC_SUM_START) * scale as floats (kvc_matrix.h).
  * Other codes are added to a part of such sums, part16, which a level may keep in fewer bits: begin(sums), dot_q (codes
  *   times signed bytes), and end(part, sums), the sums with the part added. KVC_PART_UNITS(code, byte) units fit a part

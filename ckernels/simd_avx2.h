@@ -18,6 +18,21 @@ INLINE f32v f32v_load_bf16(const uint16_t *p) {
     const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
 }
+/* Bytes as floats: signed; some of their bits; the bits of kvc_float_of_e8m0, without 255; those of a half, moved by 7. */
+INLINE f32v f32v_load_signed(const unsigned char *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+INLINE f32v f32v_load_bits(const unsigned char *p, int shift, int mask) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(bytes, shift), _mm256_set1_epi32(mask)));
+}
+INLINE f32v f32v_load_e8m0(const unsigned char *p) {
+    const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)), 23);
+    return _mm256_castsi256_ps(_mm256_max_epi32(bits, _mm256_set1_epi32(0x400000)));
+}
+INLINE f32v f32v_load_e4m3(const unsigned char *p) {
+    return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7));
+}
 INLINE void f32v_store_half(uint16_t *p, f32v x) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -203,6 +218,14 @@ INLINE u8x64 u8x64_or(u8x64 x, u8x64 y) {
 INLINE u8x64 u8x64_xor(u8x64 x, int byte) {
     const __m256i mask = _mm256_set1_epi8((char)byte);
     return (u8x64){_mm256_xor_si256(x.a, mask), _mm256_xor_si256(x.b, mask)};
+}
+/* 16 bytes in each quarter, and those of them that x, 0 to 15, says. */
+INLINE u8x64 u8x64_table(const unsigned char table[16]) {
+    const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    return (u8x64){both, both};
+}
+INLINE u8x64 u8x64_lookup(u8x64 table, u8x64 x) {
+    return (u8x64){_mm256_shuffle_epi8(table.a, x.a), _mm256_shuffle_epi8(table.b, x.b)};
 }
 /* Shifts 16-bit lanes: bits cross bytes, and callers mask them. */
 INLINE u8x64 u8x64_shr(u8x64 x, int n) {

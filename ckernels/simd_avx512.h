@@ -20,6 +20,21 @@ INLINE f32v f32v_load_bf16(const uint16_t *p) {
     const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
 }
+/* Bytes as floats: signed; some of their bits; the bits of kvc_float_of_e8m0, without 255; those of a half, moved by 7. */
+INLINE f32v f32v_load_signed(const unsigned char *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+INLINE f32v f32v_load_bits(const unsigned char *p, int shift, int mask) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(bytes, (unsigned)shift), _mm512_set1_epi32(mask)));
+}
+INLINE f32v f32v_load_e8m0(const unsigned char *p) {
+    const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)), 23);
+    return _mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(0x400000)));
+}
+INLINE f32v f32v_load_e4m3(const unsigned char *p) {
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p)), 7));
+}
 INLINE void f32v_store_half(uint16_t *p, f32v x) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -199,6 +214,11 @@ INLINE u8x64 u8x64_load(const unsigned char *p) { return _mm512_loadu_si512(p); 
 INLINE u8x64 u8x64_and(u8x64 x, int byte) { return _mm512_and_si512(x, _mm512_set1_epi8((char)byte)); }
 INLINE u8x64 u8x64_or(u8x64 a, u8x64 b) { return _mm512_or_si512(a, b); }
 INLINE u8x64 u8x64_xor(u8x64 x, int byte) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)byte)); }
+/* 16 bytes in each quarter, and those of them that x, 0 to 15, says. */
+INLINE u8x64 u8x64_table(const unsigned char table[16]) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
+}
+INLINE u8x64 u8x64_lookup(u8x64 table, u8x64 x) { return _mm512_shuffle_epi8(table, x); }
 /* Shifts 16-bit lanes: bits cross bytes, and callers mask them. */
 INLINE u8x64 u8x64_shr(u8x64 x, int n) { return _mm512_srli_epi16(x, (unsigned)n); }
 INLINE u8x64 u8x64_shl(u8x64 x, int n) { return _mm512_slli_epi16(x, (unsigned)n); }

@@ -15,6 +15,27 @@ INLINE f32v f32v_load(const float *p) { return vld1q_f32(p); }
 INLINE void f32v_store(float *p, f32v x) { vst1q_f32(p, x); }
 INLINE f32v f32v_load_half(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 INLINE f32v f32v_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+/* Four bytes as whole numbers. */
+INLINE uint32x4_t u32x4_of_bytes(const unsigned char *p) {
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+}
+/* Bytes as floats: signed; some of their bits; the bits of kvc_float_of_e8m0, without 255; those of a half, moved by 7. */
+INLINE f32v f32v_load_signed(const unsigned char *p) {
+    const int32x4_t high = vreinterpretq_s32_u32(vshlq_n_u32(u32x4_of_bytes(p), 24));
+    return vcvtq_f32_s32(vshrq_n_s32(high, 24));
+}
+INLINE f32v f32v_load_bits(const unsigned char *p, int shift, int mask) {
+    const uint32x4_t moved = vshlq_u32(u32x4_of_bytes(p), vdupq_n_s32(-shift));
+    return vcvtq_f32_u32(vandq_u32(moved, vdupq_n_u32((uint32_t)mask)));
+}
+INLINE f32v f32v_load_e8m0(const unsigned char *p) {
+    return vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32(u32x4_of_bytes(p), 23), vdupq_n_u32(0x400000)));
+}
+INLINE f32v f32v_load_e4m3(const unsigned char *p) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(vshlq_n_u32(u32x4_of_bytes(p), 7))));
+}
 INLINE void f32v_store_half(uint16_t *p, f32v x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 INLINE f32v f32v_load8(const float *p) { return f32v_load(p); } /* never called: 4 lanes never exceed a row */
 INLINE void f32v_store8(float *p, f32v x) { f32v_store(p, x); }
@@ -143,6 +164,16 @@ INLINE u8x64 u8x64_xor(u8x64 x, int byte) {
 INLINE u8x64 u8x64_or(u8x64 x, u8x64 y) {
     return (u8x64){{vorrq_u8(x.val[0], y.val[0]), vorrq_u8(x.val[1], y.val[1]), vorrq_u8(x.val[2], y.val[2]),
                     vorrq_u8(x.val[3], y.val[3])}};
+}
+/* 16 bytes in each quarter, and those of them that x, 0 to 15, says. */
+INLINE u8x64 u8x64_table(const unsigned char table[16]) {
+    const uint8x16_t one = vld1q_u8(table);
+    return (u8x64){{one, one, one, one}};
+}
+INLINE u8x64 u8x64_lookup(u8x64 table, u8x64 x) {
+#define LOOK_UP(v) vqtbl1q_u8(table.val[0], v)
+    return EACH(x, LOOK_UP);
+#undef LOOK_UP
 }
 INLINE u8x64 u8x64_shl(u8x64 x, int n) {
     const int8x16_t count = vdupq_n_s8((int8_t)n);

@@ -17,6 +17,10 @@ INLINE f32v f32v_load(const float *p) { return *p; }
 INLINE void f32v_store(float *p, f32v x) { *p = x; }
 INLINE f32v f32v_load_half(const uint16_t *p) { return kvc_float_of_half(*p); }
 INLINE f32v f32v_load_bf16(const uint16_t *p) { return kvc_float_of_bits((uint32_t)*p << 16); }
+INLINE f32v f32v_load_signed(const unsigned char *p) { return (float)(int8_t)*p; }
+INLINE f32v f32v_load_bits(const unsigned char *p, int shift, int mask) { return (float)(*p >> shift & mask); }
+INLINE f32v f32v_load_e8m0(const unsigned char *p) { return kvc_float_of_e8m0(*p); }
+INLINE f32v f32v_load_e4m3(const unsigned char *p) { return kvc_float_of_half((uint16_t)(*p << 7)); }
 INLINE void f32v_store_half(uint16_t *p, f32v x) { *p = kvc_half_of_float(x); }
 INLINE f32v f32v_load8(const float *p) { return *p; } /* never called: one lane never exceeds a row */
 INLINE void f32v_store8(float *p, f32v x) { *p = x; }
@@ -104,6 +108,23 @@ INLINE u8x64 u8x64_and(u8x64 x, int byte) {
 }
 INLINE u8x64 u8x64_shr(u8x64 x, int n) {
     for (int i = 0; i < 64; i++) x.byte[i] = (uint8_t)(x.byte[i] >> n);
+    return x;
+}
+INLINE u8x64 u8x64_shl(u8x64 x, int n) {
+    for (int i = 0; i < 64; i++) x.byte[i] = (uint8_t)(x.byte[i] << n);
+    return x;
+}
+INLINE u8x64 u8x64_or(u8x64 x, u8x64 y) {
+    for (int i = 0; i < 64; i++) x.byte[i] |= y.byte[i];
+    return x;
+}
+INLINE u8x64 u8x64_table(const unsigned char table[16]) {
+    u8x64 x;
+    for (int i = 0; i < 64; i++) x.byte[i] = table[i % 16];
+    return x;
+}
+INLINE u8x64 u8x64_lookup(u8x64 table, u8x64 x) {
+    for (int i = 0; i < 64; i++) x.byte[i] = table.byte[x.byte[i] & 15];
     return x;
 }
 INLINE u8x64 u8x64_weights(u8x64 codes) {

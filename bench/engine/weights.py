@@ -49,7 +49,10 @@ class Products:
     def __init__(self, format: str, shape: tuple[int, int], cold_bytes: int) -> None:
         rng = np.random.default_rng(0)
         first = Matrix(*shape, format)
-        first.put(0, rng.standard_normal(shape, np.float32))
+        if MATRIX_FORMATS[format].quantises:
+            first.put(0, rng.standard_normal(shape, np.float32))
+        else:
+            first.put_codes(0, *_random_parts(rng, first))
         size = Matrix.num_bytes(*shape, format)
         memory = huge_array(size * max(2, -(-cold_bytes // size)))
         self.matrices = [
@@ -67,16 +70,26 @@ class Products:
     def _copy(source: Matrix, target: Matrix) -> None:
         """The codes of 64 rows again and again: products take the same time whatever they are."""
         count = min(64, len(source))
-        codes, scales, minima = zip(*(source.codes(row) for row in range(count)), strict=True)
-        more = () if minima[0] is None else (np.stack(minima),)
+        stored = zip(*(source.codes(row) for row in range(count)), strict=True)
+        parts = [None if part[0] is None else np.stack(part) for part in stored]
         for row in range(0, len(target), count):
             part = slice(0, min(count, len(target) - row))
-            target.put_codes(row, np.stack(codes)[part], np.stack(scales)[part], *(m[part] for m in more))
+            target.put_codes(row, *(None if each is None else each[part] for each in parts))
 
     def run(self, x: Float32) -> None:
         """One product with the next matrix."""
         self._turn = (self._turn + 1) % len(self.matrices)
         self.matrices[self._turn].multiply(x)
+
+
+def _random_parts(rng: np.random.Generator, matrix: Matrix) -> list[npt.NDArray[Any] | None]:
+    """Random codes for a matrix that no floats become: its scales are all the same."""
+    line, rows = MATRIX_FORMATS[matrix.format], len(matrix)
+    codes, *others = matrix.codes(0)
+    same = [None if other is None else np.full((rows, *other.shape), 7, other.dtype) for other in others]
+    if line.scales == "e8m0" and same[0] is not None:
+        same[0] += 110  # 2**-11
+    return [rng.integers(0, 1 << line.bits, (rows, len(codes))).astype(codes.dtype), *same]
 
 
 def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads: int) -> Iterator[Case]:
@@ -239,6 +252,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="rounds per case (default 7)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads (default 1 2)")
     parser.add_argument("--only", choices=("products", "network"), help="one of both parts")
+    formats = list(MATRIX_FORMATS)
+    parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="formats of the products")
     parser.add_argument("--network", choices=("1b", *SHAPES), default="1b", help="another network than Llama's 1B")
     parser.add_argument("--no-rivals", action="store_true", help="only our own engine")
     parser.add_argument("--engines", nargs="+", default=[""], metavar="TEXT", help="rows whose names have such a text")
@@ -255,7 +270,7 @@ def main(options: argparse.Namespace) -> int:
     shape, cold = ((256, 512), 1 << 20) if options.quick else (SHAPE, COLD_BYTES)
     missed, done = 0, []
     for threads in options.threads:
-        for format in () if options.only == "network" else MATRIX_FORMATS:
+        for format in () if options.only == "network" else options.formats:
             results = [
                 run_case(case, rounds, threaded=True, settle=SETTLE)
                 for case in product_cases(format, shape, cold, threads)

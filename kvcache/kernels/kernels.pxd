@@ -133,14 +133,33 @@ cdef extern from "kvc_matrix.h" nogil:
     ctypedef enum kvc_matrix_format:    # a line of its table
         KVC_MATRIX_F32, KVC_MATRIX_F16, KVC_MATRIX_BF16, KVC_NUM_MATRIX_FORMATS
 
+    ctypedef enum kvc_scales:           # how scales are stored
+        KVC_HALVES, KVC_BYTES, KVC_NIBBLES, KVC_E8M0, KVC_E4M3
+
+    ctypedef enum kvc_table:
+        KVC_NO_TABLE
+
     ctypedef struct kvc_matrix_format_info:
         const char *name
         int bits                        # of a float, or of a code
-        int packed                      # 1: codes with a scale per group of 32; 0: floats
+        int packed                      # 1: codes with scales; 0: floats
         int has_minima
-        int zero                        # the code of 0
+        int zero                        # the code or the number of 0
+        int channels                    # that share a scale
+        kvc_scales scales
+        kvc_table table                 # of the numbers that codes stand for
 
     const kvc_matrix_format_info *kvc_matrix_format_of(kvc_matrix_format format) noexcept
+    const unsigned char *kvc_table_of(kvc_table table) noexcept
+    int kvc_groups_per_record(const kvc_matrix_format_info *info) noexcept
+    bint kvc_has_units(const kvc_matrix_format_info *info) noexcept
+    bint kvc_quantises(const kvc_matrix_format_info *info) noexcept
+
+    ctypedef struct kvc_parts:          # rows of a packed format
+        unsigned char *codes
+        void *scales
+        void *minima
+        float *units
 
     ctypedef struct kvc_matrix:
         kvc_matrix_format format
@@ -206,10 +225,8 @@ cdef void attend(const kvc_attend_args *args, void *scratch, int num_threads) no
 # Products with weights: kvc_matrix.h. quantise_weights fills codes (count, columns), scales and minima (count, groups).
 cdef int matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept nogil
 cdef void matrix_put_words(const kvc_matrix *matrix, int64_t row, int64_t count, const void *words) noexcept nogil
-cdef void matrix_put_codes(const kvc_matrix *matrix, int64_t row, int64_t count, const unsigned char *codes,
-                           const uint16_t *scales, const uint16_t *minima) noexcept nogil
-cdef void matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char *codes, uint16_t *scales,
-                           uint16_t *minima) noexcept nogil
+cdef void matrix_put_parts(const kvc_matrix *matrix, int64_t row, int64_t count, const kvc_parts *parts) noexcept nogil
+cdef void matrix_get_parts(const kvc_matrix *matrix, int64_t row, const kvc_parts *parts) noexcept nogil
 cdef void matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept nogil
 cdef void floats_of_bf16(int64_t n, const uint16_t *words, float *x) noexcept nogil
 cdef void bf16_of_floats(int64_t n, const float *x, uint16_t *words) noexcept nogil    # rounded half to even

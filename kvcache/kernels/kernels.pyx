@@ -68,10 +68,8 @@ cdef extern from "kvc.h" nogil:
 cdef extern from "kvc_matrix.h" nogil:
     int kvc_matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept
     void kvc_matrix_put_words(const kvc_matrix *matrix, int64_t row, int64_t count, const void *words) noexcept
-    void kvc_matrix_put_codes(const kvc_matrix *matrix, int64_t row, int64_t count, const unsigned char *codes,
-                              const uint16_t *scales, const uint16_t *minima) noexcept
-    void kvc_matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char *codes, uint16_t *scales,
-                              uint16_t *minima) noexcept
+    void kvc_matrix_put_parts(const kvc_matrix *matrix, int64_t row, int64_t count, const kvc_parts *parts) noexcept
+    void kvc_matrix_get_parts(const kvc_matrix *matrix, int64_t row, const kvc_parts *parts) noexcept
     void kvc_matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept
     void kvc_floats_of_bf16(int64_t n, const uint16_t *words, float *x) noexcept
     void kvc_bf16_of_floats(int64_t n, const float *x, uint16_t *words) noexcept
@@ -155,14 +153,13 @@ cdef void matrix_put_words(const kvc_matrix *matrix, int64_t row, int64_t count,
     kvc_matrix_put_words(matrix, row, count, words)
 
 
-cdef void matrix_put_codes(const kvc_matrix *matrix, int64_t row, int64_t count, const unsigned char *codes,
-                           const uint16_t *scales, const uint16_t *minima) noexcept nogil:
-    kvc_matrix_put_codes(matrix, row, count, codes, scales, minima)
+cdef void matrix_put_parts(const kvc_matrix *matrix, int64_t row, int64_t count,
+                           const kvc_parts *parts) noexcept nogil:
+    kvc_matrix_put_parts(matrix, row, count, parts)
 
 
-cdef void matrix_get_codes(const kvc_matrix *matrix, int64_t row, unsigned char *codes, uint16_t *scales,
-                           uint16_t *minima) noexcept nogil:
-    kvc_matrix_get_codes(matrix, row, codes, scales, minima)
+cdef void matrix_get_parts(const kvc_matrix *matrix, int64_t row, const kvc_parts *parts) noexcept nogil:
+    kvc_matrix_get_parts(matrix, row, parts)
 
 
 cdef void matrix_get_row(const kvc_matrix *matrix, int64_t row, float *values) noexcept nogil:

@@ -14,4 +14,6 @@ cdef class Matrix:
     cdef cnp.ndarray _bias(self, object bias)
     cdef int _multiply(self, const float *x, int64_t n, cnp.ndarray bias, float *out, bint add,
                        object activations) except -1
+    cdef object _packed(self)
+    cdef object _shapes(self, int64_t count)
     cdef int64_t _rows(self, object row, int64_t count, int64_t columns) except -1

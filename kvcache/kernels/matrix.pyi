@@ -13,6 +13,12 @@ class MatrixFormat(NamedTuple):
     packed: bool
     has_minima: bool
     zero: int
+    channels: int
+    scales: str
+    record: int
+    has_units: bool
+    numbers: tuple[int, ...] | None
+    quantises: bool
 
 ACTIVATIONS: tuple[str, ...]
 MATRIX_FORMATS: dict[str, MatrixFormat]
@@ -32,8 +38,17 @@ class Matrix:
     def __len__(self) -> int: ...
     def put(self, row: int, values: Float32) -> None: ...
     def put_words(self, row: int, words: npt.NDArray[Any]) -> None: ...
-    def put_codes(self, row: int, codes: npt.NDArray[Any], scales: Float16, minima: Float16 | None = None) -> None: ...
-    def codes(self, row: int) -> tuple[npt.NDArray[Any], Float16, Float16 | None]: ...
+    def put_codes(
+        self,
+        row: int,
+        codes: npt.NDArray[Any],
+        scales: npt.NDArray[Any],
+        minima: npt.NDArray[Any] | None = None,
+        units: Float32 | None = None,
+    ) -> None: ...
+    def codes(
+        self, row: int
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any] | None, Float32 | None]: ...
     def multiply_tensors(
         self, x: Any, outs: Iterable[Any], bias: Float32 | None = None, *, activations: str = "int8"
     ) -> None: ...

@@ -1,7 +1,7 @@
 """Weight matrices in the formats that products read fastest, and their products with rows of activations.
 
 A `Matrix` of `rows` outputs and `columns` inputs multiplies like `x @ w.T`. Floats are kept as they were stored. Packed
-formats are those of the field: groups of 32 channels share a scale, or a scale and a minimum.
+formats are those of the field: groups of channels share a scale, or a scale and a minimum.
 
 A row of a product has the same bits whatever other rows it is computed with, and on any number of threads: sums of
 integers are exact, and floats are added in one order (ckernels/kvc_matrix.h, which also states the error).
@@ -12,14 +12,16 @@ from collections import namedtuple
 import numpy as np
 
 cimport numpy as cnp
-from libc.stdint cimport int64_t, uint16_t
+from libc.stdint cimport int64_t, uint16_t, uintptr_t
 from libc.string cimport memcpy
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.kernels.kernels cimport (
-    KVC_BF16_FLOATS, KVC_NUM_MATRIX_FORMATS, KVC_PANEL, bf16_of_floats, floats_of_bf16, kvc_matmul_args, kvc_matrix,
-    kvc_matrix_format, kvc_matrix_format_of, level_in_use, matmul, matmul_scratch_bytes, matrix_get_codes,
-    matrix_get_row, matrix_init, matrix_put_codes, matrix_put_words, num_threads, quantise_weights,
+    KVC_BF16_FLOATS, KVC_BYTES, KVC_E4M3, KVC_E8M0, KVC_HALVES, KVC_NIBBLES, KVC_NO_TABLE, KVC_NUM_MATRIX_FORMATS,
+    KVC_PANEL, bf16_of_floats, floats_of_bf16, kvc_groups_per_record, kvc_has_units, kvc_matmul_args, kvc_matrix,
+    kvc_matrix_format, kvc_matrix_format_of, kvc_parts, kvc_quantises, kvc_table_of, level_in_use, matmul,
+    matmul_scratch_bytes, matrix_get_parts, matrix_get_row, matrix_init, matrix_put_parts, matrix_put_words, num_threads,
+    quantise_weights,
 )
 from kvcache.support.arguments cimport is_plain, overlap
 from kvcache.support.arguments import as_count, as_indices, as_instance, as_integer, described, is_integer, short
@@ -30,12 +32,24 @@ __all__ = ["ACTIVATIONS", "MATRIX_FORMATS", "Matrix", "MatrixFormat", "checked_a
 
 cnp.import_array()
 
-MatrixFormat = namedtuple("MatrixFormat", ("name", "bits", "packed", "has_minima", "zero"))
+MatrixFormat = namedtuple("MatrixFormat", (
+    "name", "bits", "packed", "has_minima", "zero", "channels", "scales", "record", "has_units", "numbers", "quantises",
+))
+cdef dict _SCALES = {
+    KVC_HALVES: "halves", KVC_BYTES: "bytes", KVC_NIBBLES: "nibbles", KVC_E8M0: "e8m0", KVC_E4M3: "e4m3",
+}
 
 
 cdef object _line(int number):
     line = kvc_matrix_format_of(<kvc_matrix_format>number)
-    return MatrixFormat(line.name.decode(), line.bits, line.packed != 0, line.has_minima != 0, line.zero)
+    table = kvc_table_of(line.table)
+    numbers = None if line.table == KVC_NO_TABLE else tuple(table[i] - line.zero for i in range(16))
+    packed, has_units = line.packed != 0, line.packed != 0 and kvc_has_units(line)
+    return MatrixFormat(
+        line.name.decode(), line.bits, packed, line.has_minima != 0, line.zero, line.channels, _SCALES[line.scales],
+        32 * kvc_groups_per_record(line) if packed else 1, has_units, numbers,
+        not packed or kvc_quantises(line) != 0,
+    )
 
 
 # The table of formats, by name; kvc_matrix.h explains the columns.
@@ -51,7 +65,8 @@ cdef class Matrix:
 
     Args:
         rows, columns: at least 1; products map `columns` inputs to `rows` outputs.
-        format: "f32", "f16", "bf16", or packed: "q8_0" (8.5 bits per weight), "q4_0" (4.5), "q4_1" (5).
+        format: "f32", "f16", "bf16", or packed: one of `MATRIX_FORMATS`, such as "q8_0" (8.5 bits per weight),
+            "q4_1" (5), "q6_k" (6.625) or "mxfp4" (4.25).
         memory: uint8 array of zeros to use from its first cache line on; `num_bytes(rows, columns, format)` are enough.
             Own memory by default.
 
@@ -92,7 +107,7 @@ cdef class Matrix:
         """
         cdef kvc_matrix_format number = _number(format)
         rows, columns = as_count(rows, "rows", 1), as_count(columns, "columns", 1)
-        padded = -(-rows // 16) * 16 * (-(-columns // 64) * 64)
+        padded = -(-rows // 16) * 16 * (-(-columns // 256) * 256)
         if padded > 2 ** 58:
             raise ValueError(f"rows, columns: expected less than 2**58 weights, got {rows} x {columns}")
         cdef kvc_matrix some
@@ -123,9 +138,11 @@ cdef class Matrix:
         """Set rows `row`, `row + 1`, ... from `values`, float32 `(n, columns)`: rounded, or quantised.
 
         Raises:
-            ValueError: a value is not finite, or larger than f16 holds, where the format cannot keep it.
+            ValueError: a value is not finite, or larger than f16 holds, where the format cannot keep it; a format whose
+                codes come from files alone.
         """
         cdef int64_t first, at, count
+        cdef kvc_parts parts
         cdef const float[:, ::1] x = np.ascontiguousarray(values, dtype=np.float32)
         first = self._rows(row, x.shape[0], x.shape[1])
         line = MATRIX_FORMATS[self.format]
@@ -133,18 +150,21 @@ cdef class Matrix:
             return self.put_words(row, x)
         if not line.packed:
             return self.put_words(row, _to_bf16(np.asarray(x)) if self.format == "bf16" else _to_f16(np.asarray(x)))
+        if not line.quantises:
+            raise ValueError(f"values: expected codes for {self.format}, see `put_codes`, got floats")
         _check_halves(np.asarray(x))
         groups = (self.c.columns + 31) // 32
         cdef unsigned char[:, ::1] codes = np.empty((_PIECE, self.c.columns), np.uint8)
         cdef uint16_t[:, ::1] scales = np.empty((_PIECE, groups), np.uint16)
         cdef uint16_t[:, ::1] minima = np.empty((_PIECE, groups), np.uint16)
+        parts.codes, parts.scales, parts.minima, parts.units = &codes[0, 0], &scales[0, 0], &minima[0, 0], NULL
         with nogil:
             at = 0
             while at < x.shape[0]:
                 count = min(<int64_t>_PIECE, x.shape[0] - at)
                 quantise_weights(self.c.format, count, self.c.columns, &x[at, 0], &codes[0, 0], &scales[0, 0],
                                  &minima[0, 0])
-                matrix_put_codes(&self.c, first + at, count, &codes[0, 0], &scales[0, 0], &minima[0, 0])
+                matrix_put_parts(&self.c, first + at, count, &parts)
                 at += count
 
     def put_words(self, row, words):
@@ -164,58 +184,76 @@ cdef class Matrix:
             with nogil:
                 matrix_put_words(&self.c, first, count, &data[0])
 
-    def put_codes(self, row, codes, scales, minima=None):
+    def put_codes(self, row, codes, scales, minima=None, units=None):
         """Set rows of a packed format from what another program quantised, bit for bit.
 
         Args:
             row: the first row.
-            codes: `(n, columns)`: int8 for q8_0, uint8 of 0 to 15 for q4_0 and q4_1.
-            scales, minima: `(n, ceil(columns / 32))`, float16; minima for q4_1 alone.
+            codes: `(n, columns)`: int8 for q8_0, else uint8 below `2**bits`.
+            scales: `(n, ceil(columns / channels))`: float16, or for formats with bytes int8, with minima uint8. Of
+                mxfp4 and nvfp4 uint8: the bits of an 8-bit float.
+            minima: like the scales; of formats that have minima alone.
+            units: float32 `(n, ceil(columns / 256))`, or with minima `(n, ceil(columns / 256), 2)` that float16 holds:
+                what scales, and minima, are multiplied with; of formats that have units alone.
 
-        Values are `scale * code` (q8_0), `scale * (code - 8)` (q4_0), `minimum + scale * code` (q4_1).
+        `MATRIX_FORMATS` has bits, channels and whether there are minima and units; the values are those of the table in
+        ckernels/kvc_matrix.h, such as `scale * code` (q8_0) or `units[1] * minimum + units[0] * scale * code` (q4_k).
 
         Raises:
-            ValueError: shapes, dtypes or codes that the format does not have.
+            ValueError: shapes, dtypes, codes or scales that the format does not have.
         """
-        line = MATRIX_FORMATS[self.format]
-        if not line.packed:
-            raise ValueError(f"codes: expected a matrix of a packed format, got {self.format}")
+        cdef kvc_parts parts
+        line = self._packed()
         want = np.int8 if line.bits == 8 else np.uint8
         array = np.ascontiguousarray(codes)
         if array.dtype != want or array.ndim != 2:
             raise ValueError(f"codes: expected {np.dtype(want)} (n, {self.c.columns}), got {array.dtype} {array.shape}")
         cdef int64_t first = self._rows(row, array.shape[0], array.shape[1]), count = array.shape[0]
         array = (array.view(np.uint8) ^ 128) if line.bits == 8 else array
-        if line.bits == 4 and array.size and array.max() > 15:
-            raise ValueError(f"codes: expected 0 to 15, got {array.max()}")
-        shape = (count, (self.c.columns + 31) // 32)
-        cdef const unsigned char[:, ::1] c_codes = array
-        cdef const uint16_t[:, ::1] c_scales = _halves(scales, shape, "scales")
-        cdef const uint16_t[:, ::1] c_minima = None
-        if line.has_minima:
-            c_minima = _halves(minima, shape, "minima")
-        elif minima is not None:
-            raise ValueError(f"minima: expected none for {self.format}, got {short(minima)}")
-        cdef const uint16_t *to_minima = NULL
+        _check_most(array, (1 << line.bits) - 1, "codes")
+        shapes = self._shapes(count)
+        scales = _scales(scales, shapes[0], line, "scales")
+        for name, given, has in (("minima", minima, line.has_minima), ("units", units, line.has_units)):
+            if given is not None and not has:
+                raise ValueError(f"{name}: expected none for {self.format}, got {short(given)}")
+        minima = _scales(minima, shapes[0], line, "minima") if line.has_minima else None
+        units = _units(units, shapes[1], line.has_minima) if line.has_units else None
+        parts.codes, parts.scales = <unsigned char *>_address(array), <void *>_address(scales)
+        parts.minima, parts.units = <void *>_address(minima), <float *>_address(units)
         if count:
-            if c_minima is not None:
-                to_minima = &c_minima[0, 0]
             with nogil:
-                matrix_put_codes(&self.c, first, count, &c_codes[0, 0], &c_scales[0, 0], to_minima)
+                matrix_put_parts(&self.c, first, count, &parts)
 
     def codes(self, row):
-        """Row `row` of a packed format: codes, scales and minima (None: the format has none), as `put_codes` takes."""
+        """Row `row` of a packed format: codes, scales, minima and units, as `put_codes` takes them, of one row each.
+
+        None for what the format has none of.
+        """
+        cdef kvc_parts parts
+        line = self._packed()
+        cdef int64_t at = self._rows(row, 1, self.c.columns)
+        shapes = self._shapes(1)
+        found = np.empty(self.c.columns, np.uint8)
+        scales, minima = (np.empty(shapes[0][1:], _scale_type(line)) for _ in range(2))
+        units = np.empty(shapes[1][1:], np.float32) if line.has_units else None
+        parts.codes, parts.scales = <unsigned char *>_address(found), <void *>_address(scales)
+        parts.minima, parts.units = <void *>_address(minima), <float *>_address(units)
+        matrix_get_parts(&self.c, at, &parts)
+        codes = (found ^ 128).view(np.int8) if line.bits == 8 else found
+        return codes, scales, minima if line.has_minima else None, units
+
+    cdef object _packed(self):
+        """The line of the format; ValueError for floats."""
         line = MATRIX_FORMATS[self.format]
         if not line.packed:
             raise ValueError(f"codes: expected a matrix of a packed format, got {self.format}")
-        cdef int64_t at = self._rows(row, 1, self.c.columns)
-        groups = (self.c.columns + 31) // 32
-        cdef unsigned char[::1] c_codes = np.empty(self.c.columns, np.uint8)
-        cdef uint16_t[::1] c_scales = np.empty(groups, np.uint16), c_minima = np.empty(groups, np.uint16)
-        matrix_get_codes(&self.c, at, &c_codes[0], &c_scales[0], &c_minima[0])
-        found = np.asarray(c_codes)
-        return ((found ^ 128).view(np.int8) if line.bits == 8 else found, np.asarray(c_scales).view(np.float16),
-                np.asarray(c_minima).view(np.float16) if line.has_minima else None)
+        return line
+
+    cdef object _shapes(self, int64_t count):
+        """The shapes of the scales and the units of `count` rows."""
+        line = MATRIX_FORMATS[self.format]
+        units = (count, -(-self.c.columns // line.record))
+        return (count, -(-self.c.columns // line.channels)), (*units, 2) if line.has_minima else units
 
     def __getitem__(self, rows):
         """The rows of an int, or of an integer array `(n,)`, as float32 `(n, columns)`: how embeddings are looked up.
@@ -393,12 +431,43 @@ cdef cnp.ndarray _as_float32(object x, int ndim):
     return x if is_plain(x, cnp.NPY_FLOAT32, ndim) else np.array(x, np.float32, order="C")
 
 
-cdef object _halves(object values, object shape, str name):
-    """float16 of this shape as words; ValueError for others."""
-    array = np.ascontiguousarray(as_instance(values, np.ndarray, name))
-    if array.dtype != np.float16 or array.shape != shape:
-        raise ValueError(f"{name}: expected float16 {shape}, got {array.dtype} {array.shape}")
-    return array.view(np.uint16)
+cdef object _scale_type(object line):
+    if line.scales == "halves":
+        return np.float16
+    return np.int8 if line.scales == "bytes" and not line.has_minima else np.uint8
+
+
+cdef object _scales(object values, object shape, object line, str name):
+    """Contiguous scales or minima of this shape; ValueError for others, and for bytes that are none."""
+    array, want = np.ascontiguousarray(as_instance(values, np.ndarray, name)), np.dtype(_scale_type(line))
+    if array.dtype != want or array.shape != shape:
+        raise ValueError(f"{name}: expected {want} {shape}, got {array.dtype} {array.shape}")
+    _check_most(array, {"nibbles": 15, "e8m0": 254, "e4m3": 126}.get(line.scales), name)
+    return array
+
+
+cdef object _units(object values, object shape, bint halves):
+    """Contiguous units of this shape, finite and, if asked for, such as float16 holds; ValueError for others."""
+    array = np.ascontiguousarray(as_instance(values, np.ndarray, "units"))
+    if array.dtype != np.float32 or array.shape != shape:
+        raise ValueError(f"units: expected float32 {shape}, got {array.dtype} {array.shape}")
+    with np.errstate(over="ignore"):
+        kept = array.astype(np.float16).astype(np.float32) if halves else array
+    wrong = ~np.isfinite(kept) | (kept != array)
+    if wrong.any():
+        raise ValueError(f"units: expected finite numbers{' of float16' if halves else ''}, got {array[wrong][0]}")
+    return array
+
+
+cdef int _check_most(object array, object most, str name) except -1:
+    if most is not None and array.size and array.max() > most:
+        raise ValueError(f"{name}: expected 0 to {most}, got {array.max()}")
+    return 0
+
+
+cdef uintptr_t _address(object array):
+    """Where a contiguous array's data begin; 0 for None."""
+    return 0 if array is None else <uintptr_t>cnp.PyArray_DATA(<cnp.ndarray>array)
 
 
 cdef int _check_halves(object x) except -1:

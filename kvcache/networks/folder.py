@@ -116,9 +116,7 @@ class FolderTensors:
     def _in_turn(self, name: str, expert: int, part: str, first: int, stop: int) -> StoredRows:
         """Rows of an expert that is stored `(out, in)`, rows of gate and up in turn."""
         slab = self._expert_of(name, expert, 2 * self._config.intermediate_size)
-        rows = slice(2 * first + (part == "up"), 2 * stop, 2)
-        scales = None if slab.scales is None else np.ascontiguousarray(slab.scales[rows])
-        return StoredRows(slab.format, np.ascontiguousarray(slab.values[rows]), scales)
+        return slab.rows(slice(2 * first + (part == "up"), 2 * stop, 2))
 
     def _expert_of(self, name: str, expert: int, size: int) -> StoredRows:
         """All rows of an expert, `size` of them."""

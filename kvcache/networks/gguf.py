@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import CheckpointError
-from kvcache.gguf.blocks import CODED, LOADABLE, codes, row_bytes, values
+from kvcache.gguf.blocks import FORMATS, LOADABLE, parts, row_bytes, values
 from kvcache.gguf.config import KEYS, NEXT_LAYERS, architecture_of, config_of
 from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import end_tokens
@@ -88,13 +88,6 @@ _WHOLE = {
     "mlp.expert_bias": "exp_probs_b.bias", "mixer.rate": "ssm_a", "mixer.dt_bias": "ssm_dt.bias", "mixer.D": "ssm_d",
     "self_attn.sinks": "attn_sinks.weight", "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
-}
-# The format of `Matrix` for each type. No matrix has the groups of Q5_1, Q2_K, Q5_K, Q6_K: they are quantised again.
-_FORMATS = {
-    "F32": "f32", "F16": "f16", "BF16": "bf16",
-    "Q8_0": "q8_0", "Q5_0": "q8_0", "Q5_1": "q8_0", "Q2_K": "q8_0", "Q3_K": "q8_0", "Q5_K": "q8_0", "Q6_K": "q8_0",
-    "IQ4_NL": "q8_0", "IQ4_XS": "q8_0", "MXFP4": "q8_0",
-    "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_1",
 }
 
 
@@ -217,17 +210,17 @@ class GgufCheckpoint:
 
     def format(self, name: str) -> str:
         """See `Tensors.format`."""
-        return _FORMATS[self.file[self._place(name).name].dtype]
+        return FORMATS[self.file[self._place(name).name].dtype]
 
     def rows(self, name: str, first: int, stop: int) -> StoredRows:
-        """See `Tensors.rows`. Scales and minima of Q4_K and IQ4_XS are float32; a matrix rounds them to f16."""
+        """See `Tensors.rows`."""
         info = self.file[self._place(name).name]
         raw, columns = self._rows(name, first, stop), _columns(info.shape)
         if info.dtype in ("F16", "BF16"):
             return StoredRows(self.format(name), raw.view(np.uint16))
-        if info.dtype not in CODED:
+        if info.dtype == "F32":
             return StoredRows("f32", values(info.dtype, raw, columns))
-        return StoredRows(self.format(name), *codes(info.dtype, raw, columns))
+        return StoredRows(self.format(name), *parts(info.dtype, raw, columns))
 
     def _rows(self, name: str, first: int, stop: int) -> NDArray[np.uint8]:
         """The stored bytes of rows in the original order: `(stop - first, bytes of a row)`."""
@@ -235,7 +228,7 @@ class GgufCheckpoint:
         info = self.file[place.name]
         size = row_bytes(info.dtype, _columns(info.shape))
         order = paired_rows(self.config, name, first, stop) if self._architecture.permuted else None
-        begin, end = (first, stop) if order is None else (int(order.min()), int(order.max()) + 1)
+        begin, end = (first, stop) if order is None or first == stop else (int(order.min()), int(order.max()) + 1)
         stored = np.empty((end - begin, size), np.uint8)
         self.file.read([stored], place.name, (begin + place.first) * size)
         return stored if order is None else stored[order - begin]

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import CheckpointError
-from kvcache.gguf.blocks import mxfp4_codes
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.quantisation import Quantisation
 from kvcache.networks.tensors import StoredRows
 
-__all__ = ["Blocks", "Floats", "MatrixTensors", "PackedMatrix", "awq_of", "bytes_of", "gptq_of", "packed_of"]
+__all__ = [
+    "Blocks", "Floats", "MatrixTensors", "PackedMatrix", "SmallFloats", "awq_of", "bytes_of", "gptq_of", "packed_of",
+]
 
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
@@ -66,9 +67,14 @@ class MatrixTensors:
         """Rows of the main tensor, or of another one that is checked already."""
         return self._checkpoint.stored(name or self.name, first, stop)
 
-    def words(self, name: str, shape: tuple[int, ...], dtype: str = "I32") -> Callable[[], NDArray[Any]]:
-        """Check another tensor of whole numbers. The result reads it."""
-        self._check(name, (dtype,), (shape,))
+    def dtype_of(self, name: str) -> str:
+        """The dtype of another tensor; raises CheckpointError without it."""
+        self.shape_of(name)
+        return self._checkpoint.info(name).dtype
+
+    def words(self, name: str, shape: tuple[int, ...], *dtypes: str) -> Callable[[], NDArray[Any]]:
+        """Check another tensor of whole numbers, by default of I32. The result reads it."""
+        self._check(name, dtypes or ("I32",), (shape,))
         return lambda: self._checkpoint.stored(name, 0, math.prod(shape[:-1])).reshape(shape)
 
     def floats(self, name: str, *shapes: tuple[int, ...]) -> Callable[[], Float32]:
@@ -77,7 +83,7 @@ class MatrixTensors:
         return lambda: self._checkpoint.read(name)
 
     def _check(self, name: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> None:
-        shape, dtype = self.shape_of(name), self._checkpoint.info(name).dtype
+        shape, dtype = self.shape_of(name), self.dtype_of(name)
         if dtype not in dtypes or shape not in shapes:
             expected = f"{' or '.join(dtypes)} {' or '.join(map(str, dict.fromkeys(shapes)))}"
             self.fail(name, expected, f"{dtype} {shape}")
@@ -86,7 +92,7 @@ class MatrixTensors:
 class Blocks:
     """Groups of 32 4-bit floats: a byte holds two neighbours, the first in its lower half."""
 
-    format = "q8_0"
+    format = "mxfp4"
 
     def __init__(self, tensors: MatrixTensors) -> None:
         tensors.main("U8", 4)
@@ -99,9 +105,40 @@ class Blocks:
 
     def rows(self, first: int, stop: int) -> StoredRows:
         packed = self._tensors.rows(first * self._groups, stop * self._groups)
-        nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(stop - first, self._groups, _GROUP)
-        codes, scales = mxfp4_codes(nibbles, self._tensors.rows(first, stop, self._scales))
-        return StoredRows(self.format, codes.reshape(stop - first, -1), scales)
+        nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(stop - first, -1)
+        return StoredRows(self.format, nibbles, self._tensors.rows(first, stop, self._scales))
+
+
+class SmallFloats:
+    """4-bit floats, two neighbours in a byte, the first in its lower half; scales of 8-bit floats, U8 of 32 channels
+    (mxfp4) or F8_E4M3 of 16 (nvfp4). The latter have a factor for all of the matrix: `weight_scale_2`, or
+    `weight_global_scale`, which divides.
+    """
+
+    def __init__(self, tensors: MatrixTensors, stem: str) -> None:
+        tensors.main("U8", 2)
+        self._tensors, (rows, size) = tensors, tensors.shape
+        self.shape, self._scales = (rows, 2 * size), f"{stem}.weight_scale"
+        self.format = "mxfp4" if tensors.dtype_of(self._scales) in ("U8", "F8_E8M0") else "nvfp4"
+        channels = 32 if self.format == "mxfp4" else 16
+        if 2 * size % channels:
+            tensors.fail(tensors.name, f"a multiple of {channels} channels", 2 * size)
+        dtypes = ("U8", "F8_E8M0") if self.format == "mxfp4" else ("F8_E4M3",)
+        tensors.words(self._scales, (rows, 2 * size // channels), *dtypes)
+        self._factor, self._divides = None, tensors.has(f"{stem}.weight_global_scale")
+        if self.format == "nvfp4":
+            name = f"{stem}.{'weight_global_scale' if self._divides else 'weight_scale_2'}"
+            self._factor = tensors.floats(name, (), (1,))
+
+    def rows(self, first: int, stop: int) -> StoredRows:
+        packed, units = self._tensors.rows(first, stop), None
+        nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(stop - first, -1)
+        if self._factor is not None:
+            with np.errstate(divide="ignore"):  # the matrix refuses what is not finite
+                factor = np.float32(1) / self._factor() if self._divides else self._factor()
+            units = np.full((stop - first, -(-self.shape[1] // 256)), factor, np.float32)
+        scales = self._tensors.rows(first, stop, self._scales).view(np.uint8)
+        return StoredRows(self.format, nibbles, scales, units=units)
 
 
 def _e4m3() -> Float32:

@@ -11,8 +11,11 @@ from kvcache.support.arguments import short
 
 __all__ = ["METHODS", "Quantisation", "quantisation_of"]
 
-METHODS = ("mxfp4", "fp8", "compressed-tensors", "gptq", "awq")
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+METHODS = ("mxfp4", "fp8", "compressed-tensors", "gptq", "awq", "modelopt")
+_FORMATS = (
+    "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mixed-precision",
+)
 _BLOCK = (128, 128)
 
 
@@ -37,7 +40,9 @@ class Quantisation(NamedTuple):
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
-    """Read `quantization_config`, or `compression_config` of older folders; None for an unquantised one.
+    """Read `quantization_config`, or `compression_config` or `quantization` of older folders; None for a plain one.
+
+    `quantization` is that of modelopt's `hf_quant_config.json`, which names no method.
 
     Raises:
         CheckpointError: a method, or an option of it, that is not read.
@@ -51,6 +56,8 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
                 raise CheckpointError(f"{key}: expected one of {', '.join(METHODS)}, got {named}{short(found)}")
             read = _Read(found, f"{key}.")
             return _READERS[method](read)
+    if isinstance(config.get("quantization"), Mapping):
+        return _modelopt(_Read(config["quantization"], "quantization."))
     return None
 
 
@@ -131,4 +138,12 @@ def _awq(read: _Read) -> Quantisation:
     return Quantisation("awq", 4, read.group_size())
 
 
-_READERS = {"mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
+def _modelopt(read: _Read) -> Quantisation:
+    read.one_of("quant_algo", "NVFP4", "FP8")
+    read.one_of("group_size", None, 16)
+    return Quantisation("modelopt")
+
+
+_READERS = {
+    "mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt,
+}

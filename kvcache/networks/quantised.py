@@ -2,9 +2,10 @@
 
 | method | tensors of a matrix `(out, in)` | kept as |
 |---|---|---|
-| mxfp4 (gpt-oss) | `_blocks` U8 `(experts, out, in / 32, 16)`, `_scales` U8 | q8_0, see `mxfp4_codes` |
+| mxfp4 (gpt-oss) | `_blocks` U8 `(experts, out, in / 32, 16)`, `_scales` U8 | mxfp4 |
 | fp8, float-quantized | F8_E4M3, a scale of all, of each row or of each block | f16 |
 | int-quantized | I8, a scale of each row or group | q8_0 |
+| mxfp4-pack-quantized, nvfp4-pack-quantized, modelopt | U8 of two 4-bit floats, U8 or F8_E4M3 scales | mxfp4, nvfp4 |
 | pack-quantized, gptq, awq | I32 of 4 or 8 bits, a scale and a zero of each group | q4_0, q8_0; with zeros q4_1 |
 
 Shapes and dtypes are checked when a folder is opened; what is beside a matrix is read with it, and forgotten after it.
@@ -27,6 +28,7 @@ from kvcache.networks.packed_matrices import (
     Floats,
     MatrixTensors,
     PackedMatrix,
+    SmallFloats,
     awq_of,
     bytes_of,
     gptq_of,
@@ -40,11 +42,16 @@ __all__ = ["QuantisedTensors", "open_folder"]
 
 Float32 = NDArray[np.float32]
 
-# The tensors beside a matrix. The last three say how activations were rounded; the rows here do not depend on them.
+# The tensors beside a matrix. The last four say how activations were rounded; the rows here do not depend on them.
 _BESIDE = (
-    "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx", "scales", "qzeros",
-    "g_idx", "activation_scale", "input_scale", "input_zero_point",
+    "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape",
+    "weight_g_idx", "scales", "qzeros", "g_idx", "activation_scale", "input_scale", "input_global_scale",
+    "input_zero_point",
 )
+
+
+_MODELOPT = "hf_quant_config.json"
+_SMALL = (("weight_packed", "compressed-tensors"), ("weight", "modelopt"))  # main tensors of 4-bit floats
 
 
 def open_folder(directory: str | Path) -> Checkpoint | QuantisedTensors:
@@ -55,7 +62,10 @@ def open_folder(directory: str | Path) -> Checkpoint | QuantisedTensors:
         CheckpointError: a file is damaged, or quantised in a way that is not read.
     """
     directory = Path(directory)
-    quantisation = quantisation_of(text_config_of(read_json(directory / "config.json")))
+    config = dict(text_config_of(read_json(directory / "config.json")))
+    if (directory / _MODELOPT).exists():
+        config = read_json(directory / _MODELOPT) | config
+    quantisation = quantisation_of(config)
     checkpoint = Checkpoint(directory)
     return checkpoint if quantisation is None else QuantisedTensors(checkpoint, quantisation)
 
@@ -134,9 +144,11 @@ class QuantisedTensors:
         if kind == "qweight" and method in ("gptq", "awq"):
             packed = (gptq_of if method == "gptq" else awq_of)(tensors, stem, quantisation)
             self._biases[f"{stem}.bias"] = packed.shape[0]
+        elif dtype == "U8" and (kind, method) in _SMALL:
+            packed = SmallFloats(tensors, stem)
         elif kind == "weight_packed" and compressed:
             packed = packed_of(tensors, stem)
-        elif kind == "weight" and dtype == "F8_E4M3" and (compressed or method == "fp8"):
+        elif kind == "weight" and dtype == "F8_E4M3" and (compressed or method in ("fp8", "modelopt")):
             packed = Floats(tensors, stem, quantisation.block)
         elif kind == "weight" and dtype == "I8" and compressed:
             packed = bytes_of(tensors, stem)
@@ -145,4 +157,5 @@ class QuantisedTensors:
         if kind != "weight" and f"{stem}.weight" in self._checkpoint:
             tensors.fail(f"{stem}.weight", f"none beside {name}", "the matrix twice")
         self._packed[f"{stem}.weight"] = packed
-        self._left -= {name, *(f"{stem}.{each}" for each in _BESIDE)}
+        beside = (*_BESIDE, "k_scale", "v_scale") if method == "modelopt" else _BESIDE  # how K and V may be rounded
+        self._left -= {name, *(f"{stem}.{each}" for each in beside)}

@@ -27,14 +27,15 @@ class StoredRows:
     Attributes:
         format: "f32", "f16" or "bf16": `values` are float32, or 16-bit words. Packed: `values` are codes.
         values: `(n, columns)`.
-        scales, minima: `(n, ceil(columns / 32))` of a packed format, as `Matrix.put_codes` takes them, but for their
-            dtype: float16 or float32.
+        scales, minima, units: of a packed format, as `Matrix.put_codes` takes them, but for the dtype of scales in
+            float16, which may be float32.
     """
 
     format: str
     values: NDArray[Any]
     scales: NDArray[Any] | None = None
     minima: NDArray[Any] | None = None
+    units: Float32 | None = None
 
     def taken(self, rows: NDArray[np.int64]) -> StoredRows:
         """Some of the rows, in this order."""
@@ -51,9 +52,20 @@ class StoredRows:
             matrix.put(row, self.to_float32())
         elif self.scales is None:
             matrix.put_words(row, self.values)
-        else:
+        elif MATRIX_FORMATS[self.format].scales == "halves":
             minima = None if self.minima is None else _halves(self.minima, "minima")
             matrix.put_codes(row, self.values, _halves(self.scales, "scales"), minima)
+        else:
+            matrix.put_codes(row, self.values, self.scales, self.minima, self.units)
+
+    def rows(self, chosen: slice) -> StoredRows:
+        """Some of the rows."""
+
+        def of(part: NDArray[Any] | None) -> NDArray[Any] | None:
+            return None if part is None else np.ascontiguousarray(part[chosen])
+
+        values = np.ascontiguousarray(self.values[chosen])
+        return StoredRows(self.format, values, of(self.scales), of(self.minima), of(self.units))
 
     def to_float32(self) -> Float32:
         """The values, float32 `(n, columns)`."""
@@ -65,7 +77,11 @@ class StoredRows:
         if self.scales is None:
             return np.asarray(self.values, np.float32)
         columns, line = self.values.shape[1], MATRIX_FORMATS[self.format]
-        codes = self.values.astype(np.float32) - np.float32(line.zero if line.bits == 4 else 0)
+        if (line.scales != "halves" or line.numbers) and len(self.values):
+            matrix = Matrix(len(self.values), columns, self.format)
+            self.put_into(matrix, 0)
+            return matrix.to_float32()
+        codes = self.values.astype(np.float32) - np.float32(0 if line.bits == 8 else line.zero)
         out: Float32 = codes * np.repeat(self.scales.astype(np.float32), 32, axis=1)[:, :columns]
         if self.minima is not None:
             out += np.repeat(self.minima.astype(np.float32), 32, axis=1)[:, :columns]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import CheckpointError, OutOfMemoryError
-from kvcache.kernels.matrix import Matrix
+from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.folder import FolderTensors
 from kvcache.networks.layer_sizes import LayerSizes
@@ -216,7 +216,8 @@ class Weights:
             config: the network.
             weights: the format of the matrices, one of `FORMATS`. "auto" keeps them as they are stored, without loss
                 (`kvcache/guides/checkpoints.md` says what types of GGUF and of quantised folders become). "q8" and "q4"
-                quantise.
+                quantise those of more bits; what the file has in codes of as many bits or fewer stays as it is stored,
+                such as experts in MXFP4.
             progress: called with the bytes of the matrices that are loaded, and those of all.
 
         Raises:
@@ -281,7 +282,10 @@ class _Loader:
         return parts
 
     def _format(self, name: str, format: str) -> str:
-        return self._checkpoint.format(name) if not format or name.endswith(STORED) else format
+        stored = self._checkpoint.format(name)
+        kinds = MATRIX_FORMATS[stored], MATRIX_FORMATS[format or stored]
+        smaller = all(kind.packed for kind in kinds) and kinds[0].bits <= kinds[1].bits
+        return stored if not format or smaller or name.endswith(STORED) else format
 
     def load(self) -> Weights:
         shapes = [shape for plan in self._plans for _, shape in plan]

@@ -116,9 +116,11 @@ def test_the_tables_of_structures(capsys):
 
 
 def test_the_tables_of_weights(capsys):
-    assert main(["weights", "--quick", "--no-rivals", "--threads", "1"]) in (0, 1)  # no test fails on time
+    formats = ["f32", "q4_1", "mxfp4"]
+    options = ["--quick", "--no-rivals", "--threads", "1", "--formats", *formats]
+    assert main(["weights", *options]) in (0, 1)  # no test fails on time
     shown = capsys.readouterr().out
-    assert "9a. Products with q4_1 weights" in shown
+    assert all(f"9a. Products with {format} weights" in shown for format in formats)
     assert "kvcache f16.gguf" in shown
 
 

@@ -34,6 +34,28 @@ static double half_value(unsigned half) {
 
 static int64_t groups_of(const kvc_matrix *m) { return (m->columns + KVC_GROUP - 1) / KVC_GROUP; }
 
+static int64_t scales_of(const kvc_matrix *m) { /* of a row */
+    const int channels = kvc_matrix_format_of(m->format)->channels;
+    return (m->columns + channels - 1) / channels;
+}
+
+static int64_t units_of(const kvc_matrix *m) { /* of a row; with minima there are pairs */
+    const kvc_matrix_format_info *info = kvc_matrix_format_of(m->format);
+    return kvc_has_units(info) ? (m->columns + 255) / 256 * (1 + info->has_minima) : 0;
+}
+
+/* Scale i, or with `minima` minimum i, of those that lie at `from`. */
+static double scale_value(const kvc_matrix_format_info *info, const void *from, int64_t i) {
+    const unsigned char *bytes = from;
+    const int byte = bytes[i], mantissa = byte & 7;
+    switch (info->scales) {
+    case KVC_HALVES: return half_value(((const uint16_t *)from)[i]);
+    case KVC_E8M0: return ldexp(1, byte - 128);
+    case KVC_E4M3: return byte >> 3 ? ldexp(8 + mantissa, (byte >> 3) - 11) : ldexp(mantissa, -10);
+    default: return info->has_minima || byte < 128 ? byte : byte - 256;
+    }
+}
+
 /* An unchecked shape is refused or has these properties. */
 static void try_any_matrix(source *s) {
     int64_t x[2];
@@ -48,7 +70,7 @@ static void try_any_matrix(source *s) {
     const int bits = kvc_matrix_format_of(m.format)->bits;
     if (format < 0 || format >= KVC_NUM_MATRIX_FORMATS || m.rows < 1 || m.columns < 1 || m.panel_bytes % 64 ||
         m.panels < 1 || (m.rows - 1) / KVC_PANEL != m.panels - 1 || groups_of(&m) > m.groups ||
-        (double)m.panel_bytes < (double)m.columns * (KVC_PANEL * bits / 8) ||
+        (double)m.panel_bytes < (double)m.columns * KVC_PANEL * bits / 8 ||
         (double)m.panels * (double)m.panel_bytes >= 0x1p63)
         fail("a matrix of %lld, %lld, %d", (long long)x[0], (long long)x[1], format);
 }
@@ -136,16 +158,75 @@ static void draw_halves(source *s, uint16_t *to, size_t n) {
     }
 }
 
+/* n scales or minima: any that the format has. */
+static void draw_scales(source *s, const kvc_matrix_format_info *info, void *to, size_t n) {
+    static const int tops[] = {[KVC_BYTES] = 256, [KVC_NIBBLES] = 16, [KVC_E8M0] = 255, [KVC_E4M3] = 127};
+    const int kind = draw(s, 3), top = tops[info->scales];
+    const int low = info->scales == KVC_E8M0 && kind ? 100 : 0, count = low ? 40 : top; /* of any size, or ordinary ones */
+    if (info->scales == KVC_HALVES) {
+        draw_halves(s, to, n);
+        return;
+    }
+    uint64_t state = (uint64_t)draw(s, 65536);
+    for (size_t i = 0; i < n; i++) {
+        const int any = (int)(splitmix(&state) >> 16 & 0xffff);
+        ((unsigned char *)to)[i] = (unsigned char)(low + (kind == 2 ? (any & 1) * (count - 1) : any % count));
+    }
+}
+
+/* What the parts of a row stand for, into w. */
+static void read_parts(const weights *w, int64_t row, const kvc_parts *parts) {
+    const kvc_matrix *m = &w->matrix;
+    const kvc_matrix_format_info *info = kvc_matrix_format_of(m->format);
+    const float *units = parts->units + row * units_of(m);
+    for (int64_t k = 0; k < m->columns; k++) {
+        const size_t at = (size_t)(row * m->columns + k);
+        const int64_t scale = row * scales_of(m) + k / info->channels, unit = k / 256 * (1 + info->has_minima);
+        const int code = parts->codes[at], byte = info->table ? kvc_table_of(info->table)[code] : code;
+        double product = scale_value(info, parts->scales, scale) * (byte - info->zero), minimum = 0;
+        if (info->has_minima) minimum = scale_value(info, parts->minima, scale);
+        if (kvc_has_units(info)) product *= units[unit], minimum *= info->has_minima ? units[unit + 1] : 0;
+        w->values[at] = minimum + product, w->sizes[at] = fabs(minimum) + fabs(product);
+    }
+}
+
+/* Row `row` in parts is what was put. */
+static void expect_parts(const kvc_matrix *m, int64_t row, const memory *parts) {
+    memory back[4];
+    for (int i = 0; i < 4; i++) back[i] = take(parts[i].size / (size_t)m->rows, i ? i == 3 ? 4 : 2 : 1, 1);
+    kvc_matrix_get_parts(m, row, &(kvc_parts){back[0].at, back[1].at, back[2].at, back[3].at});
+    for (int i = 0; i < 4; i++) {
+        if (memcmp(back[i].at, (char *)parts[i].at + (size_t)row * back[i].size, back[i].size))
+            fail("part %d of row %d is not what was put", i, (int)row);
+        give_back(&back[i]);
+    }
+}
+
+static void draw_codes(source *s, const kvc_matrix *m, const kvc_parts *parts) {
+    const kvc_matrix_format_info *info = kvc_matrix_format_of(m->format);
+    const size_t scales = (size_t)(m->rows * scales_of(m)), top = (size_t)(1 << info->bits);
+    const int kind = draw(s, 4), exponent = draw_between(s, -14, 4);
+    uint64_t state = (uint64_t)draw(s, 65536);
+    for (int64_t i = 0; i < m->rows * m->columns; i++) {
+        const uint64_t bits = splitmix(&state) >> 16, end = bits % 2 * (top - 1);
+        parts->codes[i] = (unsigned char)(kind == 0 ? 0 : kind == 1 ? top - 1 : kind == 2 ? end : bits % top);
+    }
+    draw_scales(s, info, parts->scales, scales);
+    if (info->has_minima) draw_scales(s, info, parts->minima, scales);
+    for (int64_t i = 0; i < m->rows * units_of(m); i++) /* halves: products of three factors are exact in double then */
+        parts->units[i] = kvc_float_of_half(kvc_half_of_float(ldexpf(gaussian(&state), exponent)));
+}
+
 static void draw_packed(source *s, weights *w) {
     const kvc_matrix *m = &w->matrix;
     const kvc_matrix_format_info *info = kvc_matrix_format_of(m->format);
-    const int64_t rows = m->rows, columns = m->columns, groups = groups_of(m), cut = draw(s, (int)rows + 1);
-    const size_t count = (size_t)(rows * columns), halves = (size_t)(rows * groups), top = (size_t)(1 << info->bits);
-    const int quantised = draw(s, 2), kind = draw(s, 4);
-    memory parts[] = {take(count, 1, draw(s, 2)), take(2 * halves, 2, draw(s, 2)),
-                      take(info->has_minima ? 2 * halves : 0, 2, draw(s, 2))};
-    unsigned char *codes = parts[0].at;
-    uint16_t *scales = parts[1].at, *minima = parts[2].at;
+    const int64_t rows = m->rows, columns = m->columns, cut = draw(s, (int)rows + 1);
+    const size_t count = (size_t)(rows * columns), scales = (size_t)(rows * scales_of(m)) * kvc_scale_bytes(info);
+    const int quantised = draw(s, 2) && kvc_quantises(info);
+    memory parts[] = {take(count, 1, draw(s, 2)), take(scales, 2, draw(s, 2)),
+                      take(info->has_minima ? scales : 0, 2, draw(s, 2)),
+                      take((size_t)(rows * units_of(m)) * sizeof(float), 4, draw(s, 2))};
+    const kvc_parts all = {parts[0].at, parts[1].at, parts[2].at, parts[3].at};
     memory x = take(quantised ? count * sizeof(float) : 0, 4, draw(s, 2));
     if (quantised) {
         float *values = x.at;
@@ -156,36 +237,23 @@ static void draw_packed(source *s, weights *w) {
         }
         quantise(s, m, values, parts);
     } else {
-        uint64_t state = (uint64_t)draw(s, 65536);
-        for (size_t i = 0; i < count; i++) {
-            const uint64_t bits = splitmix(&state) >> 16, end = bits % 2 * (top - 1);
-            codes[i] = (unsigned char)(kind == 0 ? 0 : kind == 1 ? top - 1 : kind == 2 ? end : bits % top);
-        }
-        draw_halves(s, scales, halves), draw_halves(s, minima, info->has_minima ? halves : 0);
+        draw_codes(s, m, &all);
     }
     const int64_t starts[] = {cut, 0}, counts[] = {rows - cut, cut};
-    for (int i = 0; i < 2; i++)
-        kvc_matrix_put_codes(m, starts[i], counts[i], codes + starts[i] * columns, scales + starts[i] * groups,
-                             info->has_minima ? minima + starts[i] * groups : NULL);
+    for (int i = 0; i < 2; i++) {
+        const size_t scale = (size_t)(starts[i] * scales_of(m)) * kvc_scale_bytes(info);
+        const kvc_parts part = {all.codes + starts[i] * columns, (char *)all.scales + scale,
+                                info->has_minima ? (char *)all.minima + scale : NULL,
+                                all.units + starts[i] * units_of(m)};
+        kvc_matrix_put_parts(m, starts[i], counts[i], &part);
+    }
     for (int64_t row = 0; row < rows; row++) {
-        memory back[3];
-        for (int i = 0; i < 3; i++) back[i] = take(parts[i].size / (size_t)rows, i ? 2 : 1, 1);
-        kvc_matrix_get_codes(m, row, back[0].at, back[1].at, info->has_minima ? back[2].at : NULL);
-        for (int i = 0; i < 3; i++) {
-            if (memcmp(back[i].at, (char *)parts[i].at + (size_t)row * back[i].size, back[i].size))
-                fail("part %d of row %d is not what was put", i, (int)row);
-            give_back(&back[i]);
-        }
-        for (int64_t k = 0; k < columns; k++) {
-            const size_t at = (size_t)(row * columns + k), half = (size_t)(row * groups + k / KVC_GROUP);
-            const double product = half_value(scales[half]) * (codes[at] - info->zero);
-            const double minimum = info->has_minima ? half_value(minima[half]) : 0;
-            w->values[at] = minimum + product, w->sizes[at] = fabs(minimum) + fabs(product);
-        }
-        if (quantised) expect_near(w, x.at, row, scales);
+        expect_parts(m, row, parts);
+        read_parts(w, row, &all);
+        if (quantised) expect_near(w, x.at, row, parts[1].at);
     }
     give_back(&x);
-    for (int i = 0; i < 3; i++) give_back(&parts[i]);
+    for (int i = 0; i < 4; i++) give_back(&parts[i]);
 }
 
 static void draw_words(source *s, weights *w) {
@@ -331,7 +399,8 @@ static void expect_from(product *p, int64_t i) {
     const int rounded = p->rounded && m->format == KVC_MATRIX_BF16;
     for (int64_t k = 0; ordinary && !packed && k < m->columns; k++)
         used[k] = rounded ? kvc_float_of_bits((uint32_t)kvc_bf16_of_float(x[k]) << 16) : x[k];
-    const double rounding = packed ? (4 + m->columns / 32.0) * 0x1p-23 : (258 + m->columns / 256.0) * 0x1p-24;
+    const int channels = kvc_matrix_format_of(m->format)->channels;
+    const double rounding = packed ? (4 + m->columns / (double)channels) * 0x1p-23 : (258 + m->columns / 256.0) * 0x1p-24;
     for (int64_t row = 0; row < m->rows; row++) {
         const double *values = p->of->values + row * m->columns, *sizes = p->of->sizes + row * m->columns;
         double sum = 0, mass = 0;

@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import gguf
 import numpy as np
 import pytest
+from matrices import values_of
 
 from kvcache.gguf import blocks
+from kvcache.kernels.matrix import MATRIX_FORMATS
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 # Where a block has float16 scales, in bytes from its start.
 SCALES = {
     "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2],
-    "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0], "IQ4_XS": [0],
+    "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0], "IQ4_XS": [0], "Q2_0": [0],
 }
+SIZES = {kind.name: kind.bytes for kind in blocks.TYPES.values()}
+NO_FLOATS = [kind for kind in blocks.LOADABLE if kind not in ("F32", "F16", "BF16")]
 
 
 def random_rows(rng, kind, rows, columns):
     """Random bytes, with finite scales of all sizes and signs."""
     raw = rng.integers(0, 256, (rows, blocks.row_bytes(kind, columns)), dtype=np.uint8)
     if kind in SCALES:
-        each = raw.reshape(-1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
+        each = raw.reshape(-1, SIZES[kind])
         for at in SCALES[kind]:
             scales = rng.integers(0, 0x7C00, len(each), dtype=np.uint16) | rng.integers(0, 2, len(each)) << 15
             each[:, at : at + 2] = scales.astype("<u2").view(np.uint8).reshape(-1, 2)
-    elif kind == "MXFP4":  # scales from 2**-23 to 2**16, those that float16 has
-        each = raw.reshape(-1, 17)
-        each[:, 0] = rng.integers(104, 144, len(each))
+    elif kind == "MXFP4":  # 2**127 is too large for the largest values
+        raw.reshape(-1, 17)[:, 0] = rng.integers(0, 253, raw.size // 17)
+    elif kind == "NVFP4":
+        raw.reshape(-1, 36)[:, :4] = rng.integers(0, 128, (raw.size // 36, 4))
     else:
         raw.view(np.uint8)[:, 1::2] &= 0xBF  # no infinity and no NaN
     return raw
 
 
 def expected(kind, raw):
-    return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    """As the package reads them. It has no Q2_0: 64 codes of 2 bits, counted from -1, behind a scale."""
+    if kind != "Q2_0":
+        return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    each = raw.reshape(-1, 18)
+    codes = np.stack([each[:, 2:] >> bit & 3 for bit in (0, 2, 4, 6)], axis=-1).reshape(len(each), 64)
+    scales = each[:, :2].copy().view("<f2").astype(np.float32)
+    return (scales * (codes.astype(np.float32) - 1)).reshape(len(raw), -1)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 256), (3, 512), (301, 768), (17, 2048)])
@@ -52,63 +65,48 @@ def test_values(rng, monkeypatch, kind, rows, columns):
 
 @pytest.mark.parametrize("columns", [256, 1280])
 @pytest.mark.parametrize("rows", [0, 1, 7, 99])
-@pytest.mark.parametrize("kind", blocks.CODED)
-def test_codes(rng, monkeypatch, kind, rows, columns):
-    """The documented formula over codes, scales and minima gives the values, bit for bit."""
-    monkeypatch.setattr(blocks, "_PIECE_VALUES", 2048)
-    raw = random_rows(rng, kind, rows, columns)
-    codes, scales, minima = blocks.codes(kind, raw, columns)
-    assert codes.shape == (rows, columns)
-    assert scales.shape == (rows, columns // 32)
-    signed = {"Q8_0": 127, "Q5_0": 15, "Q3_K": 124, "IQ4_NL": 113, "IQ4_XS": 113, "MXFP4": 12}
-    assert codes.dtype == (np.int8 if kind in signed else np.uint8)
-    if rows:
-        assert codes.max() <= signed.get(kind, 15)
+@pytest.mark.parametrize("kind", NO_FLOATS)
+def test_parts(rng, kind, rows, columns):
+    """The parts, by the definition of their format, are the values of the package; every code occurs."""
+    raw, line = random_rows(rng, kind, rows, columns), MATRIX_FORMATS[blocks.FORMATS[kind]]
+    found = blocks.parts(kind, raw, columns)
+    assert found.codes.shape == (rows, columns)
+    assert found.scales.shape == (rows, columns // line.channels)
+    assert (found.minima is not None) == line.has_minima
+    assert (found.units is not None) == line.has_units
     if rows > 7:
-        assert codes.max() == signed.get(kind, 15)
-        least = {"Q8_0": -128, "Q5_0": -16, "Q3_K": -128, "IQ4_NL": -127, "IQ4_XS": -127, "MXFP4": -12}
-        assert codes.min() == least.get(kind, 0)
-    centred = codes.astype(np.float32) - (8 if kind == "Q4_0" else 0)
-    found = centred.reshape(rows, columns // 32, 32) * scales.astype(np.float32)[..., None]
-    if kind in ("Q4_1", "Q4_K"):
-        assert scales.dtype == minima.dtype == np.float32
-        found = found + minima[..., None]
-    else:
-        assert scales.dtype == (np.float32 if kind == "IQ4_XS" else np.float16)
-        assert minima is None
-    np.testing.assert_array_equal(found.reshape(rows, columns), blocks.values(kind, raw, columns))
+        assert len(np.unique(found.codes)) == (4 if kind == "Q2_0" else 1 << line.bits)
+    if rows:
+        np.testing.assert_array_equal(values_of(line.name, *found), expected(kind, raw))
 
 
-def test_scales_of_mxfp4_that_no_half_has():
-    """Every exponent: as the package reads it; with codes, rounded to multiples of 2**-24 where it is smaller."""
-    exponents = np.arange(255, dtype=np.uint8)
-    raw = np.empty((255, 17), np.uint8)
-    raw[:, 0], raw[:, 1:] = exponents, np.arange(16, dtype=np.uint8) * 17
-    found = blocks.values("MXFP4", raw, 32)
-    with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(found.view(np.uint32), expected("MXFP4", raw).view(np.uint32))
-    codes, scales, minima = blocks.codes("MXFP4", raw, 32)
-    kept = codes[:144] * scales[:144].astype(np.float32)
-    assert minima is None
-    np.testing.assert_array_equal(kept[104:], found[104:144])
-    assert 0 < np.abs(kept[:104] - found[:104]).max() <= 2.0**-25
-    assert np.isinf(scales[144:]).all()
-    raw[:, 1:] = 0x80  # zeros of both signs: they may have any scale
-    codes, scales, _ = blocks.codes("MXFP4", raw, 32)
-    assert not codes.any()
-    assert not scales.any()
-    raw[:, 0] = 255
-    assert np.isnan(blocks.values("MXFP4", raw, 32)).all()
-    raw[:, 1] = 1
-    assert np.isnan(blocks.codes("MXFP4", raw, 32)[1].astype(np.float32)).all()
+@pytest.mark.parametrize(
+    ("kind", "at", "byte"),
+    [
+        ("Q6_K", 209, 0x7C), ("Q4_K", 1, 0x7C), ("Q2_K", 83, 0xFC), ("IQ4_XS", 1, 0x7E), ("MXFP4", 0, 255),
+        ("NVFP4", 3, 255),
+    ],
+)
+def test_scales_that_are_no_numbers(rng, kind, at, byte):
+    """Refused by the matrix, and no warning on the way."""
+    raw = random_rows(rng, kind, 2, 256)
+    raw[1, at] = byte
+    with pytest.raises(ValueError, match=r"^(units: expected finite numbers|scales: expected 0 to)"):
+        blocks.values(kind, raw, 256)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in blocks.LOADABLE if kind not in ("F32", "F16", "BF16", "MXFP4")])
+def test_a_scale_of_nvfp4_that_is_no_number(rng):
+    """127 counts as 0, as in ggml."""
+    raw = random_rows(rng, "NVFP4", 1, 256)
+    raw[0, 2] = 127
+    assert not blocks.values("NVFP4", raw, 256)[0, 32:48].any()
+
+
+@pytest.mark.parametrize("kind", NO_FLOATS)
 def test_infinite_scales_are_no_warning(rng, recwarn, kind):
     raw = np.full((2, blocks.row_bytes(kind, 256)), 0x7C, np.uint8)
-    assert not np.isfinite(blocks.values(kind, raw, 256)).all()
-    if kind in blocks.CODED:
-        blocks.codes(kind, raw, 256)
+    with contextlib.suppress(ValueError):
+        assert not np.isfinite(blocks.values(kind, raw, 256)).all() or kind in ("MXFP4", "NVFP4")
     assert not recwarn.list
 
 
@@ -121,8 +119,8 @@ def test_sizes_of_all_types():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: blocks.values("IQ3_S", np.zeros((1, 110), np.uint8), 256), "kind: expected one of F32, .* 'IQ3_S'"),
-        (lambda: blocks.codes("Q6_K", np.zeros((1, 210), np.uint8), 256), "kind: expected one of Q8_0, .*, got 'Q6_K'"),
+        (lambda: blocks.values("IQ1_S", np.zeros((1, 50), np.uint8), 256), "kind: expected one of F32, .* 'IQ1_S'"),
+        (lambda: blocks.parts("F16", np.zeros((1, 512), np.uint8), 256), "kind: expected one of Q8_0, .*, got 'F16'"),
         (lambda: blocks.values("Q8_0", np.zeros((1, 34), np.uint8), 33), "columns: expected a multiple of 32 for Q8_0"),
         (lambda: blocks.values("Q8_0", np.zeros((1, 34), np.uint8), 0), "columns: expected a multiple of 32 for Q8_0"),
         (lambda: blocks.values("Q8_0", np.zeros((1, 34), np.int8), 32), r"raw: expected contiguous uint8 \(any, 34\)"),

@@ -5,8 +5,9 @@ import re
 import pytest
 from places import PROJECT
 
-from kvcache.gguf.blocks import LOADABLE
+from kvcache.gguf.blocks import FORMATS, TYPES
 from kvcache.gguf.config import ARCHITECTURES
+from kvcache.kernels.matrix import Matrix
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.quantisation import METHODS
 from kvcache.networks.towers import TOWERS
@@ -19,4 +20,13 @@ PAGE = (PROJECT / "kvcache" / "guides" / "checkpoints.md").read_text(encoding="u
 def test_every_name_is_on_the_page():
     names = [*FAMILIES, *TOWERS, *ARCHITECTURES, *_PRE, *METHODS]
     assert not [name for name in names if f"`{name}`" not in PAGE]
-    assert not [kind for kind in LOADABLE if not re.search(rf"\b{kind}\b", PAGE)]
+
+
+def test_the_table_of_types_is_that_of_the_code():
+    """Every type that is read, the format that keeps it, and the bits of both."""
+    rows = re.findall(r"^\| (\w+) \| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| nothing", PAGE, re.MULTILINE)
+    assert {kind: format for kind, format, *_ in rows} == FORMATS
+    sizes = {kind.name: kind for kind in TYPES.values()}
+    for kind, format, stored, kept in rows:
+        assert float(stored) == sizes[kind].bytes * 8 / sizes[kind].values
+        assert float(kept) == Matrix(64, 256, format).nbytes * 8 / (64 * 256)

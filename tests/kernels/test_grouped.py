@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matrices import filled
 from tensors import Bfloat16, Elsewhere, Tensor, floats_of, words_of
 
 from kvcache.kernels.grouped import multiply_groups
@@ -11,10 +12,7 @@ ROWS, COLUMNS = 37, 70
 
 
 def matrices_of(rng, count, format):
-    matrices = [Matrix(ROWS, COLUMNS, format) for _ in range(count)]
-    for matrix in matrices:
-        matrix.put(0, rng.standard_normal((ROWS, COLUMNS)).astype(np.float32))
-    return matrices
+    return [filled(rng, ROWS, COLUMNS, format) for _ in range(count)]
 
 
 def rounded(x):

@@ -5,6 +5,7 @@ import pytest
 from blocks import copy_guarded, guarded
 from hypothesis import given
 from hypothesis import strategies as st
+from matrices import fill, filled, random_parts, values_of
 from oracles.matrix import product, rounded
 from pace import FAST
 
@@ -14,6 +15,7 @@ from kvcache.networks.linear import MatrixStack
 
 FLOATS = [name for name, line in MATRIX_FORMATS.items() if not line.packed]
 PACKED = [name for name, line in MATRIX_FORMATS.items() if line.packed]
+QUANTISED = [name for name in PACKED if MATRIX_FORMATS[name].quantises]
 # Formats and the activations that meet them in a way of their own.
 MEETINGS = [(name, "int8") for name in MATRIX_FORMATS] + [(name, "exact") for name in PACKED] + [("bf16", "bf16")]
 SHAPES = [(1, 1), (16, 64), (33, 70), (100, 257), (17, 576), (130, 1030)]
@@ -64,7 +66,7 @@ def test_words_are_kept(rng, shape):
     np.testing.assert_array_equal(matrix.to_float32(), np.where(finite, values, 0))
 
 
-@pytest.mark.parametrize("format", PACKED)
+@pytest.mark.parametrize("format", QUANTISED)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantised_values_are_near(rng, simd, format, shape):
     weights = normal(rng, *shape) * 10.0 ** rng.integers(-3, 3, (shape[0], 1)).astype(np.float32)
@@ -117,29 +119,23 @@ def test_the_scales_of_q8_are_the_same_at_every_level(rng):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_codes_of_others_are_kept(rng, format, shape):
     """Rows in any order and in pieces, beside each other in a panel; `codes` gives them back."""
-    rows, columns = shape
-    line, groups = MATRIX_FORMATS[format], -(-columns // 32)
-    low, high, dtype = (-128, 128, np.int8) if line.bits == 8 else (0, 16, np.uint8)
-    codes = rng.integers(low, high, shape).astype(dtype)
-    scales, minima = (rng.standard_normal((rows, groups)).astype(np.float16) for _ in range(2))
-    more = (minima,) if line.has_minima else ()
-    matrix = Matrix(rows, columns, format)
-    for first in rng.permutation(np.arange(0, rows, 7)):
-        part = slice(first, first + 7)
-        matrix.put_codes(first, codes[part], scales[part], *(m[part] for m in more))
-    step, offset = (np.repeat(x.astype(np.float32), 32, axis=1)[:, :columns] for x in (scales, minima))
-    want = step * (codes.astype(np.float32) - (8 if format == "q4_0" else 0)) + (offset if line.has_minima else 0)
+    parts, want = random_parts(rng, format, *shape)
+    matrix = Matrix(*shape, format)
+    for first in rng.permutation(np.arange(0, shape[0], 7)):
+        matrix.put_codes(first, *(None if part is None else part[first : first + 7] for part in parts))
     np.testing.assert_array_equal(matrix.to_float32(), want)
-    for row in (0, rows - 1):
-        found = matrix.codes(row)
-        for mine, theirs in zip(found, (codes[row], scales[row], minima[row] if more else None), strict=True):
-            np.testing.assert_array_equal(mine, theirs)
+    for row in (0, shape[0] - 1):
+        for mine, theirs in zip(matrix.codes(row), parts, strict=True):
+            assert (mine is None) == (theirs is None)
+            if theirs is not None:
+                assert mine.dtype == theirs.dtype
+                np.testing.assert_array_equal(mine, theirs[row])
 
 
 @pytest.mark.parametrize(("format", "activations"), MEETINGS)
 def test_products(rng, simd, threads, format, activations):
     for shape in SHAPES:
-        matrix = matrix_of(normal(rng, *shape), format)
+        matrix = filled(rng, *shape, format)
         weights = matrix.to_float32()
         for n in (0, 1, 2, 3, 7, 13, 29, 50):
             x = normal(rng, n, shape[1]) * np.float32(10.0 ** rng.integers(-3, 4))
@@ -155,15 +151,15 @@ def test_products(rng, simd, threads, format, activations):
 
 @pytest.mark.parametrize("format", PACKED)
 @pytest.mark.parametrize("extreme", ["codes", "activations"])
-def test_the_largest_sums_do_not_overflow(simd, format, extreme):
+def test_the_largest_sums_do_not_overflow(rng, simd, format, extreme):
     """All codes at either end, all activations at theirs, signs that agree, and one value far above the others."""
     line, shape = MATRIX_FORMATS[format], (16, 256)
-    ends = (-128, 127) if line.bits == 8 else (0, 15)
-    for end in ends:
-        codes = np.full(shape, end, np.int8 if line.bits == 8 else np.uint8)
-        scales = np.full((16, 8), 1.0, np.float16)
+    numbers = line.numbers or range(1 << line.bits)
+    for end in (min(numbers), max(numbers)):
+        (codes, scales, minima, units), _ = random_parts(rng, format, *shape)
+        codes[:] = numbers.index(end) if line.numbers else end - 128 if line.bits == 8 else end
         matrix = Matrix(*shape, format)
-        matrix.put_codes(0, codes, scales, scales if line.has_minima else None)
+        matrix.put_codes(0, codes, scales, minima, units)
         x = np.ones((3, 256), np.float32)
         x[1] = -1
         if extreme == "activations":
@@ -190,7 +186,7 @@ def test_a_row_has_the_same_bits_in_any_company(format, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     n, rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 80)), data.draw(st.integers(1, 700))
     how = {"activations": data.draw(st.sampled_from(ACTIVATIONS))}
-    matrix, x = matrix_of(normal(rng, rows, columns), format), normal(rng, n, columns)
+    matrix, x = filled(rng, rows, columns, format), normal(rng, n, columns)
     bias = normal(rng, rows) if data.draw(st.booleans()) else None
     before = get_num_threads()
     try:
@@ -210,11 +206,13 @@ def test_a_row_has_the_same_bits_in_any_company(format, data):
     np.testing.assert_array_equal(np.concatenate(found).view(np.uint32), want.view(np.uint32))
 
 
-@pytest.mark.parametrize(("format", "activations"), MEETINGS)
+@pytest.mark.parametrize(
+    ("format", "activations"), [how for how in MEETINGS if how[0] in (*FLOATS, *QUANTISED, "q6_k")]
+)
 @pytest.mark.parametrize(("n", "shape"), [(131, (9 if FAST else 18, 16_000)), (250, (70, 520))])
 def test_many_rows_meet_a_matrix_in_chunks(rng, simd, format, activations, n, shape):
     """More rows than a chunk of kvc_matmul.c has at any level, with so many channels: the bits of few at a time."""
-    matrix, x, bias = matrix_of(normal(rng, *shape), format), normal(rng, n, shape[1]), normal(rng, shape[0])
+    matrix, x, bias = filled(rng, *shape, format), normal(rng, n, shape[1]), normal(rng, shape[0])
     for how in ({"bias": bias},) if FAST else ({}, {"bias": bias}):
         out = matrix.multiply(x, **how, activations=activations)
         few = [matrix.multiply(x[i : i + 10], **how, activations=activations) for i in range(0, n, 10)]
@@ -227,7 +225,7 @@ def test_nothing_beside_the_arrays_is_touched(rng, simd, format, at_end):
     for shape in ((16, 64), (33, 70), (5, 1)):
         size = Matrix(*shape, format).nbytes
         matrix = Matrix(*shape, format, memory=guarded((size,), np.uint8, at_end=at_end))
-        matrix.put(0, normal(rng, *shape))
+        fill(rng, matrix)
         bias = copy_guarded(normal(rng, shape[0]), at_end=at_end)
         for n in (1, 5, 13):
             x = copy_guarded(normal(rng, n, shape[1]), at_end=at_end)
@@ -241,7 +239,7 @@ def test_nothing_beside_the_arrays_is_touched(rng, simd, format, at_end):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows(rng, simd, format, activations, value):
     """Only in its own row."""
-    matrix = matrix_of(np.abs(normal(rng, 20, 70)) + 1, format)
+    matrix = filled(rng, 20, 70, format)
     x = np.abs(normal(rng, 3, 70))
     want = matrix.multiply(x, activations=activations)
     x[1, 40] = value
@@ -251,9 +249,8 @@ def test_what_is_not_finite_shows(rng, simd, format, activations, value):
 
 
 def test_looked_up_rows(rng):
-    weights = normal(rng, 40, 70)
     for format in MATRIX_FORMATS:
-        matrix = matrix_of(weights, format)
+        matrix = filled(rng, 40, 70, format)
         rows = np.array([39, 0, 7, 7], np.uint32)
         np.testing.assert_array_equal(matrix[rows], matrix.to_float32()[rows])
         assert matrix[np.arange(0)].shape == (0, 70)
@@ -270,9 +267,17 @@ def test_looked_up_rows(rng):
                     found[wrong]
 
 
+BITS = {
+    "f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q4_k": 4.625,
+    "q5_k": 5.625, "q6_k": 6.625, "q3_k": 3.625, "q2_k": 2.625, "iq4_nl": 4.5, "iq4_xs": 4.375, "mxfp4": 4.25,
+    "nvfp4": 4.625,
+}
+
+
 def test_sizes():
     """Bits per weight as documented, where nothing has to be filled up."""
-    for format, bits in {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5}.items():
+    assert BITS.keys() == MATRIX_FORMATS.keys()
+    for format, bits in BITS.items():
         matrix = Matrix(64, 256, format)
         assert matrix.nbytes * 8 == 64 * 256 * bits
         assert Matrix.num_bytes(64, 256, format) == matrix.nbytes + 64
@@ -304,6 +309,7 @@ MISTAKES = [
     (lambda m: m.put_codes(0, np.ones((1, 64), np.int8), F16[:1], F16[:1]), ValueError, "codes: expected uint8"),
     (lambda m: m.put_codes(0, np.ones((1, 64), np.uint8), F16, F16), ValueError, r"scales: expected float16 \(1, 2\)"),
     (lambda m: m.put_codes(0, np.ones((1, 64), np.uint8), F16[:1], None), TypeError, "minima: expected"),
+    (lambda m: m.put_codes(0, np.ones((1, 64), np.uint8), F16[:1], F16[:1], ONE), ValueError, "units: expected none"),
     (lambda m: m.multiply(np.ones((1, 63), np.float32)), ValueError, r"x: expected \(n, 64\), got \(1, 63\)"),
     (lambda m: m.multiply(ONE, activations="int4"), ValueError, "activations: expected one of int8, exact, bf16, got"),
     (lambda m: m.multiply(np.ones((1, 64), np.float32), np.ones(3, np.float32)), ValueError, r"bias: expected \(2,\)"),
@@ -331,12 +337,71 @@ def test_mistakes(mistake, rng):
     np.testing.assert_array_equal(matrix.to_float32(), before)
 
 
-@pytest.mark.parametrize("format", PACKED[:1])
-def test_minima_of_a_format_without(format):
+def test_minima_of_a_format_without():
     with pytest.raises(ValueError, match="minima: expected none for q8_0"):
-        Matrix(1, 64, format).put_codes(0, np.ones((1, 64), np.int8), F16[:1], F16[:1])
+        Matrix(1, 64, "q8_0").put_codes(0, np.ones((1, 64), np.int8), F16[:1], F16[:1])
     with pytest.raises(ValueError, match="codes: expected a matrix of a packed format, got f32"):
         Matrix(1, 64, "f32").codes(0)
+
+
+WRONG_PARTS = [
+    ("q6_k", {"codes": 64}, "codes: expected 0 to 63, got 64"),
+    ("q5_0", {"codes": 32}, "codes: expected 0 to 31, got 32"),
+    ("q3_k", {"codes": 8}, "codes: expected 0 to 7, got 8"),
+    ("q2_k", {"codes": 4}, "codes: expected 0 to 3, got 4"),
+    ("q2_k", {"scales": 16}, "scales: expected 0 to 15, got 16"),
+    ("q2_k", {"minima": 16}, "minima: expected 0 to 15, got 16"),
+    ("mxfp4", {"scales": 255}, "scales: expected 0 to 254, got 255"),
+    ("nvfp4", {"scales": 127}, "scales: expected 0 to 126, got 127"),
+    ("nvfp4", {"units": np.inf}, "units: expected finite numbers, got inf"),
+    ("q4_k", {"units": 70000}, "units: expected finite numbers of float16, got 70000"),
+    ("q4_k", {"units": 0.1}, "units: expected finite numbers of float16, got 0.1"),
+    ("iq4_xs", {"units": np.nan}, "units: expected finite numbers, got nan"),
+]
+
+
+@pytest.mark.parametrize(("format", "wrong", "match"), WRONG_PARTS)
+def test_parts_that_a_format_does_not_have(rng, format, wrong, match):
+    """One number that is none, in the last place of a part: refused, and the matrix stays as it was."""
+    matrix = filled(rng, 5, 300, format)
+    before = matrix.to_float32()
+    parts = dict(zip(("codes", "scales", "minima", "units"), random_parts(rng, format, 5, 300)[0], strict=True))
+    for name in ("scales", "minima", "units"):
+        if parts[name] is not None:
+            with pytest.raises(ValueError, match=rf"{name}: expected \w+ \(5, "):
+                matrix.put_codes(0, **(parts | {name: parts[name][:, 1:]}))
+    for name, value in wrong.items():
+        parts[name].reshape(-1)[-1] = value
+    with pytest.raises(ValueError, match=match):
+        matrix.put_codes(0, **parts)
+    np.testing.assert_array_equal(matrix.to_float32(), before)
+
+
+@pytest.mark.parametrize("format", [name for name in PACKED if name not in QUANTISED])
+def test_formats_that_floats_do_not_become(rng, format):
+    matrix = filled(rng, 3, 70, format)
+    before = matrix.to_float32()
+    with pytest.raises(ValueError, match=f"values: expected codes for {format}, see `put_codes`, got floats"):
+        matrix.put(0, normal(rng, 3, 70))
+    np.testing.assert_array_equal(matrix.to_float32(), before)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_every_scale_of_8_bits(simd, format):
+    """Products with 1 are the weights, whatever the exponent: also those below the least normal float."""
+    top = {"mxfp4": 253, "nvfp4": 127}[format]  # from there on 12 times the scale is no float
+    codes, scales = np.tile(np.arange(16, dtype=np.uint8), (top, 2)), np.arange(top, dtype=np.uint8)[:, None]
+    scales = np.repeat(scales, 32 // MATRIX_FORMATS[format].channels, axis=1)
+    units = np.ones((top, 1), np.float32) if format == "nvfp4" else None
+    matrix = Matrix(top, 32, format)
+    matrix.put_codes(0, codes, scales, None, units)
+    want = values_of(format, codes, scales, None, units)
+    np.testing.assert_array_equal(matrix.to_float32(), want)
+    for k in (1, 7, 10):
+        x = np.zeros((1, 32), np.float32)
+        x[0, k] = 1
+        found = matrix.multiply(x)[0]
+        np.testing.assert_allclose(found, want[:, k], rtol=2.0**-21, atol=2.0**-148)
 
 
 @pytest.mark.parametrize("format", MATRIX_FORMATS)
@@ -344,7 +409,7 @@ def test_minima_of_a_format_without(format):
 def test_a_product_is_added(rng, simd, format, n):
     """The product is added to `out`, then the bias: the bits of the two sums."""
     for rows, columns in ((16, 256), (50, 64), (33, 100), (32, 600)):
-        matrix, x = matrix_of(normal(rng, rows, columns), format), normal(rng, n, columns)
+        matrix, x = filled(rng, rows, columns, format), normal(rng, n, columns)
         before, bias = normal(rng, n, rows), normal(rng, rows)
         for one in (None, bias):
             out = before.copy()
@@ -362,7 +427,7 @@ def test_results_over_what_is_read(rng, format):
     buffer = rng.standard_normal(n * rows + n * columns + rows).astype(np.float32)
     out, rest = buffer[: n * rows].reshape(n, rows), buffer[n * rows :]
     x, bias = rest[: n * columns].reshape(n, columns), rest[n * columns :]
-    matrix = matrix_of(normal(rng, rows, columns), format)
+    matrix = filled(rng, rows, columns, format)
     want = matrix.multiply(x, bias)
     assert matrix.multiply(x, bias, out=out) is out
     np.testing.assert_array_equal(out, want)

@@ -2,15 +2,10 @@
 
 import numpy as np
 import pytest
+from matrices import filled
 from tensors import Bfloat16, Elsewhere, Tensor, floats_of, words_of
 
 from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
-
-
-def filled(rng, rows, columns, format):
-    matrix = Matrix(rows, columns, format)
-    matrix.put(0, rng.standard_normal((rows, columns)).astype(np.float32))
-    return matrix
 
 
 def nearest(x):

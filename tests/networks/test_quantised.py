@@ -143,6 +143,42 @@ def awq(rng, rows, columns):
     return value, {"qweight": in_order(codes), "qzeros": in_order(zeros), "scales": np.ascontiguousarray(scales.T)}
 
 
+def small(rng, rows, columns, channels, dtype):
+    """4-bit floats and their scales: `(values, parts)`."""
+    codes = rng.integers(0, 16, (rows, columns), dtype=np.uint8)
+    low, high = (120, 124) if channels == 32 else (0, 127)
+    scales = rng.integers(low, high, (rows, columns // channels), dtype=np.uint8)
+    floats = codes.astype(ml_dtypes.uint4).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    value = floats * np.repeat(scales.view(dtype).astype(np.float64), channels, axis=1)
+    return value, {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
+
+
+def mxfp4(rng, rows, columns):
+    return small(rng, rows, columns, 32, ml_dtypes.float8_e8m0fnu)
+
+
+def nvfp4(rng, rows, columns):
+    value, parts = small(rng, rows, columns, 16, ml_dtypes.float8_e4m3fn)
+    parts["weight_scale"] = parts["weight_scale"].view(ml_dtypes.float8_e4m3fn)
+    return value / np.float32(3000), parts | {
+        "weight_global_scale": np.full(1, 3000, np.float32), "input_global_scale": np.ones(1, np.float32),
+    }
+
+
+def nvfp4_2(rng, rows, columns):
+    value, parts = small(rng, rows, columns, 16, ml_dtypes.float8_e4m3fn)
+    scales = parts["weight_scale"].view(ml_dtypes.float8_e4m3fn)
+    return value * 2.0**-11, {
+        "weight": parts["weight_packed"], "weight_scale": scales, "weight_scale_2": np.array(2.0**-11, np.float32),
+        "input_scale": np.array(1, np.float32), "k_scale": np.array(1, np.float32),
+    }
+
+
+def fp8_one(rng, rows, columns):
+    value, parts = fp8(rng, rows, columns)
+    return value, {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 # How a matrix is packed, what config.json says, the format that it becomes, and the share of the largest weight that
 # this may lose.
@@ -161,6 +197,10 @@ CASES = {
     "gptq_v2": (gptq_v2, GPTQ | {"checkpoint_format": "gptq_v2"}, "q4_0", 0),
     "gptq 8 bits": (gptq_8, GPTQ | {"bits": 8}, "q8_0", 0),
     "gptq with zeros": (gptq_zeros, GPTQ | {"sym": False}, "q4_1", 2.0**-10),
+    "mxfp4": (mxfp4, COMPRESSED | {"format": "mxfp4-pack-quantized"}, "mxfp4", 0),
+    "nvfp4": (nvfp4, COMPRESSED | {"format": "nvfp4-pack-quantized"}, "nvfp4", 2.0**-22),
+    "nvfp4 of modelopt": (nvfp4_2, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4", 0),
+    "fp8 of modelopt": (fp8_one, {"quant_method": "modelopt", "quant_algo": "FP8"}, "f16", 2.0**-11),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, "q4_1", 2.0**-10),
 }
 
@@ -200,6 +240,35 @@ def test_the_same_network(rng, tmp_path, monkeypatch, case):
     assert_same_weights(Transformer.from_pretrained(quantised), found)
 
 
+def test_the_file_of_modelopt(rng, tmp_path):
+    """Older folders say in a file of its own how they are quantised."""
+    _, folder, arrays = folders(rng, tmp_path, nvfp4_2, CASES["nvfp4 of modelopt"][1])
+    expected = Transformer.from_pretrained(folder)
+    save(folder, CONFIG, arrays)
+    quantised = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+    said = {"producer": {"name": "modelopt"}, "quantization": quantised}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    assert_same_weights(Transformer.from_pretrained(folder), expected)
+    said["quantization"]["quant_algo"] = "INT4_AWQ"
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match=r"quantization\.quant_algo: expected NVFP4 or FP8, got 'INT4_AWQ'"):
+        Transformer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("case", ["mxfp4", "nvfp4", "packed", "int rows"])
+def test_what_is_smaller_than_asked_for_stays(rng, tmp_path, case):
+    """`weights="q8"` packs the floats; codes of as many bits or fewer are those of the file."""
+    pack, said, kept, _ = CASES[case]
+    _, folder, _ = folders(rng, tmp_path, pack, said)
+    expected, found = (Transformer.from_pretrained(folder, weights=weights) for weights in ("auto", "q8"))
+    assert {expected.weights.embedding.format, found.weights.embedding.format} == {"f32", "q8_0"}
+    for mine, theirs in zip(found.weights.layers, expected.weights.layers, strict=True):
+        assert {mine.qkv.format, mine.output.format, mine.mlps[0].down.format} == {kept}
+        np.testing.assert_array_equal(mine.output.to_float32(), theirs.output.to_float32())
+    small = Transformer.from_pretrained(folder, weights="q4")
+    assert small.weights.layers[0].output.format == ("q4_1" if kept == "q8_0" else kept)
+
+
 def test_every_byte_of_e4m3():
     values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(_E4M3, values)
@@ -231,7 +300,7 @@ def test_gpt_oss_as_it_is_published(rng, tmp_path):
     save(tmp_path / "packed", content | {"quantization_config": said}, packed_)
     expected, found = (Transformer.from_pretrained(tmp_path / name) for name in ("plain", "packed"))
     assert_same_weights(found, expected)
-    assert {mlp.down.format for layer in found.weights.layers for mlp in layer.mlps} == {"q8_0"}
+    assert {mlp.down.format for layer in found.weights.layers for mlp in layer.mlps} == {"mxfp4"}
     tokens = np.arange(30, dtype=np.uint32)
     exact = Transformer(found.config, found.weights, "exact")
     np.testing.assert_allclose(run_dense(exact, tokens), run_dense(expected, tokens), rtol=0, atol=1e-2)
@@ -280,6 +349,14 @@ WRONG = {
     "no numbers": ("fp8", {".weight": np.full((128, 128), 0x7F, np.uint8).view(ml_dtypes.float8_e4m3fn)}, "finite"),
     "other blocks": ("fp8 blocks", {".weight_scale_inv": (2, 3)}, "weight_scale_inv: expected .* got .*2, 3"),
     "a scale of the cache": ("float rows", {".k_scale": (1,)}, "expected no others, got the tensors .*k_scale"),
+    "no factor": ("nvfp4", {".weight_global_scale": None}, "weight_scale_2: expected a tensor beside .*, got none"),
+    "a factor of 0": ("nvfp4", {".weight_global_scale": np.zeros(1, np.float32)}, "units: expected finite numbers"),
+    "no number of 8 bits": ("mxfp4", {".weight_scale": np.full((128, 4), 255, np.uint8)}, "scales: expected 0 to 254"),
+    "negative scales": (
+        "nvfp4", {".weight_scale": np.full((128, 8), -1, ml_dtypes.float8_e4m3fn)}, "scales: expected 0 to 126, got",
+    ),
+    "scales of other groups": ("mxfp4", {".weight_scale": np.ones((128, 8), np.uint8)}, "weight_scale: expected U8 or"),
+    "small floats in words": ("mxfp4", {".weight_packed": (128, 64)}, "weight_packed: expected I32 of 2 axes, got F32"),
     "a matrix of half the size": ("int rows", {".weight": np.ones((64, 128), np.int8)}, "weight"),
 }
 
@@ -308,7 +385,9 @@ SAID = [
     ({"quant_method": "fp8", "fmt": "e5m2"}, "quantization_config.fmt: expected e4m3, got 'e5m2'"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: expected two positive whole numbers"),
     ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "weight_block_size: expected two positive whole numbers"),
-    (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "format: expected float-quantized or .*, got 'nvfp4-pack"),
+    (COMPRESSED | {"format": "marlin-24"}, "format: expected float-quantized or .*, got 'marlin-24"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo: expected NVFP4 or FP8, got 'W4A8_AWQ'"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size: expected 16, got 32"),
     (PACKED | {"quantization_status": "frozen"}, "quantization_status: expected compressed, got 'frozen'"),
     (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: expected none, got {'num_bits': 8}"),
     (PACKED | {"transform_config": {"config_groups": {}}}, "transform_config: expected none, got"),

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from kvcache.kernels.matrix import MATRIX_FORMATS
+
 GROUP = 32
 
 
@@ -32,7 +34,7 @@ def rounded_to_bf16(x):
 
 def product(x, weights, bias=None, *, format, activations="int8"):
     """`(result, bound)`: the product in float64, and the largest error of each output."""
-    wide, packed = weights.astype(np.float64), "q" in format
+    wide, packed = weights.astype(np.float64), MATRIX_FORMATS[format].packed
     if packed:
         used = rounded(x, activations == "exact")[0]
     else:
@@ -42,7 +44,7 @@ def product(x, weights, bias=None, *, format, activations="int8"):
     if packed:
         # With minima the sum of the numbers is taken out of each group: two terms that may cancel.
         parts = np.abs(groups(used)).sum(axis=2) @ np.abs(groups(wide)).max(axis=2).T
-        bound = (6 + columns / 32) * 2.0**-23 * (mass + 3 * parts)
+        bound = (6 + columns / MATRIX_FORMATS[format].channels) * 2.0**-23 * (mass + 3 * parts)
     else:
         bound = (258 + columns / 256) * 2.0**-24 * mass
     if bias is not None:
