@@ -61,6 +61,8 @@ class ExpertSizes:
             choice = SigmoidChoice(read.flag("use_expert_bias", True), normalised, factor)
             return cls(read.size("moe_intermediate_size", 1792), choice=choice)
         if kind == "shared":
+            if not read.flag("norm_topk_prob", True):
+                raise CheckpointError("norm_topk_prob: expected true, got false")
             return cls(size, shared=read.size("shared_expert_intermediate_size", 512), shared_gate=True)
         if kind == "granite":
             return cls(size, shared=read.size("shared_intermediate_size"))

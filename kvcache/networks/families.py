@@ -41,6 +41,7 @@ class Family:
         neighbours: whether folders have the rows of queries and keys in the order of rotary embeddings that turn
             channels 2 i and 2 i + 1.
         recurrence: the kind of its layers with a state (`RecurrentSizes`); "": there are none.
+        by_key_heads: whether folders have the projections of the delta rule in the order of its key heads.
         eps_key: the key of what norms add to the mean of squares.
         names: what files call tensors, by the stems of `names`, with or without the layer's.
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
@@ -75,6 +76,7 @@ class Family:
     rope_in_windows: Literal["all", "windows", "mixed"] = "all"
     neighbours: bool = False
     recurrence: Kind | Literal[""] = ""
+    by_key_heads: bool = False
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
     sinks: bool = False
@@ -200,6 +202,14 @@ FAMILIES = {
         defaults={
             "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "moe_intermediate_size": 512,
             "num_experts": 256, "num_experts_per_tok": 8,
+        },
+    ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
+        by_key_heads=True, names=_QWEN3_5, experts="shared",
+        defaults={
+            "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "moe_intermediate_size": 512,
+            "num_experts": 512, "num_experts_per_tok": 10,
         },
     ),
     "Qwen3_5ForCausalLM": Family(

@@ -11,7 +11,17 @@ from numpy.typing import NDArray
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import FAMILIES
-from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, paired_rows, stored_tensors, unread_of
+from kvcache.networks.names import (
+    EXPERT,
+    LAYER,
+    Place,
+    fused_place,
+    key_head_rows,
+    paired_rows,
+    stored_tensors,
+    unread_of,
+)
+from kvcache.networks.recurrent_sizes import RecurrentSizes
 from kvcache.networks.tensors import StoredRows, Tensors
 from kvcache.networks.towers import Names
 
@@ -25,6 +35,7 @@ _STACKS = {
     "shared": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "granite": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 }
+_PROJECTION = re.compile(r"mixer\.in_proj_(qkv|z|b|a)\.weight$")
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -98,12 +109,29 @@ class FolderTensors:
                 return self._transposed(place.name, int(expert[1]), expert[2], first, stop)
             if expert[2] != "down":
                 return self._in_turn(place.name, int(expert[1]), expert[2], first, stop)
-        order = paired_rows(self._config, name, first, stop) if self._family.neighbours else None
+        order = self._order(name, first, stop, place)
         if order is None:
             return self._checkpoint.rows(place.name, place.first + first, place.first + stop)
         begin = int(order.min())
         stored = self._checkpoint.rows(place.name, place.first + begin, place.first + int(order.max()) + 1)
         return stored.taken(order - begin)
+
+    def _order(self, name: str, first: int, stop: int, place: Place) -> NDArray[np.int64] | None:
+        """The rows of a file, from `place.first` on, for some of a tensor; None: they follow each other."""
+        if self._family.neighbours:
+            return paired_rows(self._config, name, first, stop)
+        found = _PROJECTION.search(name) if self._family.by_key_heads else None
+        if found is None or self._config.recurrence is None:
+            return None
+        return key_head_rows(self._config.recurrence, found[1], first, stop) - place.first
+
+    def _by_key_heads(self, part: str, sizes: RecurrentSizes) -> Place:
+        """The place of a projection of the delta rule in one of the two matrices that files have of all four."""
+        if part in ("b", "a"):
+            both = 2 * sizes.heads, self._config.hidden_size
+            return Place("linear_attn.in_proj_ba.weight", sizes.heads if part == "a" else 0, both)
+        whole = sizes.channels + sizes.inner, self._config.hidden_size
+        return Place("linear_attn.in_proj_qkvz.weight", sizes.channels if part == "z" else 0, whole)
 
     def _transposed(self, name: str, expert: int, part: str, first: int, stop: int) -> StoredRows:
         """Rows of an expert that is stored `(in, out)`."""
@@ -135,6 +163,9 @@ class FolderTensors:
             return Place(self._renamed(name))
         layer, part = f"{self._family.prefix}{name[6 : inside.start(2)]}", inside[2]
         place = self._expert(part) if self._family.experts else None
+        found = _PROJECTION.search(part) if self._family.by_key_heads else None
+        if found and self._config.recurrence is not None:
+            place = self._by_key_heads(found[1], self._config.recurrence)
         place = place or fused_place(self._config, part, *self._family.fused) or Place(part)
         return place._replace(name=layer + self._renamed(place.name))
 

@@ -31,6 +31,7 @@ __all__ = [
     "Place",
     "fused_place",
     "has_beside",
+    "key_head_rows",
     "matrices_of",
     "paired_rows",
     "stored_tensors",
@@ -126,6 +127,31 @@ def paired_rows(config: ModelConfig, name: str, first: int, stop: int) -> NDArra
     channels = rows % config.head_dim
     order = np.where(channels < half, 2 * channels, 2 * (channels - half) + 1)
     return np.where(channels < config.rotary_dim, rows - channels + order, rows)
+
+
+def key_head_rows(sizes: RecurrentSizes, part: str, first: int, stop: int) -> NDArray[np.int64]:
+    """The rows of a file for the rows `first` to `stop` of a projection of the delta rule, where files go by key heads.
+
+    Each key head has its query, its key, and the values and z of its value heads in one matrix, and their b and a in
+    another one.
+
+    Args:
+        part: "qkv", "z", "b" or "a".
+
+    Returns:
+        int64 `(stop - first,)`.
+    """
+    rows, size, heads = np.arange(first, stop), sizes.size, sizes.heads // sizes.groups
+    if part in ("b", "a"):
+        return rows // heads * 2 * heads + rows % heads + (heads if part == "a" else 0)
+    values, keys = heads * sizes.dim, sizes.groups * size
+    each = 2 * (size + values)  # rows of a key head
+    if part == "z":
+        return rows // values * each + 2 * size + values + rows % values
+    kind = np.minimum(rows // keys, 2)  # of queries, keys and values
+    rest, width = rows - kind * keys, np.where(kind == 2, values, size)
+    found: NDArray[np.int64] = rest // width * each + kind * size + rest % width
+    return found
 
 
 def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:

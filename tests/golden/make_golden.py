@@ -65,6 +65,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Qwen3VLConfig,
     SeedOssConfig,
     SmolLM3Config,
@@ -392,6 +393,13 @@ VARIANTS = {
         ),
         torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
     ),
+    "qwen3_next": Variant(
+        Qwen3NextConfig(
+            **SMALL_DELTA, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20,
+            shared_expert_intermediate_size=28,
+        ),
+        torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
+    ),
     "nemotron_h_moe": Variant(
         NemotronHConfig(
             **SMALL_MAMBA, layers_block_type=["mamba", "moe", "attention", "mamba", "moe"], n_routed_experts=8,
@@ -525,7 +533,7 @@ def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[fl
     if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
         return 0.2, 0.6  # scores are not scaled: these say how far they spread
     if "norm" in name and name.endswith("weight"):
-        less_one = config.model_type.startswith("qwen3_5") and "linear_attn" not in name
+        less_one = config.model_type.startswith(("qwen3_5", "qwen3_next")) and "linear_attn" not in name
         return 0.2, 0.0 if less_one else 1.0
     for part, size, mean in (("A_log", 1.0, 0.5), ("dt_bias", 1.5, -2.0), (".D", 0.5, 1.0)):
         if name.endswith(part):
