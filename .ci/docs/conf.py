@@ -20,13 +20,18 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 suppress_warnings = ["ref.python"]  # `num_heads` is an attribute of several classes: no link
 html_theme = "alabaster"
-html_theme_options = {"description": "The KV-cache engine for LLM inference on CPUs", "fixed_sidebar": True}
+html_theme_options = {
+    "description": "The KV-cache engine for LLM inference on CPUs", "fixed_sidebar": True, "page_width": "1240px",
+    "body_max_width": "none",
+}
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 html_show_copyright = False
 
 
 def name_files(app, name, source):
-    """Links to files of the repository, which are no pages, become their names."""
-    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./\.\./([^)#]+)[^)]*\)", r"\1 (`\2` of the repository)", source[0])
+    """Turn links to files of the repository, which are no pages, into their names; pictures stay."""
+    source[0] = re.sub(r"(?<!!)\[([^\]]+)\]\(\.\./\.\./([^)#]+)[^)]*\)", r"\1 (`\2` of the repository)", source[0])
 
 
 def setup(app):
