@@ -8,24 +8,23 @@ import numpy as np
 
 from bench.quality.network import RandomEngine, Recorder, attention_mass
 from bench.quality.prompts import LENGTH, Prompt
-from bench.support.guides import definitions
 from kvcache import EvictionPolicy, InferenceEngine
 from kvcache.engine import Transformer
+from kvcache.policies import SnapKV
 
 __all__ = ["BUDGETS", "CHUNK", "HEADER", "POLICIES", "engine_of", "measure", "rows", "survivors"]
 
 SINKS, CHUNK = 4, 32
 BUDGETS = (5, 10, 20, 40, 70)  # per cent of the prompt
 
-# name -> function from (budget, layers) to the policy. Random eviction is H2O with random scores, see `RandomEngine`;
-# SnapKV is the example of a guide.
+# name -> function from (budget, layers) to the policy. Random eviction is H2O with random scores, see `RandomEngine`.
 POLICIES: dict[str, Any] = {
     "H2O": lambda budget, layers: EvictionPolicy.H2O(),
     "H2O, 0.9 recent": lambda budget, layers: EvictionPolicy.H2O(0.9),
     "window": lambda budget, layers: EvictionPolicy.SlidingWindow(budget - SINKS, SINKS),
     "StreamingLLM": lambda budget, layers: EvictionPolicy.StreamingLLM(SINKS, budget - SINKS),
     "PyramidKV": lambda budget, layers: EvictionPolicy.PyramidKV(layers),
-    "SnapKV": lambda budget, layers: definitions("policies.md")["SnapKV"](min(CHUNK, budget // 2)),
+    "SnapKV": lambda budget, layers: SnapKV(min(CHUNK, budget // 2)),
     "random, half recent": lambda budget, layers: EvictionPolicy.H2O(0.5),
     "random": lambda budget, layers: EvictionPolicy.H2O(0.0),
 }

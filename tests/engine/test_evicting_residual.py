@@ -6,14 +6,13 @@ from engines import Failing
 from evicting_engines import POLICIES, PROMPT, assert_same, layers, make, state, stored_as
 from oracles.evicting import DenseEvictingEngine
 
-from bench.support.guides import definitions
 from kvcache import EvictionPolicy, InferenceEngine
 from kvcache.calibration.calibrating import measure
 from kvcache.calibration.residual import residual_bytes
 from kvcache.errors import OutOfMemoryError
+from kvcache.policies import SnapKV
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
-SnapKV = definitions("policies.md")["SnapKV"]
 
 
 class Residual(DenseEvictingEngine):

@@ -1,0 +1,65 @@
+"""Policies of the literature beside naive twins, and in the engines."""
+
+import numpy as np
+import pytest
+from engines import GREEDY
+
+from kvcache.engine import InferenceEngine
+from kvcache.policies import TOVA, SnapKV
+from kvcache.serving import BatchEngine
+
+pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+
+
+def snapkv_twin(scores, budget, window, kernel):
+    window = min(window, budget)
+    heads, before, reach = len(scores), scores.shape[1] - window, kernel // 2
+    pooled = []
+    for token in range(before):
+        near = range(max(0, token - reach), min(before, token + reach + 1))
+        pooled.append(sum(scores[head, other] for head in range(heads) for other in near) / kernel)
+    best = sorted(range(before), key=lambda token: (-pooled[token], token))[: budget - window]
+    return sorted(best) + list(range(before, scores.shape[1]))
+
+
+def tova_twin(scores, budget):
+    last = scores.shape[1] - 1
+    order = sorted(range(last), key=lambda token: (-sum(scores[:, token]), token))
+    return [*sorted(order[: budget - 1]), last]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_survivors_are_those_of_a_twin(seed):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 60))
+    budget, window, kernel = int(rng.integers(1, n)), int(rng.integers(1, 40)), int(rng.choice([3, 5, 7]))
+    scores = rng.random((3, n))
+    if seed % 2:  # with ties, which a division would break by its rounding
+        scores, kernel = np.floor(4 * scores) / 4, 1
+    positions = np.sort(rng.choice(200, n, replace=False))
+    kept = SnapKV(window, kernel).keep(0, scores, positions, budget)
+    assert kept.tolist() == snapkv_twin(scores, budget, window, kernel)
+    assert TOVA().keep(0, scores, positions, budget).tolist() == tova_twin(scores, budget)
+
+
+@pytest.mark.parametrize("policy", [SnapKV(8, 3), TOVA()], ids=lambda each: type(each).__name__)
+def test_in_the_engines(network, policy):
+    """A batch gives what an engine alone gives, and every layer keeps its budget."""
+    prompt = np.random.default_rng(2).integers(0, 250, 150)
+    engine = InferenceEngine(network, eviction_policy=policy, kv_budget=24, prefill_chunk=16)
+    answer = engine.generate(prompt, GREEDY)
+    assert [engine.alive_tokens(layer) for layer in range(engine.config.num_layers)] == [24] * engine.config.num_layers
+    assert engine.kept_positions(0)[-1] == engine.num_tokens - 1
+    with BatchEngine(network, eviction_policy=policy, kv_budget=24) as batch:
+        alone = InferenceEngine(network, eviction_policy=policy, kv_budget=24).generate(prompt, GREEDY)
+        assert batch.generate_batch([prompt] * 2, GREEDY, progress=False) == [alone] * 2
+    assert len(answer) == GREEDY.max_tokens
+
+
+def test_settings_are_checked():
+    for settings, message in (
+        ({"window": 0}, "window: expected an int >= 1, got 0"), ({"window": 5000}, "window: expected an int <= 4096"),
+        ({"kernel": 4}, "kernel: expected an odd number, got 4"), ({"kernel": -1}, "kernel: expected an int >= 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SnapKV(**settings)
