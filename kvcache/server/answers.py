@@ -76,8 +76,10 @@ class HttpAnswer:
         async def live() -> None:
             """Send something where a stream was silent."""
             while True:
-                await sleep(max(0.0, last + _SILENCE - current_time()))
-                if current_time() >= last + _SILENCE and sent and sent[0].get("more_body", True):
+                silent = current_time() - last
+                if silent < _SILENCE or sending.locked() or not sent or not sent[0].get("more_body", True):
+                    await sleep(max(_SILENCE - silent, _SILENCE / 4))
+                else:
                     await note({"type": "http.response.body", "body": self._form.ping().encode(), "more_body": True})
 
         try:

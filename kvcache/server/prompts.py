@@ -37,7 +37,14 @@ class Prompts:
             TooManyTokens: more than the network has positions.
             TypeError, ValueError: none, or not of the vocabulary.
         """
-        return [self.checked(self._of(body, prompt), body.field) for prompt in body.prompts]
+        try:
+            return [self.checked(self._of(body, prompt), body.field) for prompt in body.prompts]
+        except ValueError as error:  # of the engine, which calls a conversation messages
+            if body.field == "messages" or not str(error).startswith("messages: "):
+                raise
+            if isinstance(error, TooManyTokens):
+                raise TooManyTokens(body.field, error.most, str(error).rpartition(", got ")[2]) from None
+            raise ValueError(f"{body.field}{str(error).removeprefix('messages')}") from None
 
     def parts(self, body: Body, number: int, tokens: npt.NDArray[np.uint32]) -> tuple[int, ...]:
         """Where the next requests are expected to differ from the prompt of this number, see `BatchEngine.submit`."""

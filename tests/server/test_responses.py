@@ -150,6 +150,8 @@ def test_choices_of_tools(served):
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"tool_choice": {"type": "web_search"}}, 400, "tool_choice"),
         ({"tools": [{"type": "function"}]}, 400, "tools"),
+        ({"input": []}, 400, "input"),
+        ({"input": [{"role": "user", "content": "\ud800"}]}, 400, "input"),
         ({"reasoning": {"effort": "huge"}}, 400, "reasoning_effort"),
     ],
 )
@@ -159,10 +161,13 @@ def test_what_is_refused_is_named(served, more, status, param):
     assert (got, json.loads(data)["error"]["param"]) == (status, param)
 
 
-def test_a_prompt_that_is_too_long(served):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(served, "x", input="x" * 600)
-    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_prompt_that_is_too_long(served, tmp_path, plain):
+    """The field is named, whatever makes the tokens."""
+    with Served(tiny_file(tmp_path), limits={"plain_special_tokens": plain}) as made:
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
+            made.client().responses.create(model=MODEL, input="x" * 600)
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
 
 
 def test_a_failure_ends_a_stream(served):

@@ -160,3 +160,15 @@ def test_silent_streams_say_that_they_live(served, monkeypatch):
     connection.close()
     events = [json.loads(line[6:]) for line in data.split(b"\n") if line.startswith(b"data: {")]
     assert "".join(each["choices"][0]["delta"]["content"] for each in events) == "late"
+
+
+def test_a_reader_who_is_slow_gets_no_comment_behind_the_end(served, monkeypatch):
+    """While an event is on its way, nothing else is sent, and after the last one nothing at all."""
+    monkeypatch.setattr("kvcache.server.answers._SILENCE", 0.001)
+    body = {"model": MODEL, "messages": TALK, "stream": True, "max_tokens": 300, "logprobs": True, "top_logprobs": 20}
+    served.say("x" * 200)
+    connection = served.connect(post(json.dumps(body).encode(), "/v1/chat/completions"), receive_buffer=4096)
+    status, data = answer(connection)
+    assert (status, data.count(b"data: [DONE]")) == (200, 1)
+    assert b": ping" not in data.partition(b"data: [DONE]")[2]
+    served.engine.check()
