@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from functools import partial
+from hashlib import blake2b
+from math import lcm
 
 from kvcache.core.calibration import Calibration
 from kvcache.core.rowformat import RowFormats
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Model
 from kvcache.texts.pool import Pool
+from kvcache.texts.state import StateLayers
 from kvcache.texts.text import Text
 from kvcache.texts.whole import WholeLayers
 from kvcache.texts.window import WindowLayers
@@ -84,14 +87,25 @@ class Arrivals:
         cache = whole.cache
         self._group, self._firsts = cache.residual_length or 1, cache.first_tokens
         name = partial(model_name, model, cache.residual_length, formats=cache.formats)
-        whole.index.source = self.source = tiers.source(name(cache.calibration), waits=False)
+        self._states = [group for group in pool.groups if isinstance(group, StateLayers) and group.cached is not None]
+        size = lcm(GROUP_TOKENS, *(group.unit for group in self._states))
+        self.source = tiers.source(name(cache.calibration), waits=False, group_tokens=size)
+        whole.index.source = self.source
         self._windows = [group for group in pool.groups[1:] if isinstance(group, WindowLayers)]
-        parts = []
+        parts: list[WindowSource] = []
         for group in self._windows:
             part = tiers.window_source(f"{name(group.cache.calibration)}, layers {group.layers}", group.window)
             parts.append(part)
             assert group.pages is not None
             group.pages.source, group.ends = part, self.source.format.group_tokens
+        for states in self._states:
+            assert states.cached is not None
+            states.ends = self.source.format.group_tokens
+            if states.ends % states.unit:
+                raise ValueError(f"block_size: expected one that divides {size} with tiers, got {cache.block_size}")
+            own = f"states of layers {states.layers} beside {blake2b(self.source.context).hexdigest()}"
+            parts.append(tiers.state_source(own, states.ends))
+            states.cached.index.source = parts[-1]
         if parts:
             self.source.make_lookup = partial(WindowedLookup, sources=parts)
         self._lookups: dict[Text, Lookup] = {}
@@ -121,7 +135,8 @@ class Arrivals:
         if not isinstance(lookup, WindowedLookup) or not lookup.target:
             return True
         tokens, target = text.tokens, lookup.target
-        for group, part in zip(self._windows, lookup.parts, strict=True):
+        groups: list[WindowLayers | StateLayers] = [*self._windows, *self._states]
+        for group, part in zip(groups, lookup.parts, strict=True):
             group.take(tokens, target, text.space, part.bodies)
         return self._pool.shared.longest_of(tokens, target, text.space) == target
 
@@ -138,7 +153,7 @@ class Arrivals:
         lookup = self._lookups.get(text)
         if lookup is None or text.computed < self._firsts:  # these run in any case, since all read them in f16
             return False
-        if self._windows and left_at >= 0:  # it has begun again, and there was no room for all of them
+        if (self._windows or self._states) and left_at >= 0:  # it has begun again, and had no room for all of them
             self.end(text)
             return False
         ended, most = lookup.ended, min(lookup.available(text.computed), text.num_prompt - 1)
@@ -162,6 +177,11 @@ class Arrivals:
             ends = {min(length, len(tokens)) // group.ends * group.ends for length in (text.num_prompt, len(tokens))}
             for end in sorted(ends - {0}):
                 source.ends(text.space, tokens, partial(group.blocks, tokens, end, text.space))
+        for states in self._states:
+            source = states.prefixes[0].source
+            assert isinstance(source, WindowSource)
+            for end in states.lengths(tokens, text.space):
+                source.ends(text.space, tokens, partial(states.blocks, tokens, end, text.space))
 
     def keep(self, texts: Collection[Text]) -> None:
         """End the lookups of all but these texts, after an exception too."""

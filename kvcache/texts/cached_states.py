@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right, insort
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.text import Tokens
 
-__all__ = ["CachedStates", "page_shape"]
+__all__ = ["CachedStates", "name_of", "page_shape"]
 
 _MOST_CHANNELS = 512  # of a head in a `PagedKvCache`
 Name = tuple[Any, int, bytes]
@@ -76,6 +77,7 @@ class CachedStates:
         self._lengths: dict[Any, list[int]] = {}  # of the states in each namespace, ascending
         self._ranks: list[tuple[tuple[float, int], Name]] = []  # a heap, with places that entries had before
         self._held: dict[int, Name] = {}  # the state of each page that was held last
+        self._holds: Counter[Name] = Counter()  # how often each is held now
         self._age = 0.0
 
     # -- lookups --------------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ class CachedStates:
 
     def hold(self, tokens: Tokens, stop: int, space: Hashable, held: ExitStack) -> NDArray[np.int64] | None:
         """The page `(1,)` of the state after `stop` tokens, until `held` closes; None: it is not there."""
-        name = _name(tokens[:stop], space)
+        name = name_of(tokens[:stop], space)
         if name not in self._entries:
             return None
         session = held.enter_context(self.index.open_session(tokens[stop - 1 : stop], name))
@@ -96,7 +98,14 @@ class CachedStates:
             return None
         self._entries[name].saved = stop - self.longest(tokens, stop - 1, space)
         self._held[session.shared_blocks[0]] = name
+        self._holds[name] += 1
+        held.callback(self._let_go, name)
         return np.array(session.shared_blocks, np.int64)
+
+    def _let_go(self, name: Name) -> None:
+        self._holds[name] -= 1
+        if self._holds[name] <= 0:
+            del self._holds[name]
 
     def read(self, page: NDArray[np.int64]) -> list[Float32]:
         """The state of each layer in a page that is held, float32 `(size,)`; counts as a use."""
@@ -126,7 +135,7 @@ class CachedStates:
     def begin(self, tokens: Tokens, space: Hashable) -> int:
         """Begin a page for the state after `tokens`; its number, -1: it is cached, or there is no page for it."""
         self._sync()
-        name, number = _name(tokens, space), next(self._numbers)
+        name, number = name_of(tokens, space), next(self._numbers)
         if name in self._entries or name in self._begun.values():
             return -1
         while not self._paged.free_block_count:
@@ -172,6 +181,7 @@ class CachedStates:
     def settle(self) -> None:
         """Free all pages that are being written, after an exception too."""
         self._begun.clear()
+        self._holds.clear()
         for number in self._paged.sequence_ids():
             self._paged.free(int(number))
 
@@ -181,11 +191,28 @@ class CachedStates:
         for layer, state in enumerate(states):
             self.write(number, layer, state)
         self.end(number, tokens, space)
-        return _name(tokens, space) in self._entries
+        return name_of(tokens, space) in self._entries
+
+    def arrive(self, tokens: Tokens, space: Hashable, source: Any, body: memoryview) -> None:
+        """Cache the state after `tokens`, whose page `source` has fetched, if there is room for it."""
+        self._sync()
+        name = name_of(tokens, space)
+        while name not in self._entries and not self._paged.free_block_count:
+            if not self._evict():
+                return
+        source.arrived = {name: body}
+        with self.index.open_again(tokens[-1:], name):
+            source.arrived = {}
+        self._sync()
+
+    def names(self, tokens: Tokens, space: Hashable) -> list[Name]:
+        """The names of all states of the prefixes of a text that are cached, the shortest first."""
+        self._sync()
+        return [name for name in self._names(tokens, len(tokens), space) if name in self._entries]
 
     def forget(self, tokens: Tokens, space: Hashable) -> None:
         """Drop the state after `tokens`, unless a text has continued from it."""
-        name = _name(tokens, space)
+        name = name_of(tokens, space)
         entry = self._entries.get(name)
         if entry is not None and entry.uses == 1:
             self._forget(name)
@@ -193,17 +220,21 @@ class CachedStates:
     # -- states leave ---------------------------------------------------------------------------------------
 
     def _evict(self) -> bool:
-        """Drop the state of the lowest rank; whether there was one."""
-        while self._ranks:
-            place, name = self._ranks[0]
+        """Drop the state of the lowest rank that is not held; whether there was one."""
+        kept, found = [], False
+        while self._ranks and not found:
+            place, name = heapq.heappop(self._ranks)
             entry = self._entries.get(name)
             if entry is None or entry.place != place:
-                heapq.heappop(self._ranks)
                 continue
-            self._age = max(self._age, place[0])
+            if self._holds[name]:
+                kept.append((place, name))
+                continue
+            self._age, found = max(self._age, place[0]), True
             self._forget(name)
-            return True
-        return False
+        for each in kept:
+            heapq.heappush(self._ranks, each)
+        return found
 
     def _forget(self, name: Name) -> None:
         self.index.forget(name)
@@ -254,5 +285,6 @@ class CachedStates:
         assert all((each.place, name) in ranks for name, each in self._entries.items()), "states: one has no rank"
 
 
-def _name(tokens: Tokens, space: Hashable) -> Name:
+def name_of(tokens: Tokens, space: Hashable) -> Name:
+    """The namespace of the page of the state after `tokens`."""
     return space, len(tokens), blake2b(tokens.tobytes(), digest_size=32).digest()

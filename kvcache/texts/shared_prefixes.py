@@ -76,7 +76,7 @@ class SharedPrefixes:
                     starts = [group.hold(text.tokens, stop, space, held, again) for group in others]
                     if None not in starts:
                         break_at = self._parting(cached, stop)
-                        if stop < cached:
+                        if stop < cached and not again:
                             self.gone[self._lacking(text.tokens, cached, space)] += 1
                             self.gone_tokens += cached - stop
                         yield stop, [first._replace(parting=break_at or first.parting), *filter(None, starts)]

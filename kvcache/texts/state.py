@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.networks.protocols import Float32, Recurrence
 from kvcache.paged.cache import PagedKvCache
+from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.texts.cached_states import CachedStates
+from kvcache.texts.cached_states import CachedStates, name_of
 from kvcache.texts.group import CachedStart, Ids, LayerCall, Lens, Reclaim
 from kvcache.texts.text import Text, Tokens
 
@@ -64,6 +65,9 @@ class StateLayers:
         unit: states are kept after multiples of so many tokens, where the other layers can go on.
         spacing: tokens between states that are kept whatever the text; 0: none are.
         one_text: whether the texts are those of an engine with one text, which runs again what it needs.
+
+    Attributes:
+        ends: states are kept after the last multiple of this too, a multiple of `unit`: where the groups of tiers end.
     """
 
     reason = "state"
@@ -73,6 +77,7 @@ class StateLayers:
         spacing: int = 0, one_text: bool = False,
     ) -> None:
         self.layers, self.cached, self.unit, self.spacing = tuple(recurrences), cached, unit, spacing
+        self.ends = unit
         self._recurrences, self._one_text = dict(recurrences), one_text
         self._slots = {layer: _aligned(num_slots, each.size) for layer, each in recurrences.items()}
         self._free = [*range(num_slots)][::-1]
@@ -331,11 +336,11 @@ class StateLayers:
         for length in text.keep_at:
             if length >= text.num_prompt:  # all of a prompt is of no use to the same prompt, whose last token runs
                 length = text.num_prompt - (1 if text.parts_at else _BEFORE_END)
-            found.add(length // unit * unit)
+            found.update((length // unit * unit, length // self.ends * self.ends))
         if self.spacing:
             found.update(range(start - start % self.spacing, stop + 1, self.spacing))
-        if unit > 1 and stop > text.num_prompt:  # an answer's end is seldom such a place: the last one before it
-            found.add(stop // unit * unit)
+        if self.ends > 1 and stop > text.num_prompt:  # an answer's end is seldom such a place: the last one before it
+            found.add(stop // self.ends * self.ends)
         return sorted(length for length in found if start < length <= stop)
 
     def _begin_pages(self, text: Text, lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -378,6 +383,28 @@ class StateLayers:
         for _, page in self._pages.pop(slot, ()):
             if self.cached is not None:
                 self.cached.drop(page)
+
+    # -- tiers ----------------------------------------------------------------------------------------------
+
+    def lengths(self, tokens: Tokens, space: Any) -> list[int]:
+        """The prefixes of a text, multiples of `ends`, whose states are cached."""
+        names = [] if self.cached is None else self.cached.names(tokens, space)
+        return [length for _, length, _ in names if length % self.ends == 0]
+
+    def blocks(self, tokens: Tokens, stop: int, space: Any, index: PrefixIndex) -> dict[int, int]:
+        """The page of the state after `stop` tokens by the number of the group that ends there; empty: there is none.
+
+        Args:
+            index: of the pages, whose lock is held.
+        """
+        match = index.find(tokens[stop - 1 : stop], name_of(tokens[:stop], space))
+        return {stop // self.ends - 1: int(match.pages[0])} if match.length else {}
+
+    def take(self, tokens: Tokens, stop: int, space: Any, bodies: dict[int, memoryview]) -> None:
+        """Cache the state after `stop` tokens that has arrived from tiers."""
+        body = bodies.get(stop // self.ends - 1)
+        if body is not None and self.cached is not None:
+            self.cached.arrive(tokens[:stop], space, self.cached.index.source, body)
 
     # -- reports --------------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class TierSource:
 
     Attributes:
         format: of the values.
+        context: what they depend on beside the text.
         make_lookup: makes the lookups, by default `Lookup`.
         computing: tokens per second that the network computes, as far as is known.
     """
@@ -83,6 +84,7 @@ class TierSource:
         self._last: tuple[bytes, Tokens, list[list[bytes]]] = b"", np.empty(0, np.uint32), []
         self._expected: dict[int, tuple[Lookup, int]] = {}
         self._cached: CachedBlocks | None = None
+        self.context = b""
 
     def attach(self, cached: CachedBlocks) -> None:
         """See `Source`."""
@@ -95,6 +97,7 @@ class TierSource:
         context = b"\0".join((b"%d" % VERSION, simd_level().encode(), arena.pack(), model.encode()))
         contexts = [context + b"\0encrypted" * link.encrypt for link in self._links]
         size = self.format.group_tokens
+        self.context = context
         self._chains = [KeyChain(link.secret, each, size) for link, each in zip(self._links, contexts, strict=True)]
 
     # -- lookups --------------------------------------------------------------------------------------------

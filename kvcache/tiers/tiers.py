@@ -13,9 +13,9 @@ from kvcache.tiers.keys import as_secret
 from kvcache.tiers.links import Link, TierStats
 from kvcache.tiers.lookups import Reader
 from kvcache.tiers.protocol import Tier
-from kvcache.tiers.source import TierSource
+from kvcache.tiers.source import GROUP_TOKENS, TierSource
 from kvcache.tiers.values import wrapping
-from kvcache.tiers.windows import WindowSource
+from kvcache.tiers.windows import StateSource, WindowSource
 from kvcache.tiers.writing import WriteBehind
 
 __all__ = ["Tiers"]
@@ -83,21 +83,27 @@ class Tiers:
         self._reader = Reader(self._links)
         self._finalizer = finalize(self, _close, self._reader, self._writers, _AT_EXIT)
 
-    def source(self, model: str, *, waits: bool = True) -> TierSource:
+    def source(self, model: str, *, waits: bool = True, group_tokens: int = GROUP_TOKENS) -> TierSource:
         """A `Source` for one `PrefixCache`; each cache needs one of its own.
 
         Args:
             model: a name of all that K and V depend on beside the tokens and the cache's format, such as a hash of the
                 weights.
             waits: whether lookups wait for the tiers, up to `deadline`.
+            group_tokens: of a value, in whole blocks, one at least.
         """
         if not isinstance(model, str):
             raise TypeError(f"model: expected a str, got {type(model).__name__}")
-        return TierSource(self._links, self._writers, self._reader, model, self.deadline if waits else 0.0, self)
+        deadline = self.deadline if waits else 0.0
+        return TierSource(self._links, self._writers, self._reader, model, deadline, self, group_tokens)
 
     def window_source(self, model: str, window: int) -> WindowSource:
         """The source of a prefix cache of layers with a window; see `WindowSource`."""
         return WindowSource(self._links, self._writers, self._reader, model, self, window)
+
+    def state_source(self, model: str, group_tokens: int) -> StateSource:
+        """The source of the cached states of layers that keep one; see `StateSource`."""
+        return StateSource(self._links, self._writers, self._reader, model, self, group_tokens)
 
     def stats(self) -> list[TierStats]:
         """The counters of each tier now."""

@@ -1,15 +1,16 @@
-"""The layers that keep a window alone: their pages in tiers, for the ends of texts.
+"""The layers that keep a window alone, or a state: their pages in tiers, for the ends of texts.
 
 A request may continue after `n` tokens if the tiers have the groups of the other layers up to there, and, for each
 window, the pages that the query at `n` sees. So a lookup of such a network has one place to continue at, the end of a
-group, and its blocks are used when all of them have arrived. A value of these layers has one page of them.
+group, and its blocks are used when all of them have arrived. A value of these layers has one page of them. For layers
+with a state that is the state after the group.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,13 @@ from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.tiers.links import Link
 from kvcache.tiers.lookups import WINDOW, Lookup, Reader
 from kvcache.tiers.source import TierSource
-from kvcache.tiers.values import Wrapping
+from kvcache.tiers.values import ValueFormat, Wrapping
 from kvcache.tiers.writing import WriteBehind
 
-__all__ = ["WindowSource", "WindowedLookup"]
+if TYPE_CHECKING:
+    from kvcache.prefix.cached_blocks import CachedBlocks
+
+__all__ = ["StateSource", "WindowSource", "WindowedLookup"]
 
 logger = logging.getLogger("kvcache")
 
@@ -86,8 +90,38 @@ class WindowSource(TierSource):
             logger.warning("the windows of a request are not offered to the tiers", exc_info=True)
 
 
+class StateSource(WindowSource):
+    """The source of the cached states of layers that keep one: a value is the state after the tokens of its group.
+
+    Args:
+        links, writers, reader, model, owner: as of `TierSource`.
+        group_tokens: of the groups of the other layers.
+    """
+
+    def __init__(
+        self, links: list[Link], writers: list[WriteBehind], reader: Reader, model: str, owner: object,
+        group_tokens: int,
+    ) -> None:
+        super().__init__(links, writers, reader, model, owner, 0)
+        self._group_tokens = group_tokens
+
+    def attach(self, cached: CachedBlocks) -> None:
+        """See `Source`."""
+        super().attach(cached)
+        self._pages = 1
+        self.format = ValueFormat(self._group_tokens, cached.store.block_bytes)
+
+    def first_page(self, pos: int) -> int:
+        """The group that ends with `pos` tokens."""
+        return pos // self.format.group_tokens - 1
+
+    def offers(self, name: Hashable, tokens: Tokens, start: int) -> int:
+        """See `Source`."""
+        return int(start == 0 and name in self.arrived)
+
+
 class _Part(NamedTuple):
-    """The layers of one window in a lookup; `bodies` by page."""
+    """The layers of one window, or those with a state, in a lookup; `bodies` by page."""
 
     source: WindowSource
     keys: list[list[bytes]]
@@ -96,7 +130,7 @@ class _Part(NamedTuple):
 
 
 class WindowedLookup(Lookup):
-    """A lookup of a network with windows.
+    """A lookup of a network with windows or states.
 
     Attributes:
         target: tokens at which the request may continue; 0: not everything has arrived.
