@@ -11,12 +11,16 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
+import numpy as np
+
 from kvcache.core.locks import CallLock
+from kvcache.prefix.cached_blocks import Evicted
 from kvcache.serving.failures import as_failure
 from kvcache.serving.request import Pending
 from kvcache.serving.stats import Eviction, Histogram, NamespaceStats
 from kvcache.serving.work import Work
 from kvcache.texts.pool import Pool
+from kvcache.texts.text import NO_TOKEN
 
 __all__ = ["MOST_NAMESPACES", "Observed", "OnEviction"]
 
@@ -106,7 +110,7 @@ class Observed:
         found = (pending.get(number) for number in takers)
         requests = tuple(dict.fromkeys(each for each in found if each is not None))
         while self._evicted:
-            left = self._evicted[0]
+            left = _of_texts(self._evicted[0])
             namespace = self._name_of(left.namespace)
             with self._lock:
                 if namespace in self._namespaces:
@@ -142,3 +146,9 @@ class Observed:
         none = (0,) * 5
         names = dict.fromkeys([*counts, *cached])
         return {name: NamespaceStats(cached.get(name, 0), *counts.get(name, none)) for name in names}
+
+
+def _of_texts(left: Evicted) -> Evicted:
+    """An eviction without what fills the block behind the end of a text."""
+    filled = int(np.count_nonzero(left.tokens == NO_TOKEN))
+    return left._replace(tokens=left.tokens[: len(left.tokens) - filled], num_tokens=left.num_tokens - filled)

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 from places import GOLDEN
+from seeded_weights import seeded
 from subjects.caches import sequences
 from subjects.subject import Subject
 from windowed_networks import Windowed
@@ -152,6 +153,14 @@ class ServedResidual(Served):
     """The same where groups are kept in full: the second request finds them in the cache."""
 
     options: ClassVar[dict[str, object]] = {"dtype": "q4", "residual_length": 12}
+    generate = Served.generate
+    stream = Served.stream
+
+
+class ServedStates(Served):
+    """The same where layers keep a state, of which few are cached."""
+
+    model = Transformer.from_pretrained(seeded("lfm2"))
     generate = Served.generate
     stream = Served.stream
 
