@@ -1,7 +1,7 @@
 /* kvc_matmul_packed.c - prepared rows times packed panels of a matrix (kvc_matrix.h, kvc_matmul.c).
  *
  * For the channels of each scale a tile adds integers, exactly, and multiplies them with both scales. What a format is, its line
- * in the table says: `units_of` unpacks codes by their bits, or looks numbers up; `scales_of` and `minima_of` read its scales. Its
+ * in the table says: `unit_of` unpacks codes by their bits, or looks numbers up; `scales_of` and `minima_of` read its scales. Its
  * tiles are compiled for it alone.
  */
 #include "kvc_matmul_tile.h"
@@ -186,8 +186,8 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
     const size_t header = kvc_header_bytes(info), code_bytes = kvc_group_code_bytes(info);
     const int parts = kvc_scales_per_group(info), units = GROUP_UNITS / parts;
     const size_t numbers = (size_t)(KVC_GROUP * rows * digits), behind = kvc_behind_numbers(info, digits) * (size_t)rows;
-    const u8x64 table = is_wide(info) ? u8x64_weights(u8x64_table(kvc_table_of(info->table)))
-                                      : u8x64_table(kvc_table_of(info->table));
+    const u8x64 own = u8x64_table(kvc_table_of(kvc_matrix_format_of(matrix->format)->table));
+    const u8x64 table = is_wide(info) ? u8x64_weights(own) : own;
     const unsigned char *records[2];
     sums16 sums[MOST_TILES];
     UNROLL
@@ -238,15 +238,19 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
 #define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2)
 #endif
 #define PACKED_FORMATS(X)                                                                                    \
-    X(Q8_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q4_K) X(Q5_K) X(Q6_K) X(Q3_K) X(Q2_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4) \
-    X(NVFP4)
+    X(Q8_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q4_K) X(Q5_K) X(Q6_K) X(Q3_K) X(Q2_K) X(IQ4_NL) X(IQ4_XS) X(IQ2)   \
+    X(MXFP4) X(NVFP4)
 #define TILES(format) BLOCKS(PACKED, format, 1) BLOCKS(PACKED, format, 2)
 PACKED_FORMATS(TILES)
 
 typedef void packed_fn(const kvc_matrix *, const unsigned char *x, tile *);
 #define LINE(format, digits, rows) [rows] = packed_##format##_##digits##_##rows,
 #define TABLE(format) [KVC_MATRIX_##format] = {{BLOCKS(LINE, format, 1)}, {BLOCKS(LINE, format, 2)}},
-static packed_fn *const packed_tiles[KVC_NUM_MATRIX_FORMATS][2][9] = {PACKED_FORMATS(TABLE)};
+/* Formats that differ in nothing but the numbers of their tables share tiles. */
+static packed_fn *const packed_tiles[KVC_NUM_MATRIX_FORMATS][2][9] = {
+    PACKED_FORMATS(TABLE)[KVC_MATRIX_IQ3_S] = {{BLOCKS(LINE, IQ4_XS, 1)}, {BLOCKS(LINE, IQ4_XS, 2)}},
+    [KVC_MATRIX_IQ3_XXS] = {{BLOCKS(LINE, IQ4_XS, 1)}, {BLOCKS(LINE, IQ4_XS, 2)}},
+};
 
 void KVC_FN(multiply_packed)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
     const size_t row_bytes = kvc_prepared_row_bytes(args);

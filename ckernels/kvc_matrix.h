@@ -22,6 +22,8 @@
  *     q2_k          16  2       minimum_unit * minimum + unit * scale * code  4 bits each, in a byte; units: f16
  *     iq4_nl        32  4       scale * number                                f16
  *     iq4_xs        32  4       unit * scale * number                         bytes, signed; unit: f32
+ *     iq3_s, iq3_xxs  the same, with tables of their own
+ *     iq2           16  4       unit * scale * number                         bytes, signed; unit: f32
  *     mxfp4         32  4       scale * number                                bytes b: 2^(b - 128); 255 is none
  *     nvfp4         16  4       unit * scale * number                         bytes b: 8-bit floats / 2, see below; unit: f32
  *
@@ -88,6 +90,9 @@ typedef enum kvc_scales { KVC_HALVES, KVC_BYTES, KVC_NIBBLES, KVC_E8M0, KVC_E4M3
 #define KVC_MATRIX_TABLES(X)                                                                   \
     X(NO_TABLE, {0})                                                                           \
     X(IQ4, {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241})          \
+    X(IQ3_S, {129, 131, 133, 135, 137, 139, 141, 143, 127, 125, 123, 121, 119, 117, 115, 113}) \
+    X(IQ3_XXS, {132, 140, 148, 156, 164, 172, 180, 190, 124, 116, 108, 100, 92, 84, 76, 66})   \
+    X(IQ2, {136, 153, 171, 128, 128, 128, 128, 128, 120, 103, 85, 128, 128, 128, 128, 128})    \
     X(FP4, {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}) /* twice 4-bit floats */
 
 #define KVC_SYMBOL(symbol, ...) KVC_##symbol,
@@ -112,6 +117,9 @@ typedef enum kvc_table { KVC_MATRIX_TABLES(KVC_SYMBOL) KVC_NUM_TABLES } kvc_tabl
     X(Q2_K, "q2_k", 2, 1, 1, 0, 16, KVC_NIBBLES, KVC_NO_TABLE)      \
     X(IQ4_NL, "iq4_nl", 4, 1, 0, 128, 32, KVC_HALVES, KVC_IQ4)      \
     X(IQ4_XS, "iq4_xs", 4, 1, 0, 128, 32, KVC_BYTES, KVC_IQ4)       \
+    X(IQ3_S, "iq3_s", 4, 1, 0, 128, 32, KVC_BYTES, KVC_IQ3_S)       \
+    X(IQ3_XXS, "iq3_xxs", 4, 1, 0, 128, 32, KVC_BYTES, KVC_IQ3_XXS) \
+    X(IQ2, "iq2", 4, 1, 0, 128, 16, KVC_BYTES, KVC_IQ2)             \
     X(MXFP4, "mxfp4", 4, 1, 0, 12, 32, KVC_E8M0, KVC_FP4)           \
     X(NVFP4, "nvfp4", 4, 1, 0, 12, 16, KVC_E4M3, KVC_FP4)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.gguf.grids import GRIDS
 from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
 from kvcache.support.arguments import short
 
@@ -119,8 +120,11 @@ def _units(block: NDArray[Any]) -> Float32:
     return np.stack([block["d"], -block["m"]], axis=1).astype(np.float32)
 
 
-def _unit(block: NDArray[Any]) -> Float32:
-    return block["d"].astype(np.float32)
+def _unit(block: NDArray[Any], parts: int = 1) -> Float32:
+    """The unit of scales, or one of so many parts of it: `(n,)`."""
+    with np.errstate(invalid="ignore"):  # of a damaged file
+        found: Float32 = block["d"].astype(np.float32) / np.float32(parts)
+    return found
 
 
 def _q8_0(block: NDArray[Any]) -> Parts:
@@ -203,6 +207,55 @@ def _nvfp4(block: NDArray[Any]) -> Parts:
     return Parts(_nibbles(block["codes"], 8), np.where(scales == 127, np.uint8(0), scales))  # as ggml reads no number
 
 
+# The signs of 8 values in 7 bits: the eighth makes the number of minus signs even.
+_SEVEN = np.array([i | i.bit_count() % 2 << 7 for i in range(128)], np.uint8)
+
+
+def _signed(grid: str, places: NDArray[Any], signs: UInt8) -> UInt8:
+    """Codes of IQ2 and IQ3: the values of a grid at `places`, and the bits of `signs`, the lowest first, as 8."""
+    bits = np.unpackbits(signs.reshape(len(signs), 32), axis=1, bitorder="little")
+    codes: UInt8 = GRIDS[grid][places].reshape(bits.shape) | bits << np.uint8(3)
+    return codes
+
+
+def _odd(scales: UInt8) -> NDArray[np.int8]:
+    """Scales of 4 bits, of which 2 s + 1 are meant: two in a byte, the first in its lower half."""
+    return (_nibbles(scales, 1) << 1 | 1).view(np.int8)
+
+
+def _iq3_s(block: NDArray[Any]) -> Parts:
+    places = block["codes"] | np.unpackbits(block["high"], axis=1, bitorder="little").astype(np.uint16) << 8
+    return Parts(_signed("IQ3_S", places, block["signs"]), _odd(block["scales"]), None, _unit(block))
+
+
+def _words(words: NDArray[np.uint32]) -> tuple[UInt8, NDArray[np.int8]]:
+    """Signs `(n, words, 4)` and scales `(n, words)` of words with four times 7 bits and a scale of 4."""
+    signs = _SEVEN[words[..., None] >> np.arange(0, 28, 7, dtype=np.uint32) & np.uint32(127)]
+    return signs, (words >> 28 << 1 | 1).astype(np.int8)
+
+
+def _iq3_xxs(block: NDArray[Any]) -> Parts:
+    signs, scales = _words(block["words"])
+    return Parts(_signed("IQ3_XXS", block["codes"], signs), scales, None, _unit(block, 4))
+
+
+def _iq2_xxs(block: NDArray[Any]) -> Parts:
+    signs, scales = _words(block["words"][..., 1])
+    places = np.ascontiguousarray(block["words"][..., 0]).view(np.uint8)
+    return Parts(_signed("IQ2_XXS", places, signs), np.repeat(scales, 2, axis=1), None, _unit(block, 8))
+
+
+def _iq2_xs(block: NDArray[Any]) -> Parts:
+    codes = _signed("IQ2_XS", block["codes"] & 511, _SEVEN[block["codes"] >> 9])
+    return Parts(codes, _odd(block["scales"]), None, _unit(block, 8))
+
+
+def _iq2_s(block: NDArray[Any]) -> Parts:
+    high = (block["high"][..., None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).astype(np.uint16)
+    places = block["codes"] | high.reshape(-1, 32) << 8
+    return Parts(_signed("IQ2_S", places, block["signs"]), _odd(block["scales"]), None, _unit(block, 8))
+
+
 class _Layout(NamedTuple):
     format: str  # of `Matrix`
     block: np.dtype[Any]
@@ -229,6 +282,15 @@ _LAYOUTS = {
     "Q2_0": _layout("q4_0", _q2_0, _D, _16),
     "IQ4_NL": _layout("iq4_nl", _q4_0, _D, _16),
     "IQ4_XS": _layout("iq4_xs", _iq4_xs, _D, ("high", "<u2"), ("low", "u1", 4), _128),
+    "IQ3_S": _layout(
+        "iq3_s", _iq3_s, _D, ("codes", "u1", 64), ("high", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)
+    ),
+    "IQ3_XXS": _layout("iq3_xxs", _iq3_xxs, _D, ("codes", "u1", 64), ("words", "<u4", 8)),
+    "IQ2_XXS": _layout("iq2", _iq2_xxs, _D, ("words", "<u4", (8, 2))),
+    "IQ2_XS": _layout("iq2", _iq2_xs, _D, ("codes", "<u2", 32), ("scales", "u1", 8)),
+    "IQ2_S": _layout(
+        "iq2", _iq2_s, _D, ("codes", "u1", 32), ("signs", "u1", 32), ("high", "u1", 8), ("scales", "u1", 8)
+    ),
     "MXFP4": _layout("mxfp4", _mxfp4, ("e", "u1"), _16),
     "NVFP4": _layout("nvfp4", _nvfp4, ("scales", "u1", 4), ("codes", "u1", 32)),
 }

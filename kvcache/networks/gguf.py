@@ -199,7 +199,8 @@ class GgufCheckpoint:
             """Whether nothing reads it: of another network, or of a layer behind the last one, which guesses tokens."""
             layer = re.match(r"blk\.(\d+)\.", name) if next_layers in self.file.metadata else None
             behind = layer is not None and int(layer[1]) >= self.config.num_layers
-            return name in known or behind or name.startswith(_OTHERS) or optional(name)
+            others = name.startswith(_OTHERS) or self._is_factor(name)
+            return name in known or behind or others or optional(name)
 
         require(self.file, self.file.path, LOADABLE, stored, unread)
 
@@ -220,7 +221,28 @@ class GgufCheckpoint:
             return StoredRows(self.format(name), raw.view(np.uint16))
         if info.dtype == "F32":
             return StoredRows("f32", values(info.dtype, raw, columns))
-        return StoredRows(self.format(name), *parts(info.dtype, raw, columns))
+        found = parts(info.dtype, raw, columns)
+        if info.dtype == "NVFP4" and found.units is not None:
+            found = found._replace(units=found.units * self._factor(self._place(name)))
+        return StoredRows(self.format(name), *found)
+
+    def _is_factor(self, name: str) -> bool:
+        """Whether a tensor has factors of a matrix in NVFP4: `_factor` reads them; those of activations are unused."""
+        stem, _, kind = name.rpartition(".")
+        matrix = self.file.get(f"{stem}.weight")
+        return kind in ("scale", "input_scale") and matrix is not None and matrix.dtype == "NVFP4"
+
+    def _factor(self, place: Place) -> np.float32:
+        """The factor of all scales of a matrix in NVFP4, or of one of several; 1 where the file has none."""
+        name, shape = f"{place.name.removesuffix('weight')}scale", self.file[place.name].shape
+        if name not in self.file:
+            return np.float32(1)
+        count, info = shape[0] if len(shape) == 3 else 1, self.file[name]
+        if info.dtype != "F32" or info.shape != (count,):
+            raise CheckpointError(f"{self.file.path}: {name}: expected F32 ({count},), got {info.dtype} {info.shape}")
+        factors = np.empty(count, "<f4")
+        self.file.read([factors], name)
+        return np.float32(factors[place.first // shape[-2] if count > 1 else 0])
 
     def _rows(self, name: str, first: int, stop: int) -> NDArray[np.uint8]:
         """The stored bytes of rows in the original order: `(stop - first, bytes of a row)`."""

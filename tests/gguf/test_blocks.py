@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 SCALES = {
     "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2],
     "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0], "IQ4_XS": [0], "Q2_0": [0],
+    "IQ3_S": [0], "IQ3_XXS": [0], "IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0],
 }
 SIZES = {kind.name: kind.bytes for kind in blocks.TYPES.values()}
 NO_FLOATS = [kind for kind in blocks.LOADABLE if kind not in ("F32", "F16", "BF16")]
@@ -75,7 +76,8 @@ def test_parts(rng, kind, rows, columns):
     assert (found.minima is not None) == line.has_minima
     assert (found.units is not None) == line.has_units
     if rows > 7:
-        assert len(np.unique(found.codes)) == (4 if kind == "Q2_0" else 1 << line.bits)
+        codes = 4 if kind == "Q2_0" else 6 if line.name == "iq2" else 1 << line.bits
+        assert len(np.unique(found.codes)) == codes
     if rows:
         np.testing.assert_array_equal(values_of(line.name, *found), expected(kind, raw))
 
