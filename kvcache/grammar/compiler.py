@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ _KEPT = 64  # compiled grammars, each with the states of its lexer: 100 kB to so
 # A state of the lexer takes 1 to 2 kB, so one matcher at most 100 MB. The fuels are llguidance's own: 20 ms for the
 # beginning, and 14 ms for the mask of a token.
 _LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
+_UNFORCED = '%llguidance {"no_forcing": true}\n'
 _PANIC = ("pyo3_runtime", "PanicException")  # a class that no module exports, of faults in Rust
 
 
@@ -88,12 +90,19 @@ def _package() -> ModuleType:
 
 
 def _source(package: ModuleType, grammar: Grammar) -> str:
-    matcher = package.LLMatcher
+    matcher, forces = package.LLMatcher, grammar.forces
     if grammar.kind == "json_schema":
-        overrides = {"lenient": not grammar.strict, "whitespace_pattern": grammar.whitespace}
-        return str(matcher.grammar_from_json_schema(grammar.text, overrides=overrides))
-    make = matcher.grammar_from_regex if grammar.kind == "regex" else matcher.grammar_from_lark
-    return str(make(grammar.text))
+        options = {"lenient": not grammar.strict, "whitespace_pattern": grammar.whitespace}
+        if forces:
+            return str(matcher.grammar_from_json_schema(grammar.text, overrides=options))
+        schema = json.loads(grammar.text) | {"x-guidance": options}
+        return str(matcher.grammar_from_lark(f"{_UNFORCED}start: %json {json.dumps(schema)}"))
+    if grammar.kind == "lark":
+        own = forces or "%llguidance" in grammar.text
+        return str(matcher.grammar_from_lark(grammar.text if own else _UNFORCED + grammar.text))
+    found = json.loads(matcher.grammar_from_regex(grammar.text))
+    found["grammars"][0]["lark_grammar"] = ("" if forces else _UNFORCED) + found["grammars"][0]["lark_grammar"]
+    return json.dumps(found)
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 import json
 import sys
+import time
 
+import numpy as np
 import pytest
 
 from kvcache.errors import GrammarError
@@ -69,6 +71,41 @@ def test_the_longest_chains_within_the_bounds():
         lark(rules), lark(rules.replace("r", "R").replace("staRt", "start")),
     ):
         compiler().compile(grammar)
+
+
+LONG = "lorem ipsum " * 1000
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (json_schema({"const": LONG}), f'"{LONG}"', '"lorem ipsum Lorem'),
+        (json_schema({"properties": {"a": {"pattern": "^(a{1000}){1000}$", "type": "string"}}, "required": ["a"]}),
+         '{"a": "aaaaaaa', '{"a": "aaab'),
+        (regex("(a{1000}){1000}"), "aaaaaaaaa", "aab"), (regex("a{2000}"), "a" * 2000, "aab"),
+        (lark('start: A\nA: /(a{1000}){1000}/'), "aaaaaaaaa", "aab"),
+    ],
+)
+def test_texts_that_would_be_forced_for_long_take_no_long_masks(grammar, good, bad):
+    """The bound is a hundredth of what llguidance takes for the text that is forced."""
+    assert not grammar.forces
+    start = compiler().compile(grammar)
+    matcher, logits = start.fresh([END]), np.zeros(256, np.float32)
+    began = time.process_time()
+    for token in TOKENIZER.encode(good).ids[:20]:
+        assert np.isfinite(matcher.masked(logits))[token]
+        matcher.advance(token)
+        assert matcher.forced() == []
+    assert time.process_time() - began < 0.1
+    for text, whole in ((good, True), (bad, False)):
+        tokens = TOKENIZER.encode(text).ids
+        assert (start.fresh([END]).holds(tokens) == len(tokens)) == whole
+
+
+def test_short_texts_are_forced():
+    for grammar in (regex("a{900}"), json_schema({"const": LONG[:900]}), regex("(no ){9}(yes ){9}")):
+        assert grammar.forces
+        assert compiler().compile(grammar).fresh([END]).forced()
 
 
 def test_tokenizers_that_are_not_read():
