@@ -29,6 +29,7 @@ class Body(NamedTuple):
     with_usage: bool  # whether a stream ends with the numbers of tokens
     salt: str | None  # requests of another one share no prefixes with it
     field: str  # the name of the prompts
+    keep: float | None = None  # seconds that the prompts stay cached for
 
 
 def json_of(data: bytes | bytearray) -> dict[str, Any]:
@@ -77,8 +78,10 @@ def body_of(found: dict[str, Any], chat: bool, defaults: SamplingParams, max_tok
     params = replace(defaults, **said, grammar=given.get("response_format"))
     _check_logprobs("top_logprobs" if chat else "logprobs", params, count, max_tokens)
     with_usage = given.get("stream_options", False)
-    salt = given.get("cache_salt")
-    return Body(chat, given["model"], prompts, params, given["n"], given["stream"], with_usage, salt, prompt)
+    salt, keep = given.get("cache_salt"), given.get("prompt_cache_options")
+    if keep is None and params.max_tokens == 0:  # the prompt runs and nothing else
+        keep = 0.0
+    return Body(chat, given["model"], prompts, params, given["n"], given["stream"], with_usage, salt, prompt, keep)
 
 
 def _conversation(given: dict[str, Any]) -> Conversation:

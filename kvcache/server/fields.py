@@ -14,11 +14,12 @@ from kvcache.engine import SamplingParams
 from kvcache.server.constraints import response_format
 from kvcache.server.conversations import effort, messages_of, template_kwargs, tool_choice_of, tools_of, verbosity
 from kvcache.server.refusals import BodyError
+from kvcache.server.retention import cache_options
 from kvcache.support.arguments import as_count, as_instance, short
 
 __all__ = [
-    "CHATS", "DETOKENIZE", "FLAG", "FROM_1", "IGNORED", "MAX_CHOICES", "PLAIN", "SAMPLING", "STOPS", "TEXT", "TEXTS",
-    "TOKENIZE", "Field", "checked", "salt_of",
+    "CHATS", "COUNT", "DETOKENIZE", "FLAG", "FROM_1", "IGNORED", "MAX_CHOICES", "PLAIN", "SAMPLING", "STOPS", "TEXT",
+    "TEXTS", "TOKENIZE", "Field", "checked", "salt_of",
 ]
 
 MAX_CHOICES = 128  # answers of one body: prompts times `n`
@@ -119,7 +120,7 @@ def _is_unicode(text: str) -> bool:
 
 PLAIN = Field(_as_it_is)
 FLAG, TEXT = Field(partial(as_instance, kind=bool)), Field(partial(as_instance, kind=str))
-FROM_1, STOPS = Field(partial(as_count, least=1)), Field(_stops)
+FROM_1, STOPS, COUNT = Field(partial(as_count, least=1)), Field(_stops), Field(as_count)
 IGNORED = Field(neutral=None)
 _REFUSED, _TOP = Field(), partial(as_count, most=20)
 
@@ -128,17 +129,17 @@ _OWN = {"grammar", "logits_processor"}
 SAMPLING = {
     **{each.name: PLAIN for each in fields(SamplingParams) if each.name not in _OWN},
     "stop": STOPS, "stop_token_ids": Field(partial(_few, kind=list)), "logit_bias": Field(_biases),
-    "max_tokens": FROM_1,
+    "max_tokens": COUNT,
     "logprobs": Field(lambda value, name: None if value is False else _TOP(value, name=name)),
 }
 _BOTH = {
     **SAMPLING, "model": TEXT, "n": Field(partial(as_count, least=1, most=MAX_CHOICES)), "stream": FLAG,
-    "stream_options": Field(_with_usage), "cache_salt": Field(salt_of),
+    "stream_options": Field(_with_usage), "cache_salt": Field(salt_of), "prompt_cache_options": Field(cache_options),
     # Names of clients, and hints for caches and routers: they change no token.
     **dict.fromkeys(
         (
-            "client_metadata", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
-            "prompt_cache_retention", "request_id", "safety_identifier", "separate_reasoning", "service_tier", "store",
+            "client_metadata", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention",
+            "request_id", "safety_identifier", "separate_reasoning", "service_tier", "store",
             "stream_reasoning", "user",
         ),
         IGNORED,
@@ -169,7 +170,7 @@ TEXTS = _BOTH | {
     "verbosity": Field(neutral=("medium",)),
 }
 CHATS = _BOTH | {
-    "messages": Field(messages_of), "logprobs": FLAG, "top_logprobs": Field(_TOP), "max_completion_tokens": FROM_1,
+    "messages": Field(messages_of), "logprobs": FLAG, "top_logprobs": Field(_TOP), "max_completion_tokens": COUNT,
     "tools": Field(tools_of), "tool_choice": Field(tool_choice_of), "parallel_tool_calls": FLAG,
     "response_format": Field(response_format), "chat_template_kwargs": Field(template_kwargs),
     "reasoning_effort": Field(effort), "verbosity": Field(verbosity),

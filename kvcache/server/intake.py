@@ -150,13 +150,16 @@ class Intake:
     def _queued(self, asked: _Asked) -> ASGIApp:
         """Queue the requests of a body, all or none."""
         engine, timeout, (body, form, space) = self._engine, self._timeout, asked
+        keep = body.keep if engine.shares_prefixes else None
         spoken = partial(self._voices.spoken, body)
         answer = HttpAnswer(form, body.stream, spoken, self._threads, timeout + _READING)
         tokens = None
         try:
             for number, tokens in enumerate(self._prompts.tokens(body)):
                 later = number * body.n  # so that a body of many texts waits rather than one of a single text
-                submit = partial(engine.submit, namespace=space, deadline=timeout, n=body.n, priority=later)
+                submit = partial(
+                    engine.submit, namespace=space, deadline=timeout, n=body.n, priority=later, keep=keep
+                )
                 parts = self._prompts.parts(body, number, tokens)
                 answer.requests.append(submit(tokens, body.params, parts_at=parts))
         except BaseException as error:

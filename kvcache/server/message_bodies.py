@@ -9,8 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 from kvcache.server.conversations import MAX_MESSAGES
-from kvcache.server.fields import FLAG, FROM_1, IGNORED, PLAIN, STOPS, TEXT, Field
+from kvcache.server.fields import COUNT, FLAG, IGNORED, PLAIN, STOPS, TEXT, Field
 from kvcache.server.refusals import BodyError
+from kvcache.server.retention import marked_ttl
 from kvcache.support.arguments import as_instance, short
 
 __all__ = ["COUNTED", "MESSAGES", "chat_of_messages", "skipped"]
@@ -42,6 +43,8 @@ def chat_of_messages(given: dict[str, Any]) -> dict[str, Any]:
     if thinking := given.get("thinking"):
         thinks = as_instance(thinking, dict, "thinking").get("type") in ("enabled", "adaptive")
         chat["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+    if (ttl := marked_ttl(given)) is not None:
+        chat["prompt_cache_options"] = {"ttl": ttl}
     return chat
 
 
@@ -152,11 +155,11 @@ def _format(form: Any) -> Any:
 
 MESSAGES = {
     **dict.fromkeys(("messages", "system", "tools", "tool_choice", "thinking", "output_config"), PLAIN),
-    **dict.fromkeys(("temperature", "top_p", "top_k"), PLAIN),
-    "model": TEXT, "max_tokens": FROM_1, "stop_sequences": STOPS, "stream": FLAG,
+    **dict.fromkeys(("cache_control", "temperature", "top_p", "top_k"), PLAIN),
+    "model": TEXT, "max_tokens": COUNT, "stop_sequences": STOPS, "stream": FLAG,
     **dict.fromkeys(
         (
-            "betas", "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier",
+            "betas", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier",
             "speed",
         ),
         IGNORED,

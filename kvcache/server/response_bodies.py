@@ -25,7 +25,10 @@ def chat_of_responses(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: not such a body.
     """
-    same = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "cache_salt", "chat_template_kwargs")
+    same = (
+        "model", "stream", "temperature", "top_p", "parallel_tool_calls", "cache_salt", "chat_template_kwargs",
+        "prompt_cache_options",
+    )
     chat: dict[str, Any] = {name: given[name] for name in same if name in given}
     system = [{"role": "system", "content": given["instructions"]}] if given.get("instructions") else []
     chat |= {"messages": [*system, *_messages(given["input"])], "max_completion_tokens": given.get("max_output_tokens")}
@@ -121,12 +124,13 @@ def _format(form: Any) -> Any:
 
 RESPONSES = {
     **dict.fromkeys(("input", "tools", "tool_choice", "reasoning", "text", "temperature", "top_p"), PLAIN),
+    "prompt_cache_options": PLAIN,
     "model": TEXT, "instructions": TEXT, "max_output_tokens": FROM_1, "stream": FLAG, "parallel_tool_calls": FLAG,
     **{name: CHATS[name] for name in ("cache_salt", "chat_template_kwargs")},
     **dict.fromkeys(
         (
-            "client_metadata", "include", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options",
-            "prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options", "truncation",
+            "client_metadata", "include", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_retention",
+            "safety_identifier", "service_tier", "store", "stream_options", "truncation",
             "user",
         ),
         IGNORED,

@@ -474,6 +474,11 @@ class BatchEngine:
         return {"weights": getattr(weights, "nbytes", 0), **total(self._pool.memory(self._steps.running), products)}
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether requests share cached prefixes: not where a policy evicts tokens."""
+        return self._settings.budgets is None
+
+    @property
     def residual_length(self) -> int:
         """Tokens per group of the residual; 0: queries read all tokens as the cache stores them."""
         return self._settings.storage.residual_length

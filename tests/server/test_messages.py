@@ -152,7 +152,8 @@ def test_thinking_and_tools_of_the_client(served):
     ("more", "status", "says"),
     [
         ({"model": "other"}, 404, "model: expected tiny"),
-        ({"max_tokens": 0}, 400, "max_tokens: expected"),
+        ({"max_tokens": -1}, 400, "max_tokens: expected"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "x"}}, 400, "cache_control: expected a ttl"),
         ({"max_tokens": None}, 400, "max_tokens: expected one, got none"),
         ({"unheard": 1}, 400, "unheard: expected none"),
         ({"messages": "x"}, 400, "messages: expected"),
