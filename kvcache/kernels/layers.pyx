@@ -407,20 +407,26 @@ cdef tuple _set_texts(kvc_texts *texts, int64_t n, object slots, Py_ssize_t at, 
         raise ValueError(f"slots: expected a writable C-contiguous array (num_slots, floats), got {np.shape(states)}")
     if at < 0 or states.shape[1] - at < floats:
         raise ValueError(f"slots: expected {floats} floats from {at} on in each, got {states.shape[1]}")
-    cdef cnp.ndarray slot = as_indices(index, "index").copy(), count = as_indices(lens, "lens")
+    cdef cnp.ndarray slot = as_indices(index, "index").copy(), count = as_indices(lens, "lens").copy()
     if slot.shape[0] != count.shape[0]:
         raise ValueError(f"lens: expected one for each of {slot.shape[0]} texts, got {count.shape[0]}")
-    if slot.shape[0] and (slot.min() < 0 or slot.max() >= states.shape[0]):
-        raise IndexError(f"index: expected slots from 0 to {states.shape[0] - 1}, got {slot.min()} to {slot.max()}")
-    if len(np.unique(slot)) != slot.shape[0]:
-        raise ValueError(f"index: expected different slots, got {short(slot.tolist())}")
-    starts = np.zeros(count.shape[0] + 1, np.int64)
-    np.cumsum(count, out=starts[1:])
-    if (count.shape[0] and count.min() < 0) or count.max(initial=0) > n or starts[-1] != n:
+    cdef cnp.ndarray starts = np.zeros(count.shape[0] + 1, np.int64)
+    cdef const int64_t *slots_of = <const int64_t *>cnp.PyArray_DATA(slot)
+    cdef const int64_t *lens_of = <const int64_t *>cnp.PyArray_DATA(count)
+    cdef int64_t *start = <int64_t *>cnp.PyArray_DATA(starts)
+    cdef int64_t i
+    for i in range(slot.shape[0]):
+        if not 0 <= slots_of[i] < states.shape[0]:
+            raise IndexError(f"index: expected slots from 0 to {states.shape[0] - 1}, got {slots_of[i]}")
+        if not 0 <= lens_of[i] <= n - start[i]:
+            raise ValueError(f"lens: expected {n} rows in all, got {short(count.tolist())}")
+        start[i + 1] = start[i] + lens_of[i]
+    if start[slot.shape[0]] != n:
         raise ValueError(f"lens: expected {n} rows in all, got {short(count.tolist())}")
+    if slot.shape[0] > 1 and len(set(slot.tolist())) != slot.shape[0]:
+        raise ValueError(f"index: expected different slots, got {short(slot.tolist())}")
     texts.count, texts.slot_floats, texts.states = slot.shape[0], states.shape[1], _floats(states) + at
-    texts.starts = <const int64_t *>cnp.PyArray_DATA(starts)
-    texts.index = <const int64_t *>cnp.PyArray_DATA(slot)
+    texts.starts, texts.index = start, slots_of
     return states, slot, starts
 
 

@@ -62,14 +62,13 @@ class RecurrentSizes:
         if kind == "conv":
             bias = read.flag("conv_bias", False)
             return cls(kind, read.size("conv_L_cache", 3, most=_MAX_TAPS), hidden_size, bias, bias)
-        found = _delta(read) if kind == "delta" else _mamba(read, hidden_size)
-        if found.heads % found.groups or found.inner % found.groups:
-            raise CheckpointError(f"{kind}: expected heads in {found.groups} groups, got {found.heads} of {found.dim}")
-        return found
+        return _delta(read) if kind == "delta" else _mamba(read, hidden_size)
 
 
 def _delta(read: Entries) -> RecurrentSizes:
     groups, heads = read.size("linear_num_key_heads", 16), read.size("linear_num_value_heads", 32)
+    if heads % groups:
+        raise CheckpointError(f"linear_num_value_heads: expected a multiple of {groups} key heads, got {heads}")
     size, dim = read.size("linear_key_head_dim", 128), read.size("linear_value_head_dim", 128)
     taps = read.size("linear_conv_kernel_dim", 4, most=_MAX_TAPS)
     channels = 2 * groups * size + heads * dim
@@ -89,6 +88,9 @@ def _mamba(read: Entries, hidden_size: int) -> RecurrentSizes:
             raise CheckpointError(f"mamba_n_heads: expected heads of {inner} channels in all, got {heads} of {dim}")
         size, groups, taps = read.size("mamba_d_state", 256), read.size("mamba_n_groups", 1), "mamba_d_conv"
         biases = read.flag("mamba_conv_bias", True), read.flag("mamba_proj_bias", False)
+    if heads % groups:
+        key = "n_groups" if taps == "conv_kernel" else "mamba_n_groups"
+        raise CheckpointError(f"{key}: expected a divisor of {heads} heads, got {groups}")
     rows, channels = read.size(taps, 4, most=_MAX_TAPS), heads * dim + 2 * groups * size
     return RecurrentSizes("mamba", rows, channels, *biases, heads, groups, size, dim, step_limits=_limits(read))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from seeded_weights import SEEDED, seeded
 from state_gguf import LETTERS, convert
 from tensor_files import pack_arrays
 
-from kvcache.engine import Transformer
+from kvcache.engine import ModelConfig, Transformer
 from kvcache.errors import CheckpointError
 from kvcache.networks.checkpoint import Checkpoint
 
@@ -109,14 +109,19 @@ def test_a_call_without_a_function_for_states(model):
         model.forward(TOKENS, np.arange(41), lambda *_: None)
 
 
-@pytest.mark.parametrize("weights", ["q8", "q4", "f16"])
-def test_weights_of_a_recurrence_stay_in_float32(model, weights):
-    folder = seeded(HYBRID[0])
-    loaded = Transformer.from_pretrained(folder, weights=weights)
-    for layer, exact in zip(loaded.weights.layers, Transformer.from_pretrained(folder).weights.layers, strict=True):
-        if layer.recurrence is not None:
-            assert layer.recurrence.taps.dtype == np.float32
-            np.testing.assert_array_equal(layer.recurrence.taps, exact.recurrence.taps)
+@pytest.mark.parametrize("name", HYBRID)
+def test_weights_of_a_recurrence_stay_in_float32(name):
+    """So do those that decide what decays, as files have them."""
+    packed, exact = (Transformer.from_pretrained(seeded(name), weights=weights) for weights in ("q4", "auto"))
+    for layer, expected in zip(packed.weights.layers, exact.weights.layers, strict=True):
+        if layer.recurrence is None or expected.recurrence is None:
+            continue
+        for field in fields(layer.recurrence):
+            found, want = (getattr(each.recurrence, field.name) for each in (layer, expected))
+            assert found is None or found.dtype == np.float32
+            np.testing.assert_array_equal(found, want)
+        assert "q4_1" in layer.qkv.format
+        assert ("bf16" in layer.qkv.format) == (packed.config.recurrence.kind == "delta")
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
@@ -190,7 +195,7 @@ def test_gguf_with_layers_that_guess(tmp_path):
         ("lfm2", {"block_count": (U32, 1 << 30)}, "block_count: expected a number of layers up to 65536"),
         ("lfm2", {"attention__head_count_kv": (ARRAY, [2, 0, 1], U32)}, "expected one value for all layers"),
         ("qwen3_5", {"ssm__inner_size": (U32, 121)}, "ssm.inner_size: expected a multiple of 6 heads, got 121"),
-        ("qwen3_5", {"ssm__group_count": (U32, 4)}, "delta: expected heads in 4 groups, got 6 of 20"),
+        ("qwen3_5", {"ssm__group_count": (U32, 4)}, "expected a multiple of 4 key heads, got 6"),
         ("qwen3_5", {"nextn_predict_layers": (U32, 3)}, "nextn_predict_layers: expected a number below 3, got 3"),
         ("qwen3_5", {"attention__recurrent_layers": (ARRAY, [True], BOOL)}, "expected a bool for each of 3 layers"),
         ("nemotron_h", {"feed_forward_length": (U32, 72)}, "feed_forward_length: expected a number for each of 5"),
@@ -201,3 +206,55 @@ def test_gguf_entries_that_do_not_fit(tmp_path, name, entries, message):
     path = convert(seeded(name), tmp_path / "wrong.gguf", **entries)
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Transformer.from_pretrained(path)
+
+
+def config_of(name, **changes):
+    return ModelConfig.from_dict(json.loads((seeded(name) / "config.json").read_text()) | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("lfm2", {"layer_types": None, "full_attn_idxs": [1]}),
+        ("lfm2", {"block_ff_dim": 72, "intermediate_size": 5}),
+        ("lfm2", {"block_auto_adjust_ff_dim": False, "intermediate_size": 48}),
+        ("lfm2_moe", {"tie_word_embeddings": False, "tie_embedding": True}),
+        ("qwen3_5", {"layer_types": None, "full_attention_interval": 2}),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-*M-"}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mamba", "mlp"], "num_hidden_layers": 5}),
+        ("granite_hybrid", {"layer_types": ["mamba", "attention", "mamba"], "mamba_d_head": "auto"}),
+        ("granite_hybrid", {"time_step_limit": None}),
+    ],
+)
+def test_other_spellings(name, changes):
+    assert config_of(name, **changes) == config_of(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("lfm2", {"conv_L_cache": 65}, "conv_L_cache: expected a positive whole number up to 64, got 65"),
+        ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, "layer_types: expected conv or attention or full_attent"),
+        ("lfm2", {"layer_types": ["conv"]}, "for each of 3 layers, got ['conv']"),
+        ("lfm2", {"layer_types": "conv"}, "layer_types: expected a list, got 'conv'"),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": [3]}, "full_attn_idxs: expected layers from 0 to 2, got [3]"),
+        ("lfm2_moe", {"num_dense_layers": 4}, "num_dense_layers: expected a whole number of at least 0 up to 3, got 4"),
+        ("qwen3_5", {"linear_num_value_heads": 5}, "linear_num_value_heads: expected a multiple of 2 key heads, got 5"),
+        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate: expected true, got false"),
+        ("qwen3_next", {"norm_topk_prob": False}, "norm_topk_prob: expected true, got false"),
+        ("nemotron_h", {"time_step_limit": [0.5]}, "time_step_limit: expected two numbers from 0 on, ascending"),
+        ("nemotron_h", {"time_step_limit": [2, 1]}, "time_step_limit: expected two numbers from 0 on, ascending"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "hybrid_override_pattern: expected letters of M * - E"),
+        ("nemotron_h", {"n_groups": 4}, "n_groups: expected a divisor of 6 heads, got 4"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act: expected one of relu2, got 'silu'"),
+        ("nemotron_h_moe", {"n_shared_experts": 2}, "n_shared_experts: expected 1, got 2"),
+        ("nemotron_h_moe", {"mlp_bias": True}, "mlp_bias: expected false with experts, got true"),
+        ("nemotron_h_moe", {"n_group": 3}, "n_group: expected a divisor of 8 experts, got 3"),
+        ("granite_hybrid", {"mamba_n_heads": 7}, "mamba_n_heads: expected heads of 96 channels in all, got 7 of 12"),
+        ("granite_hybrid", {"mamba_n_groups": 3}, "mamba_n_groups: expected a divisor of 8 heads, got 3"),
+        ("granite_hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type: expected rope or nope"),
+    ],
+)
+def test_options_that_do_not_fit(name, changes, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        config_of(name, **changes)
