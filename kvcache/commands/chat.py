@@ -177,8 +177,8 @@ class Talk:
         used = answer.prompt_tokens + count
         return (
             f"{used:,} of {self._talk.context:,} tokens, {rate:.1f} tok/s, "
-            f"{answer.cached_tokens:,} of {answer.prompt_tokens:,} prompt tokens cached, "
-            f"first token {1000 * (reading.first - reading.start):.0f} ms, "
+            f"{answer.cached_tokens:,} of {answer.prompt_tokens:,} cached, "
+            f"first in {1000 * (reading.first - reading.start):.0f} ms, "
             f"KV {cache.used_memory_bytes / 2**20:.1f} of {self._engine.memory()['kv'] / 2**20:.1f} MiB"
         )
 

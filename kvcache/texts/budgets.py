@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvcache.texts.scores import Alive, Scoring
 
 __all__ = ["Budgets", "most_blocks", "survivors"]
 
+Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
@@ -85,12 +87,17 @@ class Budgets:
         """Whether the length of a text is not limited, see `EvictionPolicy`."""
         return isinstance(self.policy, EvictionPolicy) and self.policy.endless
 
-    def keep(self, layer: int, alive: Alive, end: int) -> Int64:
-        """The indices of the tokens of a layer that stay in a text of `end` tokens, ascending."""
+    def keep(self, layer: int, alive: Alive, end: int, read: Callable[[], tuple[Float32, Float32]]) -> Int64:
+        """The indices of the tokens of a layer that stay in a text of `end` tokens, ascending.
+
+        Args:
+            read: reads K and V of these tokens, `(n, num_kv_heads, head_dim)`.
+        """
         scores, rule = self.scoring.mean(alive, end), self.rules[layer]
         if isinstance(self.policy, EvictionPolicy):
             return survivors(scores, rule, self.policy.by_score)
-        found = self.policy.keep(layer, scores, alive.positions.copy(), rule.limit)
+        keys = [np.moveaxis(read()[0], 0, 1)] if getattr(self.policy, "reads_keys", False) else []
+        found = self.policy.keep(layer, scores, alive.positions.copy(), rule.limit, *keys)
         return as_kept(found, len(alive.positions), rule.limit)
 
     def piece(self, chunk: int, positions: int) -> int:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,7 +197,7 @@ class EvictingLayers:
         for layer, rule in enumerate(budgets.rules):
             after = budgets.scoring.add(place.alive[layer], before, end - before, drawn[layer])
             if len(after.positions) > rule.limit:
-                kept = budgets.keep(layer, after, end)
+                kept = budgets.keep(layer, after, end, partial(cache.read, layer, place.first + layer))
                 if budgets.endless:  # the same survivors; this call also marks the sinks in the cache
                     cache.apply_streaming_llm(place.first + layer, rule.front, rule.back)
                 else:

@@ -25,12 +25,15 @@ class Policy(Protocol):
     of the engine as it was before the call. Methods run during a call of the engine, which they must not call.
 
     Attributes:
+        reads_keys: whether `keep` gets a fifth argument, the keys of the tokens, float32 `(num_kv_heads, n, head_dim)`,
+            as attention reads them: with their position embedding, and as their format rounds them.
         score_queries: how many of the last queries' attention counts as scores, at most 4,096; 0: scores are zeros and
             cost nothing; None: that of all queries since the token, as under H2O. Each of the last queries takes a
             float32 per token, layer and KV head.
     """
 
     score_queries: int | None = 32
+    reads_keys: bool = False
 
     def keep(self, layer: int, scores: Float64, positions: Int64, budget: int, /) -> npt.ArrayLike:
         """Choose the tokens of a layer that stay; called after each piece of a prompt and each decode step.

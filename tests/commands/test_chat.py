@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 REPORT = re.compile(
     r"\[(?P<end>[^\[\]]*; )?(?P<used>[\d,]+) of (?P<context>[\d,]+) tokens, (?P<rate>[\d.]+) tok/s, "
-    r"(?P<cached>[\d,]+) of (?P<prompt>[\d,]+) prompt tokens cached, first token (?P<first>\d+) ms, "
+    r"(?P<cached>[\d,]+) of (?P<prompt>[\d,]+) cached, first in (?P<first>\d+) ms, "
     r"KV (?P<kv>[\d.]+) of (?P<all>[\d.]+) MiB\]"
 )
 ENVIRONMENT = os.environ | {"PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1"}
@@ -321,7 +321,7 @@ def test_a_conversation_in_a_terminal(folder, tmp_path):
         assert again_asked["cached"] >= pasted["prompt"] - 16, "the blocks of the saved conversation are still cached"
         assert "/load: " in it.say("/load nowhere.json", "nowhere.json'")
         assert "/nothing: expected a command" in it.say("/nothing", "lists them")
-        assert "/undo" in it.say("/help", "nothing of")
+        assert "/undo" in it.say("/help", "keys and values")
         it.say("/exit", "")
         again(lambda: None, it.ended)
         assert it.status == 0

@@ -5,7 +5,7 @@ import pytest
 from engines import GREEDY
 
 from kvcache.engine import InferenceEngine
-from kvcache.policies import TOVA, SnapKV
+from kvcache.policies import TOVA, KeyDiff, SnapKV
 from kvcache.serving import BatchEngine
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
@@ -42,14 +42,54 @@ def test_the_survivors_are_those_of_a_twin(seed):
     assert TOVA().keep(0, scores, positions, budget).tolist() == tova_twin(scores, budget)
 
 
-@pytest.mark.parametrize("policy", [SnapKV(8, 3), TOVA()], ids=lambda each: type(each).__name__)
+def keydiff_twin(keys, budget):
+    def unit(row):
+        return row / np.sqrt((row * row).sum())
+
+    likeness = np.zeros(keys.shape[1])
+    for head in keys.astype(np.float64):
+        anchor = unit(np.mean([unit(row) for row in head], axis=0))
+        likeness += [unit(row) @ anchor for row in head]
+    return sorted(np.argsort(likeness)[:budget].tolist())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_keydiff_is_its_twin(seed):
+    rng = np.random.default_rng(seed)
+    keys = rng.standard_normal((3, 30, 8)).astype(np.float32) + rng.standard_normal((3, 1, 8)).astype(np.float32)
+    budget = int(rng.integers(1, 30))
+    assert KeyDiff().keep(0, np.zeros((3, 30)), np.arange(30), budget, keys).tolist() == keydiff_twin(keys, budget)
+    KeyDiff().keep(0, np.zeros((3, 30)), np.arange(30), budget, keys * 0)  # nothing to divide by
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q8"])
+def test_keys_that_a_policy_reads(network, dtype):
+    """They are those of its tokens, as the cache has them: what stays is read again afterwards."""
+    asked = {}
+
+    class Watching(KeyDiff):
+        def keep(self, layer, scores, positions, budget, /, keys=None):
+            kept = super().keep(layer, scores, positions, budget, keys)
+            assert keys.shape == (network.config.num_kv_heads, len(positions), network.config.head_dim)
+            asked[layer] = keys[:, kept].copy()
+            return kept
+
+    engine = InferenceEngine(network, eviction_policy=Watching(), kv_budget=24, prefill_chunk=16, dtype=dtype)
+    engine.prefill_from_pos(np.random.default_rng(3).integers(0, 250, 50), 0)
+    assert asked.keys() == set(range(network.config.num_layers))
+    for layer, keys in asked.items():
+        (seq_id,) = [each for each in engine.cache.sequence_ids() if each % network.config.num_layers == layer]
+        np.testing.assert_array_equal(engine.cache.read(layer, seq_id)[0], keys.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("policy", [SnapKV(8, 3), TOVA(), KeyDiff()], ids=lambda each: type(each).__name__)
 def test_in_the_engines(network, policy):
     """A batch gives what an engine alone gives, and every layer keeps its budget."""
     prompt = np.random.default_rng(2).integers(0, 250, 150)
     engine = InferenceEngine(network, eviction_policy=policy, kv_budget=24, prefill_chunk=16)
     answer = engine.generate(prompt, GREEDY)
     assert [engine.alive_tokens(layer) for layer in range(engine.config.num_layers)] == [24] * engine.config.num_layers
-    assert engine.kept_positions(0)[-1] == engine.num_tokens - 1
+    assert isinstance(policy, KeyDiff) or engine.kept_positions(0)[-1] == engine.num_tokens - 1
     with BatchEngine(network, eviction_policy=policy, kv_budget=24) as batch:
         alone = InferenceEngine(network, eviction_policy=policy, kv_budget=24).generate(prompt, GREEDY)
         assert batch.generate_batch([prompt] * 2, GREEDY, progress=False) == [alone] * 2

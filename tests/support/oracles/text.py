@@ -7,6 +7,7 @@ with a window keeps all tokens and attends to its window. So an engine with the 
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import numpy as np
 
@@ -125,7 +126,7 @@ class PlainTexts:
         for layer, rule in enumerate(budgets.rules):
             alive = budgets.scoring.add(self.alive[layer], pos, count, drawn[layer])
             if len(alive.positions) > rule.limit:
-                kept = budgets.keep(layer, alive, pos + count)
+                kept = budgets.keep(layer, alive, pos + count, partial(cache.read, layer, layer))
                 alive = budgets.scoring.keep(alive, kept)
                 if budgets.endless:
                     cache.apply_streaming_llm(layer, rule.front, rule.back)
