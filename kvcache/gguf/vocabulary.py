@@ -223,6 +223,8 @@ def end_tokens(file: GgufFile) -> list[int] | None:
     """
     named = [file.metadata.get(f"{_PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
     ids = [id for id in named if id is not None]
+    several = file.metadata.get(f"{_PREFIX}eos_token_ids")
+    ids += several.tolist() if isinstance(several, np.ndarray) else []
     read = _Entries(file)
     if read.get("tokens") is not None and read.get("token_type") is not None:
         texts = read.strings("tokens")

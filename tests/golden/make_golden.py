@@ -429,7 +429,7 @@ VARIANTS = {
     # Layers that read K and V of others, inputs of each layer, a wide MLP.
     "gemma4": seeded(
         Gemma4TextConfig(
-            **SMALL | GEMMA4 | {"num_hidden_layers": 8, "num_key_value_heads": 1}, layer_types=_kinds("WFWFWWFF"),
+            **SMALL | GEMMA4 | {"num_hidden_layers": 8, "num_key_value_heads": 1}, layer_types=_kinds("WFWWFWFF"),
             num_kv_shared_layers=3, use_double_wide_mlp=True, hidden_size_per_layer_input=6,
             vocab_size_per_layer_input=96,
         ),

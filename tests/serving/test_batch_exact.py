@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from places import GOLDEN
 from recording_network import RecordingNetwork
+from seeded_weights import golden_folder
 from serving import GREEDY, Alone, penalised, prompts, repeating, run, same, sampled, settled
 from windowed_networks import KINDS, Windowed
 
@@ -95,11 +96,11 @@ def test_layers_with_windows(kind):
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_windows", "mistral_window"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_windows", "mistral_window", "gemma4", "gemma4_experts"])
 @pytest.mark.parametrize("dtype", ["f32", "q4"])
 def test_windows_and_little_memory(name, dtype):
     """Texts share prefixes, grow past their windows, guess, are preempted, and continue at cached windows."""
-    model = Transformer.from_pretrained(GOLDEN / name)
+    model = Transformer.from_pretrained(golden_folder(name))
     made = prompts(15, 14, 60, model.config.vocab_size)
     asked = [(prompt, repeating(i, 60, logprobs=1)) for i, prompt in enumerate(made)]
     stats = all_of(model, asked, 18, dtype=dtype, block_size=8)

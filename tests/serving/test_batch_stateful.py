@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from places import GOLDEN
+from seeded_weights import golden_folder
 from serving import Alone, Clock, penalised, prompts, repeating, same, sampled, settled
 from state_networks import StateNetwork
 from windowed_networks import Windowed
@@ -29,10 +30,12 @@ OPTIONS = {
     "a state": {"dtype": "f16"},
     "a state, groups of 12": {"dtype": "q4", "residual_length": 12},
     "states alone": {},
+    "several sizes": {"dtype": "q8"},
 }
 NETWORKS = {
     "a window": Windowed(NETWORK, 10), "two windows": Windowed(NETWORK, 30, 5), "a state": StateNetwork("one of each"),
     "a state, groups of 12": StateNetwork("one of each"), "states alone": StateNetwork("states alone"),
+    "several sizes": Transformer.from_pretrained(golden_folder("gemma4")),  # and layers that read K and V of others
 }
 ALONE = {kind: Alone(NETWORKS.get(kind, NETWORK), block_size=8, **options) for kind, options in OPTIONS.items()}
 
@@ -68,17 +71,20 @@ class Requests(RuleBasedStateMachine):
         if self.engine is None:
             return
         params = draw(seed, most, logprobs=1)
-        waiting = self.engine.stats().waiting
+        prompt, waiting = self.prompt(which), self.engine.stats().waiting
         try:
             request = self.engine.submit(
-                PROMPTS[which], params, namespace=namespace, priority=priority, deadline=deadline, n=n,
-                keep=None if isinstance(keep, list) and len(PROMPTS[which]) < 17 else keep,
+                prompt, params, namespace=namespace, priority=priority, deadline=deadline, n=n,
+                keep=None if isinstance(keep, list) and len(prompt) < 17 else keep,
             )
         except QueueFullError:
             assert waiting + n > 12
             return
         made = [replace(params, seed=seed + i) for i in range(n)]
-        self.open.append((request, PROMPTS[which], made))
+        self.open.append((request, prompt, made))
+
+    def prompt(self, which):
+        return PROMPTS[which] % np.uint32(NETWORKS.get(self.kind, NETWORK).config.vocab_size)
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps):
@@ -102,8 +108,8 @@ class Requests(RuleBasedStateMachine):
     @rule(which=st.integers(0, 23))
     def score(self, which):
         if self.engine is not None and self.engine.stats().waiting < 12:
-            scores = self.engine.score_batch([PROMPTS[which]])[0]
-            assert scores.tobytes() == ALONE[self.kind].score(PROMPTS[which]).tobytes()
+            scores = self.engine.score_batch([self.prompt(which)])[0]
+            assert scores.tobytes() == ALONE[self.kind].score(self.prompt(which)).tobytes()
 
     @invariant()
     def the_pool_is_divided(self):
