@@ -179,7 +179,7 @@ class Transformer:
             raise ValueError(f"regime: expected that of a text with these positions, got {short(regime)}")
         rows = self._rows(tokens, (positions,) if sink_positions is None else (positions, sink_positions), regime)
         chosen: Any = slice(len(tokens) - (logits == "last"), None) if isinstance(logits, str) else logits
-        whole = isinstance(logits, str) and logits == "all"
+        whole = isinstance(logits, str) and (logits == "all" or (logits == "last" and len(tokens) == 1))
         for i, layer in enumerate(self.weights.layers):
             if i == self._first_shared and not whole:  # from here on no layer has K and V of its own
                 rows = rows.taken(chosen)

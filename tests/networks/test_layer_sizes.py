@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from tensor_files import pack_arrays
 
 from kvcache.engine import ModelConfig, Transformer
 from kvcache.errors import CheckpointError
+from kvcache.kernels.matrix import Matrix
 from kvcache.networks.checkpoint import Checkpoint
+from kvcache.networks.fingerprint import fingerprint
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -162,3 +165,18 @@ class TestGguf:
     def test_divisors_of_other_networks_have_a_bound(self, tmp_path):
         path = convert(golden_folder("llama_llama3_bf16"), tmp_path / "y.gguf")
         assert max(Transformer.from_pretrained(path).config.rope.divisors) < 10
+
+
+@pytest.mark.parametrize("part", ["table", "projection", "norm"])
+def test_the_fingerprint_covers_the_inputs_of_layers(part):
+    model = Transformer.from_pretrained(golden_folder("gemma4"))
+    other = Transformer.from_pretrained(golden_folder("gemma4"))
+    inputs = other.weights.inputs
+    weight = getattr(inputs, part)
+    if part == "norm":
+        changed = weight + np.float32(1)
+    else:
+        changed = Matrix(*weight.shape, weight.format)
+        changed.put(0, weight.to_float32() + np.float32(0.5))
+    other.weights = replace(other.weights, inputs=replace(inputs, **{part: changed}))
+    assert fingerprint(other) != fingerprint(model) == fingerprint(Transformer.from_pretrained(golden_folder("gemma4")))
