@@ -220,7 +220,7 @@ TENSORS = {
     "a bias of one": (lambda t: t.update({"blk.0.attn_q.bias": np.ones(64, "f4")}), "the tensors blk.0.attn_k"),
     "another type": (
         lambda t: t.update({"token_embd.weight": (np.zeros((256, 64), np.int8), "I8")}),
-        "token_embd.weight: expected F32, F16, BF16, Q8_0, .* or MXFP4, got I8",
+        "token_embd.weight: expected F32, F16, BF16, Q8_0, .* or NVFP4, got I8",
     ),
     "a vector of blocks": (
         lambda t: t.update({"output_norm.weight": (np.zeros(68, np.uint8), "Q8_0")}),
