@@ -547,21 +547,22 @@ class PagedKvCache:
         return self._attention.over(layer, queries, sequences, call, out, sink_queries)
 
     def write_and_attend(
-        self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall]], layer: int,
-        queries: npt.ArrayLike, keys: npt.ArrayLike | None, values: npt.ArrayLike | None, _: Any = None, /,
+        self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall, bool]], layer: int,
+        queries: npt.ArrayLike, keys: Any, values: Any, _: Any = None, /,
     ) -> Float32:
         """`write_ragged` of the newest tokens, and `attention` of their queries: what a layer does in a pass.
 
-        Without keys and values it attends alone, over those that another layer of the network has written here.
-
         Args:
             sequences: with the number of new tokens of each as `query_lens`; `kept`, as the calls are.
-            calls: for each layer of a network its layer here, and how that attends.
+            calls: for each layer of a network its layer here, how it attends, and whether it writes; if not, it has no
+                keys and values, and reads those that another layer of the network has written.
             layer: of the network.
             queries: `(sum(query_lens), num_query_heads, head_dim)`; other arguments as of these two.
         """
-        number, call = calls[layer]
-        if keys is not None and values is not None:
+        number, call, writes = calls[layer]
+        if not writes and (keys is not None or values is not None):
+            raise ValueError(f"keys: expected None for layer {layer}, which reads K and V of another one, got rows")
+        if writes:
             self._sequences.write_batch(number, sequences.ids, self._blocks.as_rows(keys, values), sequences.lens)
         mixed: Float32 = self._attention.over(number, queries, sequences, call)
         return mixed

@@ -205,11 +205,11 @@ class Group(Protocol):
 
 def calls_of(
     layers: Sequence[int], attention: Sequence[LayerAttention | None]
-) -> dict[int, tuple[int, AttentionCall]]:
-    """For each layer that reads K and V of one of these: which of them, and how it attends."""
+) -> dict[int, tuple[int, AttentionCall, bool]]:
+    """For each layer that reads K and V of one of these: which of them, how it attends, and whether it writes them."""
     number_of = {layer: i for i, layer in enumerate(layers)}
     return {
-        layer: (number_of[owner], each.call())
+        layer: (number_of[owner], each.call(), owner == layer)
         for layer, each in enumerate(attention)
         if each is not None and (owner := layer if each.kv_layer is None else each.kv_layer) in number_of
     }

@@ -106,10 +106,11 @@ class DenseKvCache:
         assert self.free_block_count >= 0
 
     def write_and_attend(
-        self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall]], layer: int,
+        self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall, bool]], layer: int,
         queries: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], _: Any = None, /,
     ) -> NDArray[np.float32]:
-        layer, call = calls[layer]
+        layer, call, writes = calls[layer]
+        assert writes, "the naive cache keeps every layer's own K and V"
         assert sequences.lens is not None
         (seq_id,), (count,) = sequences.ids.tolist(), sequences.lens.tolist()
         assert len(keys) == len(values) == count <= self._tokens(seq_id)
