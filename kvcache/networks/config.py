@@ -131,7 +131,7 @@ class ModelConfig:
             CheckpointError: not JSON, a key is missing or of the wrong type, or an option is not supported.
         """
         directory = Path(directory)
-        config = read_json(directory / "config.json")
+        config = read_json(directory / "config.json", infinity=True)
         generation = directory / "generation_config.json"
         # Both files may hold `eos_token_id`; generation_config.json takes precedence.
         if generation.exists() and (eos := read_json(generation).get("eos_token_id")) is not None:

@@ -48,11 +48,14 @@ def read_file(path: Path, most: int) -> bytearray:
         file.close()
 
 
-def read_json(path: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read the JSON object in `path`. Raises as `read_file`, and CheckpointError for anything but a JSON object."""
+def read_json(path: Path, most: int = MAX_CONFIG_BYTES, *, infinity: bool = False) -> dict[str, Any]:
+    """Read the JSON object in `path`, as `parse_json` does.
+
+    Raises as `read_file`, and CheckpointError for anything but a JSON object.
+    """
     data = read_file(path, most)
     try:
-        content = parse_json(data)
+        content = parse_json(data, infinity=infinity)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected valid JSON, got {error}") from None
     if not isinstance(content, dict):
@@ -60,10 +63,15 @@ def read_json(path: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     return content
 
 
-def parse_json(data: bytes | bytearray) -> Any:
-    """Parse UTF-8 JSON. Raises RecursionError, and ValueError also for a repeated key, NaN and Infinity."""
+def parse_json(data: bytes | bytearray, *, infinity: bool = False) -> Any:
+    """Parse UTF-8 JSON. Raises RecursionError, and ValueError also for a repeated key, NaN and Infinity.
+
+    Args:
+        infinity: whether Infinity becomes the object that transformers 5 writes for it; no entry takes it for a number.
+    """
+    constant = _infinity if infinity else _no_constant
     return json.loads(
-        data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_int, parse_float=_float
+        data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=constant, parse_int=_int, parse_float=_float
     )
 
 
@@ -77,6 +85,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"keys: expected each once, got {short(key)} twice")
             seen.add(key)
     return found
+
+
+def _infinity(name: str) -> Any:
+    return {"__float__": name} if name == "Infinity" else _no_constant(name)
 
 
 def _no_constant(name: str) -> Any:

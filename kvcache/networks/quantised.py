@@ -62,7 +62,7 @@ def open_folder(directory: str | Path) -> Checkpoint | QuantisedTensors:
         CheckpointError: a file is damaged, or quantised in a way that is not read.
     """
     directory = Path(directory)
-    config = dict(text_config_of(read_json(directory / "config.json")))
+    config = dict(text_config_of(read_json(directory / "config.json", infinity=True)))
     if (directory / _MODELOPT).exists():
         config = read_json(directory / _MODELOPT) | config
     quantisation = quantisation_of(config)

@@ -258,3 +258,16 @@ def test_other_spellings(name, changes):
 def test_options_that_do_not_fit(name, changes, message):
     with pytest.raises(CheckpointError, match=re.escape(message)):
         config_of(name, **changes)
+
+
+def test_infinity_in_a_configuration(tmp_path):
+    """The published files of Nemotron-H have it in their limits of steps; elsewhere it is no number."""
+    text = (seeded("nemotron_h") / "config.json").read_text()
+    found, limits = json.loads(text), re.compile(r'\{\s*"__float__": "Infinity"\s*\}')
+    assert found["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    path = tmp_path / "config.json"
+    path.write_text(limits.sub("Infinity", text))
+    assert ModelConfig.from_pretrained(tmp_path) == config_of("nemotron_h")
+    path.write_text(text.replace('"layer_norm_epsilon": 1e-05', '"layer_norm_epsilon": Infinity'))
+    with pytest.raises(CheckpointError, match="layer_norm_epsilon: expected a finite number of at least 0, got"):
+        ModelConfig.from_pretrained(tmp_path)
