@@ -1,6 +1,7 @@
 """Thoughts, content and calls of each family; the same however the text is cut."""
 
 import json
+import time
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kvcache.sampling.dialects.call_texts import json_calls, parameter_calls, pythonic_calls
+from kvcache.sampling.dialects.call_texts import json_calls, mistral_calls, parameter_calls, pythonic_calls
 from kvcache.sampling.dialects.dialect_table import DIALECTS, dialect_of
 from kvcache.sampling.dialects.gemma_values import gemma_calls
 from kvcache.sampling.dialects.marks import MarkSearch
@@ -214,6 +215,29 @@ def test_special_tokens_spelled_by_others_are_text(tokenizer):
 )
 def test_no_text_breaks_a_reader(read_calls, text):
     assert read_calls(text, {}) is None
+
+
+@pytest.mark.parametrize("read_calls", [json_calls, mistral_calls, parameter_calls, pythonic_calls, gemma_calls])
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 30_000 + " " * 30_000, " " * 60_000, "{}" * 20_000, "{};" * 20_000, "<function=f>" + "<parameter=a>" * 5_000,
+     "<function=f><parameter=a>" + "\n" * 60_000, "call:f{" + "a" * 60_000, "a[CALL_ID]" + " " * 60_000, "}" * 60_000,
+     "call:f{a:" + '<|"|>x<|"|>,a:' * 4_000,
+     "call:f{a:[" + "1," * 30_000 + "1]}", "f" * 30_000 + "[CALL_ID]" * 3_000, "} ;" * 20_000],
+)
+def test_readers_take_linear_time(read_calls, text):
+    """A network can be made to write any of these, and they are read on the event loop."""
+    began = time.process_time()
+    assert read_calls(text, {}) is None
+    assert time.process_time() - began < 1.0, "quadratic time takes minutes"
+
+
+def test_several_objects_with_semicolons():
+    one = '{"name": "f", "parameters": {"a": 1}}'
+    assert len(json_calls(f" {one} ;\n{one};", {})) == 2
+    assert len(json_calls(";".join([one] * 256), {})) == 256
+    for odd in (";".join([one] * 257), f"{one} {one}", f"{one};;{one}", f"[{one}];{one}", f";{one}", f"{one};x", ""):
+        assert json_calls(odd, {}) is None
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ __all__ = ["Schemas", "json_calls", "mistral_calls", "parameter_calls", "pythoni
 Schemas = Mapping[str, Any]  # of the arguments of each function, by its name
 
 _MAX_EXPRESSION = 1 << 14  # characters of Python, which its parser takes without letting other threads run
+_DECODER = json.JSONDecoder()
+_MOST = 256  # calls of one text
 _ERRORS = (ValueError, TypeError, RecursionError, MemoryError, SyntaxError)
 _FUNCTION, _END = re.compile(r"\s*<function=([^>\n]+)>"), re.compile(r"\s*</function>")
 _PARAMETER = re.compile(r"(?s)\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>")
-_MISTRAL = re.compile(r"(?s)\s*([^\s\[{]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(\{.*)")
+_BETWEEN = re.compile(r"\s*(?:;\s*)?")  # objects of JSON
 _TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict, "array": list,
 }
@@ -36,16 +38,24 @@ def tool_call(name: Any, arguments: Any) -> ToolCall:
 
 def json_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
     """Objects with a name and arguments (or parameters): one, a list of them, or several with `;` between."""
+    found: list[Any] = []
     with suppress(*_ERRORS):
-        try:
-            found = json.loads(text)
-        except ValueError:
-            if "};" not in re.sub(r"\s", "", text):
-                raise
-            found = [json.loads(part) for part in re.split(r"(?<=\})\s*;", text) if part.strip()]
-        found = found if isinstance(found, list) else [found]
-        return [_of_object(each) for each in found]
+        at = len(text) - len(text.lstrip())
+        while at < len(text) and len(found) <= _MOST:
+            value, end = _DECODER.raw_decode(text, at)
+            found.append(value)
+            at = _end_of_gap(text, end)
+            if at < len(text) and ";" not in text[end:at]:
+                return None
+        found = found[0] if len(found) == 1 and isinstance(found[0], list) else found
+        return [_of_object(each) for each in found] if 0 < len(found) <= _MOST else None
     return None
+
+
+def _end_of_gap(text: str, at: int) -> int:
+    """The place behind white space with at most one semicolon."""
+    found = _BETWEEN.match(text, at)
+    return at if found is None else found.end()
 
 
 def _of_object(found: Any) -> ToolCall:
@@ -61,9 +71,11 @@ def mistral_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
     """A list in JSON, or a name, `[ARGS]` and an object; some write an id between."""
     if text.lstrip().startswith(("[", "{")):
         return json_calls(text, schemas)
+    head, brace, rest = text.partition("{")
+    names = head.partition("[ARGS]")[0].partition("[CALL_ID]")[0].split()
     with suppress(*_ERRORS):
-        if found := _MISTRAL.fullmatch(text):
-            return [tool_call(found[1], json.loads(found[2]))]
+        if len(names) == 1:
+            return [tool_call(names[0], json.loads(brace + rest))]
     return None
 
 

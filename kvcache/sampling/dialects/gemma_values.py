@@ -16,7 +16,7 @@ _NAME = re.compile(r"\s*call:([^{\s]+)\s*")
 _KEY = re.compile(r"\s*([^:{}\[\],\s]+)\s*:")
 _NUMBER = re.compile(r"-?[0-9]{1,300}(?:\.[0-9]{1,300})?(?:[eE][+-]?[0-9]{1,3})?")
 _WORDS = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
-_DEPTH = 100
+_DEPTH, _MOST = 100, 10_000  # levels, and values of a call, which take 50 ms
 
 
 def gemma_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
@@ -38,12 +38,13 @@ class _Values:
     """
 
     def __init__(self, text: str, at: int) -> None:
-        self._text, self.at = text, at
+        self._text, self.at, self._left = text, at, _MOST
 
     def value(self, depth: int) -> Any:
         """The next value. ValueError: there is none, or one in more than `depth` others."""
-        if depth == 0:
-            raise ValueError("call: expected fewer levels")
+        self._left -= 1
+        if depth == 0 or self._left < 0:
+            raise ValueError("call: expected fewer levels, and fewer values")
         self._skip()
         if self._takes("{"):
             return dict(self._items(depth, "}"))
