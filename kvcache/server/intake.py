@@ -84,13 +84,19 @@ class Intake:
             space = self.namespace(request)
             async with self._bodies.body(request, min(_ARRIVING, self._timeout)) as data:
                 limiter = self._threads.for_body(len(data))
-                found = await run_sync(lambda: answer(json_of(data), space), limiter=limiter)
+                found = await run_sync(self._taken, answer, data, space, limiter=limiter)
                 if not isinstance(found, _Asked):
                     return found
                 await run_sync(self._compile, found.body, limiter=self._threads.grammars)
                 return await run_sync(self._queued, found, limiter=limiter)
 
         return endpoint
+
+    def _taken(self, answer: Callable[[dict[str, Any], Hashable], Answer], data: bytearray, space: Hashable) -> Answer:
+        try:
+            return answer(json_of(data), space)
+        except RecursionError:  # of what has as many levels as JSON may have, a template's or an encoder's
+            raise ValueError("body: expected at most some hundred levels, got more") from None
 
     def _compile(self, body: Body) -> None:
         assert body.params.grammar is not None

@@ -108,9 +108,14 @@ def _choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "allowed_tools":
-        named = [_choice(tool) for tool in as_instance(choice.get("tools"), list, "tool_choice")]
+        named = [_named(tool) for tool in as_instance(choice.get("tools"), list, "tool_choice")]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
-    return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    return _named(choice)
+
+
+def _named(tool: Any) -> dict[str, Any]:
+    found = as_instance(tool, dict, "tool_choice")
+    return {"type": found.get("type"), "function": {"name": found.get("name")}}
 
 
 def _format(form: Any) -> Any:

@@ -1,0 +1,124 @@
+"""Bodies of any shape: they become tokens, or are refused by a message; nothing else happens."""
+
+import json
+
+import pytest
+from http_servers import MODEL, Served, answer, post, tiny_file
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
+
+from kvcache import BatchEngine
+from kvcache.server.bodies import body_of
+from kvcache.server.fields import checked
+from kvcache.server.message_bodies import MESSAGES, chat_of_messages
+from kvcache.server.prompts import Prompts
+from kvcache.server.response_bodies import RESPONSES, chat_of_responses
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "{{ m.role }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+    "{{ tools | tojson }}"
+)
+WORDS = [
+    "user", "assistant", "system", "developer", "tool", "function", "text", "refusal", "message", "reasoning",
+    "function_call", "function_call_output", "input_text", "output_text", "tool_use", "tool_result", "thinking", "auto",
+    "any", "none", "required", "allowed_tools", "json_schema", "json_object", "custom", "f", "low", "high", "enabled",
+    "{}", '{"a": 1}', "\ud800", "é", "",
+]
+KEYS = [
+    "type", "role", "content", "text", "name", "function", "arguments", "parameters", "input_schema", "tool_calls",
+    "tools", "mode", "id", "call_id", "output", "summary", "thinking", "input", "effort", "format", "schema", "refusal",
+    "tool_use_id", "allowed_tools", "properties", "strict", "json_schema", "reasoning_content",
+]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 3) | st.floats() | st.sampled_from(WORDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def item(**fields):
+    """Objects with mostly these fields, and some of any kind."""
+    return st.fixed_dictionaries({}, optional={name: st.just(value) | VALUES for name, value in fields.items()})
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TALKS = st.lists(
+    VALUES | item(role="user", content="x") | item(role="assistant", content=None, tool_calls=[CALL])
+    | item(role="tool", content=[{"type": "text", "text": "x"}], tool_call_id="1") | item(role="system", content="x")
+    | item(role="user", content=[{"type": "tool_result", "tool_use_id": "1", "content": "x"}])
+    | item(type="function_call", name="f", arguments="{}", call_id="1") | item(type="reasoning", summary=[])
+    | item(type="function_call_output", call_id="1", output="x"),
+    max_size=4,
+) | VALUES
+
+
+def bodies(names, **known):
+    """Bodies with some of the fields of an interface, of any values."""
+    some = st.dictionaries(st.sampled_from(sorted(names)), VALUES, max_size=4)
+    whole = st.fixed_dictionaries({"model": st.just(MODEL), **known})
+    tools = st.fixed_dictionaries({}, optional={"tools": st.just([TOOL]) | st.lists(VALUES, max_size=2)})
+    return st.tuples(some, tools, whole).map(lambda parts: {**parts[0], **parts[1], **parts[2]})
+
+
+@pytest.fixture(scope="module", params=[False, True])
+def prompts(request, tmp_path_factory):
+    engine = BatchEngine.from_pretrained(tiny_file(tmp_path_factory.mktemp("hostile"), TEMPLATE), num_blocks=40)
+    yield Prompts(engine, request.param)
+    engine.close()
+
+
+def expect_tokens_or_a_message(prompts, make):
+    engine = prompts._engine
+    try:
+        body = body_of(make(), True, engine.sampling_params, engine.max_positions)
+        (tokens,) = prompts.tokens(body)
+        assert len(tokens)
+    except (TypeError, ValueError, HTTPException) as error:
+        name, found, _ = str(error).partition(": expected")
+        assert found, error
+        assert " " not in name, error
+
+
+@given(body=bodies(["tool_choice", "parallel_tool_calls", "reasoning_effort", "verbosity", "chat_template_kwargs",
+                    "response_format", "stop", "n", "logprobs", "max_tokens", "cache_salt"], messages=TALKS))
+def test_chats(prompts, body):
+    expect_tokens_or_a_message(prompts, lambda: body)
+
+
+@given(body=bodies(MESSAGES, messages=TALKS, max_tokens=st.just(3)))
+def test_messages(prompts, body):
+    expect_tokens_or_a_message(prompts, lambda: chat_of_messages(checked(body, MESSAGES, ("model", "messages"))))
+
+
+@given(body=bodies(RESPONSES, input=TALKS))
+def test_responses(prompts, body):
+    expect_tokens_or_a_message(prompts, lambda: chat_of_responses(checked(body, RESPONSES, ("model", "input"))))
+
+
+@pytest.mark.parametrize("levels", [90, 400, 900])
+def test_deep_values_are_refused(tmp_path, levels):
+    """JSON has at most about a thousand levels, which encoders and templates may not go down."""
+    deep = {"type": "allowed_tools", "mode": "auto", "tools": []}
+    for _ in range(levels // 2):
+        deep = {"type": "allowed_tools", "mode": "auto", "tools": [deep]}
+    function = {"name": "f", "parameters": deep}
+    talk = [{"role": "user", "content": "x"}]
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": deep}]}
+    asked = [
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function", **function}], "tool_choice": deep}),
+        ("/v1/messages", {"messages": [*talk, use], "max_tokens": 1}),
+        ("/v1/messages", {"messages": talk, "max_tokens": 1, "tools": [{"name": "f", "input_schema": deep}]}),
+        ("/v1/chat/completions", {"messages": talk, "tools": [{"type": "function", "function": function}]}),
+        ("/v1/chat/completions", {"messages": talk, "response_format": {"type": "json_object", "schema": deep}}),
+        ("/v1/chat/completions", {"messages": talk, "chat_template_kwargs": {"x": deep}, "metadata": deep}),
+    ]
+    with Served(tiny_file(tmp_path, TEMPLATE)) as served:
+        for path, body in asked:
+            data = json.dumps({"model": MODEL, "max_tokens" if "chat" in path else "top_p": 1, **body}).encode()
+            status, found = answer(served.connect(post(data, path)))
+            assert status == 400 or (status == 200 and levels == 90), found
