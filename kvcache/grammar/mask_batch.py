@@ -36,9 +36,12 @@ class MaskBatch:
         rows = np.zeros((starts[-1], max(matcher.num_words for matcher, _ in due)), np.uint32)
         jobs = [(matcher.state, start, list(guess)) for (matcher, guess), start in zip(due, starts, strict=False)]
         place = rows.ctypes.data, rows.shape[1] * rows.itemsize, len(rows)
-        if alone := [(state, start) for state, start, guess in jobs if not guess]:
-            self._executor.unsafe_compute_mask_ptr(alone, *place)
-        if guessing := [job for job in jobs if job[2]]:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(guessing, *place)
+        try:
+            if alone := [(state, start) for state, start, guess in jobs if not guess]:
+                self._executor.unsafe_compute_mask_ptr(alone, *place)
+            if guessing := [job for job in jobs if job[2]]:
+                self._executor.unsafe_compute_mask_ptr_with_draft_token(guessing, *place)
+        except (ValueError, RuntimeError):  # one is at fault: each asks for its own mask then, and fails alone
+            return
         for (matcher, guess), start in zip(due, starts, strict=False):
             matcher.prepare(rows[start : start + 1 + len(guess)], guess)

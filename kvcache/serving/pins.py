@@ -153,7 +153,10 @@ class Pins:
         """Hold again what is cached of each pin, when all that was held has been released."""
         for pin in list(self.all):
             pin.held.close()
-            if not self._hold(pin):
+            held = False
+            with suppress(MemoryError):  # of the system
+                held = self._hold(pin)
+            if not held:
                 self.all.remove(pin)
 
     @contextmanager

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracles.text import PlainTexts
 from places import GOLDEN
 from serving import prompts, run, same, settled
 
-from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingParams
+from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingParams, get_num_threads
 from kvcache.engine import Transformer
 from kvcache.errors import GrammarError
 from kvcache.grammar import json_object, json_schema, lark, regex
@@ -212,3 +214,48 @@ def test_a_slow_compilation_holds_up_nobody_else(monkeypatch):
     go_on.set()
     thread.join()
     same(found[0].completions()[0], WANT[4])
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(ASKED) - 1), st.sampled_from([None, "a"]), st.booleans()), min_size=1, max_size=7
+    ),
+    st.integers(11, 30), st.integers(1, 5), st.booleans(), st.lists(st.integers(0, 6), max_size=3),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_mix(asked, blocks, running, speculate, cancelled):
+    """Few places and blocks, requests that begin while others run, and some that are cancelled."""
+    engine = batch(num_blocks=blocks, max_running=running, speculate=speculate)
+    requests = []
+    for number, space, wait in asked:
+        requests.append((engine.submit(*ASKED[number], namespace=space), WANT[number]))
+        for _ in range(3 * wait):
+            engine.step()
+            engine.check()
+    for number in cancelled:
+        requests[number % len(requests)][0].cancel()
+    run(engine)
+    for request, want in requests:
+        (found,) = request.completions()
+        if found.finish_reason == "cancelled":
+            assert found.tokens == want.tokens[: len(found.tokens)]
+        else:
+            same(found, want)
+    settled(engine)
+
+
+def test_a_batch_of_masks_that_fails_leaves_each_its_own(monkeypatch):
+    engine = batch()
+    requests = [engine.submit(*asked) for asked in ASKED[:6]]
+
+    def prepare(matchers, *place):
+        raise ValueError("one of them")
+
+    class Failing:
+        unsafe_compute_mask_ptr = unsafe_compute_mask_ptr_with_draft_token = staticmethod(prepare)
+
+    masks = engine._steps._masks
+    masks._executor, masks._threads = Failing(), get_num_threads()
+    run(engine)
+    for request, want in zip(requests, WANT, strict=False):
+        same(request.completions()[0], want)

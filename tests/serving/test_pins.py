@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from places import GOLDEN
 from serving import GREEDY, Alone, Clock, run, same, sampled, settled
+from state_networks import VOCABULARY, StateNetwork
 from windowed_networks import Windowed
 
 from kvcache import BatchEngine, EvictionPolicy, SamplingParams
@@ -22,7 +23,7 @@ ONE = SamplingParams(temperature=0.0, max_tokens=1)
 
 def text(number, length):
     """Texts of different numbers share nothing; those of one number begin alike."""
-    return np.random.default_rng(number).integers(0, 250, 200).astype(np.uint32)[:length]
+    return np.random.default_rng(number).integers(0, min(250, VOCABULARY), 200).astype(np.uint32)[:length]
 
 
 def engine_of(blocks=40, network=NETWORK, **options):
@@ -44,8 +45,11 @@ def crowd(engine, first, count=6):
 
 @pytest.mark.parametrize(
     ("network", "options", "blocks"),
-    [(NETWORK, {}, 10), (Windowed(NETWORK, 10), {}, 10), (NETWORK, {"dtype": "q4", "residual_length": 12}, 9)],
-    ids=["all tokens", "a window", "whole groups of 12"],
+    [
+        (NETWORK, {}, 10), (Windowed(NETWORK, 10), {}, 10), (NETWORK, {"dtype": "q4", "residual_length": 12}, 9),
+        (StateNetwork("one of each"), {}, 10), (StateNetwork("states alone"), {}, 10),
+    ],
+    ids=["all tokens", "a window", "whole groups of 12", "states among others", "states alone"],
 )
 def test_a_pinned_prompt_stays_cached(network, options, blocks):
     engine, clock = engine_of(60, network, **options)

@@ -58,3 +58,27 @@ class BatchWithResidual(Batch):
     generate_batch = Batch.generate_batch
     score_batch = Batch.score_batch
     samples = Batch.samples
+
+
+class BatchWithPins(Batch):
+    """Requests that keep their prompts for a while, and one that takes the memory of these."""
+
+    options: ClassVar[dict[str, object]] = {}
+
+    def _check(self):
+        gc.collect()
+        self.it.check()
+        self.it.clear_cache()
+        stats = self.it.stats()
+        assert (stats.waiting, stats.running, stats.claimed_blocks, stats.pinned_blocks) == (0, 0, 0, 0)
+
+    def pinned(self):
+        answers = []
+        for text in (self.text[:40], self.text[:60], self.text[20:55]):
+            request = self.it.submit(text, DRAWN, keep=100.0)
+            try:
+                answers.append(request.result())
+            except BaseException:
+                request.cancel()
+                raise
+        self.answer = answers
