@@ -173,8 +173,12 @@ typedef struct kvc_kernels {
     /* kvc_network.c */
     void (*rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
                      float eps, float *out);
+    void (*layer_norm)(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *weight, const float *bias,
+                       float eps, float *out);
     void (*swiglu)(int64_t n, int64_t dim, const float *x, float *out);
     void (*geglu)(int64_t n, int64_t dim, const float *x, float *out);
+    void (*gelu)(int64_t n, int64_t dim, const float *x, float *out);
+    void (*xielu)(int64_t n, int64_t dim, const float *x, float positive, float negative, float beta, float eps, float *out);
     void (*clamped_swiglu)(int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out);
     void (*softcap)(int64_t n, const float *x, float cap, float *out);
     void (*rotate)(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
@@ -223,8 +227,13 @@ void kvc_matmul(const kvc_kernels *, const kvc_matmul_args *, int num_threads);
 /* kvc_network_parallel.c: the functions of kvc_network.c on several threads. */
 void kvc_rms_norm(const kvc_kernels *, int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride,
                   const float *weight, float eps, float *out, int num_threads);
+void kvc_layer_norm(const kvc_kernels *, int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *weight,
+                    const float *bias, float eps, float *out, int num_threads);
 void kvc_swiglu(const kvc_kernels *, int64_t n, int64_t dim, const float *x, float *out, int num_threads);
 void kvc_geglu(const kvc_kernels *, int64_t n, int64_t dim, const float *x, float *out, int num_threads);
+void kvc_gelu(const kvc_kernels *, int64_t n, int64_t dim, const float *x, float *out, int num_threads);
+void kvc_xielu(const kvc_kernels *, int64_t n, int64_t dim, const float *x, float positive, float negative, float beta,
+               float eps, float *out, int num_threads);
 void kvc_clamped_swiglu(const kvc_kernels *, int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out,
                         int num_threads);
 void kvc_rotate(const kvc_kernels *, int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x,

@@ -29,6 +29,27 @@ void KVC_FN(rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int
     }
 }
 
+/* out (n, dim) = (x - mean) / sqrt(mean of (x - mean)^2 + eps) * weight + bias; rows of x are x_stride floats apart. The mean
+ * errs by less than (dim / KVC_LANES + 5) * 2^-24 of the largest |x|, and each x - mean by that and half an ulp. */
+void KVC_FN(layer_norm)(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *weight, const float *bias,
+                        float eps, float *out) {
+    for (int64_t i = 0; i < n; i++, x += x_stride, out += dim) {
+        f32v sum = f32v_zero(), squares = f32v_zero();
+        for (int64_t d = 0; d < dim; d += KVC_LANES) sum = f32v_add(sum, load_some(x + d, dim - d));
+        const f32v mean = f32v_set1(f32v_sum_of(sum) / (float)dim);
+        for (int64_t d = 0; d < dim; d += KVC_LANES) {
+            const f32v v = some_of(f32v_sub(load_some(x + d, dim - d), mean), dim - d);
+            squares = f32v_fma(v, v, squares);
+        }
+        const f32v scale = f32v_set1(1.0f / sqrtf(f32v_sum_of(squares) / (float)dim + eps));
+        for (int64_t d = 0; d < dim; d += KVC_LANES) {
+            const f32v v = f32v_mul(f32v_sub(load_some(x + d, dim - d), mean), scale);
+            store_some(out + d, dim - d,
+                       f32v_fma(v, load_some(weight + d, dim - d), load_some(bias + d, dim - d)));
+        }
+    }
+}
+
 /* out (n, dim) = silu(x[:, :dim]) * x[:, dim:] of x (n, 2 * dim). silu(g) = g * sigmoid(g). */
 void KVC_FN(swiglu)(int64_t n, int64_t dim, const float *x, float *out) {
     for (int64_t i = 0; i < n; i++, x += 2 * dim, out += dim) {
@@ -39,15 +60,53 @@ void KVC_FN(swiglu)(int64_t n, int64_t dim, const float *x, float *out) {
     }
 }
 
-/* The same with GELU, by its approximation with tanh: g (1 + tanh(s)) / 2 = g * sigmoid(2 s), s = sqrt(2 / pi) (g + 0.044715
- * g^3). 2 s has four roundings: the relative error is below (5 + 3 max(-2 s, 0)) * 2^-23. */
+/* GELU by its approximation with tanh: g (1 + tanh(s)) / 2 = g * sigmoid(2 s), s = sqrt(2 / pi) (g + 0.044715 g^3). 2 s has
+ * four roundings: the relative error is below (5 + 3 max(-2 s, 0)) * 2^-23. */
+INLINE f32v gelu_of(f32v gate) {
+    const f32v curve = f32v_fma(f32v_mul(gate, gate), f32v_set1(0.044715f), f32v_set1(1.0f));
+    return gated(gate, f32v_mul(f32v_mul(gate, f32v_set1(1.5957691216f)), curve));
+}
+
+/* out (n, dim) = gelu(x[:, :dim]) * x[:, dim:] of x (n, 2 * dim). */
 void KVC_FN(geglu)(int64_t n, int64_t dim, const float *x, float *out) {
-    const f32v slope = f32v_set1(1.5957691216f), cubic = f32v_set1(0.044715f), one = f32v_set1(1.0f);
     for (int64_t i = 0; i < n; i++, x += 2 * dim, out += dim) {
         for (int64_t d = 0; d < dim; d += KVC_LANES) {
-            const f32v gate = load_some(x + d, dim - d), up = load_some(x + dim + d, dim - d);
-            const f32v curve = f32v_fma(f32v_mul(gate, gate), cubic, one);
-            store_some(out + d, dim - d, f32v_mul(gated(gate, f32v_mul(f32v_mul(gate, slope), curve)), up));
+            const f32v up = load_some(x + dim + d, dim - d);
+            store_some(out + d, dim - d, f32v_mul(gelu_of(load_some(x + d, dim - d)), up));
+        }
+    }
+}
+
+/* out (n, dim) = gelu(x). */
+void KVC_FN(gelu)(int64_t n, int64_t dim, const float *x, float *out) {
+    for (int64_t i = 0; i < n; i++, x += dim, out += dim) {
+        for (int64_t d = 0; d < dim; d += KVC_LANES) store_some(out + d, dim - d, gelu_of(load_some(x + d, dim - d)));
+    }
+}
+
+/* e^m - 1 - m of m <= 0. From -1 on m^2 times the Taylor series of the rest, whose first 10 terms leave 1e-8 of it; below -1
+ * by the exponential, where the result is at least 1 / e: relative error at most 6e-7. */
+INLINE f32v exp_beyond_line(f32v m) {
+    static const float terms[] = {1.0f / 39916800, 1.0f / 3628800, 1.0f / 362880, 1.0f / 40320, 1.0f / 5040,
+                                  1.0f / 720,      1.0f / 120,     1.0f / 24,     1.0f / 6,     1.0f / 2};
+    f32v p = f32v_set1(terms[0]);
+    for (int i = 1; i < 10; i++) p = f32v_fma(p, m, f32v_set1(terms[i]));
+    const f32v power = f32v_exp2(f32v_mul(m, f32v_set1(1.442695041f)));
+    const f32v far = f32v_sub(f32v_sub(power, f32v_set1(1.0f)), m);
+    return f32v_pick(m, f32v_set1(-1.0f), far, f32v_mul(f32v_mul(m, m), p));
+}
+
+/* xIELU (Huang, arXiv 2411.13010): out (n, dim) = positive x^2 + beta x where x > 0, else
+ * negative (e^min(x, eps) - 1 - x) + beta x; eps < 0. */
+void KVC_FN(xielu)(int64_t n, int64_t dim, const float *x, float positive, float negative, float beta, float eps,
+                   float *out) {
+    const f32v zero = f32v_zero(), p = f32v_set1(positive), q = f32v_set1(negative), line = f32v_set1(beta);
+    for (int64_t i = 0; i < n; i++, x += dim, out += dim) {
+        for (int64_t d = 0; d < dim; d += KVC_LANES) {
+            const f32v v = load_some(x + d, dim - d), m = f32v_min(f32v_set1(eps), v), linear = f32v_mul(line, v);
+            const f32v above = f32v_fma(f32v_mul(p, v), v, linear);
+            const f32v below = f32v_fma(f32v_add(exp_beyond_line(m), f32v_sub(m, v)), q, linear);
+            store_some(out + d, dim - d, f32v_pick(f32v_sub(zero, v), zero, above, below));
         }
     }
 }

@@ -7,9 +7,9 @@ enum { VALUES_PER_ITEM = 1 << 14 }; /* some 5 us of work; fewer are computed fas
 typedef struct call {
     const kvc_kernels *kernels;
     int64_t n, rows_per_item, heads, dim, turned, x_stride, gate_stride; /* strides: floats between rows of x, of gates */
-    const float *x, *weight, *cos, *sin, *gates;
+    const float *x, *weight, *bias, *cos, *sin, *gates; /* no bias: an RMSNorm */
     int silu;
-    float eps, alpha, limit, *out;
+    float eps, alpha, limit, positive, negative, beta, *out;
     void (*gate)(int64_t n, int64_t dim, const float *x, float *out);
 } call;
 
@@ -27,6 +27,11 @@ static void norm_item(void *context, int64_t index, int thread) {
     const call *c = context;
     const rows r = rows_of(c, index);
     (void)thread;
+    if (c->bias) {
+        c->kernels->layer_norm(r.count, c->dim, c->x + r.first * c->x_stride, c->x_stride, c->weight, c->bias, c->eps,
+                               c->out + r.first * c->dim);
+        return;
+    }
     c->kernels->rms_norm(r.count, c->heads, c->dim, c->x + r.first * c->x_stride, c->x_stride, c->weight, c->eps,
                          c->out + r.first * c->heads * c->dim);
 }
@@ -41,6 +46,14 @@ static void gate_item(void *context, int64_t index, int thread) {
         c->gate(r.count, c->dim, x, out);
     else
         c->kernels->clamped_swiglu(r.count, c->dim, x, c->alpha, c->limit, out);
+}
+
+static void xielu_item(void *context, int64_t index, int thread) {
+    const call *c = context;
+    const rows r = rows_of(c, index);
+    (void)thread;
+    c->kernels->xielu(r.count, c->dim, c->x + r.first * c->dim, c->positive, c->negative, c->beta, c->eps,
+                      c->out + r.first * c->dim);
 }
 
 static void rotate_item(void *context, int64_t index, int thread) {
@@ -73,6 +86,12 @@ void kvc_rms_norm(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t 
                .eps = eps, .out = out}, norm_item, num_threads);
 }
 
+void kvc_layer_norm(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, int64_t x_stride,
+                    const float *weight, const float *bias, float eps, float *out, int num_threads) {
+    run((call){.kernels = kernels, .n = n, .heads = 1, .dim = dim, .x = x, .x_stride = x_stride, .weight = weight,
+               .bias = bias, .eps = eps, .out = out}, norm_item, num_threads);
+}
+
 void kvc_swiglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float *out, int num_threads) {
     run((call){.kernels = kernels, .n = n, .heads = 1, .dim = dim, .x = x, .x_stride = 2 * dim, .out = out,
                .gate = kernels->swiglu}, gate_item, num_threads);
@@ -81,6 +100,17 @@ void kvc_swiglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float 
 void kvc_geglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float *out, int num_threads) {
     run((call){.kernels = kernels, .n = n, .heads = 1, .dim = dim, .x = x, .x_stride = 2 * dim, .out = out,
                .gate = kernels->geglu}, gate_item, num_threads);
+}
+
+void kvc_gelu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float *out, int num_threads) {
+    run((call){.kernels = kernels, .n = n, .heads = 1, .dim = dim, .x = x, .x_stride = dim, .out = out,
+               .gate = kernels->gelu}, gate_item, num_threads);
+}
+
+void kvc_xielu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float positive, float negative,
+               float beta, float eps, float *out, int num_threads) {
+    run((call){.kernels = kernels, .n = n, .heads = 1, .dim = dim, .x = x, .positive = positive, .negative = negative,
+               .beta = beta, .eps = eps, .out = out}, xielu_item, num_threads);
 }
 
 void kvc_clamped_swiglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float alpha, float limit,

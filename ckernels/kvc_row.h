@@ -23,6 +23,13 @@ INLINE void store_some(float *x, int64_t left, f32v value) {
     memcpy(x, some, (size_t)left * sizeof(float));
 }
 
+/* The first `left` values of a vector, at least one; the others are 0. */
+INLINE f32v some_of(f32v value, int64_t left) {
+    float all[KVC_LANES];
+    f32v_store(all, value);
+    return load_some(all, left);
+}
+
 /* gate * sigmoid(slope). The relative error is below (4 + max(-slope, 0)) * 2^-23 for an exact slope: the exponent is rounded
  * once. 0 where slope < -87: there it is less than 2^-119 gate. */
 INLINE f32v gated(f32v gate, f32v slope) {

@@ -15,8 +15,11 @@ void KVC_FN(quantise_weights)(kvc_matrix_format, int64_t, int64_t, const float *
 void KVC_FN(prepare_rows)(const kvc_matmul_args *, int64_t, int64_t);
 void KVC_FN(multiply_panels)(const kvc_matmul_args *, int64_t, int64_t, float *);
 void KVC_FN(rms_norm)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, float, float *);
+void KVC_FN(layer_norm)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float *);
 void KVC_FN(swiglu)(int64_t, int64_t, const float *, float *);
 void KVC_FN(geglu)(int64_t, int64_t, const float *, float *);
+void KVC_FN(gelu)(int64_t, int64_t, const float *, float *);
+void KVC_FN(xielu)(int64_t, int64_t, const float *, float, float, float, float, float *);
 void KVC_FN(clamped_swiglu)(int64_t, int64_t, const float *, float, float, float *);
 void KVC_FN(softcap)(int64_t, const float *, float, float *);
 void KVC_FN(rotate)(int64_t, int64_t, int64_t, int64_t, const float *, int64_t, const float *, const float *, float *);
@@ -40,8 +43,11 @@ const kvc_kernels KVC_FN(kernels) = {
     .prepare_rows = KVC_FN(prepare_rows),
     .multiply_panels = KVC_FN(multiply_panels),
     .rms_norm = KVC_FN(rms_norm),
+    .layer_norm = KVC_FN(layer_norm),
     .swiglu = KVC_FN(swiglu),
     .geglu = KVC_FN(geglu),
+    .gelu = KVC_FN(gelu),
+    .xielu = KVC_FN(xielu),
     .clamped_swiglu = KVC_FN(clamped_swiglu),
     .softcap = KVC_FN(softcap),
     .rotate = KVC_FN(rotate),

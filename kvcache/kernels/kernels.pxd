@@ -240,8 +240,13 @@ cdef void matmul(const void *level, const kvc_matmul_args *args, int num_threads
 # Rows between two products, divided among the threads: kvc_network_parallel.c.
 cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
                    float eps, float *out) noexcept nogil
+cdef void layer_norm(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *weight, const float *bias,
+                     float eps, float *out) noexcept nogil
 cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil
 cdef void geglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil
+cdef void gelu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil
+cdef void xielu(int64_t n, int64_t dim, const float *x, float positive, float negative, float beta, float eps,
+                float *out) noexcept nogil
 cdef void clamped_swiglu(int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out) noexcept nogil
 cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nogil
 cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,

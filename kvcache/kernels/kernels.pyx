@@ -56,6 +56,12 @@ cdef extern from "kvc.h" nogil:
                     int num_threads) noexcept
     void kvc_geglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float *out,
                    int num_threads) noexcept
+    void kvc_layer_norm(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, int64_t x_stride,
+                        const float *weight, const float *bias, float eps, float *out, int num_threads) noexcept
+    void kvc_gelu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float *out,
+                  int num_threads) noexcept
+    void kvc_xielu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float positive, float negative,
+                   float beta, float eps, float *out, int num_threads) noexcept
     void kvc_clamped_swiglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float alpha,
                             float limit, float *out, int num_threads) noexcept
     void kvc_rotate(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x,
@@ -197,12 +203,26 @@ cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_
     kvc_rms_norm(_active, n, heads, dim, x, x_stride, weight, eps, out, _threads)
 
 
+cdef void layer_norm(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *weight, const float *bias,
+                     float eps, float *out) noexcept nogil:
+    kvc_layer_norm(_active, n, dim, x, x_stride, weight, bias, eps, out, _threads)
+
+
 cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil:
     kvc_swiglu(_active, n, dim, x, out, _threads)
 
 
 cdef void geglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil:
     kvc_geglu(_active, n, dim, x, out, _threads)
+
+
+cdef void gelu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil:
+    kvc_gelu(_active, n, dim, x, out, _threads)
+
+
+cdef void xielu(int64_t n, int64_t dim, const float *x, float positive, float negative, float beta, float eps,
+                float *out) noexcept nogil:
+    kvc_xielu(_active, n, dim, x, positive, negative, beta, eps, out, _threads)
 
 
 cdef void clamped_swiglu(int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out) noexcept nogil:

@@ -23,6 +23,8 @@ __all__ = [
     "decays",
     "gate",
     "geglu",
+    "gelu",
+    "layer_norm",
     "rms_norm",
     "rotate",
     "scan",
@@ -31,6 +33,7 @@ __all__ = [
     "swiglu",
     "top_experts",
     "top_sigmoid_experts",
+    "xielu",
 ]
 
 cnp.import_array()
@@ -56,6 +59,32 @@ def rms_norm(x, weight, double eps):
     if cnp.PyArray_SIZE(out):
         with nogil:
             kernels.rms_norm(n, heads, dim, _floats(rows), _row_floats(rows), _floats(scale), <float>eps, _floats(out))
+    return out
+
+
+def layer_norm(x, weight, bias, double eps):
+    """Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450, over the last axis.
+
+    Args:
+        x: float32 `(n, dim)`, rows contiguous.
+        weight, bias: float32 `(dim,)`.
+        eps: added to the variance.
+
+    Returns:
+        A new array of x's shape.
+    """
+    cdef cnp.ndarray rows = _rows(x), scale = _plain(weight, "weight"), shift = _plain(bias, "bias")
+    if rows.ndim != 2:
+        raise ValueError(f"x: expected (n, dim), got {np.shape(rows)}")
+    if scale.ndim != 1 or scale.shape[0] != rows.shape[1]:
+        raise ValueError(f"weight: expected {np.shape(rows)[1:]}, got {np.shape(scale)}")
+    if shift.ndim != 1 or shift.shape[0] != rows.shape[1]:
+        raise ValueError(f"bias: expected {np.shape(rows)[1:]}, got {np.shape(shift)}")
+    cdef cnp.ndarray out = new_floats((<object>rows).shape)
+    if cnp.PyArray_SIZE(out):
+        with nogil:
+            kernels.layer_norm(rows.shape[0], rows.shape[1], _floats(rows), _row_floats(rows), _floats(scale),
+                               _floats(shift), <float>eps, _floats(out))
     return out
 
 
@@ -113,6 +142,36 @@ def geglu(x):
     if cnp.PyArray_SIZE(out):
         with nogil:
             kernels.geglu(out.shape[0], out.shape[1], _floats(both), _floats(out))
+    return out
+
+
+def gelu(x):
+    """GELU of a contiguous float32 array `(n, dim)`, in its approximation with tanh, as a new one."""
+    cdef cnp.ndarray rows = _matrix(x), out = new_floats((<object>rows).shape)
+    if cnp.PyArray_SIZE(out):
+        with nogil:
+            kernels.gelu(out.shape[0], out.shape[1], _floats(rows), _floats(out))
+    return out
+
+
+def xielu(x, float positive, float negative, float beta, float eps):
+    """xIELU (Huang, arXiv 2411.13010): an activation that grows by squares above 0 and bends below.
+
+    Args:
+        x: float32 `(n, dim)`, contiguous.
+        positive, negative, beta: `positive * x**2 + beta * x` above 0, else
+            `negative * (expm1(min(x, eps)) - x) + beta * x`.
+        eps: below 0.
+
+    Returns:
+        A new float32 array `(n, dim)`.
+    """
+    cdef cnp.ndarray rows = _matrix(x), out = new_floats((<object>rows).shape)
+    if not eps < 0:
+        raise ValueError(f"eps: expected a number below 0, got {eps}")
+    if cnp.PyArray_SIZE(out):
+        with nogil:
+            kernels.xielu(out.shape[0], out.shape[1], _floats(rows), positive, negative, beta, eps, _floats(out))
     return out
 
 
@@ -428,6 +487,14 @@ cdef tuple _set_texts(kvc_texts *texts, int64_t n, object slots, Py_ssize_t at, 
     texts.count, texts.slot_floats, texts.states = slot.shape[0], states.shape[1], _floats(states) + at
     texts.starts, texts.index = start, slots_of
     return states, slot, starts
+
+
+cdef cnp.ndarray _matrix(object x):
+    """float32 `(n, dim)`, or a copy of it that is contiguous."""
+    cdef cnp.ndarray rows = _plain(x, "x")
+    if rows.ndim != 2:
+        raise ValueError(f"x: expected (n, dim), got {np.shape(rows)}")
+    return rows
 
 
 cdef cnp.ndarray _halves(cnp.ndarray x):

@@ -36,8 +36,9 @@ static int same_bits(const float *a, const float *b, int64_t n) {
     return 1;
 }
 
-enum { RMS_NORM, SWIGLU, ROTATE, GEGLU, CLAMPED, SOFTCAP, NUM_LAYERS };
-static const char *const layer_names[] = {"rms_norm", "swiglu", "rotate", "geglu", "clamped_swiglu", "softcap"};
+enum { RMS_NORM, SWIGLU, ROTATE, GEGLU, CLAMPED, SOFTCAP, LAYER_NORM, GELU, XIELU, NUM_LAYERS };
+static const char *const layer_names[] = {"rms_norm",       "swiglu",  "rotate",     "geglu", "clamped_swiglu",
+                                          "softcap", "layer_norm", "gelu",  "xielu"};
 
 static int is_gate(int which) { return which == SWIGLU || which == GEGLU || which == CLAMPED; }
 
@@ -54,6 +55,12 @@ static memory run_layer(const kvc_kernels *k, int which, const layer *l, int64_t
         k->geglu(n, l->dim, x, out.at);
     else if (which == CLAMPED)
         k->clamped_swiglu(n, l->dim, x, 1.702f, l->limit, out.at);
+    else if (which == LAYER_NORM)
+        k->layer_norm(n, l->dim, x, l->stride, l->weight.at, l->weight.at, l->eps, out.at);
+    else if (which == GELU)
+        k->gelu(n, l->dim, x, out.at);
+    else if (which == XIELU)
+        k->xielu(n, l->dim, x, 0.75f, 1.25f, 0.5f, -l->eps, out.at);
     else if (which == SOFTCAP)
         k->softcap(n * l->dim, x, l->limit, out.at);
     else
@@ -77,16 +84,44 @@ static void expect_norm(const kvc_kernels *k, const layer *l, const float *x, co
     }
 }
 
+/* The mean, the mean of squares of what is left, a root, a division, a product and a sum: beside the largest |x|. */
+static void expect_layer_norm(const kvc_kernels *k, const layer *l, const float *x, const float *out) {
+    const float *weight = l->weight.at;
+    double mean = 0, squares = 0, largest = 0;
+    if (!is_ordinary(x, l->dim) || !is_ordinary(weight, l->dim)) return;
+    for (int64_t d = 0; d < l->dim; d++) mean += x[d] / (double)l->dim, largest = fmax(largest, fabs((double)x[d]));
+    for (int64_t d = 0; d < l->dim; d++) squares += (x[d] - mean) * (x[d] - mean);
+    const double scale = 1 / sqrt(squares / (double)l->dim + l->eps), error = ((double)l->dim + 8) * 0x1p-24;
+    const double lost = error * largest * scale; /* of a normed number, if small */
+    if (lost > 0x1p-4) return;
+    for (int64_t d = 0; d < l->dim; d++) {
+        const double normed = (x[d] - mean) * scale, w = weight[d];
+        expect_near_double(k, "layer_norm", out[d], normed * w + w,
+                           (4 * lost + error) * (1 + fabs(normed)) * fabs(w) + 0x1p-149 * (1 + fabs(w)));
+    }
+}
+
+static void expect_xielu(const kvc_kernels *k, const layer *l, const float *x, const float *out) {
+    for (int64_t d = 0; d < l->dim; d++) {
+        const double v = x[d], m = fmin(v, -(double)l->eps);
+        if (!isfinite(v)) continue;
+        const double parts[] = {0.75 * v * v, 0.5 * v, 1.25 * (expm1(m) - m), 1.25 * (m - v)};
+        const double expected = v > 0 ? parts[0] + parts[1] : parts[1] + parts[2] + parts[3];
+        const double size = v > 0 ? parts[0] + parts[1] : fabs(parts[1]) + fabs(parts[2]) + fabs(parts[3]);
+        expect_near_double(k, "xielu", out[d], expected, 0x1p-20 * size + 0x1p-140);
+    }
+}
+
 /* gate * sigmoid(slope) * up, where the slope is the gate, a cubic of it, or a multiple of it held to the limit. */
 static void expect_gated(const kvc_kernels *k, const layer *l, int which, const float *x, const float *out) {
     for (int64_t d = 0; d < l->dim; d++) {
-        double gate = x[d], up = x[l->dim + d], slope = gate;
+        double gate = x[d], up = which == GELU ? 1 : x[l->dim + d], slope = gate;
         if (!isfinite(gate) || !isfinite(up)) continue;
         if (which == CLAMPED) {
             gate = fmin(gate, l->limit), up = (float)(fmax(fmin(up, l->limit), -l->limit) + 1);
             slope = 1.702f * gate;
         }
-        if (which == GEGLU) slope = 1.5957691216f * gate * (1 + 0.044715f * gate * gate);
+        if (which == GEGLU || which == GELU) slope = 1.5957691216f * gate * (1 + 0.044715f * gate * gate);
         if (fabs(slope + 87) < 1e-4) continue; /* either side of where it becomes 0 */
         const double expected = slope < -87 ? 0 : gate / (1 + exp(-slope)) * up;
         const double error = (5 + 3 * fmax(-slope, 0)) * 0x1p-23;
@@ -121,14 +156,15 @@ static void expect_rotated(const kvc_kernels *k, const layer *l, const float *x,
 static void step_layer(source *s) {
     const int which = draw(s, NUM_LAYERS), usual = draw(s, 4) > 0;
     layer l = {.n = draw_between(s, 1, 6), .at_end = draw(s, 2)};
-    l.heads = is_gate(which) || which == SOFTCAP ? 1 : draw_between(s, 1, 4);
+    const int alone_in_row = is_gate(which) || which == SOFTCAP || which == GELU || which == XIELU;
+    l.heads = alone_in_row || which == LAYER_NORM ? 1 : draw_between(s, 1, 4);
     l.dim = DRAW_OF(s, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 128, 0, 0);
     if (!l.dim) l.dim = draw_between(s, 1, 600);
     l.turned = which == ROTATE && draw(s, 2) ? 2 * draw_between(s, 0, (int)(l.dim / 2)) : l.dim / 2 * 2;
     l.limit = ldexpf(1.0f, draw_between(s, -2, 6));
     l.eps = ldexpf(1.0f, -draw_between(s, 3, 40));
     const int64_t row = is_gate(which) ? 2 * l.dim : l.heads * l.dim;
-    l.stride = is_gate(which) || which == SOFTCAP ? row : row + draw(s, 9);
+    l.stride = alone_in_row ? row : row + draw(s, 9);
     const size_t angles = (size_t)(l.n * (l.turned / 2));
     const size_t sizes[] = {(size_t)((l.n - 1) * l.stride + row), (size_t)row, angles, angles};
     memory *const parts[] = {&l.x, &l.weight, &l.cos, &l.sin};
@@ -148,7 +184,11 @@ static void step_layer(source *s) {
             const float *x = (const float *)l.x.at + at * l.stride + head, *y = (const float *)out.at + i * l.dim;
             if (which == RMS_NORM)
                 expect_norm(k, &l, x, (const float *)l.weight.at + head, y);
-            else if (is_gate(which))
+            else if (which == LAYER_NORM)
+                expect_layer_norm(k, &l, x, y);
+            else if (which == XIELU)
+                expect_xielu(k, &l, x, y);
+            else if (is_gate(which) || which == GELU)
                 expect_gated(k, &l, which, x, y);
             else if (which == SOFTCAP)
                 expect_capped(k, &l, x, y);

@@ -7,12 +7,15 @@ from kvcache import get_num_threads, set_num_threads
 from kvcache.kernels.layers import (
     clamped_swiglu,
     geglu,
+    gelu,
+    layer_norm,
     rms_norm,
     rotate,
     softcap,
     swiglu,
     top_experts,
     top_sigmoid_experts,
+    xielu,
 )
 
 SIZES = [1, 3, 8, 15, 16, 17, 64, 100, 576, 2048]
@@ -40,6 +43,26 @@ def test_rms_norm_of_some_heads(rng, simd):
     other = np.ascontiguousarray(x[:, :4].transpose(1, 0, 2)).transpose(1, 0, 2)
     np.testing.assert_array_equal(rms_norm(other, weight, 1e-6), want)
     assert rms_norm(x[:0, :4], weight, 1e-6).shape == (0, 4, 24)
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_layer_norm(rng, simd, dim):
+    """The error beside the largest number of a row; rows far from zero lose what their mean rounds."""
+    weight, bias = rng.standard_normal((2, dim), dtype=np.float32)
+    for shift in (0, 100):
+        x = rng.standard_normal((7, dim), dtype=np.float32) * 3 + shift
+        wide = x.astype(np.float64)
+        centred = wide - wide.mean(axis=-1, keepdims=True)
+        scale = 1 / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5)
+        out = layer_norm(x, weight, bias, 1e-5)
+        error = (dim + 8) * 2.0**-24 * np.abs(wide).max(axis=-1, keepdims=True) * (scale + scale**3)
+        largest = np.abs(weight) + np.abs(centred * scale * weight) + np.abs(bias)
+        assert (np.abs(out - (centred * scale * weight + bias)) <= error * largest + 2e-7 * largest).all()
+        rows = [layer_norm(x[i : i + 1], weight, bias, 1e-5) for i in range(len(x))]
+        np.testing.assert_array_equal(np.concatenate(rows), out)
+    sliced = np.concatenate([x, x], axis=1)[:, :dim]  # rows apart
+    np.testing.assert_array_equal(layer_norm(sliced, weight, bias, 1e-5), out)
+    assert layer_norm(x[:0], weight, bias, 1e-5).shape == (0, dim)
 
 
 def test_arrays_that_are_not_plain(rng, simd):
@@ -127,6 +150,35 @@ def test_geglu_far_out(simd):
 
 
 @pytest.mark.parametrize("dim", SIZES)
+def test_gelu(rng, simd, dim):
+    """The bits of `geglu` beside ones."""
+    x = rng.standard_normal((5, dim), dtype=np.float32) * 3
+    x[0, 0] = -3e38
+    out = gelu(x)
+    np.testing.assert_array_equal(out, geglu(np.concatenate([x, np.ones_like(x)], axis=1)))
+    np.testing.assert_array_equal(np.concatenate([gelu(x[i : i + 1]) for i in range(5)]), out)
+    assert np.isnan(gelu(np.full((1, dim), np.nan, np.float32))).all()
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_xielu(rng, simd, dim):
+    """From tiny numbers to large ones; at zero the lower part holds."""
+    def twin(x, positive, negative, beta, eps):
+        below = (np.expm1(np.minimum(x, eps)) - x) * negative + beta * x
+        return np.where(x > 0, positive * x * x + beta * x, below)
+
+    x = (rng.standard_normal((5, dim)) * 10.0 ** rng.integers(-9, 3, (5, dim))).astype(np.float32)
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0] = 0, -1, -120, 3e18
+    for parts in ((0.8, 1.3, 0.5, -1e-6), (0.25, 0.75, 0.5, -0.5), (2.0, 0.5, 0.125, -1.5)):
+        out = xielu(x, *parts)
+        want = twin(x.astype(np.float64), *np.array(parts, np.float32).astype(np.float64))
+        allowed = 2e-6 * (np.abs(want) + np.abs(x) * 0.01) + 1e-7 * np.abs(x) + 4e-7 * -parts[3] + 1e-30
+        assert (np.abs(out - want) <= allowed).all()
+        np.testing.assert_array_equal(np.concatenate([xielu(x[i : i + 1], *parts) for i in range(5)]), out)
+    assert np.isnan(xielu(np.full((1, dim), np.nan, np.float32), 1, 1, 0.5, -1e-6)).all()
+
+
+@pytest.mark.parametrize("dim", SIZES)
 def test_clamped_swiglu(rng, simd, dim):
     x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 4
     x[0, :2] = -3e38, 3e38
@@ -179,6 +231,9 @@ def test_threads_share_the_rows(rng, simd, threads):
         lambda: swiglu(x.reshape(301, -1)),
         lambda: geglu(x.reshape(301, -1)),
         lambda: clamped_swiglu(x.reshape(301, -1), 1.7, 7.0),
+        lambda: gelu(x.reshape(301, -1)),
+        lambda: xielu(x.reshape(301, -1), 0.8, 1.3, 0.5, -1e-6),
+        lambda: layer_norm(x[:, :9].reshape(301, -1), weight.ravel(), weight.ravel()[::-1], 1e-5),
     ]
     before = get_num_threads()
     try:
@@ -195,6 +250,17 @@ def test_mistakes():
     x = np.ones((2, 6), np.float32)
     with pytest.raises(ValueError, match=r"weight: expected \(6,\), got \(5,\)"):
         rms_norm(x, np.ones(5, np.float32), 1e-5)
+    for weight, bias, wrong in ((5, 6, "weight"), (6, 7, "bias")):
+        with pytest.raises(ValueError, match=rf"{wrong}: expected \(6,\), got"):
+            layer_norm(x, np.ones(weight, np.float32), np.ones(bias, np.float32), 1e-5)
+    with pytest.raises(ValueError, match=r"x: expected \(n, dim\), got \(2, 1, 6\)"):
+        layer_norm(x[:, None], x[0], x[0], 1e-5)
+    for step in (gelu, lambda x: xielu(x, 1, 1, 1, -1)):
+        with pytest.raises(ValueError, match=r"x: expected \(n, dim\), got \(6,\)"):
+            step(x[0])
+    for eps in (0.0, np.nan):
+        with pytest.raises(ValueError, match="eps: expected a number below 0, got"):
+            xielu(x, 1, 1, 1, eps)
     with pytest.raises(ValueError, match="x: expected an even number of columns, got 5"):
         swiglu(np.ones((2, 5), np.float32))
     for weight in (np.ones((1, 6), np.float32), np.ones((6, 1), np.float32)):
