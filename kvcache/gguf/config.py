@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -95,6 +96,22 @@ ARCHITECTURES |= {
     ),
 }
 
+_LAYER_NORM = "attention.layer_norm_epsilon"
+ARCHITECTURES |= {
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", False),
+    "glm4": Architecture("glm4", True, fixed={"attention_bias": False}),
+    "cohere2": Architecture(
+        "cohere2", True, True, ("logit_scale",),
+        names={"rms_norm_eps": _LAYER_NORM, "layer_norm_eps": _LAYER_NORM, "logit_scale": "logit_scale"},
+    ),
+    "starcoder2": Architecture(
+        "starcoder2", False, fixed={"use_bias": False},
+        names={"rms_norm_eps": _LAYER_NORM, "norm_epsilon": _LAYER_NORM},
+    ),
+    "apertus": Architecture("apertus", False),
+    "minicpm": Architecture("minicpm", True, understood=("embedding_scale", "residual_scale", "logit_scale")),
+}
+
 # From the keys of config.json to those of a file, after the architecture and a dot.
 KEYS = {
     "num_hidden_layers": "block_count",
@@ -119,7 +136,7 @@ KEYS = {
     "rope_local_base_freq": "rope.freq_base_swa",
 }
 _MAX_LAYERS = 1 << 16
-_PARTIAL = ("phi3", "qwen3_5_text", "qwen3_5_moe_text")  # which turn some channels of a head
+_PARTIAL = ("phi3", "qwen3_5_text", "qwen3_5_moe_text", "glm4")  # which turn some channels of a head
 _ROPE_PER_KIND = ("gemma3_text", "gemma4_text", "olmo2")  # OLMo 3 has this architecture
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _LAYER_INPUTS = "per_layer_token_embd.weight"
@@ -226,6 +243,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     found = {**architecture.fixed, **found, "model_type": _model_type(architecture, found)}
     if architecture.model_type.startswith("granite"):
         _set_granite(read, found)
+    if architecture.model_type == "minicpm":
+        _set_minicpm(found)
     if architecture.states:
         _set_states(read, architecture.states, found)
     if architecture.layers_differ:
@@ -266,6 +285,17 @@ def _set_granite(read: _Entries, found: dict[str, Any]) -> None:
         found["shared_intermediate_size"] = shared
         if found["model_type"] == "granite":
             found["intermediate_size"] = shared
+
+
+def _set_minicpm(found: dict[str, Any]) -> None:
+    """The factors of MiniCPM from those of the file, which has them as Granite's."""
+    names = ("num_hidden_layers", "hidden_size", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    layers, hidden, embedding, residual, logits = (found.get(name) for name in names)
+    found["scale_emb"] = embedding
+    if isinstance(residual, float) and type(layers) is int and 0 < layers <= _MAX_LAYERS:
+        found["scale_depth"] = residual * math.sqrt(layers)
+    if isinstance(logits, float) and logits > 0 and type(hidden) is int:
+        found["dim_model_base"] = hidden / logits
 
 
 def _set_states(read: _Entries, kind: str, found: dict[str, Any]) -> None:
@@ -371,6 +401,8 @@ def _set_heads(read: _Entries, architecture: Architecture, found: dict[str, Any]
         if not partial:
             read.fail("rope.dimension_count", f"{short(size)} as in every head")
         found["partial_rotary_factor"] = (turned + 0.5) / size  # which is rounded down to channels
+    elif architecture.model_type in _PARTIAL:
+        found["partial_rotary_factor"] = 1.0
     if architecture.model_type in ("gemma2", "gemma3_text"):
         # Files do not say it; the largest network of each family scales by another size than its heads have.
         largest = found.get("num_hidden_layers") == {"gemma2": 46, "gemma3_text": 62}[architecture.model_type]

@@ -6,6 +6,7 @@ of the transformers library, which wrote the files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,11 @@ from kvcache.support.arguments import short
 __all__ = ["ModelConfig"]
 
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
-_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "relu2"]] = {
-    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh",
+}
+_WITHOUT_GATE: dict[str, Literal["gelu_tanh", "relu2", "xielu"]] = {
+    "relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh", "xielu": "xielu",
 }
 
 
@@ -57,11 +61,15 @@ class ModelConfig:
         attention_gate: whether each head of queries is followed by a gate, whose sigmoid its results are multiplied by.
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
         value_norm: whether values pass through an RMSNorm without a weight.
-        qk_norm: how queries and keys pass through an RMSNorm: not, each head alone, or all heads at once.
-        norms: where each layer's norms are: before attention and MLP, after them, or both.
+        qk_norm: how queries and keys pass through an RMSNorm before RoPE: not, each head alone, or all heads at once;
+            "turned": each head alone after it.
+        norm: of the residual stream: an RMSNorm or a LayerNorm; `norm_bias`: whether that adds a bias.
+        norms: where each layer's norms are: before attention and MLP, after them, or both; "parallel": one before
+            both, which then take the same rows.
         mlps: what follows the mixer of each layer: an MLP, experts, or nothing.
         mlp_gate: whether an MLP has a gate; if not, it is `down(activation(up(x)))`.
-        activation: of the gate in the MLP, or of an MLP without one; "relu2" is `max(x, 0)**2`.
+        activation: of the gate in the MLP, or of an MLP without one; "relu2" is `max(x, 0)**2`, "xielu" has
+            four numbers of its own in each layer.
             "clamped" is `gate * sigmoid(alpha * gate) * (up + 1)`, with gate and up
             limited to `clamped_limit`, and `clamped_alpha` as alpha.
         experts_per_token: of `num_experts`; 0: there are none.
@@ -102,11 +110,13 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     value_norm: bool
-    qk_norm: Literal["", "head", "all"]
-    norms: Literal["before", "after", "both"]
+    qk_norm: Literal["", "head", "all", "turned"]
+    norm: Literal["rms", "layer"]
+    norm_bias: bool
+    norms: Literal["before", "after", "both", "parallel"]
     mlps: tuple[Mlp, ...]
     mlp_gate: bool
-    activation: Literal["silu", "gelu_tanh", "relu2", "clamped"]
+    activation: Literal["silu", "gelu_tanh", "relu2", "xielu", "clamped"]
     clamped_alpha: float
     clamped_limit: float
     num_experts: int
@@ -199,6 +209,8 @@ class ModelConfig:
             mlp_bias=mlp_bias,
             value_norm=family.value_norm,
             qk_norm=family.qk_norm,
+            norm=family.norm,
+            norm_bias=family.norm_bias,
             norms=family.norms,
             mlps=_dense_first(mlps_of(listed, mixers, experts=num_experts > 0), read, family),
             mlp_gate=family.mlp_gate,
@@ -212,8 +224,8 @@ class ModelConfig:
             layer_inputs=_layer_inputs(read),
             layer_scales=family.layer_scales,
             embedding_scale=_embedding_scale(read, family, hidden_size),
-            residual_scale=_factor(read, family, "residual_multiplier"),
-            logit_scale=1 / _factor(read, family, "logits_scaling"),
+            residual_scale=_residual_scale(read, family, num_layers),
+            logit_scale=_logit_scale(read, family, hidden_size),
             logit_softcap=_cap(read, family, "final_logit_softcapping"),
             tie_word_embeddings=read.flag("tie_embedding", read.flag("tie_word_embeddings", False)),
             eos_token_ids=_eos(config),
@@ -227,6 +239,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, read: Entries
         raise CheckpointError(f"quantization_config: expected mxfp4 for gpt_oss alone, got it for {family.model_type}")
     if family.attention_gate and not read.flag("attn_output_gate", True):
         raise CheckpointError("attn_output_gate: expected true, got false")
+    if family.model_type == "minicpm" and read.get("sparse_config") is not None:
+        raise CheckpointError(f"sparse_config: expected null, got {short(read.get('sparse_config'))}")
     if read.get("clip_qkv") is not None:
         raise CheckpointError(f"clip_qkv: expected null, got {short(read.get('clip_qkv'))}")
     bidirectional = read.get("use_bidirectional_attention")
@@ -240,14 +254,14 @@ def _derived(config: Mapping[str, Any], family: Family, key: str, size: int, *, 
     return Entries(config).size(key, default, at_least=at_least)
 
 
-def _activation(read: Entries, family: Family) -> Literal["silu", "gelu_tanh", "relu2"]:
-    key = family.activation_key
-    name, known = read.get(key), [each for each in _ACTIVATIONS if (each == "relu2") != family.mlp_gate]
+def _activation(read: Entries, family: Family) -> Literal["silu", "gelu_tanh", "relu2", "xielu"]:
+    key, known = family.activation_key, _ACTIVATIONS if family.mlp_gate else _WITHOUT_GATE
+    name = read.get(key)
     if name is None:
         name = read.default(key) or "silu"
     if not isinstance(name, str) or name not in known:
         raise CheckpointError(f"{key}: expected one of {', '.join(known)}, got {short(name)}")
-    return _ACTIVATIONS[name]
+    return known[name]
 
 
 def _cap(read: Entries, family: Family, key: str) -> float | None:
@@ -264,7 +278,21 @@ def _factor(read: Entries, family: Family, key: str) -> float:
 
 
 def _embedding_scale(read: Entries, family: Family, hidden_size: int) -> float:
-    return hidden_size**0.5 if family.embedding_by_size else _factor(read, family, "embedding_multiplier")
+    if family.embedding_by_size:
+        return math.sqrt(hidden_size)
+    return _factor(read, family, "embedding_multiplier") * _factor(read, family, "scale_emb")
+
+
+def _residual_scale(read: Entries, family: Family, num_layers: int) -> float:
+    if "scale_depth" in family.defaults:  # MiniCPM
+        return _factor(read, family, "scale_depth") / math.sqrt(num_layers)
+    return _factor(read, family, "residual_multiplier")
+
+
+def _logit_scale(read: Entries, family: Family, hidden_size: int) -> float:
+    if "dim_model_base" in family.defaults:  # MiniCPM
+        return _factor(read, family, "dim_model_base") / hidden_size
+    return _factor(read, family, "logit_scale") / _factor(read, family, "logits_scaling")
 
 
 def _attention_scale(read: Entries, head_dim: int) -> float | None:

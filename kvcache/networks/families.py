@@ -24,7 +24,7 @@ class Family:
         mlp_bias: of the MLP, of all experts and their router; None: a key.
         bias_keys: the keys of biases of queries, keys and values, of the output projection, of the MLP; "": no bias.
         qk_norm: how queries and keys are normed: see `ModelConfig`.
-        norms: where they are: before attention and MLP, after them, or both.
+        norm, norm_bias, norms: see `ModelConfig`.
         norms_less_one: whether folders store the weights of norms minus 1.
         embedding_by_size: whether the embedding is multiplied by the square root of the hidden size.
         activation: that of the MLP; None: the key that `activation_key` names.
@@ -53,15 +53,18 @@ class Family:
         value_norm: whether values pass through an RMSNorm without a weight.
         layer_scales: whether each layer multiplies its result by a number.
         defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`. Soft caps,
-            factors, `partial_rotary_factor` and `llama_4_scaling_beta` are read only where they are here.
+            factors, `partial_rotary_factor`, `llama_4_scaling_beta` and `alpha` are read only where they are here.
+            Files have to say what is None.
     """
 
     model_type: str
     qkv_bias: bool | None = False
     mlp_bias: bool | None = False
     bias_keys: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
-    qk_norm: Literal["", "head", "all"] = ""
-    norms: Literal["before", "after", "both"] = "before"
+    qk_norm: Literal["", "head", "all", "turned"] = ""
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    norms: Literal["before", "after", "both", "parallel"] = "before"
     norms_less_one: bool = False
     embedding_by_size: bool = False
     activation: Literal["clamped"] | None = None
@@ -134,6 +137,11 @@ _GRANITE_NAMES = {
     "mixer": "mamba", "mixer.rate": "mamba.A_log", "mlp.gate": "block_sparse_moe.router.layer",
     "mlp.down_proj": "shared_mlp.output_linear", "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
     **{f"mixer.{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "norm", "out_proj")},
+}
+
+_GLM4 = {
+    "post_attention_layernorm": "post_self_attn_layernorm", "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
 }
 
 FAMILIES = {
@@ -280,6 +288,49 @@ FAMILIES = {
             "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
             "tie_word_embeddings": True,
         },
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        "hunyuan_v1_dense", qkv_bias=None, qk_norm="turned",
+        names={"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
+        defaults={"rms_norm_eps": 1e-5, "alpha": 0.0},
+    ),
+    "Glm4ForCausalLM": Family(
+        "glm4", qkv_bias=None, bias_keys=("attention_bias", "", ""), norms="both", neighbours=True, names=_GLM4,
+        fused=("", "mlp.gate_up_proj"),
+        defaults={
+            "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "Cohere2ForCausalLM": Family(
+        "cohere2", qkv_bias=None, norm="layer", norms="parallel", windows="types", full_every=4,
+        rope_in_windows="windows", neighbours=True, eps_key="layer_norm_eps",
+        defaults={
+            "layer_norm_eps": 1e-5, "sliding_window": 4096, "tie_word_embeddings": True, "logit_scale": 0.0625,
+        },
+    ),
+    "Starcoder2ForCausalLM": Family(
+        "starcoder2", qkv_bias=None, mlp_bias=None, bias_keys=("use_bias",) * 3, norm="layer", norm_bias=True,
+        windows="all", mlp_gate=False, eps_key="norm_epsilon",
+        names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+        defaults={
+            "use_bias": True, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ApertusForCausalLM": Family(
+        "apertus", qkv_bias=None, qk_norm="head", mlp_gate=False,
+        names={"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"},
+        defaults={
+            "hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12e6, "rope_parameters": {
+                "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+    ),
+    "MiniCPMForCausalLM": Family(
+        "minicpm", qkv_bias=None,
+        defaults={"tie_word_embeddings": True, "scale_emb": None, "scale_depth": None, "dim_model_base": None},
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss", qkv_bias=None, mlp_bias=True, activation="clamped", windows="types", full_every=2, sinks=True,

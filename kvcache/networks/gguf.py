@@ -26,6 +26,7 @@ from kvcache.networks.recurrent_sizes import RecurrentSizes
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import long_attention_factor
 from kvcache.networks.tensors import StoredRows, require
+from kvcache.support.arguments import short
 
 __all__ = ["GgufCheckpoint", "is_gguf"]
 
@@ -38,6 +39,7 @@ _OTHERS = ("a.", "v.", "mm.")
 _ROPE, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _SHORT_CONVOLUTION = {"mixer.in_proj": "shortconv.in_proj", "mixer.conv1d": "shortconv.conv",
                       "mixer.out_proj": "shortconv.out_proj", "model.norm": "token_embd_norm"}
+_CURVE = re.compile(r"model\.layers\.(\d+)\.mlp\.act_fn\.(\w+)")  # of xIELU: entries of the metadata
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -191,7 +193,7 @@ class GgufCheckpoint:
                 raise CheckpointError(
                     f"{self.file.path}: {name:.100}: expected F32, F16 or BF16 for a vector, got {info.dtype}"
                 )
-        stored = stored_tensors(expected, self._place)
+        stored = stored_tensors((each for each in expected if not _CURVE.fullmatch(each[0])), self._place)
         known = {_ROPE, _SHORT, _LONG, *(self._place(name).name for name in unread_of(self.config))}
         next_layers = f"{self.file.metadata['general.architecture']}.{NEXT_LAYERS}"
 
@@ -206,8 +208,19 @@ class GgufCheckpoint:
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
+        if curve := _CURVE.fullmatch(name):
+            return self._number(f"xielu.{curve[2]}", int(curve[1]))
         info = self.file[self._place(name).name]
         return values(info.dtype, self._rows(name, 0, info.shape[0]), _columns(info.shape)).reshape(info.shape)
+
+    def _number(self, key: str, layer: int) -> Float32:
+        """An entry of the metadata with a number for each layer, or one for all."""
+        found = self.file.metadata.get(key)
+        each = np.full(self.config.num_layers, found) if isinstance(found, float) else found
+        if not isinstance(each, np.ndarray) or each.dtype.kind != "f" or len(each) != self.config.num_layers:
+            expected = f"a number for each of {self.config.num_layers} layers"
+            raise CheckpointError(f"{self.file.path}: {key}: expected {expected}, got {short(found)}")
+        return each[layer : layer + 1].astype(np.float32)
 
     def format(self, name: str) -> str:
         """See `Tensors.format`."""

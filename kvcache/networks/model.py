@@ -17,11 +17,14 @@ from kvcache.kernels.layers import (
     clamped_swiglu,
     gate,
     geglu,
+    gelu,
+    layer_norm,
     rms_norm,
     softcap,
     swiglu,
     top_experts,
     top_sigmoid_experts,
+    xielu,
 )
 from kvcache.kernels.matrix import checked_activations
 from kvcache.networks.config import ModelConfig
@@ -193,9 +196,10 @@ class Transformer:
             together = _rows_together(len(x)) if layer.router is None else len(x)  # an expert has few rows in any case
             for start in range(0, len(x), max(1, together)):
                 part = slice(start, start + together)
+                beside = self._normed(x[part], layer.input_norm) if self.config.norms == "parallel" else None
                 if mixed is not None and layer.output is not None:
                     self._add_times(x[part], mixed[part], layer.output, layer.output_bias, layer.output_norm)
-                self._add_mlps(x[part], layer)
+                self._add_mlps(x[part], layer, beside)
                 if layer.inputs is not None and rows.inputs is not None:
                     self._add_inputs(x[part], rows.inputs[part, i], layer.inputs)
             if layer.scale is not None:
@@ -238,7 +242,8 @@ class Transformer:
             return state.gated(inputs, recur(i, state.rows(inputs)))
         table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
         heads, values, gates = self._project(normed, layer, config.sizes[i])
-        turned = self._turned(heads, values, table, rows.turns[table], rows.factors)
+        after = layer.qk_norm if config.qk_norm == "turned" else None
+        turned = self._turned(heads, values, table, rows.turns[table], rows.factors, after)
         if config.sizes[i].kv_layer is not None:
             turned = (turned[0], None, None, *turned[3:])
         mixed = attend(i, *turned).reshape(len(normed), -1)
@@ -261,7 +266,10 @@ class Transformer:
         return weight.multiply(x, bias, activations=self.activations, out=onto, add=onto is not None)
 
     def _normed(self, x: Float32, norm: Float32 | None) -> Float32:
-        return x if norm is None else rms_norm(x, norm, self.config.rms_norm_eps)
+        if norm is None:
+            return x
+        eps = self.config.rms_norm_eps
+        return rms_norm(x, norm, eps) if self.config.norm == "rms" else layer_norm(x, norm[0], norm[1], eps)
 
     def _add_times(
         self, x: Float32, rows: Float32, weight: Weight, bias: Float32 | None, norm: Float32 | None
@@ -298,7 +306,7 @@ class Transformer:
         turned, values = heads[:, :turning], heads[:, turning if sizes.has_values else config.num_heads :]
         if config.value_norm and sizes.kv_layer is None:
             values = rms_norm(values, np.ones(values.shape[1:], np.float32), eps)
-        if layer.qk_norm is None:
+        if layer.qk_norm is None or config.qk_norm == "turned":
             return turned, values, gates
         if config.qk_norm == "head":
             return rms_norm(turned, layer.qk_norm, eps), values, gates
@@ -309,28 +317,35 @@ class Transformer:
         return np.concatenate([queries, keys], axis=1).reshape(turned.shape), values, gates
 
     def _turned(
-        self, heads: Float32, values: Float32, table: RopeTable | None, turns: Sequence[Any], factors: Float32 | None
+        self, heads: Float32, values: Float32, table: RopeTable | None, turns: Sequence[Any], factors: Float32 | None,
+        norm: Float32 | None,
     ) -> tuple[Any, ...]:
         """Queries, keys and values, rotated by the first of `turns`; for each other the queries rotated by that.
 
-        Queries are multiplied by `factors`, if there are any.
+        Queries are multiplied by `factors`, if there are any. `norm` follows, if there is one.
         """
         count = self.config.num_heads
         if factors is not None:
             heads = np.concatenate([heads[:, :count] * factors[:, None, None], heads[:, count:]], axis=1)
-        if table is None:
-            return heads[:, :count], heads[:, count:], values, *(heads[:, :count] for _ in turns[1:])
-        turned = table.rotate(heads, turns[0])
+
+        def rotated(heads: Float32, rows: Any) -> Float32:
+            heads = heads if table is None else table.rotate(heads, rows)
+            return heads if norm is None else rms_norm(heads, norm[: heads.shape[1]], self.config.rms_norm_eps)
+
+        turned = rotated(heads, turns[0])
         found: tuple[Float32, ...] = (turned[:, :count], turned[:, count:], values)
         for each in turns[1:]:
-            found += (table.rotate(heads[:, :count], each),)
+            found += (rotated(heads[:, :count], each),)
         return found
 
-    def _add_mlps(self, x: Float32, layer: LayerWeights) -> None:
-        """Add what the MLP, or the experts of each row, compute of the residual stream `x` to it."""
+    def _add_mlps(self, x: Float32, layer: LayerWeights, normed: Float32 | None) -> None:
+        """Add what the MLP, or the experts of each row, compute of the residual stream `x` to it.
+
+        `normed`: the rows that they take; None: those of `x`, normed.
+        """
         if not layer.mlps:
             return
-        normed = self._normed(x, layer.mlp_norm)
+        normed = self._normed(x, layer.mlp_norm) if normed is None else normed
         if layer.router is None:
             (mlp,) = layer.mlps
             self._add_times(x, self._gated(normed, mlp), mlp.down, mlp.down_bias, layer.down_norm)
@@ -381,10 +396,11 @@ class Transformer:
 
     def _gated(self, x: Float32, mlp: MlpWeights) -> Float32:
         """The rows that the last matrix of an MLP takes."""
-        return self._activated(self._times(x, mlp.gate_up, mlp.gate_up_bias))
+        both = self._times(x, mlp.gate_up, mlp.gate_up_bias)
+        return self._activated(both) if mlp.curve is None else xielu(both, *mlp.curve.tolist())
 
     def _activated(self, both: Float32) -> Float32:
-        """The activation of the first half of the columns, times the second half."""
+        """The activation of the first half of the columns, times the second half; without a gate of all columns."""
         config = self.config
         if config.activation == "silu":
             return swiglu(both)
@@ -392,7 +408,7 @@ class Transformer:
             positive = np.maximum(both, np.float32(0))
             return positive * positive
         if config.activation == "gelu_tanh":
-            return geglu(both)
+            return geglu(both) if config.mlp_gate else gelu(both)
         return clamped_swiglu(both, config.clamped_alpha, config.clamped_limit)
 
 

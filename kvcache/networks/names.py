@@ -39,7 +39,7 @@ __all__ = [
     "unread_of",
 ]
 
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"
 # What gives each layer its inputs of a token: a table of the tokens, a projection of the embedding, a norm of that.
 INPUT_TABLE, INPUT_PROJECTION, INPUT_NORM = (
     "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight",
@@ -58,6 +58,7 @@ NORMS = {
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
+    "parallel": ("input_layernorm", None, None, None),
 }
 _GATE_UP = ("gate", "up")
 _ROUTER = ("mlp.gate.weight",)
@@ -202,7 +203,9 @@ def tensors_of(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     for i in range(config.num_layers):
         for name, shape in _layer(config, i):
             yield f"model.layers.{i}.{name}", shape
-    yield NORM, (config.hidden_size,)
+    yield f"{NORM}.weight", (config.hidden_size,)
+    if config.norm_bias:
+        yield f"{NORM}.bias", (config.hidden_size,)
     if not config.tie_word_embeddings:
         yield HEAD, (config.vocab_size, config.hidden_size)
 
@@ -211,6 +214,8 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ..
     for i, norm in enumerate(NORMS[config.norms]):
         if norm is not None and (config.mixers[layer], config.mlps[layer])[i // 2]:
             yield f"{norm}.weight", (config.hidden_size,)
+            if config.norm_bias:
+                yield f"{norm}.bias", (config.hidden_size,)
     if config.mixers[layer] == "attention":
         yield from _attention(config, config.sizes[layer])
     elif config.recurrence is not None and config.mixers[layer]:
@@ -290,6 +295,9 @@ def _mlps(config: ModelConfig, inner: int, has_experts: bool) -> Iterator[tuple[
             yield f"mlp.{name}.weight", (rows, columns)
             if config.mlp_bias:
                 yield f"mlp.{name}.bias", (rows,)
+        if config.activation == "xielu":
+            yield from (("mlp.act_fn.alpha_p", (1,)), ("mlp.act_fn.alpha_n", (1,)))
+            yield from (("mlp.act_fn.beta", ()), ("mlp.act_fn.eps", ()))
     if not has_experts or sizes is None:
         return
     if sizes.beside:

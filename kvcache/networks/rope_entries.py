@@ -31,7 +31,8 @@ _READ = frozenset(
 _REMARKS = frozenset({"mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned"})
 # Keys that some families read, or none, and the values without an effect.
 _GROWTH = "llama_4_scaling_beta"
-_NEUTRAL = {"attn_factor": 1, _GROWTH: 0, "partial_rotary_factor": 1}
+_ALPHA = "alpha"  # of Hunyuan: its rotary embedding is called dynamic and does not change with the text
+_NEUTRAL = {"attn_factor": 1, _GROWTH: 0, "partial_rotary_factor": 1, _ALPHA: 0}
 
 
 class Ropes(NamedTuple):
@@ -155,6 +156,9 @@ def _rope(
     if family.model_type == "phi3" and kind in ("su", "yarn"):  # its older names
         kind = "longrope"
     if kind == "mrope":  # several positions for a part of an image; those of a text are one
+        kind = "default"
+    if kind == "dynamic" and _ALPHA in family.defaults and read.get(_ALPHA) not in (None, 0) and rotary_dim > 2:
+        theta *= read.number(_ALPHA, at_least=1.0) ** (rotary_dim / (rotary_dim - 2))
         kind = "default"
     if kind not in _KNOWN:
         raise CheckpointError(

@@ -70,12 +70,14 @@ class MlpWeights:
     Attributes:
         gate_up: `(2 * intermediate, hidden)`: gate above up; or up alone.
         down: `(hidden, intermediate)`.
+        curve: `(4,)`, the numbers of xIELU as `kvcache.kernels.layers.xielu` takes them; None in other networks.
     """
 
     gate_up: Weight
     gate_up_bias: Float32 | None
     down: Weight
     down_bias: Float32 | None
+    curve: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +129,8 @@ class LayerWeights:
     """The weights of one layer: matrices `(out, in)`, vectors in float32. Absent biases and norms are None.
 
     Attributes:
-        input_norm, output_norm: `(hidden,)`, before attention, and of what it adds.
+        input_norm, output_norm: `(hidden,)`, before attention, and of what it adds; of a LayerNorm `(2, hidden)`:
+            weight and bias.
         qkv: `((num_heads + 2 * num_kv_heads) * head_dim, hidden)`: queries, keys, values, stacked, as far as the layer
             has them (`LayerSizes`); in a layer with a state what its recurrence takes; None where nothing mixes tokens.
         qkv_bias: one value per row of `qkv`.
@@ -135,7 +138,7 @@ class LayerWeights:
         sinks: `(num_heads,)`, see `LayerAttention`.
         recurrence: of a layer with a state.
         output: `(hidden, num_heads * head_dim)`, or of what the recurrence gives.
-        mlp_norm, down_norm: `(hidden,)`, before the MLP, and of what it adds.
+        mlp_norm, down_norm: likewise, before the MLP, and of what it adds.
         router, router_bias: `(experts, hidden)` and `(experts,)`; None without experts.
         expert_bias: `(experts,)`, of the choice of experts.
         latent_in, latent_out: `(latent, hidden)` and `(hidden, latent)`, around the experts.
@@ -300,7 +303,7 @@ class _Loader:
             if self._config.layer_inputs:
                 inputs = TokenInputs(next(matrices), next(matrices), self._vector(INPUT_NORM))
             layers = tuple(self._layer(i, matrices) for i in range(self._config.num_layers))
-            weights = Weights(embedding, layers, self._vector(NORM), next(matrices, embedding), inputs)
+            weights = Weights(embedding, layers, self._norm(NORM), next(matrices, embedding), inputs)
         except MemoryError:
             raise OutOfMemoryError(size, 0, "bytes") from None
         for array in weights.arrays():
@@ -335,6 +338,12 @@ class _Loader:
     def _vector(self, *names: str) -> Float32:
         return np.concatenate([self._checkpoint.read(name) for name in names])
 
+    def _norm(self, name: str) -> Float32:
+        weight = self._checkpoint.read(f"{name}.weight")
+        if self._config.norm == "rms":
+            return weight
+        return np.stack([weight, self._checkpoint.read(f"{name}.bias") if self._config.norm_bias else 0 * weight])
+
     def _layer(self, layer: int, matrices: Iterator[Weight]) -> LayerWeights:
         config, prefix, mixer = self._config, f"model.layers.{layer}.", self._config.mixers[layer]
         attends, recurs = mixer == "attention", mixer == "state"
@@ -344,7 +353,7 @@ class _Loader:
 
         parts = (mixer, mixer, config.mlps[layer], config.mlps[layer])
         before, after, before_mlp, after_mlp = (
-            None if name is None or not part else vector(f"{name}.weight")
+            None if name is None or not part else self._norm(prefix + name)
             for name, part in zip(NORMS[config.norms], parts, strict=True)
         )
         experts = config.mlps[layer] == "experts"
@@ -439,8 +448,18 @@ class _Loader:
                 self._checkpoint.read(f"{prefix}{name}_proj.bias").reshape(count, -1) for name in names
             ]
             gate_up, down = list(np.concatenate(parts[:-1], axis=1)), list(parts[-1])
+        curve = self._curve(prefix) if self._config.activation == "xielu" else None
         for i in range(count):
-            yield MlpWeights(next(matrices), gate_up[i], next(matrices), down[i])
+            yield MlpWeights(next(matrices), gate_up[i], next(matrices), down[i], curve)
+
+    def _curve(self, prefix: str) -> Float32:
+        """The numbers of xIELU: files have two of them before their softplus."""
+        names = ("alpha_p", "alpha_n", "beta", "eps")
+        found = [float(self._checkpoint.read(f"{prefix}act_fn.{name}").reshape(-1)[0]) for name in names]
+        if not np.isfinite(found).all() or found[-1] >= 0:
+            raise CheckpointError(f"{prefix}act_fn: expected finite numbers and eps below 0, got {found}")
+        above, below = (float(np.logaddexp(0, each)) for each in found[:2])
+        return np.array([above, found[2] + below, *found[2:]], np.float32)
 
 
 def _bands(rows: int, columns: int) -> Iterator[tuple[int, int]]:

@@ -34,6 +34,8 @@ import numpy as np
 import torch
 import transformers
 from transformers import (
+    ApertusConfig,
+    Cohere2Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -42,9 +44,11 @@ from transformers import (
     Gemma4Config,
     Gemma4TextConfig,
     Gemma4UnifiedConfig,
+    Glm4Config,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -69,6 +73,7 @@ from transformers import (
     Qwen3VLConfig,
     SeedOssConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
@@ -175,6 +180,7 @@ class Variant(NamedTuple):
 
     `lengths` are those of its prompts. Models with another tower beside that of texts are in `towers/`, those whose
     weights come from a seeded stream in `seeded/`. `exact`: parts of names of tensors that the file has in float32.
+    `renamed`: keys that config.json has instead, None to leave out: of a network that transformers has by another name.
     """
 
     config: PreTrainedConfig
@@ -183,11 +189,26 @@ class Variant(NamedTuple):
     lengths: tuple[int, ...] = PROMPT_LENGTHS
     seeded: bool = False
     exact: tuple[str, ...] = ()
+    renamed: dict[str, Any] | None = None
 
 
 def seeded(config: PreTrainedConfig, **options: Any) -> Variant:
     """A model in bfloat16 whose weights come from a seeded stream."""
     return Variant(config, torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True, **options)
+
+
+def minicpm(*, scale_emb: float, scale_depth: float, dim_model_base: float, **options: Any) -> Variant:
+    """MiniCPM, which transformers has not: Granite with its factors."""
+    sizes = {"num_hidden_layers": 4, "tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE} | options
+    config = GraniteConfig(
+        **NO_HEAD_DIM | sizes, attention_multiplier=8**-0.5, embedding_multiplier=scale_emb,
+        residual_multiplier=scale_depth / 2, logits_scaling=48 / dim_model_base,
+    )
+    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    return seeded(config, renamed=dict.fromkeys(names) | {
+        "architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "scale_emb": scale_emb,
+        "scale_depth": scale_depth, "dim_model_base": dim_model_base,
+    })
 
 
 VARIANTS = {
@@ -479,6 +500,39 @@ VARIANTS = {
     "ernie4_5_biases": seeded(Ernie4_5Config(
         **SMALL | {"head_dim": 16, "num_key_value_heads": 2}, use_bias=True, rope_parameters=DEFAULT_ROPE
     )),
+    "hunyuan": seeded(HunYuanDenseV1Config(
+        **SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 2048.0, "factor": 1.0},
+    )),
+    "hunyuan_biases": seeded(HunYuanDenseV1Config(
+        **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, attention_bias=True, rope_parameters=DEFAULT_ROPE,
+    )),
+    "glm4": seeded(Glm4Config(**SMALL, rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.5})),
+    "glm4_no_biases": seeded(Glm4Config(
+        **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, attention_bias=False,
+        rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.75},
+    )),
+    "cohere2": seeded(Cohere2Config(
+        **NO_HEAD_DIM | {"num_hidden_layers": 5}, sliding_window=20, logit_scale=0.75, rope_parameters=DEFAULT_ROPE,
+    )),
+    "cohere2_biases": seeded(Cohere2Config(
+        **NO_HEAD_DIM | {"hidden_size": 96, "num_key_value_heads": 2}, sliding_window=24, logit_scale=1.5,
+        layer_types=["full_attention", "sliding_attention", "full_attention"], attention_bias=True,
+        tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE,
+    )),
+    "starcoder2": seeded(Starcoder2Config(**NO_HEAD_DIM, rope_parameters=DEFAULT_ROPE)),
+    "starcoder2_window": seeded(Starcoder2Config(
+        **NO_HEAD_DIM | {"hidden_size": 96, "num_key_value_heads": 2}, sliding_window=20, use_bias=False,
+        tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE,
+    )),
+    "apertus": seeded(ApertusConfig(**SMALL, rope_parameters=LLAMA3_ROPE)),
+    "apertus_biases": seeded(ApertusConfig(
+        **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, attention_bias=True, rope_parameters=DEFAULT_ROPE,
+    )),
+    "minicpm": minicpm(scale_emb=3.0, scale_depth=1.4, dim_model_base=64.0),
+    "minicpm_linear": minicpm(
+        scale_emb=12, scale_depth=2.8, dim_model_base=96, num_key_value_heads=6, tie_word_embeddings=False,
+        attention_bias=True, rope_parameters=LINEAR_ROPE,
+    ),
     "gpt_oss": Variant(
         GptOssConfig(
             **COMMON | {"intermediate_size": 32}, head_dim=24, num_local_experts=5, num_experts_per_tok=2,
@@ -544,10 +598,13 @@ def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[fl
         return 0.3, 0.0
     if "embed_tokens" in name or "lm_head" in name:
         return 0.4, 0.0
+    for part, size, mean in (("alpha_p", 0.5, 0.3), ("alpha_n", 0.5, 0.3), ("beta", 0.0, 0.4375), ("eps", 0.0, -0.25)):
+        if name.endswith(f"act_fn.{part}"):
+            return size, mean
     for part, size in (("q_proj", 1.6), ("k_proj", 1.6), ("router", 2.0), ("mlp.gate.weight", 2.0)):
         if part in name:
             return size * shape[-1] ** -0.5, 0.0
-    if any(part in name for part in ("o_proj", "down_proj", "out_proj")):
+    if any(part in name for part in ("o_proj", "down_proj", "out_proj", "c_proj")):
         return gain * shape[-1] ** -0.5, 0.0
     return shape[-1] ** -0.5, 0.0
 
@@ -655,6 +712,10 @@ def make(name: str, folder: Path) -> None:
         raise SystemExit(f"{name}: no seed gives clear choices")
     add_exact(variant, folder, arrays)
     np.savez_compressed(folder / "golden.npz", **arrays)
+    if variant.renamed is not None:
+        config = json.loads((folder / "config.json").read_text()) | variant.renamed
+        kept = {key: value for key, value in config.items() if key not in variant.renamed or value is not None}
+        (folder / "config.json").write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
     spread = float(np.std(arrays[f"logits_{variant.lengths[-1]}"]))
     if variant.seeded:
         (folder / "model.safetensors").unlink()

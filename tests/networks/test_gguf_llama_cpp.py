@@ -24,8 +24,12 @@ CHANGES = {
     "gemma2": {"tie_word_embeddings": True},
     "olmo3": {"layer_types": ["sliding_attention"] * 2},
 }
-# Networks of transformers that llama.cpp has not: other biases, heads of other sizes, fewer KV heads.
-OTHERS = {"ernie4_5_biases", "seed_oss_biases", "exaone4_windows", "olmoe_normalised"}
+# Networks of transformers that llama.cpp has not: other biases, heads of other sizes, fewer KV heads. Its GELU of
+# StarCoder2 is a table in float16: the logits differ by 5e-3.
+OTHERS = {
+    "ernie4_5_biases", "seed_oss_biases", "exaone4_windows", "olmoe_normalised", "cohere2_biases", "hunyuan_biases",
+    "starcoder2_window", "starcoder2",
+}
 
 
 @pytest.mark.parametrize("name", [name for name in CONVERTIBLE if name not in OTHERS])

@@ -189,9 +189,15 @@ def test_every_feature_has_a_model():
         assert {getattr(config, part) is None for config in configs} == {True, False}, part
     for name in ("embedding_scale", "residual_scale", "logit_scale"):
         assert any(getattr(config, name) != 1 for config in configs), name
-    assert {config.qk_norm for config in configs} == {"", "head", "all"}
-    assert {config.norms for config in configs} == {"before", "after", "both"}
-    assert {config.activation for config in configs} == {"silu", "gelu_tanh", "relu2", "clamped"}
+    assert {config.qk_norm for config in configs} == {"", "head", "all", "turned"}
+    assert {(config.norm, config.norm_bias) for config in configs} == {
+        ("rms", False), ("layer", False), ("layer", True)
+    }
+    assert {config.norms for config in configs} == {"before", "after", "both", "parallel"}
+    assert {(config.activation, config.mlp_gate) for config in configs} == {
+        ("silu", True), ("gelu_tanh", True), ("clamped", True), ("gelu_tanh", False), ("relu2", False),
+        ("xielu", False),
+    }
     assert any(config.layer_inputs for config in configs)
     assert any(config.experts and config.experts.beside for config in configs)
     for part in ("windows", "rotated"):  # layers of both kinds in one network

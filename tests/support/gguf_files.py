@@ -26,8 +26,10 @@ _LETTERS = {
     "granite": "granite", "ministral3": "mistral3", "olmo2": "olmo2", "olmo3": "olmo2", "gpt_oss": "gpt-oss",
     "seed_oss": "seed_oss", "exaone4": "exaone4", "olmoe": "olmoe", "ernie4_5": "ernie4_5",
     "gemma4_text": "gemma4", "gemma4": "gemma4", "gemma4_unified": "gemma4",
+    "hunyuan_v1_dense": "hunyuan-dense", "glm4": "glm4", "cohere2": "cohere2", "starcoder2": "starcoder2",
+    "apertus": "apertus", "minicpm": "minicpm",
 }
-_INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite")
+_INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "minicpm")
 
 CONVERTIBLE = sorted(path.parent.name for path in GOLDEN.glob("*/config.json")) + [
     name for name in SEEDED
@@ -127,7 +129,7 @@ def entries_of(config, folder_config):
         "feed_forward_length": (U32, config.intermediate_size),
         "attention.head_count": (U32, config.num_heads),
         "attention.head_count_kv": (U32, config.num_kv_heads),
-        "attention.layer_norm_rms_epsilon": (F32, config.rms_norm_eps),
+        f"attention.layer_norm_{'rms_' if config.norm == 'rms' else ''}epsilon": (F32, config.rms_norm_eps),
         "rope.freq_base": (F32, config.rope.theta),
         "vocab_size": (U32, config.vocab_size),
         "rope.dimension_count": (U32, config.rotary_dim),
@@ -141,6 +143,14 @@ def entries_of(config, folder_config):
         found["rope.scaling.original_context_length"] = (U32, rope["original_max_position_embeddings"])
         found["rope.scaling.yarn_beta_fast"] = (F32, rope["beta_fast"])
         found["rope.scaling.yarn_beta_slow"] = (F32, rope["beta_slow"])
+    if rope["rope_type"] == "dynamic":
+        found |= {"rope.scaling.type": (STRING, "none"), "rope.scaling.factor": (F32, 1.0)}
+    if kind == "cohere2":
+        found["logit_scale"] = (F32, config.logit_scale)
+    if kind == "minicpm":
+        found["embedding_scale"] = (F32, config.embedding_scale)
+        found["residual_scale"] = (F32, config.residual_scale)
+        found["logit_scale"] = (F32, 1 / config.logit_scale)
     if kind == "ministral3":
         found["rope.scaling.yarn_log_multiplier"] = (F32, rope["mscale_all_dim"])
         found["attention.temperature_scale"] = (F32, rope["llama_4_scaling_beta"])
@@ -212,6 +222,8 @@ def _converted(checkpoint, model_type, config):
     """The tensors of a checkpoint folder as the converter changes them, by Hugging Face names."""
     stacks, letters = {}, _LETTERS[model_type]
     for name in checkpoint._files:
+        if ".act_fn." in name:
+            continue
         values = checkpoint.read(name)
         if model_type in _INTERLEAVED and ".q_proj." in name:
             values = with_rows_for_llama(values, config.num_heads)
@@ -272,7 +284,8 @@ _ASSUMED = {
     "mistral_window": {"sliding_window": None}, "mixtral": {"sliding_window": None},
     "qwen2_windows": {"use_sliding_window": False, "layer_types": None, "sliding_window": None},
     "gpt_oss": {"swiglu_limit": 7.0}, "qwen3_moe": {"norm_topk_prob": True},
-    "olmoe_normalised": {"norm_topk_prob": False},
+    "olmoe_normalised": {"norm_topk_prob": False}, "cohere2_biases": {"layer_types": None},
+    "starcoder2_window": {"sliding_window": None},
 }
 
 
@@ -289,4 +302,10 @@ def convert(folder, path, kind="F32", **more):
     config = ModelConfig.from_pretrained(folder)
     letters, entries = entries_of(config, json.loads((folder / "config.json").read_text()))
     entries |= {key.replace("__", "."): content for key, content in more.items()}
+    if config.activation == "xielu":
+        checkpoint = Checkpoint(folder)
+        for part in ("alpha_p", "alpha_n", "beta", "eps"):
+            names = [f"model.layers.{i}.mlp.act_fn.{part}" for i in range(config.num_layers)]
+            numbers = [float(checkpoint.read(name).reshape(-1)[0]) for name in names]
+            entries[f"xielu.{part}"] = (ARRAY, numbers, F32)
     return write(path, letters, entries, tensors_of(folder, config, kind))
