@@ -232,7 +232,7 @@ class PrefixCachedEngine:
         """A snapshot of the prefix cache's counters.
 
         For a network with windows, `miss_reasons` also counts "window": a prefix was cached, but not the window of its
-        last tokens. `hit_tokens` are those that did not run again.
+        last tokens; for one whose layers keep a state "state" alike. `hit_tokens` are those that did not run again.
         """
         return self._pool.stats()
 

@@ -98,6 +98,9 @@ class BatchEngine:
     Layers with a sliding window keep it, and no more than two blocks beside it, in pools of their own, with room for
     `max_running` texts, which `max_memory_bytes` counts too. With tiers they keep 64 tokens more, or a block.
 
+    Layers with a state have room for the states of `max_running` texts; of `max_memory_bytes` these take a quarter at
+    most, and fewer texts run where that is too little. Memory of states that no text has had is not touched.
+
     Attributes:
         model: the network.
         sampling_params: the defaults of a request.

@@ -58,7 +58,10 @@ class Lookup:
         ended: whether nothing more arrives.
         present, absent: for each tier, the groups of which a probe said that it has them, or lacks them.
         wrong: the tier and the group of each value that was not accepted.
+        beside: bytes of what `finish` fetches, about.
     """
+
+    beside = 0
 
     def __init__(
         self, name: Hashable, tokens: Tokens, first: int, stop: int, keys: Sequence[list[bytes]],
@@ -207,7 +210,7 @@ class Reader:
         value_bytes = lookup.format.value_bytes
         check: _Check | None = None
         while (at := max(at, lookup.reached)) < end and not lookup.cancelled and not self._closed:
-            if not pays(lookup, link, end - at):
+            if not pays(lookup, link, end - at, end - lookup.reached if lookup.beside else 0):
                 link.count("declined")
                 at = lookup.stop  # the next tiers are slower
                 break
@@ -274,12 +277,16 @@ def _window(link: Link) -> float:
     return min(WINDOW, (link.rate.mean or 0.0) * max(_SECONDS, _ROUND_TRIPS * (link.latency.mean or 0.0)))
 
 
-def pays(lookup: Lookup, link: Link, groups: int) -> bool:
-    """Whether a fetch of so many groups takes less than half of the time of computing them, as far as is known."""
+def pays(lookup: Lookup, link: Link, groups: int, saved: int = 0) -> bool:
+    """Whether a fetch of so many groups takes less than half of the time of computing them, as far as is known.
+
+    Args:
+        saved: groups that need not be computed then, those too that have arrived and are of no use alone; 0: `groups`.
+    """
     speed, rate = lookup.computing.mean, link.rate.mean
     if speed is None or rate is None:
         return True
-    size = groups * lookup.format.value_bytes
+    size = groups * lookup.format.value_bytes + lookup.beside
     calls = 1 + size / max(_window(link), lookup.format.value_bytes)
     seconds = calls * (link.latency.mean or 0.0) + size / rate
-    return seconds < _SHARE * groups * lookup.format.group_tokens / speed
+    return seconds < _SHARE * (saved or groups) * lookup.format.group_tokens / speed

@@ -142,6 +142,7 @@ class WindowedLookup(Lookup):
         self.stop = (len(self.tokens) - 1) // self.format.group_tokens  # the last token runs in any case
         self.target = 0
         self.parts = [_Part(each, *each.names(self.name, self.tokens), {}) for each in sources]
+        self.beside = sum(len(self._pages(each, self.stop)) * each.source.format.value_bytes for each in self.parts)
 
     def available(self, token: int) -> int:
         return max(token, self.target)

@@ -352,3 +352,36 @@ def test_random_conversations(seed):
         same(found, alone(text, params))
         texts[which] = np.r_[text, np.array(found.tokens, np.uint32)][:340]
         engine.check()
+
+
+def test_a_pinned_state_stays():
+    """A prefix that is kept for a time has its state, whatever else comes within a budget of three states."""
+    model = StateNetwork("one of each")
+    size = BatchEngine(model)._settings.page_bytes
+    engine, alone = BatchEngine(model, num_blocks=60, max_state_bytes=3 * size), Alone(model)
+    kept = prompt(0, 64)
+    engine.submit(np.r_[kept, prompt(1, 10)], sampled(0, 3), keep=[(64, 3600.0)])
+    run(engine)
+    for seed in range(2, 9):
+        tokens, params = prompt(seed, 80), sampled(seed, 5, logprobs=1)
+        request = engine.submit(tokens, params)
+        run(engine)
+        same(request.completions()[0], alone(tokens, params))
+    request = engine.submit(np.r_[kept, prompt(10, 30)], FOUR)
+    run(engine)
+    assert request.completions()[0].cached_tokens == 64
+    same(request.completions()[0], alone(np.r_[kept, prompt(10, 30)], FOUR))
+    engine.clear_cache()
+    engine.check()
+
+
+def test_evictions_tell_tokens_of_texts_alone():
+    told = []
+    engine = BatchEngine(StateNetwork("one of each"), num_blocks=8, on_eviction=told.append)
+    for seed in range(6):
+        engine.submit(prompt(seed, 40), sampled(seed, 6))
+        run(engine)
+    assert told
+    assert all(each.tokens.max() < VOCABULARY for each in told)
+    assert all(0 < each.num_tokens <= len(each.tokens) for each in told)
+    assert any(each.num_tokens % 16 for each in told)

@@ -1,6 +1,7 @@
 """States in tiers: a text goes on where K, V and the state have arrived, all of them, and nothing wrong is taken."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tier_stores import SECRET, ObjectStore
 
 from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine import Transformer
-from kvcache.tiers import Tiers
+from kvcache.tiers import Tiers, lookups
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -101,3 +102,17 @@ def test_a_directory_of_an_earlier_process(tmp_path):
             same(found, alone(text, SEEDED))
             assert found.cached_tokens == (192 if turn else 0)
             engine.check()
+
+
+def test_a_state_that_takes_longer_than_its_text_is_not_fetched(monkeypatch):
+    """A group pays alone, and not with the bytes of a state beside it; many groups do."""
+    monkeypatch.setattr(lookups, "_SHARE", 0.5)
+    form = SimpleNamespace(value_bytes=1000, group_tokens=64)
+    measured = SimpleNamespace(mean=100.0)
+    link = SimpleNamespace(rate=SimpleNamespace(mean=10_000.0), latency=SimpleNamespace(mean=0.0))
+    lookup = SimpleNamespace(computing=measured, format=form, beside=0)
+    assert lookups.pays(lookup, link, 1)
+    lookup.beside = 100_000
+    assert not lookups.pays(lookup, link, 1)
+    assert lookups.pays(lookup, link, 60)
+    assert lookups.pays(lookup, link, 2, 60)  # 58 have arrived, which would be of no use without it
