@@ -83,11 +83,16 @@ class SharedPrefixes:
                         return
 
     def pin(self, text: Text, most: int) -> tuple[int, ExitStack]:
-        """Hold the longest prefix as `hold` finds it, until the stack is closed; it is not counted.
+        """Hold the longest prefix of full blocks as `hold` finds it, until the stack is closed; it is not counted.
 
         Returns:
             The number of its tokens, and the stack.
         """
+        size, whole = self._groups[0].caches[0].block_size, False
+        while not whole:  # the beginning of a block is not held
+            most -= most % size
+            with self.hold(text, most, again=True) as (stop, _):
+                most, whole = stop, stop % size == 0
         with ExitStack() as held:
             with self.hold(text, most, again=True) as (stop, _):
                 for group in self._groups if stop else ():

@@ -385,3 +385,14 @@ def test_evictions_tell_tokens_of_texts_alone():
     assert all(each.tokens.max() < VOCABULARY for each in told)
     assert all(0 < each.num_tokens <= len(each.tokens) for each in told)
     assert any(each.num_tokens % 16 for each in told)
+
+
+def test_pins_end_with_full_blocks():
+    """A prompt of whole blocks has its state four tokens before its end, where a pin cannot end."""
+    engine = BatchEngine(StateNetwork("one of each"))
+    for seed, length, place in ((0, 64, 64), (1, 70, 64), (2, 80, 80), (3, 41, 20)):
+        engine.submit(prompt(seed, length), sampled(0, 3), keep=[(place, 3600.0)], parts_at=[place - 1])
+        run(engine)
+        pins = engine._steps._scheduler.pins.all
+        assert all(pin.stop % 16 == 0 for pin in pins)
+    assert [pin.stop for pin in pins] == [64, 64, 64, 32]
