@@ -43,9 +43,6 @@ INLINE u8x64 unit_of(const unsigned char *codes, int bits, int unit) {
 
 /* Whether numbers take all 8 bits of a byte: they are in the form of u8x64_weights then. */
 INLINE int is_wide(const kvc_matrix_format_info *info) { return info->zero == 128; }
-INLINE int most_of(const kvc_matrix_format_info *info) { /* the largest code or number of others */
-    return info->table == KVC_FP4 ? 24 : (1 << info->bits) - 1;
-}
 
 INLINE u8x64 numbers_of(const kvc_matrix_format_info *info, const unsigned char *codes, int unit, u8x64 table) {
     const u8x64 found = unit_of(codes, info->bits, unit);
@@ -62,7 +59,8 @@ INLINE int unit_at(const kvc_matrix_format_info *info, int i, int count) {
 /* dots[row, panel] += the products of units [first, first + count) of a group with one digit of each row's numbers. */
 INLINE void dot_units(const kvc_matrix_format_info *info, const unsigned char *const *codes, u8x64 table, int first,
                       int count, const unsigned char *numbers, int rows, int panels, i32x16 *dots) {
-    const int fitting = is_wide(info) ? count : KVC_PART_UNITS(most_of(info), 127);
+    /* Others are at most 24, twice the largest 4-bit float of either sign, or the largest code. */
+    const int fitting = is_wide(info) ? count : KVC_PART_UNITS(info->table == KVC_FP4 ? 24 : (1 << info->bits) - 1, 127);
     const int step = fitting >= count ? count : fitting >= count / 2 ? count / 2 : count / 4;
     _Static_assert(KVC_PART_UNITS(63, 127) >= GROUP_UNITS / 4, "a quarter of a group is a part");
     UNROLL

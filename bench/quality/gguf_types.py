@@ -30,7 +30,10 @@ TYPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "F32": ((), ()), "F16": ((), ()), "BF16": ((), ()), "Q8_0": ((0,), ()), "Q4_0": ((0,), ()), "Q4_1": ((0,), (2,)),
     "Q5_0": ((0,), ()), "Q4_K": ((0,), (2,)), "Q5_1": ((0,), (2,)), "Q5_K": ((0,), (2,)), "Q6_K": ((208,), ()),
     "Q3_K": ((108,), ()), "Q2_K": ((80,), (82,)), "IQ4_NL": ((0,), ()), "IQ4_XS": ((0,), ()), "MXFP4": ((0,), ()),
+    "NVFP4": ((0,), ()), "IQ3_S": ((0,), ()), "IQ3_XXS": ((0,), ()), "IQ2_S": ((0,), ()), "IQ2_XS": ((0,), ()),
+    "IQ2_XXS": ((0,), ()),
 }
+_BY_IMPORTANCE = ("IQ2_XS", "IQ2_XXS")  # ggml quantises these with the importance of each channel alone
 SIZE = Size(256, 1, 4, 2, 512, 1024, 64)
 MATRIX = "model.layers.0.mlp.down_proj.weight"  # (256, 512), not permuted
 
@@ -73,6 +76,9 @@ def _random_blocks(kind: str, count: int, size: int, rng: np.random.Generator) -
     if kind == "MXFP4":  # whose scales are powers of two in a byte
         blocks[:, 0] = rng.integers(117, 119, count)
         return blocks
+    if kind == "NVFP4":  # whose scales are 8-bit floats
+        blocks[:, :4] = rng.integers(1, 16, (count, 4))
+        return blocks
     middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5, "Q2_K": 1.5}.get(kind, 0.0)  # K types subtract
     for at, values in ((scales, steps), (minima, middle * steps)):
         for first in at:
@@ -81,7 +87,7 @@ def _random_blocks(kind: str, count: int, size: int, rng: np.random.Generator) -
 
 
 def _quantised(kind: str, values: Float32) -> Bytes | None:
-    """The values in blocks of this type: by the gguf package, or by ggml for the K types; None without it."""
+    """The values in blocks of this type: by the gguf package, or by ggml; None where neither can make them."""
     import gguf
 
     number = gguf.GGMLQuantizationType[kind]
@@ -89,6 +95,8 @@ def _quantised(kind: str, values: Float32) -> Bytes | None:
         return np.ascontiguousarray(gguf.quants.quantize(values, number)).view(np.uint8)
     except NotImplementedError:
         pass
+    if kind in _BY_IMPORTANCE:
+        return None
     try:
         base = ggml.load().base
     except (ImportError, OSError):

@@ -141,7 +141,7 @@ class InferenceEngine:
             sampling_params: by default those of the checkpoint (`generation_config.json`, `general.sampling.*`), and
                 of `SamplingParams` for what it does not say.
             weights: the format of the matrices: "auto" as they are stored, "f32", "f16", "bf16", or packed: "q8" (8.5
-                bits per weight), "q4" (5 bits; the head has 8.5).
+                bits per weight), "q4" (5 bits; the head has 8.5), but for those that the file has in as few bits.
             activations: how rows meet weights, "int8", "exact" or "bf16"; see `Transformer`.
             progress: called with the bytes of weights that are loaded, and those of all.
             calibrate: False, a `Calibration` or tokens, as for the constructor; "auto": measured on a text that the

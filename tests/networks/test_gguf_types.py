@@ -135,6 +135,25 @@ def test_k_types(tmp_path, rng, kind):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("kind", [*SCALES, "MXFP4", "NVFP4"])
+def test_damaged_files_of_each_type(tmp_path, rng, kind):
+    """Cut short, or with a scale that is no number: refused, with the name of the file or of the tensor."""
+    config = ModelConfig.from_dict(LARGE)
+    stored, _ = random_tensors(rng, config, kind)
+    letters, entries = entries_of(config, LARGE)
+    whole = write(tmp_path / "whole.gguf", letters, entries, stored).read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[:-64])
+    with pytest.raises(CheckpointError, match=r"cut\.gguf"):
+        Transformer.from_pretrained(tmp_path / "cut.gguf")
+    raw, _ = stored["blk.1.ffn_down.weight"]
+    last = raw.reshape(-1, raw.shape[1] // (512 // gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]))[-1]
+    place = SCALES.get(kind, slice(0, 1))
+    last[place] = np.frombuffer(b"\xff\xff\x00\xfc", np.uint8)[: len(range(*place.indices(len(last))))]
+    named = r"^model\.layers\.1\.mlp\.down_proj\.weight: (scales|units|minima): expected"
+    with pytest.raises(CheckpointError, match=named):
+        Transformer.from_pretrained(write(tmp_path / "x.gguf", letters, entries, stored))
+
+
 def test_factors_of_nvfp4(tmp_path, rng):
     """The factor of a matrix, in a tensor beside it; factors of activations are not used."""
     config = ModelConfig.from_dict(LARGE)
