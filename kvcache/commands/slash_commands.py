@@ -19,10 +19,12 @@ _HELP = '''\
 /load FILE      continue the conversation of a file
 /help           this list
 /exit           end; Ctrl-D does too
-Several lines are one message if they are pasted, or stand between """ and """. A message that begins with a slash
-and one of these words needs a space before it. Ctrl-C stops an answer; while the message is still read, nothing of
-it is kept. The line after an answer has the tokens of the conversation, the speed, how many tokens of the prompt were
-cached, the time to the first piece, and the memory of keys and values.'''
+Several lines are one message if they are pasted, or stand between """ and """.
+A message that begins with a slash and one of these words needs a space before it.
+Ctrl-C stops an answer; while the message is still read, nothing of it is kept.
+The line after an answer has the tokens of the conversation, the speed, how many
+tokens of the prompt were cached, the time to the first piece, and the memory of
+keys and values.'''
 
 
 class SlashCommands:

@@ -6,12 +6,14 @@ Skipped where the package, or llama-cpp-python, is not installed.
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 from gguf_files import ARRAY, BOOL, F32, I32, STRING, U32, write
+from places import PROJECT
 
 from kvcache.engine import InferenceEngine, SamplingParams
 from kvcache.gguf import GgufFile
@@ -216,3 +218,9 @@ def test_token_ids_are_those_of_llama(path, llama_of, tmp_path, variant):
     llama, tokenizer = llama_of(vocabulary, vocab_only=True), build_tokenizer(GgufFile(vocabulary))
     for text in TEXTS:
         assert tokenizer.encode(text).ids == llama.tokenize(text.encode(), add_bos=True, special=True), repr(text)
+
+
+def test_the_chat_of_the_readme(capsys):
+    (example,) = re.findall(r"```py\n(engine = .*?)```", (PROJECT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(example, "README example", "exec"), {"InferenceEngine": InferenceEngine})
+    assert len(capsys.readouterr().out) > 10
