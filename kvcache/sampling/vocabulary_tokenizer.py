@@ -50,6 +50,14 @@ _PRE = {
         r"[\r\n]", rf"\s?{_CASED_LETTERS}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _EAST_ASIAN, r"\p{N}+",
     ],
     "tekken": [_CASED % ("", "", "")],  # Mistral since Nemo
+    "seed-coder": [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "hunyuan-dense": [
+        r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"), _PLAIN),
     # Granite is refact.
     **dict.fromkeys(
@@ -58,13 +66,14 @@ _PRE = {
     **dict.fromkeys(
         ("llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
     ),
+    **dict.fromkeys(("chatglm-bpe", "glm4"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _LLAMA3),  # OLMo 2 and 3, SmolLM3
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan"), _QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),  # gpt-oss, Phi-4-mini
 }
 # A part that is a token is not merged up to it.
 _WHOLE = (
-    "llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
+    "llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "glm4",
 )
 _COMPOSED = ("qwen2", "qwen35", "command-r", "mpt", "olmo")  # texts are brought to Unicode NFC first
 

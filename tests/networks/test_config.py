@@ -54,6 +54,33 @@ def test_biases_by_other_keys():
     assert parse(ernie).architecture == "Ernie4_5ForCausalLM"
 
 
+def test_factors_of_minicpm():
+    """Files have to say them."""
+    said = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 32}
+    base = {**LLAMA, "architectures": ["MiniCPMForCausalLM"], "num_hidden_layers": 4, **said}
+    config = parse(base)
+    assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (12, 0.7, 0.5)
+    for key in said:
+        with pytest.raises(CheckpointError, match=f"{key}: expected a finite number of at least 0, got nothing"):
+            parse({name: value for name, value in base.items() if name != key})
+    with pytest.raises(CheckpointError, match="sparse_config: expected null, got"):
+        parse(base, sparse_config={"kernel_size": 32})
+
+
+def test_alpha_of_hunyuan():
+    """It changes the base of the rotary embedding, where this is called dynamic."""
+    base = {**LLAMA, "architectures": ["HunYuanDenseV1ForCausalLM"]}
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 128.0}
+    config = parse(base, rope_parameters=rope)
+    assert (config.rope.kind, config.rope.theta) == ("default", pytest.approx(10000 * 2**8))  # 128**(16 / 14)
+    assert parse(base, rope_parameters=rope | {"rope_type": "default"}).rope.theta == 10000
+    for changes in ({"alpha": None}, {"alpha": 0}):
+        with pytest.raises(CheckpointError, match=r"rope_type: expected default, .* got 'dynamic'"):
+            parse(base, rope_parameters=rope | changes)
+    with pytest.raises(CheckpointError, match="alpha: expected"):
+        parse(base, rope_parameters=rope | {"alpha": -1})
+
+
 def test_rope_in_windows():
     """EXAONE 4 has no rotary embedding in layers without a window, unless `sliding_window` is null."""
     base = {**LLAMA, "architectures": ["Exaone4ForCausalLM"], "num_key_value_heads": 2, "num_hidden_layers": 4}

@@ -262,6 +262,29 @@ def test_qwen2_needs_its_biases(tmp_path):
         Transformer.from_pretrained(write(tmp_path / "x.gguf", letters, entries, tensors))
 
 
+@pytest.mark.parametrize("numbers", [[0.5, 0.5], ["a"] * 3, 3])
+def test_numbers_of_xielu(tmp_path, numbers):
+    """One for each layer, or one for all."""
+    kind = STRING if numbers == ["a"] * 3 else F32
+    wrong = (U32, 3) if numbers == 3 else (ARRAY, numbers, kind)
+    folder = golden_folder("apertus")
+    config = ModelConfig.from_pretrained(folder)
+    letters, entries = entries_of(config, json.loads((folder / "config.json").read_text()))
+    tensors = tensors_of(folder, config)
+    numbers_of = {f"xielu.{name}": (F32, value) for name, value in (
+        ("alpha_p", 0.5), ("alpha_n", 0.25), ("beta", 0.5), ("eps", -0.125)
+    )}
+    model = Transformer.from_pretrained(write(tmp_path / "x.gguf", letters, entries | numbers_of, tensors))
+    for layer in model.weights.layers:
+        np.testing.assert_allclose(layer.mlps[0].curve, [0.974077, 1.325939, 0.5, -0.125], rtol=1e-6)
+    path = write(tmp_path / "y.gguf", letters, entries | numbers_of | {"xielu.alpha_n": wrong}, tensors)
+    with pytest.raises(CheckpointError, match=r"xielu.alpha_n: expected a number for each of 3 layers, got"):
+        Transformer.from_pretrained(path)
+    path = write(tmp_path / "z.gguf", letters, entries | numbers_of | {"xielu.eps": (F32, 0.0)}, tensors)
+    with pytest.raises(CheckpointError, match=r"act_fn: expected finite numbers and eps below 0, got"):
+        Transformer.from_pretrained(path)
+
+
 def test_no_file_stays_open(tmp_path):
     def opened():
         links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
