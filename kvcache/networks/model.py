@@ -6,7 +6,8 @@ result, so the same network runs over a paged, a quantised or a shared cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +70,7 @@ class Transformer:
         self.activations = activations
         self._first_shared = first_sharing(config.sizes)
         self._rope = self._table(config.rope, config.rotary_dim)
+        self._activated = _activation_of(config)
         self._last_mixing = max((i for i, mixer in enumerate(config.mixers) if mixer), default=0)
         self._recurrent = tuple(
             layer_of(config.recurrence, layer.recurrence, config.rms_norm_eps) for layer in weights.layers
@@ -139,8 +141,8 @@ class Transformer:
 
     def regime(self, num_tokens: int) -> int:
         """The regime of a text of `num_tokens`, see `Model`: 1 beyond the original context of longrope, else 0."""
-        config = self.config
-        return max(config.rope.regime_of(num_tokens), (config.window_rope or config.rope).regime_of(num_tokens))
+        window, regime = self.config.window_rope, self.config.rope.regime_of(num_tokens)
+        return regime if window is None else max(regime, window.regime_of(num_tokens))
 
     def key_bias(self, positions: NDArray[np.int64]) -> Float32 | None:
         """The biases of key projections as keys at these positions have them; None: no biases, or a norm follows.
@@ -193,7 +195,8 @@ class Transformer:
                 # After the last layer that mixes tokens rows are independent: continue with the requested ones only.
                 rows, mixed = rows.taken(chosen), None if mixed is None else mixed[chosen]
             x = rows.x
-            together = _rows_together(len(x)) if layer.router is None else len(x)  # an expert has few rows in any case
+            few = layer.router is not None or len(x) <= _MOST_TOGETHER  # an expert has few rows in any case
+            together = len(x) if few else _rows_together(len(x))
             for start in range(0, len(x), max(1, together)):
                 part = slice(start, start + together)
                 beside = self._normed(x[part], layer.input_norm) if self.config.norms == "parallel" else None
@@ -259,11 +262,9 @@ class Transformer:
             scores *= np.float32(config.logit_scale)
         return scores if config.logit_softcap is None else softcap(scores, config.logit_softcap)
 
-    def _times(
-        self, x: Float32, weight: Weight, bias: Float32 | None = None, onto: Float32 | None = None
-    ) -> Float32:
-        """A product, new or added to `onto`."""
-        return weight.multiply(x, bias, activations=self.activations, out=onto, add=onto is not None)
+    def _times(self, x: Float32, weight: Weight, bias: Float32 | None = None) -> Float32:
+        """A product."""
+        return weight.multiply(x, bias, activations=self.activations)
 
     def _normed(self, x: Float32, norm: Float32 | None) -> Float32:
         if norm is None:
@@ -276,7 +277,7 @@ class Transformer:
     ) -> None:
         """Add a product to the residual stream `x`."""
         if norm is None and self.config.residual_scale == 1:
-            self._times(rows, weight, bias, onto=x)
+            weight.multiply(rows, bias, activations=self.activations, out=x, add=True)
         else:
             self._add(x, self._times(rows, weight, bias), norm)
 
@@ -327,16 +328,13 @@ class Transformer:
         count = self.config.num_heads
         if factors is not None:
             heads = np.concatenate([heads[:, :count] * factors[:, None, None], heads[:, count:]], axis=1)
-
-        def rotated(heads: Float32, rows: Any) -> Float32:
-            heads = heads if table is None else table.rotate(heads, rows)
-            return heads if norm is None else rms_norm(heads, norm[: heads.shape[1]], self.config.rms_norm_eps)
-
-        turned = rotated(heads, turns[0])
-        found: tuple[Float32, ...] = (turned[:, :count], turned[:, count:], values)
-        for each in turns[1:]:
-            found += (rotated(heads[:, :count], each),)
-        return found
+        found: list[Float32] = []
+        for rows in turns:
+            some = heads[:, :count] if found else heads
+            turned = some if table is None else table.rotate(some, rows)
+            turned = turned if norm is None else rms_norm(turned, norm[: some.shape[1]], self.config.rms_norm_eps)
+            found += [turned] if found else [turned[:, :count], turned[:, count:], values]
+        return tuple(found)
 
     def _add_mlps(self, x: Float32, layer: LayerWeights, normed: Float32 | None) -> None:
         """Add what the MLP, or the experts of each row, compute of the residual stream `x` to it.
@@ -397,19 +395,7 @@ class Transformer:
     def _gated(self, x: Float32, mlp: MlpWeights) -> Float32:
         """The rows that the last matrix of an MLP takes."""
         both = self._times(x, mlp.gate_up, mlp.gate_up_bias)
-        return self._activated(both) if mlp.curve is None else xielu(both, *mlp.curve.tolist())
-
-    def _activated(self, both: Float32) -> Float32:
-        """The activation of the first half of the columns, times the second half; without a gate of all columns."""
-        config = self.config
-        if config.activation == "silu":
-            return swiglu(both)
-        if config.activation == "relu2":
-            positive = np.maximum(both, np.float32(0))
-            return positive * positive
-        if config.activation == "gelu_tanh":
-            return geglu(both) if config.mlp_gate else gelu(both)
-        return clamped_swiglu(both, config.clamped_alpha, config.clamped_limit)
+        return self._activated(both) if mlp.curve is None else self._activated(both, *mlp.curve.tolist())
 
 
 class _Rows(NamedTuple):
@@ -434,6 +420,24 @@ class _Rows(NamedTuple):
         }
         factors, inputs = (None if each is None else each[rows] for each in (self.factors, self.inputs))
         return _Rows(self.x[rows], turns, factors, inputs)
+
+
+def _activation_of(config: ModelConfig) -> Callable[..., Float32]:
+    """The activation of the first half of the columns, times the second half; without a gate of all columns.
+
+    "xielu" takes the curve of an MLP too.
+    """
+    if config.activation == "clamped":
+        return partial(clamped_swiglu, alpha=config.clamped_alpha, limit=config.clamped_limit)
+    found: dict[str, Callable[..., Float32]] = {
+        "silu": swiglu, "gelu_tanh": geglu if config.mlp_gate else gelu, "relu2": _squared_relu, "xielu": xielu,
+    }
+    return found[config.activation]
+
+
+def _squared_relu(x: Float32) -> Float32:
+    positive = np.maximum(x, np.float32(0))
+    return positive * positive
 
 
 def _rows_together(n: int) -> int:
