@@ -20,8 +20,8 @@ from kvcache.kernels.kernels cimport (
     KVC_BF16_FLOATS, KVC_BYTES, KVC_E4M3, KVC_E8M0, KVC_HALVES, KVC_NIBBLES, KVC_NO_TABLE, KVC_NUM_MATRIX_FORMATS,
     KVC_PANEL, bf16_of_floats, floats_of_bf16, kvc_groups_per_record, kvc_has_units, kvc_matmul_args, kvc_matrix,
     kvc_matrix_format, kvc_matrix_format_of, kvc_parts, kvc_quantises, kvc_table_of, level_in_use, matmul,
-    matmul_scratch_bytes, matrix_get_parts, matrix_get_row, matrix_init, matrix_put_parts, matrix_put_words, num_threads,
-    quantise_weights,
+    matmul_scratch_bytes, matrix_get_parts, matrix_get_row, matrix_init, matrix_put_parts, matrix_put_words,
+    num_threads, quantise_weights,
 )
 from kvcache.support.arguments cimport is_plain, overlap
 from kvcache.support.arguments import as_count, as_indices, as_instance, as_integer, described, is_integer, short
