@@ -251,11 +251,11 @@ def _check_owner(found: list[LayerAttention | None], layer: int) -> None:
     owner = found[each.kv_layer] if each.kv_layer is not None and 0 <= each.kv_layer < layer else None
     if owner is None or owner.kv_layer is not None:
         raise ValueError(
-            f"attention[{layer}].kv_layer: expected an earlier layer with K and V of its own, got {each.kv_layer}"
+            f"attention.{layer}.kv_layer: expected an earlier layer with K and V of its own, got {each.kv_layer}"
         )
     own, wanted = ((a.window, a.num_kv_heads, a.head_dim) for a in (each, owner))
     if own != wanted:
         raise ValueError(
-            f"attention[{layer}]: expected window, num_kv_heads and head_dim of layer {each.kv_layer}, {wanted}, "
+            f"attention.{layer}: expected window, num_kv_heads and head_dim of layer {each.kv_layer}, {wanted}, "
             f"got {own}"
         )

@@ -44,7 +44,8 @@ class Prompts:
                 raise
             if isinstance(error, TooManyTokens):
                 raise TooManyTokens(body.field, error.most, str(error).rpartition(", got ")[2]) from None
-            raise ValueError(f"{body.field}{str(error).removeprefix('messages')}") from None
+            _, _, why = str(error).partition(": ")
+            raise ValueError(f"{body.field}: {why}") from None
 
     def parts(self, body: Body, number: int, tokens: npt.NDArray[np.uint32]) -> tuple[int, ...]:
         """Where the next requests are expected to differ from the prompt of this number, see `BatchEngine.submit`."""

@@ -9,6 +9,7 @@ import math
 import numbers
 import re
 import reprlib
+import sys
 from contextlib import suppress
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ __all__ = [
     "BFLOAT16", "REQUIRED", "as_array", "as_bytes", "as_count", "as_finite", "as_flat", "as_floats", "as_index",
     "as_indices", "as_instance", "as_integer", "as_integers", "as_number", "as_output", "as_pair", "as_rows",
     "as_scores", "as_share", "as_sinks", "as_stored", "check_integers", "checked_scores", "described", "is_integer",
-    "plain_int", "short",
+    "is_masked", "plain_int", "short",
 ]
 
 Float32 = npt.NDArray[np.float32]
@@ -118,9 +119,17 @@ def _widened(words: npt.NDArray[np.uint16]) -> Float32:
     return wide.view(np.float32)
 
 
+def is_masked(x: Any) -> bool:
+    """Whether `x` is a masked array. NumPy imports `numpy.ma` on demand; before that, there is none.
+
+    So it is not imported for this question: that takes time and allocates, in the middle of somebody's call.
+    """
+    return "numpy.ma" in sys.modules and isinstance(x, np.ma.MaskedArray)
+
+
 def _has_masked(x: Any) -> bool:
     """Whether an array, or one in a list of lists, has a masked value, which would be read. RecursionError: a ring."""
-    if isinstance(x, np.ma.MaskedArray):
+    if is_masked(x):
         return bool(np.ma.getmaskarray(x).any())
     if isinstance(x, (list, tuple)):
         return any(_has_masked(each) for each in x if isinstance(each, (list, tuple, np.ndarray)))

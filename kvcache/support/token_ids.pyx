@@ -13,7 +13,7 @@ import operator
 
 import numpy as np
 
-from kvcache.support.arguments import as_array
+from kvcache.support.arguments import as_array, is_masked
 
 cnp.import_array()
 
@@ -72,7 +72,7 @@ cdef bint plain_ints(PyObject** items, Py_ssize_t n, uint32_t* out) noexcept:
 
 cdef object whole_number(object item):
     """An integer of another type (NumPy's) as int; TypeError for bools, floats and anything else."""
-    if not isinstance(item, (*BOOLS, np.ma.MaskedArray)) and hasattr(item, "__index__"):
+    if not isinstance(item, BOOLS) and not is_masked(item) and hasattr(item, "__index__"):
         return operator.index(item)
     raise TypeError(f"tokens: expected integers, got {type(item).__name__}")
 

@@ -1,5 +1,8 @@
 """Counts, numbers and masked arrays: the same rules for every argument, and limits on sizes."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hostile.limited_process import limited_memory
@@ -238,6 +241,14 @@ def test_masked_values_are_refused(name):
         if array.ndim > 1:
             with pytest.raises(ValueError, match="without masked values"):
                 call(list(hidden))
+
+
+def test_no_call_imports_masked_arrays():
+    """NumPy imports `numpy.ma` on demand; a first request would wait for it, and come to other allocations."""
+    lines = ["import sys, numpy", "from kvcache import PagedKvCache, PrefixKvCache", "c = PagedKvCache(4, 4, 1, 8)"]
+    lines += ["c.allocate_batch([1, 2], (3, 1))", "c.write(0, 1, rows := numpy.ones((3, 1, 8), '>f8').tolist(), rows)"]
+    lines += ["PrefixKvCache().lookup([numpy.int64(3)])", "assert 'numpy.ma' not in sys.modules"]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
 @pytest.mark.parametrize("order", ["<", ">"])

@@ -124,7 +124,7 @@ def test_the_groups_of_layers_of_several_sizes():
 
 
 @pytest.mark.parametrize(("layer", "message"), [
-    (LayerAttention(kv_layer=1), r"attention\[1\].kv_layer: expected an earlier layer with K and V of its own, got 1"),
+    (LayerAttention(kv_layer=1), r"attention\.1\.kv_layer: expected an earlier layer with K and V of its own, got 1"),
     (LayerAttention(kv_layer=-1), "expected an earlier layer with K and V of its own, got -1"),
     (LayerAttention(kv_layer=0, head_dim=8), r"head_dim of layer 0, \(None, 2, 16\), got \(None, 2, 8\)"),
     (window(9, kv_layer=0), r"expected window, num_kv_heads and head_dim of layer 0, \(None, 2, 16\), got \(9,"),
@@ -132,7 +132,7 @@ def test_the_groups_of_layers_of_several_sizes():
 def test_layers_that_cannot_share_are_refused(layer, message):
     with pytest.raises(ValueError, match=message):
         InferenceEngine(RecordingNetwork((FULL, layer)))
-    with pytest.raises(ValueError, match=r"attention\[2\].kv_layer: expected an earlier layer with K and V of its own"):
+    with pytest.raises(ValueError, match=r"attention\.2\.kv_layer: expected an earlier layer with K and V of its own"):
         InferenceEngine(RecordingNetwork((FULL, LayerAttention(kv_layer=0), LayerAttention(kv_layer=1))))
 
 

@@ -11,14 +11,13 @@ from typing import Any
 
 from kvcache.sampling.dialects.transcript import ToolCall
 
-__all__ = ["Schemas", "json_calls", "mistral_calls", "parameter_calls", "pythonic_calls", "tool_call"]
+__all__ = ["NoCall", "Schemas", "json_calls", "mistral_calls", "parameter_calls", "pythonic_calls", "tool_call"]
 
 Schemas = Mapping[str, Any]  # of the arguments of each function, by its name
 
 _MAX_EXPRESSION = 1 << 14  # characters of Python, which its parser takes without letting other threads run
 _DECODER = json.JSONDecoder()
 _MOST = 256  # calls of one text
-_ERRORS = (ValueError, TypeError, RecursionError, MemoryError, SyntaxError)
 _FUNCTION, _END = re.compile(r"\s*<function=([^>\n]+)>"), re.compile(r"\s*</function>")
 _PARAMETER = re.compile(r"(?s)\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>")
 _BETWEEN = re.compile(r"\s*(?:;\s*)?")  # objects of JSON
@@ -27,12 +26,19 @@ _TYPES: dict[str, Any] = {
 }
 
 
+class NoCall(Exception):
+    """A text that says no call. It leaves no reader: these then return None."""
+
+
+_ERRORS = (NoCall, ValueError, TypeError, RecursionError, MemoryError, SyntaxError)
+
+
 def tool_call(name: Any, arguments: Any) -> ToolCall:
-    """A call. TypeError, ValueError: no name, or no object that JSON can say."""
+    """A call. NoCall: no name, or no object; TypeError, ValueError: none that JSON can say."""
     if isinstance(arguments, str):  # some networks write them as a text within JSON
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise TypeError("call: expected a name and an object")
+        raise NoCall
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
@@ -60,7 +66,7 @@ def _end_of_gap(text: str, at: int) -> int:
 
 def _of_object(found: Any) -> ToolCall:
     if not isinstance(found, dict):
-        raise TypeError("call: expected an object")
+        raise NoCall
     if isinstance(function := found.get("function"), dict):
         found = function
     arguments = found.get("arguments", found.get("parameters"))
@@ -142,7 +148,7 @@ def pythonic_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
 
 def _of_expression(call: Any) -> ToolCall:
     if call.args or not all(keyword.arg for keyword in call.keywords):
-        raise TypeError("call: expected arguments with names")
+        raise NoCall
     return tool_call(ast.unparse(call.func), {each.arg: _literal(each.value) for each in call.keywords})
 
 

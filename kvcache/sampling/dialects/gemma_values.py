@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from kvcache.sampling.dialects.call_texts import Schemas, tool_call
+from kvcache.sampling.dialects.call_texts import NoCall, Schemas, tool_call
 from kvcache.sampling.dialects.transcript import ToolCall
 
 __all__ = ["gemma_calls"]
@@ -21,7 +21,7 @@ _DEPTH, _MOST = 100, 10_000  # levels, and values of a call, which take 50 ms
 
 def gemma_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
     """One call. Texts are between quotes of their own, which no text has; all else is as in JSON."""
-    with suppress(ValueError, TypeError):
+    with suppress(NoCall, ValueError, TypeError):
         if found := _NAME.match(text):
             values = _Values(text, found.end())
             arguments = values.value(_DEPTH)
@@ -41,10 +41,10 @@ class _Values:
         self._text, self.at, self._left = text, at, _MOST
 
     def value(self, depth: int) -> Any:
-        """The next value. ValueError: there is none, or one in more than `depth` others."""
+        """The next value. NoCall: none, too many, one in more than `depth` others; ValueError: a text without end."""
         self._left -= 1
         if depth == 0 or self._left < 0:
-            raise ValueError("call: expected fewer levels, and fewer values")
+            raise NoCall
         self._skip()
         if self._takes("{"):
             return dict(self._items(depth, "}"))
@@ -61,7 +61,7 @@ class _Values:
         self._skip()
         while not self._takes(close):
             if found and not self._takes(","):
-                raise ValueError("call: expected a comma")
+                raise NoCall
             key = self._key() if close == "}" else None
             found.append((key, self.value(depth - 1)))
             self._skip()
@@ -74,10 +74,10 @@ class _Values:
                 key = self._until(quote)
                 self._skip()
                 if not self._takes(":"):
-                    raise ValueError("call: expected a colon")
+                    raise NoCall
                 return key
         if not (found := _KEY.match(self._text, self.at)):
-            raise ValueError("call: expected a key")
+            raise NoCall
         self.at = found.end()
         return found[1]
 
@@ -88,7 +88,7 @@ class _Values:
         for word, value in _WORDS.items():
             if self._takes(word):
                 return value
-        raise ValueError("call: expected a value")
+        raise NoCall
 
     def _until(self, quote: str) -> str:
         end = self._text.index(quote, self.at)

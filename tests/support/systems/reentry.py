@@ -143,8 +143,9 @@ class Run:
                         system._call(outer, ArgumentWrapper())
                 except HandlerError:
                     pass
-                except Exception:
-                    self.problems.append(f"{outer}, interrupted at {stop}: {traceback.format_exc()}")
+                except Exception as error:  # one of a call inside leaves too, where the handler runs after the call
+                    if not hasattr(error, "handlers"):
+                        self.problems.append(f"{outer}, interrupted at {stop}: {traceback.format_exc()}")
                 self._end(system, f"{outer}, interrupted at {stop} of {between.count}")
 
     def collector(self):
