@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import kvcache
-from bench.kernels import attention_rivals, chunks, decode, overhead, writes
+from bench.kernels import attention_rivals, chunks, decode, overhead, recurrence, writes
 from bench.kernels.roofline import plot_kernels
 from bench.support.blas import blas_found
 from bench.support.ceilings import kind
@@ -96,6 +96,11 @@ ITEMS = (
         "levels",
         (("6. SIMD levels on decode", decode.level_columns),),
         lambda o: decode.level_cases(o.context[-1:] if o.quick else o.prefill, o.threads),
+    ),
+    Item(
+        "recurrence",
+        (("8. The recurrence of layers with a state", lambda: recurrence.RECURRENCE),),
+        lambda o: recurrence.recurrence_cases((1, 64) if o.quick else (1, 512), o.threads),
     ),
     Item(
         "overhead",
