@@ -44,10 +44,9 @@ class Entries:
     def _get(self, key: str, default: Any, accept: Callable[[Any], bool], expected: str) -> Any:
         value = self._values.get(key)
         if value is None:
-            default = self._defaults.get(key, default)
-            if default is None:
+            value = self._defaults.get(key, default)
+            if value is None:
                 raise CheckpointError(f"{self.where}{key}: expected {expected}, got nothing")
-            return default
         if not accept(value):
             raise CheckpointError(f"{self.where}{key}: expected {expected}, got {short(value)}")
         return value

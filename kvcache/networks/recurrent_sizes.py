@@ -72,12 +72,15 @@ def _delta(read: Entries) -> RecurrentSizes:
     size, dim = read.size("linear_key_head_dim", 128), read.size("linear_value_head_dim", 128)
     taps = read.size("linear_conv_kernel_dim", 4, most=_MAX_TAPS)
     channels = 2 * groups * size + heads * dim
+    _expect_silu(read, "hidden_act")
     return RecurrentSizes("delta", taps, channels, heads=heads, groups=groups, size=size, dim=dim)
 
 
 def _mamba(read: Entries, hidden_size: int) -> RecurrentSizes:
     """Granite's keys, or Nemotron's."""
-    if read.default("mamba_num_heads"):
+    has_own = bool(read.default("mamba_num_heads"))
+    _expect_silu(read, "mamba_hidden_act" if has_own else "hidden_act")
+    if has_own:
         heads, dim = read.size("mamba_num_heads"), read.size("mamba_head_dim", 64)
         size, groups, taps = read.size("ssm_state_size", 128), read.size("n_groups", 8), "conv_kernel"
         biases = read.flag("use_conv_bias", True), read.flag("use_bias", False)
@@ -93,6 +96,12 @@ def _mamba(read: Entries, hidden_size: int) -> RecurrentSizes:
         raise CheckpointError(f"{key}: expected a divisor of {heads} heads, got {groups}")
     rows, channels = read.size(taps, 4, most=_MAX_TAPS), heads * dim + 2 * groups * size
     return RecurrentSizes("mamba", rows, channels, *biases, heads, groups, size, dim, step_limits=_limits(read))
+
+
+def _expect_silu(read: Entries, key: str) -> None:
+    """Raise CheckpointError where the convolution has another activation."""
+    if read.get(key) not in (None, "silu", "swish"):
+        raise CheckpointError(f"{key}: expected silu in layers with a state, got {short(read.get(key))}")
 
 
 def _limits(read: Entries) -> tuple[float, float]:

@@ -297,6 +297,7 @@ def test_experts():
         assert experts(config) == (count, each, 128, True)
     for wrong, message in (
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok: expected .* up to 4, got 5"),
+        ({"num_experts": 4}, "num_experts_per_tok: expected .* up to 4, got 8"),  # its default
         ({"mlp_only_layers": [1]}, "mlp_only_layers: expected none and a step of 1"),
         ({"decoder_sparse_step": 2}, "mlp_only_layers: expected none and a step of 1, got .* and 2"),
     ):
