@@ -211,6 +211,7 @@ def test_special_tokens_spelled_by_others_are_text(tokenizer):
     "text",
     ["", "[" * 100_000, "{" * 100_000, "call:f" + "{a:" * 100_000, "[f(a=" + "(" * 50_000, "<function=f>" * 3,
      "call:f{a:" + "9" * 5000 + "}", "[f(a=" + "9" * 5000 + ")]", "[f(**x)]", "[f(a=1+2j)]", "[f(a=1e999)]",
+     r'{"name": "f", "arguments": {"a": "\ud800"}}', r'{"name": "\udfff", "arguments": {}}', r'[f(a="\ud800")]',
      '{"name": 1, "arguments": {}}', '{"name": "", "arguments": {}}', " " * 100_000 + "<function=f>" + " " * 100_000],
 )
 def test_no_text_breaks_a_reader(read_calls, text):

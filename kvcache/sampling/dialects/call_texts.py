@@ -34,12 +34,14 @@ _ERRORS = (NoCall, ValueError, TypeError, RecursionError, MemoryError, SyntaxErr
 
 
 def tool_call(name: Any, arguments: Any) -> ToolCall:
-    """A call. NoCall: no name, or no object; TypeError, ValueError: none that JSON can say."""
+    """A call. NoCall: no name, or no object; TypeError, ValueError: none that JSON can say, or no Unicode text."""
     if isinstance(arguments, str):  # some networks write them as a text within JSON
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise NoCall
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    (name + written).encode()  # no lone surrogate: clients could not send the call back
+    return ToolCall(name, written)
 
 
 def json_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
