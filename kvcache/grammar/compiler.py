@@ -78,7 +78,19 @@ class GrammarCompiler:
         if tokenizer is None:
             raise GrammarError("grammar: expected none, since the engine has no tokenizer, got one")
         with _faults("a tokenizer that llguidance reads"):
-            return package.LLTokenizer(tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._end_tokens)
+            written = _with_special_ends(tokenizer, self._end_tokens)
+            return package.LLTokenizer(written, n_vocab=self._vocab_size, eos_token=self._end_tokens)
+
+
+def _with_special_ends(tokenizer: Any, end_tokens: Sequence[int]) -> str:
+    """A tokenizer in JSON, in which no text has an added token that ends texts, special in its checkpoint or not."""
+    written, added = str(tokenizer.to_str()), tokenizer.get_added_tokens_decoder()
+    if all(added[end].special for end in end_tokens if end in added):
+        return written
+    found = json.loads(written)
+    for each in found["added_tokens"]:
+        each["special"] |= each["id"] in end_tokens
+    return json.dumps(found)
 
 
 def _package() -> ModuleType:

@@ -13,7 +13,7 @@ from kvcache.grammar import json_schema, lark, regex
 pytest.importorskip("llguidance")
 pytest.importorskip("tokenizers")
 from spelled_networks import END, spelling
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
 from kvcache.grammar.compiler import GrammarCompiler
@@ -120,6 +120,19 @@ def test_tokenizers_that_are_not_read():
         for _ in range(2):
             with pytest.raises(GrammarError, match=f"grammar: expected {message}"):
                 made.compile(regex("a"))
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_an_added_token_that_ends_texts_is_no_text(special):
+    """Where a checkpoint leaves out that it is special, it would end the answer within a string."""
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    tokenizer.add_tokens([AddedToken("[END]", special=special), AddedToken("[x]", special=False)])
+    end, other, quote = map(tokenizer.token_to_id, ("[END]", "[x]", '"'))
+    matcher = compiler(tokenizer, other + 1, [end]).compile(json_schema({"type": "string"})).fresh([end], [quote])
+    found = np.isfinite(matcher.masked(np.zeros(other + 1, np.float32)))
+    assert (found[end], found[other]) == (False, True)
+    matcher.advance(quote)
+    assert matcher.is_complete
 
 
 def test_without_the_package(monkeypatch):
