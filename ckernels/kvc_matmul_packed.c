@@ -50,7 +50,7 @@ INLINE u8x64 numbers_of(const kvc_matrix_format_info *info, const unsigned char 
     return is_wide(info) ? u8x64_weights(found) : found;
 }
 
-/* Of units that share lines of memory one comes after the other. */
+/* Places units that share lines of memory one after the other. */
 INLINE int unit_at(const kvc_matrix_format_info *info, int i, int count) {
     const int low = kvc_plane_bits(info->bits), shared = GROUP_UNITS / low;
     return count == GROUP_UNITS ? i % shared * low + i / shared : i;

@@ -443,8 +443,8 @@ class InferenceEngine:
         from `pos` on does it leave just the tokens before `pos`. A text that crosses the border of longrope runs again
         from its start: where the cache cannot hold it twice, a failing call leaves an empty sequence.
 
-        Of layers that keep a state there is the one after the last token, and those that a prefix cache has: the tokens
-        behind the nearest of them, before `pos`, run again. So does the text after a failing call.
+        Layers that keep a state have that after the last token, and those in a prefix cache: the tokens between the
+        nearest of them and `pos` run again. After a failing call the text does too.
 
         With a residual, tokens of a group are packed once the next group begins. A step back into such a group, but not
         to its beginning, reads them packed, so its logits differ from those of a text that ran in one piece. So do the

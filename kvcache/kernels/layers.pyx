@@ -262,7 +262,7 @@ def top_sigmoid_experts(logits, bias, int64_t count, eps, double factor, int64_t
             best scores.
 
     Returns:
-        As of `top_experts`.
+        `(chosen, weights)`, as `top_experts` returns them.
     """
     cdef const float[:, ::1] c_logits = logits
     cdef cnp.ndarray added = _plain(bias, "bias")
@@ -378,7 +378,7 @@ def decays(x, bias, rate, double least, double most):
 def scan(keys, queries, values, decays, steps, skip, slots, Py_ssize_t at, index, lens, bint tiled):
     """Run rows of texts through one matrix per head, which decays and grows with each row.
 
-    Of each head and row `S = decay * S + outer(key, added)`, then `out = query @ S`. With a `skip`, Mamba2 (Dao and
+    Each row of a head makes `S = decay * S + outer(key, added)`, then `out = query @ S`. With a `skip`, Mamba2 (Dao and
     Gu, arXiv 2405.21060): `added = step * value`, and `out += skip * value`. Without, the gated delta rule (Yang et
     al., arXiv 2412.06464): `added = step * (value - decay * (key @ S))`. Bits depend neither on how a text is cut into
     calls nor on other texts.

@@ -117,7 +117,7 @@ class _Server(uvicorn.Server):
             self.force_exit = True
 
     def _leave(self, sig: int) -> None:
-        """Say that the server ends, and end it when those who send requests had time to hear it."""
+        """Fail the probe of readiness, and end the server after the delay, in which a balancer sees it."""
         if self._leaving is not None:
             self._leaving()
         asyncio.get_running_loop().call_later(self._delay, self._end, sig)

@@ -435,8 +435,8 @@ def _groups_of(
 ) -> tuple[tuple[int, ...], dict[LayerKind, tuple[int, ...]]]:
     """The layers that keep all tokens, ascending, and the others with K and V of their own by their kind.
 
-    Of layers that keep all tokens those with the sizes of the first one are together; others have a window of all
-    positions.
+    The layers that keep all tokens and have the sizes of the first such layer are together. Those with other sizes
+    count as layers with a window of all positions.
     """
     whole, found = list[int](), dict[LayerKind, tuple[int, ...]]()
     for layer, each in enumerate(attention):
