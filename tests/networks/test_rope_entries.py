@@ -72,7 +72,7 @@ UNREAD = [
     ({"attn_factor": 2}, "attn_factor: expected 1, or no such key, got 2"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1, or no such key, got 0.5"),
     ({"by_night": True}, "by_night: expected no such key, got True"),
-    ({"alpha": 1000.0}, "alpha: expected no such key, got 1000.0"),
+    ({"alpha": 1000.0}, "alpha: expected 0, or no such key, got 1000.0"),
 ]
 
 
