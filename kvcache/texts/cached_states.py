@@ -99,13 +99,8 @@ class CachedStates:
         self._entries[name].saved = stop - self.longest(tokens, stop - 1, space)
         self._held[session.shared_blocks[0]] = name
         self._holds[name] += 1
-        held.callback(self._let_go, name)
+        held.callback(_let_go, self._holds, name)
         return np.array(session.shared_blocks, np.int64)
-
-    def _let_go(self, name: Name) -> None:
-        self._holds[name] -= 1
-        if self._holds[name] <= 0:
-            del self._holds[name]
 
     def read(self, page: NDArray[np.int64]) -> list[Float32]:
         """The state of each layer in a page that is held, float32 `(size,)`; counts as a use."""
@@ -181,7 +176,7 @@ class CachedStates:
     def settle(self) -> None:
         """Free all pages that are being written, after an exception too."""
         self._begun.clear()
-        self._holds.clear()
+        self._holds = Counter()  # holds of before count off the old one, however late they end
         for number in self._paged.sequence_ids():
             self._paged.free(int(number))
 
@@ -283,6 +278,13 @@ class CachedStates:
         assert lengths == known, "states: their lengths are not known"
         ranks = set(self._ranks)
         assert all((each.place, name) in ranks for name, each in self._entries.items()), "states: one has no rank"
+
+
+def _let_go(holds: Counter[Name], name: Name) -> None:
+    """Count a hold off."""
+    holds[name] -= 1
+    if holds[name] <= 0:
+        del holds[name]
 
 
 def name_of(tokens: Tokens, space: Hashable) -> Name:
