@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from hashlib import sha256
 from threading import Lock
 from types import ModuleType
@@ -15,6 +15,7 @@ from kvcache.errors import GrammarError
 from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.matcher import Matcher
 from kvcache.support.arguments import short
+from kvcache.support.rust_errors import rust_errors
 
 __all__ = ["GrammarCompiler"]
 
@@ -23,7 +24,6 @@ _KEPT = 64  # compiled grammars, each with the states of its lexer: 100 kB to so
 # beginning, and 14 ms for the mask of a token.
 _LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
 _UNFORCED = '%llguidance {"no_forcing": true}\n'
-_PANIC = ("pyo3_runtime", "PanicException")  # a class that no module exports, of faults in Rust
 
 
 class GrammarCompiler:
@@ -117,16 +117,9 @@ def _source(package: ModuleType, grammar: Grammar) -> str:
     return json.dumps(found)
 
 
-@contextmanager
-def _faults(expected: str) -> Iterator[None]:
+def _faults(expected: str) -> AbstractContextManager[None]:
     """Raise what a call of the package raises, panics too, as a GrammarError."""
-    try:
-        yield
-    except BaseException as error:
-        is_panic = (type(error).__module__, type(error).__name__) == _PANIC
-        if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic):
-            raise
-        raise GrammarError(f"grammar: expected {expected}, got an error: {short(str(error))}") from None
+    return rust_errors(lambda error: GrammarError(f"grammar: expected {expected}, got an error: {short(error)}"))
 
 
 def _line(matcher: Any) -> str:

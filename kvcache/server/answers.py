@@ -13,8 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
-from kvcache.sampling.dialects.transcript import ChannelPiece
-from kvcache.server.forms import Choice, Form, reason_of
+from kvcache.server.forms import Choice, Form, Whole, reason_of
 from kvcache.server.limits import Threads
 from kvcache.server.refusals import ending, too_large
 from kvcache.server.written import JsonObject, pieces
@@ -128,11 +127,11 @@ class HttpAnswer:
         return await run_sync(next, made, None, limiter=self._threads.answers)
 
     def _answer(self) -> JsonObject:
-        found: list[tuple[Choice, list[ChannelPiece], str | None]] = []
+        found = []
         for choice in self._choices():
             work = choice.work
             reason = reason_of(work.reason, is_empty=not work.num_new)
-            found.append((choice, choice.spoken.extend(work.new_tokens, ended=True), reason))
+            found.append(Whole(choice, choice.spoken.extend(work.new_tokens, ended=True), reason))
         return self._form.whole(self.requests, found)
 
     def _choices(self) -> list[Choice]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from starlette.responses import Response
-
 from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.server.bodies import Body
-from kvcache.server.forms import Choice, Counts, call_id, counts_of, event, now, unique
+from kvcache.server.forms import Choice, Counts, Form, Whole, call_id, counts_of, event, now, unique
 from kvcache.server.logprobs import Offsets, TokenTexts, of_chat, of_texts
 from kvcache.server.refusals import refusal
 from kvcache.server.written import JsonObject
@@ -19,7 +17,7 @@ from kvcache.serving import Request as EngineRequest
 __all__ = ["CompletionForm"]
 
 
-class CompletionForm:
+class CompletionForm(Form):
     """Writes an answer to a body, a chat or a text; see `Form`.
 
     Args:
@@ -29,7 +27,8 @@ class CompletionForm:
     """
 
     def __init__(self, body: Body, engine: BatchEngine, texts: TokenTexts) -> None:
-        self._body, self._engine, self._texts = body, engine, texts
+        super().__init__(body, engine)
+        self._texts = texts
         self._offsets: dict[int, Offsets] = {}
         self._calls: dict[int, int] = {}  # of each sample that has some: how many
         self._begun: set[int] = set()
@@ -38,14 +37,7 @@ class CompletionForm:
         self._head = {"id": unique(prefix), "object": kind, "created": now(), "model": body.model}
         self._common = self._head | ({"usage": None} if body.with_usage else {})
 
-    @property
-    def field(self) -> str:
-        return self._body.field
-
     # -- streams --------------------------------------------------------------------------------------------
-
-    def begin(self, requests: Sequence[EngineRequest]) -> Iterator[str]:
-        return iter(())
 
     def events(
         self, choice: Choice, pieces: Sequence[ChannelPiece], logprobs: JsonObject | None, reason: str | None
@@ -85,9 +77,6 @@ class CompletionForm:
             yield event({**self._common, "choices": [], "usage": _usage(counts_of(self._engine, requests, choices))})
         yield "data: [DONE]\n\n"
 
-    def refusal(self, error: Exception, *, running: bool = False) -> Response:
-        return refusal(error, running=running)
-
     def fail(self, error: Exception) -> Iterator[str]:
         yield f"data: {bytes(refusal(error, running=True).body).decode()}\n\ndata: [DONE]\n\n"
 
@@ -106,14 +95,13 @@ class CompletionForm:
 
     # -- whole ----------------------------------------------------------------------------------------------
 
-    def whole(
-        self, requests: Sequence[EngineRequest], choices: Sequence[tuple[Choice, list[ChannelPiece], str | None]]
-    ) -> JsonObject:
-        counts = counts_of(self._engine, requests, [choice for choice, *_ in choices])
-        made = (self._choice(*each) for each in choices)
+    def whole(self, requests: Sequence[EngineRequest], choices: Sequence[Whole]) -> JsonObject:
+        counts = counts_of(self._engine, requests, [each.choice for each in choices])
+        made = map(self._choice, choices)
         return JsonObject(**self._head, choices=made, usage=_usage(counts))
 
-    def _choice(self, choice: Choice, pieces: list[ChannelPiece], reason: str | None) -> JsonObject:
+    def _choice(self, sample: Whole) -> JsonObject:
+        choice, pieces, reason = sample
         work, logprobs = choice.work, None
         if (found := work.logprobs) is not None:
             logprobs = self.logprobs(choice, work.new_tokens, found)

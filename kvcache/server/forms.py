@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from secrets import token_hex
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
 from kvcache.sampling.dialects.transcript import ChannelPiece
-from kvcache.server.refusals import ending
+from kvcache.server.bodies import Body
+from kvcache.server.refusals import ending, refusal
 from kvcache.server.written import JsonObject, written
 from kvcache.serving import BatchEngine
 from kvcache.serving import Request as EngineRequest
 from kvcache.serving.work import Work
 
 __all__ = [
-    "Choice", "Counts", "Form", "call_id", "counts_of", "event", "now", "reason_of", "unique", "written_tokens",
+    "Choice", "Counts", "Form", "Whole", "call_id", "counts_of", "event", "now", "reason_of", "unique",
+    "written_tokens",
 ]
 
 
@@ -37,6 +40,14 @@ class Choice(NamedTuple):
     spoken: SpokenAnswer
 
 
+class Whole(NamedTuple):
+    """A whole sample: its pieces, and why it ended, "stop" or "length"; None: it has not."""
+
+    choice: Choice
+    pieces: list[ChannelPiece]
+    reason: str | None
+
+
 class Counts(NamedTuple):
     """Numbers of tokens: of prompts, of them those that were cached and those that are now, new ones, and thoughts."""
 
@@ -47,16 +58,27 @@ class Counts(NamedTuple):
     reasoning: int
 
 
-class Form(Protocol):
-    """Writes one answer. Events are texts of the stream, each whole."""
+class Form(ABC):
+    """Writes one answer. Events are texts of the stream, each whole.
+
+    Args:
+        body: of the client.
+        engine: of the requests.
+    """
+
+    def __init__(self, body: Body, engine: BatchEngine) -> None:
+        self._body, self._engine = body, engine
 
     @property
     def field(self) -> str:
         """The name of the field with the prompts."""
+        return self._body.field
 
     def begin(self, requests: Sequence[EngineRequest]) -> Iterator[str]:
         """The events before any token; those that a request needs to be known are written when it has one."""
+        return iter(())
 
+    @abstractmethod
     def events(
         self, choice: Choice, pieces: Sequence[ChannelPiece], logprobs: JsonObject | None, reason: str | None
     ) -> Iterator[str]:
@@ -64,23 +86,27 @@ class Form(Protocol):
 
     def end(self, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Iterator[str]:
         """The events after the last token."""
+        return iter(())
 
     def refusal(self, error: Exception, *, running: bool = False) -> Response:
         """An error instead of an answer; see `refusal`."""
+        return refusal(error, running=running)
 
+    @abstractmethod
     def fail(self, error: Exception) -> Iterator[str]:
         """The events that end a stream with an error."""
 
+    @abstractmethod
     def ping(self) -> str:
         """An event that says nothing."""
 
     def logprobs(self, choice: Choice, tokens: Sequence[int], found: Sequence[Any]) -> JsonObject:
-        """The log-probabilities of the next tokens of a sample."""
+        """The log-probabilities of the next tokens of a sample; most interfaces have none."""
+        return JsonObject()
 
-    def whole(
-        self, requests: Sequence[EngineRequest], choices: Sequence[tuple[Choice, list[ChannelPiece], str | None]]
-    ) -> JsonObject:
-        """The whole answer: each sample with its pieces, and why it ended."""
+    @abstractmethod
+    def whole(self, requests: Sequence[EngineRequest], choices: Sequence[Whole]) -> JsonObject:
+        """The whole answer."""
 
 
 def event(value: Any, name: str | None = None) -> str:

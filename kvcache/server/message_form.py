@@ -11,7 +11,7 @@ from starlette.responses import Response
 from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.bodies import Body
-from kvcache.server.forms import Choice, call_id, event, unique, written_tokens
+from kvcache.server.forms import Choice, Form, Whole, call_id, event, unique, written_tokens
 from kvcache.server.refusals import message_refusal
 from kvcache.server.written import JsonObject
 from kvcache.serving import BatchEngine
@@ -28,7 +28,7 @@ _BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-class MessageForm:
+class MessageForm(Form):
     """Writes the answer to a body of `/v1/messages`; see `Form`.
 
     Args:
@@ -37,20 +37,13 @@ class MessageForm:
     """
 
     def __init__(self, body: Body, engine: BatchEngine) -> None:
-        self._body, self._engine = body, engine
+        super().__init__(body, engine)
         self._head = {"id": unique("msg_"), "type": "message", "role": "assistant", "model": body.model}
         self._open: str | None = None  # the channel of the block that is not ended
         self._blocks = 0
         self._begun = False
 
-    @property
-    def field(self) -> str:
-        return self._body.field
-
     # -- streams --------------------------------------------------------------------------------------------
-
-    def begin(self, requests: Sequence[EngineRequest]) -> Iterator[str]:
-        return iter(())
 
     def events(
         self, choice: Choice, pieces: Sequence[ChannelPiece], logprobs: JsonObject | None, reason: str | None
@@ -104,12 +97,7 @@ class MessageForm:
 
     # -- whole ----------------------------------------------------------------------------------------------
 
-    def logprobs(self, choice: Choice, tokens: Sequence[int], found: Sequence[Any]) -> JsonObject:
-        return JsonObject()  # no body asks for them
-
-    def whole(
-        self, requests: Sequence[EngineRequest], choices: Sequence[tuple[Choice, list[ChannelPiece], str | None]]
-    ) -> JsonObject:
+    def whole(self, requests: Sequence[EngineRequest], choices: Sequence[Whole]) -> JsonObject:
         ((choice, pieces, reason),) = choices
         content: list[dict[str, Any]] = []
         last = None

@@ -6,11 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from starlette.responses import Response
-
 from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.server.bodies import Body
-from kvcache.server.forms import Choice, call_id, event, now, unique, written_tokens
+from kvcache.server.forms import Choice, Form, Whole, call_id, event, now, unique, written_tokens
 from kvcache.server.refusals import refusal
 from kvcache.server.written import JsonObject
 from kvcache.serving import BatchEngine
@@ -26,7 +24,7 @@ _ECHOED: dict[str, Any] = {
 _KEPT = {"store", "service_tier", "truncation", "previous_response_id"}  # say what is done, not what was asked for
 
 
-class ResponseForm:
+class ResponseForm(Form):
     """Writes the answer to a body of `/v1/responses`; see `Form`.
 
     Thoughts, text and each call are items of their own, in the order in which they come.
@@ -38,17 +36,13 @@ class ResponseForm:
     """
 
     def __init__(self, body: Body, engine: BatchEngine, given: Mapping[str, Any]) -> None:
-        self._body, self._engine = body, engine
+        super().__init__(body, engine)
         said = {name: given.get(name) for name in _ECHOED if name not in _KEPT and given.get(name) is not None}
         head = {"id": unique("resp_"), "object": "response", "created_at": now(), "model": body.model}
         self._head: dict[str, Any] = {**head, **_ECHOED, **said, "error": None, "incomplete_details": None}
         self._items: list[dict[str, Any]] = []
         self._open = False  # whether the last item is not ended
         self._number = -1  # of the last event
-
-    @property
-    def field(self) -> str:
-        return self._body.field
 
     # -- items ----------------------------------------------------------------------------------------------
 
@@ -119,12 +113,6 @@ class ResponseForm:
             found = self._ended(choice, reason)
             yield self._event(f"response.{found['status']}", response=found)
 
-    def end(self, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Iterator[str]:
-        return iter(())
-
-    def refusal(self, error: Exception, *, running: bool = False) -> Response:
-        return refusal(error, running=running)
-
     def fail(self, error: Exception) -> Iterator[str]:
         found = json.loads(bytes(refusal(error, running=True).body))["error"]
         said = {"code": found["code"] or "server_error", "message": found["message"]}
@@ -143,12 +131,7 @@ class ResponseForm:
 
     # -- whole ----------------------------------------------------------------------------------------------
 
-    def logprobs(self, choice: Choice, tokens: Sequence[int], found: Sequence[Any]) -> JsonObject:
-        return JsonObject()  # no body asks for them
-
-    def whole(
-        self, requests: Sequence[EngineRequest], choices: Sequence[tuple[Choice, list[ChannelPiece], str | None]]
-    ) -> JsonObject:
+    def whole(self, requests: Sequence[EngineRequest], choices: Sequence[Whole]) -> JsonObject:
         ((choice, pieces, reason),) = choices
         for _ in self.events(choice, pieces, None, reason or "stop"):
             pass  # the items are what counts

@@ -7,7 +7,7 @@ import time
 import openai
 import pytest
 from chat_folders import chat_folder
-from http_servers import MODEL, Served, answer, fetched, post, tiny_file
+from http_servers import MODEL, Served, answer, fetched, post
 
 from kvcache import SamplingParams
 from kvcache.commands.serve import keys_of
@@ -18,17 +18,6 @@ from kvcache.server.api_keys import Keys
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 TALK = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny_file(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def served(path):
-    with Served(path) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -4,24 +4,12 @@ import json
 
 import anthropic
 import pytest
-from http_servers import MODEL, Served, answer, post, tiny_file
+from http_servers import MODEL, SAID, SCHEMA, TALK, Served, answer, post, tiny_file, tools_template
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
-TALK = [{"role": "user", "content": "Which weather?"}]
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"name": "weather", "description": "x", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
-TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}"
-    "{% for m in messages %}{{ m.role }}:"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %};"
-    "{% endfor %}assistant:{% if enable_thinking is defined %}{{ enable_thinking }}{{ reasoning_effort }}{% endif %}"
-)
-SAID = (
-    '<think>\nhm é\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-    '\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>\n'
-)
+TEMPLATE = tools_template("{% if enable_thinking is defined %}{{ enable_thinking }}{{ reasoning_effort }}{% endif %}")
 
 
 @pytest.fixture(scope="module")

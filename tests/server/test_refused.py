@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from http_servers import MODEL, Served, answer, fetched, post, tiny_file
+from http_servers import MODEL, Served, answer, fetched, post
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache import SamplingParams
@@ -15,17 +15,6 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 TALK = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny_file(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def served(path):
-    with Served(path) as made:
-        yield made
 
 
 REFUSED = [

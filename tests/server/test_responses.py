@@ -4,25 +4,13 @@ import json
 
 import openai
 import pytest
-from http_servers import MODEL, Served, answer, post, tiny_file
+from http_servers import MODEL, SAID, SCHEMA, Served, answer, post, tiny_file, tools_template
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"type": "function", "name": "weather", "description": "x", "parameters": SCHEMA}
 CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": "x", "parameters": SCHEMA}}
-TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}"
-    "{% for m in messages %}{{ m.role }}:"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %};"
-    "{% endfor %}assistant:{{ reasoning_effort }}{{ verbosity }}"
-)
-SAID = (
-    '<think>\nhm é\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-    '\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>\n'
-)
+TEMPLATE = tools_template("{{ reasoning_effort }}{{ verbosity }}", "{{ m.content or '' }}")
 
 
 @pytest.fixture(scope="module")

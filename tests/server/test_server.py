@@ -12,7 +12,7 @@ import time
 
 import openai
 import pytest
-from http_servers import MODEL, Served, answer, fetched, post, tiny_file
+from http_servers import MODEL, Served, answer, fetched, post
 from serving import settled
 
 from kvcache import SamplingParams
@@ -21,11 +21,6 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 TALK = [{"role": "user", "content": "Where is the cat? — Und die Katze: 猫 🐈"}]
 STREAMS = 200
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny_file(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

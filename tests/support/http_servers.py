@@ -20,6 +20,26 @@ MODEL = "tiny"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
 
 
+TALK = [{"role": "user", "content": "Which weather?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+# A thought, a text and two calls, in the words of Qwen3.
+SAID = (
+    '<think>\nhm é\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>\n'
+)
+
+
+def tools_template(end, content="{{ m.content }}"):
+    """A template in the words of Qwen3; `end` is what follows the last role, `content` the content of a message."""
+    return (
+        "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{% endif %}"
+        "{% for m in messages %}{{ m.role }}:"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}" + content
+        + "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %};"
+        "{% endfor %}assistant:" + end
+    )
+
+
 def tiny_file(folder, template=TEMPLATE, **more):
     """A GGUF file of the golden Llama with a vocabulary of bytes and a chat template; `more` are further entries."""
     return convert(
