@@ -157,8 +157,8 @@ class _Run:
         self._engine = InferenceEngine(recorder, prefill_chunk=256, **{"num_blocks": context // 16 + 1, **options})
         cache, config = self._engine.cache, self._engine.config
         length = self._engine.residual_length
-        layers = 1 if cache.separate_layers else config.num_layers
-        per_token = 2 * layers * config.num_kv_heads * config.head_dim
+        layers = 1 if cache.separate_layers else config.num_layers  # a block has one layer, or one head of it
+        per_token = 2 * layers * cache.num_heads * config.head_dim
         packed = 8 * cache.block_memory_bytes / cache.block_size / per_token
         own = [each.bits for each in cache.formats.pair if each is not None]  # of both, or of none
         packed = sum(own) / len(own) if own else packed

@@ -97,6 +97,12 @@ class Calibration:
         parts = [None if each is None else each[layers] for each in (self.moments, self.losses)]
         return Calibration(self.centres[layers], *parts)
 
+    def by_head(self) -> Calibration:
+        """The same, with each head as a layer of one head, in the order of layers."""
+        layers, heads, dim = self.centres.shape
+        moments = None if self.moments is None else self.moments.reshape(layers * heads, 1, dim, dim)
+        return Calibration(self.centres.reshape(layers * heads, 1, dim), moments)
+
     def without_centres(self, layers: list[int]) -> Calibration:
         """The same, with centres of zeros in these layers."""
         centres = self.centres.copy()

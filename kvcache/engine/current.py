@@ -318,9 +318,9 @@ class CurrentText:
         if self.text.seq_id:  # an exception ended a change beside it
             self._renumber()
 
-    def positions(self, layer: int) -> NDArray[np.int64]:
-        """The text positions of the tokens whose K and V this layer has, ascending, `(n,)`."""
-        return self.pool.positions(self.text, layer)
+    def positions(self, layer: int, head: int | None = None) -> NDArray[np.int64]:
+        """The text positions of the tokens whose K and V a KV head has, ascending, `(n,)`; None: any head."""
+        return self.pool.positions(self.text, layer, head)
 
     def check(self) -> None:
         """Verify the invariants; AssertionError names the fault."""

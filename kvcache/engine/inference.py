@@ -201,6 +201,7 @@ class InferenceEngine:
 
         Its sequences 0 and 1 belong to the engine; callers may use other ids.
         In an engine that evicts, the ids below `2 * num_layers` belong to it: sequence l holds layer l's survivors.
+        Where a policy chooses per head, a sequence and a layer of the cache are a KV head of a layer: `l * heads + h`.
         """
         return self._sequence.cache
 
@@ -219,23 +220,30 @@ class InferenceEngine:
         """Tokens per group of the residual; 0: queries read all tokens as the cache stores them."""
         return self._settings.storage.residual_length
 
-    def alive_tokens(self, layer: int) -> int:
+    def alive_tokens(self, layer: int, head: int | None = None) -> int:
         """The number of tokens whose K and V this layer has; `num_tokens` without eviction.
 
-        Raises:
-            TypeError, IndexError: no such layer.
-        """
-        return len(self.kept_positions(layer))
+        Args:
+            head: of the KV heads, which differ under a policy that chooses per head; None: any of them.
 
-    def kept_positions(self, layer: int) -> NDArray[np.int64]:
+        Raises:
+            TypeError, IndexError: no such layer or head.
+        """
+        return len(self.kept_positions(layer, head))
+
+    def kept_positions(self, layer: int, head: int | None = None) -> NDArray[np.int64]:
         """The text positions of the tokens whose K and V this layer has, ascending, int64 `(n,)`.
 
+        Args:
+            head: of the KV heads, which differ under a policy that chooses per head; None: any of them.
+
         Raises:
-            TypeError, IndexError: no such layer.
+            TypeError, IndexError: no such layer or head.
         """
         layer = as_index(layer, "layer", self.config.num_layers)
+        head = None if head is None else as_index(head, "head", self.config.num_kv_heads)
         with self.requests.lock:
-            return self._sequence.positions(layer)
+            return self._sequence.positions(layer, head)
 
     @property
     def config(self) -> NetworkConfig:

@@ -7,29 +7,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.texts.policy import Policy
+from kvcache.policies.ranked import Ranked
 
 __all__ = ["KeyDiff"]
 
 
-class KeyDiff(Policy):
+class KeyDiff(Ranked):
     """Keeps the tokens whose keys are least like the mean direction of all keys; it needs no attention scores.
 
-    Source: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction" (arXiv 2504.15364), section 3. There
-    each head chooses for itself; here the cosine similarities of all KV heads of a layer are summed.
+    Source: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction" (arXiv 2504.15364), section 3.
+
+    Args:
+        per_head: whether each KV head keeps tokens of its own, as there; if not, the similarities of all heads of a
+            layer are summed.
     """
 
     score_queries = 0
     reads_keys = True
 
-    def keep(
-        self, layer: int, scores: npt.NDArray[np.float64], positions: npt.NDArray[np.int64], budget: int, /,
-        keys: Any = None,
-    ) -> npt.NDArray[np.int64]:
-        """See `Policy.keep`; `keys` are those of `Policy.reads_keys`."""
-        rows = np.asarray(keys, np.float64)
-        rows = rows / np.maximum(np.linalg.norm(rows, axis=2, keepdims=True), 1e-12)
-        anchor = rows.mean(axis=1, keepdims=True)
-        anchor /= np.maximum(np.linalg.norm(anchor, axis=2, keepdims=True), 1e-12)
-        likeness = (rows * anchor).sum(axis=(0, 2))
-        return np.sort(np.argsort(likeness, kind="stable")[:budget])
+    def worth(
+        self, layer: int, scores: Any, positions: Any, budget: int, /, *rows: Any
+    ) -> npt.NDArray[np.float64]:
+        """See `Ranked.worth`."""
+        keys = np.asarray(rows[0], np.float64)
+        keys = keys / np.maximum(np.linalg.norm(keys, axis=1, keepdims=True), 1e-12)
+        anchor = keys.mean(axis=0)
+        anchor /= max(float(np.linalg.norm(anchor)), 1e-12)
+        likeness: npt.NDArray[np.float64] = (keys * anchor).sum(axis=1)
+        return -likeness

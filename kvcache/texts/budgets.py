@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from kvcache.eviction import EvictionPolicy, Rule
 from kvcache.lists.kept_tokens import KeptTokens
 from kvcache.networks.protocols import Model, layer_attention, other_layers, unlike_layers
 from kvcache.support.arguments import as_count
-from kvcache.texts.policy import Policy, as_budgets, as_kept, as_score_queries, is_policy
+from kvcache.texts.policy import Policy, as_budgets, as_kept, as_kept_by_head, as_num_queries, is_policy, of_network
 from kvcache.texts.scores import Alive, Scoring
 
 __all__ = ["Budgets", "most_blocks", "survivors"]
@@ -21,6 +21,7 @@ __all__ = ["Budgets", "most_blocks", "survivors"]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
+Read = Callable[[], tuple[Float32, Float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,14 @@ class Budgets:
         kv_budget: tokens per layer; under PyramidKV on average.
         rules: one `Rule` per layer; a `Policy` protects no tokens.
         scoring: the queries that count.
+        lists: of tokens in a layer: 1, or one for each KV head; a rule's limit is then that of a head on average.
     """
 
     policy: EvictionPolicy | Policy
     kv_budget: int
     rules: tuple[Rule, ...]
     scoring: Scoring
+    lists: int = 1
 
     @classmethod
     def of(cls, policy: EvictionPolicy | Policy | None, kv_budget: int | None, model: Model) -> Budgets | None:
@@ -71,9 +74,7 @@ class Budgets:
         kv_budget = as_count(kv_budget, "kv_budget", 1, most=None)
         # No text has more than 2**30 tokens; `KeptTokens` counts in 32 bits.
         if not isinstance(policy, EvictionPolicy):
-            scoring = Scoring(as_score_queries(policy), model.config.num_kv_heads)
-            limits = as_budgets(policy, kv_budget, num_layers)
-            return cls(policy, kv_budget, tuple(Rule(min(limit, 1 << 30), 0, 0) for limit in limits), scoring)
+            return cls._of_python(policy, kv_budget, model)
         if policy.total_layers not in (None, num_layers):
             raise ValueError(f"eviction_policy: expected PyramidKV({num_layers}) for this network, got {policy}")
         shares = policy.shares(kv_budget * num_layers, range(num_layers))
@@ -82,23 +83,58 @@ class Budgets:
             _check_endless(model, rules[0].limit)
         return cls(policy, kv_budget, rules, Scoring(None if policy.by_score else 0))
 
+    @classmethod
+    def _of_python(cls, policy: Policy, kv_budget: int, model: Model) -> Budgets:
+        policy, heads = of_network(policy, model), model.config.num_kv_heads
+        per_head = bool(getattr(policy, "per_head", False))
+        counted, rows = as_num_queries(policy, "score_queries"), as_num_queries(policy, "reads_queries") or 0
+        limits = as_budgets(policy, kv_budget, model.config.num_layers)
+        rules = tuple(Rule(min(limit, 1 << 30), 0, 0) for limit in limits)
+        return cls(policy, kv_budget, rules, Scoring(counted, None if per_head else heads, rows), heads**per_head)
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each KV head has tokens of its own."""
+        return not isinstance(self.policy, EvictionPolicy) and bool(getattr(self.policy, "per_head", False))
+
     @property
     def endless(self) -> bool:
         """Whether the length of a text is not limited, see `EvictionPolicy`."""
         return isinstance(self.policy, EvictionPolicy) and self.policy.endless
 
-    def keep(self, layer: int, alive: Alive, end: int, read: Callable[[], tuple[Float32, Float32]]) -> Int64:
-        """The indices of the tokens of a layer that stay in a text of `end` tokens, ascending.
+    def exceeds(self, layer: int, counts: Sequence[int]) -> bool:
+        """Whether lists of so many tokens are above the budget of a layer."""
+        return sum(counts) > len(counts) * self.rules[layer].limit
+
+    def keep(self, layer: int, lists: Sequence[Alive], end: int, reads: Sequence[Read]) -> list[Int64]:
+        """The indices of the tokens of each list of a layer that stay in a text of `end` tokens, ascending.
 
         Args:
-            read: reads K and V of these tokens, `(n, num_kv_heads, head_dim)`.
+            reads: for each list a function that reads K and V of its tokens, `(n, heads, head_dim)`.
         """
-        scores, rule = self.scoring.mean(alive, end), self.rules[layer]
+        scores, rule = [self.scoring.mean(each, end) for each in lists], self.rules[layer]
         if isinstance(self.policy, EvictionPolicy):
-            return survivors(scores, rule, self.policy.by_score)
-        keys = [np.moveaxis(read()[0], 0, 1)] if getattr(self.policy, "reads_keys", False) else []
-        found = self.policy.keep(layer, scores, alive.positions.copy(), rule.limit, *keys)
-        return as_kept(found, len(alive.positions), rule.limit)
+            return [survivors(each, rule, self.policy.by_score) for each in scores]
+        policy, positions = self.policy, [each.positions.copy() for each in lists]
+        shown = self._shown(policy, lists, reads)
+        if self.per_head:
+            rows = [[each[0] for each in one] for one in shown]
+            found = policy.keep(layer, scores, positions, rule.limit, *rows)
+            return as_kept_by_head(found, [len(each) for each in positions], rule.limit)
+        found = policy.keep(layer, scores[0], positions[0], rule.limit, *[one[0] for one in shown])
+        return [as_kept(found, len(positions[0]), rule.limit)]
+
+    def _shown(self, policy: Policy, lists: Sequence[Alive], reads: Sequence[Read]) -> list[list[Float32]]:
+        """Rows that a policy reads: an argument after the other, for each list, with the axis of KV heads first."""
+        wanted = [getattr(policy, name, False) for name in ("reads_keys", "reads_values")]
+        shown: list[list[Float32]] = []
+        if any(wanted):
+            rows = [read() for read in reads]
+            shown = [[np.moveaxis(each[i], 0, 1) for each in rows] for i in range(2) if wanted[i]]
+        if self.scoring.rows:
+            heads, kept = self.scoring.heads or 1, [each.queries for each in lists]
+            shown.append([np.moveaxis(q.reshape(len(q), heads, -1, q.shape[-1]), 1, 0).copy() for q in kept])
+        return shown
 
     def piece(self, chunk: int, positions: int) -> int:
         """The maximum length of a piece: `chunk`, and under StreamingLLM the positions that survivors leave free."""
@@ -108,10 +144,12 @@ class Budgets:
         """The maximum number of blocks of a text that runs in pieces of `chunk` with at most `positions` survivors.
 
         Per layer: the survivors, one piece, and the survivors again, which a fork keeps until the call has succeeded.
-        For one layer at a time, also the new blocks of a compaction.
+        For one layer at a time, also the new blocks of a compaction. Where KV heads are lists of their own, blocks are
+        those of a head.
         """
-        rest = [most_blocks(min(rule.limit, positions), block_size) for rule in self.rules]
-        return 2 * sum(rest) + max(rest) + len(rest) * (-(-min(chunk, positions) // block_size) + 1)
+        rest = [most_blocks(min(rule.limit, positions), block_size, self.lists) for rule in self.rules]
+        pieces = self.lists * (-(-min(chunk, positions) // block_size) + 1)
+        return 2 * sum(rest) + max(rest) + len(rest) * pieces
 
 
 def _check_endless(model: Model, limit: int) -> None:
@@ -144,7 +182,10 @@ def survivors(scores: Float64, rule: Rule, by_score: bool) -> Int64:
     return kept.positions()
 
 
-def most_blocks(num_tokens: int, block_size: int) -> int:
-    """The maximum number of blocks of a layer between calls: a quarter more than needed, plus one."""
-    needed = -(-num_tokens // block_size)
-    return needed + needed // 4 + (needed > 0)
+def most_blocks(num_tokens: int, block_size: int, lists: int = 1) -> int:
+    """The maximum number of blocks of a list between calls: a quarter more than needed, plus one.
+
+    Of several `lists` that of all together, which have `num_tokens` on average and are not empty.
+    """
+    needed = (lists * (num_tokens + block_size - 1)) // block_size
+    return needed + needed // 4 + lists * (needed > 0)

@@ -8,6 +8,12 @@ position embedding of its text position. A piece is appended and attends over th
 evicts down to its budget: blocks without survivors are freed, and scattered survivors are compacted if they occupy too
 many blocks (`most_blocks`).
 
+Where a policy chooses for each KV head, each head of a layer is a sequence, and a block holds tokens of one head. The
+budget of a layer is that of its heads together, and a token takes memory in those that keep it alone:
+
+    layer 0, head 0   0  .  .  .  4  .  .  7  .  9 10 11     sequence 0: 6 of the 14 tokens of the layer
+    layer 0, head 1   0  1  2  .  4  .  6  7  .  9 10 11     sequence 1: 8 of them, as a budget of 7 allows
+
 Under H2O and PyramidKV a token's score is the attention mass on it in its layer, summed over all later queries and
 heads (float64) and divided by the number of queries that could see it. The plain sum favours early tokens and keeps
 worse tokens on held-out text (`python -m bench quality`). Scores depend on the size of the pieces: in pieces of 512, a
@@ -37,7 +43,7 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.budgets import Budgets, most_blocks
 from kvcache.texts.group import CachedStart, Ids, LayerCall, Lens, Reclaim, append_within, settle_within
-from kvcache.texts.scores import Alive
+from kvcache.texts.scores import Alive, Drawn
 from kvcache.texts.text import Text, Tokens
 
 __all__ = ["EvictingLayers", "Survivors"]
@@ -48,9 +54,9 @@ class Survivors(NamedTuple):
 
     Attributes:
         cache: which one, of its own.
-        first: the sequence of its first layer there: 0, or the number of layers for a fork.
+        first: the sequence of its first list there: 0, or the number of lists for a fork.
         stop: tokens of the text when the layers were as here.
-        alive: the tokens of each layer.
+        alive: the tokens of each list: of a layer, or of a KV head, heads of a layer side by side.
     """
 
     cache: int
@@ -65,7 +71,8 @@ class EvictingLayers:
     Args:
         budgets: one rule for each layer.
         attention: how each layer attends.
-        make_cache: makes the cache of a text, with `separate_layers`; it is used again for later ones.
+        make_cache: makes the cache of a text, with `separate_layers` and a layer for each list; it is used again for
+            later ones.
         most: the most texts.
     """
 
@@ -77,10 +84,13 @@ class EvictingLayers:
     ) -> None:
         self.budgets, self._make_cache, self._most = budgets, make_cache, most
         self.layers = tuple(range(len(budgets.rules)))
-        self._calls = [each.options() for each in attention if each is not None]
+        self._calls = [
+            [_of_head(each, head, budgets.lists) for head in range(budgets.lists)]
+            for each in attention if each is not None
+        ]
         self._caches = [make_cache()]
-        self._ids = np.arange(len(self.layers), dtype=np.uint64)
-        self._drawn: dict[int, list[Float32 | None]] = {}  # by sequence: what attention gave in the pass that runs
+        self._ids = np.arange(len(self.layers) * budgets.lists, dtype=np.uint64)
+        self._drawn: dict[int, list[Drawn]] = {}  # by sequence: what attention gave in the pass that runs, of each list
         self._taken: dict[int, int] = {}  # the cache of each sequence
         self.reclaim: Reclaim | None = None
 
@@ -105,6 +115,10 @@ class EvictingLayers:
         used = sum(cache.used_block_count for cache in self._caches)
         return {"free": self.total_blocks - used, "claimed": used, "cached": 0}
 
+    def _lists(self, layer: int) -> range:
+        """The lists of a layer."""
+        return range(layer * self.budgets.lists, (layer + 1) * self.budgets.lists)
+
     def _place(self, text: Text, index: int) -> Survivors:
         place: Survivors = text.places[index]
         return place
@@ -119,22 +133,22 @@ class EvictingLayers:
         number = next(i for i in range(self._most) if i not in self._taken.values())
         if number == len(self._caches):
             self._caches.append(self._make_cache())
-        for layer in self.layers:
-            self._begin_layer(self._caches[number], layer)
+        for each in range(len(self._ids)):
+            self._begin_list(self._caches[number], each)
         self._taken[seq_id] = number
-        return Survivors(number, 0, 0, (self.budgets.scoring.no_tokens,) * len(self.layers))
+        return Survivors(number, 0, 0, (self.budgets.scoring.no_tokens,) * len(self._ids))
 
-    def _begin_layer(self, cache: PagedKvCache, layer_id: int) -> None:
-        if layer_id in cache:
-            cache.free(layer_id)
-        cache.allocate(layer_id, 0)
+    def _begin_list(self, cache: PagedKvCache, list_id: int) -> None:
+        if list_id in cache:
+            cache.free(list_id)
+        cache.allocate(list_id, 0)
 
     def fork(self, text: Text, index: int, seq_id: int) -> Survivors:
         place, cache = self._place(text, index), self._cache_of(text, index)
-        first = 0 if place.first else len(self.layers)
-        for layer in self.layers:  # of a fork that an exception ended
-            if first + layer in cache:
-                cache.free(first + layer)
+        first = 0 if place.first else len(self._ids)
+        for each in range(first, first + len(self._ids)):  # of a fork that an exception ended
+            if each in cache:
+                cache.free(each)
         cache.fork_batch(self._ids + np.uint64(place.first), self._ids + np.uint64(first))
         self._taken[seq_id] = place.cache
         return place._replace(first=first)
@@ -148,7 +162,7 @@ class EvictingLayers:
         for i, text in enumerate(texts):
             place, cache = self._place(text, index), self._cache_of(text, index)
             self.compact(text, index)
-            each = np.full(len(self.layers), counts[i])
+            each = np.full(len(self._ids), counts[i])
             try:
                 append_within(cache, self._ids + np.uint64(place.first), each, self._make_room)
             except Exception:
@@ -160,8 +174,7 @@ class EvictingLayers:
         return self.reclaim is not None and self.reclaim(error)
 
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
-        """One attention call per text and layer; positions of the queries for the sinks, where a text has a hole."""
-        layers, calls, scoring = len(self.layers), self._calls, self.budgets.scoring
+        """One attention call per text and list; positions of the queries for the sinks, where a text has a hole."""
         stops = np.cumsum(lens).tolist()
         parts, sinks, holes = [], [], False
         self._drawn = {}
@@ -170,24 +183,37 @@ class EvictingLayers:
             hole = text.computed - len(place.alive[0].positions) if self.budgets.endless else 0
             holes |= hole > 0
             sinks.append(np.arange(text.computed - hole, text.computed - hole + count))
-            drawn = self._drawn[text.seq_id] = [None] * layers
-            own = [np.array([place.first + layer], np.uint64) for layer in self.layers]
-            parts.append((slice(stop - count, stop), self._caches[place.cache], own, np.array([count]), drawn, hole))
+            drawn = self._drawn[text.seq_id] = [Drawn()] * len(self._ids)
+            parts.append((slice(stop - count, stop), self._caches[place.cache], place.first, drawn, hole))
 
         def attend(
             layer: int, queries: Float32, keys: Any, values: Any, sink_queries: Float32 | None = None, /
         ) -> Float32:
             mixed = []
-            for part, cache, own, count, drawn, hole in parts:
-                seq_id = int(own[layer][0])
-                cache.write(layer, seq_id, keys[part], values[part])
+            for part, cache, first, drawn, hole in parts:
                 turned = None if sink_queries is None or not hole else sink_queries[part]
-                options = calls[layer] | {"sink_queries": turned}
-                found, drawn[layer] = scoring.attend(cache, layer, queries[part], own[layer], count, options)
-                mixed.append(found)
+                rows = queries[part], keys[part], values[part], turned
+                mixed.append(self._attend_layer(cache, first, layer, drawn, *rows))
             return mixed[0] if len(mixed) == 1 else np.concatenate(mixed)
 
         return attend, {"sink_positions": np.concatenate(sinks)} if holes else {}
+
+    def _attend_layer(
+        self, cache: PagedKvCache, first: int, layer: int, drawn: list[Drawn], queries: Float32, keys: Any,
+        values: Any, sink_queries: Float32 | None,
+    ) -> Float32:
+        """Write the new tokens of a text into the lists of a layer, and attend: each list with its query heads."""
+        lists, count, mixed = self._lists(layer), np.array([len(queries)]), []
+        heads, kv = queries.shape[1] // len(lists), keys.shape[1] // len(lists)
+        for i, each in enumerate(lists):
+            own, theirs = slice(i * heads, (i + 1) * heads), slice(i * kv, (i + 1) * kv)
+            cache.write(each, first + each, keys[:, theirs], values[:, theirs])
+            options = self._calls[layer][i]
+            options = options | {"sink_queries": None if sink_queries is None else sink_queries[:, own]}
+            seq_id = np.array([first + each], np.uint64)
+            found, drawn[each] = self.budgets.scoring.attend(cache, each, queries[:, own], seq_id, count, options)
+            mixed.append(found)
+        return mixed[0] if len(mixed) == 1 else np.concatenate(mixed, axis=1)
 
     def ran(self, text: Text, index: int, before: int) -> None:
         """Evict down to the budgets. What a policy raises leaves the place as it was."""
@@ -195,31 +221,33 @@ class EvictingLayers:
         cache, budgets, end = self._caches[place.cache], self.budgets, text.computed
         alive = []
         for layer, rule in enumerate(budgets.rules):
-            after = budgets.scoring.add(place.alive[layer], before, end - before, drawn[layer])
-            if len(after.positions) > rule.limit:
-                kept = budgets.keep(layer, after, end, partial(cache.read, layer, place.first + layer))
-                if budgets.endless:  # the same survivors; this call also marks the sinks in the cache
-                    cache.apply_streaming_llm(place.first + layer, rule.front, rule.back)
-                else:
-                    cache.keep_tokens(place.first + layer, kept)
-                after = budgets.scoring.keep(after, kept)
-            alive.append(after)
+            own = self._lists(layer)
+            after = [budgets.scoring.add(place.alive[i], before, end - before, drawn[i]) for i in own]
+            if budgets.exceeds(layer, [len(each.positions) for each in after]):
+                kept = budgets.keep(layer, after, end, [partial(cache.read, i, place.first + i) for i in own])
+                for i, each in zip(own, kept, strict=True):
+                    if budgets.endless:  # the same survivors; this call also marks the sinks in the cache
+                        cache.apply_streaming_llm(place.first + i, rule.front, rule.back)
+                    else:
+                        cache.keep_tokens(place.first + i, each)
+                after = [budgets.scoring.keep(*both) for both in zip(after, kept, strict=True)]
+            alive.extend(after)
         self._put(text, index, place._replace(stop=end, alive=tuple(alive)))
 
     def _put(self, text: Text, index: int, place: Survivors) -> None:
         text.places = (*text.places[:index], place, *text.places[index + 1 :])
 
     def compact(self, text: Text, index: int) -> None:
-        """Compact each layer that has more blocks than `most_blocks` allows.
+        """Compact each list that has more blocks than `most_blocks` allows.
 
         Compaction of shared blocks needs new blocks and memory. Without them, a later call compacts.
         """
         place, cache = self._place(text, index), self._cache_of(text, index)
         with suppress(MemoryError):
             occupied = np.diff(cache.block_table(self._ids + np.uint64(place.first)).indptr).tolist()
-            for layer, alive, num_blocks in zip(self.layers, place.alive, occupied, strict=True):
+            for i, (alive, num_blocks) in enumerate(zip(place.alive, occupied, strict=True)):
                 if num_blocks > most_blocks(len(alive.positions), cache.block_size):
-                    cache.compact(place.first + layer)
+                    cache.compact(place.first + i)
 
     def expect_room(self, text: Text, index: int, pos: int, count: int, beside: bool) -> None:
         """Do nothing: a cache has room for the survivors of a text, a copy of them, and a piece."""
@@ -229,8 +257,8 @@ class EvictingLayers:
     def loses(self, text: Text, index: int, end: int, chunk: int) -> bool:
         """A layer evicts."""
         more = end - text.computed
-        lens = [len(alive.positions) for alive in self._place(text, index).alive]
-        return any(n + more > rule.limit for n, rule in zip(lens, self.budgets.rules, strict=True))
+        lens = [len(alive.positions) + more for alive in self._place(text, index).alive]
+        return any(self.budgets.exceeds(layer, [lens[i] for i in self._lists(layer)]) for layer in self.layers)
 
     def nearest(self, text: Text, index: int, pos: int) -> int:
         return pos
@@ -238,8 +266,9 @@ class EvictingLayers:
     def expect(self, text: Text, index: int, pos: int) -> None:
         if pos == text.computed:
             return
-        for layer, alive in enumerate(self._place(text, index).alive):
+        for i, alive in enumerate(self._place(text, index).alive):
             if np.searchsorted(alive.positions, pos) < pos:
+                layer = i // self.budgets.lists
                 raise InvalidOperationError(
                     f"pos: expected {text.computed}, the end of the text, got {pos}: layer {layer} has evicted "
                     f"tokens before it; go back to 0 or reset, and run the text again"
@@ -251,19 +280,19 @@ class EvictingLayers:
         alive = place.alive
         if pos < place.stop:
             alive = tuple(self.budgets.scoring.cut(each, pos, place.stop) for each in alive)
-        for layer, each in enumerate(alive):
+        for i, each in enumerate(alive):
             if len(each.positions):
-                cache.truncate(place.first + layer, len(each.positions))
+                cache.truncate(place.first + i, len(each.positions))
             else:  # after a truncation to 0 the next position would be that of the first survivor
-                self._begin_layer(cache, place.first + layer)
+                self._begin_list(cache, place.first + i)
         return place._replace(stop=pos, alive=alive)
 
     def free(self, seq_id: int, place: Survivors | None) -> None:
         if place is not None:
             cache = self._caches[place.cache]
-            for layer in self.layers:  # one by one, which takes no memory
-                if place.first + layer in cache:
-                    cache.free(place.first + layer)
+            for i in range(len(self._ids)):  # one by one, which takes no memory
+                if place.first + i in cache:
+                    cache.free(place.first + i)
         self._taken.pop(seq_id, None)
 
     def settle(self, texts: Sequence[Text], index: int) -> list[Text]:
@@ -271,9 +300,9 @@ class EvictingLayers:
         owned: dict[int, set[int]] = {}
         for text in texts:
             place = self._place(text, index)
-            owned.setdefault(place.cache, set()).update(range(place.first, place.first + len(self.layers)))
+            owned.setdefault(place.cache, set()).update(range(place.first, place.first + len(self._ids)))
         for number, cache in enumerate(self._caches):
-            settle_within(cache, owned.get(number, set()), range(2 * len(self.layers)))
+            settle_within(cache, owned.get(number, set()), range(2 * len(self._ids)))
         self._taken = {text.seq_id: self._place(text, index).cache for text in texts}
         lost = []
         for text in texts:
@@ -296,8 +325,11 @@ class EvictingLayers:
 
     # -- reports --------------------------------------------------------------------------------------------
 
-    def positions(self, text: Text, index: int, layer: int) -> NDArray[np.int64]:
-        return self._place(text, index).alive[layer].positions.copy()
+    def positions(self, text: Text, index: int, layer: int, head: int | None) -> NDArray[np.int64]:
+        alive, own = self._place(text, index).alive, self._lists(layer)
+        if head is None or len(own) == 1:
+            return np.unique(np.concatenate([alive[i].positions for i in own]))
+        return alive[own[head]].positions.copy()
 
     def memory(self, texts: Sequence[Text], index: int) -> list[dict[str, int]]:
         places = [text.places[index] for text in list(texts) if text.places]
@@ -314,18 +346,29 @@ class EvictingLayers:
             self._check_text(text, self._place(text, index))
 
     def _check_text(self, text: Text, place: Survivors) -> None:
-        cache = self._caches[place.cache]
+        cache, lists = self._caches[place.cache], self.budgets.lists
         assert place.stop == text.computed, f"{text}: its layers have {place.stop} tokens"
-        for layer, (alive, rule) in enumerate(zip(place.alive, self.budgets.rules, strict=True)):
-            held = cache.get_sequence(place.first + layer)
-            assert held is not None, f"layer {layer}: sequence {place.first + layer} is gone from the cache"
-            assert held.num_tokens == len(alive.positions) == alive.scores.shape[-1] <= rule.limit, (
-                f"layer {layer}: {held.num_tokens} tokens in the cache, {len(alive.positions)} counted, at most "
-                f"{rule.limit} allowed"
+        for i, alive in enumerate(place.alive):
+            name = f"layer {i // lists}" + (f", head {i % lists}" if lists > 1 else "")
+            held = cache.get_sequence(place.first + i)
+            assert held is not None, f"{name}: sequence {place.first + i} is gone from the cache"
+            assert held.num_tokens == len(alive.positions) == alive.scores.shape[-1], (
+                f"{name}: {held.num_tokens} tokens in the cache, {len(alive.positions)} counted"
             )
             assert (np.diff(alive.positions, prepend=-1, append=text.computed) > 0).all(), (
-                f"layer {layer}: positions do not ascend below {text.computed}"
+                f"{name}: positions do not ascend below {text.computed}"
             )
-            assert np.isfinite(alive.scores).all(), f"layer {layer}: a score is not finite"
-            fork = len(self.layers) - place.first + layer
-            assert fork not in cache, f"layer {layer}: a fork was not freed"
+            assert np.isfinite(alive.scores).all(), f"{name}: a score is not finite"
+            fork = len(self._ids) - place.first + i
+            assert fork not in cache, f"{name}: a fork was not freed"
+        for layer, rule in enumerate(self.budgets.rules):
+            counts = [len(place.alive[i].positions) for i in self._lists(layer)]
+            assert not self.budgets.exceeds(layer, counts), f"layer {layer}: {counts} tokens, at most {rule.limit} each"
+
+
+def _of_head(attention: LayerAttention, head: int, lists: int) -> dict[str, Any]:
+    """The options of attention of one of the lists of a layer, with the sinks of its query heads."""
+    options = attention.options()
+    if attention.sinks is not None:
+        options["sinks"] = np.split(attention.sinks, lists)[head]
+    return options

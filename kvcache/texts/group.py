@@ -190,8 +190,8 @@ class Group(Protocol):
         """
         ...
 
-    def positions(self, text: Text, index: int, layer: int) -> NDArray[np.int64]:
-        """The text positions of the tokens whose K and V a layer has, ascending."""
+    def positions(self, text: Text, index: int, layer: int, head: int | None) -> NDArray[np.int64]:
+        """The text positions of the tokens whose K and V a KV head of a layer has, ascending; None: any head."""
         ...
 
     def memory(self, texts: Sequence[Text], index: int) -> list[dict[str, int]]:

@@ -330,10 +330,10 @@ class Pool:
         """Cached tokens of each namespace."""
         return self.prefixes[0].namespace_tokens() if self.prefixes else {}
 
-    def positions(self, text: Text, layer: int) -> NDArray[np.int64]:
-        """The text positions of the tokens whose K and V a layer has, ascending."""
+    def positions(self, text: Text, layer: int, head: int | None = None) -> NDArray[np.int64]:
+        """The text positions of the tokens whose K and V a KV head of a layer has, ascending; None: any head."""
         index = self._group_of.get(layer)
-        return np.empty(0, np.int64) if index is None else self.groups[index].positions(text, index, layer)
+        return np.empty(0, np.int64) if index is None else self.groups[index].positions(text, index, layer, head)
 
     def memory(self, texts: Sequence[Text]) -> dict[str, int]:
         """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"; `texts` are those that run."""

@@ -1,5 +1,7 @@
 """Scores of an evicting sequence: the positions of its tokens, and the attention mass on them by query.
 
+A list of tokens is that of a layer, or of a KV head of it where heads keep tokens of their own.
+
     scores of           shape                  `mean`: attention mass per query that could see the token
     all queries         (n,) or (heads, n)     their sum, over the number of queries since the token
     the last w queries  (<= w, heads, n)       the sum of their rows, over the number of them that could see it
@@ -9,7 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,7 @@ import numpy.typing as npt
 from kvcache.networks.protocols import Float32
 from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["Alive", "Scoring"]
+__all__ = ["Alive", "Drawn", "Scoring"]
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -25,20 +27,34 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The tokens of one layer.
+    """The tokens of one list.
 
     Attributes:
         positions: in the text, ascending, int64 `(n,)`.
         scores: attention mass, `(..., n)`, see `Scoring`.
+        queries: the last ones, `(m, num_heads, head_dim)`; without rows `(0,)`.
     """
 
     positions: Int64
     scores: npt.NDArray[Any]
+    queries: Float32
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.positions.nbytes + self.scores.nbytes
+        """Bytes of all."""
+        return self.positions.nbytes + self.scores.nbytes + self.queries.nbytes
+
+
+class Drawn(NamedTuple):
+    """Scores and rows that the last queries of a pass leave.
+
+    Attributes:
+        scores: the attention mass on each token, as `Scoring` counts it; None: nothing counts.
+        queries: their rows, `(m, num_heads, head_dim)`; None: nobody reads them.
+    """
+
+    scores: Float32 | None = None
+    queries: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +64,32 @@ class Scoring:
     Attributes:
         queries: how many of the last queries; None: all that could see the token; 0: no scores.
         heads: KV heads, each with scores of its own; None: the sum over all heads.
+        rows: how many of the last queries are kept themselves.
     """
 
     queries: int | None
     heads: int | None = None
+    rows: int = 0
 
     @property
     def no_tokens(self) -> Alive:
         heads = () if self.heads is None else (self.heads,)
         rows = (0, *heads, 0) if self.queries else (*heads, 0)
-        return Alive(np.empty(0, np.int64), np.empty(rows, np.float32 if self.queries else np.float64))
+        scores = np.empty(rows, np.float32 if self.queries else np.float64)
+        return Alive(np.empty(0, np.int64), scores, np.empty(0, np.float32))
 
     def attend(
         self, cache: PagedKvCache, layer: int, queries: Float32, seq_ids: npt.NDArray[np.uint64],
         query_lens: Int64, options: dict[str, Any],
+    ) -> tuple[Float32, Drawn]:
+        """Attention of the last tokens of a sequence of this layer of the cache; and what `add` takes."""
+        mixed, scores = self._attend(cache, layer, queries, seq_ids, query_lens, options)
+        return mixed, Drawn(scores, queries[-self.rows :].copy() if self.rows else None)
+
+    def _attend(
+        self, cache: PagedKvCache, layer: int, queries: Float32, seq_ids: npt.NDArray[np.uint64],
+        query_lens: Int64, options: dict[str, Any],
     ) -> tuple[Float32, Float32 | None]:
-        """Attention of the last tokens of a layer's sequence; and what `add` takes."""
         if self.queries == 0:
             return cache.attention(layer, queries, seq_ids, query_lens=query_lens, **options), None
         by: Any = True if self.heads is None else "head"
@@ -82,16 +108,19 @@ class Scoring:
             row[..., : part.shape[-1]] = part
         return mixed, rows
 
-    def add(self, alive: Alive, pos: int, count: int, drawn: Float32 | None) -> Alive:
+    def add(self, alive: Alive, pos: int, count: int, drawn: Drawn) -> Alive:
         """The tokens after `count` new ones at `pos`, and what `attend` returned for their queries."""
         positions = np.concatenate([alive.positions, np.arange(pos, pos + count)])
         old = alive.scores
         scores = np.concatenate([old, np.zeros((*old.shape[:-1], count), old.dtype)], axis=-1)
-        if drawn is not None and self.queries:
-            scores = np.concatenate([scores, drawn])[-self.queries :]
-        elif drawn is not None:
-            scores += drawn
-        return Alive(positions, scores)
+        if drawn.scores is not None and self.queries:
+            scores = np.concatenate([scores, drawn.scores])[-self.queries :]
+        elif drawn.scores is not None:
+            scores += drawn.scores
+        queries = alive.queries
+        if drawn.queries is not None:
+            queries = np.concatenate([queries, drawn.queries])[-self.rows :] if len(queries) else drawn.queries
+        return Alive(positions, scores, queries)
 
     def mean(self, alive: Alive, end: int) -> Float64:
         """The score of each token in a text of `end` tokens, `(n,)` or `(heads, n)`: the mass on it per query."""
@@ -103,11 +132,11 @@ class Scoring:
 
     def keep(self, alive: Alive, kept: Int64) -> Alive:
         """The tokens at these indices alone."""
-        return Alive(alive.positions[kept], alive.scores[..., kept])
+        return Alive(alive.positions[kept], alive.scores[..., kept], alive.queries)
 
     def cut(self, alive: Alive, stop: int, end: int) -> Alive:
         """The first `stop` tokens of a text of `end`, none of them evicted; sums keep the queries that are cut off."""
-        scores = alive.scores[..., :stop]
+        scores, queries = alive.scores[..., :stop], alive.queries[: max(0, len(alive.queries) - (end - stop))]
         if self.queries:
             scores = scores[: max(0, len(scores) - (end - stop))]
-        return Alive(alive.positions[:stop], scores)
+        return Alive(alive.positions[:stop], scores, queries)

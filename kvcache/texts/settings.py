@@ -173,9 +173,15 @@ class CacheSettings:
     # -- sizes ----------------------------------------------------------------------------------------------
 
     def _sizes(self, layers: Sequence[int]) -> tuple[int, int]:
-        """KV heads and channels of a head in these layers."""
+        """KV heads of a block, and channels of a head, in these layers."""
         config, each = self.model.config, (self.attention[layers[0]] if len(layers) else None) or LayerAttention()
-        return each.num_kv_heads or config.num_kv_heads, each.head_dim or config.head_dim
+        heads = each.num_kv_heads or config.num_kv_heads
+        return heads // self._lists, each.head_dim or config.head_dim
+
+    @property
+    def _lists(self) -> int:
+        """The sequences of a layer: 1, or one for each KV head where these keep tokens of their own."""
+        return 1 if self.budgets is None else self.budgets.lists
 
     def block_bytes(self, layers: Sequence[int]) -> int:
         """Bytes of K and V of a block of these layers."""
@@ -186,7 +192,7 @@ class CacheSettings:
     def _f16_bytes(self) -> int:
         """Bytes of a token in all layers, as a residual has it."""
         layers, (key, value) = self.whole, map(unpacked, self.storage.dtypes)
-        return BlockStore(len(layers), 0, 1, *self._sizes(layers), key, value).block_bytes
+        return BlockStore(len(layers) * self._lists, 0, 1, *self._sizes(layers), key, value).block_bytes
 
     @property
     def _most_f16(self) -> int:
@@ -422,6 +428,10 @@ class CacheSettings:
     def _evicting(self, budgets: Budgets, num_blocks: int) -> Pool:
         layers = range(self.model.config.num_layers)
         options = self._options(layers, num_blocks) | {"separate_layers": True}
+        if budgets.per_head:
+            known = self.storage.calibration
+            by_head = None if known is None else known.by_head()
+            options |= {"num_layers": len(layers) * budgets.lists, "calibration": by_head}
 
         def make_cache() -> PagedKvCache:
             return self.make_cache(**options)

@@ -408,7 +408,7 @@ class StateLayers:
 
     # -- reports --------------------------------------------------------------------------------------------
 
-    def positions(self, text: Text, index: int, layer: int) -> NDArray[np.int64]:
+    def positions(self, text: Text, index: int, layer: int, head: int | None) -> NDArray[np.int64]:
         """None: a state has no K and V."""
         return np.empty(0, np.int64)
 

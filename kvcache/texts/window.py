@@ -292,7 +292,7 @@ class WindowLayers:
 
     # -- reports --------------------------------------------------------------------------------------------
 
-    def positions(self, text: Text, index: int, layer: int) -> NDArray[np.int64]:
+    def positions(self, text: Text, index: int, layer: int, head: int | None) -> NDArray[np.int64]:
         return np.arange(self._first(text, index), text.computed)
 
     def memory(self, texts: Sequence[Text], index: int) -> list[dict[str, int]]:

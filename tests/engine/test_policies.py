@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from evicting_engines import H2O, PROMPT, assert_bounded, assert_same, layers, make, state
-from oracles.evicting import DensePolicyEngine
+from oracles.evicting import DenseHeadsEngine, DensePolicyEngine
+from places import GOLDEN
 
-from bench.support.guides import definitions
-from kvcache.engine import InferenceEngine, Policy
-from kvcache.policies import SnapKV
+from kvcache.engine import InferenceEngine, Policy, Transformer
+from kvcache.errors import InvalidOperationError
+from kvcache.policies import AdaKV, ExpectedAttention, KeyDiff, SnapKV
 from kvcache.texts.budgets import survivors
+from kvcache.texts.policy import of_network
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
-AdaKV = definitions("policies.md")["AdaKV"]
 
 
 class Watched:
@@ -119,27 +121,102 @@ def test_scores_are_counted_as_memory(network):
     assert more - plain == config.num_layers * config.num_kv_heads * 16 * (6 * 4 - 8)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "q8"])
-def test_heads_with_tokens_of_their_own(network, dtype):
-    """With room for all tokens the example is the engine; below it heads differ, and their sum is the budget."""
-    plain = InferenceEngine(network, dtype=dtype, prefill_chunk=35, rotate="auto")
-    whole = AdaKV(network, 200, window=6, chunk=40, dtype=dtype)
-    some = AdaKV(network, 16, window=6, chunk=40, dtype=dtype)
-    for start, stop in ((0, 35), (35, 70), *((at, at + 1) for at in range(70, 90))):
-        piece = np.resize(PROMPT, 90)[start:stop]
-        np.testing.assert_array_equal(whole.extend(piece), plain.prefill_from_pos(piece, start))
-        some.extend(piece)
-        held = np.array([some.cache.get_sequence(head).num_tokens for head in range(some.heads)])
-        held = held.reshape(network.config.num_layers, -1)
-        assert (held.sum(axis=1) == 16 * held.shape[1]).all()
-        assert (held >= 6 + (16 - 6) // 5).all()
-        some.cache.check()
-    assert held.std(axis=1).any()
-    scores = [np.random.default_rng(3).random(40), np.zeros(30)]
-    flat, lone = some.keep(scores)
-    assert flat[-6:].tolist() == list(range(34, 40))
-    assert lone.tolist()[-6:] == list(range(24, 30))
-    assert (len(flat), len(lone)) == (24, 8)
+class Reading(Policy):
+    """A choice per head of all that a policy can read: uneven, and below the budget."""
+
+    score_queries, per_head, reads_keys, reads_values, reads_queries = 3, True, True, True, 5
+
+    def keep(self, layer, scores, positions, budget, keys, values, queries):
+        kept = []
+        for head, (score, key, value, asking) in enumerate(zip(scores, keys, values, queries, strict=True)):
+            assert asking.shape[0] == min(5, positions[head][-1] + 1)
+            worth = score + np.abs(value).mean(axis=1) + (key @ asking[0].T + key @ asking[-1].T).max(axis=1)
+            kept.append(np.sort(np.argsort(-worth, kind="stable")[: budget + (4 if head % 2 else -5)]))
+        return kept
+
+
+PER_HEAD = {
+    "snapkv": lambda: SnapKV(6, 5, per_head=True), "adakv": lambda: AdaKV(SnapKV(6, 3)), "reading": Reading,
+    "expected": lambda: AdaKV(ExpectedAttention(20, future=30)), "keydiff": lambda: AdaKV(KeyDiff(), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", PER_HEAD)
+@pytest.mark.parametrize(("block_size", "chunk"), [(5, 16), (16, 1)])
+def test_heads_are_like_a_naive_engine(network, name, block_size, chunk):
+    """Survivors and logits agree, also after going back to a token before which nothing was evicted."""
+    policy = PER_HEAD[name]()
+    engine = make(network, policy, block_size=block_size, prefill_chunk=chunk)
+    twin = DenseHeadsEngine(network, of_network(policy, network), 16, chunk)
+    engine.prefill_from_pos(PROMPT[:14], 0)
+    engine.prefill_from_pos(PROMPT[9:13], 9)
+    logits, expected = engine.prefill_from_pos(PROMPT[13:], 13), twin.extend(PROMPT)[-1]
+    heads, size = network.config.num_kv_heads, network.config.head_dim
+    for _ in range(8):
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+        for layer in layers(engine):
+            assert [set(engine.kept_positions(layer, head)) for head in range(heads)] == twin.heads[layer]
+            assert engine.kept_positions(layer).tolist() == twin.positions(layer)
+            assert sum(engine.alive_tokens(layer, head) for head in range(heads)) <= 16 * heads
+        engine.check()
+        token = int(np.argmax(logits))
+        logits, expected = engine.decode_step(token, engine.num_tokens), twin.extend([token])[-1]
+    held = sum(len(head) for own in twin.heads for head in own)
+    blocks = engine.cache.used_block_count
+    assert engine.cache.block_memory_bytes == 2 * 4 * size * block_size  # of one head
+    assert held <= blocks * block_size <= 1.25 * held + 2 * block_size * heads * len(twin.heads)
+    if name == "reading":
+        with pytest.raises(IndexError, match=rf"head: expected an int in \[0, {heads}\)"):
+            engine.kept_positions(0, heads)
+
+
+def test_heads_with_room_for_all_tokens_change_nothing(network):
+    plain = InferenceEngine(network, prefill_chunk=35, dtype="q8")
+    whole = make(network, AdaKV(SnapKV()), 200, prefill_chunk=35, dtype="q8")
+    np.testing.assert_array_equal(whole.score(PROMPT), plain.score(PROMPT))
+
+
+def test_one_head_of_its_own():
+    """A network with one KV head has one list of tokens either way."""
+    single = Transformer.from_pretrained(GOLDEN / "llama_biases")
+    alike = [make(single, SnapKV(6, 5, per_head=each), prefill_chunk=16) for each in (False, True)]
+    np.testing.assert_array_equal(*(engine.score(PROMPT) for engine in alike))
+
+
+HEADS_BAD = {
+    "int": (3, TypeError, "keep: expected indices of each of 2 KV heads, got 3"),
+    "one row": ([[0, 1]], ValueError, "keep: expected indices of each of 2 KV heads, got 1 rows"),
+    "empty": ([[], [1]], ValueError, "keep[0]: expected 1 to 32 indices, got 0"),
+    "twice": ([[1], [2, 2]], ValueError, "keep[1]: expected ascending indices from 0 to 69, got [2, 2]"),
+    "too many": ([range(20), range(13)], ValueError, "keep: expected at most 32 indices of 2 KV heads, got 33"),
+    "beyond": ([[1], [70]], ValueError, "keep[1]: expected ascending indices from 0 to 69, got [70]"),
+}
+
+
+@pytest.mark.parametrize("name", HEADS_BAD)
+def test_what_keep_returns_for_heads_is_checked(network, name):
+    found, error, message = HEADS_BAD[name]
+    policy = type("Own", (Reading,), {"keep": lambda *arguments: found})()
+    engine = make(network, policy)
+    engine.prefill_from_pos(PROMPT[:10], 0)
+    before = state(engine)
+    with pytest.raises(error, match="^" + re.escape(message)):
+        engine.prefill_from_pos(np.resize(PROMPT, 60), 10)
+    assert_same(state(engine), before)
+
+
+def test_a_policy_for_the_network(network):
+    """The policy that `of_network` returns evicts; a network that does not say how it turns queries is refused."""
+    bound = ExpectedAttention().of_network(network)
+    assert (bound is not None and bound.reads_queries, bound.per_head) == (512, False)
+    with pytest.raises(InvalidOperationError, match="expected of_network"):
+        ExpectedAttention().keep(0, np.zeros((1, 3)), np.arange(3), 2, *[np.zeros((1, 3, 8), np.float32)] * 3)
+    hidden = SimpleNamespace(config=SimpleNamespace(num_layers=2, num_kv_heads=2), forward=network.forward)
+    with pytest.raises(TypeError, match=r"expected a network with a Rope as config\.rope, got SimpleNamespace"):
+        ExpectedAttention().of_network(hidden)
+    policy = type("Own", (Bare,), {"of_network": lambda self, model: 3})()
+    with pytest.raises(TypeError, match="of_network: expected an object with `keep`, got int"):
+        make(network, policy)
 
 
 BAD = {
@@ -200,6 +277,8 @@ def test_what_keep_returns_is_checked(network, name, layer):
         ({"budgets": lambda budget, count: 3}, TypeError, "budgets: expected 2 ints, got int"),
         ({"budgets": lambda budget, count: [3, 0]}, ValueError, "budgets: expected an int >= 1, got 0"),
         ({"budgets": lambda budget, count: [3, "x"]}, TypeError, "budgets: expected an int, got str"),
+        ({"reads_queries": 5000}, ValueError, "reads_queries: expected an int <= 4096, got 5000"),
+        ({"reads_queries": None}, TypeError, "reads_queries: expected an int, got None"),
         ({"keep": 3}, TypeError, "eviction_policy: expected an EvictionPolicy or an object with `keep`, got Policy"),
     ],
     ids=str,

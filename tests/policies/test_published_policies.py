@@ -5,7 +5,7 @@ import pytest
 from engines import GREEDY
 
 from kvcache.engine import InferenceEngine
-from kvcache.policies import TOVA, KeyDiff, SnapKV
+from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, Ranked, SnapKV
 from kvcache.serving import BatchEngine
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
@@ -62,6 +62,69 @@ def test_keydiff_is_its_twin(seed):
     KeyDiff().keep(0, np.zeros((3, 30)), np.arange(30), budget, keys * 0)  # nothing to divide by
 
 
+def expected_twin(keys, values, queries, end, sinks, future, frequencies):
+    """Worths in one KV head by matrices: every rotation is one, and queries are turned back by its transpose."""
+    dim = keys.shape[1]
+
+    def rotation(position):
+        turn = np.eye(dim)
+        for pair, frequency in enumerate(frequencies):
+            at = [pair, pair + len(frequencies)]
+            cos, sin = np.cos(position * frequency), np.sin(position * frequency)
+            turn[np.ix_(at, at)] = [[cos, -sin], [sin, cos]]
+        return turn
+
+    mean_rotation = np.mean([rotation(end + i) for i in range(future)], axis=0)
+    places = [end - len(queries) + i for i in range(len(queries))]
+    back = np.array([rotation(at).T @ row.T for at, row in zip(places, queries, strict=True) if at >= sinks])
+    attention = []
+    for head in range(queries.shape[1]):
+        rows = back[:, :, head]
+        mean, spread = mean_rotation @ rows.mean(axis=0), np.cov(rows.T, bias=True)
+        spread = mean_rotation @ spread @ mean_rotation.T
+        weights = np.exp([mean @ key / np.sqrt(dim) + key @ spread @ key / dim / 2 for key in keys])
+        attention.append(weights / weights.sum())
+    return np.mean(attention, axis=0) * np.linalg.norm(values, axis=1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_expected_attention_is_its_twin(network, seed):
+    rng, config = np.random.default_rng(seed), network.config
+    n, dim, sinks = 30, config.head_dim, seed
+    keys, values = rng.standard_normal((2, n, dim)).astype(np.float32)
+    queries = rng.standard_normal((12, 2, dim)).astype(np.float32)
+    positions = np.r_[np.arange(5), np.sort(rng.choice(np.arange(5, 99), n - 6, replace=False)), 99]
+    policy = ExpectedAttention(12, future=7, sinks=sinks).of_network(network)
+    found = policy.worth(1, np.zeros(n), positions, 10, keys, values, queries)
+    rows = keys[sinks:].astype(float), values[sinks:].astype(float), queries.astype(float)
+    wanted = expected_twin(*rows, 100, sinks, 7, config.rope.frequencies(dim))
+    assert np.isinf(found[:sinks]).all()
+    np.testing.assert_allclose(found[sinks:], wanted, rtol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_adakv_is_its_twin(seed):
+    """Each head has its share, and the rest goes to the highest worths of all heads, one by one."""
+    rng = np.random.default_rng(seed)
+    lens, budget, least = rng.integers(4, 40, 3), 9, seed / 10
+    scores = [np.floor(20 * rng.random(n)) for n in lens]
+    order = sorted((-scores[h][i], h, i) for h in range(3) for i in range(lens[h]))
+    wanted, share = [[], [], []], max(1, int(budget * least))
+    for _, head, i in order:
+        if len(wanted[head]) < share:
+            wanted[head].append(i)
+    for _, head, i in order:
+        if i not in wanted[head] and sum(map(len, wanted)) < 3 * budget:
+            wanted[head].append(i)
+
+    class Scores(Ranked):
+        def worth(self, layer, scores, positions, budget):
+            return scores.copy()
+
+    kept = AdaKV(Scores(), least).keep(0, scores, [np.arange(n) for n in lens], budget)
+    assert [each.tolist() for each in kept] == [sorted(each) for each in wanted]
+
+
 @pytest.mark.parametrize("dtype", ["f32", "q8"])
 def test_keys_that_a_policy_reads(network, dtype):
     """They are those of its tokens, as the cache has them: what stays is read again afterwards."""
@@ -103,3 +166,9 @@ def test_settings_are_checked():
     ):
         with pytest.raises(ValueError, match=message):
             SnapKV(**settings)
+    with pytest.raises(ValueError, match="queries: expected an int >= 1, got 0"):
+        ExpectedAttention(0)
+    with pytest.raises(TypeError, match="policy: expected a Ranked, got int"):
+        AdaKV(3)
+    with pytest.raises(ValueError, match="least: expected a finite number of at least 0 and of at most 1, got 2"):
+        AdaKV(TOVA(), 2)

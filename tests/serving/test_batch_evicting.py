@@ -14,7 +14,7 @@ from windowed_networks import Windowed
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, InvalidOperationError, SamplingParams
 from kvcache.calibration.calibrating import measure
-from kvcache.engine import Transformer
+from kvcache.engine import Policy, Transformer
 from kvcache.engine import requests as single
 from kvcache.serving import batch as batches
 from kvcache.serving.request import Pending
@@ -32,12 +32,25 @@ class Every:
         return np.sort(order[-budget:])
 
 
+class Uneven(Policy):
+    """A policy per head: head 0 keeps what all tokens say, up to half of the budget of both, and head 1 the rest."""
+
+    score_queries, per_head, reads_values, reads_queries = 5, True, True, 3
+
+    def keep(self, layer, scores, positions, budget, values, queries):
+        few, rows = max(1, budget // 2), zip(scores, values, queries, strict=True)
+        worth = [row + np.abs(value).sum(axis=1) + last[-1].max() for row, value, last in rows]
+        counts = [few, *[budget] * (len(scores) - 2), 2 * budget - few]
+        return [np.sort(np.argsort(-row, kind="stable")[:n]) for row, n in zip(worth, counts, strict=True)]
+
+
 POLICIES = {
     "h2o": {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 20},
     "window": {"eviction_policy": EvictionPolicy.SlidingWindow(24, 2)},
     "pyramid": {"eviction_policy": EvictionPolicy.PyramidKV(2), "kv_budget": 20},
     "streaming": {"eviction_policy": EvictionPolicy.StreamingLLM(4, 16)},
     "python": {"eviction_policy": Every(), "kv_budget": 18},
+    "heads": {"eviction_policy": Uneven(), "kv_budget": 18},
 }
 LONG = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=300)
 

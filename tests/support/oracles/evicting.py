@@ -108,6 +108,7 @@ class DensePolicyEngine(DenseEvictingEngine):
         super().__init__(network, ("H2O", 0.5), kv_budget, chunk)
         self.own = policy
         self.seen = [{} for _ in self.layers]  # layer -> query position -> token position -> (kv_heads,)
+        self.asking = [{} for _ in self.layers]  # layer -> query position -> the query, (heads, head_dim)
         divide = getattr(policy, "budgets", None)
         self.budgets = [10**6] * len(self.layers)  # the rule of the base class never evicts
         self.limits = divide(kv_budget, len(self.layers)) if divide else [kv_budget] * len(self.layers)
@@ -117,18 +118,34 @@ class DensePolicyEngine(DenseEvictingEngine):
         while len(tokens):
             piece, tokens = np.split(tokens, [self.chunk - self.num_tokens % self.chunk])
             rows.append(super().extend(piece))
-            for layer, held in enumerate(self.layers):
-                if len(held) > self.limits[layer]:
-                    kept = self.own.keep(layer, self.scores(layer), np.array(self.positions(layer)), self.limits[layer])
-                    held[:] = [held[i] for i in kept]
+            for layer in range(len(self.layers)):
+                self.evict(layer)
         return np.concatenate(rows)
 
-    def scores(self, layer):
+    def evict(self, layer):
+        held = self.layers[layer]
+        if len(held) > self.limits[layer]:
+            scores, positions = self.scores(layer, held), np.array(self.positions(layer))
+            kept = self.own.keep(layer, scores, positions, self.limits[layer], *self.reads(layer, held))
+            held[:] = [held[i] for i in kept]
+
+    def reads(self, layer, held):
+        """Rows that the policy reads beside scores and positions, heads first."""
+        found = []
+        for name in ("key", "value"):
+            if getattr(self.own, f"reads_{name}s", False):
+                found.append(np.array([getattr(token, name) for token in held]).swapaxes(0, 1))
+        if last := getattr(self.own, "reads_queries", 0):
+            rows = np.array([self.asking[layer][query] for query in sorted(self.asking[layer])[-last:]])
+            found.append(rows.reshape(len(rows), self.network.config.num_kv_heads, -1, rows.shape[-1]).swapaxes(0, 1))
+        return found
+
+    def scores(self, layer, held):
         last = getattr(self.own, "score_queries", 32)
         first = 0 if last is None else self.num_tokens - last
         heads = self.network.config.num_kv_heads
-        found = np.zeros((heads, len(self.layers[layer])))
-        for i, token in enumerate(self.layers[layer]):
+        found = np.zeros((heads, len(held)))
+        for i, token in enumerate(held):
             queries = [q for q in self.seen[layer] if q >= max(first, token.position)]
             for query in queries:
                 found[:, i] += self.seen[layer][query][token.position] / len(queries)
@@ -141,4 +158,47 @@ class DensePolicyEngine(DenseEvictingEngine):
         by_head = weights.reshape(keys.shape[1], -1, len(queries), len(held)).sum(axis=1)
         for i, query in enumerate(places):
             self.seen[layer][int(query)] = {t.position: by_head[:, i, j] for j, t in enumerate(held)}
+            self.asking[layer][int(query)] = queries[i].copy()
         return out
+
+
+class DenseHeadsEngine(DensePolicyEngine):
+    """As a `Policy` for each head says: a token is held by the heads that want it, and gone when none does."""
+
+    def __init__(self, network, policy, kv_budget, chunk):
+        super().__init__(network, policy, kv_budget, chunk)
+        self.heads = [[set() for _ in range(network.config.num_kv_heads)] for _ in self.layers]  # positions
+
+    def evict(self, layer):
+        held, heads = self.layers[layer], self.heads[layer]
+        if sum(map(len, heads)) > len(heads) * self.limits[layer]:
+            own = [[i for i, token in enumerate(held) if token.position in head] for head in heads]
+            scores = [row[at] for row, at in zip(self.scores(layer, held), own, strict=True)]
+            positions = [np.array([held[i].position for i in at]) for at in own]
+            reads = self.reads(layer, held)
+            tokens = [list(rows) for rows in reads]
+            for rows in tokens[: sum(getattr(self.own, f"reads_{name}", False) for name in ("keys", "values"))]:
+                rows[:] = [row[at] for row, at in zip(rows, own, strict=True)]
+            kept = self.own.keep(layer, scores, positions, self.limits[layer], *tokens)
+            for head, at, stay in zip(heads, positions, kept, strict=True):
+                head.intersection_update(at[np.asarray(stay)].tolist())
+            held[:] = [token for token in held if any(token.position in head for head in heads)]
+
+    def attend(self, layer, queries, keys, values, places):
+        held, heads = self.layers[layer], self.heads[layer]
+        held += [Token(int(at), k, v) for at, k, v in zip(places, keys, values, strict=True)]
+        group, mixed = queries.shape[1] // len(heads), []
+        for query in places:
+            self.seen[layer][int(query)] = {token.position: np.zeros(len(heads)) for token in held}
+        for number, head in enumerate(heads):
+            head.update(places.tolist())
+            own = [token for token in held if token.position in head]
+            rows = [np.array([getattr(t, name)[number] for t in own])[:, None] for name in ("key", "value")]
+            out, weights = dense(queries[:, number * group : (number + 1) * group], *rows)
+            mixed.append(out)
+            for i, query in enumerate(places):
+                for token, mass in zip(own, weights[:, i].sum(axis=0), strict=True):
+                    self.seen[layer][int(query)][token.position][number] = mass
+        for i, query in enumerate(places):
+            self.asking[layer][int(query)] = queries[i].copy()
+        return np.concatenate(mixed, axis=1).astype(np.float32)

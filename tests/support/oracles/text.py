@@ -36,9 +36,11 @@ class PlainTexts:
         # The cache has some layers alone.
         if any(each and each.window for each in self.attention) and options.get("calibrate"):
             known = options["calibrate"].without_centres(range(model.config.num_layers))
+        self.lists = self.budgets.lists if self.budgets else 1
+        self.num_lists = model.config.num_layers * self.lists  # of tokens: a layer, or a KV head of it
         self.storage = {
             "block_size": cache.block_size, "num_heads": cache.num_heads, "head_dim": cache.head_dim,
-            "num_layers": model.config.num_layers, "rotate": options.get("rotate", "auto"),
+            "num_layers": self.num_lists, "rotate": options.get("rotate", "auto"),
             "separate_layers": self.budgets is not None, "calibration": known,
             "residual_length": cache.residual_length, "first_tokens": cache.first_tokens,
             "key_dtype": options.get("key_dtype") or options.get("dtype", "f32"),
@@ -52,18 +54,18 @@ class PlainTexts:
 
     def begin(self):
         evicts = self.budgets is not None
-        blocks, names = self.model.config.num_layers * 200 if evicts else 1, ("num_heads", "head_dim")
-        sizes = {(each.num_kv_heads, each.head_dim) for each in self.attention if each is not None}
+        blocks, names = self.num_lists * 200 if evicts else 1, ("num_heads", "head_dim")
+        sizes = {(each.num_kv_heads // self.lists, each.head_dim) for each in self.attention if each is not None}
         self.caches = {
             size: PagedKvCache(blocks, **self.storage | dict(zip(names, size, strict=True))) for size in sizes
         }
         self.cache = next(iter(self.caches.values()), None)
         self.num_tokens, self.length = 0, 0
         for cache in self.caches.values():
-            for layer in range(self.model.config.num_layers if evicts else 1):
-                cache.allocate(layer, 0)
+            for i in range(self.num_lists if evicts else 1):
+                cache.allocate(i, 0)
         self.states = {layer: np.zeros((1, each.size), np.float32) for layer, each in self.recurrences.items()}
-        self.alive = [self.budgets.scoring.no_tokens] * self.model.config.num_layers if evicts else []
+        self.alive = [self.budgets.scoring.no_tokens] * self.num_lists if evicts else []
 
     def run(self, tokens, logits="last"):
         """Run the next tokens of the text; float32 `(1 or n, vocab)`."""
@@ -114,26 +116,37 @@ class PlainTexts:
         drawn = {}
 
         def attend(layer, queries, keys, values, sink_queries=None):
-            cache.append(layer, count)
-            cache.write(layer, layer, keys, values)
-            options = {**self.attention[layer].options(), "sink_queries": sink_queries}
-            ids = np.array([layer], np.uint64)
-            mixed, drawn[layer] = budgets.scoring.attend(cache, layer, queries, ids, np.array([count]), options)
-            return mixed
+            mixed = []
+            for head in range(self.lists):
+                i, options = layer * self.lists + head, self.attention[layer].options()
+                cache.append(i, count)
+                mine, own, turned = (
+                    rows if rows is None else np.split(rows, self.lists, axis=1)[head].copy()
+                    for rows in (queries, np.stack([keys, values], axis=2), sink_queries)
+                )
+                cache.write(i, i, own[:, :, 0], own[:, :, 1])
+                if "sinks" in options:
+                    options["sinks"] = np.split(options["sinks"], self.lists)[head]
+                options, ids = {**options, "sink_queries": turned}, np.array([i], np.uint64)
+                found, drawn[i] = budgets.scoring.attend(cache, i, mine, ids, np.array([count]), options)
+                mixed.append(found)
+            return np.concatenate(mixed, axis=1)
 
         places = {"sink_positions": np.arange(pos - hole, pos - hole + count)} if hole else {}
         rows = self.model.forward(tokens, np.arange(pos, pos + count), attend, logits, **places)
         for layer, rule in enumerate(budgets.rules):
-            alive = budgets.scoring.add(self.alive[layer], pos, count, drawn[layer])
-            if len(alive.positions) > rule.limit:
-                kept = budgets.keep(layer, alive, pos + count, partial(cache.read, layer, layer))
-                alive = budgets.scoring.keep(alive, kept)
-                if budgets.endless:
-                    cache.apply_streaming_llm(layer, rule.front, rule.back)
-                else:
-                    cache.keep_tokens(layer, kept)
-                cache.compact(layer)
-            self.alive[layer] = alive
+            own = range(layer * self.lists, (layer + 1) * self.lists)
+            lists = [budgets.scoring.add(self.alive[i], pos, count, drawn[i]) for i in own]
+            if sum(len(each.positions) for each in lists) > self.lists * rule.limit:
+                kept = budgets.keep(layer, lists, pos + count, [partial(cache.read, i, i) for i in own])
+                lists = [budgets.scoring.keep(*each) for each in zip(lists, kept, strict=True)]
+                for i, each in zip(own, kept, strict=True):
+                    if budgets.endless:
+                        cache.apply_streaming_llm(i, rule.front, rule.back)
+                    else:
+                        cache.keep_tokens(i, each)
+                    cache.compact(i)
+            self.alive[own.start : own.stop] = lists
         return rows
 
     # -- answers --------------------------------------------------------------------------------------------
