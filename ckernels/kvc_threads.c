@@ -70,7 +70,7 @@ typedef struct job {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that follows */
 static pthread_cond_t posted = PTHREAD_COND_INITIALIZER, left = PTHREAD_COND_INITIALIZER;
 static job *first_job, **last_link = &first_job;
-static int num_workers, num_sleeping, num_busy; /* num_busy: inside of jobs */
+static int num_workers, num_sleeping, num_busy, num_callers; /* num_busy: inside of jobs */
 static atomic_uint num_posted; /* jobs, ever: what a spinning worker watches */
 static atomic_int num_spinning; /* workers, about to join what is posted */
 
@@ -190,7 +190,7 @@ static void after_fork_in_child(void) {
     lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     posted = left = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     first_job = NULL, last_link = &first_job;
-    num_workers = num_sleeping = num_busy = 0;
+    num_workers = num_sleeping = num_busy = num_callers = 0;
     atomic_store(&num_spinning, 0);
 }
 /* Before the first job: it must not wait with `lock` held, since a fork waits for `lock`. */
@@ -216,8 +216,11 @@ static void start_workers(int wanted) {
     pthread_attr_destroy(&detached);
 }
 
-static void post(job *j) {
+/* Callers share the threads: one that comes while others run gets the helpers that these leave of its number. */
+static void post(job *j, int num_threads) {
     pthread_mutex_lock(&lock);
+    const int rest = num_threads - 1 - num_callers++ - num_busy;
+    if (j->wanted > rest) j->wanted = rest > 0 ? rest : 0;
     start_workers(j->wanted);
     *last_link = j, last_link = &j->after;
     atomic_fetch_add(&num_posted, 1);
@@ -230,7 +233,7 @@ static void withdraw(job *j) {
     pthread_mutex_lock(&lock);
     job **link = &first_job;
     while (*link != j) link = &(*link)->after;
-    *link = j->after;
+    *link = j->after, num_callers--;
     if (last_link == &j->after) last_link = link;
     pthread_mutex_unlock(&lock);
     if (spin_until(is_left, j, SPIN_NS)) return;
@@ -246,7 +249,7 @@ void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *cont
     job j = {.item = item, .context = context, .count = count, .wanted = (int)helpers, .cpu = -1, .next = 1};
     if (helpers > 0) {
         j.cpu = this_cpu(), j.mode = get_mode();
-        post(&j);
+        post(&j, num_threads);
     }
     run(&j, 0, 0);
     if (helpers > 0) withdraw(&j);

@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import kvcache
 from kvcache.commands.chat import add_chat, chat
-from kvcache.commands.config_file import options_of
+from kvcache.commands.config_file import configured
 from kvcache.commands.generate import add_generate, generate
 from kvcache.commands.options import in_words_of_options
 from kvcache.commands.serve import add_serve, serve
@@ -71,8 +72,9 @@ def _demo() -> int:
 def _server() -> Any:
     from kvcache.server import process
     from kvcache.server.app import make_app
+    from kvcache.server.served_model import ServedModel
 
-    return make_app, process
+    return make_app, ServedModel, process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "serve" and options.config is not None:
-            options.parser.set_defaults(**options_of(options.config, options.parser))
-            options = parser.parse_args(arguments)
+            options = configured(options.config, options.parser, partial(parser.parse_args, arguments))
         if options.command == "chat":
             return chat(options, str(DIRECTORY))
         if options.command == "serve":

@@ -4,39 +4,77 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvcache.support.arguments import short
 
-__all__ = ["options_of"]
+__all__ = ["configured"]
+
+# What a table [[model]] may say beside its path, its name and its aliases: options that are about one model.
+_OF_A_MODEL = {
+    "autosave", "calibrate", "context", "dtype", "frequency_penalty", "max_memory", "max_queue", "max_running",
+    "max_tokens", "min_p", "num_blocks", "plain_special_tokens", "presence_penalty", "repetition_penalty", "seed",
+    "stop", "temperature", "tool_parser", "top_k", "top_p", "weights",
+}
+_NAMES = {"path": "model", "name": "name", "aliases": "served_name"}  # of a table, and the options that they are
 
 
-def options_of(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """The options in a file by their places in the result of a parser, as texts where the parser reads them.
+def configured(
+    path: str, parser: argparse.ArgumentParser, parse: Callable[[], argparse.Namespace]
+) -> argparse.Namespace:
+    """The options of a command line over those of a file.
+
+    `tables` of the result has the options of each model of the file, a table `[[model]]`: what the command line says,
+    or else the table, or else the rest of the file.
 
     Args:
         path: of a file such as `port = 8080`; names are those of options, with `-` or `_`.
-        parser: of the command.
+        parser: of the command; it gets the defaults of the file.
+        parse: reads the command line.
 
     Raises:
         ImportError: Python 3.10, which does not read TOML.
         OSError: no file that can be read.
         ValueError: no TOML, an unknown option, or a value of another kind.
     """
+    content, known = _content(path), vars(parser.parse_args([]))
+    tables = content.pop("model") if isinstance(content.get("model"), list) else []
+    places = {name: name for name in known if name not in ("config", "parser", "tables")}
+    base = _options(content, known, places, "the command")
+    parser.set_defaults(**base)
+    options = parse()
+    if tables and (options.model is not None or options.name is not None or options.served_name):
+        raise ValueError("config: expected paths and names of models in the tables [[model]] alone, got another")
+    options.tables = []
+    for table in tables:
+        if not isinstance(table, dict) or "path" not in table:
+            raise ValueError(f"config: model: expected tables with a path, got {short(table)}")
+        own = _options(table, known, {name: name for name in _OF_A_MODEL} | _NAMES, "a model")
+        parser.set_defaults(**known | base | own)
+        options.tables.append(parse())
+    return options
+
+
+def _content(path: str) -> dict[str, Any]:
     if sys.version_info < (3, 11):
         raise ImportError("config: expected Python 3.11 or later, which reads TOML, got 3.10")
     import tomllib
 
     try:
-        content = tomllib.loads(Path(path).read_text("utf-8"))
+        return tomllib.loads(Path(path).read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"config: expected TOML, got an error: {short(str(error))}") from None
-    known, found = vars(parser.parse_args([])), {}
+
+
+def _options(content: dict[str, Any], known: dict[str, Any], places: dict[str, str], what: str) -> dict[str, Any]:
+    """The options of a table by their places in the result of a parser, as texts where the parser reads them."""
+    found = {}
     for name, value in content.items():
-        place = name.replace("-", "_")
-        if place not in known or place in ("config", "parser"):
-            raise ValueError(f"config: expected options of the command, got {short(name)}")
+        place = places.get(name.replace("-", "_"))
+        if place is None:
+            raise ValueError(f"config: expected options of {what}, got {short(name)}")
         found[place] = _read(name, value, known[place])
     return found
 

@@ -23,7 +23,9 @@ from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress
 from kvcache.support.arguments import as_bytes, as_count
 
-__all__ = ["add_options", "expect_chat_template", "explained", "in_words_of_options", "name_of", "open_engine"]
+__all__ = [
+    "add_options", "checked", "expect_chat_template", "explained", "in_words_of_options", "name_of", "open_engine",
+]
 
 Engine = TypeVar("Engine")
 
@@ -74,20 +76,25 @@ def _params(options: argparse.Namespace, defaults: SamplingParams) -> SamplingPa
     return replace(defaults, **said, max_tokens=options.max_tokens, stop=options.stop)
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Find faults of options before minutes of loading, and set the number of threads."""
+def checked(options: argparse.Namespace) -> dict[str, Any]:
+    """Find faults of options before minutes of loading, and set the number of threads.
+
+    Returns:
+        The arguments of an engine that say how large its cache is.
+    """
     _params(options, SamplingParams())
-    if options.max_memory is not None:
-        text = options.max_memory
-        options.max_memory = as_bytes(int(text) if text.isdecimal() else text, "max_memory")
+    num_blocks, memory = options.num_blocks, options.max_memory
+    if memory is not None:
+        memory = as_bytes(int(memory) if memory.isdecimal() else memory, "max_memory")
     if options.context is not None:
-        if options.num_blocks is not None:
+        if num_blocks is not None:
             raise ValueError(f"context: expected none beside --num-blocks, got {options.context}")
-        options.num_blocks = -(-as_count(options.context, "context", 1) // BLOCK) + 1
-    elif options.num_blocks is not None:
-        as_count(options.num_blocks, "num_blocks", 1)
+        num_blocks = -(-as_count(options.context, "context", 1) // BLOCK) + 1
+    elif num_blocks is not None:
+        as_count(num_blocks, "num_blocks", 1)
     if options.threads is not None:
         set_num_threads(as_count(options.threads, "threads", 1, 1024))
+    return {"num_blocks": num_blocks, "max_memory_bytes": memory}
 
 
 def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more: Any) -> Engine:
@@ -99,12 +106,11 @@ def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more
     Raises:
         FileNotFoundError: no such model, or one without a tokenizer; otherwise as `InferenceEngine.from_pretrained`.
     """
-    _check(options)
+    sizes = checked(options)
     with _progress(f"loading {options.model}") as progress, _calibration_told():
         engine: Any = make(
             options.model, weights=options.weights, progress=progress, dtype=options.dtype,
-            num_blocks=options.num_blocks, max_memory_bytes=options.max_memory, calibrate=options.calibrate or False,
-            **more,
+            calibrate=options.calibrate or False, **sizes, **more,
         )
         if engine.tokenizer is None:
             raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")

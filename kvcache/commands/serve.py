@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from kvcache.commands.chat import MAX_TOKENS
-from kvcache.commands.options import add_options, name_of, open_engine
+from kvcache.commands.options import add_options, checked, name_of, open_engine
 from kvcache.sampling.dialects.dialect_table import DIALECTS
 from kvcache.serving.batch import BatchEngine
 from kvcache.support.arguments import as_count, as_finite, short
@@ -28,8 +28,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     add_options(parser, model_required=False, max_tokens=MAX_TOKENS)
-    parser.set_defaults(parser=parser)
-    add("--config", metavar="FILE", help="options of this command in TOML, such as port = 8080; those given here win")
+    parser.set_defaults(parser=parser, tables=[])
+    add("--config", metavar="FILE",
+        help="options of this command in TOML, such as port = 8080, and a table [[model]] for each of several models; "
+        "those given here win")
     add("--name", help="the name by which clients ask for the model (the last part of its path)")
     add("--served-name", action="append", default=[], metavar="NAME", help="another such name; may be repeated")
     add("--host", default="127.0.0.1", help="address to listen on; without keys one of this machine (%(default)s)")
@@ -56,55 +58,71 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="json writes one line about each request to stdout, without texts (%(default)s: none)")
 
 
-def serve(
-    options: argparse.Namespace, default: str, server: Callable[[], tuple[Callable[..., Any], ModuleType]]
-) -> int:
+def serve(options: argparse.Namespace, default: str, server: Callable[[], tuple[Any, Any, ModuleType]]) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status.
 
     Args:
         options: of the command.
         default: the model where the options name none.
-        server: returns `make_app` and the module `server.process`, or raises ImportError.
+        server: returns `make_app`, `ServedModel` and the module `server.process`, or raises ImportError.
 
     Raises:
         ImportError: without the packages of the extra `serve`.
         ValueError: an address of other machines without keys; as `keys_of`.
     """
     try:
-        make_app, process = server()
+        make_app, kind, process = server()
     except ImportError as error:
         raise ImportError(f"serve needs starlette and uvicorn: pip install 'kvcache-cpu[serve]' ({error})") from None
-    model, host, keys = options.model or default, options.host, None
+    host, keys, tables = options.host, None, options.tables or [options]
     if options.api_keys is not None or VARIABLE in os.environ:
         file = options.api_keys
         keys = keys_of((os.environ[VARIABLE] if file is None else Path(file).read_text("utf-8-sig")).splitlines())
     elif not is_loopback(host):
         raise ValueError(f"host: expected a loopback address, or --api-keys beside it, got {host}")
+    _check(options, tables)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    capacity = process.capacity()
+    with ExitStack() as opened:
+        listening = socket.create_server((host, options.port), family=family, backlog=capacity.backlog)
+        opened.enter_context(closing(listening))
+        models = [_model(each, default, kind, opened) for each in tables]
+        app = make_app(
+            models, keys, max_body=options.max_body, max_bodies=options.max_bodies, timeout=options.timeout,
+            log=partial(print, flush=True) if options.log_format == "json" else None,
+        )
+        address = f"[{host}]" if ":" in host else host
+        names = ", ".join(model.names[0] for model in models)
+        print(f"{names} at http://{address}:{listening.getsockname()[1]}/v1", flush=True)
+        process.run(app, listening, capacity, options.drain, options.drain_delay, app.state.leaving)
+    return 0
+
+
+def _check(options: argparse.Namespace, tables: Sequence[argparse.Namespace]) -> None:
+    """Find faults of options before minutes of loading."""
     as_count(options.port, "port", 0, 65535)
     as_finite(options.timeout, "timeout", 0.0, above=True)
     as_finite(options.drain_delay, "drain_delay", 0.0)
     if options.log_format not in ("text", "json"):
         raise ValueError(f"log_format: expected text or json, got {short(options.log_format)}")
-    for limit, least in (("max_body", 1), ("max_bodies", 1), ("max_queue", 1), ("max_running", 1), ("drain", 0)):
+    for limit, least in (("max_body", 1), ("max_bodies", 1), ("drain", 0)):
         as_count(getattr(options, limit), limit, least)
-    options.model, name = model, options.name or name_of(model)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    capacity = process.capacity()
-    with closing(socket.create_server((host, options.port), family=family, backlog=capacity.backlog)) as listening:
-        limits = {"max_queue": options.max_queue, "max_running": options.max_running}
-        engine = open_engine(options, BatchEngine.from_pretrained, autosave=options.autosave, **limits)
-        app = make_app(
-            engine, name, keys, max_body=options.max_body, max_bodies=options.max_bodies, timeout=options.timeout,
-            plain_special_tokens=options.plain_special_tokens, tool_parser=options.tool_parser,
-            aliases=options.served_name, log=partial(print, flush=True) if options.log_format == "json" else None,
-        )
-        address = f"[{host}]" if ":" in host else host
-        print(f"{name} at http://{address}:{listening.getsockname()[1]}/v1", flush=True)
-        try:
-            process.run(app, listening, capacity, options.drain, options.drain_delay, app.state.leaving)
-        finally:
-            engine.close(cancel=True)  # where a third signal ended it at once
-    return 0
+    for table in tables:
+        for limit in ("max_queue", "max_running"):
+            as_count(getattr(table, limit), limit, 1)
+        checked(table)
+
+
+def _model(options: argparse.Namespace, default: str, kind: Any, opened: ExitStack) -> Any:
+    """The model of some options, its engine opened; it is closed with the stack, which a third signal needs."""
+    options.model = options.model or default
+    limits = {"max_queue": options.max_queue, "max_running": options.max_running}
+    engine = open_engine(options, BatchEngine.from_pretrained, autosave=options.autosave, **limits)
+    opened.callback(engine.close, cancel=True)
+    return kind(
+        engine, options.name or name_of(options.model), aliases=options.served_name,
+        plain_special_tokens=options.plain_special_tokens, tool_parser=options.tool_parser,
+    )
 
 
 def keys_of(lines: Iterable[str]) -> dict[str, str | None]:

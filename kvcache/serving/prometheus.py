@@ -10,7 +10,9 @@ from typing import Any
 
 from kvcache.serving.stats import BatchStats, Histogram, NamespaceStats
 
-__all__ = ["exposition"]
+__all__ = ["exposition", "expositions"]
+
+Labels = tuple[tuple[str, Any], ...]  # names and values
 
 # The others only grow.
 _GAUGES = {
@@ -32,34 +34,62 @@ def exposition(
         stats, namespaces: as above.
         counters: more of them, by their name: a label, and the number for each value of the label.
     """
+    return expositions({None: (stats, namespaces)}, **counters)
+
+
+def expositions(
+    engines: Mapping[str | None, tuple[BatchStats, Mapping[Hashable, NamespaceStats]]],
+    **counters: tuple[str, Mapping[Any, int]],
+) -> str:
+    """As `exposition` of several engines, whose lines have the label `model`.
+
+    Args:
+        engines: the results by the name of each model; None: its lines have no such label.
+        counters: see `exposition`; those of no engine.
+    """
     lines: list[str] = []
+    labels: dict[str | None, Labels] = {name: () if name is None else (("model", name),) for name in engines}
     for name in (field.name for field in fields(BatchStats)):
-        value = getattr(stats, name)
-        is_many = isinstance(value, Histogram)
-        lines += _histogram(f"kvcache_{name}_seconds", value) if is_many else _lines(name, [("", value)])
+        values = [(labels[model], getattr(stats, name)) for model, (stats, _) in engines.items()]
+        lines += _histograms(name, values) if isinstance(values[0][1], Histogram) else _lines(name, values)
+    samples: dict[str, list[tuple[Labels, int]]] = {
+        name: [(((label, value),), number) for value, number in numbers.items()]
+        for name, (label, numbers) in counters.items()
+    }
     for name in (field.name for field in fields(NamespaceStats)):
-        counters[f"namespace_{name}"] = "namespace", {
-            space: getattr(counts, name) for space, counts in namespaces.items()
-        }
-    for name, (label, numbers) in sorted(counters.items()):
-        totals: Counter[str] = Counter()  # of names that are different objects and the same text
-        for value, number in numbers.items():
-            totals[f'{{{label}="{_escaped(value)}"}}'] += number
-        lines += _lines(name, totals.items())
+        samples[f"namespace_{name}"] = [
+            ((*labels[model], ("namespace", space)), getattr(counts, name))
+            for model, (_, spaces) in engines.items() for space, counts in spaces.items()
+        ]
+    for name, found in sorted(samples.items()):
+        lines += _lines(name, found)
     return "\n".join([*lines, ""])
 
 
-def _lines(name: str, samples: Iterable[tuple[str, int]]) -> list[str]:
+def _lines(name: str, samples: Iterable[tuple[Labels, int]]) -> list[str]:
+    """The lines of a number; those whose labels have one text count together."""
     kind, full = ("gauge", f"kvcache_{name}") if name in _GAUGES else ("counter", f"kvcache_{name}_total")
-    return [f"# TYPE {full} {kind}", *(f"{full}{label} {value}" for label, value in samples)]
+    totals: Counter[str] = Counter()
+    for labels, number in samples:
+        totals[_written(labels)] += number
+    return [f"# TYPE {full} {kind}", *(f"{full}{label} {value}" for label, value in totals.items())]
+
+
+def _histograms(name: str, samples: Iterable[tuple[Labels, Histogram]]) -> list[str]:
+    """The lines of histograms: the measurements up to each bound."""
+    full = f"kvcache_{name}_seconds"
+    lines = [f"# TYPE {full} histogram"]
+    for labels, found in samples:
+        for bound, count in zip((*found.bounds, "+Inf"), accumulate(found.counts), strict=True):
+            lines.append(f"{full}_bucket{_written((*labels, ('le', bound)))} {count}")
+        own = _written(labels)
+        lines += [f"{full}_sum{own} {found.total}", f"{full}_count{own} {sum(found.counts)}"]
+    return lines
+
+
+def _written(labels: Labels) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}" if labels else ""
 
 
 def _escaped(value: Any) -> str:
     return ("" if value is None else str(value)).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _histogram(name: str, found: Histogram) -> list[str]:
-    """Its lines: the measurements up to each bound."""
-    counts = accumulate(found.counts)
-    buckets = [f'{name}_bucket{{le="{b}"}} {n}' for b, n in zip((*found.bounds, "+Inf"), counts, strict=True)]
-    return [f"# TYPE {name} histogram", *buckets, f"{name}_sum {found.total}", f"{name}_count {sum(found.counts)}"]

@@ -1,6 +1,7 @@
 """`python -m kvcache serve`: what it refuses before the model loads, the name of the model, the file of keys."""
 
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,11 +16,12 @@ def made(monkeypatch):
     """The name and the keys of each application that is made; none is served."""
     found = []
 
-    def make_app(engine, name, keys, **limits):
-        found.append((name, keys))
+    def make_app(models, keys, **limits):
+        found.append((*models, keys))
         raise ValueError
 
-    monkeypatch.setattr("kvcache.commands.serve.open_engine", lambda *arguments, **options: None)
+    monkeypatch.setattr("kvcache.commands.serve.open_engine", lambda *arguments, **options: Mock())
+    monkeypatch.setattr("kvcache.server.served_model.ServedModel", lambda engine, name, **options: name)
     monkeypatch.setattr("kvcache.server.app.make_app", make_app)
     return found
 

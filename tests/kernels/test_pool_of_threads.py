@@ -5,6 +5,7 @@ import platform
 import random
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -55,6 +56,25 @@ def test_many_callers_at_once():
     for caller in callers:
         caller.join()
     assert not problems
+
+
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="asks for the CPU time of a thread")
+def test_callers_share_the_threads():
+    """While a call has both threads, another one that may have two gets no helper."""
+    seen = 0
+    while not seen:
+        first = threading.Thread(target=kernelcalls.run_items, args=(40, 2, 10_000_000))
+        first.start()
+        clock = time.pthread_getcpuclockid(first.ident)
+        while time.clock_gettime(clock) < 0.01:  # it is at its items
+            time.sleep(0.001)
+        while seen < 50:
+            found = check_run(8, 2, 100_000)
+            if not first.is_alive():
+                break
+            assert found == 1
+            seen += 1
+        first.join()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="sets MXCSR through glibc")

@@ -176,7 +176,8 @@ def test_metrics_show_no_hash_of_a_key(path):
         for key, names in (("prometheus", ["key 2", "key 3"]), ("hunter2", ["key 3"])):
             _, _, text = fetched(served, "/metrics", {"Authorization": f"Bearer {key}"})
             lines = [line for line in text.splitlines() if line.startswith("kvcache_namespace_queries")]
-            assert lines == [f'kvcache_namespace_queries_total{{namespace="{name}"}} 1' for name in names]
+            labels = [f'{{model="{MODEL}",namespace="{name}"}}' for name in names]
+            assert lines == [f"kvcache_namespace_queries_total{each} 1" for each in labels]
             assert "5994471abb01112a" not in text
 
 

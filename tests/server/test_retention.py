@@ -40,7 +40,7 @@ def test_a_prompt_stays(served):
     client.responses.create(model=MODEL, input="third " * 20, max_output_tokens=1)
     assert pinned(served) == got.usage.prompt_tokens // 16
     with urlopen(served.url.removesuffix("/v1") + "/metrics") as page:
-        assert f"kvcache_pinned_blocks {pinned(served)}\n" in page.read().decode()
+        assert f'kvcache_pinned_blocks{{model="{MODEL}"}} {pinned(served)}\n' in page.read().decode()
     served.engine.clear_cache()
     assert pinned(served) == 0
 

@@ -227,7 +227,7 @@ def test_slow_readers_hold_no_step_up(served, client):
 
 def test_a_client_that_never_reads_is_left(path, monkeypatch):
     """Its requests end at the time limit, and its answer some time later."""
-    monkeypatch.setattr("kvcache.server.intake._READING", 0.0)
+    monkeypatch.setattr("kvcache.server.served_model._READING", 0.0)
     with Served(path, limits={"timeout": 0.5}, clock=lambda: 0.0) as served:
         settings = {"max_tokens": 400, "logprobs": True, "top_logprobs": 20, "stream": True, "model": MODEL}
         request = post(json.dumps({**settings, "messages": TALK}).encode(), "/v1/chat/completions")
@@ -392,9 +392,9 @@ def test_metrics(served, client):
     assert all(name.endswith("_total") == (kind == "counter") for name, kind in kinds.items())
     assert histograms == {"kvcache_queued_seconds", "kvcache_first_token_seconds"}
     for name in histograms:
-        assert values[f"{name}_count"] == values[f'{name}_bucket{{le="+Inf"}}'] > 0
+        assert values[f'{name}_count{{model="{MODEL}"}}'] == values[f'{name}_bucket{{model="{MODEL}",le="+Inf"}}'] > 0
     stats = served.engine.stats()
-    assert values["kvcache_new_tokens_total"] == stats.new_tokens > 0
+    assert values[f'kvcache_new_tokens_total{{model="{MODEL}"}}'] == stats.new_tokens > 0
     assert values['kvcache_http_responses_total{status="200"}'] > 0
 
 

@@ -15,8 +15,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from kvcache import BatchEngine, InferenceEngine
 from kvcache.server.app import make_app
+from kvcache.server.served_model import ServedModel
 
 MODEL = "tiny"
+OF_A_MODEL = ("aliases", "plain_special_tokens", "tool_parser")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
 
 
@@ -132,7 +134,9 @@ class Served:
         self.engine = BatchEngine(self.network, self.alone.sampling_params, **{"num_blocks": 400, **options})
         self.engine._text = self.alone.requests.text
         self._script = Script()
-        self.app = make_app(self.engine, MODEL, keys, **dict(limits))
+        limits = dict(limits)
+        names = {name: limits.pop(name) for name in OF_A_MODEL if name in limits}
+        self.app = make_app([ServedModel(self.engine, MODEL, **names), *limits.pop("others", ())], keys, **limits)
         self.bodies = self.app.state.bodies
         config = uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=drain, lifespan="on")
         self.server = uvicorn.Server(config)

@@ -1,0 +1,177 @@
+"""A model of a server: its engine, its names, and what it makes of bodies. All of it runs beside the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Union
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
+
+from kvcache.errors import GrammarError, OutOfMemoryError, QueueFullError
+from kvcache.sampling.tokenizer_errors import decoded
+from kvcache.server.answers import HttpAnswer
+from kvcache.server.bodies import Body, body_of
+from kvcache.server.completion_form import CompletionForm
+from kvcache.server.constraints import grammar_refused
+from kvcache.server.fields import DETOKENIZE, TOKENIZE, checked
+from kvcache.server.forms import Form, unique
+from kvcache.server.limits import Threads
+from kvcache.server.logprobs import TokenTexts
+from kvcache.server.message_bodies import COUNTED, MESSAGES, chat_of_messages
+from kvcache.server.message_form import MessageForm
+from kvcache.server.prompts import Prompts
+from kvcache.server.refusals import too_large, too_many
+from kvcache.server.response_bodies import RESPONSES, chat_of_responses
+from kvcache.server.response_form import ResponseForm
+from kvcache.server.voices import Voices
+from kvcache.serving import BatchEngine
+
+__all__ = ["Answer", "Asked", "ServedModel"]
+
+_READING = 30.0  # seconds beyond the time limit, for reading the end of an answer
+
+
+class Asked(NamedTuple):
+    """A body that is to be answered, in a form and a namespace."""
+
+    body: Body
+    form: Form
+    space: Hashable
+
+
+Answer = Union[ASGIApp, Asked]  # noqa: UP007  # for Python 3.10 at run time
+
+
+class ServedModel:
+    """Answers bodies by an engine.
+
+    Args:
+        engine: has a tokenizer; it has the limits of queue and memory.
+        name: by which clients ask for the model.
+        aliases: further names of it.
+        plain_special_tokens: whether special tokens in the texts of users are text; see `PlainText`.
+        tool_parser: the dialect in which the network writes thoughts and calls, a name of `DIALECTS`; None: that of its
+            chat template.
+
+    Attributes:
+        engine: see above.
+        names: all of them; that of the model first.
+    """
+
+    def __init__(
+        self, engine: BatchEngine, name: str, *, aliases: Sequence[str] = (), plain_special_tokens: bool = False,
+        tool_parser: str | None = None,
+    ) -> None:
+        self.engine, self.names = engine, tuple(dict.fromkeys((name, *aliases)))
+        self._prompts = Prompts(engine, plain_special_tokens)
+        self._voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)
+        self._texts = TokenTexts(engine.tokenizer)
+
+    # -- answers of the network -----------------------------------------------------------------------------
+
+    def complete(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> Asked:
+        """Answer a chat completion, or a completion."""
+        body = self._body(found, chat)
+        return self._begin(body, CompletionForm(body, self.engine, self._texts), space)
+
+    def message(self, found: dict[str, Any], space: Hashable) -> Asked:
+        """Answer a body of `/v1/messages`."""
+        body = self._body(chat_of_messages(checked(found, MESSAGES, ("model", "messages", "max_tokens"))), True)
+        return self._begin(body, MessageForm(body, self.engine), space)
+
+    def respond(self, found: dict[str, Any], space: Hashable) -> Asked:
+        """Answer a body of `/v1/responses`."""
+        given = checked(found, RESPONSES, ("model", "input"))
+        body = self._body(chat_of_responses(given), True)._replace(field="input")
+        return self._begin(body, ResponseForm(body, self.engine, given), space)
+
+    def _body(self, found: dict[str, Any], chat: bool) -> Body:
+        return body_of(found, chat, self.engine.sampling_params, self.engine.max_positions)
+
+    def _begin(self, body: Body, form: Form, space: Hashable) -> Asked:
+        if _requires_call(body):
+            grammar = self._voices.required(body.prompts[0], self._prompts.tokens(body)[0].tolist())
+            body = body._replace(params=replace(body.params, grammar=grammar))
+        return Asked(body, form, space if body.salt is None else (space, body.salt))
+
+    def compile(self, body: Body) -> None:
+        """Compile the grammar of a body, which may take long."""
+        assert body.params.grammar is not None
+        try:
+            self.engine.prepare_grammar(body.params.grammar)
+        except GrammarError as error:
+            raise grammar_refused(error, "tools" if _requires_call(body) else "response_format") from None
+
+    def queued(self, asked: Asked, threads: Threads, timeout: float) -> ASGIApp:
+        """Queue the requests of a body, all or none: the answer.
+
+        Args:
+            threads: that make whole answers.
+            timeout: seconds from now to the last token.
+        """
+        engine, (body, form, space) = self.engine, asked
+        keep = body.keep if engine.shares_prefixes else None
+        spoken = partial(self._voices.spoken, body)
+        answer = HttpAnswer(form, body.stream, spoken, threads, timeout + _READING)
+        tokens = None
+        try:
+            for number, tokens in enumerate(self._prompts.tokens(body)):
+                later = number * body.n  # so that a body of many texts waits rather than one of a single text
+                submit = partial(
+                    engine.submit, namespace=space, deadline=timeout, n=body.n, priority=later, keep=keep
+                )
+                parts = self._prompts.parts(body, number, tokens)
+                answer.requests.append(submit(tokens, body.params, parts_at=parts))
+        except BaseException as error:
+            answer.cancel()
+            count = body.n * len(body.prompts)
+            if isinstance(error, QueueFullError) and count > error.max_queue:  # there is never room for all of it
+                raise too_many(body.field, error.max_queue, count) from None
+            if isinstance(error, OutOfMemoryError) and tokens is not None:
+                raise too_large(body.field, len(tokens)) from None
+            raise
+        return answer
+
+    # -- tokens alone ---------------------------------------------------------------------------------------
+
+    def count(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
+        """The number of tokens of a body of `/v1/messages`."""
+        body = self._body(chat_of_messages(checked(found, COUNTED, ("model", "messages"))), True)
+        return JSONResponse({"input_tokens": len(self._prompts.tokens(body)[0])})
+
+    def render(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> ASGIApp:
+        """The token ids of the prompts of a body, as routers ask for them."""
+        body = self._body(found, chat)
+        rendered = [
+            {"request_id": unique("render-"), "token_ids": tokens.tolist(), "model": body.model}
+            for tokens in self._prompts.tokens(body)
+        ]
+        return JSONResponse(rendered[0] if chat else rendered)
+
+    def tokenize(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
+        """The token ids of a prompt or of a conversation."""
+        with_texts = checked(found, TOKENIZE, ()).get("return_token_strs", False)
+        asked = {"model": self.names[0]} | {
+            name: value for name, value in found.items() if name not in ("add_special_tokens", "return_token_strs")
+        }
+        body = self._body(asked, "messages" in asked)
+        if len(body.prompts) != 1:
+            raise ValueError(f"prompt: expected one, got {len(body.prompts)}")
+        ids = self._prompts.tokens(body)[0].tolist()
+        texts = [self._texts.of(token)[0] for token in ids] if with_texts else None
+        most = self.engine.max_positions
+        return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})
+
+    def detokenize(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
+        """The text of token ids."""
+        given = checked(found, DETOKENIZE, ("tokens",))
+        tokens = self._prompts.checked(given["tokens"], "tokens").tolist()
+        return JSONResponse({"prompt": decoded(self.engine.tokenizer, tokens, skip_special_tokens=False)})
+
+
+def _requires_call(body: Body) -> bool:
+    """Whether an answer must call a function, whatever the network would say."""
+    return body.chat and body.prompts[0].choice.mode == "required"

@@ -1,0 +1,113 @@
+"""Reports of a server: its models, its probes, its metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from threading import Event
+from typing import Any
+
+from anyio.to_thread import run_sync
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from kvcache.server.api_keys import Keys, Label
+from kvcache.server.intake import Intake
+from kvcache.server.limits import Threads
+from kvcache.server.models import Models
+from kvcache.serving.prometheus import expositions
+
+__all__ = ["ServerReports"]
+
+
+class ServerReports:
+    """Answers those that watch a server.
+
+    Args:
+        models: of the server.
+        keys: API keys; None: requests need none.
+        intake: knows the namespace of a request.
+        threads: limits that all requests share.
+
+    Attributes:
+        statuses: the number of answers of each status, which the application counts.
+        leaving: whether the server is about to end.
+    """
+
+    def __init__(self, models: Models, keys: Keys | None, intake: Intake, threads: Threads) -> None:
+        self._models, self._keys, self._intake, self._threads = models, keys, intake, threads
+        self.statuses: Counter[int] = Counter()
+        self.leaving = Event()
+
+    @property
+    def routes(self) -> list[Route]:
+        """The pages."""
+        return [
+            Route("/", self._alive), Route("/live", self._alive), Route("/ready", self._ready),
+            Route("/health", self._health), Route("/metrics", self._metrics), Route("/v1/models", self._list),
+            Route("/v1/models/{name:path}", self._one),
+        ]
+
+    # -- models ---------------------------------------------------------------------------------------------
+
+    async def _list(self, request: Request) -> Response:
+        """The models, under each of their names."""
+        self._intake.namespace(request)
+        return JSONResponse({"object": "list", "data": list(map(_model, self._models.names))})
+
+    async def _one(self, request: Request) -> Response:
+        """The model of one name."""
+        self._intake.namespace(request)
+        self._models.named(asked := request.path_params["name"])
+        return JSONResponse(_model(asked))
+
+    # -- probes ---------------------------------------------------------------------------------------------
+
+    async def _alive(self, request: Request) -> Response:
+        return Response()  # clients ask so whether there is a server
+
+    async def _health(self, request: Request) -> Response:
+        return self._probed(None)
+
+    async def _ready(self, request: Request) -> Response:
+        engines = [model.engine for model in self._models.all]
+        is_full = all(engine.stats().waiting >= engine.max_queue for engine in engines)
+        return self._probed("the queue is full" if is_full else None)
+
+    def _probed(self, fault: str | None) -> Response:
+        if not all(model.engine.is_running for model in self._models.all):
+            fault = "the engine does not run"
+        if self.leaving.is_set():
+            fault = "the server ends"
+        return JSONResponse({"status": fault or "ok"}, 503 if fault else 200)
+
+    # -- metrics --------------------------------------------------------------------------------------------
+
+    async def _metrics(self, request: Request) -> Response:
+        """The counters for Prometheus. A key of the namespace `metrics` gets all namespaces, another one its own."""
+        return PlainTextResponse(
+            await run_sync(self._report, self._intake.namespace(request), limiter=self._threads.reports),
+            media_type="text/plain; version=0.0.4",
+        )
+
+    def _report(self, own: str | None) -> str:
+        found: dict[str | None, Any] = {
+            model.names[0]: (model.engine.stats(), self._namespaces(model.engine.namespace_stats(), own))
+            for model in self._models.all
+        }
+        return expositions(found, http_responses=("status", self.statuses))
+
+    def _namespaces(self, found: dict[Hashable, Any], own: str | None) -> dict[Hashable, Any]:
+        """The counters that a namespace may see, as it may see them."""
+        shown: dict[Hashable, Any] = {}
+        for name, counts in found.items():
+            space = name[0] if isinstance(name, tuple) else name  # that of the key, where a body has a salt
+            if own in (None, "metrics", space):
+                text = (space or "") if self._keys is None else self._keys.shown(space)
+                shown[Label(name, str(text))] = counts
+        return shown
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "kvcache"}
