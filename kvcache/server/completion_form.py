@@ -53,7 +53,7 @@ class CompletionForm(Form):
             content = {"delta": role | delta} if self._body.chat else delta
             found = JsonObject(
                 index=number, **content, logprobs=None if place else logprobs,
-                finish_reason="tool_calls" if end == "stop" and number in self._calls else end,
+                finish_reason=_with_calls(choice, end),
             )
             yield event(JsonObject(**self._common, choices=iter([found])))
 
@@ -107,8 +107,7 @@ class CompletionForm(Form):
             logprobs = self.logprobs(choice, work.new_tokens, found)
         message: Mapping[str, Any] = self._message(pieces)
         if self._body.chat:
-            reason = "tool_calls" if reason == "stop" and "tool_calls" in message else reason
-            message = {"message": message}
+            reason, message = _with_calls(choice, reason), {"message": message}
         return JsonObject(index=choice.number, **message, logprobs=logprobs, finish_reason=reason)
 
     def _message(self, pieces: list[ChannelPiece]) -> dict[str, Any]:
@@ -129,6 +128,11 @@ class CompletionForm(Form):
         found = {"role": "assistant", "content": texts["content"] or (None if calls else "")}
         thoughts = {"reasoning_content": texts["reasoning"]} if texts["reasoning"] else {}
         return found | thoughts | ({"tool_calls": calls} if calls else {})
+
+
+def _with_calls(choice: Choice, reason: str | None) -> str | None:
+    """Why a chat ended: where there are whole calls, for these."""
+    return "tool_calls" if reason == "stop" and choice.spoken.has_calls else reason
 
 
 def _usage(counts: Counts) -> dict[str, Any]:

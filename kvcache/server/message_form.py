@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -105,7 +106,8 @@ class MessageForm(Form):
             if piece.channel == "call":
                 content.append({"type": "tool_use", "id": call_id(), "name": piece.text, "input": {}})
             elif piece.channel == "arguments":
-                content[-1]["input"] = json.loads(piece.text)
+                with suppress(ValueError, RecursionError):  # an answer that ends within a call has no input
+                    content[-1]["input"] = json.loads(piece.text)
             elif piece.channel == last:
                 content[-1]["thinking" if piece.channel == "reasoning" else "text"] += piece.text
             elif piece.channel == "reasoning":

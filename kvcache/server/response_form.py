@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvcache.sampling.dialects.transcript import ChannelPiece
@@ -86,6 +87,7 @@ class ResponseForm(Form):
         self._open, item = False, self._items[-1]
         item["status"] = status
         if item["type"] == "function_call":
+            item["status"] = "completed" if _is_json(item["arguments"]) else "incomplete"
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", item, **done)
         elif item["type"] == "message":
@@ -153,6 +155,13 @@ class ResponseForm(Form):
             "total_tokens": work.num_prompt + work.num_new,
         }
         return found | {"usage": usage, "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None}
+
+
+def _is_json(text: str) -> bool:
+    with suppress(ValueError, RecursionError):
+        json.loads(text)
+        return True
+    return False
 
 
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}

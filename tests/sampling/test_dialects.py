@@ -9,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from kvcache.sampling.dialects.call_span import CallSpan
 from kvcache.sampling.dialects.call_texts import json_calls, mistral_calls, parameter_calls, pythonic_calls
 from kvcache.sampling.dialects.dialect_table import DIALECTS, dialect_of
 from kvcache.sampling.dialects.gemma_values import gemma_calls
+from kvcache.sampling.dialects.json_scan import JsonScan
 from kvcache.sampling.dialects.marks import MarkSearch
 from kvcache.sampling.dialects.spoken_answer import MarkTokens, SpokenAnswer
+from kvcache.sampling.dialects.transcript import Transcript
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -62,7 +65,15 @@ def collected(pieces):
             calls[-1][1] += text
         else:
             texts[channel] += text
-    return texts["reasoning"], texts["content"], [(name, json.loads(text)) for name, text in calls]
+    return texts["reasoning"], texts["content"], [(name, value_of(text)) for name, text in calls]
+
+
+def value_of(text):
+    """The value of a text in JSON; the text, where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 ANSWERS = [
@@ -76,7 +87,20 @@ ANSWERS = [
     ("hermes", 'a <tool_call>{"name": "f", "arguments": [1]}</tool_call> b ',
      ("", 'a <tool_call>{"name": "f", "arguments": [1]}</tool_call> b ', [])),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
-     ("", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [])),
+     ("", "NaN}}", [("f", '{"a": ')])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', ("", "", [("f", '{"a": 1')])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>b', ("", "b", [("f", {"a": 1})])),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}; {"name": "g", "id": [1], "arguments": {}}</tool_call>',
+     ("", "", [("f", {"a": 1}), ("g", {})])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}} x</tool_call>', ("", "} x", [("f", {})])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}, {"name": 3}</tool_call>',
+     ("", '{"name": 3}', [("f", {})])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"é": "\\ud83d\\udc08\\n"}, "x": [{}]}</tool_call>',
+     ("", "", [("f", {"é": "🐈\n"})])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>',
+     ("", '"}}', [("f", '{"a": "\\ud83d')])),
+    ("hermes", '<tool_call>{"function": {"name": "f", "arguments": {"a": 1}}}</tool_call>',
+     ("", "", [("f", {"a": 1})])),
     ("hermes", "the tag <think> is </think> text", ("", "the tag <think> is </think> text", [])),
     ("hermes", "a < b <tool", ("", "a < b <tool", [])),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n<parameter=s>\n1\n\n</parameter>\n"
@@ -84,6 +108,8 @@ ANSWERS = [
      ("", "", [("f", {"a": 7, "s": "1\n", "o": {"x": 1}, "other": "true"})])),
     ("qwen3_coder", "<tool_call><function=f></function><function=g><parameter=x>y</parameter></function>",
      ("", "", [("f", {}), ("g", {"x": "y"})])),
+    ("qwen3_coder", "<tool_call><function=f><parameter=s>1</parameter> x <parameter=s>2</function></tool_call>",
+     ("", "x <parameter=s>2</function>", [("f", '{"s": "1"')])),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>",
      ("", "<tool_call><function=f><parameter=a>1</function></tool_call>", [])),
     ("llama3", '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", {"a": 1})])),
@@ -98,20 +124,27 @@ ANSWERS = [
      ("", "", [("f", {"a": 1}), ("g", {})])),
     ("mistral", '[THINK]so[/THINK]Now[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{"b": [2]}',
      ("so", "Now", [("f", {"a": 1}), ("g", {"b": [2]})])),
-    ("mistral", "Now[TOOL_CALLS]f[ARGS]{", ("", "Now[TOOL_CALLS]f[ARGS]{", [])),
+    ("mistral", "Now[TOOL_CALLS]f[ARGS]{", ("", "Now", [("f", "{")])),
+    ("mistral", "Now[TOOL_CALLS]f[ARGS]", ("", "Now[TOOL_CALLS]f[ARGS]", [])),
+    ("mistral", "[TOOL_CALLS]f g[ARGS]{}", ("", "[TOOL_CALLS]f g[ARGS]{}", [])),
     ("harmony", "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Hi\n",
      ("Think.", "Hi\n", [])),
     ("harmony", "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>commentary<|message|>Look:<|end|>"
      "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"a\": 1}<|call|>",
      ("A", "Look:", [("f", {"a": 1})])),
     ("harmony", "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}", ("", "", [("g", {})])),
-    ("harmony", "<|channel|>commentary to=functions.f<|message|>{\"a\": ", ("", '{"a": ', [])),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>{\"a\": ", ("", "", [("f", '{"a": ')])),
+    ("harmony", '<|channel|>commentary to=functions.f<|message|>"{}"<|call|>', ("", "", [("f", {})])),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>x<|call|>", ("", "x", [])),
     ("harmony", "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
      ("", "a\n\nb", [])),
     ("gemma4", '<|channel>thought\nhm\n<channel|>Hi<|tool_call>call:f{a:-4,s:<|"|>x{y:"<|"|>,o:{k:[1.5,true,null]}}'
      "<tool_call|><|tool_call>call:g{}<tool_call|>",
      ("hm", "Hi", [("f", {"a": -4, "s": 'x{y:"', "o": {"k": [1.5, True, None]}}), ("g", {})])),
     ("gemma4", "<|tool_call>call:f{a:}<tool_call|>", ("", "<|tool_call>call:f{a:}<tool_call|>", [])),
+    ("gemma4", "<|tool_call>call:f{a:1,b:}<tool_call|>", ("", "b:}", [("f", '{"a": 1')])),
+    ("gemma4", '<|tool_call>call:f{s:[<|"|>a,b}<|"|>,{x:1}],t:<|"|><|"|>}x<tool_call|>',
+     ("", "x", [("f", {"s": ["a,b}", {"x": 1}], "t": ""})])),
     ("functiongemma", "<start_function_call>call:f{s:<escape>a, b<escape>}<end_function_call>",
      ("", "", [("f", {"s": "a, b"})])),
     ("lfm2", '<|tool_call_start|>[f(a=1), g(s="x")]<|tool_call_end|>Done.',
@@ -135,7 +168,8 @@ BITS = st.sampled_from([
     *MARKS, "\n", " ", "x", "é🐈", "{", "}", "[", "]", '{"name": "f", "arguments": {"a": 1}}', "<function=f>",
     "</function>", "<parameter=a>\n1\n</parameter>", "call:f{a:1}", "[f(a=1)]", "f", "analysis", "final",
     "thought\n", " to=functions.f", "<", "<tool_", '"', ";", "[ARGS", "assistant",
-    "<|channel|>commentary to=functions.f<|message|>{}",
+    "<|channel|>commentary to=functions.f<|message|>{}", '{"name": "f", "arguments": ', '{"a": "', "\\ud83d", "1e", ",",
+    "call:f{", 's:<|"|>', "<parameter=s>", "</parameter>",
 ])
 
 
@@ -162,6 +196,110 @@ def test_marks_are_found_in_any_pieces(text, cuts):
     found += search.end()
     assert "".join(part for part, _ in found) == text
     assert [part for part, is_mark in found if is_mark] == MarkSearch(marks)._pattern.findall(text)
+
+
+LONG = json.dumps({"s": 'é "quoted" \n' * 20, "n": [1.5e3, {"x": None}, True], "o": {}}, ensure_ascii=False)
+PIECEWISE = [
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": ', LONG, "}\n</tool_call>"),
+    ("llama3", '{"name": "f", "parameters": ', LONG, "}"), ("mistral", "[TOOL_CALLS]f[ARGS]", LONG, ""),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": ', LONG, "}]"),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": ', LONG, "}]"),
+    ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", LONG, "<|call|>"),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "arguments", "behind"), PIECEWISE)
+def test_arguments_come_as_they_are_written(tokenizer, name, before, arguments, behind):
+    """Each token gives what it adds to the arguments; nothing of them waits."""
+    answer = answer_of(tokenizer, name)
+    pieces = answer.extend(tokenizer.encode(before).ids, ended=False)
+    for count, token in enumerate(tokenizer.encode(arguments).ids, 1):
+        pieces += answer.extend([token], ended=False)
+        text = "".join(piece.text for piece in pieces if piece.channel == "arguments")
+        assert len(text.encode()) >= count - 3, "but for bytes of a character"
+    pieces += answer.extend(tokenizer.encode(behind).ids, ended=True)
+    assert "".join(piece.text for piece in pieces if piece.channel == "arguments") == arguments
+    assert answer.has_calls
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "ends"),
+    [
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter><parameter=s>x</parameter></function>",
+         ["</parameter>", "</parameter>", "</function>"]),
+        ("gemma4", '<|tool_call>call:f{a:1,s:<|"|>x, y<|"|>}<tool_call|>', [",", "}"]),
+    ],
+)
+def test_values_come_one_by_one(tokenizer, name, text, ends):
+    answer, at = answer_of(tokenizer, name), []
+    tokens = tokenizer.encode(text).ids
+    for place, token in enumerate(tokens):
+        if any(piece.channel == "arguments" for piece in answer.extend([token], ended=False)):
+            at.append(tokenizer.decode(tokens[: place + 1], skip_special_tokens=False))
+    assert [whole.endswith(end) for whole, end in zip(at, ends, strict=True)] == [True] * len(ends)
+
+
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=12,
+    ),
+    is_ascii=st.booleans(), place=st.integers(0, 500), other=st.sampled_from(["", *'{}[]",:\\0.e-+tNu \n\x00']),
+    cuts=st.lists(st.integers(0, 500), max_size=4),
+)
+def test_a_scan_knows_json(value, is_ascii, place, other, cuts):
+    """A character of a value is replaced: what is JSON still, and what is not, `json` knows."""
+    text = json.dumps(value, ensure_ascii=is_ascii)
+    place %= len(text)
+    text = text[:place] + other + text[place + 1 :] if other else text
+    try:
+        wanted = json.loads(text, parse_constant=lambda _: json.loads("x"))
+        json.dumps(wanted, ensure_ascii=False).encode()
+    except (ValueError, UnicodeEncodeError):
+        wanted = None
+    else:
+        wanted = (wanted,)
+    scan, at = JsonScan(), 0
+    for stop in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
+        at = scan.add(text[:stop], at)
+    scan.add(text + "\n", at)  # behind a number something tells that it has ended
+    rest = text[at:].strip(" \t\r\n")
+    assert (scan.is_whole and not rest) == (wanted is not None), (text, at, scan.need)
+    if scan.is_broken:
+        assert not scan.is_whole
+
+
+def test_a_scan_has_bounds():
+    for text, is_broken in (("[" * 200, False), ("[" * 201, True), ("1" * 400, False), ("1" * 401, True)):
+        scan = JsonScan()
+        scan.add(text)
+        assert scan.is_broken == is_broken
+
+
+HOSTILE = [
+    "a" * 60_000, " " * 60_000, "{}" * 20_000, '{"name": "f", "arguments": {' + '"a": 1,' * 8_000,
+    "<function=f>" + "<parameter=a>" * 5_000, "<function=f><parameter=s>" + "\n</param" * 7_000,
+    "<function=f>" + "<parameter=a>1</parameter>" * 2_500, "call:f{" + "a" * 60_000, 'call:f{a:<|"|>' + "x<" * 30_000,
+    "call:f{" + "a:1," * 15_000, "call:f{a:[" + "1," * 30_000, "f" * 30_000 + "[CALL_ID]" * 3_000, "[" * 60_000,
+    '{"name": "f", "arguments": {"a": "' + "\\u0041" * 10_000, "f[ARGS]{" + '"a": -0.5e+3, ' * 4_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4", "mistral", "llama3"])
+def test_streams_of_calls_take_linear_time(name, text):
+    """The text of a network that writes anything comes in small pieces."""
+    dialect = DIALECTS[name]
+    transcript = Transcript(True)
+    began = time.process_time()
+    stream = dialect.stream(CallSpan(transcript, dialect.read, {}, dialect.calls[0]))
+    for start in range(0, len(text), 40):
+        stream.add(text[start : start + 40])
+    stream.end("")
+    transcript.end()
+    assert time.process_time() - began < 1.0, "quadratic time takes minutes"
+    assert transcript.take()
 
 
 def test_text_without_marks_stays_as_it_is(tokenizer):

@@ -51,6 +51,7 @@ def drawn(grammar, tokenizer, seed, most=400):
     for _ in range(most):
         logits = rng.gumbel(size=256).astype(np.float32)
         logits[likely] += 3
+        logits[END] += 6
         token = int(np.argmax(matcher.masked(logits)))
         if token == END:
             break

@@ -88,6 +88,7 @@ def test_a_whole_message_and_the_next_turn(served):
     [
         (SAID, {}, "tool_use"), ("Hi <b> you \n", {}, "end_turn"),
         ("a STOP b", {"stop_sequences": ["x", "STOP"]}, "stop_sequence"),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "K', {}, "end_turn"),
         ("long", {"max_tokens": 2}, "max_tokens"), ("<think>a", {}, "end_turn"), ("", {}, "end_turn"),
     ],
 )

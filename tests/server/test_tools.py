@@ -1,6 +1,7 @@
 """Thoughts and calls of tools over HTTP, asked by OpenAI's client."""
 
 import json
+from threading import Semaphore
 
 import openai
 import pytest
@@ -10,6 +11,10 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 TOOL = {"type": "function", "function": {"name": "weather", "description": "x", "parameters": SCHEMA}}
 TEMPLATE = tools_template("{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
+
+
+CUT = '<tool_call>{"name": "weather", "arguments": {"city": "K'
+BROKEN = '<tool_call>{"name": "weather", "arguments": {"city": K}}</tool_call>'
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +46,7 @@ def test_a_whole_answer(served):
 
 
 @pytest.mark.parametrize(
-    "said", [SAID, "Just <b> text. \n", '<tool_call>{"name": "weather", "argu', "<think>never ends"]
+    "said", [SAID, "Just <b> text. \n", '<tool_call>{"name": "weather", "argu', "<think>never ends", CUT, BROKEN]
 )
 def test_a_stream_is_the_whole_answer(served, said):
     whole = ask(served, said).choices[0]
@@ -62,6 +67,48 @@ def test_a_stream_is_the_whole_answer(served, said):
     ]
     assert calls[0] == calls[1]
     assert final.usage.completion_tokens_details.reasoning_tokens <= final.usage.completion_tokens
+
+
+def test_arguments_are_streamed_while_they_are_written(served):
+    """The network stops within them, and what it has written comes."""
+    name = "A long name of a city "
+    said = SAID.replace("Köln", name * 8)
+
+    def calls(data):
+        events = [json.loads(line[6:]) for line in data.split(b"\n")[:-1] if line.startswith(b"data: {")]
+        found = [call for each in events for call in each["choices"][0]["delta"].get("tool_calls", [])]
+        return [call for call in found if call["index"] == 0]
+
+    def arguments(data):
+        return "".join(call["function"]["arguments"] for call in calls(data))
+
+    served.say(said)
+    served.network.closed = True
+    for _ in range(len(said[: said.index("city") + 60].encode()) + 20):
+        served.network.permits.release()
+    body = {"model": MODEL, "messages": TALK, "tools": [TOOL], "max_tokens": 500, "stream": True}
+    connection, data = served.connect(post(json.dumps(body).encode(), "/v1/chat/completions")), b""
+    while "A long" not in arguments(data):
+        data += connection.recv(1 << 16)
+    assert name * 8 not in arguments(data)
+    served.network.open()
+    while b"[DONE]" not in data:
+        data += connection.recv(1 << 16)
+    connection.close()
+    served.network.permits = Semaphore(0)  # some were left
+    first, *others = calls(data)
+    assert (first["function"], len(first["id"])) == ({"name": "weather", "arguments": ""}, 9)
+    assert all(set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in others)
+    assert json.loads(arguments(data)) == {"city": name * 8}
+
+
+@pytest.mark.parametrize(("said", "arguments", "content"), [(CUT, '{"city": "K', None), (BROKEN, '{"city": ', "K}}")])
+def test_a_call_that_is_not_whole_is_no_reason_to_end(served, said, arguments, content):
+    """Its arguments are no JSON, so that no client runs it."""
+    (choice,) = ask(served, said).choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.arguments, choice.message.content, choice.finish_reason) == (arguments, content, "stop")
+    assert ask(served, said, max_tokens=len(CUT) - 1).choices[0].finish_reason == "length"
 
 
 def test_choices_of_the_client(served):

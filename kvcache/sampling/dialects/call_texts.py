@@ -5,15 +5,19 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from kvcache.sampling.dialects.transcript import ToolCall
 
-__all__ = ["NoCall", "Schemas", "json_calls", "mistral_calls", "parameter_calls", "pythonic_calls", "tool_call"]
+__all__ = [
+    "NoCall", "Schemas", "WholeReader", "json_calls", "mistral_calls", "parameter_calls", "pythonic_calls", "tool_call",
+    "typed",
+]
 
 Schemas = Mapping[str, Any]  # of the arguments of each function, by its name
+WholeReader = Callable[[str, Schemas], "list[ToolCall] | None"]
 
 _MAX_EXPRESSION = 1 << 14  # characters of Python, which its parser takes without letting other threads run
 _DECODER = json.JSONDecoder()
@@ -97,7 +101,7 @@ def parameter_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
             properties = properties if isinstance(properties, dict) else {}
             while parameter := _PARAMETER.match(text, at):
                 at, key = parameter.end(), parameter[1].strip()
-                arguments[key] = _typed(parameter[2], properties.get(key))
+                arguments[key] = typed(parameter[2], properties.get(key))
             if not (end := _END.match(text, at)):
                 return None
             at = end.end()
@@ -106,7 +110,7 @@ def parameter_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
     return None
 
 
-def _typed(text: str, schema: Any) -> Any:
+def typed(text: str, schema: Any) -> Any:
     """A value of the type that a schema says: a text, unless it is JSON of another type that may be."""
     types = _types(schema)
     if not types - {"string"}:

@@ -6,6 +6,10 @@ from kvcache.sampling.dialects.call_texts import json_calls, mistral_calls, para
 from kvcache.sampling.dialects.dialect import Dialect
 from kvcache.sampling.dialects.gemma_values import gemma_calls
 from kvcache.sampling.dialects.harmony_reader import HARMONY_MARKS, HarmonyReader
+from kvcache.sampling.dialects.member_calls import MemberCalls
+from kvcache.sampling.dialects.named_calls import NamedCalls
+from kvcache.sampling.dialects.object_calls import ObjectCalls
+from kvcache.sampling.dialects.tag_calls import TagCalls
 from kvcache.sampling.dialects.tagged_reader import TaggedReader
 
 __all__ = ["DIALECTS", "dialect_of"]
@@ -16,22 +20,25 @@ _TAG = ("<tool_call>", "</tool_call>")
 DIALECTS = {
     "harmony": Dialect(HarmonyReader, read=json_calls, more=HARMONY_MARKS),  # gpt-oss
     "gemma4": Dialect(
-        TaggedReader, ("<|tool_call>", "<tool_call|>"), gemma_calls, ("<|channel>", "<channel|>"), titled=True,
-        more=('<|"|>',),
+        TaggedReader, ("<|tool_call>", "<tool_call|>"), gemma_calls, MemberCalls, ("<|channel>", "<channel|>"),
+        titled=True, more=('<|"|>',),
     ),
     "functiongemma": Dialect(
-        TaggedReader, ("<start_function_call>", "<end_function_call>"), gemma_calls, more=("<escape>",)
+        TaggedReader, ("<start_function_call>", "<end_function_call>"), gemma_calls, MemberCalls, more=("<escape>",)
     ),
     "mistral": Dialect(
-        TaggedReader, ("[TOOL_CALLS]", ""), mistral_calls, ("[THINK]", "[/THINK]"), more=("[ARGS]", "[CALL_ID]")
+        TaggedReader, ("[TOOL_CALLS]", ""), mistral_calls, NamedCalls, ("[THINK]", "[/THINK]"),
+        more=("[ARGS]", "[CALL_ID]"),
     ),
-    "lfm2": Dialect(TaggedReader, ("<|tool_call_start|>", "<|tool_call_end|>"), pythonic_calls, _THOUGHTS),
-    "qwen3_coder": Dialect(TaggedReader, _TAG, parameter_calls, _THOUGHTS),  # and Qwen3.5
+    "lfm2": Dialect(
+        TaggedReader, ("<|tool_call_start|>", "<|tool_call_end|>"), pythonic_calls, ObjectCalls, _THOUGHTS
+    ),
+    "qwen3_coder": Dialect(TaggedReader, _TAG, parameter_calls, TagCalls, _THOUGHTS),  # and Qwen3.5
     "granite": Dialect(
-        TaggedReader, ("<|tool_call|>", ""), json_calls, _THOUGHTS, silent=("<response>", "</response>")
+        TaggedReader, ("<|tool_call|>", ""), json_calls, ObjectCalls, _THOUGHTS, silent=("<response>", "</response>")
     ),
-    "hermes": Dialect(TaggedReader, _TAG, json_calls, _THOUGHTS),  # and Qwen2.5, Qwen3, SmolLM3, Granite 4
-    "llama3": Dialect(TaggedReader, ("<|python_tag|>", ""), pythonic_calls, _THOUGHTS, leads=True),
+    "hermes": Dialect(TaggedReader, _TAG, json_calls, ObjectCalls, _THOUGHTS),  # and Qwen2.5, Qwen3, SmolLM3, Granite 4
+    "llama3": Dialect(TaggedReader, ("<|python_tag|>", ""), pythonic_calls, ObjectCalls, _THOUGHTS, leads=True),
     "none": Dialect(TaggedReader),
 }
 # The marks of a template that tell its dialect, in the order in which they are looked for.

@@ -9,9 +9,9 @@ from typing import Any
 from kvcache.sampling.dialects.call_texts import NoCall, Schemas, tool_call
 from kvcache.sampling.dialects.transcript import ToolCall
 
-__all__ = ["gemma_calls"]
+__all__ = ["QUOTES", "gemma_calls", "gemma_object"]
 
-_QUOTES = ('<|"|>', "<escape>")
+QUOTES = ('<|"|>', "<escape>")
 _NAME = re.compile(r"\s*call:([^{\s]+)\s*")
 _KEY = re.compile(r"\s*([^:{}\[\],\s]+)\s*:")
 _NUMBER = re.compile(r"-?[0-9]{1,300}(?:\.[0-9]{1,300})?(?:[eE][+-]?[0-9]{1,3})?")
@@ -28,6 +28,15 @@ def gemma_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
             if not text[values.at :].strip():
                 return [tool_call(found[1], arguments)]
     return None
+
+
+def gemma_object(text: str) -> dict[str, Any]:
+    """An object in these words. NoCall: none; ValueError: a text without end."""
+    values = _Values(text, 0)
+    found = values.value(_DEPTH)
+    if text[values.at :].strip() or not isinstance(found, dict):
+        raise NoCall
+    return found
 
 
 class _Values:
@@ -50,7 +59,7 @@ class _Values:
             return dict(self._items(depth, "}"))
         if self._takes("["):
             return [value for _, value in self._items(depth, "]")]
-        for quote in _QUOTES:
+        for quote in QUOTES:
             if self._takes(quote):
                 return self._until(quote)
         return self._plain()
@@ -69,7 +78,7 @@ class _Values:
 
     def _key(self) -> str:
         self._skip()
-        for quote in _QUOTES:
+        for quote in QUOTES:
             if self._takes(quote):
                 key = self._until(quote)
                 self._skip()

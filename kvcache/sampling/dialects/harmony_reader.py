@@ -11,8 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kvcache.sampling.dialects.argument_call import ArgumentCall
+from kvcache.sampling.dialects.call_span import CallSpan
 from kvcache.sampling.dialects.dialect import Dialect
-from kvcache.sampling.dialects.transcript import Transcript
+from kvcache.sampling.dialects.transcript import ToolCall, Transcript
 
 __all__ = ["HARMONY_MARKS", "HarmonyReader"]
 
@@ -32,8 +34,7 @@ class HarmonyReader:
     ) -> None:
         self._dialect, self._transcript, self._schemas, self._calls = dialect, transcript, schemas, calls
         self._header: str | None = ""  # None: within a message
-        self._name: str | None = None  # of the function that the message calls
-        self._body: list[str] = []
+        self._call: ArgumentCall | None = None  # that the message is
         self._thinks, self._was_thinking, self._has_content = False, False, False
 
     @property
@@ -43,8 +44,8 @@ class HarmonyReader:
     def text(self, text: str) -> None:
         if self._header is not None:
             self._header += text
-        elif self._name is not None:
-            self._body.append(text)
+        elif self._call is not None:
+            self._call.add(text)
         elif self._thinks:
             self._transcript.think(text)
         else:
@@ -63,21 +64,30 @@ class HarmonyReader:
 
     def _begin_message(self, header: str) -> None:
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-        self._header, self._body = None, []
-        self._name = recipient[1] if recipient is not None and self._calls else None
-        self._thinks = self._name is None and channel is not None and channel[1] == "analysis"
+        self._header = None
+        if recipient is not None and self._calls:
+            self._call = self._of_function(recipient[1])
+        self._thinks = self._call is None and channel is not None and channel[1] == "analysis"
         if self._thinks and self._was_thinking:
             self._transcript.think("\n\n")
-        elif not self._thinks and self._name is None and self._has_content:
+        elif not self._thinks and self._call is None and self._has_content:
             self._transcript.say("\n\n")
 
+    def _of_function(self, name: str) -> ArgumentCall:
+        """Read the arguments of a function; those that are no object are a text that says one."""
+        read = self._dialect.read
+
+        def whole(text: str, schemas: Mapping[str, Any]) -> list[ToolCall] | None:
+            call = f'{{"name": {json.dumps(name)}, "arguments": {text}}}'
+            return None if read is None else read(call, schemas)
+
+        return ArgumentCall(CallSpan(self._transcript, whole, self._schemas), name)
+
     def _end_message(self) -> None:
-        if self._name is not None:
-            read, body = self._dialect.read, "".join(self._body)
-            call = f'{{"name": {json.dumps(self._name)}, "arguments": {body}}}'
-            self._transcript.call(read(call, self._schemas) if read is not None else None, body)
+        if self._call is not None:
+            self._call.end("")
         self._was_thinking = self._was_thinking or self._thinks
-        self._header, self._name, self._body, self._thinks = "", None, [], False
+        self._header, self._call, self._thinks = "", None, False
 
     def end(self) -> None:
         if self._header and not self._was_thinking and not self._has_content and "<|channel|>" not in self._header:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from kvcache.sampling.dialects.call_span import CallSpan, CallStream
 from kvcache.sampling.dialects.dialect import Dialect
 from kvcache.sampling.dialects.transcript import Transcript
 
@@ -30,8 +31,9 @@ class TaggedReader:
         self._open, self._close = dialect.calls if calls and dialect.calls else ("", "")
         self._state: Literal["content", "title", "thought", "call", "lead"] = "content"
         self._begin_thought, self._end_thought = dialect.thoughts or ("", "")
-        self._written: list[str] = []  # calls that are not whole, with their marks
-        self._head = ""  # the first characters of what may be calls
+        self._calls: CallStream | None = None  # reads calls that have not ended
+        self._lead: list[str] = []  # what may be calls without a mark
+        self._head = ""  # its first characters
         if thinks:
             self._state = "thought"
         elif calls and dialect.leads:
@@ -49,10 +51,15 @@ class TaggedReader:
             self._transcript.think(text)
         elif self._state == "content":
             self._transcript.say(text)
-        elif self._state in ("call", "lead"):
-            self._written.append(text)
+        elif self._calls is not None:
+            self._calls.add(text)
+        else:
+            self._lead.append(text)
             self._head += text[: _HEAD - len(self._head)]
-            if self._state == "lead" and not _may_be_calls(self._head):
+            start = re.sub(r"\s", "", self._head)
+            if start.startswith(_OBJECTS):
+                self._begin_calls("")
+            elif not _may_be_calls(start):
                 self._transcript.say(self._taken())
 
     def mark(self, mark: str, special: bool) -> None:
@@ -65,9 +72,8 @@ class TaggedReader:
         elif self._state == "call" and mark == self._close:
             self._end_calls(mark)
         elif mark == self._open and not self.is_thinking:
-            if self._written:
-                self._end_calls()
-            self._state, self._written = "call", [mark]
+            self.end()
+            self._begin_calls(mark)
         elif begins and self._transcript.is_silent and self._state in ("content", "lead") and not self._head.strip():
             self._taken()
             self._state = "title" if self._dialect.titled else "thought"
@@ -75,23 +81,30 @@ class TaggedReader:
             self.text(mark)
 
     def end(self) -> None:
-        if self._written:
-            self._end_calls()
+        if self._lead:
+            self._begin_calls("")
+        self._end_calls()
+
+    def _begin_calls(self, mark: str) -> None:
+        """Begin calls, with what may have been some."""
+        dialect = self._dialect
+        if dialect.read is not None and dialect.stream is not None:
+            self._calls = dialect.stream(CallSpan(self._transcript, dialect.read, self._schemas, mark))
+            self._calls.add(self._taken())
+            self._state = "call"
 
     def _end_calls(self, close: str = "") -> None:
-        written = self._taken()
-        read, body = self._dialect.read, written.removeprefix(self._open)
-        self._transcript.call(read(body, self._schemas) if read is not None else None, written + close)
+        if self._calls is not None:
+            self._calls.end(close)
+            self._calls = None
+        self._state = "content"
 
     def _taken(self) -> str:
-        """Take the text that was written of calls; content follows."""
-        written, self._written, self._head, self._state = "".join(self._written), [], "", "content"
-        return written
+        """Take the text that may have been calls; content follows."""
+        text, self._lead, self._head, self._state = "".join(self._lead), [], "", "content"
+        return text
 
 
-def _may_be_calls(text: str) -> bool:
-    """Whether a text may be the beginning of calls."""
-    start = re.sub(r"\s", "", text)
-    if any(each.startswith(start) or start.startswith(each) for each in _OBJECTS):
-        return True
-    return _PYTHON.fullmatch(start) is not None
+def _may_be_calls(start: str) -> bool:
+    """Whether a text without white space may be the beginning of calls."""
+    return any(each.startswith(start) for each in _OBJECTS) or _PYTHON.fullmatch(start) is not None

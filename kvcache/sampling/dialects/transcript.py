@@ -16,7 +16,7 @@ class ChannelPiece(NamedTuple):
 
     Attributes:
         channel: "reasoning" and "content" are text; "call" begins a call, and its text is the name; "arguments" are
-            JSON, of the call before.
+            JSON, of the call before; no JSON if the answer ends within it, or the network writes something else.
         text: of the channel.
     """
 
@@ -40,7 +40,7 @@ class Transcript:
         parallel: whether there may be several calls; all but the first are dropped otherwise.
 
     Attributes:
-        calls: how many there were.
+        calls: how many whole ones there were.
         is_silent: whether there was no content since the beginning, or since the last call.
     """
 
@@ -50,6 +50,7 @@ class Transcript:
         self._held = ""  # white space, which counts if content follows
         self._trims = False  # whether white space that comes next is dropped
         self._thinks = False
+        self._has_begun = self._drops = False  # a call; the one that comes
         self.calls, self.is_silent = 0, True
 
     def think(self, text: str) -> None:
@@ -80,6 +81,10 @@ class Transcript:
         if end:
             self._pieces.append(ChannelPiece(channel, text[:end]))
 
+    def allows(self, name: str) -> bool:
+        """Whether a function may be called."""
+        return self._names is None or name in self._names
+
     def call(self, calls: Sequence[ToolCall] | None, written: str) -> None:
         """Add calls; where there are none, or one that may not be, what was written is content.
 
@@ -87,14 +92,33 @@ class Transcript:
             calls: None: what was written does not say any.
             written: the text of the calls.
         """
-        if not calls or not all(self._names is None or call.name in self._names for call in calls):
+        if not calls or not all(self.allows(call.name) for call in calls):
             self.say(written)
             return
-        self._held, self._trims, self._thinks, self.is_silent = "", True, False, True
         for call in calls:
-            if self._parallel or not self.calls:
-                self._pieces += [ChannelPiece("call", call.name), ChannelPiece("arguments", call.arguments)]
-                self.calls += 1
+            self.begin_call(call.name)
+            self.add_arguments(call.arguments)
+            self.end_call(True)
+
+    def begin_call(self, name: str) -> bool:
+        """Begin a call; whether the function may be called."""
+        if not self.allows(name):
+            return False
+        self._held, self._trims, self._thinks, self.is_silent = "", True, False, True
+        self._drops = self._has_begun and not self._parallel
+        self._has_begun = True
+        if not self._drops:
+            self._pieces.append(ChannelPiece("call", name))
+        return True
+
+    def add_arguments(self, text: str) -> None:
+        """Add to the arguments of the call."""
+        if not self._drops:
+            self._pieces.append(ChannelPiece("arguments", text))
+
+    def end_call(self, is_whole: bool) -> None:
+        """End the call."""
+        self.calls += is_whole and not self._drops
 
     def end(self) -> None:
         """Note that no more follows: white space that was held is content, unless thoughts or calls are before it."""

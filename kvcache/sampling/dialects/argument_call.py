@@ -1,0 +1,47 @@
+"""The arguments of one function whose name came before: an object of JSON, which comes as it is written."""
+
+from __future__ import annotations
+
+from kvcache.sampling.dialects.call_span import CallSpan
+from kvcache.sampling.dialects.json_scan import JsonScan
+
+__all__ = ["ArgumentCall"]
+
+
+class ArgumentCall:
+    """Reads them; what is no object is kept, and what follows them is content.
+
+    Args:
+        span: that they are in.
+        name: of the function.
+    """
+
+    def __init__(self, span: CallSpan, name: str) -> None:
+        self._span, self._name = span, name
+        self._scan: JsonScan | None = None  # None: they have not begun
+        self._is_other = False  # no call
+
+    def add(self, text: str) -> None:
+        at = 0
+        if self._scan is None and not self._is_other:
+            at = len(text) - len(text.lstrip(" \t\n\r"))
+            self._span.keep(text[:at])
+            if at == len(text):
+                return
+            self._is_other = text[at] != "{" or not self._span.begin(self._name)
+        if self._is_other:
+            self._span.keep(text[at:])
+            return
+        self._scan = scan = self._scan or JsonScan()
+        if not scan.is_whole and not scan.is_broken:
+            start, at = at, scan.add(text, at)
+            self._span.put(text[start:at])
+            if scan.is_whole or scan.is_broken:
+                self._span.finish(is_whole=scan.is_whole)
+        self._span.say(text[at:])
+
+    def end(self, close: str) -> None:
+        scan = self._scan
+        if scan is not None and not scan.is_whole and not scan.is_broken:
+            self._span.finish(is_whole=False)
+        self._span.end(close)

@@ -1,0 +1,79 @@
+"""The text between two marks of calls: as soon as it is a call for sure it is one, and its arguments come as they are
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from kvcache.sampling.dialects.call_texts import WholeReader
+from kvcache.sampling.dialects.transcript import ToolCall, Transcript
+
+__all__ = ["CallSpan", "CallStream"]
+
+
+class CallStream(Protocol):
+    """A state machine over a span, in one of the ways in which networks write calls."""
+
+    def add(self, text: str) -> None:
+        """Read on."""
+
+    def end(self, close: str) -> None:
+        """Note the mark that ends the span; "": there is none."""
+
+
+class CallSpan:
+    """Keeps the text until it is a call. What is none when the span ends is read as a whole, and else content.
+
+    Args:
+        transcript: takes the calls.
+        read: reads a whole span.
+        schemas: of the arguments of each function, by its name.
+        mark: that begins the span.
+    """
+
+    def __init__(
+        self, transcript: Transcript, read: WholeReader, schemas: Mapping[str, Any], mark: str = ""
+    ) -> None:
+        self._transcript, self._read, self.schemas, self._mark = transcript, read, schemas, mark
+        self._kept = [mark]
+        self.has_begun = False  # a call
+
+    def keep(self, text: str) -> None:
+        """Keep a text that is no call yet."""
+        self._kept.append(text)
+
+    def begin(self, name: str) -> bool:
+        """Begin a call, which all that is kept belongs to; whether it may be called."""
+        if not self._transcript.begin_call(name):
+            return False
+        self._kept, self.has_begun = [], True
+        return True
+
+    def put(self, arguments: str) -> None:
+        """Add to the arguments of the call."""
+        self._transcript.add_arguments(arguments)
+
+    def finish(self, *, is_whole: bool = True) -> None:
+        """End the call; where it is not whole its arguments stay what they are, which is no JSON."""
+        self._transcript.end_call(is_whole)
+
+    def take(self, calls: Sequence[ToolCall] | None) -> bool:
+        """Take calls that were read as a whole, unless there is one that may not be called."""
+        if not calls or not all(self._transcript.allows(call.name) for call in calls):
+            return False
+        self._transcript.call(calls, "")
+        self._kept, self.has_begun = [], True
+        return True
+
+    def say(self, text: str) -> None:
+        """Add to the content what follows calls and is none."""
+        self._transcript.say(text)
+
+    def end(self, close: str = "") -> None:
+        """Read what is kept."""
+        text, self._kept = "".join(self._kept), []
+        if text.strip() or not self.has_begun:
+            body = text.removeprefix(self._mark)
+            self._transcript.call(self._read(body, self.schemas), text + ("" if self.has_begun else close))
