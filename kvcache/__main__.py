@@ -73,8 +73,9 @@ def _server() -> Any:
     from kvcache.server import process
     from kvcache.server.app import make_app
     from kvcache.server.served_model import ServedModel
+    from kvcache.server.telemetry import exporting
 
-    return make_app, ServedModel, process
+    return make_app, ServedModel, exporting, process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

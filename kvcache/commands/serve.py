@@ -54,24 +54,26 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "(%(default)s)")
     add("--drain-delay", type=float, default=0.0, metavar="SECONDS",
         help="before that, in which the server takes requests and is not ready: balancers learn it (%(default)s)")
+    add("--otel", action="store_true",
+        help="send traces and measurements by OpenTelemetry, as the variables OTEL_.. say; needs the extra otel")
     add("--log-format", default="text", metavar="FORMAT",
         help="json writes one line about each request to stdout, without texts (%(default)s: none)")
 
 
-def serve(options: argparse.Namespace, default: str, server: Callable[[], tuple[Any, Any, ModuleType]]) -> int:
+def serve(options: argparse.Namespace, default: str, server: Callable[[], tuple[Any, Any, Any, ModuleType]]) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status.
 
     Args:
         options: of the command.
         default: the model where the options name none.
-        server: returns `make_app`, `ServedModel` and the module `server.process`, or raises ImportError.
+        server: returns `make_app`, `ServedModel`, `exporting` and the module `server.process`, or raises ImportError.
 
     Raises:
-        ImportError: without the packages of the extra `serve`.
+        ImportError: without the packages of the extra `serve`, or of `otel` where it is asked for.
         ValueError: an address of other machines without keys; as `keys_of`.
     """
     try:
-        make_app, kind, process = server()
+        make_app, kind, exporting, process = server()
     except ImportError as error:
         raise ImportError(f"serve needs starlette and uvicorn: pip install 'kvcache-cpu[serve]' ({error})") from None
     host, keys, tables = options.host, None, options.tables or [options]
@@ -81,6 +83,7 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], tuple[
     elif not is_loopback(host):
         raise ValueError(f"host: expected a loopback address, or --api-keys beside it, got {host}")
     _check(options, tables)
+    telemetry = exporting() if options.otel else None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     capacity = process.capacity()
     with ExitStack() as opened:
@@ -89,7 +92,7 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], tuple[
         models = [_model(each, default, kind, opened) for each in tables]
         app = make_app(
             models, keys, max_body=options.max_body, max_bodies=options.max_bodies, timeout=options.timeout,
-            log=partial(print, flush=True) if options.log_format == "json" else None,
+            log=partial(print, flush=True) if options.log_format == "json" else None, telemetry=telemetry,
         )
         address = f"[{host}]" if ":" in host else host
         names = ", ".join(model.names[0] for model in models)

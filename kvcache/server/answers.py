@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
+from kvcache.server.bodies import Body
 from kvcache.server.forms import Choice, Form, Whole, reason_of
 from kvcache.server.limits import Threads
 from kvcache.server.refusals import ending, too_large
@@ -34,7 +35,7 @@ class HttpAnswer:
 
     Args:
         form: writes it.
-        stream: whether it is a stream.
+        body: of the client.
         spoken: makes the reader of a sample's tokens.
         threads: that make whole answers.
         seconds: how long it may take, with the time that the client takes to read it.
@@ -44,9 +45,9 @@ class HttpAnswer:
     """
 
     def __init__(
-        self, form: Form, stream: bool, spoken: Callable[[Work], SpokenAnswer], threads: Threads, seconds: float
+        self, form: Form, body: Body, spoken: Callable[[Work], SpokenAnswer], threads: Threads, seconds: float
     ) -> None:
-        self._form, self._stream, self._spoken, self._threads, self._seconds = form, stream, spoken, threads, seconds
+        self._form, self._body, self._spoken, self._threads, self._seconds = form, body, spoken, threads, seconds
         self.requests: list[EngineRequest] = []
 
     def cancel(self) -> None:
@@ -55,7 +56,7 @@ class HttpAnswer:
             request.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["requests"] = self.requests
+        scope.setdefault("state", {}).update(requests=self.requests, body=self._body)
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -85,7 +86,7 @@ class HttpAnswer:
             async with create_task_group() as tasks:
                 tasks.start_soon(watch)
                 with move_on_after(self._seconds):
-                    if self._stream:
+                    if self._body.stream:
                         tasks.start_soon(live)
                         headers = {"cache-control": "no-cache"}
                         await StreamingResponse(self._events(), 200, headers, "text/event-stream").stream_response(note)
@@ -95,7 +96,7 @@ class HttpAnswer:
         except CancelledError:
             if not sent:
                 await self._form.refusal(ending())(scope, receive, send)
-            elif self._stream and sent[0].get("more_body", True):
+            elif self._body.stream and sent[0].get("more_body", True):
                 await send({"type": "http.response.body", "body": "".join(self._form.fail(ending())).encode()})
         finally:
             self.cancel()

@@ -30,6 +30,7 @@ from kvcache.server.refusals import REFUSED, ending, message_refusal, refusal
 from kvcache.server.request_log import RequestLog
 from kvcache.server.served_model import ServedModel
 from kvcache.server.server_reports import ServerReports
+from kvcache.server.telemetry import Telemetry
 from kvcache.serving import BatchEngine
 from kvcache.support.arguments import short
 from kvcache.support.hosts import is_loopback
@@ -46,6 +47,7 @@ _ELSEWHERE = (
 def make_app(
     models: Sequence[ServedModel], keys: Mapping[str, str | None] | None = None, *, max_body: int = 4 << 20,
     max_bodies: int = 64 << 20, timeout: float = 600.0, log: Callable[[str], Any] | None = None,
+    telemetry: Telemetry | None = None,
 ) -> Starlette:
     """An application with OpenAI's interface; it starts the engines of its models, and closes them at its end.
 
@@ -58,6 +60,7 @@ def make_app(
         max_bodies: the most bytes of all bodies that are on their way, beyond the first 64 KiB of each.
         timeout: seconds from the arrival of a body to the last token of its answer.
         log: takes a line of JSON about each request when it has ended, without texts; None: there are none.
+        telemetry: is told of each request; None: nobody is.
 
     `app.state.leaving()` says that the server is about to end: it takes requests and is not ready any more.
 
@@ -72,6 +75,8 @@ def make_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with AsyncExitStack() as running:
+            if telemetry is not None:
+                running.push_async_callback(run_sync, telemetry.flush)  # a signal ends the process right after this
             for model in served.all:
                 await running.enter_async_context(_running(model.engine))
             yield
@@ -88,6 +93,8 @@ def make_app(
     if keys is None:  # or a page that a browser shows could ask in its user's name, by a name of its own for us
         app.add_middleware(_only_local)
     app.add_middleware(_counting, statuses=reports.statuses)
+    if telemetry is not None:
+        app.add_middleware(telemetry.wrap)
     app.add_middleware(RequestLog, write=log)
     return app
 

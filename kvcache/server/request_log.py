@@ -32,7 +32,7 @@ class RequestLog:
     The id is in the header `x-request-id` of the answer and in messages of the log.
 
     Args:
-        app: the application. It may leave `namespace` and `requests`, those of the engine, in the state of the scope.
+        app: the application. It may leave `namespace`, and `requests` of the engine, in the state of the scope.
         write: takes the lines; None: there are none.
     """
 

@@ -115,7 +115,7 @@ class ServedModel:
         engine, (body, form, space) = self.engine, asked
         keep = body.keep if engine.shares_prefixes else None
         spoken = partial(self._voices.spoken, body)
-        answer = HttpAnswer(form, body.stream, spoken, threads, timeout + _READING)
+        answer = HttpAnswer(form, body, spoken, threads, timeout + _READING)
         tokens = None
         try:
             for number, tokens in enumerate(self._prompts.tokens(body)):
