@@ -34,6 +34,7 @@ from kvcache.paged.merging import merge_attention
 from kvcache.paged.reports import BlockId, CacheStats, CsrBlockTable, SeqId, SequenceInfo
 from kvcache.prefix.cache_block import CacheBlock
 from kvcache.prefix.cache_session import CacheSession
+from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.prefix.prefill import PrefixAwarePrefill
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
@@ -76,6 +77,7 @@ __all__ = [
     "KvCacheAccess",
     "KvCacheError",
     "KvCacheHandle",
+    "KvEvents",
     "OutOfMemoryError",
     "PagedKvCache",
     "PagedKvCacheHandle",

@@ -23,10 +23,12 @@ from kvcache.eviction import EvictionPolicy
 from kvcache.grammar.grammar import Grammar
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
+from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.text_stream import TextStream
 from kvcache.serving.budget import CHEAP_ROWS, MOST, MOST_PROMPTS, TokenBudget
+from kvcache.serving.engine_events import EngineEvents
 from kvcache.serving.guesses import MOST as MOST_DRAFTS
 from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
@@ -38,7 +40,7 @@ from kvcache.serving.scheduler import Scheduler
 from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
 from kvcache.serving.work import Drawing, Scoring, Work
-from kvcache.support.arguments import as_count, as_finite, as_instance, as_integer
+from kvcache.support.arguments import as_count, as_finite, as_instance, as_integer, short
 from kvcache.support.copies import refuse_copies
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.forward import Forward
@@ -93,6 +95,9 @@ class BatchEngine:
         autosave: as of `PrefixCachedEngine`; `close` writes what is left.
         on_eviction: called with an `Eviction` after each step in which cached blocks left to make room, in the thread
             that ran the step. No lock is held: it may call the engine. Its errors are logged.
+        kv_events: where routers read which blocks are cached, a `KvEvents` or its address (extra `cluster`). Namespaces
+            are then None, bools, ints, texts, bytes or tuples of these. Where layers have windows or a state, a text
+            may have to continue before the end of the blocks that are told.
         clock: seconds, for metrics, deadlines and the rates of the scheduler.
 
     Layers with a sliding window keep it, and no more than two blocks beside it, in pools of their own, with room for
@@ -133,6 +138,7 @@ class BatchEngine:
         tiers: Tiers | None = None,
         autosave: str | os.PathLike[str] | DirectoryTier | None = None,
         on_eviction: OnEviction | None = None,
+        kv_events: KvEvents | str | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self.model, self.clock = model, clock
@@ -166,6 +172,11 @@ class BatchEngine:
         self._new = NewRequests(model.config, self.max_positions, seed, self._steps.inbox_lock)
         self._speculate = bool(speculate)
         self._text: Any = None
+        self._events: EngineEvents | None = None
+        if kv_events is not None:
+            if settings.budgets is not None:
+                raise ValueError(f"kv_events: expected none with an eviction_policy, got {short(kv_events)}")
+            self._events = EngineEvents(self._pool.prefixes[0], kv_events, forward.name_of)
 
     @classmethod
     def from_pretrained(
@@ -230,6 +241,8 @@ class BatchEngine:
             InvalidOperationError: the engine is closed.
         """
         hash(namespace)  # raises TypeError here rather than in the middle of a step
+        if self._events is not None:
+            self._events.expect(namespace)
         priority, n = as_integer(priority, "priority"), as_count(n, "n", 1)
         deadline = None if deadline is None else as_finite(deadline, "deadline", 0.0)
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
@@ -393,6 +406,8 @@ class BatchEngine:
         while self.step():
             pass
         self._steps.release_pins()
+        if self._events is not None:
+            self._events.close()
         if self._autosaves and self.tiers is not None:
             self.tiers.close()
 
@@ -429,7 +444,13 @@ class BatchEngine:
 
         Waits for no step, but for the attention of a layer.
         """
-        return self._steps.stats()
+        found = self._steps.stats()
+        return found if self._events is None else self._events.counted(found)
+
+    @property
+    def kv_events(self) -> KvEvents | None:
+        """Where block events are read, with the ports that the system chose; None: nowhere."""
+        return None if self._events is None else self._events.settings
 
     def namespace_stats(self) -> dict[Hashable, NamespaceStats]:
         """The counters of each namespace that has had requests, or has something cached; waits as `stats`.

@@ -305,6 +305,7 @@ def test_no_module_uses_the_clock_or_random_numbers() -> None:
     house = Path(kvcache.__file__).parent
     drawing, dated = house / "sampling" / "sampling.py", house / "engine" / "chat.py"
     shown = {house / "demo" / "run.py", house / "commands" / "chat.py", house / "commands" / "answer_view.py"}
+    shown.add(house / "serving" / "engine_events.py")  # when a batch of events was made
     shown.add(house / "serving" / "batch.py")  # the clock that metrics and deadlines read
     shown.add(house / "server" / "forms.py")  # when an answer was made
     shown.add(house / "server" / "request_log.py")  # when a request ended, and how long it took

@@ -167,7 +167,7 @@ def objects(paged, state, entries, blocks, live, manager, network):
     values = [
         LFU(5), LRU(), kvcache.BlockId(3), kvcache.SeqId(3), kvcache.BlockNotFoundError(3),
         kvcache.CheckpointError("x"),
-        kvcache.GrammarError("x"),
+        kvcache.GrammarError("x"), kvcache.KvEvents("tcp://127.0.0.1:5557"),
         kvcache.InvalidOperationError("x"), kvcache.KvCacheError("x"), kvcache.OutOfMemoryError(3, 2, "bytes"),
         kvcache.QueueFullError(8), batch.stats(), request.metrics,
         kvcache.SequenceNotFoundError(4), kvcache.SnapshotError("x"), handle.block_table, handle.stats(), handle.device,

@@ -5,8 +5,8 @@
     shorter_than_block  the prompt continues like a cached page, but not to its end; or it is shorter than a page
     no_shared_prefix    none of these
 
-A text that ends with a full page is known by a 64-bit hash of its tokens. Two texts with one hash make a statistic
-wrong, nothing else: K and V are never found this way.
+A text that ends with a full page is known by a 64-bit hash of its tokens, the same in every process. Two texts with one
+hash make a statistic wrong, or an event (event_buffer.pxd), nothing else: K and V are never found this way.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
@@ -17,7 +17,6 @@ from kvcache.prefix.index.slots cimport Slots
 
 cdef class MissReasons:
     cdef Slots slots             # of all pages; `page_t.text` is the hash of the text that each ends
-    cdef uint64_t[::1] factors   # (page_size,) odd, of the tokens of a page: their sum of products is its hash
     cdef IdMap cached            # hash of a text -> pages that end it
     cdef IdMap evicted, before   # hashes of a namespace's name and a text; `evicted` becomes `before` when it is full
     cdef Py_ssize_t most         # in `evicted`

@@ -15,23 +15,19 @@ cdef enum:
     NONE_SHARED, SHORTER, EVICTED, ELSEWHERE
 
 
-cdef inline uint64_t extended(MissReasons misses, uint64_t text, const uint32_t *page) noexcept:
-    """The hash of a text and one more page."""
+cdef inline uint64_t extended(uint64_t text, const uint32_t *page, Py_ssize_t size) noexcept:
+    """The hash of a text and one more page: a step of splitmix64 for two tokens, so that no sums of tokens collide."""
     cdef Py_ssize_t i
-    cdef uint64_t number = 1
-    for i in range(misses.factors.shape[0]):
-        number += misses.factors[i] * page[i]
-    return mix(text + number)
+    for i in range(0, size - 1, 2):
+        text = mix(text + (page[i] | <uint64_t>page[i + 1] << 32) + <uint64_t>0x9E3779B97F4A7C15)
+    return mix(text + page[size - 1] + <uint64_t>0x9E3779B97F4A7C15) if size % 2 else text
 
 
 cdef class MissReasons:
     """The texts that are cached, and those evicted last, of at least `most` pages."""
 
     def __init__(self, Slots slots, Py_ssize_t most):
-        cdef Py_ssize_t i
-        self.slots, self.factors, self.most = slots, np.empty(slots.page_size, np.uint64), most
-        for i in range(slots.page_size):    # far from the hashes of short texts, which are `mix` of small numbers
-            self.factors[i] = mix(<uint64_t>0x9E3779B97F4A7C15 * <uint64_t>(i + 1)) | 1
+        self.slots, self.most = slots, most
         self.cached, self.evicted, self.before = IdMap(), IdMap(), IdMap()
 
     cdef void count(self, uint64_t space, const uint32_t *tokens, Py_ssize_t n, const int32_t *pages, Py_ssize_t found,
@@ -39,7 +35,7 @@ cdef class MissReasons:
         cdef uint64_t text = self.slots.pages[pages[found - 1]].text if found else 0
         cdef Py_ssize_t size = self.slots.page_size
         if (found + 1) * size <= n:
-            text = extended(self, text, tokens + found * size)
+            text = extended(text, tokens + found * size, size)
             if found < cached or max(self.evicted.get(mix(space ^ text)), self.before.get(mix(space ^ text))) >= 0:
                 self.counts[EVICTED] += 1
             elif self.cached.get(text) > 0:    # in this namespace it would have matched
@@ -51,7 +47,8 @@ cdef class MissReasons:
             self.short += 1
 
     cdef void add(self, int32_t page, int32_t previous, const uint32_t *tokens) noexcept:
-        cdef uint64_t text = extended(self, self.slots.pages[previous].text if previous >= 0 else 0, tokens)
+        cdef uint64_t text = self.slots.pages[previous].text if previous >= 0 else 0
+        text = extended(text, tokens, self.slots.page_size)
         self.slots.pages[page].text = text
         self.cached.put(text, max(self.cached.get(text), 0) + 1)
 

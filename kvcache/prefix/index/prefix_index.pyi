@@ -1,9 +1,10 @@
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.prefix.index.event_buffer import EventBuffer, Noted
 from kvcache.prefix.index.page_reader import PageReader
 from kvcache.prefix.index.slots import Claim, Slots
 from kvcache.trie.trie import TokenTrie
@@ -26,6 +27,7 @@ class PrefixIndex:
     kinds: list[Any]  # of Slots
     by_name: dict[Hashable, Namespace]
     by_root: dict[int, Namespace]
+    events: EventBuffer | None
     clock: int
     hits: int
     misses: int
@@ -50,6 +52,8 @@ class PrefixIndex:
     def forget(self, tokens: Any, name: Hashable, page: int, least: int = -1) -> None: ...
     def fetch_waiting(self, tokens: Any, name: Hashable = None, least: int = -1) -> None: ...
     def fetch_all(self, least: int = -1) -> None: ...
+    def record(self, salt_of: Callable[[Hashable], tuple[int, str | None]], capacity: int) -> EventBuffer: ...
+    def snapshot(self) -> Noted: ...
     @property
     def reasons(self) -> dict[str, int]: ...
     @property

@@ -15,11 +15,12 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from kvcache.core.idmap cimport IdMap
+from kvcache.prefix.index.event_buffer cimport CLEARED, FIRST, NEXT, EventBuffer, event_t, is_partial, page_hash
 from kvcache.prefix.index.misses cimport MissReasons
 from kvcache.prefix.index.slots cimport Claim, Slots
 from kvcache.support.token_ids cimport int32s, uint32_tokens, uint32s
 from kvcache.trie.entries cimport EntryTrie
-from kvcache.trie.nodes cimport node_t
+from kvcache.trie.nodes cimport NodeTable, node_after, node_t
 from kvcache.trie.paths cimport prune, walk_t
 from kvcache.trie.trie cimport TokenTrie
 
@@ -27,6 +28,8 @@ from collections import namedtuple
 
 import numpy as np
 
+from kvcache.errors import InvalidOperationError
+from kvcache.prefix.index.event_buffer import EVENT, Noted
 from kvcache.prefix.index.misses import REASONS
 
 __all__ = ["Match", "Namespace", "PrefixIndex", "load"]
@@ -53,6 +56,8 @@ cdef class Namespace:
     cdef readonly Slots slots
     cdef readonly int32_t root
     cdef uint64_t key      # hash of the name
+    cdef uint64_t salt     # of the hashes of its pages in events
+    cdef readonly int64_t number    # in events
 
 
 cdef class PrefixIndex:
@@ -72,6 +77,7 @@ cdef class PrefixIndex:
     cdef Namespace current            # the namespace of this call, or of the last one; None: there was none
     cdef bint entries                 # whether the trie marks whole keys
     cdef MissReasons miss_reasons     # why lookups missed; None: no reasons are counted
+    cdef readonly EventBuffer events    # what was stored and removed; None: nobody reads that
     cdef readonly int64_t clock       # counts uses
     cdef readonly int64_t hits        # pages found; of entries: lookups that found something
     cdef readonly int64_t misses      # lookups that stopped before the last full page; that found nothing
@@ -104,6 +110,8 @@ cdef class PrefixIndex:
             self.by_name.pop(self.current.name, None)
             self.by_root.pop(self.current.root, None)
             self.trie.table.give(self.current.root)
+            if self.events is not None:
+                self.events.left(self.current.number)
         self.current = None
         if self.slots is None and self.kinds:
             self.kinds = [slots for slots in self.kinds if slots.pool.num_used]
@@ -246,7 +254,10 @@ cdef class PrefixIndex:
         cdef Namespace space = self.namespace(name)
         if space is None:
             space = Namespace.__new__(Namespace)
-            space.name, space.slots, space.key, space.root = name, slots, key, self.trie.table.new_root()
+            space.name, space.slots, space.key = name, slots, key
+            if self.events is not None:
+                space.number = self.events.begin_space(name, &space.salt)
+            space.root = self.trie.table.new_root()
             self.current = space    # if this call fails, the next one forgets it
             self.by_root[space.root] = self.by_name[name] = space
         if space.slots is not slots or slots is not (self.slots or slots) or (old and head.slots is not slots):
@@ -273,6 +284,12 @@ cdef class PrefixIndex:
             slots.name_(values[i], self.clock, source is not None)
             if self.miss_reasons is not None:
                 self.miss_reasons.add(values[i], values[i - 1] if i else -1, uint32s(ids) + i * size)
+            if self.events is not None:
+                self.events.stored(
+                    NEXT if i else FIRST, page_hash(space.salt, slots.pages[values[i]].text),
+                    page_hash(space.salt, slots.pages[values[i - 1]].text) if i else 0, space.number,
+                    uint32s(ids) + i * size,
+                )
             if i < old:    # it had left the trie, and the claim has kept it
                 slots.pool.retain_(values[i])
         if source is not None and slots.num_waiting:
@@ -321,6 +338,11 @@ cdef class PrefixIndex:
             claim.slots.unname(pages[i])
             if self.miss_reasons is not None:
                 self.miss_reasons.remove(pages[i])
+            if self.events is not None:
+                self.events.removed(
+                    page_hash(self.current.salt, claim.slots.pages[pages[i]].text), self.current.number,
+                    claim.slots.tokens + pages[i] * claim.slots.page_size,
+                )
 
     def clear(self):
         """Forget every page; counters stay, and so does what callers hold. MemoryError: nothing has changed."""
@@ -344,6 +366,8 @@ cdef class PrefixIndex:
                     slots.release_pages(&page, 1)
         if self.miss_reasons is not None:
             self.miss_reasons.cached = cached
+        if self.events is not None:
+            self.events.cleared()
         self.trie, self.current = trie, None
         self.by_name.clear()
         self.by_root.clear()    # last, since this runs the finalisers of names
@@ -398,6 +422,66 @@ cdef class PrefixIndex:
             for root, tokens, _ in [self.trie.path(leaf) for leaf in self.trie.leaf_ids()]:
                 self.fetch_waiting(tokens, names[root], least)
 
+    # -- events ---------------------------------------------------------------------------------------------
+
+    def record(self, salt_of, Py_ssize_t capacity):
+        """Record what is stored, removed and cleared from now on: an `EventBuffer`, see there for the arguments.
+
+        Raises:
+            InvalidOperationError: something is cached, or was recorded before.
+        """
+        if len(self) or self.events is not None:
+            raise InvalidOperationError("expected an index that is empty and has no events, got another one")
+        if self.entries or self.slots is None or self.miss_reasons is None:
+            raise ValueError("expected an index of pages in one kind of slots, with reasons of misses, got another one")
+        self.clean_up()
+        self.events = EventBuffer(self.trie.table.page_size, salt_of, capacity)
+        return self.events
+
+    def snapshot(self):
+        """All that is cached as `Noted`, behind a record of a clear, in place of the records of the ring.
+
+        Pages come behind those before them. MemoryError: nothing has changed.
+        """
+        self.clean_up()
+        spaces = self.namespaces()
+        cdef Py_ssize_t n = self.trie.table.num_pages + 1, size = self.trie.table.page_size
+        events, tokens = np.empty(n, EVENT), np.empty((n, size), np.uint32)
+        cdef event_t *records = <event_t *>cnp.PyArray_DATA(events)
+        salts = {space.number: self.events.salts[space.number] for space in spaces}
+        records[0] = event_t(page=0, parent=0, space=0, kind=CLEARED)
+        n = 1
+        for space in spaces:
+            n = self.copy_pages(space, records, uint32s(tokens), n)
+        self.events.restart(set(salts))
+        return Noted(events[:n], tokens[:n], salts)
+
+    cdef Py_ssize_t copy_pages(self, Namespace space, event_t *records, uint32_t *tokens, Py_ssize_t n) noexcept:
+        """Write the records of a namespace's pages from record `n` on; returns where the next one follows."""
+        cdef NodeTable table = self.trie.table
+        cdef Slots slots = space.slots
+        cdef Py_ssize_t size = table.page_size, i
+        cdef int32_t id = node_after(table.nodes, space.root, space.root), above
+        cdef int32_t *values
+        cdef uint64_t before
+        while id >= 0:
+            values, above = table.values(id), table.nodes[id].parent
+            while above != space.root and table.pages(above) == 0:
+                above = table.nodes[above].parent
+            before = 0
+            if above != space.root:
+                before = page_hash(space.salt, slots.pages[table.values(above)[table.pages(above) - 1]].text)
+            for i in range(table.pages(id)):
+                if is_partial(slots.tokens + values[i] * size, size):
+                    continue
+                records[n].kind = NEXT if i or above != space.root else FIRST
+                records[n].page = page_hash(space.salt, slots.pages[values[i]].text)
+                records[n].parent, records[n].space, before = before, space.number, records[n].page
+                memcpy(tokens + n * size, slots.tokens + values[i] * size, size * sizeof(uint32_t))
+                n += 1
+            id = node_after(table.nodes, id, space.root)
+        return n
+
     # -- reports --------------------------------------------------------------------------------------------
 
     @property
@@ -407,8 +491,9 @@ cdef class PrefixIndex:
 
     @property
     def nbytes(self):
-        """Bytes of the index: records of all pages, the trie, and hashes of pages evicted last."""
+        """Bytes of the index: records of all pages, the trie, hashes of pages evicted last, and the ring of events."""
         size = self.trie.nbytes + sum(slots.nbytes for slots in self.kinds)
+        size += 0 if self.events is None else self.events.nbytes
         return size if self.miss_reasons is None else size + self.miss_reasons.nbytes
 
     def check(self):
@@ -433,6 +518,10 @@ cdef class PrefixIndex:
         assert self.hit_tokens <= self.lookup_tokens, "prefix index: more tokens found than looked up"
         if self.miss_reasons is not None:
             self.miss_reasons.check(self.misses)
+        if self.events is not None:
+            self.events.check()
+            numbers = {space.number for space in spaces}
+            assert numbers <= set(self.events.salts), "prefix index: a namespace that readers do not know"
 
 
 def load(parts):

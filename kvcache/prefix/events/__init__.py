@@ -1,0 +1,1 @@
+"""Block events: which blocks a prefix cache has, for routers, in the form of vLLM."""

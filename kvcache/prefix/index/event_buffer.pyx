@@ -1,0 +1,142 @@
+"""Records of what an index has stored and removed; drawn and explained in event_buffer.pxd."""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+cimport numpy as cnp
+
+from kvcache.support.token_ids cimport uint32s
+
+from collections import namedtuple
+
+import numpy as np
+
+__all__ = ["EVENT", "KINDS", "EventBuffer", "Noted"]
+
+cnp.import_array()
+
+KINDS = ("first", "next", "removed", "cleared", "left")    # by number
+EVENT = np.dtype([("page", "u8"), ("parent", "u8"), ("space", "i8"), ("kind", "i8")])    # `event_t`
+assert EVENT.itemsize == sizeof(event_t)
+
+# events: `(n,)` of `EVENT`; tokens: uint32 `(n, page_size)`, of those that were stored; salts: of the namespaces in them
+Noted = namedtuple("Noted", ("events", "tokens", "salts"))
+
+
+cdef class EventBuffer:
+    """A ring of records for pages of `page_size` tokens.
+
+    Args:
+        salt_of: from the name of a namespace to `(number, text)`: what its hashes differ by from those of others,
+            below 2**64, and what readers are told of it, None for nothing.
+        capacity: the most records.
+    """
+
+    def __init__(self, Py_ssize_t page_size, salt_of, Py_ssize_t capacity):
+        if capacity < 1 or page_size < 1:
+            raise ValueError(f"capacity: expected 1 or more, got {min(capacity, page_size)}")
+        events, tokens = np.empty(capacity, EVENT), np.empty((capacity, page_size), np.uint32)
+        self.page_size, self.capacity, self.salt_of, self.salts = page_size, capacity, salt_of, {}
+        self.arrays = events, tokens
+        self.events, self.tokens = <event_t *>cnp.PyArray_DATA(events), uint32s(tokens)
+
+    def __len__(self):
+        """Records that are there to be taken."""
+        return self.head - self.tail
+
+    # -- the index writes -----------------------------------------------------------------------------------
+
+    cdef int64_t begin_space(self, object name, uint64_t *salt) except -1:
+        number, text = self.salt_of(name)
+        salt[0] = number
+        self.salts[self.num_spaces] = text
+        self.num_spaces += 1
+        return self.num_spaces - 1
+
+    cdef event_t *next_record(self) noexcept:
+        """The record to write; NULL: the ring is full."""
+        if self.is_full or self.head - self.tail == self.capacity:
+            self.is_full = True
+            self.dropped += 1
+            return NULL
+        self.head += 1
+        return &self.events[(self.head - 1) % self.capacity]
+
+    cdef void stored(self, int64_t kind, uint64_t page, uint64_t parent, int64_t space,
+                     const uint32_t *tokens) noexcept:
+        cdef event_t *record
+        if is_partial(tokens, self.page_size) or (record := self.next_record()) == NULL:
+            return
+        record[0] = event_t(page=page, parent=parent, space=space, kind=kind)
+        memcpy(self.tokens + (record - self.events) * self.page_size, tokens, self.page_size * sizeof(uint32_t))
+
+    cdef void removed(self, uint64_t page, int64_t space, const uint32_t *tokens) noexcept:
+        cdef event_t *record
+        if not is_partial(tokens, self.page_size) and (record := self.next_record()) != NULL:
+            record[0] = event_t(page=page, parent=0, space=space, kind=REMOVED)
+
+    cdef void cleared(self) noexcept:
+        """Note that no page is cached, which makes up for all that was not taken or dropped before."""
+        self.head = self.tail = 0
+        self.is_full = False
+        self.next_record()[0] = event_t(page=0, parent=0, space=self.num_spaces, kind=CLEARED)
+
+    cdef void left(self, int64_t space) noexcept:
+        cdef event_t *record = self.next_record()
+        if record != NULL:
+            record[0] = event_t(page=0, parent=0, space=space, kind=LEFT)
+
+    # -- a reader takes -------------------------------------------------------------------------------------
+
+    cdef Py_ssize_t copy_out(self, event_t *events, uint32_t *tokens, Py_ssize_t most) noexcept:
+        cdef Py_ssize_t n = 0 if self.is_full else min(most, self.head - self.tail), size = self.page_size, i, at
+        for i in range(n):
+            at = (self.tail + i) % self.capacity
+            events[i] = self.events[at]
+            memcpy(tokens + i * size, self.tokens + at * size, size * sizeof(uint32_t))
+        self.tail += n
+        return n
+
+    def take(self, Py_ssize_t most):
+        """The oldest records, at most `most`, as `Noted`; none where the ring is full: `PrefixIndex.snapshot` follows.
+
+        An error, of memory or an interrupt, leaves the ring full.
+        """
+        cdef Py_ssize_t n = max(0, min(most, self.head - self.tail))
+        events, tokens = np.empty(n, EVENT), np.empty((n, self.page_size), np.uint32)
+        try:
+            n = self.copy_out(<event_t *>cnp.PyArray_DATA(events), uint32s(tokens), n)    # less, if a clear came
+            events, tokens = events[:n], tokens[:n]
+            salts = {number: self.salts.get(number) for number in set(events["space"].tolist())}
+            for space, kind in events[events["kind"] >= CLEARED][["space", "kind"]].tolist():
+                for number in [space] if kind == LEFT else [each for each in list(self.salts) if each < space]:
+                    self.salts.pop(number, None)
+            return Noted(events, tokens, salts)
+        except BaseException:
+            self.is_full = True
+            self.dropped += n
+            raise
+
+    def restart(self, spaces):
+        """Drop all records: a snapshot, which names these namespaces (a set of numbers), has taken their place."""
+        salts = {number: text for number, text in self.salts.items() if number in spaces}
+        self.dropped += self.head - self.tail
+        self.head, self.tail, self.is_full, self.salts = 0, 0, False, salts
+
+    # -- reports --------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self):
+        """Bytes of the records."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def check(self):
+        """Verify every invariant; AssertionError names the broken one."""
+        assert 0 <= self.head - self.tail <= self.capacity, "events: more records than there is room for"
+        assert self.dropped or not self.is_full, "events: full, and nothing was dropped"
+        numbers = (np.arange(self.tail, self.head) % self.capacity).astype(np.int64)
+        records = self.arrays[0][numbers]
+        assert ((records["kind"] >= FIRST) & (records["kind"] <= LEFT)).all(), "events: a record of no kind"
+        named = set(records["space"][records["kind"] != CLEARED].tolist())
+        assert named <= set(self.salts), "events: a namespace without a salt"
+        assert all(number < self.num_spaces for number in self.salts), "events: a namespace that has not begun"
