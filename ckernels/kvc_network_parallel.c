@@ -2,7 +2,10 @@
 #include "kvc.h"
 #include "kvc_threads.h"
 
-enum { VALUES_PER_ITEM = 1 << 14 }; /* some 5 us of work; fewer are computed faster than another thread begins */
+enum {
+    VALUES_PER_ITEM = 1 << 14, /* some 5 us of work; fewer are computed faster than another thread begins */
+    VALUES_PER_NS = 3, /* of one thread */
+};
 
 typedef struct call {
     const kvc_kernels *kernels;
@@ -75,6 +78,7 @@ static void gates_item(void *context, int64_t index, int thread) {
 
 static void run(call c, kvc_item_fn *item, int num_threads) {
     const int64_t values = c.heads * c.dim, most = VALUES_PER_ITEM / (values > 0 ? values : 1);
+    num_threads = kvc_threads_worth(c.n * values / VALUES_PER_NS, num_threads);
     c.rows_per_item = num_threads == 1 || c.n < 1 ? c.n + 1 : most > 1 ? most : 1;
     const int64_t items = (c.n + c.rows_per_item - 1) / c.rows_per_item;
     kvc_run_items(items > 1 ? items : 1, items > 1 ? num_threads : 1, item, &c);

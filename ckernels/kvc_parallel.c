@@ -25,9 +25,8 @@ enum {
     MIN_UNIT_ROWS = 20,        /* minimum rows of such a unit, on average, that are divided for the threads' sake */
     MIN_PIECE_WORK = 1 << 11,  /* minimum key-row products of an item: fewer do not pay for its start */
     MIN_SCORE_TOKENS = 256,    /* minimum tokens of an item of scores */
-    /* Minimum key-row products (3 to 11 ns each) of a call with threads: several times the cost of waking one... */
-    MIN_THREAD_WORK = 1 << 14,
-    MIN_SPUN_WORK = 1 << 12, /* ... or of handing work to one that spins */
+    MIN_SHARED_WORK = 1 << 12, /* minimum key-row products (3 to 11 ns each) of a call that is divided for the threads */
+    CHANNELS_PER_NS = 64,      /* of a key and a value in such a product, on one thread */
     MOST_SHARED_HEADS = 2,   /* most query heads of a KV head where sequences are read together; with more it gains little */
     MIN_SHARED_TOKENS = 256, /* minimum tokens that sequences read together */
     SHARED_PER_THREAD = 3,   /* minimum pieces of a group's shared work per thread: with fewer, it becomes several sets */
@@ -258,7 +257,7 @@ static plan make_plan(const kvc_layout *layout, const kvc_seq *seqs, const kvc_s
         if (residuals) p.num_score_items += num_score_parts(&residuals[s], num_threads);
     }
     for (walk at = {0}; next_unit(&p, &at, &u);) p.work += unit_work(&u);
-    if (num_threads > 1 && p.work >= MIN_SPUN_WORK) { /* otherwise units are not divided */
+    if (num_threads > 1 && p.work >= MIN_SHARED_WORK) { /* otherwise units are not divided */
         p.fair_share = 1 + p.work / ((int64_t)num_threads * PIECES_PER_THREAD);
         if (p.fair_share < MIN_PIECE_WORK) p.fair_share = MIN_PIECE_WORK;
     }
@@ -394,7 +393,8 @@ void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *s
     c.own = (unsigned char *)results + results_bytes(&c.plan);
     c.own_bytes = thread_bytes(&c.plan);
     list_items(&c.plan, c.items, args->scores ? c.norms : NULL, results);
-    const int threads = c.plan.work >= (kvc_helper_spins() ? MIN_SPUN_WORK : MIN_THREAD_WORK) ? num_threads : 1;
+    const int64_t channels = args->layout->head_dim + args->layout->value_head_dim;
+    const int threads = kvc_threads_worth(c.plan.work * channels / CHANNELS_PER_NS, num_threads);
     if (c.plan.num_shared_items) kvc_run_items(c.plan.num_shared_items, threads, attend_at, &c);
     c.first = c.plan.num_shared_items;
     kvc_run_items(c.plan.num_items - c.first, threads, attend_at, &c);

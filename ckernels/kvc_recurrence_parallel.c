@@ -5,7 +5,7 @@
 
 enum {
     CHANNELS_PER_ITEM = 128,
-    LEAST_VALUES = 1 << 15, /* of a convolution or a scan that another thread helps with: some 5 us */
+    VALUES_PER_NS = 6, /* of a convolution or a scan, on one thread */
 };
 
 typedef struct convolution_call {
@@ -30,7 +30,8 @@ void kvc_convolve(const kvc_kernels *kernels, const kvc_convolution *args, int n
     convolution_call c = {kernels, args};
     const int64_t rows = args->texts.starts[args->texts.count], channels = args->channels;
     const int64_t items = args->texts.count * ((channels + CHANNELS_PER_ITEM - 1) / CHANNELS_PER_ITEM);
-    kvc_run_items(items, rows * channels * args->taps < LEAST_VALUES ? 1 : num_threads, convolution_item, &c);
+    const int threads = kvc_threads_worth(rows * channels * args->taps / VALUES_PER_NS, num_threads);
+    kvc_run_items(items, threads, convolution_item, &c);
 }
 
 static int64_t pairs_of(const kvc_scan *a) { return (a->dim + 2 * KVC_STATE_COLUMNS - 1) / (2 * KVC_STATE_COLUMNS); }
@@ -46,5 +47,6 @@ static void scan_item(void *context, int64_t index, int thread) {
 void kvc_scan_texts(const kvc_kernels *kernels, const kvc_scan *args, int num_threads) {
     scan_call c = {kernels, args};
     const int64_t rows = args->texts.starts[args->texts.count], values = rows * args->heads * args->size * args->dim;
-    kvc_run_items(args->texts.count * args->heads * pairs_of(args), values < LEAST_VALUES ? 1 : num_threads, scan_item, &c);
+    const int threads = kvc_threads_worth(values / VALUES_PER_NS, num_threads);
+    kvc_run_items(args->texts.count * args->heads * pairs_of(args), threads, scan_item, &c);
 }

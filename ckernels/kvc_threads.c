@@ -1,10 +1,21 @@
 /* kvc_threads.c - the pool of threads behind kvc_run_items.
  *
- *   caller    post a job -> run its items -> withdraw it -> wait until its helpers have left it
- *   worker    wait for a job that wants helpers -> join it -> run its items -> leave it
+ * A caller takes idle workers by one compare-and-swap of a bitmap, posts its job to the line of each, runs items, takes
+ * back what nobody has begun, waits for the others, and returns the workers by one OR. Between the bitmap and its last
+ * look at a worker, that worker is the caller's, so that callers meet nowhere else, and no lock is held but to start
+ * threads. The state of a worker:
  *
- * An item is run by the thread that counts `next` up to it. A job lies on its caller's stack: workers join and leave it
- * under the lock of the pool, and touch it at no other time but for its items.
+ *              post                begin                  leave
+ *     FREE -----------> POSTED -----------> RUNNING ------------------> FREE
+ *       ^                  |                   | the caller sleeps        ^
+ *       '----- take back --'                   '--------> AWAITED --------' leave and wake the caller
+ *
+ * `begin`, `leave` are the worker's, the others its caller's. A worker that the system runs nowhere thus holds nothing: the
+ * caller runs the items and takes the post back. An item is run by the thread that counts `next` up to it.
+ *
+ * A job lies on its caller's stack; workers touch it from `begin` to `leave`. A worker without a job spins on its line, then
+ * sleeps on `sleeping`. It says so in `asleep` before it looks at its state for the last time, and a caller posts before it
+ * looks at `asleep`: one of them sees the other. Both are read-modify-writes of one word, so that one is the later.
  */
 #if defined(__linux__)
 #define _GNU_SOURCE /* sched_getcpu, sched_getaffinity */
@@ -14,16 +25,20 @@
 #endif
 
 #include "kvc_threads.h"
+#include "kvc_sleep.h"
 
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
 
 enum {
+    GROUP = 64, /* workers of a bitmap */
+    MAX_GROUPS = 16,
     MAX_WORKERS = 1023,
     STACK_BYTES = 1 << 21, /* kernels use less than 128 KiB, under the sanitizers several times that */
     /* How long a thread spins before it sleeps: longer than a network needs in Python from one product to the next, 10 to
@@ -31,7 +46,19 @@ enum {
      * enough for the last pause that was longer than SPIN_NS. Else it would keep torch's threads from its core. */
     SPIN_NS = 100000,
     LONG_SPIN_NS = 400000,
+    SHORT_SPIN_NS = 20000, /* where another thread was given the core within CROWDED_NS, or a quota counts its time */
+    CROWDED_NS = 10000000,
     SPINS_PER_CHECK = 16, /* pauses between two looks at the clock, which cost 20 ns each */
+    MANY_SLEEPERS = 4,    /* a caller that wakes more leaves it to the woken ones, 2 each: one takes it 1 to 5 us */
+#if defined(KVC_DEBUG) /* everything that can be shared is */
+    SPUN_SHARE_NS = 1,
+    WOKEN_SHARE_NS = 2,
+#else
+    /* The least work of each thread: several times the cost of handing it to a worker that spins (below 1 us), or that will
+     * spin from now on; ... */
+    SPUN_SHARE_NS = 5000,
+    WOKEN_SHARE_NS = 25000, /* ... or of waking one, for this call alone */
+#endif
 };
 
 /* How the CPU rounds, and whether denormals are zeros. A helper takes it from the caller: bits do not depend on threads. */
@@ -57,22 +84,38 @@ typedef struct job {
     kvc_item_fn *item;
     void *context;
     int64_t count;
-    int wanted;       /* helpers that may still join */
-    int joined;       /* helpers that have joined: the last one's thread number */
-    int cpu;          /* of the caller */
-    int asleep;       /* the caller waits for `left` */
-    float_mode mode;  /* of the caller */
-    atomic_int inside; /* helpers that have not left */
-    _Atomic int64_t next;
-    struct job *after; /* the job posted after this one */
+    float_mode mode;                   /* of the caller */
+    _Alignas(64) _Atomic int64_t next; /* on a line of its own: every thread writes it */
 } job;
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that follows */
-static pthread_cond_t posted = PTHREAD_COND_INITIALIZER, left = PTHREAD_COND_INITIALIZER;
-static job *first_job, **last_link = &first_job;
-static int num_workers, num_sleeping, num_busy, num_callers; /* num_busy: inside of jobs */
-static atomic_uint num_posted; /* jobs, ever: what a spinning worker watches */
-static atomic_int num_spinning; /* workers, about to join what is posted */
+enum { FREE, POSTED, RUNNING, AWAITED };
+
+typedef struct worker { /* a line of its own */
+    _Alignas(64) atomic_uint state;
+    atomic_uint sleeping; /* 1: it sleeps on this word, or is about to */
+    job *job;
+    int thread;
+    int wakes[2];   /* workers that it wakes before its first item; -1: none */
+    atomic_int cpu; /* of its caller */
+} worker;
+
+typedef struct group { /* bitmaps of 64 workers */
+    _Alignas(64) _Atomic uint64_t idle; /* nobody's */
+    _Atomic uint64_t asleep;            /* to be woken by who posts; others spin */
+} group;
+
+typedef struct team { /* the workers of a caller, by groups */
+    uint64_t members[MAX_GROUPS], sleepers[MAX_GROUPS];
+    int size, groups;
+} team;
+
+static worker workers[MAX_WORKERS];
+static kvc_bed beds[MAX_WORKERS];
+static group all[MAX_GROUPS];
+static atomic_int num_workers;
+static atomic_int num_callers; /* that want helpers. They share the threads: one gets what others leave of its number */
+static atomic_int frugal; /* a quota counts the time of CPUs */
+static pthread_mutex_t starting = PTHREAD_MUTEX_INITIALIZER;
 
 static void pause_briefly(void) {
 #if defined(__x86_64__)
@@ -88,19 +131,16 @@ static int64_t now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Whether `changed(argument)` became true within `ns`. */
-static int spin_until(int (*changed)(const void *), const void *argument, int64_t ns) {
-    for (int64_t end = now_ns() + ns; now_ns() < end;) {
+/* Whether the word was `value` within `ns`. */
+static int spin_until(atomic_uint *word, unsigned value, int64_t ns) {
+    for (int64_t end = now_ns() + ns;;) {
         for (int i = 0; i < SPINS_PER_CHECK; i++) {
-            if (changed(argument)) return 1;
+            if (atomic_load_explicit(word, memory_order_acquire) == value) return 1;
             pause_briefly();
         }
+        if (now_ns() >= end) return atomic_load(word) == value;
     }
-    return changed(argument);
 }
-
-static int is_posted(const void *seen) { return atomic_load(&num_posted) != *(const unsigned *)seen; }
-static int is_left(const void *j) { return atomic_load(&((job *)j)->inside) == 0; }
 
 static int this_cpu(void) {
 #if defined(__linux__)
@@ -126,142 +166,259 @@ static void leave_cpu(int cpu) {
 }
 
 static void run(job *j, int64_t index, int thread) {
-    for (; index < j->count; index = atomic_fetch_add(&j->next, 1)) j->item(j->context, index, thread);
+    for (; index < j->count; index = atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed))
+        j->item(j->context, index, thread);
 }
 
-static job *job_that_wants(void) {
-    job *j = first_job;
-    while (j && !j->wanted) j = j->after;
-    return j;
+/* ---- Workers. */
+
+/* Wakes a worker that sleeps, or is about to. Whoever clears its bit wakes it. */
+static void wake(int index) {
+    worker *w = &workers[index];
+    atomic_fetch_and(&all[index / GROUP].asleep, ~((uint64_t)1 << index % GROUP));
+    if (atomic_exchange(&w->sleeping, 0)) kvc_wake(&w->sleeping, &beds[index]);
 }
 
-/* A job to help with; the lock is held before and after. Sleeping, if nothing is posted for `spin_ns`, which this sets. */
-static job *next_job(int64_t *spin_ns) {
+static void sleep_until_posted(worker *w) {
+    const int index = (int)(w - workers);
+    const uint64_t bit = (uint64_t)1 << index % GROUP;
+    atomic_store(&w->sleeping, 1);
+    atomic_fetch_or(&all[index / GROUP].asleep, bit);
+    if (atomic_load(&w->state) != POSTED) kvc_sleep_while(&w->sleeping, 1, &beds[index]);
+    atomic_store(&w->sleeping, 0);
+    atomic_fetch_and(&all[index / GROUP].asleep, ~bit);
+    if (atomic_load(&w->state) == POSTED) leave_cpu(atomic_load_explicit(&w->cpu, memory_order_relaxed));
+}
+
+typedef struct habit { /* of a worker that waits */
+    int64_t spin_ns;   /* how long it spins */
+    int64_t crowded;   /* until then others want its core */
+    long times_pushed; /* off its core, since it began */
+} habit;
+
+/* How often the system took the core of this thread for another one. */
+static long times_pushed(void) {
+#if defined(__linux__)
+    struct rusage use;
+    if (getrusage(RUSAGE_THREAD, &use) == 0) return use.ru_nivcsw;
+#endif
+    return 0;
+}
+
+/* Whether a job was posted before the time to sleep. On a crowded core that is soon. */
+static int spin_until_posted(worker *w, habit *h) {
+    if (spin_until(&w->state, POSTED, SHORT_SPIN_NS)) return 1;
+    const long pushed = times_pushed();
+    const int64_t now = now_ns();
+    if (pushed > h->times_pushed) h->times_pushed = pushed, h->crowded = now + CROWDED_NS;
+    return now < h->crowded || atomic_load_explicit(&frugal, memory_order_relaxed) ? 0 : spin_until(&w->state, POSTED, h->spin_ns - SHORT_SPIN_NS);
+}
+
+/* Spins and sleeps until a job has begun. */
+static void begin(worker *w, habit *h) {
     const int64_t start = now_ns();
-    for (;;) {
-        job *j = job_that_wants();
-        if (j) {
-            const int64_t pause = now_ns() - start;
-            if (pause > SPIN_NS) *spin_ns = pause < LONG_SPIN_NS ? LONG_SPIN_NS : SPIN_NS;
-            return j;
-        }
-        const unsigned seen = atomic_load(&num_posted);
-        pthread_mutex_unlock(&lock);
-        atomic_fetch_add(&num_spinning, 1);
-        const int soon = spin_until(is_posted, &seen, *spin_ns);
-        atomic_fetch_sub(&num_spinning, 1);
-        pthread_mutex_lock(&lock);
-        if (soon || (j = job_that_wants())) continue;
-        num_sleeping++;
-        pthread_cond_wait(&posted, &lock);
-        num_sleeping--;
-        j = job_that_wants();
-        const int cpu = j ? j->cpu : -1;
-        pthread_mutex_unlock(&lock);
-        leave_cpu(cpu);
-        pthread_mutex_lock(&lock);
+    for (unsigned posted;;) {
+        if (!spin_until_posted(w, h)) sleep_until_posted(w);
+        posted = POSTED;
+        if (atomic_compare_exchange_strong(&w->state, &posted, RUNNING)) break;
     }
+    const int64_t pause = now_ns() - start;
+    if (pause > SPIN_NS) h->spin_ns = pause < LONG_SPIN_NS ? LONG_SPIN_NS : SPIN_NS;
 }
 
-static void *work(void *unused) {
-    int64_t spin_ns = SPIN_NS;
-    pthread_mutex_lock(&lock);
+static void *work(void *argument) {
+    worker *w = argument;
+    habit h = {.spin_ns = SPIN_NS};
     for (;;) {
-        job *j = next_job(&spin_ns);
-        const int thread = ++j->joined;
-        j->wanted--, num_busy++;
-        atomic_fetch_add(&j->inside, 1);
-        pthread_mutex_unlock(&lock);
+        begin(w, &h);
+        for (int i = 0; i < 2 && w->wakes[i] >= 0; i++) wake(w->wakes[i]);
+        job *j = w->job;
         set_mode(j->mode);
-        run(j, atomic_fetch_add(&j->next, 1), thread);
-        pthread_mutex_lock(&lock);
-        num_busy--;
-        if (j->asleep && atomic_load(&j->inside) == 1) pthread_cond_broadcast(&left);
-        atomic_fetch_sub(&j->inside, 1); /* the last time that this thread touches the job */
+        run(j, atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed), w->thread);
+        if (atomic_exchange(&w->state, FREE) == AWAITED) kvc_wake(&w->state, &beds[w - workers]);
     }
-    return unused;
+    return NULL;
 }
 
-/* The child of a fork has one thread: the pool begins anew. The lock is held across the fork, so that nothing of it is
- * half done; conditions may have waiters, which the child does not have. */
-static void before_fork(void) { pthread_mutex_lock(&lock); }
-static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
+/* ---- Forks. The child has one thread: the pool begins anew. */
+
+static void before_fork(void) { pthread_mutex_lock(&starting); }
+static void after_fork_in_parent(void) { pthread_mutex_unlock(&starting); }
 static void after_fork_in_child(void) {
-    lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    posted = left = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
-    first_job = NULL, last_link = &first_job;
-    num_workers = num_sleeping = num_busy = num_callers = 0;
-    atomic_store(&num_spinning, 0);
+    starting = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    for (int i = 0; i < MAX_GROUPS; i++) atomic_store(&all[i].idle, 0), atomic_store(&all[i].asleep, 0);
+    for (int i = atomic_load(&num_workers); i > 0; i--) {
+        atomic_store(&workers[i - 1].state, FREE), atomic_store(&workers[i - 1].sleeping, 0);
+        kvc_make_bed(&beds[i - 1]);
+    }
+    atomic_store(&num_workers, 0), atomic_store(&num_callers, 0);
 }
-/* Before the first job: it must not wait with `lock` held, since a fork waits for `lock`. */
-__attribute__((constructor)) static void handle_forks(void) {
+/* Before the first job: it must not wait with `starting` held, since a fork waits for it. */
+__attribute__((constructor)) static void begin_pool(void) {
+    for (int i = 0; i < MAX_WORKERS; i++) kvc_make_bed(&beds[i]);
     pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
 
-/* Starts threads until `wanted` are free, or as many as there are CPUs, as far as the system allows; the lock is held.
- * They take no signals, which are for threads of Python. */
-static void start_workers(int wanted) {
+/* ---- Callers. */
+
+static int num_groups(void) { return (atomic_load_explicit(&num_workers, memory_order_acquire) + GROUP - 1) / GROUP; }
+
+static int num_busy(void) {
+    int count = atomic_load_explicit(&num_workers, memory_order_acquire);
+    for (int g = num_groups() - 1; g >= 0; g--)
+        count -= __builtin_popcountll(atomic_load_explicit(&all[g].idle, memory_order_relaxed));
+    return count;
+}
+
+/* The lowest `count` bits. */
+static uint64_t lowest(uint64_t bits, int count) {
+    uint64_t rest = bits;
+    if (__builtin_popcountll(bits) <= count) return bits;
+    while (count-- > 0) rest &= rest - 1;
+    return bits & ~rest;
+}
+
+/* Takes idle workers until the team has `wanted`, those that spin first. */
+static void take(team *t, int wanted) {
+    for (int g = 0; g < t->groups; g++) {
+        t->members[g] = 0;
+        uint64_t idle = atomic_load_explicit(&all[g].idle, memory_order_relaxed), mine, asleep;
+        do {
+            asleep = atomic_load_explicit(&all[g].asleep, memory_order_relaxed);
+            mine = lowest(idle & ~asleep, wanted - t->size);
+            mine |= lowest(idle & asleep, wanted - t->size - __builtin_popcountll(mine));
+        } while (mine && !atomic_compare_exchange_weak(&all[g].idle, &idle, idle & ~mine));
+        t->members[g] = mine, t->sleepers[g] = mine & asleep;
+        t->size += __builtin_popcountll(mine);
+    }
+}
+
+/* Starts threads for a team that has fewer than `wanted`: `most` in all, as far as the system allows. They take no signals,
+ * which are for threads of Python. */
+static void start_workers(team *t, int wanted, int most) {
     pthread_attr_t detached;
-    sigset_t all, before;
-    if (num_workers >= num_busy + wanted) return;
-    const int cpus = num_busy ? kvc_num_cpus() : 0;
-    if (num_busy) wanted = num_busy + wanted < cpus ? num_busy + wanted : wanted < cpus ? cpus : wanted;
-    if (num_workers >= wanted || pthread_attr_init(&detached)) return;
-    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
-    pthread_attr_setstacksize(&detached, STACK_BYTES);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (pthread_t thread; num_workers < wanted && !pthread_create(&thread, &detached, work, NULL);) num_workers++;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    pthread_attr_destroy(&detached);
+    sigset_t signals, before;
+    if (atomic_load(&num_workers) >= most) return;
+    pthread_mutex_lock(&starting);
+    int count = atomic_load(&num_workers);
+    if (most > count + wanted - t->size) most = count + wanted - t->size;
+    if (count < most && !pthread_attr_init(&detached)) {
+        pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+        pthread_attr_setstacksize(&detached, STACK_BYTES);
+        sigfillset(&signals);
+        pthread_sigmask(SIG_SETMASK, &signals, &before);
+        for (pthread_t thread; count < most && !pthread_create(&thread, &detached, work, &workers[count]); count++) {
+            for (; t->groups <= count / GROUP; t->groups++) t->members[t->groups] = t->sleepers[t->groups] = 0;
+            t->members[count / GROUP] |= (uint64_t)1 << count % GROUP, t->size++;
+        }
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        pthread_attr_destroy(&detached);
+        atomic_store(&num_workers, count);
+    }
+    pthread_mutex_unlock(&starting);
 }
 
-/* Callers share the threads: one that comes while others run gets the helpers that these leave of its number. */
-static void post(job *j, int num_threads) {
-    pthread_mutex_lock(&lock);
-    const int rest = num_threads - 1 - num_callers++ - num_busy;
-    if (j->wanted > rest) j->wanted = rest > 0 ? rest : 0;
-    start_workers(j->wanted);
-    *last_link = j, last_link = &j->after;
-    atomic_fetch_add(&num_posted, 1);
-    for (int i = j->wanted < num_sleeping ? j->wanted : num_sleeping; i > 0; i--) pthread_cond_signal(&posted);
-    pthread_mutex_unlock(&lock);
+/* Removes the lowest bit, and says which it was. */
+static int next_bit(uint64_t *bits) {
+    const int bit = __builtin_ctzll(*bits);
+    *bits &= *bits - 1;
+    return bit;
 }
 
-/* No thread joins the job any more; then none is inside. */
-static void withdraw(job *j) {
-    pthread_mutex_lock(&lock);
-    job **link = &first_job;
-    while (*link != j) link = &(*link)->after;
-    *link = j->after, num_callers--;
-    if (last_link == &j->after) last_link = link;
-    pthread_mutex_unlock(&lock);
-    if (spin_until(is_left, j, SPIN_NS)) return;
-    pthread_mutex_lock(&lock);
-    j->asleep = 1;
-    while (atomic_load(&j->inside)) pthread_cond_wait(&left, &lock);
-    pthread_mutex_unlock(&lock);
+/* Posts the job to all of the team, and wakes those that sleep. Of many sleepers the caller wakes two, and sleeper i wakes
+ * sleepers 2 i + 2 and 2 i + 3. */
+static void post(const team *t, job *j) {
+    int thread = 0, sleepers[MAX_WORKERS], count = 0, seen = 0;
+    const int cpu = this_cpu();
+    for (int g = 0; g < t->groups; g++) {
+        for (uint64_t rest = t->sleepers[g]; rest;) sleepers[count++] = g * GROUP + next_bit(&rest);
+    }
+    const int many = count > MANY_SLEEPERS;
+    for (int g = 0; g < t->groups; g++) {
+        for (uint64_t rest = t->members[g]; rest;) {
+            const int bit = next_bit(&rest), sleeper = t->sleepers[g] >> bit & 1;
+            worker *w = &workers[g * GROUP + bit];
+            for (int i = 0; i < 2; i++) {
+                const int next = 2 * seen + 2 + i;
+                w->wakes[i] = many && sleeper && next < count ? sleepers[next] : -1;
+            }
+            seen += sleeper;
+            w->job = j, w->thread = ++thread;
+            atomic_store_explicit(&w->cpu, cpu, memory_order_relaxed);
+            atomic_store_explicit(&w->state, POSTED, memory_order_release);
+        }
+    }
+    for (int g = 0; g < t->groups; g++) { /* those that fell asleep in between */
+        uint64_t late = t->members[g] ? atomic_fetch_or(&all[g].asleep, 0) & t->members[g] & ~t->sleepers[g] : 0;
+        while (late) wake(g * GROUP + next_bit(&late));
+    }
+    for (int i = 0; i < count && i < (many ? 2 : count); i++) wake(sleepers[i]);
+}
+
+/* Takes back the posts that nobody has begun, waits for the others, and returns the team. */
+static void dismiss(const team *t) {
+    uint64_t running[MAX_GROUPS];
+    for (int g = 0; g < t->groups; g++) {
+        running[g] = 0;
+        for (uint64_t rest = t->members[g]; rest;) {
+            const int bit = next_bit(&rest);
+            unsigned posted = POSTED;
+            if (atomic_load(&workers[g * GROUP + bit].state) != POSTED ||
+                !atomic_compare_exchange_strong(&workers[g * GROUP + bit].state, &posted, FREE))
+                running[g] |= (uint64_t)1 << bit;
+        }
+    }
+    for (int g = 0; g < t->groups; g++) {
+        for (uint64_t rest = running[g]; rest;) {
+            const int index = g * GROUP + next_bit(&rest);
+            unsigned state = RUNNING;
+            if (spin_until(&workers[index].state, FREE, atomic_load(&frugal) ? SHORT_SPIN_NS : SPIN_NS)) continue;
+            if (atomic_compare_exchange_strong(&workers[index].state, &state, AWAITED))
+                kvc_sleep_while(&workers[index].state, AWAITED, &beds[index]);
+        }
+        if (t->members[g]) atomic_fetch_or(&all[g].idle, t->members[g]);
+    }
 }
 
 void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) {
-    int64_t helpers = count < num_threads ? count - 1 : num_threads - 1;
-    if (helpers > MAX_WORKERS) helpers = MAX_WORKERS;
-    job j = {.item = item, .context = context, .count = count, .wanted = (int)helpers, .cpu = -1, .next = 1};
+    const int most = num_threads - 1 < MAX_WORKERS ? num_threads - 1 : MAX_WORKERS;
+    int helpers = count - 1 < most ? (int)count - 1 : most;
+    job j = {.item = item, .context = context, .count = count, .next = 1};
+    team t = {.size = 0, .groups = 0};
+    if (helpers < 1) {
+        run(&j, 0, 0);
+        return;
+    }
+    const int rest = most - atomic_fetch_add(&num_callers, 1) - num_busy();
+    if (helpers > rest) helpers = rest;
     if (helpers > 0) {
-        j.cpu = this_cpu(), j.mode = get_mode();
-        post(&j, num_threads);
+        j.mode = get_mode();
+        t.groups = num_groups();
+        take(&t, helpers);
+        if (t.size < helpers) start_workers(&t, helpers, most);
+        post(&t, &j);
     }
     run(&j, 0, 0);
-    if (helpers > 0) withdraw(&j);
+    atomic_fetch_sub(&num_callers, 1);
+    if (t.size) dismiss(&t);
 }
 
-int kvc_helper_spins(void) { return atomic_load(&num_spinning) > 0; }
-
-int kvc_num_cpus(void) {
-#if defined(__linux__)
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
-#endif
-    const long online = sysconf(_SC_NPROCESSORS_ONLN);
-    return online > 0 ? (int)online : 1;
+int kvc_threads_worth(int64_t ns, int num_threads) {
+    static _Thread_local int64_t last;
+    const int64_t woken = ns / WOKEN_SHARE_NS, spun = ns / SPUN_SHARE_NS;
+    if (num_threads == 1 || spun < 2) return 1;
+    const int64_t now = now_ns(), pause = now - last;
+    last = now;
+    if (woken >= num_threads) return num_threads;
+    if (pause < SPIN_NS) return spun < num_threads ? (int)spun : num_threads; /* whom it wakes finds the next call too */
+    int64_t most = 1;
+    for (int g = num_groups() - 1; g >= 0; g--) {
+        const uint64_t asleep = atomic_load_explicit(&all[g].asleep, memory_order_relaxed);
+        most += __builtin_popcountll(atomic_load_explicit(&all[g].idle, memory_order_relaxed) & ~asleep);
+    }
+    if (most > spun) most = spun;
+    if (most < woken) most = woken;
+    return most < 1 ? 1 : most < num_threads ? (int)most : num_threads;
 }
+
+void kvc_spin_little(int little) { atomic_store(&frugal, little); }

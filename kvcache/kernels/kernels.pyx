@@ -15,7 +15,7 @@ from collections import namedtuple
 from contextlib import contextmanager
 
 from kvcache.support.arguments import as_count
-from kvcache.support.cpus import available_cpus
+from kvcache.support.cpus import available_cpus, has_quota
 
 cdef extern from "kvc.h" nogil:
     ctypedef struct kvc_kernels:
@@ -82,6 +82,7 @@ cdef extern from "kvc_matrix.h" nogil:
 
 cdef extern from "kvc_threads.h" nogil:
     void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept
+    void kvc_spin_little(int little) noexcept
 
 # The table of storage formats, by name; the columns are explained in ckernels/kvc_formats.h.
 Format = namedtuple("Format", ("name", "bits", "quantised", "fitted", "largest"))
@@ -382,3 +383,4 @@ def _read_environment(environ):
 
 
 _read_environment(os.environ)
+kvc_spin_little(has_quota())

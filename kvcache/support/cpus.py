@@ -6,7 +6,7 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["available_cpus"]
+__all__ = ["available_cpus", "has_quota"]
 
 
 def available_cpus(root: str = "/") -> int:
@@ -17,6 +17,15 @@ def available_cpus(root: str = "/") -> int:
     """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([count, *(math.ceil(quota) for quota in _quotas(Path(root)))]))
+
+
+def has_quota(root: str = "/") -> bool:
+    """Whether a control group limits the time of CPUs, so that threads which spin spend it.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    return bool(_quotas(Path(root)))
 
 
 def _quotas(root: Path) -> list[float]:

@@ -13,7 +13,7 @@ import pytest
 from kvcache import get_num_threads, set_num_threads
 from kvcache.kernels import kernelcalls
 from kvcache.kernels.matrix import Matrix
-from kvcache.support.cpus import available_cpus
+from kvcache.support.cpus import available_cpus, has_quota
 
 pytestmark = pytest.mark.no_level
 
@@ -126,6 +126,7 @@ def test_quotas_of_control_groups_count(tmp_path, monkeypatch, files, expected):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
     assert available_cpus(str(tmp_path)) == expected
+    assert has_quota(str(tmp_path)) == (expected < 99)
 
 
 def test_at_least_one():
