@@ -39,7 +39,10 @@ _FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"
 )
 # The arguments of engines that options set under another name.
-_ARGUMENTS = {"max_memory_bytes": "max_memory"}
+_ARGUMENTS = {
+    "max_memory_bytes": "max_memory", "address": "kv_events",
+    **{name: f"kv_events_{name}" for name in ("medium", "rank", "replay", "topic")},
+}
 _BYTES = re.compile(r"\b\d{4,}\b")
 
 

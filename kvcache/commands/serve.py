@@ -14,6 +14,7 @@ from typing import Any
 
 from kvcache.commands.chat import MAX_TOKENS
 from kvcache.commands.options import add_options, checked, name_of, open_engine
+from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.sampling.dialects.dialect_table import DIALECTS
 from kvcache.serving.batch import BatchEngine
 from kvcache.support.arguments import as_count, as_finite, short
@@ -54,6 +55,14 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "(%(default)s)")
     add("--drain-delay", type=float, default=0.0, metavar="SECONDS",
         help="before that, in which the server takes requests and is not ready: balancers learn it (%(default)s)")
+    add("--kv-events", metavar="ADDRESS",
+        help="where routers read which blocks are cached, such as tcp://127.0.0.1:5557: the tokens of all texts; needs "
+        "the extra cluster")
+    add("--kv-events-replay", metavar="ADDRESS", help="where they ask for events that they have missed")
+    add("--kv-events-topic", default="", metavar="TEXT", help="the topic of events (%(default)s: empty)")
+    add("--kv-events-medium", default="GPU", metavar="TEXT",
+        help="where blocks are, in the words of routers (%(default)s: what they take for the memory of a worker)")
+    add("--kv-events-rank", type=int, default=0, metavar="N", help="of this engine in its server (%(default)s)")
     add("--otel", action="store_true",
         help="send traces and measurements by OpenTelemetry, as the variables OTEL_.. say; needs the extra otel")
     add("--log-format", default="text", metavar="FORMAT",
@@ -97,6 +106,9 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], tuple[
         address = f"[{host}]" if ":" in host else host
         names = ", ".join(model.names[0] for model in models)
         print(f"{names} at http://{address}:{listening.getsockname()[1]}/v1", flush=True)
+        for model in models:
+            if (events := model.engine.kv_events) is not None:
+                print(f"{model.names[0]}: block events at {events.address}", flush=True)
         process.run(app, listening, capacity, options.drain, options.drain_delay, app.state.leaving)
     return 0
 
@@ -113,14 +125,27 @@ def _check(options: argparse.Namespace, tables: Sequence[argparse.Namespace]) ->
     for table in tables:
         for limit in ("max_queue", "max_running"):
             as_count(getattr(table, limit), limit, 1)
+        _events(table)
         checked(table)
+
+
+def _events(options: argparse.Namespace) -> KvEvents | None:
+    """The block events that options ask for. ValueError: no address, or options of events without one."""
+    told = {name: getattr(options, f"kv_events_{name}") for name in ("replay", "topic", "medium", "rank")}
+    if options.kv_events is not None:
+        return KvEvents(options.kv_events, **told)
+    for name, value in told.items():
+        if value != getattr(KvEvents, name):
+            raise ValueError(f"kv_events_{name}: expected --kv-events beside it, got {short(value)}")
+    return None
 
 
 def _model(options: argparse.Namespace, default: str, kind: Any, opened: ExitStack) -> Any:
     """The model of some options, its engine opened; it is closed with the stack, which a third signal needs."""
     options.model = options.model or default
-    limits = {"max_queue": options.max_queue, "max_running": options.max_running}
-    engine = open_engine(options, BatchEngine.from_pretrained, autosave=options.autosave, **limits)
+    more: dict[str, Any] = {"max_queue": options.max_queue, "max_running": options.max_running}
+    more |= {"autosave": options.autosave, "kv_events": _events(options)}
+    engine = open_engine(options, BatchEngine.from_pretrained, **more)
     opened.callback(engine.close, cancel=True)
     return kind(
         engine, options.name or name_of(options.model), aliases=options.served_name,

@@ -4,6 +4,7 @@ import sys
 from unittest.mock import Mock
 
 import pytest
+from event_reader import Reader
 
 from kvcache.__main__ import main
 
@@ -54,6 +55,10 @@ def test_what_the_command_refuses(capsys, monkeypatch):
         (["--max-queue", "0"], "--max-queue: expected an int >= 1, got 0"),
         (["--max-running", "0"], "--max-running: expected an int >= 1, got 0"),
         (["--drain", "-1"], "drain: expected an int >= 0, got -1"),
+        (["--kv-events", "5557"], "--kv-events: expected an address such as tcp://127.0.0.1:5557, got '5557'"),
+        (["--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "x"], "--kv-events-replay: expected an address"),
+        (["--kv-events", "tcp://127.0.0.1:*", "--kv-events-rank", "-1"], "--kv-events-rank: expected an int >= 0"),
+        (["--kv-events-topic", "x"], "--kv-events-topic: expected --kv-events beside it, got 'x'"),
     ):
         assert main(["serve", "--model", "nowhere", *arguments]) == 2, "before the model is looked for"
         assert message in capsys.readouterr().err
@@ -75,3 +80,26 @@ def test_a_folder_of_autosave_that_others_can_write_to(tmp_path, capsys):
     assert len(lines) == 1
     assert lines[0].startswith(f"kvcache: {tmp_path}: expected a secret, or a directory of this user")
     assert lines[0].endswith("with mode 0777")
+
+
+def test_block_events(monkeypatch, capsys):
+    """The options reach the engine, and the address that the system chose is printed."""
+    told = []
+
+    def make_app(models, keys, **limits):
+        told.append(models[0].engine.kv_events)
+        return Mock()
+
+    def run(*arguments):
+        (settings,) = told
+        assert (settings.topic, settings.medium, settings.rank) == ("kv@a", "cpu", 2)
+        with Reader(settings) as reader:
+            assert reader.replay(0)
+
+    monkeypatch.setattr("kvcache.server.app.make_app", make_app)
+    monkeypatch.setattr("kvcache.server.process.run", run)
+    addresses = ["--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "tcp://127.0.0.1:*"]
+    names = ["--kv-events-topic", "kv@a", "--kv-events-medium", "cpu", "--kv-events-rank", "2"]
+    assert main(["serve", "--port", "0", *addresses, *names]) == 0
+    assert f"demo: block events at {told[0].address}\n" in capsys.readouterr().out
+    assert ":*" not in told[0].address + told[0].replay
