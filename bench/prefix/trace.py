@@ -75,7 +75,7 @@ def main(options: argparse.Namespace) -> int:
     if options.file:
         traces = [from_mooncake(options.file)]
     else:
-        mix = Mix(num_requests=600 if options.quick else options.requests)
+        mix = Mix(num_requests=300 if options.quick else options.requests)
         traces = [synthetic(replace(mix, seed=seed)) for seed in range(1 if options.quick else options.seeds)]
     if options.windows:
         return over_windows(traces[0], options)

@@ -52,9 +52,14 @@ def test_the_file_of_the_demo_is_the_demo(tmp_path):
     np.testing.assert_array_equal(InferenceEngine(model).score(tokens), theirs)
 
 
-def test_types_that_are_kept_have_no_error():
+@pytest.fixture(scope="module")
+def types():
     pytest.importorskip("gguf")
-    figures = gguf_types.measure()
+    return gguf_types.measure()
+
+
+def test_types_that_are_kept_have_no_error(types):
+    figures = types
     assert list(figures) == list(gguf_types.TYPES)
     for f in figures.values():
         for error in (f["any"], f["any"] if f["normal"] is None else f["normal"]):
@@ -64,11 +69,13 @@ def test_types_that_are_kept_have_no_error():
     assert table["Q4_0"][2:6] == ["q4_0", "4.5", "none", "none"]
 
 
-def test_the_command_line(capsys, tmp_path):
+def test_the_command_line(capsys, tmp_path, monkeypatch, types):
+    monkeypatch.setattr(gguf_types, "measure", lambda: types)
     found = tmp_path / "found.json"
     assert main(["weights-quality", "--quick", "--only", "demo", "--only", "types", "--json", str(found)]) == 0
     out = capsys.readouterr().out
     assert "q4, exact" in out
+    assert "Tensor types of GGUF files" in out
     assert "q8, exact: KL" in out
     figures = json.loads(found.read_text())["demo"]["figures"]
     assert figures["f32"]["kl"] == figures["bf16"]["kl"] == 0  # the demo's weights are bf16

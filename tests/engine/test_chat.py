@@ -287,7 +287,7 @@ REFUSED_BY_PYTHON = {  # jinja2 takes them, Python's compiler does not
     "a parameter twice": "{% macro f(a, a) %}{% endmacro %}",
     "nested loops": "{% for a in b %}" * 25 + "{% endfor %}" * 25,
     "nested conditions": "{% if a %}" * 120 + "{% endif %}" * 120,
-    "nested parentheses": "{{ " + "not " * 300 + "a }}",
+    "nested parentheses": "{{ " + "not " * 201 + "a }}",
     "a name of Python's own": "{{ f(__debug__=1) }}",
 }
 

@@ -3,10 +3,11 @@
 import threading
 import time
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
-from places import GOLDEN, MODELS, in_every_build
+from places import CHECKED, GOLDEN, MODELS, in_every_build
 from prefix_engines import GREEDY, SHORT, prompt, settled
 
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
@@ -18,11 +19,20 @@ FORMATS = [*((name, name) for name in ("f16", "q8", "q4", "q3", "q2")), ("q6", "
 SIXTEEN = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=16)
 
 
+@cache
+def loaded(name):
+    with np.load(GOLDEN / name / "golden.npz") as arrays:
+        return Transformer.from_pretrained(GOLDEN / name), dict(arrays)
+
+
 @pytest.fixture(scope="module", params=in_every_build(MODELS))
 def golden(request):
-    folder = GOLDEN / request.param
-    with np.load(folder / "golden.npz") as arrays:
-        return Transformer.from_pretrained(folder), dict(arrays)
+    return loaded(request.param)
+
+
+@pytest.fixture(scope="module", params=sorted(CHECKED))
+def some_golden(request):
+    return loaded(request.param)
 
 
 @pytest.fixture
@@ -53,8 +63,8 @@ def test_a_prompt_that_shares_a_head(golden, split):
     settled(cached)
 
 
-def test_a_cache_that_is_too_small_changes_nothing(golden):
-    model, arrays = golden
+def test_a_cache_that_is_too_small_changes_nothing(some_golden):
+    model, arrays = some_golden
     for blocks in (0, 1, 3, 13):
         cached = PrefixCachedEngine(InferenceEngine(model), blocks)
         for length in (200, 33, 200, 17, 200):
@@ -65,9 +75,9 @@ def test_a_cache_that_is_too_small_changes_nothing(golden):
 
 @pytest.mark.one_build
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-def test_formats_share_too(golden, formats):
+def test_formats_share_too(some_golden, formats):
     """Cold, warm and without a cache are the same: attention always reads the stored codes, also of new tokens."""
-    model, _ = golden
+    model, _ = some_golden
     options = {"key_dtype": formats[0], "value_dtype": formats[1]}
     cached = PrefixCachedEngine(InferenceEngine(model, **options), 64)
     plain = InferenceEngine(model, **options)

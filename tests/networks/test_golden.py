@@ -133,8 +133,7 @@ def test_logits_of_every_position_by_decoding(golden, engine_class, length):
 
 
 @pytest.mark.one_build
-@pytest.mark.parametrize("chunk", [7, 64])
-@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+@pytest.mark.parametrize(("length", "chunk"), list(zip(PROMPT_LENGTHS, (64, 7, 7, 64, 64, 7), strict=True)))
 def test_greedy_continuation(golden, engine_class, length, chunk):
     model, arrays = golden
     engine = engine_class(model, prefill_chunk=chunk)

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 
 import pytest
+from forks import Forks
 from pace import FAST
 from places import SUPPORT, search_path
 
@@ -27,17 +28,23 @@ SUBJECTS = [
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory):
+def forks(tmp_path_factory):
+    """Forks of a process with the shim."""
     if "asan" in os.environ.get("LD_PRELOAD", ""):
         pytest.skip("needs glibc's own allocator, got a sanitizer's")
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs Linux and a C compiler")
-    library = tmp_path_factory.mktemp("faults") / "failing_malloc.so"
+    folder = tmp_path_factory.mktemp("faults")
+    library = folder / "failing_malloc.so"
     made = [compiler, "-shared", "-fPIC", "-O2", f"-I{sysconfig.get_path('include')}"]
     made += [str(SUPPORT / "subjects" / "failing_malloc.c"), "-o", str(library), "-ldl"]
     subprocess.run(made, check=True)
-    return library
+    environment = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"}
+    environment["FAULTS_IN"] = os.path.dirname(kvcache.__file__)
+    forks = Forks(folder, ["subjects.faults", *sorted({module for module, _ in SUBJECTS})], environment)
+    yield forks
+    forks.close()
 
 
 ALL = 1 << 40  # number of consecutive failing allocations: all until the call ends
@@ -45,15 +52,12 @@ ALL = 1 << 40  # number of consecutive failing allocations: all until the call e
 
 @pytest.mark.parametrize("width", [1, ALL], ids=["one", "all"])
 @pytest.mark.parametrize(("module", "subject"), SUBJECTS)
-def test_nothing_is_lost_when_allocations_fail(shim, long, module, subject, width):
+def test_nothing_is_lost_when_allocations_fail(forks, long, module, subject, width):
     engine = module in ("subjects.engine", "subjects.serving")  # the caches inside have subjects of their own
     step = 0 if long else (1, 2 + engine)[FAST] if width == 1 else (5, 10)[FAST]
-    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"}
-    environment["FAULTS_IN"] = os.path.dirname(kvcache.__file__)
-    command = [sys.executable, "-m", "subjects.faults", module, subject, str(width), str(step)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    print(done.stdout[-8000:], done.stderr[-4000:])
-    assert done.returncode == 0
-    counts = re.search(r"(\d+) operations, (\d+) faults, (\d+) failed calls, 0 problems", done.stdout)
+    status, printed = forks.run("subjects.faults", module, subject, width, step)
+    print(printed[-8000:])
+    assert status == 0
+    counts = re.search(r"(\d+) operations, (\d+) faults, (\d+) failed calls, 0 problems", printed)
     assert counts, "the process printed no counts"
     assert int(counts[2]) > 0, "no allocation has failed: is the shim loaded?"

@@ -2,10 +2,10 @@
 
 import itertools
 import os
-import subprocess
-import sys
+import re
 
 import pytest
+from forks import Forks
 from pace import FAST
 from places import search_path
 
@@ -14,18 +14,23 @@ pytestmark = pytest.mark.no_level
 PAIRS = ["saves", "saves_over_one", "states", "engines", "engine_and_cache", "engine_and_save"]
 
 
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    environment = os.environ | {"PYTHONPATH": search_path()}
+    forks = Forks(tmp_path_factory.mktemp("lock_order"), ["systems.lock_order"], environment)
+    yield forks
+    forks.close()
+
+
 @pytest.mark.parametrize("pair", PAIRS)
-def test_no_deadlock(tmp_path, long, pair):
+def test_no_deadlock(forks, tmp_path, long, pair):
     """If a thread hangs, the process prints all stacks and ends."""
     rounds = 3000 if long else 30 if FAST else 100
     if "engine" in pair:
         rounds //= 6
-    command = [sys.executable, "-m", "systems.lock_order", pair, str(rounds), str(tmp_path)]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True, timeout=1200
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert int(done.stdout.split()[0]) >= 2 * rounds
+    status, printed = forks.run("systems.lock_order", pair, rounds, str(tmp_path))
+    assert status == 0, printed[-9000:]
+    assert int(re.search(r"^\d+", printed, re.M)[0]) >= 2 * rounds
 
 
 def test_every_pair_is_run():

@@ -1,14 +1,13 @@
 """Nested calls from arguments, signal handlers and the collector; see reentry.py.
 
-Each system runs in a separate process, which prints all stacks and ends if it hangs.
+Each system runs in a process of its own, which prints all stacks and ends if it hangs.
 """
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
+from forks import Forks
 from pace import FAST
 from places import SUPPORT, search_path
 
@@ -21,18 +20,23 @@ SYSTEMS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    modules = sorted({system.rpartition(".")[0] for system in SYSTEMS})
+    environment = os.environ | {"PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"}
+    forks = Forks(tmp_path_factory.mktemp("reentrancy"), ["systems.reentry", *modules], environment)
+    yield forks
+    forks.close()
+
+
 @pytest.mark.skipif(not hasattr(__import__("signal"), "setitimer"), reason="needs timers")
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_nested_calls(tmp_path, long, system):
+def test_nested_calls(forks, tmp_path, long, system):
     rounds, seconds = (30, 20) if long else (1, 0.2 if FAST else 0.4)
-    done = subprocess.run(
-        [sys.executable, "-m", "systems.reentry", system, str(rounds), str(seconds), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=3600,
-    )
-    print(done.stdout[-2000:])
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    counts = re.search(r"(\d+) calls, (\d+) inside, (\d+) refused, (\d+) handlers, 0 problems", done.stdout)
+    status, printed = forks.run("systems.reentry", system, rounds, seconds, str(tmp_path), timeout=3600)
+    print(printed[-2000:])
+    assert status == 0, printed[-8000:]
+    counts = re.search(r"(\d+) calls, (\d+) inside, (\d+) refused, (\d+) handlers, 0 problems", printed)
     assert counts, "the process printed no counts"
     calls, inside, refused, handlers = map(int, counts.groups())
     least = 50 if FAST else 100  # without those of the timers, whose number is the machine's speed

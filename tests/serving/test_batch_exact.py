@@ -96,8 +96,11 @@ def test_layers_with_windows(kind):
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_windows", "mistral_window", "gemma4", "gemma4_experts"])
-@pytest.mark.parametrize("dtype", ["f32", "q4"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gemma3", "f32"), ("gemma3", "q4"), ("qwen2_windows", "q4"), ("mistral_window", "f32"), ("gemma4", "q4"),
+     ("gemma4_experts", "f32")],
+)
 def test_windows_and_little_memory(name, dtype):
     """Texts share prefixes, grow past their windows, guess, are preempted, and continue at cached windows."""
     model = Transformer.from_pretrained(golden_folder(name))

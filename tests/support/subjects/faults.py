@@ -110,7 +110,7 @@ def load_shim():
 
 
 def main(module, subject_name, width, step):
-    shim = load_shim()
+    shim, width, step = load_shim(), int(width), int(step)
     subject = getattr(importlib.import_module(module), subject_name)
     logging.disable()  # damage is logged
     gc.freeze()  # makes each gc.collect() examine only the subject's objects
@@ -126,4 +126,4 @@ def main(module, subject_name, width, step):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    sys.exit(main(*sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,12 @@ from kvcache.saved.snapshot import Snapshot
 DIM, SIZE = 8, 16
 TEXT = np.arange(600, dtype=np.uint32)
 PROMPTS = ((None, TEXT[:200]), (None, np.r_[TEXT[:80], TEXT[:100]]), ("other", TEXT[8:152]))
-FOLDER = tempfile.TemporaryDirectory()
+
+
+@cache
+def folder():
+    """The folder of this process's files."""
+    return tempfile.TemporaryDirectory()
 
 
 class SavedPrefix(Subject):
@@ -25,7 +31,7 @@ class SavedPrefix(Subject):
     formats, slot_bytes = "f32", 2 * LAYERS * DIM * 4
 
     def _build(self):
-        self.file = Path(FOLDER.name) / type(self).__name__
+        self.file = Path(folder().name) / type(self).__name__
         if not self.file.exists():
             self._save()
         cache = self._fresh()
@@ -88,7 +94,7 @@ class SavedPrefix(Subject):
         self.it.remove(PROMPTS[2][1], "other")
 
     def save(self):
-        self.it.save(Path(FOLDER.name) / "again")
+        self.it.save(Path(folder().name) / "again")
 
     def clear(self):
         self.it.clear()
@@ -134,7 +140,7 @@ class DamagedPrefix(SavedPrefix):
         self.found = [self._get(self.it, name, tokens) for name, tokens in PROMPTS]
 
     def save(self):
-        self.it.save(Path(FOLDER.name) / "again")
+        self.it.save(Path(folder().name) / "again")
 
 
 class SavedBlocks(SavedPrefix):
@@ -194,7 +200,7 @@ class SavedBlocks(SavedPrefix):
         self.it.evict(12)
 
     def save(self):
-        self.it.save(Path(FOLDER.name) / "again")
+        self.it.save(Path(folder().name) / "again")
 
     def clear(self):
         self.it.clear()
