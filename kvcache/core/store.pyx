@@ -110,6 +110,11 @@ cdef class BlockStore:
         return self.block_bytes * self.num_blocks
 
     @property
+    def span(self):
+        """The address of the memory, and its bytes."""
+        return <size_t>self.memory.bytes, self.memory.nbytes
+
+    @property
     def bookkeeping(self):
         """Bytes of bookkeeping, in proportion to the number of blocks."""
         return sizeof(uint16_t) * self.num_blocks

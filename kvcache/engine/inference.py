@@ -308,9 +308,9 @@ class InferenceEngine:
         return None if self.requests.text is None else self.requests.text.chat_template
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "weights" (0 for a model that does not say), "kv" (cache, residual), "bookkeeping" and "scratch"."""
+        """Bytes: "weights" (0: the model does not say), "kv" (cache, residual), "bookkeeping", "scratch", "huge"."""
         weights, current = getattr(self.model, "weights", None), self._sequence
-        products = {"scratch": getattr(weights, "scratch_bytes", 0)}
+        products = {"scratch": getattr(weights, "scratch_bytes", 0), "huge": getattr(weights, "huge_bytes", 0)}
         return {"weights": getattr(weights, "nbytes", 0), **total(current.pool.memory([current.text]), products)}
 
     __reduce_ex__ = refuse_copies("make another one over the same `model`")

@@ -32,6 +32,7 @@ from kvcache.support.arguments import (
     checked_scores,
 )
 from kvcache.support.copies import refuse_copies
+from kvcache.support.huge_pages import huge_bytes
 from kvcache.support.strip import bar
 
 __all__ = ["CacheManager"]
@@ -129,7 +130,8 @@ class CacheManager:
             lists = self._layers.values()
             kv = sum(entries.store.nbytes for entries in lists)
             bookkeeping = sum(entries.nbytes for entries in lists) - kv
-            return {"kv": kv, "bookkeeping": bookkeeping, "scratch": sum(entries.scratch_bytes for entries in lists)}
+            scratch, huge = sum(each.scratch_bytes for each in lists), huge_bytes(each.store.span for each in lists)
+            return {"kv": kv, "bookkeeping": bookkeeping, "scratch": scratch, "huge": huge}
 
     def pyramid_budget(self, layer_idx: int, total_layers: int) -> int:
         """The maximum number of entries of `layer_idx` out of `total_layers` layers under PyramidKV.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.kernels.fresh import zeros
 from kvcache.kernels.matrix import Matrix
 from kvcache.support.arguments import as_indices, as_integer, is_integer
 
@@ -40,6 +41,10 @@ class MatrixStack:
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Addresses and bytes of the panels."""
+        return [span for part in self.parts for span in part.spans()]
 
     @property
     def scratch_bytes(self) -> int:
@@ -90,10 +95,14 @@ def stacked(parts: Sequence[Matrix]) -> Matrix | MatrixStack:
 
 
 def empty_matrices(shapes: Iterable[tuple[int, int, str]]) -> list[Matrix]:
-    """Matrices of zeros, `(rows, columns, format)` each, in one allocation: only large ones get huge pages."""
+    """Matrices of zeros, `(rows, columns, format)` each, in one allocation: only large ones get huge pages.
+
+    Raises:
+        OutOfMemoryError: the system refuses the memory (in bytes).
+    """
     shapes = list(shapes)
     sizes = [Matrix.num_bytes(*shape) for shape in shapes]
-    memory = np.zeros(sum(sizes), np.uint8)
+    memory = zeros(sum(sizes))
     stops = np.cumsum(sizes, dtype=np.int64).tolist()
     return [
         Matrix(*shape, memory=memory[stop - size : stop])

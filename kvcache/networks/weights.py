@@ -42,6 +42,7 @@ from kvcache.networks.recurrence import RecurrentWeights
 from kvcache.networks.recurrent_sizes import Mixer, Mlp
 from kvcache.networks.tensors import Tensors
 from kvcache.support.arguments import short
+from kvcache.support.huge_pages import huge_bytes
 
 __all__ = ["FORMATS", "LayerWeights", "MlpWeights", "Progress", "Weight", "Weights"]
 
@@ -252,6 +253,12 @@ class Weights:
     def nbytes(self) -> int:
         """Bytes of all weights; those that two names share count once."""
         return sum({id(array): array.nbytes for array in self.arrays()}.values())
+
+    @property
+    def huge_bytes(self) -> int:
+        """How many of these lie on huge pages now; see `huge_bytes` of support/huge_pages.py."""
+        matrices = {id(array): array for array in self.arrays() if not isinstance(array, np.ndarray)}
+        return huge_bytes(span for matrix in matrices.values() for span in matrix.spans())
 
     @property
     def scratch_bytes(self) -> int:

@@ -34,6 +34,7 @@ from kvcache.paged.shown import as_html, describe, describe_settings
 from kvcache.paged.tables import BlockTables
 from kvcache.support.arguments import REQUIRED, as_count, as_indices, as_integer, as_output, as_pair, as_share
 from kvcache.support.copies import refuse_copies
+from kvcache.support.huge_pages import huge_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -760,12 +761,17 @@ class PagedKvCache:
             return CacheStats.of(self._pool, self._table, self._store, self._evictor.evictions)
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv" of all blocks, "bookkeeping" of tables, pools and eviction order, "scratch" of attention."""
+        """Bytes: "kv" of all blocks, "bookkeeping" of tables, pools and eviction order, "scratch" of attention.
+
+        "huge" are those of "kv" that lie on huge pages.
+        """
         beside = 0 if self._residual is None else self._residual.nbytes
+        stores = [self._store] if self._residual is None else [self._store, self._residual.store]
         return {
             "kv": self.total_memory_bytes,
             "bookkeeping": self.stats().bookkeeping_bytes + beside,
             "scratch": self._attention.nbytes,
+            "huge": huge_bytes(store.span for store in stores),
         }
 
     __reduce_ex__ = refuse_copies("`fork` copies a sequence")

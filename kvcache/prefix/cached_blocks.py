@@ -17,6 +17,7 @@ from kvcache.prefix.cache_session import CacheSession
 from kvcache.prefix.index.page_reader import PageReader
 from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.index.slots import Claim, Slots
+from kvcache.support.huge_pages import huge_bytes
 from kvcache.trie.policy import Policy
 from kvcache.trie.trie import TokenTrie
 
@@ -241,7 +242,8 @@ class CachedBlocks:
     def memory(self) -> dict[str, int]:
         """See `PrefixCache.memory`."""
         kv, records = (0, 0) if self._shared else (self.store.nbytes, self.pool.nbytes + self.store.bookkeeping)
-        return {"kv": kv, "bookkeeping": self.index.nbytes + records, "scratch": 0}
+        huge = 0 if self._shared else huge_bytes([self.store.span])
+        return {"kv": kv, "bookkeeping": self.index.nbytes + records, "scratch": 0, "huge": huge}
 
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""

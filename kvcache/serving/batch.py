@@ -492,9 +492,9 @@ class BatchEngine:
         return fingerprint(self.model) if model is None else model
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "weights" (0 for a model that does not say), "kv", "bookkeeping" and "scratch"."""
+        """Bytes: "weights" (0 for a model that does not say), "kv", "bookkeeping", "scratch", "huge"."""
         weights = getattr(self.model, "weights", None)
-        products = {"scratch": getattr(weights, "scratch_bytes", 0)}
+        products = {"scratch": getattr(weights, "scratch_bytes", 0), "huge": getattr(weights, "huge_bytes", 0)}
         return {"weights": getattr(weights, "nbytes", 0), **total(self._pool.memory(self._steps.running), products)}
 
     @property

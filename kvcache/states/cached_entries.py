@@ -15,6 +15,7 @@ from kvcache.states.prefix_config import PrefixCacheConfig
 from kvcache.states.row_slots import RowSlots
 from kvcache.states.token_rows import rows_of
 from kvcache.support.arguments import as_bytes
+from kvcache.support.huge_pages import huge_bytes
 from kvcache.trie.entries import EntryTrie
 
 __all__ = ["CachedEntries"]
@@ -87,7 +88,8 @@ class CachedEntries:
         kinds = [kind for kind in self.index.kinds if isinstance(kind, RowSlots)]
         records = sum(pool.nbytes for kind in kinds for pool in kind.pools)
         kv = sum(kind.rows.nbytes for kind in kinds)
-        return {"kv": kv, "bookkeeping": self.index.nbytes + records, "scratch": 0}
+        huge = huge_bytes(span for kind in kinds for span in kind.rows.spans())
+        return {"kv": kv, "bookkeeping": self.index.nbytes + records, "scratch": 0, "huge": huge}
 
     def _refuse_what_never_fits(self, kind: RowSlots, n: int, old: Int32) -> None:
         """OutOfMemoryError unless `n` tokens, `old` of them stored, fit after every other entry is evicted."""

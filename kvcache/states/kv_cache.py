@@ -16,6 +16,7 @@ from kvcache.states.kv_cache_access import KvCacheAccess
 from kvcache.states.pending_writes import PendingWrites
 from kvcache.support.arguments import as_count, as_floats, as_integer
 from kvcache.support.copies import refuse_copies
+from kvcache.support.huge_pages import huge_bytes, span_of
 from kvcache.support.strip import bar
 
 __all__ = ["KvCache"]
@@ -241,8 +242,9 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         return self
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "kv" of the two arrays; "bookkeeping" and "scratch" are 0."""
-        return {"kv": self._keys.nbytes + self._values.nbytes, "bookkeeping": 0, "scratch": 0}
+        """Bytes: "kv" of the two arrays; "bookkeeping" and "scratch" are 0; "huge" on huge pages."""
+        huge = huge_bytes([span_of(self._keys), span_of(self._values)])
+        return {"kv": self._keys.nbytes + self._values.nbytes, "bookkeeping": 0, "scratch": 0, "huge": huge}
 
     def stats(self) -> CacheHandleStats:
         """Memory and tokens; `last_access` is the number of tokens written, since a `KvCache` has no other clock."""

@@ -17,6 +17,7 @@ from kvcache.core.runs import runs_of
 from kvcache.core.store import BlockStore
 from kvcache.kernels.kernels import FORMATS
 from kvcache.saved.snapshot import Arena
+from kvcache.support.huge_pages import span_of
 
 __all__ = ["BLOCK_SIZE", "PackedRows", "PlainRows", "Rows", "rows_of"]
 
@@ -47,6 +48,10 @@ class PlainRows:
     def nbytes(self) -> int:
         """Bytes of all slots, used or not."""
         return sum(rows.nbytes for rows in self._sides)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Addresses and bytes of the memory."""
+        return [span_of(rows) for rows in self._sides]
 
     def grow(self, num_slots: int) -> None:
         """Room for so many slots, at least. MemoryError: nothing has changed."""
@@ -149,6 +154,10 @@ class PackedRows:
     def nbytes(self) -> int:
         """Bytes of all slots, used or not."""
         return sum(store.nbytes for _, store in self._stores)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Addresses and bytes of the memory."""
+        return [store.span for _, store in self._stores]
 
     def grow(self, num_slots: int) -> None:
         """Room for so many slots, at least. MemoryError: nothing has changed."""

@@ -350,7 +350,7 @@ def test_threads_do_not_change_results():
 def test_reports():
     model, (ids, mask) = make_model("gemma3_text", "kvcache"), left_padded([9, 5], 9)
     cache = PagedCache(model.config, dtype="q8", block_size=4)
-    assert cache.memory() == {"kv": 0, "bookkeeping": 0, "scratch": 0}
+    assert cache.memory() == {"kv": 0, "bookkeeping": 0, "scratch": 0, "huge": 0}
     logits_of(model, cache, ids, mask, 9)
     stats, memory = cache.stats(), cache.memory()
     assert (stats.num_tokens, stats.batch_size, stats.stored_tokens, stats.packed_calls) == (9, 2, 14, 4)

@@ -27,7 +27,7 @@ from kvcache.support.arguments import as_bytes
 
 pytestmark = pytest.mark.no_level
 
-KEYS = {"kv", "bookkeeping", "scratch"}
+KEYS = {"kv", "bookkeeping", "scratch", "huge"}
 
 
 @pytest.mark.parametrize(
@@ -182,13 +182,14 @@ def test_states_within_bytes_beside_a_config():
 def test_bookkeeping_of_a_prefix_cache():
     own = PrefixCache(8, 4, 2, 1, 8)
     own.store(range(32), 0, pairs(None, np.arange(32), 4, 1, 8))
-    assert own.memory() == {"kv": 8 * 4 * 8 * 4 * 2 * 2, "bookkeeping": own.stats().bookkeeping_bytes, "scratch": 0}
+    bookkeeping = own.stats().bookkeeping_bytes
+    assert own.memory() == {"kv": 8 * 4 * 8 * 4 * 2 * 2, "bookkeeping": bookkeeping, "scratch": 0, "huge": 0}
     pool = PagedKvCache(8, 4, 1, 8)
     over = PrefixCache.over(pool)
     bookkeeping = pool.stats().bookkeeping_bytes
-    assert pool.memory() == {"kv": pool.total_memory_bytes, "bookkeeping": bookkeeping, "scratch": 0}
-    assert over.memory() == {"kv": 0, "bookkeeping": over.stats().bookkeeping_bytes, "scratch": 0}
-    assert KvCache(2, 5, 8).memory() == {"kv": 2 * 5 * 8 * 4 * 2, "bookkeeping": 0, "scratch": 0}
+    assert pool.memory() == {"kv": pool.total_memory_bytes, "bookkeeping": bookkeeping, "scratch": 0, "huge": 0}
+    assert over.memory() == {"kv": 0, "bookkeeping": over.stats().bookkeeping_bytes, "scratch": 0, "huge": 0}
+    assert KvCache(2, 5, 8).memory() == {"kv": 2 * 5 * 8 * 4 * 2, "bookkeeping": 0, "scratch": 0, "huge": 0}
 
 
 @pytest.mark.parametrize("dtype", ["f32", "q8", "q4"])

@@ -266,7 +266,8 @@ class PagedCache(DynamicCache):
 
     def memory(self) -> dict[str, int]:
         """Bytes by purpose: "kv", "bookkeeping", "scratch"; of all caches that share the blocks."""
-        return total({"kv": 0, "bookkeeping": 0, "scratch": 0}, *(p.memory() for p in self.state.pool.paged.values()))
+        reports = [paged.memory() for paged in self.state.pool.paged.values()]
+        return total({"kv": 0, "bookkeeping": 0, "scratch": 0, "huge": 0}, *reports)
 
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""

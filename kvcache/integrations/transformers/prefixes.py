@@ -278,7 +278,7 @@ class PrefixStore:
         """Bytes by purpose: "kv" of all blocks, "bookkeeping", "scratch"."""
         reports = [paged.memory() for paged in self._pool.paged.values()]
         reports += [index.memory() for index in self._opened().values()]
-        return total({"kv": 0, "bookkeeping": 0, "scratch": 0}, *reports)
+        return total({"kv": 0, "bookkeeping": 0, "scratch": 0, "huge": 0}, *reports)
 
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""
