@@ -17,6 +17,7 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.residual import row_block
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.support.arguments import as_bytes, as_count
+from kvcache.support.memory_nodes import warn_of_nodes
 from kvcache.texts.budgets import Budgets
 from kvcache.texts.cached_states import CachedStates, page_shape
 from kvcache.texts.evicting import EvictingLayers
@@ -111,6 +112,7 @@ class CacheSettings:
         make_cache: Callable[..., PagedKvCache] = PagedKvCache, max_state_bytes: int | str | None = None,
     ) -> CacheSettings:
         """Check the arguments of an engine; see there for the errors."""
+        warn_of_nodes()
         block_size, config = as_count(block_size, "block_size", 1, most=None), model.config
         budgets = Budgets.of(eviction_policy, kv_budget, model)
         attention = layer_attention(model)
