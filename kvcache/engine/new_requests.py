@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -72,15 +72,16 @@ class NewRequests:
             GrammarError, ImportError: as `GrammarCompiler.compile`.
         """
         biases = Biases.of(params, self._config.vocab_size)
-        matcher = None if params.grammar is None else self.matcher(params.grammar, tokenizer)
-        return Shared(frozenset((*params.stop_token_ids, *self._ends)), StopStrings(params.stop), biases, matcher)
+        stops = frozenset((*params.stop_token_ids, *self._ends))
+        matcher = None if params.grammar is None else self.matcher(params.grammar, tokenizer, stops)
+        return Shared(stops, StopStrings(params.stop), biases, matcher)
 
-    def matcher(self, grammar: Grammar, tokenizer: Callable[[], Any]) -> Matcher:
-        """A matcher at the start of a grammar, which is compiled unless it is known; errors as of the compiler."""
+    def matcher(self, grammar: Grammar, tokenizer: Callable[[], Any], stop_tokens: Iterable[int] = ()) -> Matcher:
+        """A matcher at the start of a grammar, which is compiled unless it is known; see the compiler."""
         with self._lock:
             if self._grammars is None:
                 self._grammars = GrammarCompiler(tokenizer, self._config.vocab_size, self._ends)
-        return self._grammars.compile(grammar)
+        return self._grammars.compile(grammar, stop_tokens)
 
     @property
     def _ends(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from hashlib import sha256
 from threading import Lock
@@ -41,25 +41,32 @@ class GrammarCompiler:
         self._vocabulary: Any = None
         self._compiled: OrderedDict[bytes, Matcher] = OrderedDict()
 
-    def compile(self, grammar: Grammar) -> Matcher:
+    def compile(self, grammar: Grammar, stop_tokens: Iterable[int] = ()) -> Matcher:
         """A matcher of a grammar at its start, of which `Matcher.fresh` makes those of texts.
+
+        Args:
+            stop_tokens: of the texts. Where one of these, or of the network's, has a text, nothing is forced: it could
+                be all that is.
 
         Raises:
             ImportError: without the package.
             GrammarError: not a grammar, or beyond a limit; the engine has no tokenizer that llguidance reads, or its
                 network has no end tokens.
         """
-        key = sha256(repr((grammar.kind, grammar.text, grammar.strict, grammar.whitespace)).encode()).digest()
         with self._lock:
             package = _package()
             if self._vocabulary is None:
                 self._vocabulary = self._read(package)
+            ends = (each for each in (*self._end_tokens, *stop_tokens) if each < self._vocab_size)
+            forces = grammar.forces and all(map(self._vocabulary.is_special_token, ends))
+            parts = grammar.kind, grammar.text, grammar.strict, grammar.whitespace, grammar.lead, forces
+            key = sha256(repr(parts).encode()).digest()
             if (known := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
                 return known
         with _faults(f"a {grammar.kind} that can be compiled"):
             limits = package.LLParserLimits(**_LIMITS)
-            start = package.LLMatcher(self._vocabulary, _source(package, grammar), log_level=0, limits=limits)
+            start = package.LLMatcher(self._vocabulary, _source(package, grammar, forces), log_level=0, limits=limits)
             if not start.is_error():
                 start.compute_bitmask()  # copies have the states that it needed
         if start.is_error():
@@ -101,14 +108,16 @@ def _package() -> ModuleType:
     return llguidance
 
 
-def _source(package: ModuleType, grammar: Grammar) -> str:
-    matcher, forces = package.LLMatcher, grammar.forces
+def _source(package: ModuleType, grammar: Grammar, forces: bool) -> str:
+    matcher = package.LLMatcher
     if grammar.kind == "json_schema":
         options = {"lenient": not grammar.strict, "whitespace_pattern": grammar.whitespace}
-        if forces:
+        if forces and not grammar.lead:
             return str(matcher.grammar_from_json_schema(grammar.text, overrides=options))
-        schema = json.loads(grammar.text) | {"x-guidance": options}
-        return str(matcher.grammar_from_lark(f"{_UNFORCED}start: %json {json.dumps(schema)}"))
+        known = json.loads(grammar.text)
+        schema = json.dumps(known | {"x-guidance": options} if isinstance(known, dict) else known)
+        start = f"start: {'lead ' if grammar.lead else ''}answer\nanswer: %json {schema}\n{grammar.lead}"
+        return str(matcher.grammar_from_lark(start if forces else _UNFORCED + start))
     if grammar.kind == "lark":
         own = forces or "%llguidance" in grammar.text
         return str(matcher.grammar_from_lark(grammar.text if own else _UNFORCED + grammar.text))

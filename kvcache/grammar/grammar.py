@@ -37,25 +37,30 @@ class Grammar:
         text: the schema as JSON, the regular expression, or the Lark grammar.
         strict: whether keywords of a schema that are not supported are refused, rather than ignored.
         whitespace: a regular expression of what may stand between two tokens of JSON.
+        lead: the rules in Lark, the first one `lead`, of what comes before the JSON of a schema; "": nothing.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
     strict: bool = True
     whitespace: str = ""
+    lead: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in ("json_schema", "regex", "lark"):
             raise ValueError(f"kind: expected json_schema, regex or lark, got {short(self.kind)}")
-        for name in ("text", "whitespace"):
+        for name in ("text", "whitespace", "lead"):
             try:
                 size = len(as_instance(getattr(self, name), str, name).encode())
             except UnicodeEncodeError:
                 raise GrammarError("grammar: expected Unicode text, got a lone surrogate") from None
             if size > (most := _MOST_BYTES[self.kind]):
                 raise GrammarError(f"grammar: expected at most {most} bytes of {self.kind}, got {size}")
+        if self.lead and self.kind != "json_schema":
+            raise ValueError(f"lead: expected none before a {self.kind}, got one")
         if self.kind == "json_schema":
             _check_schema(self.text)
+            _check_rules(self.lead)
         elif self.kind == "lark":
             _check_rules(self.text)
         object.__setattr__(self, "strict", as_instance(self.strict, bool, "strict"))

@@ -36,8 +36,8 @@ class Matcher:
         self, start: Any, vocab_size: int, end_token: int, stop_tokens: Iterable[int] = (), text: Sequence[int] = ()
     ) -> None:
         self._start, self._vocab_size, self._end_token = start, vocab_size, end_token
-        self._stop_tokens = np.array(sorted(stop_tokens), np.int64)
         self._stops, self._before = frozenset(stop_tokens), tuple(text)
+        self._ends = np.array(sorted({*self._stops, end_token}), np.int64)
         self._made: Any = None
         self._ready: deque[tuple[int | None, Words]] = deque()  # masks, and the guess that each one is behind
         self.is_complete = False
@@ -81,8 +81,8 @@ class Matcher:
         """
         words = self._ready[0][1] if self._ready else self._mask()
         allowed = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size).view(np.bool_)
-        if allowed[self._end_token]:
-            allowed[self._stop_tokens] = True
+        if allowed[self._ends].any():  # some may be text too, and end nothing within the grammar's
+            allowed[self._ends] = self.state.is_accepting()
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def _mask(self) -> Words:

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from kvcache.errors import GrammarError, OutOfMemoryError, QueueFullError
+from kvcache.grammar import Grammar
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.answers import HttpAnswer
 from kvcache.server.bodies import Body, body_of
@@ -92,16 +93,22 @@ class ServedModel:
         return body_of(found, chat, self.engine.sampling_params, self.engine.max_positions)
 
     def _begin(self, body: Body, form: Form, space: Hashable) -> Asked:
-        if _requires_call(body):
-            grammar = self._voices.required(body.prompts[0], self._prompts.tokens(body)[0].tolist())
-            body = body._replace(params=replace(body.params, grammar=grammar))
+        if body.chat and (_requires_call(body) or body.params.grammar is not None):
+            body = body._replace(params=replace(body.params, grammar=self._grammar(body)))
         return Asked(body, form, space if body.salt is None else (space, body.salt))
+
+    def _grammar(self, body: Body) -> Grammar:
+        """The grammar of the answer to a conversation: calls, or thoughts and the form that is asked for."""
+        (asked,), (prompt,) = body.prompts, self._prompts.tokens(body)
+        if _requires_call(body) or body.params.grammar is None:
+            return self._voices.required(asked, prompt.tolist())
+        return self._voices.formed(body.params.grammar, prompt.tolist())
 
     def compile(self, body: Body) -> None:
         """Compile the grammar of a body, which may take long."""
         assert body.params.grammar is not None
         try:
-            self.engine.prepare_grammar(body.params.grammar)
+            self.engine.prepare_grammar(body.params.grammar, body.params.stop_token_ids)
         except GrammarError as error:
             raise grammar_refused(error, "tools" if _requires_call(body) else "response_format") from None
 

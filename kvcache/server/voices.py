@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvcache.errors import GrammarError
 from kvcache.grammar import Grammar
+from kvcache.sampling.dialects.call_grammars import calls_grammar, lead_of_answers
 from kvcache.sampling.dialects.dialect_table import DIALECTS, dialect_of
-from kvcache.sampling.dialects.required_calls import calls_grammar
 from kvcache.sampling.dialects.spoken_answer import MarkTokens, SpokenAnswer
 from kvcache.server.bodies import Body
 from kvcache.server.constraints import grammar_refused, knows_grammars
@@ -56,8 +57,8 @@ class Voices:
             prompt: the ids before the answer.
 
         Raises:
-            BodyError: the dialect writes calls in another way than JSON; llguidance is not installed; the parameters of
-                a function are no schema.
+            BodyError: the dialect has no calls; llguidance is not installed; the parameters of a function are no
+                schema, or a strict one that the dialect cannot follow.
         """
         names = asked.choice.names
         functions = [tool["function"] for tool in asked.tools or ()]
@@ -68,7 +69,17 @@ class Voices:
         except GrammarError as error:
             raise grammar_refused(error, "tools") from None
         if found is None or not knows_grammars():
-            why = "the server has no llguidance" if found is not None else "this network writes no calls in JSON"
+            why = "the server has no llguidance" if found is not None else "this network writes no calls"
             message = f"tool_choice: expected none or auto, since {why}, got one that requires a call"
             raise BodyError(message, "unsupported_parameter")
         return found
+
+    def formed(self, grammar: Grammar, prompt: Sequence[int]) -> Grammar:
+        """The grammar of an answer with thoughts, where the network has some, before what `grammar` says.
+
+        Args:
+            prompt: the ids before the answer.
+        """
+        tail = prompt[-_TAIL:]
+        thinks, may_think = self._marks.opens_thought(tail), not self._marks.closes_thought(tail)
+        return replace(grammar, lead=lead_of_answers(self._marks, thinks=thinks, may_think=may_think))

@@ -266,10 +266,11 @@ class BatchEngine:
         self._enqueue(request, samples, priority, deadline)
         return request
 
-    def prepare_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, so that a `submit` with it finds it. The first one reads the vocabulary.
+    def prepare_grammar(self, grammar: Grammar, stop_token_ids: Iterable[int] = ()) -> None:
+        """Compile a grammar, so that a `submit` with it and with these stop tokens finds it.
 
-        That takes seconds where the vocabulary is large, and other threads wait meanwhile; compilations hold up none.
+        The first one reads the vocabulary, which takes seconds where that is large, and other threads wait meanwhile;
+        compilations hold up none.
 
         Raises:
             GrammarError: it is none, or beyond a limit; the engine has no tokenizer that llguidance reads, or its
@@ -277,7 +278,7 @@ class BatchEngine:
             ImportError: without llguidance.
         """
         grammar = as_instance(grammar, Grammar, "grammar")
-        self._new.matcher(grammar, lambda: self.tokenizer)
+        self._new.matcher(grammar, lambda: self.tokenizer, stop_token_ids)
 
     def _sample(
         self, prompt: Any, params: SamplingParams, namespace: Hashable, shared: Shared, number: int

@@ -135,6 +135,28 @@ def test_an_added_token_that_ends_texts_is_no_text(special):
     assert matcher.is_complete
 
 
+@pytest.mark.parametrize("text", ["na", "12", "name"])
+def test_an_end_token_that_is_text_ends_nothing_within_a_text(text):
+    """A checkpoint may end its texts with an entry of its vocabulary that is no added token, and a request with any."""
+    end = TOKENIZER.token_to_id(text)
+    for ends, stops in (([end], [end]), ([END], [END, end])):
+        start = compiler(ends=ends).compile(json_schema({"type": "string", "maxLength": 9}), stops)
+        matcher = start.fresh(stops)
+        for token in TOKENIZER.encode('"ab').ids:
+            matcher.advance(token)
+        assert not np.isfinite(matcher.masked(np.zeros(256, np.float32)))[[end, END]].any()
+        for token in TOKENIZER.encode('"').ids:
+            matcher.advance(token)
+        assert matcher.is_complete
+        forced = compiler(ends=ends).compile(regex(f"x{text}y*"), stops).fresh(stops)
+        for character in f"x{text}":  # other tokens spell it
+            mask = np.isfinite(forced.masked(np.zeros(256, np.float32)))
+            assert not mask[end]
+            assert mask[TOKENIZER.token_to_id(character)]
+            forced.advance(TOKENIZER.token_to_id(character))
+        assert np.isfinite(forced.masked(np.zeros(256, np.float32)))[end]
+
+
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match="grammar needs llguidance: pip install 'kvcache-cpu\\[grammar\\]'"):

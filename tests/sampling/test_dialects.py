@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvcache.sampling.dialects.call_span import CallSpan
-from kvcache.sampling.dialects.call_texts import json_calls, mistral_calls, parameter_calls, pythonic_calls
+from kvcache.sampling.dialects.call_texts import json_calls, pythonic_calls
 from kvcache.sampling.dialects.dialect_table import DIALECTS, dialect_of
-from kvcache.sampling.dialects.gemma_values import gemma_calls
 from kvcache.sampling.dialects.json_scan import JsonScan
 from kvcache.sampling.dialects.marks import MarkSearch
 from kvcache.sampling.dialects.spoken_answer import MarkTokens, SpokenAnswer
@@ -281,6 +280,7 @@ HOSTILE = [
     "a" * 60_000, " " * 60_000, "{}" * 20_000, '{"name": "f", "arguments": {' + '"a": 1,' * 8_000,
     "<function=f>" + "<parameter=a>" * 5_000, "<function=f><parameter=s>" + "\n</param" * 7_000,
     "<function=f>" + "<parameter=a>1</parameter>" * 2_500, "call:f{" + "a" * 60_000, 'call:f{a:<|"|>' + "x<" * 30_000,
+    "call:f{a:" + "9" * 5000 + "}", "call:f" + "{a:" * 30_000, "<function=f>" * 3_000, " " * 60_000 + "<function=f>",
     "call:f{" + "a:1," * 15_000, "call:f{a:[" + "1," * 30_000, "f" * 30_000 + "[CALL_ID]" * 3_000, "[" * 60_000,
     '{"name": "f", "arguments": {"a": "' + "\\u0041" * 10_000, "f[ARGS]{" + '"a": -0.5e+3, ' * 4_000,
 ]
@@ -344,7 +344,7 @@ def test_special_tokens_spelled_by_others_are_text(tokenizer):
     assert collected(answer.extend(ids, ended=True)) == ("", "[TOOL_CALLS]f{}", [])
 
 
-@pytest.mark.parametrize("read_calls", [json_calls, parameter_calls, pythonic_calls, gemma_calls])
+@pytest.mark.parametrize("read_calls", [json_calls, pythonic_calls])
 @pytest.mark.parametrize(
     "text",
     ["", "[" * 100_000, "{" * 100_000, "call:f" + "{a:" * 100_000, "[f(a=" + "(" * 50_000, "<function=f>" * 3,
@@ -353,10 +353,10 @@ def test_special_tokens_spelled_by_others_are_text(tokenizer):
      '{"name": 1, "arguments": {}}', '{"name": "", "arguments": {}}', " " * 100_000 + "<function=f>" + " " * 100_000],
 )
 def test_no_text_breaks_a_reader(read_calls, text):
-    assert read_calls(text, {}) is None
+    assert read_calls(text) is None
 
 
-@pytest.mark.parametrize("read_calls", [json_calls, mistral_calls, parameter_calls, pythonic_calls, gemma_calls])
+@pytest.mark.parametrize("read_calls", [json_calls, pythonic_calls])
 @pytest.mark.parametrize(
     "text",
     ["a" * 30_000 + " " * 30_000, " " * 60_000, "{}" * 20_000, "{};" * 20_000, "<function=f>" + "<parameter=a>" * 5_000,
@@ -367,16 +367,16 @@ def test_no_text_breaks_a_reader(read_calls, text):
 def test_readers_take_linear_time(read_calls, text):
     """A network can be made to write any of these, and they are read on the event loop."""
     began = time.process_time()
-    assert read_calls(text, {}) is None
+    assert read_calls(text) is None
     assert time.process_time() - began < 1.0, "quadratic time takes minutes"
 
 
 def test_several_objects_with_semicolons():
     one = '{"name": "f", "parameters": {"a": 1}}'
-    assert len(json_calls(f" {one} ;\n{one};", {})) == 2
-    assert len(json_calls(";".join([one] * 256), {})) == 256
+    assert len(json_calls(f" {one} ;\n{one};")) == 2
+    assert len(json_calls(";".join([one] * 256))) == 256
     for odd in (";".join([one] * 257), f"{one} {one}", f"{one};;{one}", f"[{one}];{one}", f";{one}", f"{one};x", ""):
-        assert json_calls(odd, {}) is None
+        assert json_calls(odd) is None
 
 
 @pytest.mark.parametrize(

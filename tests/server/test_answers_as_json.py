@@ -4,10 +4,10 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import anthropic
 import openai
 import pytest
-from gguf_files import U32
-from http_servers import MODEL, Served, tiny_file
+from http_servers import ENDING, MODEL, TEMPLATE, Served, tiny_file
 from serving import settled
 
 from kvcache import SamplingParams
@@ -34,7 +34,7 @@ def form(schema, **more):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    with Served(tiny_file(tmp_path_factory.mktemp("tiny"), tokenizer__ggml__eos_token_id=(U32, 200))) as made:
+    with Served(tiny_file(tmp_path_factory.mktemp("tiny"), **ENDING)) as made:
         yield made
     settled(made.engine)
 
@@ -68,6 +68,51 @@ def test_an_answer_is_json_of_the_schema(served, given, grammar):
         pieces = list(asked(served, seed, response_format=given, stream=True))
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == want.text
         assert pieces[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    template = TEMPLATE + "{% if opened %}<think>\n{% elif closed %}<think></think>{% endif %}"
+    file = tiny_file(tmp_path_factory.mktemp("thinking"), template, **ENDING)
+    with Served(file) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("said", "template", "thought"),
+    [
+        ("<think>is it {}?</think>\n\n", {}, "is it {}?"), ("is it {}?</think>", {"opened": True}, "is it {}?"),
+        ("", {}, None), ("", {"closed": True}, None),
+    ],
+)
+def test_a_thought_comes_first(thinking, said, template, thought):
+    """The grammar begins behind it; without the grammar the network would say more."""
+    text = '{"kind": "cat", "tags": [true]}'
+    for given in (form(SCHEMA, strict=True), {"type": "json_object"}):
+        thinking.say(said + text + " and more")
+        settings = {"response_format": given, "extra_body": {"chat_template_kwargs": template}}
+        (choice,) = asked(thinking, 1, **settings).choices
+        assert (choice.message.content, choice.finish_reason) == (text, "stop")
+        assert getattr(choice.message, "reasoning_content", None) == thought
+        if template.get("closed"):
+            thinking.say("<think>x</think>" + text)
+            assert "<think>" not in asked(thinking, 1, **settings).choices[0].message.content
+    body = {"model": MODEL, "extra_body": {"chat_template_kwargs": template}}
+    thinking.say(said + text + " and more")
+    response = thinking.client().responses.create(
+        **body, input="Which one?", text={"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}
+    )
+    assert response.output_text == text
+    if template:
+        return  # messages have no such field
+    client = anthropic.Anthropic(base_url=thinking.url.removesuffix("/v1"), api_key="x", max_retries=0)
+    thinking.say(said + text + " and more")
+    message = client.messages.create(
+        model=MODEL, messages=TALK, max_tokens=120,
+        extra_body={"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    )
+    assert [block.type for block in message.content] == (["thinking", "text"] if thought else ["text"])
+    assert message.content[-1].text == text
 
 
 def test_many_at_once(served):
@@ -124,11 +169,11 @@ def test_a_slow_compilation_holds_up_its_own_request_alone(served, monkeypatch):
     slow = [{"const": i} for i in range(9)]
     asked(served, 1, response_format=form(SCHEMA))
 
-    def slowly(self, grammar):
+    def slowly(self, grammar, *stops):
         if "const" in grammar.text:
             reached.set()
             assert go_on.wait(60)
-        return compile(self, grammar)
+        return compile(self, grammar, *stops)
 
     monkeypatch.setattr(GrammarCompiler, "compile", slowly)
     with ThreadPoolExecutor(9) as pool:

@@ -68,6 +68,23 @@ def test_a_stream_calls_the_same(served):
     assert pieces[-1].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("dialect", ["qwen3_coder", "gemma4", "functiongemma", "harmony", "lfm2", "llama3"])
+def test_every_dialect(served, dialect):
+    """Over the same network, whose words these are not."""
+    with Served(served.path, limits={"tool_parser": dialect}) as other:
+        for seed in range(2):
+            (choice,) = asked(
+                other, seed, tool_choice=ONE["weigh"], parallel_tool_calls=False, max_tokens=400, tools=[
+                    tool(name, {**PARAMETERS, "required": ["kind", "old"]}, strict=True) for name in NAMES
+                ],
+            ).choices
+            (call,) = choice.message.tool_calls
+            found = json.loads(call.function.arguments)
+            assert (choice.finish_reason, call.function.name, choice.message.content) == ("tool_calls", "weigh", None)
+            assert found["kind"] in ("cat", "dog")
+            assert found["old"] in (True, False)
+
+
 def test_messages(served):
     client = anthropic.Anthropic(base_url=served.url.removesuffix("/v1"), api_key="x", max_retries=0)
     tools = [{"name": name, "input_schema": PARAMETERS} for name in NAMES]

@@ -198,10 +198,10 @@ def test_a_slow_compilation_holds_up_nobody_else(monkeypatch):
     engine, reached, go_on = batch(), threading.Event(), threading.Event()
     compile = GrammarCompiler.compile
 
-    def slow(self, grammar):
+    def slow(self, grammar, *stops):
         reached.set()
         assert go_on.wait(60)
-        return compile(self, grammar)
+        return compile(self, grammar, *stops)
 
     monkeypatch.setattr(GrammarCompiler, "compile", slow)
     found = []

@@ -9,7 +9,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import openai
 import uvicorn
-from gguf_files import ARRAY, STRING, convert
+from gguf_files import ARRAY, I32, STRING, U32, convert
 from places import GOLDEN
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -29,6 +29,12 @@ SAID = (
     '<think>\nhm é\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
     '\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>\n'
 )
+
+# Entries of a file whose network ends its texts with a token that is no text.
+ENDING = {
+    "tokenizer__ggml__eos_token_id": (U32, 200),
+    "tokenizer__ggml__token_type": (ARRAY, [3 if token == 200 else 1 for token in range(256)], I32),
+}
 
 
 def tools_template(end, content="{{ m.content }}"):

@@ -28,13 +28,13 @@ class CallSpan:
 
     Args:
         transcript: takes the calls.
-        read: reads a whole span.
+        read: reads a whole span that its stream has not; None: there is no other way.
         schemas: of the arguments of each function, by its name.
         mark: that begins the span.
     """
 
     def __init__(
-        self, transcript: Transcript, read: WholeReader, schemas: Mapping[str, Any], mark: str = ""
+        self, transcript: Transcript, read: WholeReader | None, schemas: Mapping[str, Any], mark: str = ""
     ) -> None:
         self._transcript, self._read, self.schemas, self._mark = transcript, read, schemas, mark
         self._kept = [mark]
@@ -76,4 +76,5 @@ class CallSpan:
         text, self._kept = "".join(self._kept), []
         if text.strip() or not self.has_begun:
             body = text.removeprefix(self._mark)
-            self._transcript.call(self._read(body, self.schemas), text + ("" if self.has_begun else close))
+            calls = None if self._read is None else self._read(body)
+            self._transcript.call(calls, text + ("" if self.has_begun else close))

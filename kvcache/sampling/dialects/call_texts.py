@@ -12,18 +12,15 @@ from typing import Any
 from kvcache.sampling.dialects.transcript import ToolCall
 
 __all__ = [
-    "NoCall", "Schemas", "WholeReader", "json_calls", "mistral_calls", "parameter_calls", "pythonic_calls", "tool_call",
-    "typed",
+    "NoCall", "WholeReader", "json_calls", "pythonic_calls", "resolved", "tool_call", "typed", "types_of",
 ]
 
-Schemas = Mapping[str, Any]  # of the arguments of each function, by its name
-WholeReader = Callable[[str, Schemas], "list[ToolCall] | None"]
+WholeReader = Callable[[str], "list[ToolCall] | None"]
 
 _MAX_EXPRESSION = 1 << 14  # characters of Python, which its parser takes without letting other threads run
 _DECODER = json.JSONDecoder()
+_MOST_REFERENCES = 16  # from one to the next
 _MOST = 256  # calls of one text
-_FUNCTION, _END = re.compile(r"\s*<function=([^>\n]+)>"), re.compile(r"\s*</function>")
-_PARAMETER = re.compile(r"(?s)\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>")
 _BETWEEN = re.compile(r"\s*(?:;\s*)?")  # objects of JSON
 _TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict, "array": list,
@@ -48,7 +45,7 @@ def tool_call(name: Any, arguments: Any) -> ToolCall:
     return ToolCall(name, written)
 
 
-def json_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
+def json_calls(text: str) -> list[ToolCall] | None:
     """Objects with a name and arguments (or parameters): one, a list of them, or several with `;` between."""
     found: list[Any] = []
     with suppress(*_ERRORS):
@@ -79,40 +76,22 @@ def _of_object(found: Any) -> ToolCall:
     return tool_call(found.get("name", function), {} if arguments is None else arguments)
 
 
-def mistral_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
-    """A list in JSON, or a name, `[ARGS]` and an object; some write an id between."""
-    if text.lstrip().startswith(("[", "{")):
-        return json_calls(text, schemas)
-    head, brace, rest = text.partition("{")
-    names = head.partition("[ARGS]")[0].partition("[CALL_ID]")[0].split()
-    with suppress(*_ERRORS):
-        if len(names) == 1:
-            return [tool_call(names[0], json.loads(brace + rest))]
-    return None
-
-
-def parameter_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
-    """`<function=NAME>` with `<parameter=NAME>` and values, as texts: the schema of the function says of which type."""
-    calls, at = [], 0
-    with suppress(*_ERRORS):
-        while found := _FUNCTION.match(text, at):
-            at, name, arguments = found.end(), found[1].strip(), {}
-            properties = schemas.get(name, {}).get("properties")
-            properties = properties if isinstance(properties, dict) else {}
-            while parameter := _PARAMETER.match(text, at):
-                at, key = parameter.end(), parameter[1].strip()
-                arguments[key] = typed(parameter[2], properties.get(key))
-            if not (end := _END.match(text, at)):
-                return None
-            at = end.end()
-            calls.append(tool_call(name, arguments))
-        return None if text[at:].strip() else calls or None
-    return None
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A schema behind its references within `root`; others stay."""
+    for _ in range(_MOST_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        found: Any = root
+        for step in reference[2:].split("/"):
+            found = found.get(step) if isinstance(found, dict) else None
+        schema = found
+    return schema
 
 
 def typed(text: str, schema: Any) -> Any:
     """A value of the type that a schema says: a text, unless it is JSON of another type that may be."""
-    types = _types(schema)
+    types = types_of(schema)
     if not types - {"string"}:
         return text
     with suppress(ValueError, RecursionError):
@@ -122,14 +101,19 @@ def typed(text: str, schema: Any) -> Any:
     return text
 
 
-def _types(schema: Any) -> set[str]:
+def types_of(schema: Any) -> set[str]:
+    """The types that a schema names, or those of the values that it lists; none: it names none."""
     if not isinstance(schema, dict):
         return set()
     found = schema.get("type")
     types = {found} if isinstance(found, str) else {each for each in found or () if isinstance(each, str)}
     for key in ("anyOf", "oneOf"):
         for each in schema.get(key) or ():
-            types |= _types(each if isinstance(each, dict) and not {"anyOf", "oneOf"} & each.keys() else None)
+            types |= types_of(each if isinstance(each, dict) and not {"anyOf", "oneOf"} & each.keys() else None)
+    if not types:
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        for value in values if isinstance(values, list) else ():
+            types |= {kind for kind in (*_TYPES, "null") if _is_of(value, kind)}
     return types
 
 
@@ -140,9 +124,9 @@ def _is_of(value: Any, kind: str) -> bool:
     return found is not None and isinstance(value, found) and (kind == "boolean" or not isinstance(value, bool))
 
 
-def pythonic_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
+def pythonic_calls(text: str) -> list[ToolCall] | None:
     """Python's list of calls with literals by name, `[f(a=1), g()]`; or JSON."""
-    if (found := json_calls(text, schemas)) is not None or len(text) > _MAX_EXPRESSION:
+    if (found := json_calls(text)) is not None or len(text) > _MAX_EXPRESSION:
         return found
     with suppress(*_ERRORS):
         body = ast.parse(text.strip(), mode="eval").body

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from kvcache.sampling.dialects.call_span import CallSpan, CallStream
+from kvcache.sampling.dialects.call_span import CallStream
 from kvcache.sampling.dialects.call_texts import WholeReader
 from kvcache.sampling.dialects.transcript import Transcript
 
@@ -35,8 +35,8 @@ class Dialect(NamedTuple):
     Attributes:
         calls: the mark that begins calls, and the one that ends them; "" where calls end with the answer, or with the
             next ones.
-        read: reads what stands between these, all of it.
-        stream: makes what reads it piece by piece.
+        stream: makes the reader of what stands between these, of a `CallSpan`; None: there are no calls.
+        read: reads what it leaves, as a whole.
         thoughts: the marks around thoughts; None: there are none.
         titled: whether thoughts begin with a line of their own, which is none.
         more: marks that count within calls and thoughts, such as quotes, if they are special tokens.
@@ -48,8 +48,8 @@ class Dialect(NamedTuple):
 
     reader: Callable[[Dialect, Transcript, bool, Mapping[str, Any], bool], AnswerReader]
     calls: tuple[str, str] | None = None
+    stream: Callable[..., CallStream] | None = None
     read: WholeReader | None = None
-    stream: Callable[[CallSpan], CallStream] | None = None
     thoughts: tuple[str, str] | None = None
     titled: bool = False
     more: tuple[str, ...] = ()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvcache.sampling.dialects.call_texts import json_calls, mistral_calls, parameter_calls, pythonic_calls
+from kvcache.sampling.dialects.argument_call import ArgumentCall
+from kvcache.sampling.dialects.call_texts import json_calls, pythonic_calls
 from kvcache.sampling.dialects.dialect import Dialect
-from kvcache.sampling.dialects.gemma_values import gemma_calls
 from kvcache.sampling.dialects.harmony_reader import HARMONY_MARKS, HarmonyReader
 from kvcache.sampling.dialects.member_calls import MemberCalls
 from kvcache.sampling.dialects.named_calls import NamedCalls
@@ -18,27 +18,27 @@ _THOUGHTS = ("<think>", "</think>")
 _TAG = ("<tool_call>", "</tool_call>")
 
 DIALECTS = {
-    "harmony": Dialect(HarmonyReader, read=json_calls, more=HARMONY_MARKS),  # gpt-oss
+    "harmony": Dialect(HarmonyReader, stream=ArgumentCall, more=HARMONY_MARKS),  # gpt-oss
     "gemma4": Dialect(
-        TaggedReader, ("<|tool_call>", "<tool_call|>"), gemma_calls, MemberCalls, ("<|channel>", "<channel|>"),
+        TaggedReader, ("<|tool_call>", "<tool_call|>"), MemberCalls, None, ("<|channel>", "<channel|>"),
         titled=True, more=('<|"|>',),
     ),
     "functiongemma": Dialect(
-        TaggedReader, ("<start_function_call>", "<end_function_call>"), gemma_calls, MemberCalls, more=("<escape>",)
+        TaggedReader, ("<start_function_call>", "<end_function_call>"), MemberCalls, more=("<escape>",)
     ),
     "mistral": Dialect(
-        TaggedReader, ("[TOOL_CALLS]", ""), mistral_calls, NamedCalls, ("[THINK]", "[/THINK]"),
+        TaggedReader, ("[TOOL_CALLS]", ""), NamedCalls, json_calls, ("[THINK]", "[/THINK]"),
         more=("[ARGS]", "[CALL_ID]"),
     ),
     "lfm2": Dialect(
-        TaggedReader, ("<|tool_call_start|>", "<|tool_call_end|>"), pythonic_calls, ObjectCalls, _THOUGHTS
+        TaggedReader, ("<|tool_call_start|>", "<|tool_call_end|>"), ObjectCalls, pythonic_calls, _THOUGHTS
     ),
-    "qwen3_coder": Dialect(TaggedReader, _TAG, parameter_calls, TagCalls, _THOUGHTS),  # and Qwen3.5
+    "qwen3_coder": Dialect(TaggedReader, _TAG, TagCalls, None, _THOUGHTS),  # and Qwen3.5
     "granite": Dialect(
-        TaggedReader, ("<|tool_call|>", ""), json_calls, ObjectCalls, _THOUGHTS, silent=("<response>", "</response>")
+        TaggedReader, ("<|tool_call|>", ""), ObjectCalls, json_calls, _THOUGHTS, silent=("<response>", "</response>")
     ),
-    "hermes": Dialect(TaggedReader, _TAG, json_calls, ObjectCalls, _THOUGHTS),  # and Qwen2.5, Qwen3, SmolLM3, Granite 4
-    "llama3": Dialect(TaggedReader, ("<|python_tag|>", ""), pythonic_calls, ObjectCalls, _THOUGHTS, leads=True),
+    "hermes": Dialect(TaggedReader, _TAG, ObjectCalls, json_calls, _THOUGHTS),  # and Qwen2.5, Qwen3, SmolLM3, Granite 4
+    "llama3": Dialect(TaggedReader, ("<|python_tag|>", ""), ObjectCalls, pythonic_calls, _THOUGHTS, leads=True),
     "none": Dialect(TaggedReader),
 }
 # The marks of a template that tell its dialect, in the order in which they are looked for.

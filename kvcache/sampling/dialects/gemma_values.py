@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from typing import Any
 
-from kvcache.sampling.dialects.call_texts import NoCall, Schemas, tool_call
-from kvcache.sampling.dialects.transcript import ToolCall
+from kvcache.sampling.dialects.call_texts import NoCall
 
-__all__ = ["QUOTES", "gemma_calls", "gemma_object"]
+__all__ = ["QUOTES", "gemma_object"]
 
 QUOTES = ('<|"|>', "<escape>")
-_NAME = re.compile(r"\s*call:([^{\s]+)\s*")
 _KEY = re.compile(r"\s*([^:{}\[\],\s]+)\s*:")
 _NUMBER = re.compile(r"-?[0-9]{1,300}(?:\.[0-9]{1,300})?(?:[eE][+-]?[0-9]{1,3})?")
 _WORDS = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
 _DEPTH, _MOST = 100, 10_000  # levels, and values of a call, which take 50 ms
-
-
-def gemma_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
-    """One call. Texts are between quotes of their own, which no text has; all else is as in JSON."""
-    with suppress(NoCall, ValueError, TypeError):
-        if found := _NAME.match(text):
-            values = _Values(text, found.end())
-            arguments = values.value(_DEPTH)
-            if not text[values.at :].strip():
-                return [tool_call(found[1], arguments)]
-    return None
 
 
 def gemma_object(text: str) -> dict[str, Any]:

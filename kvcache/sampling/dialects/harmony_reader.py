@@ -13,6 +13,7 @@ from typing import Any
 
 from kvcache.sampling.dialects.argument_call import ArgumentCall
 from kvcache.sampling.dialects.call_span import CallSpan
+from kvcache.sampling.dialects.call_texts import json_calls
 from kvcache.sampling.dialects.dialect import Dialect
 from kvcache.sampling.dialects.transcript import ToolCall, Transcript
 
@@ -32,7 +33,7 @@ class HarmonyReader:
     def __init__(
         self, dialect: Dialect, transcript: Transcript, calls: bool, schemas: Mapping[str, Any], thinks: bool
     ) -> None:
-        self._dialect, self._transcript, self._schemas, self._calls = dialect, transcript, schemas, calls
+        self._transcript, self._schemas, self._calls = transcript, schemas, calls
         self._header: str | None = ""  # None: within a message
         self._call: ArgumentCall | None = None  # that the message is
         self._thinks, self._was_thinking, self._has_content = False, False, False
@@ -75,11 +76,9 @@ class HarmonyReader:
 
     def _of_function(self, name: str) -> ArgumentCall:
         """Read the arguments of a function; those that are no object are a text that says one."""
-        read = self._dialect.read
 
-        def whole(text: str, schemas: Mapping[str, Any]) -> list[ToolCall] | None:
-            call = f'{{"name": {json.dumps(name)}, "arguments": {text}}}'
-            return None if read is None else read(call, schemas)
+        def whole(text: str) -> list[ToolCall] | None:
+            return json_calls(f'{{"name": {json.dumps(name)}, "arguments": {text}}}')
 
         return ArgumentCall(CallSpan(self._transcript, whole, self._schemas), name)
 

@@ -117,5 +117,5 @@ class ObjectCalls:
 
     def _end_object(self) -> None:
         """Read an object without arguments that began: it may say them as a text, or before its name, or have none."""
-        is_call = self._state == "tail" or self._span.take(json_calls("".join(self._object), {}))
+        is_call = self._state == "tail" or self._span.take(json_calls("".join(self._object)))
         self._state = "between" if is_call else "other"

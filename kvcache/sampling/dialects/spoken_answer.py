@@ -32,10 +32,17 @@ class MarkTokens:
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends with the mark that begins thoughts."""
+        return self._ends(prompt, 0)
+
+    def closes_thought(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends with the mark that ends thoughts: the answer is not to have any."""
+        return self._ends(prompt, 1)
+
+    def _ends(self, prompt: Sequence[int], which: int) -> bool:
         if self.dialect.thoughts is None:
             return False
         tail = decoded(self.tokenizer, [int(token) for token in prompt[-_TAIL:]], skip_special_tokens=False)
-        return tail.rstrip().endswith(self.dialect.thoughts[0])
+        return tail.rstrip().endswith(self.dialect.thoughts[which])
 
 
 class SpokenAnswer:
@@ -62,7 +69,7 @@ class SpokenAnswer:
         self._tokens = [int(token) for token in prompt[-_TAIL:]]
         self._text = TextStream(marks.tokenizer, self._tokens, self._stop)
         self._search = MarkSearch(marks.by_text)
-        self._transcript = Transcript(calls and (dialect.read is not None), names, parallel)
+        self._transcript = Transcript(calls and dialect.stream is not None, names, parallel)
         self._reader = dialect.reader(dialect, self._transcript, calls, schemas or {}, marks.opens_thought(prompt))
         self.reasoning_tokens = 0
 

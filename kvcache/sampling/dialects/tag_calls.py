@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvcache.sampling.dialects.call_span import CallSpan
-from kvcache.sampling.dialects.call_texts import typed
+from kvcache.sampling.dialects.call_texts import resolved, typed
 
 __all__ = ["TagCalls"]
 
@@ -30,7 +30,7 @@ class TagCalls:
         self._searched = 0  # of it, where the end of a value is not
         self._name = ""  # of the function that is open; "": none
         self._key: str | None = None  # of the argument that is open
-        self._properties: dict[str, Any] = {}
+        self._schema: Any = {}  # of its arguments
         self._count = -1  # arguments of the call; -1: it has not begun
         self._is_other = False
 
@@ -69,8 +69,7 @@ class TagCalls:
             self._key = found[1].strip()
         else:
             self._name, self._count = found[1].strip(), -1
-            properties = self._span.schemas.get(self._name, {}).get("properties")
-            self._properties = properties if isinstance(properties, dict) else {}
+            self._schema = self._span.schemas.get(self._name, {})
         return True
 
     def _value(self, key: str) -> bool:
@@ -80,7 +79,9 @@ class TagCalls:
             return False
         text = self._text[:end].removeprefix("\n").removesuffix("\n")
         with suppress(ValueError, TypeError, RecursionError):  # of a schema too
-            value = typed(text, self._properties.get(key))
+            properties = self._schema.get("properties")
+            schema = properties.get(key) if isinstance(properties, dict) else None
+            value = typed(text, resolved(schema, self._schema))
             member = json.dumps({key: value}, ensure_ascii=False, allow_nan=False)[1:-1]
             member.encode()  # no lone surrogate: clients could not send the call back
             if self._begin():

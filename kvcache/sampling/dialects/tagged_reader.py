@@ -88,7 +88,7 @@ class TaggedReader:
     def _begin_calls(self, mark: str) -> None:
         """Begin calls, with what may have been some."""
         dialect = self._dialect
-        if dialect.read is not None and dialect.stream is not None:
+        if dialect.stream is not None:
             self._calls = dialect.stream(CallSpan(self._transcript, dialect.read, self._schemas, mark))
             self._calls.add(self._taken())
             self._state = "call"

@@ -1,0 +1,198 @@
+"""The grammar of an answer that must call a function, in the words of its dialect; thoughts may come before."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvcache.errors import GrammarError
+from kvcache.grammar import Grammar, lark
+from kvcache.sampling.dialects.call_texts import (
+    resolved,
+    types_of,
+)
+from kvcache.sampling.dialects.grammar_words import GrammarWords, checked_keywords
+from kvcache.sampling.dialects.harmony_reader import HarmonyReader
+from kvcache.sampling.dialects.member_calls import MemberCalls
+from kvcache.sampling.dialects.member_grammar import MemberGrammar
+from kvcache.sampling.dialects.named_calls import NamedCalls
+from kvcache.sampling.dialects.object_calls import ObjectCalls
+from kvcache.sampling.dialects.spoken_answer import MarkTokens
+from kvcache.sampling.dialects.tag_calls import TagCalls
+from kvcache.support.arguments import short
+
+__all__ = ["calls_grammar", "lead_of_answers"]
+
+Function = Mapping[str, Any]
+_SIMPLE = {"string", "integer", "number", "boolean", "null"}
+_OBJECT = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+
+
+def calls_grammar(
+    marks: MarkTokens, functions: Sequence[Function], *, parallel: bool, thinks: bool
+) -> Grammar | None:
+    """The grammar of one call or more; None: the dialect has no calls.
+
+    Args:
+        marks: of the dialect.
+        functions: those that may be called, with a name and perhaps `parameters` and `strict`.
+        parallel: whether there may be several calls.
+        thinks: whether the prompt has begun a thought.
+
+    Raises:
+        GrammarError: parameters that are no schema, or beyond a limit; those of a strict function that the dialect
+            cannot follow, or a name that it cannot write.
+    """
+    dialect, words = marks.dialect, GrammarWords(marks)
+    if dialect.reader is HarmonyReader:
+        start = _harmony(words, functions)
+    elif dialect.calls is None or (write := _WRITERS.get(dialect.stream)) is None:
+        return None
+    else:
+        start = f"{words.thought(thinks)} {write(words, functions, parallel)}"
+    return lark("\n".join([f"start: {start}", *words.rules]))
+
+
+def lead_of_answers(marks: MarkTokens, *, thinks: bool, may_think: bool) -> str:
+    """The rule `lead` in Lark of what comes before the content of an answer; "": nothing.
+
+    Args:
+        marks: of the dialect.
+        thinks: whether the prompt has begun a thought.
+        may_think: whether one may come where it has not.
+    """
+    words = GrammarWords(marks)
+    if marks.dialect.reader is HarmonyReader:
+        final = f'{words.mark("<|channel|>")} "final" {words.mark("<|message|>")}'
+        lead = f"{_analysis(words) if may_think else ''} {final}"
+    else:
+        lead = words.thought(thinks) if thinks or may_think else ""
+    return "\n".join([f"lead: {lead}", *words.rules]) if lead else ""
+
+
+def _names(functions: Sequence[Function], pattern: str) -> None:
+    """Raise GrammarError for a name that a dialect cannot write."""
+    for function in functions:
+        if not re.fullmatch(pattern, function["name"]):
+            raise GrammarError(f"grammar: expected names that this network can write, got {short(function['name'])}")
+
+
+def _schema(function: Function) -> Any:
+    return function.get("parameters") or {"type": "object"}
+
+
+def _repeated(call: str, words: GrammarWords, parallel: bool) -> str:
+    return f"{call} ({words.gap} {call})*" if parallel else call
+
+
+# -- objects of JSON ----------------------------------------------------------------------------------------------
+
+
+def _objects(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
+    dialect = words.marks.dialect
+    key = "parameters" if dialect.leads else "arguments"
+    some = []
+    for function in functions:
+        arguments = words.json(_schema(function), strict=function.get("strict") is True)
+        head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": '
+        some.append(words.rule(f'{json.dumps(head, ensure_ascii=False)} {arguments} "}}"'))
+    one = f"({' | '.join(some)})"
+    if dialect.leads:
+        return one
+    begin, end = map(words.mark, dialect.calls or ("", ""))
+    if end:
+        return _repeated(words.rule(f'{begin} "\\n" {one} "\\n" {end}'), words, parallel)
+    more = f'(", " {one})*' if parallel else ""
+    return f'{begin} "[" {one} {more} "]"'
+
+
+# -- tags ---------------------------------------------------------------------------------------------------------
+
+
+def _tags(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
+    _names(functions, r"[^>\n\s](?:[^>\n]*[^>\n\s])?")
+    some = []
+    for function in functions:
+        schema, strict = _schema(function), function.get("strict") is True
+        checked_keywords(schema, _OBJECT, strict=strict)
+        properties, wanted = schema.get("properties"), schema.get("required")
+        required = set(wanted) if isinstance(wanted, list) and all(isinstance(key, str) for key in wanted) else set()
+        parts = []
+        for key, each in properties.items() if isinstance(properties, dict) else ():
+            if not re.fullmatch(r"[^>\n\s](?:[^>\n]*[^>\n\s])?", key):
+                raise GrammarError(f"grammar: expected keys that this network can write, got {short(key)}")
+            head = json.dumps(f"<parameter={key}>\n", ensure_ascii=False)
+            value = words.rule(f'{head} {_tagged_value(words, each, schema, strict)} "\\n"')
+            parts.append(value if key in required else f"{value}?")
+        if required - set(properties or ()):
+            raise GrammarError("grammar: expected a schema with all properties that it requires, got one without")
+        if not parts and schema.get("additionalProperties") is not False:
+            parts = [f'("<parameter=" /[^>\\s]+/ ">\\n" {words.text_until("</parameter>")} "\\n")*']
+        head = json.dumps(f"<function={function['name']}>\n", ensure_ascii=False)
+        some.append(words.rule(f'{head} {" ".join(parts)} "</function>"'))
+    begin, end = map(words.mark, words.marks.dialect.calls or ("", ""))
+    return _repeated(words.rule(f'{begin} "\\n" ({" | ".join(some)}) "\\n" {end}'), words, parallel)
+
+
+def _tagged_value(words: GrammarWords, schema: Any, root: Mapping[str, Any], strict: bool) -> str:
+    """A value and its closing tag: a text as it is, or JSON; see `typed` of `call_texts.py`."""
+    end = '"\\n</parameter>"'
+    found = resolved(schema, root)
+    found = found if isinstance(found, dict) else {}
+    literals = [found["const"]] if "const" in found else found.get("enum")
+    types = types_of(found)
+    if isinstance(literals, list) and literals and all(isinstance(each, str) for each in literals):
+        if any("</parameter>" in each for each in literals):
+            raise GrammarError("grammar: expected a schema without </parameter>, got one with it")
+        return f"({' | '.join(json.dumps(each, ensure_ascii=False) for each in literals)}) {end}"
+    if types and "string" not in types:
+        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        return f"{words.json({**found, **definitions}, strict=strict)} {end}"
+    checked_keywords(found, {"type", "anyOf", "oneOf"}, strict=strict)
+    if types - _SIMPLE and strict:
+        raise GrammarError("grammar: expected a schema of a text or of another value, got one of both")
+    return words.text_until("</parameter>")
+
+
+# -- members ------------------------------------------------------------------------------------------------------
+
+
+def _members(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
+    _names(functions, r"[^{\s]+")
+    some = []
+    for function in functions:
+        schema, strict = _schema(function), function.get("strict") is True
+        checked_keywords(schema, _OBJECT, strict=strict)
+        arguments = MemberGrammar(words, schema, strict=strict).object(schema)
+        some.append(f"{json.dumps('call:' + function['name'], ensure_ascii=False)} {arguments}")
+    begin, end = map(words.mark, words.marks.dialect.calls or ("", ""))
+    call = words.rule(f"{begin} ({' | '.join(some)}) {end}")
+    return f"{call}+" if parallel else call
+
+
+# -- messages -----------------------------------------------------------------------------------------------------
+
+
+def _harmony(words: GrammarWords, functions: Sequence[Function]) -> str:
+    """One call, which ends the answer."""
+    _names(functions, r"[^\s<]+")
+    channel, message = words.mark("<|channel|>"), words.mark("<|message|>")
+    some = []
+    for function in functions:
+        arguments = words.json(_schema(function), strict=function.get("strict") is True)
+        head = json.dumps(f"commentary to=functions.{function['name']} ", ensure_ascii=False)
+        some.append(words.rule(f'{head} {words.mark("<|constrain|>")} "json" {message} {arguments}'))
+    return f"{_analysis(words)} {channel} ({' | '.join(some)})"
+
+
+def _analysis(words: GrammarWords) -> str:
+    """A thought, which may come first."""
+    head = f'{words.mark("<|channel|>")} "analysis" {words.mark("<|message|>")}'
+    return f'({head} {words.text_until("<|end|>")} {words.mark("<|start|>")} "assistant")?'
+
+
+_WRITERS: dict[Any, Callable[[GrammarWords, Sequence[Function], bool], str]] = {
+    ObjectCalls: _objects, NamedCalls: _objects, TagCalls: _tags, MemberCalls: _members,
+}

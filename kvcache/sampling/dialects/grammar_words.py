@@ -1,0 +1,89 @@
+"""The words of a grammar in Lark: marks of a dialect, texts up to a mark, JSON of a schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvcache.errors import GrammarError
+from kvcache.grammar import json_schema
+from kvcache.sampling.dialects.spoken_answer import MarkTokens
+from kvcache.support.arguments import short
+
+__all__ = ["GrammarWords", "checked_keywords"]
+
+_TEXT, _GAP = r"/(.|\n)*/", r"/\n{0,2}/"
+# Keywords that constrain nothing.
+_SILENT = {"$schema", "$id", "$comment", "default", "deprecated", "description", "examples", "title"}
+
+
+class GrammarWords:
+    """Collects the rules of a grammar.
+
+    Args:
+        marks: of the dialect; those that are special tokens are such tokens here too.
+
+    Attributes:
+        marks: see above.
+        rules: in the order in which they were added.
+    """
+
+    def __init__(self, marks: MarkTokens) -> None:
+        self.marks = marks
+        self._ids = {mark: f"<[{id}]>" for id, mark in marks.by_id.items()}
+        self.rules: list[str] = []
+        self._names = 0
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Add a rule; its name."""
+        name = self.reserve()
+        self.define(name, body, options)
+        return name
+
+    def reserve(self) -> str:
+        """A name of a rule that is still to be defined."""
+        self._names += 1
+        return f"r{self._names}"
+
+    def define(self, name: str, body: str, options: str = "") -> None:
+        """Add a rule of this name."""
+        self.rules.append(f"{name}{options}: {body}")
+
+    def mark(self, mark: str) -> str:
+        """A mark; "" is none."""
+        return self._ids.get(mark, json.dumps(mark, ensure_ascii=False)) if mark else ""
+
+    def text_until(self, mark: str) -> str:
+        """Any text without a mark, and the mark."""
+        if mark in self._ids:
+            return f"{_TEXT} {self._ids[mark]}"
+        return self.rule(_TEXT, f"[suffix={json.dumps(mark, ensure_ascii=False)}]")
+
+    @property
+    def gap(self) -> str:
+        """A new line, two, or none."""
+        return _GAP
+
+    def json(self, schema: Any, *, strict: bool) -> str:
+        """JSON of a schema. GrammarError: it is none, or beyond a limit."""
+        found = json_schema(schema, strict=strict)
+        known = json.loads(found.text)
+        options = {"lenient": not strict, "whitespace_pattern": found.whitespace}
+        return self.rule(f"%json {json.dumps(known | {'x-guidance': options} if isinstance(known, dict) else known)}")
+
+    def thought(self, prompt_opens: bool) -> str:
+        """A thought: it ends, where the prompt has begun one, and may come otherwise; "" where there are none."""
+        dialect = self.marks.dialect
+        if dialect.thoughts is None:
+            return ""
+        begin, end = dialect.thoughts
+        rest = f"{self.text_until(end)} {_GAP}"
+        title = r'"thought\n"' if dialect.titled else ""
+        return rest if prompt_opens else f"({self.mark(begin)} {title} {rest})?"
+
+
+def checked_keywords(schema: Mapping[str, Any], known: set[str], *, strict: bool) -> None:
+    """Raise GrammarError for keywords of a strict schema that the words of a family cannot follow."""
+    if strict and (others := sorted(set(schema) - known - _SILENT)):
+        raise GrammarError(f"grammar: expected a schema that this network's calls can follow, got {short(others[0])}")

@@ -1,0 +1,282 @@
+"""Grammars of answers that must call: whatever the network draws, the dialect reads calls of the functions."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance")
+pytest.importorskip("tokenizers")
+from spelled_networks import END, spelling
+
+from kvcache.errors import GrammarError
+from kvcache.grammar import json_object
+from kvcache.grammar.compiler import GrammarCompiler
+from kvcache.sampling.dialects.call_grammars import calls_grammar, lead_of_answers
+from kvcache.sampling.dialects.dialect_table import DIALECTS
+from kvcache.sampling.dialects.member_calls import MemberCalls
+from kvcache.sampling.dialects.spoken_answer import MarkTokens, SpokenAnswer
+from kvcache.sampling.dialects.tag_calls import TagCalls
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+PLACE = {"enum": ["here", "there"]}
+FUNCTIONS = [
+    {
+        "name": "look",
+        "parameters": {
+            "type": "object", "required": ["place"], "additionalProperties": False, "$defs": {"p": PLACE},
+            "properties": {"place": {"$ref": "#/$defs/p"}, "n": {"type": "integer", "maximum": 9, "minimum": 0}},
+        },
+    },
+    {"name": 'say "hi"', "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+]
+SPECIAL = ("<tool_call>", "</think>", "<|tool_call|>", '<|"|>', "<|tool_call>", "<|message|>", "<|channel|>", "<|end|>")
+
+
+@cache
+def tokenizer_of(special):
+    """A tokenizer as of `spelling`, with some marks for its unused tokens."""
+    content = json.loads(spelling().to_str())
+    unused = [token for token in content["added_tokens"] if "unused" in token["content"]]
+    for token, mark in zip(unused, special, strict=False):
+        content["model"]["vocab"][mark] = content["model"]["vocab"].pop(token["content"])
+        token["content"] = mark
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(json.dumps(content))
+
+
+@cache
+def compiler_of(tokenizer):
+    return GrammarCompiler(lambda: tokenizer, 256, [END])
+
+
+def compiled(tokenizer, grammar):
+    return compiler_of(tokenizer).compile(grammar)
+
+
+CLOSERS = {
+    "qwen3_coder": "</parameter>", "gemma4": '<|"|>', "functiongemma": "<escape>", "harmony": "<|end|>",
+}
+
+
+def drawn(grammar, tokenizer, seed, most=400, closer=""):
+    """Random tokens of a grammar; those that close something are likely, and so is `closer`, once it has begun."""
+    matcher = compiled(tokenizer, grammar).fresh([END])
+    rng, tokens, text = np.random.default_rng(seed), [], ""
+    likely = [tokenizer.token_to_id(each) for each in ('"', "}", ">", "t", "/", closer) if tokenizer.token_to_id(each)]
+    for _ in range(most):
+        logits = rng.gumbel(size=256).astype(np.float32)
+        logits[likely] += 3
+        logits[END] += 6
+        begun = max((n for n in range(len(closer)) if text.endswith(closer[:n])), default=0)
+        if closer and tokenizer.token_to_id(closer[begun]):
+            logits[tokenizer.token_to_id(closer[begun])] += 12 if begun else 4
+        token = int(np.argmax(matcher.masked(logits)))
+        if token == END:
+            break
+        tokens.append(token)
+        text = (text + tokenizer.decode([token], skip_special_tokens=False))[-20:]
+        matcher.advance(token)
+        if matcher.is_complete:
+            break
+    return tokens
+
+
+def names_of(name):
+    """Functions whose names the words of a dialect can say."""
+    odd = DIALECTS[name].stream in (MemberCalls, TagCalls) or name == "harmony"
+    return [FUNCTIONS[0], FUNCTIONS[1] | {"name": "say"}] if odd else FUNCTIONS
+
+
+@pytest.mark.parametrize("special", [(), SPECIAL], ids=["marks are text", "some are tokens"])
+@pytest.mark.parametrize("name", sorted(set(DIALECTS) - {"none"}))
+def test_every_dialect(name, special):
+    tokenizer = tokenizer_of(special)
+    dialect = DIALECTS[name]._replace(thoughts=None)
+    marks = MarkTokens(tokenizer, dialect)
+    functions = names_of(name)
+    schemas = {each["name"]: each["parameters"] for each in functions}
+    names, sizes = set(), set()
+    for seed in range(12):
+        parallel = bool(seed % 2)
+        grammar = calls_grammar(marks, functions, parallel=parallel, thinks=False)
+        tokens = drawn(grammar, tokenizer, seed, closer=CLOSERS.get(name, ""))
+        answer = SpokenAnswer(marks, [], calls=True, schemas=schemas, names=frozenset(schemas), parallel=parallel)
+        pieces = [piece for piece in answer.extend(tokens, ended=True) if piece.channel != "reasoning"]
+        assert pieces, tokenizer.decode(tokens, skip_special_tokens=False)
+        between = {"content"} if parallel else set()  # new lines between calls
+        assert {piece.channel for piece in pieces} <= {"call", "arguments"} | between, pieces
+        calls = [piece.text for piece in pieces if piece.channel == "call"]
+        assert calls
+        assert len(calls) == 1 or (parallel and name != "harmony")
+        names.update(calls)
+        for text in (text for channel, text in pieces if channel == "arguments"):
+            found = json.loads(text)
+            sizes.add(len(found))
+            assert set(found) <= {"place", "n"}
+            assert found.get("place", "here") in PLACE["enum"]
+            assert found.get("n", 0) in range(10)
+    assert names == {*schemas}
+    assert {0, 1} <= sizes
+
+
+TYPED = {
+    "type": "object", "required": ["text", "list", "o"], "additionalProperties": False,
+    "$defs": {"tree": {"type": "object", "properties": {"down": {"$ref": "#/$defs/tree"}}, "required": []}},
+    "properties": {
+        "first": {"type": ["boolean", "null"]}, "text": {"type": "string"}, "last": {"const": "}"},
+        "list": {"type": "array", "items": {"enum": ["a b", 7, None]}, "minItems": 2, "maxItems": 3},
+        "any": {}, "o": {"type": "object", "properties": {"deep key": {"type": "number"}}, "required": ["deep key"]},
+        "either": {"anyOf": [{"type": "integer", "minimum": 5}, {"type": "null"}]}, "tree": {"$ref": "#/$defs/tree"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "gemma4", "functiongemma"])
+def test_values_are_of_their_types(name):
+    tokenizer, seen = tokenizer_of(()), set()
+    marks = MarkTokens(tokenizer, DIALECTS[name]._replace(thoughts=None))
+    for seed in range(10):
+        function = {"name": "f", "parameters": TYPED, "strict": True}
+        grammar = calls_grammar(marks, [function], parallel=False, thinks=False)
+        tokens = drawn(grammar, tokenizer, seed, 600, CLOSERS[name])
+        answer = SpokenAnswer(marks, [], calls=True, schemas={"f": TYPED}, parallel=False)
+        pieces = answer.extend(tokens, ended=True)
+        if not answer.has_calls:  # a text without end
+            continue
+        found = json.loads("".join(piece.text for piece in pieces if piece.channel == "arguments"))
+        seen |= set(found)
+        assert {"text", "list", "o"} <= set(found) <= set(TYPED["properties"])
+        assert isinstance(found["text"], str)
+        assert found.get("first") in (True, False, None)
+        assert found.get("last", "}") == "}"
+        assert len(found["list"]) in (2, 3)
+        assert all(each in ("a b", 7, None) for each in found["list"])
+        assert isinstance(found["o"]["deep key"], (int, float))
+        assert found.get("either") is None or found["either"] >= 5
+        tree = found.get("tree", {})
+        while tree:
+            tree = tree.get("down", {})
+            assert isinstance(tree, dict)
+    assert len(seen) > 5
+
+
+@pytest.mark.parametrize("special", [(), SPECIAL], ids=["marks are text", "some are tokens"])
+def test_thoughts_come_first(special):
+    tokenizer = tokenizer_of(special)
+    marks = MarkTokens(tokenizer, DIALECTS["hermes"])
+    opened = tokenizer.encode("<think>").ids
+    for prompt, thinks in (([], False), (opened, True)):
+        grammar = calls_grammar(marks, FUNCTIONS, parallel=False, thinks=thinks)
+        found = {"reasoning": 0, "call": 0}
+        for text in ("<think>", "") if not thinks else ("",):
+            call = '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>'
+            said = f"{text}so </th{'</think>'}\n{call}" if text or thinks else call
+            tokens = tokenizer.encode(said).ids
+            matcher = compiled(tokenizer, grammar).fresh([END])
+            for token in tokens:
+                matcher.advance(token)
+            assert matcher.is_complete
+            for channel, _ in SpokenAnswer(marks, prompt, calls=True).extend(tokens, ended=True):
+                found[channel] = found.get(channel, 0) + 1
+        assert found["reasoning"] > 0
+        assert found["call"] > 0
+        assert "content" not in found
+
+
+@pytest.mark.parametrize("special", [(), ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")])
+def test_thoughts_of_messages_come_first(special):
+    tokenizer = tokenizer_of(special)
+    marks = MarkTokens(tokenizer, DIALECTS["harmony"])
+    said = (
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>commentary to=functions.look "
+        '<|constrain|>json<|message|>{"place": "here"}'
+    )
+    tokens = tokenizer.encode(said).ids
+    grammar = calls_grammar(marks, [FUNCTIONS[0]], parallel=True, thinks=False)
+    matcher = compiled(tokenizer, grammar).fresh([END])
+    for token in tokens:
+        matcher.advance(token)
+    assert matcher.is_complete
+    pieces = SpokenAnswer(marks, [], calls=True).extend(tokens, ended=True)
+    assert pieces == [("reasoning", "so"), ("call", "look"), ("arguments", '{"place": "here"}')]
+
+
+@pytest.mark.parametrize(
+    ("name", "thinks", "may_think", "good", "bad"),
+    [
+        ("hermes", False, True, ["{}", "<think>a{</think>{}", "<think></think>\n\n{}"], ["a", "a</think>{}"]),
+        ("hermes", True, True, ["a</think>\n{}", "</think>{}"], ["{}{}"]),
+        ("hermes", False, False, ["{}"], ["<think>a</think>{}"]),
+        ("mistral", False, True, ["{}", "[THINK]a[/THINK]{}"], ["[THINK]{}"]),
+        ("gemma4", False, True, ["{}", "<|channel>thought\na\n<channel|>{}"], ["<|channel>a<channel|>{}"]),
+        ("harmony", False, True, [
+            "<|channel|>final<|message|>{}", "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final"
+            "<|message|>{}"], ["{}", "<|channel|>commentary"]),
+        ("none", False, True, ["{}"], ["<think>"]),
+    ],
+)
+@pytest.mark.parametrize("special", [(), ("</think>", "[THINK]", "<channel|>", "<|message|>")])
+def test_an_answer_in_json_behind_thoughts(name, thinks, may_think, good, bad, special):
+    tokenizer = tokenizer_of(special)
+    marks = MarkTokens(tokenizer, DIALECTS[name])
+    lead = lead_of_answers(marks, thinks=thinks, may_think=may_think)
+    start = compiled(tokenizer, replace(json_object(), lead=lead))
+    for text in good:
+        tokens = tokenizer.encode(text).ids
+        matcher = start.fresh([END])
+        for token in tokens:
+            matcher.advance(token)
+        assert matcher.is_complete, text
+        opened = tokenizer.encode("<think>").ids if thinks else []
+        pieces = SpokenAnswer(marks, opened).extend(tokens, ended=True)
+        assert "".join(piece.text for piece in pieces if piece.channel == "content") == "{}", text
+    for text in bad:
+        tokens = tokenizer.encode(text).ids
+        matcher = start.fresh([END])
+        if matcher.holds(tokens) == len(tokens):
+            for token in tokens:
+                matcher.advance(token)
+            assert not matcher.is_complete, text
+
+
+def refused(dialect, message, schema=None, **function):
+    marks = MarkTokens(tokenizer_of(()), DIALECTS[dialect])
+    with pytest.raises(GrammarError, match=f"grammar: expected {message}"):
+        calls_grammar(marks, [{"name": "f", "parameters": schema, **function}], parallel=True, thinks=False)
+
+
+def test_what_cannot_be_required():
+    marks = MarkTokens(spelling(), DIALECTS["none"])
+    assert calls_grammar(marks, FUNCTIONS, parallel=True, thinks=False) is None
+    large = {"properties": {f"p{i}": True for i in range(5000)}}
+    refused("hermes", "a JSON schema of at most 4096 members", large)
+    for name in ("qwen3_coder", "gemma4"):
+        for schema in ({"properties": {"a": {"type": "string", "pattern": "x"}}}, {"patternProperties": {}}):
+            refused(name, "a schema that this network's calls can follow, got", schema, strict=True)
+        refused(name, "a schema with all properties that it requires", {"properties": {"a": {}}, "required": ["b"]})
+        refused(name, "names that this network can write, got", name="a\nb")
+    refused("qwen3_coder", "a schema of a text or of another", {"properties": {"a": {"type": ["string", "object"]}}},
+            strict=True)
+    refused("qwen3_coder", "a schema without </parameter>", {"properties": {"a": {"enum": ["</parameter>"]}}})
+    refused("qwen3_coder", "keys that this network can write", {"properties": {"a>": {}}})
+    refused("gemma4", r'a schema without <\|"\|>', {"properties": {"a": {"const": '<|"|>'}}})
+    refused("gemma4", "texts and numbers in enum", {"properties": {"a": {"enum": [[1]]}}})
+    refused("harmony", "names that this network can write", name="a b")
+
+
+def test_arguments_of_any_object():
+    """Functions without properties take any."""
+    tokenizer = tokenizer_of(())
+    for name, said in (
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n</tool_call>"),
+        ("gemma4", '<|tool_call>call:f{k:<|"|>v<|"|>,l:[1,{a:true}]}<tool_call|>'),
+    ):
+        marks = MarkTokens(tokenizer, DIALECTS[name]._replace(thoughts=None))
+        grammar = calls_grammar(marks, [{"name": "f"}], parallel=False, thinks=False)
+        tokens = tokenizer.encode(said).ids
+        assert compiled(tokenizer, grammar).fresh([END]).holds(tokens) == len(tokens)
