@@ -10,10 +10,7 @@ enum {
     FINE_ITEMS = 16,          /* per thread, for many rows and packed weights: threads end at nearly the same time. Not for
                                * floats, which read all rows from memory once for each item. */
     MANY_ROWS = 64,
-    /* Of one thread: what it reads from memory, and multiplies; within a factor of three of what was measured, from AVX2
-     * to AVX-512 and from f32 to 4 bits. */
-    BYTES_PER_NS = 12,
-    MACS_PER_NS = 64,
+    READING_ROWS = 4, /* from so many on a byte takes longer than its reading */
 };
 
 typedef struct call {
@@ -62,21 +59,16 @@ static int64_t even_items(int64_t items, int64_t steps, int num_threads) {
     return items;
 }
 
-/* The time of a product on one thread. */
-static int64_t ns_of(const kvc_matmul_args *args) {
-    const kvc_matrix *m = args->matrix;
-    const int64_t reading = (int64_t)m->panel_bytes * m->panels / BYTES_PER_NS;
-    const int64_t multiplying = args->n * m->rows * m->columns / MACS_PER_NS;
-    return reading > multiplying ? reading : multiplying;
-}
-
 void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) {
-    num_threads = kvc_threads_worth(ns_of(args), num_threads);
+    const kvc_matrix *m = args->matrix;
+    const kvc_work work = args->n < READING_ROWS ? KVC_READING : KVC_MULTIPLYING;
+    const int64_t bytes = (int64_t)m->panel_bytes * m->panels;
+    const int64_t units = work == KVC_READING ? bytes : args->n * m->rows * m->columns;
+    num_threads = kvc_threads_worth(work, units, num_threads);
     const int64_t blocks = (args->n + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
-    const int64_t step = panels_per_step(args), steps = (args->matrix->panels + step - 1) / step;
-    const int64_t weight = args->n < 4 ? 1 : args->n / 4; /* from 4 rows on a byte takes longer than its reading */
-    const int64_t worth = (int64_t)args->matrix->panel_bytes * args->matrix->panels / BYTES_PER_ITEM * weight;
-    const int fine = args->n >= MANY_ROWS && kvc_matrix_format_of(args->matrix->format)->packed;
+    const int64_t step = panels_per_step(args), steps = (m->panels + step - 1) / step;
+    const int64_t worth = bytes / BYTES_PER_ITEM * (work == KVC_READING ? 1 : args->n / READING_ROWS);
+    const int fine = args->n >= MANY_ROWS && kvc_matrix_format_of(m->format)->packed;
     int64_t items = (int64_t)num_threads * (fine ? FINE_ITEMS : ITEMS_PER_THREAD);
     if (items > worth) items = worth > 1 ? worth : 1;
     if (items > steps) items = steps;
@@ -84,5 +76,5 @@ void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num
     if (num_threads == 1) items = 1;
     call c = {kernels, args, items};
     kvc_run_items(blocks, items == 1 ? 1 : num_threads, prepare_item, &c);
-    kvc_run_items(items, num_threads, multiply_item, &c);
+    kvc_run_work(work, units, items, num_threads, multiply_item, &c);
 }

@@ -2,10 +2,7 @@
 #include "kvc.h"
 #include "kvc_threads.h"
 
-enum {
-    VALUES_PER_ITEM = 1 << 14, /* some 5 us of work; fewer are computed faster than another thread begins */
-    VALUES_PER_NS = 3, /* of one thread */
-};
+enum { VALUES_PER_ITEM = 1 << 14 }; /* some 5 us of work; fewer are computed faster than another thread begins */
 
 typedef struct call {
     const kvc_kernels *kernels;
@@ -78,10 +75,10 @@ static void gates_item(void *context, int64_t index, int thread) {
 
 static void run(call c, kvc_item_fn *item, int num_threads) {
     const int64_t values = c.heads * c.dim, most = VALUES_PER_ITEM / (values > 0 ? values : 1);
-    num_threads = kvc_threads_worth(c.n * values / VALUES_PER_NS, num_threads);
+    num_threads = kvc_threads_worth(KVC_COMPUTING, c.n * values, num_threads);
     c.rows_per_item = num_threads == 1 || c.n < 1 ? c.n + 1 : most > 1 ? most : 1;
     const int64_t items = (c.n + c.rows_per_item - 1) / c.rows_per_item;
-    kvc_run_items(items > 1 ? items : 1, items > 1 ? num_threads : 1, item, &c);
+    kvc_run_work(KVC_COMPUTING, c.n * values, items > 1 ? items : 1, items > 1 ? num_threads : 1, item, &c);
 }
 
 void kvc_rms_norm(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride,

@@ -26,7 +26,6 @@ enum {
     MIN_PIECE_WORK = 1 << 11,  /* minimum key-row products of an item: fewer do not pay for its start */
     MIN_SCORE_TOKENS = 256,    /* minimum tokens of an item of scores */
     MIN_SHARED_WORK = 1 << 12, /* minimum key-row products (3 to 11 ns each) of a call that is divided for the threads */
-    CHANNELS_PER_NS = 64,      /* of a key and a value in such a product, on one thread */
     MOST_SHARED_HEADS = 2,   /* most query heads of a KV head where sequences are read together; with more it gains little */
     MIN_SHARED_TOKENS = 256, /* minimum tokens that sequences read together */
     SHARED_PER_THREAD = 3,   /* minimum pieces of a group's shared work per thread: with fewer, it becomes several sets */
@@ -394,10 +393,13 @@ void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *s
     c.own_bytes = thread_bytes(&c.plan);
     list_items(&c.plan, c.items, args->scores ? c.norms : NULL, results);
     const int64_t channels = args->layout->head_dim + args->layout->value_head_dim;
-    const int threads = kvc_threads_worth(c.plan.work * channels / CHANNELS_PER_NS, num_threads);
+    const int threads = kvc_threads_worth(KVC_ATTENDING, c.plan.work * channels, num_threads);
     if (c.plan.num_shared_items) kvc_run_items(c.plan.num_shared_items, threads, attend_at, &c);
     c.first = c.plan.num_shared_items;
-    kvc_run_items(c.plan.num_items - c.first, threads, attend_at, &c);
+    if (c.first)
+        kvc_run_items(c.plan.num_items - c.first, threads, attend_at, &c);
+    else
+        kvc_run_work(KVC_ATTENDING, c.plan.work * channels, c.plan.num_items, threads, attend_at, &c);
     if (c.plan.result_floats) kvc_run_items(c.plan.num_items, threads, combine_at, &c);
     if (!args->scores) return;
     list_score_items(&c.plan, c.items, c.norms, num_threads);

@@ -3,10 +3,7 @@
 #include "kvc.h"
 #include "kvc_threads.h"
 
-enum {
-    CHANNELS_PER_ITEM = 128,
-    VALUES_PER_NS = 6, /* of a convolution or a scan, on one thread */
-};
+enum { CHANNELS_PER_ITEM = 128 };
 
 typedef struct convolution_call {
     const kvc_kernels *kernels;
@@ -30,8 +27,8 @@ void kvc_convolve(const kvc_kernels *kernels, const kvc_convolution *args, int n
     convolution_call c = {kernels, args};
     const int64_t rows = args->texts.starts[args->texts.count], channels = args->channels;
     const int64_t items = args->texts.count * ((channels + CHANNELS_PER_ITEM - 1) / CHANNELS_PER_ITEM);
-    const int threads = kvc_threads_worth(rows * channels * args->taps / VALUES_PER_NS, num_threads);
-    kvc_run_items(items, threads, convolution_item, &c);
+    const int64_t values = rows * channels * args->taps;
+    kvc_run_work(KVC_SCANNING, values, items, kvc_threads_worth(KVC_SCANNING, values, num_threads), convolution_item, &c);
 }
 
 static int64_t pairs_of(const kvc_scan *a) { return (a->dim + 2 * KVC_STATE_COLUMNS - 1) / (2 * KVC_STATE_COLUMNS); }
@@ -47,6 +44,6 @@ static void scan_item(void *context, int64_t index, int thread) {
 void kvc_scan_texts(const kvc_kernels *kernels, const kvc_scan *args, int num_threads) {
     scan_call c = {kernels, args};
     const int64_t rows = args->texts.starts[args->texts.count], values = rows * args->heads * args->size * args->dim;
-    const int threads = kvc_threads_worth(values / VALUES_PER_NS, num_threads);
-    kvc_run_items(args->texts.count * args->heads * pairs_of(args), threads, scan_item, &c);
+    const int threads = kvc_threads_worth(KVC_SCANNING, values, num_threads);
+    kvc_run_work(KVC_SCANNING, values, args->texts.count * args->heads * pairs_of(args), threads, scan_item, &c);
 }

@@ -6,7 +6,6 @@
 enum {
     ITEMS_PER_THREAD = 2,
     VALUES_PER_ITEM = 1 << 11, /* some 4 us of work if their tiles are in the cache, several times that if they are not */
-    NS_PER_VALUE = 2, /* of one thread */
 };
 
 typedef struct call {
@@ -53,10 +52,10 @@ void kvc_write_runs(const kvc_kernels *kernels, const kvc_layout *layout, unsign
     call c = {kernels, layout, arena, runs, num_runs, 0, 1, keys, values, known};
     for (int64_t i = 0; i < num_runs; i++) c.num_tokens += runs[i].stop - runs[i].first;
     const int64_t written = c.num_tokens * layout->num_heads * (layout->head_dim + layout->value_head_dim);
-    num_threads = kvc_threads_worth(written * NS_PER_VALUE, num_threads);
+    num_threads = kvc_threads_worth(KVC_WRITING, written, num_threads);
     if (num_threads > 1 && written >= 2 * VALUES_PER_ITEM) {
         c.items = written / VALUES_PER_ITEM;
         if (c.items > (int64_t)num_threads * ITEMS_PER_THREAD) c.items = (int64_t)num_threads * ITEMS_PER_THREAD;
     }
-    kvc_run_items(c.items, num_threads, write_item, &c);
+    kvc_run_work(KVC_WRITING, written, c.items, num_threads, write_item, &c);
 }

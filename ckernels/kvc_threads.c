@@ -109,6 +109,19 @@ typedef struct team { /* the workers of a caller, by groups */
     int size, groups;
 } team;
 
+/* Picoseconds of a unit on one thread: at first a round number of what machines need, then an average of what calls took.
+ * A call counts at most twice and at least half of it, so that a thread which was held back spoils nothing. */
+static const int first_paces[KVC_NUM_WORKS] = {
+    [KVC_READING] = 80, [KVC_MULTIPLYING] = 16, [KVC_ATTENDING] = 16,
+    [KVC_WRITING] = 2000, [KVC_COMPUTING] = 300, [KVC_SCANNING] = 160,
+};
+static atomic_int paces[KVC_NUM_WORKS]; /* beyond the first one */
+enum {
+    PACE_BITS = 4,           /* it stays within 2**4 of the first one */
+    PACE_SHIFT = 3,          /* a call has an eighth of its weight */
+    LEAST_MEASURED_NS = 500, /* shorter ones are the clock's */
+};
+
 static worker workers[MAX_WORKERS];
 static kvc_bed beds[MAX_WORKERS];
 static group all[MAX_GROUPS];
@@ -165,9 +178,12 @@ static void leave_cpu(int cpu) {
 #endif
 }
 
-static void run(job *j, int64_t index, int thread) {
-    for (; index < j->count; index = atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed))
+/* Runs items from this one on; how many. */
+static int64_t run(job *j, int64_t index, int thread) {
+    int64_t count = 0;
+    for (; index < j->count; index = atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed), count++)
         j->item(j->context, index, thread);
+    return count;
 }
 
 /* ---- Workers. */
@@ -380,31 +396,59 @@ static void dismiss(const team *t) {
     }
 }
 
-void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) {
+/* Runs a job with its caller and helpers. Returns how many items the caller ran; sets how long that took. */
+static int64_t run_with_helpers(job *j, int num_threads, int64_t *ns) {
     const int most = num_threads - 1 < MAX_WORKERS ? num_threads - 1 : MAX_WORKERS;
-    int helpers = count - 1 < most ? (int)count - 1 : most;
-    job j = {.item = item, .context = context, .count = count, .next = 1};
+    int helpers = j->count - 1 < most ? (int)j->count - 1 : most;
     team t = {.size = 0, .groups = 0};
-    if (helpers < 1) {
-        run(&j, 0, 0);
-        return;
-    }
-    const int rest = most - atomic_fetch_add(&num_callers, 1) - num_busy();
-    if (helpers > rest) helpers = rest;
     if (helpers > 0) {
-        j.mode = get_mode();
-        t.groups = num_groups();
-        take(&t, helpers);
-        if (t.size < helpers) start_workers(&t, helpers, most);
-        post(&t, &j);
+        const int rest = most - atomic_fetch_add(&num_callers, 1) - num_busy();
+        if (rest > 0) {
+            helpers = helpers < rest ? helpers : rest;
+            j->mode = get_mode();
+            t.groups = num_groups();
+            take(&t, helpers);
+            if (t.size < helpers) start_workers(&t, helpers, most);
+            post(&t, j);
+        }
     }
-    run(&j, 0, 0);
-    atomic_fetch_sub(&num_callers, 1);
+    const int64_t start = ns ? now_ns() : 0, count = run(j, 0, 0);
+    if (ns) *ns = now_ns() - start;
+    if (helpers > 0) atomic_fetch_sub(&num_callers, 1);
     if (t.size) dismiss(&t);
+    return count;
 }
 
-int kvc_threads_worth(int64_t ns, int num_threads) {
+void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) {
+    job j = {.item = item, .context = context, .count = count, .next = 1};
+    run_with_helpers(&j, num_threads, NULL);
+}
+
+static int64_t pace_of(kvc_work work) {
+    return first_paces[work] + atomic_load_explicit(&paces[work], memory_order_relaxed);
+}
+
+/* Of a unit that took so many picoseconds on one thread. */
+static void learn(kvc_work work, double taken) {
+    const int64_t pace = pace_of(work), least = first_paces[work] >> PACE_BITS, most = first_paces[work] << PACE_BITS;
+    const int64_t found = taken < (double)pace / 2 ? pace / 2 : taken > 2 * (double)pace ? 2 * pace : (int64_t)taken;
+    const int64_t step = found - pace, change = step / (1 << PACE_SHIFT);
+    const int64_t next = pace + (change ? change : (step > 0) - (step < 0));
+    const int64_t bounded = next < least ? least : next > most ? most : next;
+    atomic_store_explicit(&paces[work], (int)(bounded - first_paces[work]), memory_order_relaxed);
+}
+
+void kvc_run_work(kvc_work work, int64_t units, int64_t count, int num_threads, kvc_item_fn *item, void *context) {
+    job j = {.item = item, .context = context, .count = count, .next = 1};
+    int64_t ns;
+    const int64_t own = run_with_helpers(&j, num_threads, &ns);
+    if (own > 0 && units > 0 && ns >= LEAST_MEASURED_NS)
+        learn(work, (double)ns * 1000 * ((double)count / (double)own) / (double)units);
+}
+
+int kvc_threads_worth(kvc_work work, int64_t units, int num_threads) {
     static _Thread_local int64_t last;
+    const int64_t ns = units < INT64_MAX / 100000 ? units * pace_of(work) / 1000 : INT64_MAX / 100000;
     const int64_t woken = ns / WOKEN_SHARE_NS, spun = ns / SPUN_SHARE_NS;
     if (num_threads == 1 || spun < 2) return 1;
     const int64_t now = now_ns(), pause = now - last;

@@ -13,10 +13,23 @@ typedef void kvc_item_fn(void *context, int64_t index, int thread);
  * of threads may call at once; they share num_threads, as far as they are not more. A child of fork() has a new pool. Items must not call this function. */
 void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context);
 
-/* How many of `num_threads` threads are worth having for a call that takes one thread about `ns`: fewer where helpers
- * would have to be woken. The time may be wrong by a factor of some three: of less work than one thread's share, two
- * threads make nothing faster, nor slower. */
-int kvc_threads_worth(int64_t ns, int num_threads);
+/* Kinds of work, by what takes its time. */
+typedef enum kvc_work {
+    KVC_READING,     /* bytes of weights, for few rows */
+    KVC_MULTIPLYING, /* products of a weight and an activation, for several rows */
+    KVC_ATTENDING,   /* channels of K and V, for each row that attends to them */
+    KVC_WRITING,     /* numbers that become K and V of blocks */
+    KVC_COMPUTING,   /* numbers of norms, gates and rotations */
+    KVC_SCANNING,    /* numbers of states and convolutions */
+    KVC_NUM_WORKS
+} kvc_work;
+
+/* How many of `num_threads` threads are worth having for so many units of work: fewer where helpers would have to be woken.
+ * What a unit takes is measured in calls of kvc_run_work. */
+int kvc_threads_worth(kvc_work work, int64_t units, int num_threads);
+
+/* As kvc_run_items, whose items are of equal size and `units` of work together: measures what one takes. */
+void kvc_run_work(kvc_work work, int64_t units, int64_t count, int num_threads, kvc_item_fn *item, void *context);
 
 /* Whether threads that wait spin for 20 us at most before they sleep: where a quota counts the time of CPUs, it pays for
  * spinning too. */

@@ -242,23 +242,46 @@ static void share_threads(void) {
 
 /* ---- Threads by the time of the work. */
 
+/* For a job of so many ns. */
+static int worth(int64_t ns, int num_threads) {
+    return kvc_threads_worth(KVC_WRITING, (ns * 1000 + first_paces[KVC_WRITING] - 1) / first_paces[KVC_WRITING], num_threads);
+}
+
 static void choose_threads(void) {
-    CHECK(kvc_threads_worth(0, 8) == 1 && kvc_threads_worth(2 * SPUN_SHARE_NS - 1, 8) == 1, "threads without work");
-    CHECK(kvc_threads_worth(INT64_MAX, 8) == 8 && kvc_threads_worth(INT64_MAX, 1) == 1, "too few threads");
+    CHECK(kvc_threads_worth(KVC_READING, 0, 8) == 1 && worth(SPUN_SHARE_NS, 8) == 1, "threads without work");
+    CHECK(kvc_threads_worth(KVC_READING, INT64_MAX, 8) == 8 && worth(1000000000, 1) == 1, "too few threads");
     for (int64_t ns = 1; ns < 10000000; ns += ns / 3 + 1) {
-        const int64_t n = kvc_threads_worth(ns, 8), least = ns / WOKEN_SHARE_NS, most = ns / SPUN_SHARE_NS;
+        const int64_t n = worth(ns, 8), least = ns / WOKEN_SHARE_NS, most = (ns + 1) / SPUN_SHARE_NS;
         CHECK(n >= 1 && n <= 8 && (n >= least || n == 8) && (n <= most || n == 1), "%d threads for %d ns", (int)n, (int)ns);
     }
 }
+
+static void sleep_long(void *context, int64_t index, int thread) {
+    (void)context, (void)index, (void)thread;
+    usleep(1000);
+}
+static void do_nothing(void *context, int64_t index, int thread) { (void)context, (void)index, (void)thread; }
+
+/* What a unit takes is learned, within bounds, and of the kind of work that ran alone. */
+static void learn_paces(void) {
+    const int first = first_paces[KVC_MULTIPLYING];
+    for (int i = 0; i < 200; i++) kvc_run_work(KVC_MULTIPLYING, 1, 2, 1, sleep_long, NULL);
+    CHECK(pace_of(KVC_MULTIPLYING) == first << PACE_BITS, "a pace of %d", (int)pace_of(KVC_MULTIPLYING));
+    for (int i = 0; i < 200; i++) kvc_run_work(KVC_MULTIPLYING, (int64_t)1 << 50, 5000, 3, do_nothing, NULL);
+    CHECK(pace_of(KVC_MULTIPLYING) == first >> PACE_BITS, "a pace of %d", (int)pace_of(KVC_MULTIPLYING));
+    kvc_run_work(KVC_MULTIPLYING, 0, 0, 3, do_nothing, NULL);
+    CHECK(pace_of(KVC_MULTIPLYING) == first >> PACE_BITS, "no work has a pace");
+    CHECK(pace_of(KVC_READING) == first_paces[KVC_READING], "another kind learned");
+}
 /* One call alone wakes nobody for little; helpers that spin are worth more. */
 static void choose_awake(void) {
-    CHECK(kvc_threads_worth(WOKEN_SHARE_NS, 8) == 1, "a sleeper is woken for one share");
+    CHECK(worth(WOKEN_SHARE_NS, 8) == 1, "a sleeper is woken for one share");
     usleep(10000);
     add_held_back(70, 1);
-    CHECK(kvc_threads_worth(WOKEN_SHARE_NS, 8) == 1, "a sleeper is woken for one share");
+    CHECK(worth(WOKEN_SHARE_NS, 8) == 1, "a sleeper is woken for one share");
     usleep(10000);
     atomic_store(&all[0].asleep, ~(uint64_t)3);
-    CHECK(kvc_threads_worth(WOKEN_SHARE_NS, 8) == 3, "two spin");
+    CHECK(worth(WOKEN_SHARE_NS, 8) == 3, "two spin");
 }
 
 int main(void) {
@@ -270,6 +293,7 @@ int main(void) {
     in_child(take_awake);
     in_child(choose_threads);
     in_child(choose_awake);
+    in_child(learn_paces);
     wake_all(THREADS);
     keep_affinity();
     call_from_many();
