@@ -63,6 +63,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--kv-events-medium", default="GPU", metavar="TEXT",
         help="where blocks are, in the words of routers (%(default)s: what they take for the memory of a worker)")
     add("--kv-events-rank", type=int, default=0, metavar="N", help="of this engine in its server (%(default)s)")
+    add("--cors-origin", action="append", default=[], metavar="ORIGIN",
+        help="of pages that may ask from browsers, such as https://example.com, or * with keys; may be repeated")
     add("--otel", action="store_true",
         help="send traces and measurements by OpenTelemetry, as the variables OTEL_.. say; needs the extra otel")
     add("--log-format", default="text", metavar="FORMAT",
@@ -102,6 +104,7 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], tuple[
         app = make_app(
             models, keys, max_body=options.max_body, max_bodies=options.max_bodies, timeout=options.timeout,
             log=partial(print, flush=True) if options.log_format == "json" else None, telemetry=telemetry,
+            origins=options.cors_origin,
         )
         address = f"[{host}]" if ":" in host else host
         names = ", ".join(model.names[0] for model in models)

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kvcache.errors import OutOfMemoryError
 from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
 from kvcache.server.bodies import Body
-from kvcache.server.forms import Choice, Form, Whole, reason_of
+from kvcache.server.forms import TIMED_OUT, Choice, Form, Whole, reason_of
 from kvcache.server.limits import Threads
 from kvcache.server.refusals import ending, too_large
 from kvcache.server.written import JsonObject, pieces
@@ -113,8 +113,10 @@ class HttpAnswer:
             first, second = await self._next(made), await self._next(made)
         except Exception as error:
             return await self._form.refusal(error, running=True)(scope, receive, send)
+        timed = any(work.reason == "deadline" for request in self.requests for work in request.works)
+        headers = TIMED_OUT if timed else None
         if second is None:
-            return await Response(first, 200, None, "application/json")(scope, receive, send)
+            return await Response(first, 200, headers, "application/json")(scope, receive, send)
 
         async def rest() -> AsyncIterator[bytes]:
             yield first or b""
@@ -122,7 +124,7 @@ class HttpAnswer:
             while (piece := await self._next(made)) is not None:
                 yield piece
 
-        await StreamingResponse(rest(), 200, None, "application/json").stream_response(send)
+        await StreamingResponse(rest(), 200, headers, "application/json").stream_response(send)
 
     async def _next(self, made: Iterator[bytes]) -> bytes | None:
         return await run_sync(next, made, None, limiter=self._threads.answers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from asyncio import CancelledError
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from anyio.to_thread import run_sync
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -37,6 +39,7 @@ from kvcache.support.hosts import is_loopback
 
 __all__ = ["make_app"]
 
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 # Paths of OpenAI's interface that other models answer.
 _ELSEWHERE = (
     "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/embeddings", "/v1/images/edits",
@@ -47,7 +50,7 @@ _ELSEWHERE = (
 def make_app(
     models: Sequence[ServedModel], keys: Mapping[str, str | None] | None = None, *, max_body: int = 4 << 20,
     max_bodies: int = 64 << 20, timeout: float = 600.0, log: Callable[[str], Any] | None = None,
-    telemetry: Telemetry | None = None,
+    telemetry: Telemetry | None = None, origins: Sequence[str] = (),
 ) -> Starlette:
     """An application with OpenAI's interface; it starts the engines of its models, and closes them at its end.
 
@@ -61,11 +64,12 @@ def make_app(
         timeout: seconds from the arrival of a body to the last token of its answer.
         log: takes a line of JSON about each request when it has ended, without texts; None: there are none.
         telemetry: is told of each request; None: nobody is.
+        origins: of pages that browsers may let ask, such as `https://example.com`; "*" for any, where there are keys.
 
     `app.state.leaving()` says that the server is about to end: it takes requests and is not ready any more.
 
     Raises:
-        ValueError: no models, or two of one name.
+        ValueError: no models, or two of one name; no origin.
     """
     known, served = None if keys is None else Keys(keys), Models(models)
     bodies, threads = BodyReader(max_body, max(max_body, max_bodies)), Threads()
@@ -93,6 +97,14 @@ def make_app(
     if keys is None:  # or a page that a browser shows could ask in its user's name, by a name of its own for us
         app.add_middleware(_only_local)
     app.add_middleware(_counting, statuses=reports.statuses)
+    if origins:
+        for origin in origins:
+            _check_origin(origin, keys is not None)
+        shown = ["retry-after", "x-request-id", "x-stop-reason"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=shown,
+        )
     if telemetry is not None:
         app.add_middleware(telemetry.wrap)
     app.add_middleware(RequestLog, write=log)
@@ -142,6 +154,14 @@ def _counting(app: ASGIApp, statuses: Counter[int]) -> ASGIApp:
             raise
 
     return counted
+
+
+def _check_origin(origin: str, has_keys: bool) -> None:
+    if origin == "*":
+        if not has_keys:  # any page could ask the server of a person who looks at it
+            raise ValueError("cors_origin: expected origins, or API keys beside *, got * without keys")
+    elif not _ORIGIN.fullmatch(origin):
+        raise ValueError(f"cors_origin: expected such as https://example.com, got {short(origin)}")
 
 
 def _refused(request: Request, error: Exception) -> Response:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.server.bodies import Body
-from kvcache.server.forms import Choice, Counts, Form, Whole, call_id, counts_of, event, now, unique
+from kvcache.server.forms import Choice, Counts, Form, Whole, call_id, counts_of, event, now, stop_reason, unique
 from kvcache.server.logprobs import Offsets, TokenTexts, of_chat, of_texts
 from kvcache.server.refusals import refusal
 from kvcache.server.written import JsonObject
@@ -53,7 +53,7 @@ class CompletionForm(Form):
             content = {"delta": role | delta} if self._body.chat else delta
             found = JsonObject(
                 index=number, **content, logprobs=None if place else logprobs,
-                finish_reason=_with_calls(choice, end),
+                finish_reason=_with_calls(choice, end), **({} if end is None else stop_reason(choice.work)),
             )
             yield event(JsonObject(**self._common, choices=iter([found])))
 
@@ -108,7 +108,8 @@ class CompletionForm(Form):
         message: Mapping[str, Any] = self._message(pieces)
         if self._body.chat:
             reason, message = _with_calls(choice, reason), {"message": message}
-        return JsonObject(index=choice.number, **message, logprobs=logprobs, finish_reason=reason)
+        timed = stop_reason(work)
+        return JsonObject(index=choice.number, **message, logprobs=logprobs, finish_reason=reason, **timed)
 
     def _message(self, pieces: list[ChannelPiece]) -> dict[str, Any]:
         """The whole of a sample. A message without content beside calls has none."""

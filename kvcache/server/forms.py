@@ -21,9 +21,11 @@ from kvcache.serving import Request as EngineRequest
 from kvcache.serving.work import Work
 
 __all__ = [
-    "Choice", "Counts", "Form", "Whole", "call_id", "counts_of", "event", "now", "reason_of", "unique",
-    "written_tokens",
+    "TIMED_OUT", "Choice", "Counts", "Form", "Whole", "call_id", "counts_of", "event", "now", "reason_of",
+    "stop_reason", "unique", "written_tokens",
 ]
+
+TIMED_OUT = {"x-stop-reason": "timeout"}  # the header of what the time limit ended
 
 
 class Choice(NamedTuple):
@@ -135,8 +137,14 @@ def reason_of(reason: str | None, *, is_empty: bool) -> str | None:
     if reason == "cancelled":
         raise ending()
     if reason == "deadline" and is_empty:
-        raise HTTPException(503, "answer: expected one, got none: no token within the time limit")
+        message = "answer: expected one, got none: no token within the time limit"
+        raise HTTPException(503, message, TIMED_OUT)
     return "length" if reason in ("deadline", "error") else reason  # of errors: memory ran out behind a token
+
+
+def stop_reason(work: Work) -> dict[str, Any]:
+    """A field that tells of an answer which the time limit ended, whose reason is "length"; empty for others."""
+    return {"stop_reason": "timeout"} if work.reason == "deadline" else {}
 
 
 def written_tokens(engine: BatchEngine, work: Work) -> int:

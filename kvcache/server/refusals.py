@@ -103,7 +103,9 @@ def _found(error: Exception, running: bool) -> _Found:
         code, message = CONTEXT, f"{message}: this model's maximum context length is {error.most} tokens"
     elif (status, field) == (404, "model"):
         code = "model_not_found"
-    headers = {"retry-after": "1"} if status in (429, 503) else getattr(error, "headers", None)
+    headers = getattr(error, "headers", None)
+    if status in (429, 503):
+        headers = {"retry-after": "1"} | dict(headers or {})
     return _Found(status, message, field, code, headers)
 
 

@@ -16,6 +16,8 @@ from kvcache.server.api_keys import Keys, Label
 from kvcache.server.intake import Intake
 from kvcache.server.limits import Threads
 from kvcache.server.models import Models
+from kvcache.server.page import page
+from kvcache.server.process_metrics import process_metrics
 from kvcache.serving.prometheus import expositions
 
 __all__ = ["ServerReports"]
@@ -39,12 +41,13 @@ class ServerReports:
         self._models, self._keys, self._intake, self._threads = models, keys, intake, threads
         self.statuses: Counter[int] = Counter()
         self.leaving = Event()
+        self._shown = page()
 
     @property
     def routes(self) -> list[Route]:
         """The pages."""
         return [
-            Route("/", self._alive), Route("/live", self._alive), Route("/ready", self._ready),
+            Route("/", self._page), Route("/live", self._alive), Route("/ready", self._ready),
             Route("/health", self._health), Route("/metrics", self._metrics), Route("/v1/models", self._list),
             Route("/v1/models/{name:path}", self._one),
         ]
@@ -65,7 +68,10 @@ class ServerReports:
     # -- probes ---------------------------------------------------------------------------------------------
 
     async def _alive(self, request: Request) -> Response:
-        return Response()  # clients ask so whether there is a server
+        return Response()
+
+    async def _page(self, request: Request) -> Response:
+        return self._shown
 
     async def _health(self, request: Request) -> Response:
         return self._probed(None)
@@ -96,7 +102,7 @@ class ServerReports:
             model.names[0]: (model.engine.stats(), self._namespaces(model.engine.namespace_stats(), own))
             for model in self._models.all
         }
-        return expositions(found, http_responses=("status", self.statuses))
+        return expositions(found, http_responses=("status", self.statuses)) + process_metrics()
 
     def _namespaces(self, found: dict[Hashable, Any], own: str | None) -> dict[Hashable, Any]:
         """The counters that a namespace may see, as it may see them."""

@@ -39,9 +39,9 @@ class _Times:
     def __init__(self) -> None:
         self.counts, self.total = [0] * (len(_BOUNDS) + 1), 0.0
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(_BOUNDS, seconds)] += 1
-        self.total += seconds
+    def add(self, seconds: float, count: int = 1) -> None:
+        self.counts[bisect_left(_BOUNDS, seconds)] += count
+        self.total += seconds * count
 
     def snapshot(self) -> Histogram:
         return Histogram(_BOUNDS, tuple(self.counts), self.total)
@@ -57,7 +57,7 @@ class Observed:
         name_of: the caller's name of a namespace of the prefix cache.
 
     Attributes:
-        queued, first_token: times of requests.
+        queued, first_token, gap: times of requests.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Observed:
         if on_eviction is not None and not callable(on_eviction):
             raise TypeError(f"on_eviction: expected a function, got {type(on_eviction).__name__}")
         self._pool, self._on_eviction, self._clock, self._name_of = pool, on_eviction, clock, name_of
-        self.queued, self.first_token = _Times(), _Times()
+        self.queued, self.first_token, self.gap = _Times(), _Times(), _Times()
         self._lock = CallLock(level=0)
         self._namespaces: OrderedDict[Hashable, list[int]] = OrderedDict()
         self._evicted = pool.watch_evictions()
@@ -86,9 +86,13 @@ class Observed:
             self._count(work.namespace, (0, not work.cached_tokens, 0, num_tokens))
         work.cached_tokens += num_tokens
 
-    def drew(self, work: Work, now: float) -> None:
-        """A work has its first new token."""
-        self.first_token.add(now - work.arrival)
+    def drew(self, work: Work, now: float, count: int) -> None:
+        """A work has so many further new tokens; `times` are those of the ones before."""
+        if work.times:
+            self.gap.add(now - work.times[-1])
+        else:
+            self.first_token.add(now - work.arrival)
+        self.gap.add(0.0, count - 1)
 
     def _count(self, namespace: Hashable, more: Iterable[int]) -> None:
         """Add to `[queries, hits, query tokens, hit tokens, evicted tokens]` of a namespace, the last one to come."""

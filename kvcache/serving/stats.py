@@ -98,6 +98,7 @@ class BatchStats:
         pinned_blocks: claimed blocks of pinned prefixes; those of several pins count for each.
         queued: the seconds from `submit` until the first token of a request ran.
         first_token: the seconds from `submit` until its first new token.
+        gap: the seconds between two new tokens of a request; those of one step have none between them.
         events_told: blocks that `kv_events` told as stored or removed, those of snapshots too.
         events_dropped: those that it did not tell, since too many came at once; a snapshot followed.
         event_snapshots, event_replays: how often it told all blocks again, and what a reader had missed.
@@ -119,6 +120,7 @@ class BatchStats:
     pinned_blocks: int
     queued: Histogram
     first_token: Histogram
+    gap: Histogram
     events_told: int = 0
     events_dropped: int = 0
     event_snapshots: int = 0

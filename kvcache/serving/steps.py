@@ -272,8 +272,8 @@ class Steps:
     def _count_new(self, work: Work, now: float) -> None:
         """Count the new tokens of a work, those too that it drew before a later one failed."""
         new = work.num_tokens - work.num_prompt - len(work.times)
-        if new and not work.times:
-            self._scheduler.observed.drew(work, now)
+        if new:
+            self._scheduler.observed.drew(work, now, new)
         work.times.extend([now] * new)
         self._new_tokens += new
 
@@ -354,7 +354,7 @@ class Steps:
         self._published = BatchStats(
             0, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens, self._cached_tokens,
             self._scheduler.preemptions, self._guessed, self._accepted, 0, 0, 0, 0, observed.queued.snapshot(),
-            observed.first_token.snapshot(),
+            observed.first_token.snapshot(), observed.gap.snapshot(),
         )
 
     def namespaces(self) -> dict[Hashable, NamespaceStats]:

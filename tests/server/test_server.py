@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -316,10 +317,60 @@ def test_the_time_limit(path):
         if status == 503:  # its first token was drawn in the step that ran, or there is none
             assert b"no token within the time limit" in whole
         else:
-            assert json.loads(whole)["choices"][0]["finish_reason"] == "length"
+            (choice,) = json.loads(whole)["choices"]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
         assert streaming == 200
         assert b'"finish_reason": "length"' in events or b"no token within the time limit" in events
         settled(served.engine)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_answer_that_the_time_limit_ends(path, chat):
+    """It says so in `stop_reason`, and in a header where it is whole; an answer that ends by itself does not."""
+    clock = [0.0]
+    with Served(path, limits={"timeout": 10.0}, max_running=1, clock=lambda: clock[0]) as served:
+        text = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+        client, body = served.client(), {"model": MODEL, "max_tokens": 100, "temperature": 0, **text}
+        create = (client.chat.completions if chat else client.completions).with_raw_response.create
+        for stream in (False, True):
+            served.network.permits, served.network.closed = threading.Semaphore(4), True
+            with ThreadPoolExecutor() as pool:
+                asked = pool.submit(create, stream=stream, **body)
+                until(lambda: served.engine.stats().new_tokens % 100 and not served.network.permits._value)
+                clock[0] += 11.0
+                served.network.open()
+                found = asked.result()
+            last = list(found.parse())[-1] if stream else found.parse()
+            assert (last.choices[0].finish_reason, last.choices[0].stop_reason) == ("length", "timeout")
+            assert found.headers.get("x-stop-reason") == (None if stream else "timeout")
+            until(lambda: not served.engine.stats().running)
+        whole = create(**body | {"max_tokens": 2})
+        assert not hasattr(whole.parse().choices[0], "stop_reason")
+        assert "x-stop-reason" not in whole.headers
+        served.network.permits, served.network.closed = threading.Semaphore(0), True
+        served.network.waiting.clear()
+        other = served.engine.submit([1], max_tokens=2)
+        assert served.network.waiting.wait(60)
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(create, **body)
+            until(lambda: served.engine._steps.num_waiting + served.engine._steps.num_running == 2)
+            clock[0] += 11.0
+            served.network.open()
+            with pytest.raises(openai.InternalServerError) as caught:
+                asked.result()
+        other.result()
+        assert caught.value.response.headers["x-stop-reason"] == "timeout"
+        assert caught.value.response.headers["retry-after"] == "1"
+
+
+def test_metrics_of_the_process(served):
+    text = fetched(served, "/metrics")[2]
+    values = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith("process_")}
+    assert values["process_cpu_seconds_total"] > 0
+    if sys.platform == "linux":
+        assert 10 << 20 < values["process_resident_memory_bytes"] < values["process_virtual_memory_bytes"]
+        assert 3 < values["process_open_fds"] < values["process_max_fds"]
+        assert 0 < time.time() - values["process_start_time_seconds"] < 24 * 3600
 
 
 def test_a_network_that_fails(path, caplog):
@@ -390,7 +441,7 @@ def test_metrics(served, client):
     parts = {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}
     assert {name.partition("{")[0] for name in values} == set(kinds) - histograms | parts
     assert all(name.endswith("_total") == (kind == "counter") for name, kind in kinds.items())
-    assert histograms == {"kvcache_queued_seconds", "kvcache_first_token_seconds"}
+    assert histograms == {"kvcache_queued_seconds", "kvcache_first_token_seconds", "kvcache_gap_seconds"}
     for name in histograms:
         assert values[f'{name}_count{{model="{MODEL}"}}'] == values[f'{name}_bucket{{model="{MODEL}",le="+Inf"}}'] > 0
     stats = served.engine.stats()

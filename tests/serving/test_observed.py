@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import threading
+from bisect import bisect_left
 from itertools import pairwise
 from pathlib import Path
 
@@ -177,6 +178,10 @@ def test_times_of_requests(network):
         assert histogram.total == pytest.approx(sum(times))
         assert sum(histogram.counts) == 7
         assert max(times) > 1
+    gaps = [b - a for sample in samples for a, b in pairwise(sample.times)]
+    assert sum(stats.gap.counts) == len(gaps) == 7 * 7
+    assert stats.gap.total == pytest.approx(sum(gaps))
+    assert stats.gap.counts[bisect_left(stats.gap.bounds, 0.3)] == sum(0.2 < gap < 0.4 for gap in gaps) > 0
 
 
 class Blocking:
