@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvcache.engine import SamplingParams
-from kvcache.server.conversations import Conversation, ToolChoice
+from kvcache.server.conversations import Conversation, ToolChoice, functions_of
 from kvcache.server.fields import CHATS, MAX_CHOICES, SAMPLING, TEXTS, checked
 from kvcache.server.refusals import BodyError, too_many
 from kvcache.support.arguments import as_instance, short
@@ -86,15 +86,17 @@ def body_of(found: dict[str, Any], chat: bool, defaults: SamplingParams, max_tok
 
 def _conversation(given: dict[str, Any]) -> Conversation:
     """The conversation of a body; what it tells the template by name counts more than what follows from its fields."""
-    tools, choice = given.get("tools"), given.get("tool_choice", ToolChoice())
-    known = {tool["function"]["name"] for tool in tools or ()}
+    tools, customs = functions_of(given.get("tools") or [])
+    choice = given.get("tool_choice", ToolChoice())
+    known = {tool["function"]["name"] for tool in tools}
     if choice.names is not None and not choice.names <= known:
         raise ValueError(f"tool_choice: expected names of tools, got {short(sorted(choice.names - known))}")
     if choice.mode == "required" and not tools:
         raise ValueError("tool_choice: expected tools beside it, got none")
     names = ("reasoning_effort", "verbosity", "chat_template_kwargs")
     template = {variable: value for name in names for variable, value in given.get(name, {}).items()}
-    return Conversation(given["messages"], tools, template, choice, given.get("parallel_tool_calls", True))
+    parallel = given.get("parallel_tool_calls", True)
+    return Conversation(given["messages"], tools or None, template, choice, parallel, customs)
 
 
 def _check_logprobs(name: str, params: SamplingParams, count: int, max_tokens: int | None) -> None:

@@ -16,6 +16,8 @@ from kvcache.serving import Request as EngineRequest
 
 __all__ = ["CompletionForm"]
 
+_ARGUMENTS = {"function": "arguments", "custom": "input"}  # by the kind of a tool
+
 
 class CompletionForm(Form):
     """Writes an answer to a body, a chat or a text; see `Form`.
@@ -32,6 +34,8 @@ class CompletionForm(Form):
         self._offsets: dict[int, Offsets] = {}
         self._calls: dict[int, int] = {}  # of each sample that has some: how many
         self._begun: set[int] = set()
+        self._customs = frozenset(body.prompts[0].customs) if body.chat else frozenset()
+        self._kinds: dict[int, str] = {}  # of the last call of each sample
         kind, prefix = ("chat.completion", "chatcmpl-") if body.chat else ("text_completion", "cmpl-")
         kind += ".chunk" if body.chat and body.stream else ""
         self._head = {"id": unique(prefix), "object": kind, "created": now(), "model": body.model}
@@ -67,10 +71,17 @@ class CompletionForm(Form):
             return {"reasoning_content": piece.text}
         if piece.channel == "call":
             self._calls[number] = self._calls.get(number, 0) + 1
-            call = {"id": call_id(), "type": "function", "function": {"name": piece.text, "arguments": ""}}
+            call = self._call(piece.text)
+            self._kinds[number] = call["type"]
         else:
-            call = {"function": {"arguments": piece.text}}
+            kind = self._kinds[number]
+            call = {kind: {_ARGUMENTS[kind]: piece.text}}
         return {"tool_calls": [{"index": self._calls[number] - 1, **call}]}
+
+    def _call(self, name: str) -> dict[str, Any]:
+        """A call without its arguments."""
+        kind = "custom" if name in self._customs else "function"
+        return {"id": call_id(), "type": kind, kind: {"name": name, _ARGUMENTS[kind]: ""}}
 
     def end(self, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Iterator[str]:
         if self._body.with_usage:
@@ -122,10 +133,10 @@ class CompletionForm(Form):
         calls: list[dict[str, Any]] = []
         for channel, text in pieces:
             if channel == "call":
-                function = {"name": text, "arguments": ""}
-                calls.append({"id": call_id(), "type": "function", "function": function})
+                calls.append(self._call(text))
             elif channel == "arguments":
-                calls[-1]["function"]["arguments"] += text
+                kind = calls[-1]["type"]
+                calls[-1][kind][_ARGUMENTS[kind]] += text
         found = {"role": "assistant", "content": texts["content"] or (None if calls else "")}
         thoughts = {"reasoning_content": texts["reasoning"]} if texts["reasoning"] else {}
         return found | thoughts | ({"tool_calls": calls} if calls else {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -10,13 +11,14 @@ from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
 __all__ = [
-    "MAX_MESSAGES", "Conversation", "ToolChoice", "effort", "messages_of", "placed", "template_kwargs",
+    "MAX_MESSAGES", "Conversation", "ToolChoice", "effort", "functions_of", "messages_of", "placed", "template_kwargs",
     "tool_choice_of", "tools_of", "verbosity", "with_users",
 ]
 
 MAX_MESSAGES = 4096  # templates have a loop over them
 _MAX_TOOLS, _MAX_NAME = 1024, 256  # functions of a body, and characters of a name
 _MAX_CALLS = 256  # of a message
+_INPUT = "input"  # the argument of a tool that takes a text
 _SYSTEM = ("system", "developer")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -41,6 +43,7 @@ class Conversation(NamedTuple):
         template: variables of the template.
         choice: see above.
         parallel: whether an answer may have several calls.
+        customs: by the name of each tool that takes a text, "lark" or "regex" and the grammar of that; "" is none.
     """
 
     messages: list[Any]
@@ -48,6 +51,7 @@ class Conversation(NamedTuple):
     template: dict[str, Any] = {}  # noqa: RUF012  # nobody changes it
     choice: ToolChoice = ToolChoice()
     parallel: bool = True
+    customs: dict[str, tuple[str, str]] = {}  # noqa: RUF012  # nobody changes it
 
 
 # -- messages -----------------------------------------------------------------------------------------------------
@@ -85,9 +89,15 @@ def _part(part: Any, name: str) -> dict[str, Any]:
 
 
 def _call(call: Any, name: str) -> Any:
-    function = as_instance(call, dict, f"{name}.tool_calls").get("function")
-    if call.get("type", "function") != "function" or not isinstance(function, dict):
-        raise ValueError(f"{name}: expected tool_calls of type function, got {short(call)}")
+    kind = as_instance(call, dict, f"{name}.tool_calls").get("type", "function")
+    if kind == "custom" and isinstance(custom := call.get("custom"), dict):
+        given = as_instance(custom.get("input"), str, name)
+        function = {"name": custom.get("name"), "arguments": json.dumps({_INPUT: given}, ensure_ascii=False)}
+        call = {"id": call.get("id"), "type": "function", "function": function}
+        kind = "function"
+    function = call.get("function")
+    if kind != "function" or not isinstance(function, dict):
+        raise ValueError(f"{name}: expected tool_calls of type function or custom, got {short(call)}")
     as_instance(function.get("name"), str, f"{name}.tool_calls")
     return call
 
@@ -144,17 +154,59 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def tools_of(tools: Any, name: str) -> list[dict[str, Any]] | None:
-    """Functions that a network may call, `{"type": "function", "function": {"name": ...}}`; None: there are none."""
+    """The tools of a body, checked: functions, `{"type": "function", "function": {"name": ...}}`, and `custom` ones.
+
+    None: there are none.
+    """
     if len(as_instance(tools, list, name)) > _MAX_TOOLS:
         raise ValueError(f"{name}: expected at most {_MAX_TOOLS}, got {len(tools)}")
     for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict):
-            message = f"{name}: expected tools of type function, got {short(tool)}"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        found = tool.get(kind) if kind in ("function", "custom") else None
+        if not isinstance(found, dict):
+            message = f"{name}: expected tools of type function or custom, got {short(tool)}"
             raise BodyError(message, "unsupported_parameter")
-        _name(function.get("name"), name)
-        as_instance(function.get("parameters") or {}, dict, f"{name}.parameters")
+        _name(found.get("name"), name)
+        if kind == "function":
+            as_instance(found.get("parameters") or {}, dict, f"{name}.parameters")
+        else:
+            _format(found, name)
     return tools or None
+
+
+def _format(custom: dict[str, Any], name: str) -> tuple[str, str]:
+    """The syntax and the definition of the grammar of a custom tool; "": any text."""
+    form = as_instance(custom.get("format") or {"type": "text"}, dict, f"{name}.format")
+    if form.get("type") == "text":
+        return "", ""
+    grammar = as_instance(form.get("grammar"), dict, f"{name}.format")
+    syntax, definition = grammar.get("syntax"), as_instance(grammar.get("definition"), str, f"{name}.format")
+    if form.get("type") != "grammar" or syntax not in ("lark", "regex"):
+        raise ValueError(f"{name}.format: expected text, or a grammar of lark or regex, got {short(form)}")
+    return syntax, definition
+
+
+def functions_of(tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+    """Tools as functions, which templates have words for, and the formats of custom ones by their names.
+
+    A custom tool is a function of one text, `input`; its description has the grammar of that.
+    """
+    functions, customs = [], {}
+    for tool in tools:
+        if tool["type"] == "custom":
+            custom = tool["custom"]
+            customs[custom["name"]] = syntax, definition = _format(custom, "tools")
+            said = f"The input follows this grammar, a {syntax}:\n{definition}" if syntax else ""
+            function = {
+                "name": custom["name"], "description": "\n\n".join(filter(None, (custom.get("description"), said))),
+                "parameters": {
+                    "type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT],
+                    "additionalProperties": False,
+                },
+            }
+            tool = {"type": "function", "function": function}
+        functions.append(tool)
+    return functions, customs
 
 
 def _name(function: Any, name: str) -> str:
@@ -167,7 +219,7 @@ def tool_choice_of(choice: Any, name: str) -> ToolChoice:
     """Which calls there may be: a mode, a function, or `allowed_tools` with a mode and functions."""
     if choice in ("none", "auto", "required"):
         found = ToolChoice(choice)
-    elif isinstance(choice, dict) and choice.get("type") == "function":
+    elif isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
         found = ToolChoice("required", _named([choice], name))
     elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = as_instance(choice.get("allowed_tools"), dict, name)
@@ -180,7 +232,8 @@ def tool_choice_of(choice: Any, name: str) -> ToolChoice:
 
 
 def _named(tools: Iterable[Any], name: str) -> frozenset[str]:
-    functions = [as_instance(tool, dict, name).get("function") for tool in tools]
+    named = [as_instance(tool, dict, name) for tool in tools]
+    functions = [tool.get("custom") if tool.get("type") == "custom" else tool.get("function") for tool in named]
     return frozenset(_name(as_instance(each, dict, name).get("name"), name) for each in functions)
 
 

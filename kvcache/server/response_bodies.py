@@ -11,8 +11,9 @@ from kvcache.server.message_bodies import skipped
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
-__all__ = ["RESPONSES", "chat_of_responses"]
+__all__ = ["RESPONSES", "chat_of_responses", "flattened"]
 
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
@@ -49,17 +50,20 @@ def _messages(items: Any) -> Iterator[dict[str, Any]]:
     said: dict[str, Any] = {}  # by the assistant
     for item in items:
         kind = as_instance(as_instance(item, dict, "input").get("type") or "message", str, "input")
-        if said and (kind == "function_call_output" or _begins_another(kind, item, said)):
+        if said and (kind in _OUTPUTS or _begins_another(kind, item, said)):
             yield {"role": "assistant", "content": None, **said}
             said = {}
         if kind == "reasoning":
             if thoughts := _text(item.get("content") or item.get("summary") or ""):
                 said["reasoning_content"] = thoughts
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            function = {"name": _flat(item), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             said.setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
+        elif kind == "custom_tool_call":
+            custom = {"name": _flat(item), "input": item.get("input")}
+            said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "custom", "custom": custom})
+        elif kind in _OUTPUTS:
             yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output") or "")}
         elif kind == "message" and item.get("role") == "assistant":
             said["content"] = _text(item.get("content"))
@@ -94,13 +98,42 @@ def _text(content: Any) -> str:
     return "".join(texts)
 
 
-def _tools(tools: Any) -> Iterator[dict[str, Any]]:
+def _flat(named: dict[str, Any]) -> Any:
+    """The name of a tool for the network, which has that of its namespace before it."""
+    name, space = named.get("name"), named.get("namespace")
+    return f"{space}__{name}" if isinstance(space, str) and space else name
+
+
+def _flat_tools(tools: Any) -> Iterator[dict[str, Any]]:
+    """The tools of a body, and those within its namespaces, each of which knows that."""
     for tool in as_instance(tools, list, "tools"):
-        if (kind := as_instance(tool, dict, "tools").get("type")) != "function":
-            skipped(str(kind)[:100])
+        if as_instance(tool, dict, "tools").get("type") != "namespace":
+            yield tool
             continue
-        names = ("name", "description", "parameters", "strict")
-        yield {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+        space = as_instance(tool.get("name"), str, "tools")
+        for each in as_instance(tool.get("tools"), list, "tools"):
+            yield as_instance(each, dict, "tools") | {"namespace": space}
+
+
+def flattened(tools: Any) -> dict[str, dict[str, str]]:
+    """The name and the namespace of tools that have one, by their names for the network."""
+    found = [tool for tool in _flat_tools(tools or []) if "namespace" in tool]
+    return {_flat(tool): {"name": tool.get("name", ""), "namespace": tool["namespace"]} for tool in found}
+
+
+def _tools(tools: Any) -> Iterator[dict[str, Any]]:
+    for tool in _flat_tools(tools):
+        kind, flat = tool.get("type"), {"name": _flat(tool)}
+        names = ("description", "parameters", "strict")
+        if kind == "function":
+            yield {"type": kind, kind: flat | {name: tool[name] for name in names if tool.get(name) is not None}}
+        elif kind == "custom":
+            form = as_instance(tool.get("format") or {"type": "text"}, dict, "tools.format")
+            grammar = {name: form.get(name) for name in ("syntax", "definition")}
+            custom = flat | {"description": tool.get("description"), "format": form | {"grammar": grammar}}
+            yield {"type": kind, kind: custom}
+        else:
+            skipped(str(kind)[:100])
 
 
 def _choice(choice: Any) -> Any:
@@ -115,7 +148,8 @@ def _choice(choice: Any) -> Any:
 
 def _named(tool: Any) -> dict[str, Any]:
     found = as_instance(tool, dict, "tool_choice")
-    return {"type": found.get("type"), "function": {"name": found.get("name")}}
+    kind = str(found.get("type"))
+    return {"type": kind, kind: {"name": _flat(found)}}
 
 
 def _format(form: Any) -> Any:

@@ -11,6 +11,7 @@ from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.server.bodies import Body
 from kvcache.server.forms import Choice, Form, Whole, call_id, event, now, unique, written_tokens
 from kvcache.server.refusals import refusal
+from kvcache.server.response_bodies import flattened
 from kvcache.server.written import JsonObject
 from kvcache.serving import BatchEngine
 from kvcache.serving import Request as EngineRequest
@@ -41,6 +42,7 @@ class ResponseForm(Form):
         said = {name: given.get(name) for name in _ECHOED if name not in _KEPT and given.get(name) is not None}
         head = {"id": unique("resp_"), "object": "response", "created_at": now(), "model": body.model}
         self._head: dict[str, Any] = {**head, **_ECHOED, **said, "error": None, "incomplete_details": None}
+        self._customs, self._names = frozenset(body.prompts[0].customs), flattened(given.get("tools"))
         self._items: list[dict[str, Any]] = []
         self._open = False  # whether the last item is not ended
         self._number = -1  # of the last event
@@ -49,15 +51,20 @@ class ResponseForm(Form):
 
     def _add(self, piece: ChannelPiece) -> Iterator[str]:
         """Add a piece to the items; the events that say so."""
-        kind = {"content": "message", "reasoning": "reasoning"}.get(piece.channel, "function_call")
+        kind = {"content": "message", "reasoning": "reasoning"}.get(piece.channel, "")
+        if piece.channel == "call":
+            kind = "custom_tool_call" if piece.text in self._customs else "function_call"
+        elif piece.channel == "arguments":
+            kind = self._items[-1]["type"]
         if piece.channel == "call" or not self._open or self._items[-1]["type"] != kind:
             yield from self._end_item()
             yield from self._begin_item(kind, piece)
         item = self._items[-1]
-        if kind == "function_call":
+        if kind in _CALLS:
             if piece.channel == "arguments":
-                item["arguments"] += piece.text
-                yield self._event("response.function_call_arguments.delta", item, delta=piece.text)
+                key, name = _CALLS[kind]
+                item[key] += piece.text
+                yield self._event(f"response.{name}.delta", item, delta=piece.text)
             return
         item["content"][0]["text"] += piece.text
         name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
@@ -66,8 +73,9 @@ class ResponseForm(Form):
 
     def _begin_item(self, kind: str, piece: ChannelPiece) -> Iterator[str]:
         item: dict[str, Any] = {"type": kind, "id": unique(_PREFIXES[kind]), "status": "in_progress"}
-        if kind == "function_call":
-            item |= {"call_id": call_id(), "name": piece.text, "arguments": ""}
+        if kind in _CALLS:
+            item |= {"call_id": call_id(), "name": piece.text, _CALLS[kind][0]: ""}
+            item |= self._names.get(piece.text, {})
         elif kind == "message":
             item |= {"role": "assistant", "content": []}
         else:
@@ -86,10 +94,11 @@ class ResponseForm(Form):
             return
         self._open, item = False, self._items[-1]
         item["status"] = status
-        if item["type"] == "function_call":
-            item["status"] = "completed" if _is_json(item["arguments"]) else "incomplete"
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("response.function_call_arguments.done", item, **done)
+        if item["type"] in _CALLS:
+            key, name = _CALLS[item["type"]]
+            is_whole = key == "input" or _is_json(item[key])
+            item["status"] = "completed" if is_whole else "incomplete"
+            yield self._event(f"response.{name}.done", item, **{"name": item["name"], key: item[key]})
         elif item["type"] == "message":
             part = item["content"][0]
             yield self._event("response.output_text.done", item, content_index=0, text=part["text"], logprobs=[])
@@ -164,4 +173,8 @@ def _is_json(text: str) -> bool:
     return False
 
 
-_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
+# Of each kind of a call, the name of what it has been given, and of its events.
+_CALLS = {
+    "function_call": ("arguments", "function_call_arguments"), "custom_tool_call": ("input", "custom_tool_call_input"),
+}

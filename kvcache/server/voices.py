@@ -47,7 +47,7 @@ class Voices:
         return SpokenAnswer(
             self._marks, prompt, stops, calls=bool(functions) and asked.choice.mode != "none",
             schemas={function["name"]: function.get("parameters") or {} for function in functions},
-            names=asked.choice.names, parallel=asked.parallel,
+            names=asked.choice.names, parallel=asked.parallel, customs=frozenset(asked.customs),
         )
 
     def required(self, asked: Conversation, prompt: Sequence[int]) -> Grammar:
@@ -62,7 +62,10 @@ class Voices:
         """
         names = asked.choice.names
         functions = [tool["function"] for tool in asked.tools or ()]
-        functions = [function for function in functions if names is None or function["name"] in names]
+        functions = [
+            function | {"format": asked.customs.get(function["name"])} for function in functions
+            if names is None or function["name"] in names
+        ]
         thinks = self._marks.opens_thought(prompt[-_TAIL:])
         try:
             found = calls_grammar(self._marks, functions, parallel=asked.parallel, thinks=thinks)

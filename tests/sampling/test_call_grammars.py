@@ -1,6 +1,7 @@
 """Grammars of answers that must call: whatever the network draws, the dialect reads calls of the functions."""
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -280,3 +281,46 @@ def test_arguments_of_any_object():
         grammar = calls_grammar(marks, [{"name": "f"}], parallel=False, thinks=False)
         tokens = tokenizer.encode(said).ids
         assert compiled(tokenizer, grammar).fresh([END]).holds(tokens) == len(tokens)
+
+
+TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+SUM = 'start: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]/'
+
+
+@pytest.mark.parametrize("form", [("regex", r"[0-9](\+[0-9])*/?"), ("lark", SUM)], ids=["regex", "lark"])
+@pytest.mark.parametrize("name", ["hermes", "harmony", "qwen3_coder", "gemma4"])
+def test_a_text_of_a_form(name, form):
+    tokenizer = tokenizer_of(())
+    marks = MarkTokens(tokenizer, DIALECTS[name]._replace(thoughts=None))
+    function = {"name": "sum", "parameters": TEXT, "format": form}
+    if form[0] == "lark" and name in ("hermes", "harmony"):
+        with pytest.raises(GrammarError, match="grammar: expected a regex or text of 'sum' in JSON, got a lark"):
+            calls_grammar(marks, [function], parallel=False, thinks=False)
+        return
+    grammar = calls_grammar(marks, [function], parallel=False, thinks=False)
+    for seed in range(3):
+        tokens = drawn(grammar, tokenizer, seed, closer=CLOSERS.get(name, ""))
+        answer = SpokenAnswer(marks, [], calls=True, parallel=False, customs=frozenset(["sum"]))
+        pieces = [piece for piece in answer.extend(tokens, ended=True) if piece.channel != "reasoning"]
+        assert [piece.channel for piece in pieces] == ["call", "arguments"]
+        assert re.fullmatch(r"[0-9](\+[0-9])*/?", pieces[1].text), pieces
+
+
+def test_texts_of_custom_tools_are_the_same_in_any_pieces():
+    tokenizer = tokenizer_of(())
+    marks = MarkTokens(tokenizer, DIALECTS["hermes"])
+    said = (
+        '<tool_call>{"name": "sum", "arguments": {"input": "1\\n2"}}</tool_call>'
+        '<tool_call>{"name": "f", "arguments": {"input": "x"}}</tool_call>'
+        '<tool_call>{"name": "sum", "arguments": {"inp'
+    )
+    tokens, found = tokenizer.encode(said).ids, []
+    for size in (1, 7, len(tokens)):
+        answer = SpokenAnswer(marks, [], calls=True, customs=frozenset(["sum"]))
+        cuts = [tokens[at : at + size] for at in range(0, len(tokens), size)]
+        pieces = [piece for cut in cuts for piece in answer.extend(cut, ended=False)] + answer.extend([], ended=True)
+        texts = [""]
+        for channel, text in pieces:
+            texts = [*texts, ""] if channel == "call" else [*texts[:-1], texts[-1] + text]
+        found.append((texts, [text for channel, text in pieces if channel == "call"]))
+    assert found == [(["", "1\n2", '{"input": "x"}', '{"inp'], ["sum", "f", "sum"])] * 3

@@ -1,6 +1,7 @@
 """`tool_choice` that requires a call: whatever the network would say, the answer calls a function by its schema."""
 
 import json
+import re
 
 import anthropic
 import openai
@@ -83,6 +84,19 @@ def test_every_dialect(served, dialect):
             assert (choice.finish_reason, call.function.name, choice.message.content) == ("tool_calls", "weigh", None)
             assert found["kind"] in ("cat", "dog")
             assert found["old"] in (True, False)
+
+
+def test_custom_tools(served):
+    """Their texts follow a regex in JSON; a Lark grammar cannot be followed there."""
+    form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[ab]{3,5}"}}
+    tools = [{"type": "custom", "custom": {"name": "spell", "format": form}}]
+    choice = {"type": "custom", "custom": {"name": "spell"}}
+    (answer,) = asked(served, 1, tools=tools, tool_choice=choice, parallel_tool_calls=False).choices
+    (call,) = answer.message.tool_calls
+    assert re.fullmatch("[ab]{3,5}", call.custom.input)
+    form["grammar"] = {"syntax": "lark", "definition": 'start: "a"'}
+    with pytest.raises(openai.BadRequestError, match="tools: expected a regex or text of 'spell' in JSON, got a lark"):
+        asked(served, 1, tools=tools, tool_choice=choice)
 
 
 def test_messages(served):

@@ -28,7 +28,7 @@ REFUSED = [
     ({"response_format": {"type": "json_object"}}, "response_format"),  # the network has no end tokens
     ({"reasoning_effort": "hi"}, "reasoning_effort"),
     ({"tools": [TOOL] * 1025}, "tools"),
-    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),
+    ({"tools": [{"type": "custom", "custom": {"name": ""}}]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
     ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),

@@ -67,7 +67,7 @@ def test_a_whole_response_and_the_next_turn(served):
         {"type": "web_search_call", "id": "x", "status": "completed"}, *results,
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "And?"}]},
     ]
-    hosted = [TOOL, {"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [TOOL]}, {"type": "custom"}]
+    hosted = [TOOL, {"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]
     again = ask(
         served, "It rains.", input=history, tools=hosted, reasoning={"effort": "low", "summary": "auto"},
         text={"verbosity": "high", "format": {"type": "text"}}, include=["reasoning.encrypted_content"], store=False,
@@ -109,6 +109,40 @@ def test_a_stream_is_the_whole_response(served, said, more, status):
     assert arguments == "".join(item.arguments for item in whole.output if item.type == "function_call")
     if status == "incomplete":
         assert final.incomplete_details.reason == "max_output_tokens"
+
+
+SPACE = {"type": "namespace", "name": "sky", "tools": [TOOL]}
+CUSTOM = {"type": "namespace", "name": "a", "tools": [{"type": "custom", "name": "sum"}]}
+SPOKEN = '<tool_call>{"name": "a__sum", "arguments": {"input": "1+2"}}</tool_call>'
+
+
+def test_tools_of_namespaces_and_custom_ones(served):
+    tools = [CUSTOM, {"type": "web_search"}]
+    wanted = [("function_call", "weather", "sky"), ("custom_tool_call", "sum", "a")]
+    got = ask(served, SPOKEN, tools=[CUSTOM])
+    assert [(item.type, item.name, item.namespace) for item in got.output if "call" in item.type] == wanted[1:]
+    served.say(SPOKEN)
+    with served.client().responses.stream(**asked(tools=tools)) as stream:
+        events = list(stream)
+    done = [event.item for event in events if event.type == "response.output_item.done" and "call" in event.item.type]
+    assert [(item.type, item.name, item.namespace, item.input) for item in done] == [(*wanted[1], "1+2")]
+    names = [event.type for event in events if "custom_tool_call_input" in event.type]
+    assert names == ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+    said = '<tool_call>{"name": "sky__weather", "arguments": {"city": "Ulm"}}</tool_call>'
+    first = ask(served, said, tools=[SPACE]).output[0]
+    assert (first.type, first.name, first.namespace, first.arguments) == (*wanted[0], '{"city": "Ulm"}')
+    talk = [first.to_dict(), done[0].to_dict()]
+    talk += [{"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"} for item in talk]
+    again = ask(served, "ok", input=talk, tools=[SPACE])
+    flat = {"type": "function", "function": CHAT_TOOL["function"] | {"name": "sky__weather"}}
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in (("sky__weather", {"city": "Ulm"}), ("a__sum", {"input": "1+2"}))
+    ]
+    chat = [{"role": "assistant", "tool_calls": calls}, *[{"role": "tool", "content": "ok"}] * 2]
+    assert again.usage.input_tokens == size(served, chat, [flat])
+    with pytest.raises(openai.BadRequestError, match="tool_choice: expected names of tools"):
+        ask(served, SPOKEN, tools=tools, tool_choice={"type": "custom", "name": "other"})
 
 
 def test_choices_of_tools(served):

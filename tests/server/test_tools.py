@@ -111,6 +111,40 @@ def test_a_call_that_is_not_whole_is_no_reason_to_end(served, said, arguments, c
     assert ask(served, said, max_tokens=len(CUT) - 1).choices[0].finish_reason == "length"
 
 
+def test_custom_tools(served):
+    """They are functions of one text for the network, and their calls have that text."""
+    grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9+]+"}}
+    custom = {"type": "custom", "custom": {"name": "sum", "description": "Adds.", "format": grammar}}
+    said = 'So.<tool_call>{"name": "sum", "arguments": {"input": "1+2"}}</tool_call>'
+    first = ask(served, said, tools=[custom]).choices[0]
+    (call,) = first.message.tool_calls
+    assert (call.type, call.custom.name, call.custom.input) == ("custom", "sum", "1+2")
+    assert (first.finish_reason, first.message.content) == ("tool_calls", "So.")
+    deltas = [
+        call.model_dump(exclude_none=True) for chunk in ask(served, said, tools=[custom], stream=True)
+        for call in chunk.choices[0].delta.tool_calls or []
+    ]
+    assert [each.get("custom") for each in deltas] == [{"name": "sum", "input": ""}, {"input": "1+2"}]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+    talk = [*TALK, first.message.model_dump(exclude_none=True), result]
+    got = ask(served, "3", messages=talk, tools=[custom])
+    function = {"name": "sum", "description": "Adds.\n\nThe input follows this grammar, a regex:\n[0-9+]+"}
+    text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    function["parameters"] = text | {"additionalProperties": False}
+    calls = [{"type": "function", "function": {"name": "sum", "arguments": {"input": "1+2"}}}]
+    prompt = served.engine.apply_chat_template(
+        [*TALK, {"role": "assistant", "content": "So.", "tool_calls": calls}, {"role": "tool", "content": "3"}],
+        tools=[{"type": "function", "function": function}], tokenize=True,
+    )
+    assert got.usage.prompt_tokens == len(prompt)
+    choice = {"type": "custom", "custom": {"name": "other"}}
+    with pytest.raises(openai.BadRequestError, match="tool_choice: expected names of tools"):
+        ask(served, said, tools=[custom], tool_choice=choice)
+    for form in ({"type": "xml"}, {"type": "grammar", "grammar": {"syntax": "bnf", "definition": ""}}):
+        with pytest.raises(openai.BadRequestError, match=r"tools\.format: expected"):
+            ask(served, said, tools=[{"type": "custom", "custom": {"name": "x", "format": form}}])
+
+
 def test_choices_of_the_client(served):
     plain = ask(served, SAID, tool_choice="none").choices[0]
     assert (plain.finish_reason, plain.message.tool_calls) == ("stop", None)

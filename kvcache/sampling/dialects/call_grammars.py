@@ -37,7 +37,8 @@ def calls_grammar(
 
     Args:
         marks: of the dialect.
-        functions: those that may be called, with a name and perhaps `parameters` and `strict`.
+        functions: those that may be called, with a name and perhaps `parameters`, `strict`, and `format`: "lark" or
+            "regex" and a grammar in it, of the one text that is all arguments.
         parallel: whether there may be several calls.
         thinks: whether the prompt has begun a thought.
 
@@ -83,6 +84,18 @@ def _schema(function: Function) -> Any:
     return function.get("parameters") or {"type": "object"}
 
 
+def _json_of(words: GrammarWords, function: Function) -> str:
+    """The arguments of a function in JSON."""
+    schema, strict = _schema(function), function.get("strict") is True
+    syntax, definition = function.get("format") or ("", "")
+    if syntax == "lark":
+        raise GrammarError(f"grammar: expected a regex or text of {short(function['name'])} in JSON, got a lark")
+    if syntax == "regex":
+        (key,) = schema["properties"]
+        schema = schema | {"properties": {key: {"type": "string", "pattern": f"^(?:{definition})$"}}}
+    return words.json(schema, strict=strict or bool(syntax))
+
+
 def _repeated(call: str, words: GrammarWords, parallel: bool) -> str:
     return f"{call} ({words.gap} {call})*" if parallel else call
 
@@ -95,7 +108,7 @@ def _objects(words: GrammarWords, functions: Sequence[Function], parallel: bool)
     key = "parameters" if dialect.leads else "arguments"
     some = []
     for function in functions:
-        arguments = words.json(_schema(function), strict=function.get("strict") is True)
+        arguments = _json_of(words, function)
         head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": '
         some.append(words.rule(f'{json.dumps(head, ensure_ascii=False)} {arguments} "}}"'))
     one = f"({' | '.join(some)})"
@@ -124,7 +137,9 @@ def _tags(words: GrammarWords, functions: Sequence[Function], parallel: bool) ->
             if not re.fullmatch(r"[^>\n\s](?:[^>\n]*[^>\n\s])?", key):
                 raise GrammarError(f"grammar: expected keys that this network can write, got {short(key)}")
             head = json.dumps(f"<parameter={key}>\n", ensure_ascii=False)
-            value = words.rule(f'{head} {_tagged_value(words, each, schema, strict)} "\\n"')
+            free = words.formed(function.get("format"))
+            tagged = f'{free} "\\n</parameter>"' if free else _tagged_value(words, each, schema, strict)
+            value = words.rule(f'{head} {tagged} "\\n"')
             parts.append(value if key in required else f"{value}?")
         if required - set(properties or ()):
             raise GrammarError("grammar: expected a schema with all properties that it requires, got one without")
@@ -165,7 +180,9 @@ def _members(words: GrammarWords, functions: Sequence[Function], parallel: bool)
     for function in functions:
         schema, strict = _schema(function), function.get("strict") is True
         checked_keywords(schema, _OBJECT, strict=strict)
-        arguments = MemberGrammar(words, schema, strict=strict).object(schema)
+        members = MemberGrammar(words, schema, strict=strict)
+        free = words.formed(function.get("format"))
+        arguments = members.of_text(next(iter(schema["properties"])), free) if free else members.object(schema)
         some.append(f"{json.dumps('call:' + function['name'], ensure_ascii=False)} {arguments}")
     begin, end = map(words.mark, words.marks.dialect.calls or ("", ""))
     call = words.rule(f"{begin} ({' | '.join(some)}) {end}")
@@ -181,7 +198,7 @@ def _harmony(words: GrammarWords, functions: Sequence[Function]) -> str:
     channel, message = words.mark("<|channel|>"), words.mark("<|message|>")
     some = []
     for function in functions:
-        arguments = words.json(_schema(function), strict=function.get("strict") is True)
+        arguments = _json_of(words, function)
         head = json.dumps(f"commentary to=functions.{function['name']} ", ensure_ascii=False)
         some.append(words.rule(f'{head} {words.mark("<|constrain|>")} "json" {message} {arguments}'))
     return f"{_analysis(words)} {channel} ({' | '.join(some)})"

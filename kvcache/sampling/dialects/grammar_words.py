@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,6 +72,14 @@ class GrammarWords:
         known = json.loads(found.text)
         options = {"lenient": not strict, "whitespace_pattern": found.whitespace}
         return self.rule(f"%json {json.dumps(known | {'x-guidance': options} if isinstance(known, dict) else known)}")
+
+    def formed(self, form: tuple[str, str] | None) -> str:
+        """A text of a form, "lark" or "regex" and a grammar in it; "": there is none."""
+        syntax, definition = form or ("", "")
+        if syntax == "regex":
+            definition = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", definition).replace("\n", r"\n")
+            return self.rule(f"/{definition}/")
+        return self.rule(f"%lark {{\n{definition}\n}}") if syntax else ""
 
     def thought(self, prompt_opens: bool) -> str:
         """A thought: it ends, where the prompt has begun one, and may come otherwise; "" where there are none."""

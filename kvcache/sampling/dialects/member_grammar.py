@@ -66,6 +66,11 @@ class MemberGrammar:
             firsts.append('""')
         return self._words.rule(f'"{{" ({" | ".join(firsts)}) "}}"')
 
+    def of_text(self, key: str, text: str) -> str:
+        """The rule of an object of one text."""
+        quote = self._words.mark(self._quote)
+        return self._words.rule(f'"{{" {self._key(key)} {quote} {text} {quote} "}}"')
+
     def _key(self, key: str) -> str:
         if _KEY.fullmatch(key):
             return json.dumps(f"{key}:", ensure_ascii=False)

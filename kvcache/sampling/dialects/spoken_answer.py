@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvcache.sampling.dialects.dialect import Dialect
@@ -55,6 +57,7 @@ class SpokenAnswer:
         calls: whether calls count; they are text otherwise.
         schemas: of the arguments of each function, by its name.
         names, parallel: see `Transcript`.
+        customs: names of functions that take one text: that comes as their arguments, when it is whole.
 
     Attributes:
         reasoning_tokens: tokens of thoughts so far.
@@ -63,6 +66,7 @@ class SpokenAnswer:
     def __init__(
         self, marks: MarkTokens, prompt: Sequence[int], stop: Iterable[str] = (), *, calls: bool = False,
         schemas: Mapping[str, Any] | None = None, names: frozenset[str] | None = None, parallel: bool = True,
+        customs: frozenset[str] = frozenset(),
     ) -> None:
         dialect = marks.dialect
         self._marks, self._stop = marks, tuple(stop)
@@ -71,6 +75,8 @@ class SpokenAnswer:
         self._search = MarkSearch(marks.by_text)
         self._transcript = Transcript(calls and dialect.stream is not None, names, parallel)
         self._reader = dialect.reader(dialect, self._transcript, calls, schemas or {}, marks.opens_thought(prompt))
+        self._customs = customs
+        self._custom: list[str] | None = None  # arguments of a call of one of these
         self.reasoning_tokens = 0
 
     @property
@@ -98,7 +104,30 @@ class SpokenAnswer:
             self._read(self._text.end(), ended=True)
             self._reader.end()
             self._transcript.end()
-        return _merged(self._transcript.take())
+        pieces = _merged(self._transcript.take())
+        return [*self._with_inputs(pieces, ended)] if self._customs else pieces
+
+    def _with_inputs(self, pieces: Iterable[ChannelPiece], ended: bool) -> Iterator[ChannelPiece]:
+        """Pieces with the texts of custom tools instead of the objects that have them."""
+        for piece in pieces:
+            if piece.channel == "arguments" and self._custom is not None:
+                self._custom.append(piece.text)
+                continue
+            yield from self._input()
+            if piece.channel == "call" and piece.text in self._customs:
+                self._custom = []
+            yield piece
+        if ended:
+            yield from self._input()
+
+    def _input(self) -> Iterator[ChannelPiece]:
+        if self._custom is None:
+            return
+        text, self._custom = "".join(self._custom), None
+        with suppress(ValueError, RecursionError):
+            found = json.loads(text)
+            text = next((each for each in found.values() if isinstance(each, str)), text)
+        yield ChannelPiece("arguments", text)
 
     def _read(self, text: str, ended: bool = False) -> None:
         for part, is_mark in [*self._search.add(text), *(self._search.end() if ended else ())]:
