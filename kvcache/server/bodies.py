@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from kvcache.engine import SamplingParams
 from kvcache.server.conversations import Conversation, ToolChoice, functions_of
 from kvcache.server.fields import CHATS, MAX_CHOICES, SAMPLING, TEXTS, checked
 from kvcache.server.refusals import BodyError, too_many
+from kvcache.server.retention import CacheMark, breakpoints
 from kvcache.support.arguments import as_instance, short
 from kvcache.support.json_text import TooManyNested, read_json_text
 
@@ -30,6 +32,7 @@ class Body(NamedTuple):
     salt: str | None  # requests of another one share no prefixes with it
     field: str  # the name of the prompts
     keep: float | None = None  # seconds that the prompts stay cached for
+    marks: tuple[CacheMark, ...] = ()  # ends of blocks of a conversation that stay for times of their own
 
 
 def json_of(data: bytes | bytearray) -> dict[str, Any]:
@@ -47,7 +50,10 @@ def parse(data: bytes | bytearray, chat: bool, defaults: SamplingParams, max_tok
     return body_of(json_of(data), chat, defaults, max_tokens)
 
 
-def body_of(found: dict[str, Any], chat: bool, defaults: SamplingParams, max_tokens: int | None = None) -> Body:
+def body_of(
+    found: dict[str, Any], chat: bool, defaults: SamplingParams, max_tokens: int | None = None,
+    marks: Sequence[CacheMark] = (),
+) -> Body:
     """The body of a chat completion, or of a completion.
 
     A setting that is not supported is refused by its name, unless its value is one that changes nothing.
@@ -57,6 +63,7 @@ def body_of(found: dict[str, Any], chat: bool, defaults: SamplingParams, max_tok
         chat: which of the two.
         defaults: of what the body does not say.
         max_tokens: no answer has more tokens; None: there is no such number.
+        marks: of the conversation, where its messages have none.
 
     Raises:
         TypeError, ValueError: not such a body; the message begins with the name of what is wrong.
@@ -78,10 +85,14 @@ def body_of(found: dict[str, Any], chat: bool, defaults: SamplingParams, max_tok
     params = replace(defaults, **said, grammar=given.get("response_format"))
     _check_logprobs("top_logprobs" if chat else "logprobs", params, count, max_tokens)
     with_usage = given.get("stream_options", False)
-    salt, keep = given.get("cache_salt"), given.get("prompt_cache_options")
+    salt, keep = given.get("cache_salt"), given.get("prompt_cache_options") or given.get("prompt_cache_retention")
+    marks = marks or (breakpoints(found["messages"], keep) if chat else [])
     if keep is None and params.max_tokens == 0:  # the prompt runs and nothing else
         keep = 0.0
-    return Body(chat, given["model"], prompts, params, given["n"], given["stream"], with_usage, salt, prompt, keep)
+    return Body(
+        chat, given["model"], prompts, params, given["n"], given["stream"], with_usage, salt, prompt, keep,
+        tuple(marks),
+    )
 
 
 def _conversation(given: dict[str, Any]) -> Conversation:

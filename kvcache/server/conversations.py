@@ -12,7 +12,7 @@ from kvcache.support.arguments import as_instance, short
 
 __all__ = [
     "MAX_MESSAGES", "Conversation", "ToolChoice", "effort", "functions_of", "messages_of", "placed", "template_kwargs",
-    "tool_choice_of", "tools_of", "verbosity", "with_users",
+    "text_of", "tool_choice_of", "tools_of", "verbosity", "with_users",
 ]
 
 MAX_MESSAGES = 4096  # templates have a loop over them
@@ -140,10 +140,11 @@ def with_users(messages: list[Any]) -> list[Any]:
 
 def _joined(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """One message of the contents of several."""
-    return messages[0] | {"content": "\n\n".join(filter(None, map(_text, messages)))}
+    return messages[0] | {"content": "\n\n".join(filter(None, map(text_of, messages)))}
 
 
-def _text(message: dict[str, Any]) -> str:
+def text_of(message: dict[str, Any]) -> str:
+    """The text of the content of a message."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part["text"] for part in content)

@@ -14,7 +14,7 @@ from kvcache.engine import SamplingParams
 from kvcache.server.constraints import response_format
 from kvcache.server.conversations import effort, messages_of, template_kwargs, tool_choice_of, tools_of, verbosity
 from kvcache.server.refusals import BodyError
-from kvcache.server.retention import cache_options
+from kvcache.server.retention import cache_options, cache_retention
 from kvcache.support.arguments import as_count, as_instance, short
 
 __all__ = [
@@ -135,12 +135,12 @@ SAMPLING = {
 _BOTH = {
     **SAMPLING, "model": TEXT, "n": Field(partial(as_count, least=1, most=MAX_CHOICES)), "stream": FLAG,
     "stream_options": Field(_with_usage), "cache_salt": Field(salt_of), "prompt_cache_options": Field(cache_options),
+    "prompt_cache_retention": Field(cache_retention),
     # Names of clients, and hints for caches and routers: they change no token.
     **dict.fromkeys(
         (
-            "client_metadata", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention",
-            "request_id", "safety_identifier", "separate_reasoning", "service_tier", "store",
-            "stream_reasoning", "user",
+            "client_metadata", "metadata", "prediction", "prompt_cache_key", "request_id", "safety_identifier",
+            "separate_reasoning", "service_tier", "store", "stream_reasoning", "user",
         ),
         IGNORED,
     ),

@@ -6,24 +6,26 @@ import json
 import logging
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, Union
 
 from kvcache.server.conversations import MAX_MESSAGES
 from kvcache.server.fields import COUNT, FLAG, IGNORED, PLAIN, STOPS, TEXT, Field
 from kvcache.server.refusals import BodyError
-from kvcache.server.retention import marked_ttl
+from kvcache.server.retention import MOST_MARKS, CacheMark, marked_ttl
 from kvcache.support.arguments import as_instance, short
 
 __all__ = ["COUNTED", "MESSAGES", "chat_of_messages", "skipped"]
 
 logger = logging.getLogger("kvcache")
 
+_Marks = list[tuple[Union[int, None], float]]  # noqa: UP007  # characters and seconds, see `CacheMark`
+_Marked = tuple[dict[str, Any], _Marks]  # a message, and the marks in it
 _BILLING = "x-anthropic-billing-header:"  # begins a block of clients that differs with each request
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of_messages(given: dict[str, Any]) -> dict[str, Any]:
-    """The chat completion that a body asks for.
+def chat_of_messages(given: dict[str, Any]) -> tuple[dict[str, Any], list[CacheMark]]:
+    """The chat completion that a body asks for, and the ends of blocks that are to stay cached.
 
     Args:
         given: its fields, as `checked` by `MESSAGES`.
@@ -31,7 +33,10 @@ def chat_of_messages(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: not such a body.
     """
-    messages = [*_system(given.get("system", "")), *_messages(given["messages"])]
+    said = [*_system(given.get("system", "")), *_messages(given["messages"])]
+    messages, marks = [message for message, _ in said], []
+    for number, (_, found) in enumerate(said):
+        marks += [CacheMark(number, characters, seconds) for characters, seconds in found]
     same = ("model", "stream", "temperature", "top_p", "top_k")
     chat: dict[str, Any] = {name: given[name] for name in same if name in given} | {"messages": messages}
     chat |= {"max_completion_tokens": given.get("max_tokens"), "stop": given.get("stop_sequences")}
@@ -43,21 +48,27 @@ def chat_of_messages(given: dict[str, Any]) -> dict[str, Any]:
     if thinking := given.get("thinking"):
         thinks = as_instance(thinking, dict, "thinking").get("type") in ("enabled", "adaptive")
         chat["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
-    if (ttl := marked_ttl(given)) is not None:
-        chat["prompt_cache_options"] = {"ttl": ttl}
-    return chat
+    of_tools = [marked_ttl(tool) for tool in given.get("tools", []) if isinstance(tool, dict)]
+    if seconds := max(filter(None, of_tools), default=0.0):  # templates have them beside the system message
+        marks.insert(0, CacheMark(0, None, seconds))
+    if (whole := marked_ttl(given)) is not None:
+        chat["prompt_cache_options"] = {"ttl": f"{whole:.0f}s"}
+    return chat, marks[-MOST_MARKS:]
 
 
-def _system(system: Any) -> Iterator[dict[str, Any]]:
+def _system(system: Any) -> Iterator[_Marked]:
     """The system message. The block that clients write for billing is left out: it would change the prefix."""
-    if not isinstance(system, str):
-        texts = [_text(block, "system") for block in _blocks(system, "system")]
-        system = "\n\n".join(text for text in texts if not text.startswith(_BILLING))
-    if system:
-        yield {"role": "system", "content": system}
+    text, marks = "", _Marks()
+    for block in [{"type": "text", "text": system}] if isinstance(system, str) else _blocks(system, "system"):
+        said = _text(block, "system")
+        if said and not said.startswith(_BILLING):
+            text += "\n\n" * bool(text) + said
+            marks += [(len(text), seconds) for seconds in [marked_ttl(block)] if seconds]
+    if text:
+        yield {"role": "system", "content": text}, marks
 
 
-def _messages(messages: Any) -> Iterator[dict[str, Any]]:
+def _messages(messages: Any) -> Iterator[_Marked]:
     if len(as_instance(messages, list, "messages")) > MAX_MESSAGES:
         raise ValueError(f"messages: expected at most {MAX_MESSAGES}, got {len(messages)}")
     for message in messages:
@@ -65,9 +76,10 @@ def _messages(messages: Any) -> Iterator[dict[str, Any]]:
         if role not in ("user", "assistant", "system"):
             raise ValueError(f"messages: expected the role user, assistant or system, got {short(role)}")
         if isinstance(content, str):
-            yield {"role": role, "content": content}
+            yield {"role": role, "content": content}, []
         elif role == "assistant":
-            yield _of_assistant(_blocks(content, "messages"))
+            blocks = _blocks(content, "messages")
+            yield _of_assistant(blocks), _whole(blocks)
         else:
             yield from _of_user(role, _blocks(content, "messages"))
 
@@ -94,22 +106,34 @@ def _of_assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _of_user(role: str, blocks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _of_user(role: str, blocks: list[dict[str, Any]]) -> Iterator[_Marked]:
     """Results of tools are messages of their own, in the order of the blocks."""
     texts: list[dict[str, Any]] = []
+    marks, characters = _Marks(), 0
     for block in blocks:
+        seconds = marked_ttl(block)
         if block.get("type") != "tool_result":
             texts.append({"type": "text", "text": _text(block, "messages")})
+            characters += len(texts[-1]["text"])
+            marks += [(characters, seconds)] if seconds else []
             continue
         if texts:
-            yield {"role": role, "content": texts}
-            texts = []
+            yield {"role": role, "content": texts}, marks
+            texts, marks, characters = [], [], 0
         content = block.get("content") or ""
         if not isinstance(content, str):
             content = "\n".join(_text(each, "messages") for each in _blocks(content, "messages"))
-        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+        result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+        inner = block.get("content")
+        yield result, _whole([*(inner if isinstance(inner, list) else []), block])
     if texts or not blocks:
-        yield {"role": role, "content": texts or ""}
+        yield {"role": role, "content": texts or ""}, marks
+
+
+def _whole(blocks: list[dict[str, Any]]) -> _Marks:
+    """The mark at the end of a message, where one of its blocks has one: the last one counts."""
+    found = [seconds for seconds in map(marked_ttl, blocks) if seconds]
+    return [(None, seconds) for seconds in found[-1:]]
 
 
 def _text(block: dict[str, Any], name: str) -> str:

@@ -11,7 +11,8 @@ from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.plain_text import PlainText
 from kvcache.sampling.text_tokens import TooManyTokens, encoded, least_tokens
 from kvcache.server.bodies import Body
-from kvcache.server.conversations import Conversation, placed, with_users
+from kvcache.server.conversations import Conversation, placed, text_of, with_users
+from kvcache.server.retention import CacheMark
 from kvcache.serving import BatchEngine
 
 __all__ = ["Prompts"]
@@ -54,6 +55,29 @@ class Prompts:
             return ()
         messages = placed(asked.messages, "developer" in (self._engine.chat_template or ""))
         return self._engine.chat_parts(messages, tokens.tolist(), tools=asked.tools, template=asked.template)
+
+    def kept(self, body: Body, tokens: npt.NDArray[np.uint32]) -> list[tuple[int, float]] | None:
+        """How many of the first tokens of a prompt stay cached, and for how many seconds each; None: nothing is said.
+
+        A block ends where its tokens differ from those of the conversation up to it alone. Where the template has no
+        words for that, all of the prompt stays.
+        """
+        kept = [] if body.keep is None else [(len(tokens), body.keep)]
+        for mark in body.marks:
+            kept.append((self._end_of(body.prompts[0], mark, tokens, body.field), mark.seconds))
+        return kept if body.marks or body.keep is not None else None
+
+    def _end_of(self, asked: Conversation, mark: CacheMark, tokens: npt.NDArray[np.uint32], field: str) -> int:
+        messages = asked.messages[: mark.message + 1]
+        if mark.characters is not None:
+            messages[-1] = messages[-1] | {"content": text_of(messages[-1])[: mark.characters]}
+        try:
+            found = self._of_conversation(asked._replace(messages=messages), field)
+        except (TypeError, ValueError):
+            return len(tokens)
+        most = min(len(found), len(tokens))
+        differ = np.flatnonzero(np.array(found[:most], np.int64) != tokens[:most])
+        return max(1, int(differ[0]) if len(differ) else most)
 
     def _of(self, body: Body, prompt: Any) -> list[int]:
         engine, most = self._engine, self._engine.max_positions

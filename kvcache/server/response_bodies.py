@@ -28,7 +28,7 @@ def chat_of_responses(given: dict[str, Any]) -> dict[str, Any]:
     """
     same = (
         "model", "stream", "temperature", "top_p", "parallel_tool_calls", "cache_salt", "chat_template_kwargs",
-        "prompt_cache_options",
+        "prompt_cache_options", "prompt_cache_retention",
     )
     chat: dict[str, Any] = {name: given[name] for name in same if name in given}
     system = [{"role": "system", "content": given["instructions"]}] if given.get("instructions") else []
@@ -163,12 +163,12 @@ def _format(form: Any) -> Any:
 
 RESPONSES = {
     **dict.fromkeys(("input", "tools", "tool_choice", "reasoning", "text", "temperature", "top_p"), PLAIN),
-    "prompt_cache_options": PLAIN,
+    "prompt_cache_options": PLAIN, "prompt_cache_retention": PLAIN,
     "model": TEXT, "instructions": TEXT, "max_output_tokens": FROM_1, "stream": FLAG, "parallel_tool_calls": FLAG,
     **{name: CHATS[name] for name in ("cache_salt", "chat_template_kwargs")},
     **dict.fromkeys(
         (
-            "client_metadata", "include", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_retention",
+            "client_metadata", "include", "max_tool_calls", "metadata", "prompt_cache_key",
             "safety_identifier", "service_tier", "store", "stream_options", "truncation",
             "user",
         ),

@@ -1,47 +1,71 @@
-"""How long clients ask prompts to stay cached."""
+"""How long clients ask prompts to stay cached, and up to where."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcache.support.arguments import as_instance, short
 
-__all__ = ["cache_options", "marked_ttl"]
+__all__ = ["MOST_MARKS", "CacheMark", "breakpoints", "cache_options", "cache_retention", "marked_ttl", "seconds_of"]
 
 _TTL, _UNITS = re.compile(r"(\d{1,5})([smh])"), {"s": 1.0, "m": 60.0, "h": 3600.0}
 _MOST = 24 * 3600.0  # seconds
 _DEFAULT = "5m"  # of a mark without a time
+MOST_MARKS = 4  # of a body, the last ones, as in the interfaces: each is looked for in the prompt
 
 
-def cache_options(value: Any, name: str) -> float | None:
-    """Read `prompt_cache_options`: the seconds of its `ttl`, at most those of a day; None: it has none."""
-    ttl = as_instance(value, dict, name).get("ttl")
-    if ttl is None:
-        return None
+class CacheMark(NamedTuple):
+    """The end of a block that is to stay cached.
+
+    Attributes:
+        message: the number of its message.
+        characters: how many of the message's text are before it; None: all, and what else the message has.
+        seconds: for which it stays, from its last use on.
+    """
+
+    message: int
+    characters: int | None
+    seconds: float
+
+
+def seconds_of(ttl: Any, name: str) -> float:
+    """Read a time such as "30m", at most a day."""
     found = _TTL.fullmatch(as_instance(ttl, str, name))
     if found is None or not 0 < (seconds := int(found[1]) * _UNITS[found[2]]) <= _MOST:
         raise ValueError(f"{name}: expected a ttl such as 30m, up to 24h, got {short(ttl)}")
     return seconds
 
 
-def marked_ttl(body: dict[str, Any]) -> str | None:
-    """The longest `ttl` of the marks `cache_control` of a body of `/v1/messages`; None: it has no mark."""
-    found = [
-        as_instance(mark.get("ttl") or _DEFAULT, str, "cache_control")
-        for block in _blocks(body) if isinstance(mark := block.get("cache_control"), dict)
-    ]
-    return max(found, key=lambda ttl: cache_options({"ttl": ttl}, "cache_control") or 0.0, default=None)
+def cache_options(value: Any, name: str) -> float | None:
+    """Read `prompt_cache_options`: the seconds of its `ttl`; None: it has none."""
+    ttl = as_instance(value, dict, name).get("ttl")
+    return None if ttl is None else seconds_of(ttl, name)
 
 
-def _blocks(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The objects of a body that may have a mark."""
-    waiting: list[Any] = [body, body.get("system"), body.get("tools"), body.get("messages")]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, list):
-            waiting += each
-        elif isinstance(each, dict):
-            yield each
-            waiting.append(each.get("content"))
+def cache_retention(value: Any, name: str) -> float | None:
+    """Read `prompt_cache_retention`: the seconds of a day; None: as long as there is memory."""
+    if value not in ("24h", "in_memory", "in-memory"):
+        raise ValueError(f"{name}: expected in_memory or 24h, got {short(value)}")
+    return _MOST if value == "24h" else None
+
+
+def breakpoints(messages: Any, ttl: float | None) -> list[CacheMark]:
+    """The `prompt_cache_breakpoint`s of parts of texts; `ttl`: seconds of those without a time."""
+    found = []
+    for number, message in enumerate(messages if isinstance(messages, list) else []):
+        content, characters = message.get("content") if isinstance(message, dict) else None, 0
+        for part in content if isinstance(content, list) else []:
+            text = part.get("text") if isinstance(part, dict) else None
+            characters += len(text) if isinstance(text, str) else 0
+            if text is not None and (mark := part.get("prompt_cache_breakpoint")) is not None:
+                name = "prompt_cache_breakpoint"
+                seconds = cache_options(mark, name) or ttl or seconds_of(_DEFAULT, name)
+                found.append(CacheMark(number, characters, seconds))
+    return found[-MOST_MARKS:]
+
+
+def marked_ttl(block: dict[str, Any]) -> float | None:
+    """The seconds of the mark `cache_control` of a block; None: it has none."""
+    mark = block.get("cache_control")
+    return seconds_of(mark.get("ttl") or _DEFAULT, "cache_control") if isinstance(mark, dict) else None

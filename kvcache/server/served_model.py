@@ -27,6 +27,7 @@ from kvcache.server.prompts import Prompts
 from kvcache.server.refusals import too_large, too_many
 from kvcache.server.response_bodies import RESPONSES, chat_of_responses
 from kvcache.server.response_form import ResponseForm
+from kvcache.server.retention import CacheMark
 from kvcache.server.voices import Voices
 from kvcache.serving import BatchEngine
 
@@ -80,7 +81,8 @@ class ServedModel:
 
     def message(self, found: dict[str, Any], space: Hashable) -> Asked:
         """Answer a body of `/v1/messages`."""
-        body = self._body(chat_of_messages(checked(found, MESSAGES, ("model", "messages", "max_tokens"))), True)
+        chat, marks = chat_of_messages(checked(found, MESSAGES, ("model", "messages", "max_tokens")))
+        body = self._body(chat, True, marks)
         return self._begin(body, MessageForm(body, self.engine), space)
 
     def respond(self, found: dict[str, Any], space: Hashable) -> Asked:
@@ -89,8 +91,8 @@ class ServedModel:
         body = self._body(chat_of_responses(given), True)._replace(field="input")
         return self._begin(body, ResponseForm(body, self.engine, given), space)
 
-    def _body(self, found: dict[str, Any], chat: bool) -> Body:
-        return body_of(found, chat, self.engine.sampling_params, self.engine.max_positions)
+    def _body(self, found: dict[str, Any], chat: bool, marks: Sequence[CacheMark] = ()) -> Body:
+        return body_of(found, chat, self.engine.sampling_params, self.engine.max_positions, marks)
 
     def _begin(self, body: Body, form: Form, space: Hashable) -> Asked:
         if body.chat and (_requires_call(body) or body.params.grammar is not None):
@@ -120,13 +122,13 @@ class ServedModel:
             timeout: seconds from now to the last token.
         """
         engine, (body, form, space) = self.engine, asked
-        keep = body.keep if engine.shares_prefixes else None
         spoken = partial(self._voices.spoken, body)
         answer = HttpAnswer(form, body, spoken, threads, timeout + _READING)
         tokens = None
         try:
             for number, tokens in enumerate(self._prompts.tokens(body)):
                 later = number * body.n  # so that a body of many texts waits rather than one of a single text
+                keep = self._prompts.kept(body, tokens) if engine.shares_prefixes else None
                 submit = partial(
                     engine.submit, namespace=space, deadline=timeout, n=body.n, priority=later, keep=keep
                 )
@@ -146,7 +148,7 @@ class ServedModel:
 
     def count(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
         """The number of tokens of a body of `/v1/messages`."""
-        body = self._body(chat_of_messages(checked(found, COUNTED, ("model", "messages"))), True)
+        body = self._body(chat_of_messages(checked(found, COUNTED, ("model", "messages")))[0], True)
         return JSONResponse({"input_tokens": len(self._prompts.tokens(body)[0])})
 
     def render(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> ASGIApp:
