@@ -50,7 +50,7 @@ enum {
     CROWDED_NS = 10000000,
     SPINS_PER_CHECK = 16, /* pauses between two looks at the clock, which cost 20 ns each */
     MANY_SLEEPERS = 4,    /* a caller that wakes more leaves it to the woken ones, 2 each: one takes it 1 to 5 us */
-#if defined(KVC_DEBUG) /* everything that can be shared is */
+#if defined(KVC_SHARE_ALL) /* for tests */
     SPUN_SHARE_NS = 1,
     WOKEN_SHARE_NS = 2,
 #else
