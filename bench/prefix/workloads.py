@@ -21,10 +21,15 @@ class Request:
     Attributes:
         pages: names of the pages of prompt and answer.
         num_prompt: how many of these belong to the prompt and can be cached already.
+        arrival: seconds after the first request.
+        prompt_tokens, answer_tokens: the last page of the prompt may have fewer tokens than others.
     """
 
     pages: list[int]
     num_prompt: int
+    arrival: float
+    prompt_tokens: int
+    answer_tokens: int
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,12 @@ class _Pages:
 
 
 def synthetic(mix: Mix, page_size: int = 16) -> Trace:
-    """Chats of several turns, agents that branch, and documents, over system prompts of Zipf popularity."""
+    """Chats of several turns, agents that branch, and documents, over system prompts of Zipf popularity.
+
+    One arrives in a second, on average.
+    """
     rng = np.random.default_rng(mix.seed)
+    arrivals = np.random.default_rng((mix.seed, 1)).exponential(1.0, mix.num_requests).cumsum().tolist()
     pages = _Pages(page_size)
     systems = [pages.fresh(rng.exponential(mix.system_tokens)) for _ in range(mix.systems)]
     weights = 1 / np.arange(1, mix.systems + 1) ** mix.zipf
@@ -121,21 +130,24 @@ def synthetic(mix: Mix, page_size: int = 16) -> Trace:
         else:
             prompt = system() + pages.fresh(rng.exponential(mix.document_tokens))
             answered = prompt + pages.fresh(rng.exponential(mix.answer_tokens))
-        requests.append(Request(answered, len(prompt)))
+        new = (len(answered) - len(prompt)) * page_size
+        requests.append(Request(answered, len(prompt), arrivals[len(requests)], len(prompt) * page_size, new))
     return Trace("synthetic: " + ", ".join(f"{k} {v:g}" for k, v in asdict(mix).items()), page_size, requests)
 
 
 def from_mooncake(path: str, page_size: int = 512) -> Trace:
     """A trace of hashed blocks (one JSON object per line: `hash_ids`, `input_length`, `output_length`)."""
     requests = []
-    fresh = -1
+    fresh = 1 << 31  # names of answers, beyond those of the trace
     with open(path, encoding="utf-8") as lines:
         for line in lines:
             if not line.strip():
                 continue
             record = json.loads(line)
             prompt = [int(block) for block in record["hash_ids"]]
-            answer = max(0, round(record.get("output_length", 0) / page_size))
-            requests.append(Request(prompt + list(range(fresh - answer + 1, fresh + 1))[::-1], len(prompt)))
-            fresh -= answer
+            new = int(record.get("output_length", 0))
+            answer = list(range(fresh, fresh + max(0, round(new / page_size))))
+            tokens, arrival = int(record.get("input_length", len(prompt) * page_size)), record.get("timestamp", 0) / 1e3
+            requests.append(Request(prompt + answer, len(prompt), arrival, tokens, new))
+            fresh += len(answer)
     return Trace(path, page_size, requests)
