@@ -14,6 +14,7 @@ from typing import Any
 
 from kvcache.commands.chat import MAX_TOKENS
 from kvcache.commands.options import add_options, checked, name_of, open_engine
+from kvcache.commands.shared_tiers import add_tiers, check_tiers, open_tiers
 from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.sampling.dialects.dialect_table import DIALECTS
 from kvcache.serving.batch import BatchEngine
@@ -39,7 +40,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
     keys = f"a KEY in each line, or KEY NAMESPACE; instead of the lines of the variable {VARIABLE}"
     add("--api-keys", metavar="FILE", help=keys)
-    add("--autosave", metavar="DIR", help="a folder that keeps all cached prefixes, also after a crash")
+    add_tiers(parser)
     add("--max-running", type=int, default=64, metavar="N", help="answers that run at a time (%(default)s)")
     add("--max-queue", type=int, default=256, metavar="N", help="answers that wait; more get status 429 (%(default)s)")
     add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (%(default)s)")
@@ -129,6 +130,7 @@ def _check(options: argparse.Namespace, tables: Sequence[argparse.Namespace]) ->
         for limit in ("max_queue", "max_running"):
             as_count(getattr(table, limit), limit, 1)
         _events(table)
+        check_tiers(table)
         checked(table)
 
 
@@ -147,7 +149,9 @@ def _model(options: argparse.Namespace, default: str, kind: Any, opened: ExitSta
     """The model of some options, its engine opened; it is closed with the stack, which a third signal needs."""
     options.model = options.model or default
     more: dict[str, Any] = {"max_queue": options.max_queue, "max_running": options.max_running}
-    more |= {"autosave": options.autosave, "kv_events": _events(options)}
+    if (tiers := open_tiers(options)) is not None:
+        opened.callback(tiers.close)
+    more |= {"tiers": tiers, "kv_events": _events(options)}
     engine = open_engine(options, BatchEngine.from_pretrained, **more)
     opened.callback(engine.close, cancel=True)
     return kind(
