@@ -14,7 +14,7 @@ import os
 from collections import namedtuple
 from contextlib import contextmanager
 
-from kvcache.support.arguments import as_count
+from kvcache.support.arguments import as_count, spelled
 from kvcache.support.cpus import available_cpus, has_quota
 
 cdef extern from "kvc.h" nogil:
@@ -269,18 +269,9 @@ cdef void run_items(int64_t count, int num_threads, kvc_item_fn *item, void *con
     kvc_run_items(count, num_threads, item, context)
 
 
-# The names of the same formats in other libraries.
-_SPELLINGS = {
-    "float32": "f32", "fp32": "f32", "float": "f32", "float16": "f16", "fp16": "f16", "half": "f16",
-    "int8": "q8", "q8_0": "q8", "int4": "q4", "q4_0": "q4", "q4_1": "q4",
-}
-
-
 cdef int format_code(object name, str what) except -1:
     if not isinstance(name, str) or name not in FORMATS:
-        meant = _SPELLINGS.get(str(getattr(name, "__name__", name)).rpartition(".")[2])
-        also = f"; kvcache calls it {meant!r}" if meant in FORMATS else ""
-        raise ValueError(f"{what}: expected one of {', '.join(FORMATS)}, got {name!r:.100}{also}")
+        raise ValueError(f"{what}: expected one of {', '.join(FORMATS)}, got {name!r:.100}{spelled(name, FORMATS)}")
     return _NAMES.index(name)
 
 

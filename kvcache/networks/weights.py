@@ -41,7 +41,7 @@ from kvcache.networks.quantised import open_folder
 from kvcache.networks.recurrence import RecurrentWeights
 from kvcache.networks.recurrent_sizes import Mixer, Mlp
 from kvcache.networks.tensors import Tensors
-from kvcache.support.arguments import short
+from kvcache.support.arguments import short, spelled
 from kvcache.support.huge_pages import huge_bytes
 
 __all__ = ["FORMATS", "LayerWeights", "MlpWeights", "Progress", "Weight", "Weights"]
@@ -232,7 +232,8 @@ class Weights:
             ValueError: unknown `weights`.
         """
         if weights not in FORMATS:
-            raise ValueError(f"weights: expected one of {', '.join(FORMATS)}, got {short(weights)}")
+            also = spelled(weights, FORMATS)
+            raise ValueError(f"weights: expected one of {', '.join(FORMATS)}, got {short(weights)}{also}")
         stored = config
         if config.tie_word_embeddings and HEAD in checkpoint:
             stored = replace(config, tie_word_embeddings=False)

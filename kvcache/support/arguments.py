@@ -10,6 +10,7 @@ import numbers
 import re
 import reprlib
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ __all__ = [
     "BFLOAT16", "REQUIRED", "as_array", "as_bytes", "as_count", "as_finite", "as_flat", "as_floats", "as_index",
     "as_indices", "as_instance", "as_integer", "as_integers", "as_number", "as_output", "as_pair", "as_rows",
     "as_scores", "as_share", "as_sinks", "as_stored", "check_integers", "checked_scores", "described", "is_integer",
-    "is_masked", "plain_int", "short",
+    "is_masked", "plain_int", "short", "spelled",
 ]
 
 Float32 = npt.NDArray[np.float32]
@@ -37,6 +38,11 @@ BFLOAT16 = np.dtype([("bfloat16", np.uint16)])  # its words
 _WORD, _FLOAT32, _INDEX = np.dtype(np.uint16), np.dtype(np.float32), np.dtype(np.int64)
 _UNITS = {"B": 1} | {f"{c}{i}B": (1024 if i else 1000) ** n for n, c in enumerate("KMGT", 1) for i in ("", "i")}
 _BYTES = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*(B|[KMGT]i?B)\s*")
+# Formats by their names in other libraries.
+_SPELLINGS = {
+    "float32": "f32", "fp32": "f32", "float": "f32", "float16": "f16", "fp16": "f16", "half": "f16",
+    "bfloat16": "bf16", "int8": "q8", "q8_0": "q8", "int4": "q4", "q4_0": "q4", "q4_1": "q4",
+}
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = _shortened.maxlong = 100
 
@@ -48,6 +54,13 @@ def short(value: Any) -> str:
     except (ValueError, RecursionError):  # an int of thousands of digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def spelled(value: Any, names: Collection[str]) -> str:
+    """How a format of another library is called here, for the end of a message; empty: none of `names` is meant."""
+    name = str(getattr(value, "__name__", value)).rpartition(".")[2].lower()
+    meant = _SPELLINGS.get(name, name)
+    return f"; kvcache calls it {meant!r}" if meant in names else ""
 
 
 def described(value: Any) -> str:

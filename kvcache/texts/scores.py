@@ -113,14 +113,17 @@ class Scoring:
         positions = np.concatenate([alive.positions, np.arange(pos, pos + count)])
         old = alive.scores
         scores = np.concatenate([old, np.zeros((*old.shape[:-1], count), old.dtype)], axis=-1)
-        if drawn.scores is not None and self.queries:
-            scores = np.concatenate([scores, drawn.scores])[-self.queries :]
-        elif drawn.scores is not None:
-            scores += drawn.scores
-        queries = alive.queries
+        return self.joined(Alive(positions, scores, alive.queries), drawn)
+
+    def joined(self, alive: Alive, drawn: Drawn) -> Alive:
+        """The same tokens with what `attend` returned for the newest queries."""
+        scores, queries = alive.scores, alive.queries
+        if drawn.scores is not None:
+            more = drawn.scores
+            scores = np.concatenate([scores, more])[-self.queries :] if self.queries else scores + more
         if drawn.queries is not None:
             queries = np.concatenate([queries, drawn.queries])[-self.rows :] if len(queries) else drawn.queries
-        return Alive(positions, scores, queries)
+        return Alive(alive.positions, scores, queries)
 
     def mean(self, alive: Alive, end: int) -> Float64:
         """The score of each token in a text of `end` tokens, `(n,)` or `(heads, n)`: the mass on it per query."""

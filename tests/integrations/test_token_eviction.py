@@ -5,9 +5,10 @@ import pytest
 import torch
 from hf_models import dynamic, left_padded, logits_of, make_model
 
-from kvcache import EvictionPolicy
+from kvcache import EvictionPolicy, InferenceEngine
 from kvcache.integrations.transformers import PagedCache
 from kvcache.integrations.transformers.hf import AttentionInterface, AttentionMaskInterface, sdpa_mask
+from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, SnapKV
 from kvcache.texts.budgets import survivors
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
@@ -153,3 +154,42 @@ def test_dense_attention_is_refused(reason, implementation, settings, given):
 def test_refusals(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         PagedCache(make_model("llama").config, **options)
+
+
+POLICIES_IN_PYTHON = {"snapkv": SnapKV(6, 3), "tova": TOVA(), "keydiff": KeyDiff()}
+
+
+@pytest.mark.parametrize("name", POLICIES_IN_PYTHON)
+def test_a_policy_in_python_is_that_of_an_engine(name, tmp_path):
+    """Alone, and as rows of a batch of which one has left padding: the tokens that an engine keeps, and its answers."""
+    model = make_model("llama", head_dim=16)
+    model.save_pretrained(tmp_path)
+    policy, (ids, mask) = POLICIES_IN_PYTHON[name], left_padded([40, 23], 40)
+    model.set_attn_implementation("kvcache")
+    cache = PagedCache(model.config, "f32", block_size=4, eviction_policy=policy, kv_budget=10)
+    out = model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    for row, pad in enumerate((0, 17)):
+        engine = InferenceEngine.from_pretrained(
+            tmp_path, eviction_policy=policy, kv_budget=10, block_size=4, activations="exact"
+        )
+        engine.prefill_from_pos(ids[row, pad:].numpy(), 0)
+        for token in out[row, 40:47].tolist():
+            engine.decode_step(token, engine.num_tokens)
+        for layer in range(4):
+            mine = cache.layers[layer].rows.positions[row] - pad
+            assert mine.tolist() == engine.kept_positions(layer).tolist()
+    cache.check()
+    cache.crop(-1)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.check()
+
+
+def test_policies_that_a_cache_refuses():
+    config = make_model("llama").config
+    for policy, message in (
+        (AdaKV(TOVA()), "expected a policy for all heads of a layer, got AdaKV with per_head; an InferenceEng"),
+        (ExpectedAttention(), "expected a policy without of_network, for a cache does not see the network, go"),
+        (SnapKV, "expected an EvictionPolicy or an object with `keep`, got the class SnapKV"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^eviction_policy: {message}"):
+            PagedCache(config, eviction_policy=policy, kv_budget=10)

@@ -24,13 +24,15 @@ from kvcache.integrations.transformers.attention import attention
 from kvcache.integrations.transformers.cache import PagedCache, PagedCacheStats
 from kvcache.integrations.transformers.hf import AttentionInterface, AttentionMaskInterface
 from kvcache.integrations.transformers.masks import make_mask
+from kvcache.integrations.transformers.measured_model import calibrate
 from kvcache.integrations.transformers.pace import take_number
 from kvcache.integrations.transformers.packed_file import load_packed, save_packed
 from kvcache.integrations.transformers.prefixes import PrefixStore
 from kvcache.integrations.transformers.weights import PackedWeights, pack_weights
 
 __all__ = [
-    "PackedWeights", "PagedCache", "PagedCacheStats", "PrefixStore", "load_packed", "pack_weights", "save_packed",
+    "PackedWeights", "PagedCache", "PagedCacheStats", "PrefixStore", "calibrate", "load_packed", "pack_weights",
+    "save_packed",
 ]
 
 AttentionInterface.register("kvcache", attention)

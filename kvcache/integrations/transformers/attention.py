@@ -8,12 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.integrations.transformers.dense import dense_attention
+from kvcache.integrations.transformers.evicting import Eviction
 from kvcache.integrations.transformers.hf import torch
 from kvcache.integrations.transformers.layer import PagedLayer, array_of, refuse_gradient
 from kvcache.integrations.transformers.masks import PatternMask
 from kvcache.integrations.transformers.rows import Rows
 from kvcache.integrations.transformers.sight import Call, calls_for
 from kvcache.integrations.transformers.states import StoredStates
+from kvcache.paged.cache import PagedKvCache
+from kvcache.support.arguments import as_floats
 
 __all__ = ["attention"]
 
@@ -135,20 +138,31 @@ def _packed(
 def _call(
     rows: Rows, slot: int, call: Call, queries: npt.NDArray[Any], scale: float, softcap: float | None, sinks: Any
 ) -> Float32:
-    scored = rows.eviction is not None and rows.eviction.by_score
     ids = call.ids if call.shown is None else rows.fork_up_to(call.ids, call.shown)
     try:
-        got = rows.paged.attention(
-            slot, queries, ids, query_lens=call.lens, scale=scale, window=call.window, softcap=softcap, sinks=sinks,
-            starts=call.starts, causal=call.causal, return_scores=scored,
+        options = {
+            "scale": scale, "window": call.window, "softcap": softcap, "sinks": sinks, "causal": call.causal,
+        }
+        if rows.eviction is not None and rows.eviction.scores:
+            return _scored(rows.eviction, rows.paged, slot, call, queries, ids, options)
+        mixed: Float32 = rows.paged.attention(
+            slot, queries, ids, query_lens=call.lens, starts=call.starts, **options
         )
+        return mixed
     finally:
         if call.shown is not None:
             rows.paged.free_batch(ids)
-    if not scored:
-        return got  # type: ignore[no-any-return]
-    assert rows.eviction is not None
-    counts = rows.stored()[call.rows] if call.shown is None else call.shown
-    for row, scores in zip(call.rows, np.split(got[1], np.cumsum(counts)[:-1]), strict=True):
-        rows.eviction.add(int(row), scores)
-    return got[0]  # type: ignore[no-any-return]
+
+
+def _scored(
+    eviction: Eviction, paged: PagedKvCache, slot: int, call: Call, queries: npt.NDArray[Any],
+    ids: npt.NDArray[np.uint64], options: dict[str, Any],
+) -> Float32:
+    """One row after another, as `EvictingLayers` of an engine does; the eviction notes what each has drawn."""
+    lens, mixed = np.ones(len(ids), np.int64) if call.lens is None else call.lens, []
+    for i, part in enumerate(np.split(queries, np.cumsum(lens)[:-1])):
+        own = as_floats(part, part.shape, "query")
+        found, drawn = eviction.budgets.scoring.attend(paged, slot, own, ids[i : i + 1], lens[i : i + 1], options)
+        eviction.add(int(call.rows[i]), drawn)
+        mixed.append(found)
+    return np.concatenate(mixed)

@@ -8,14 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.calibration import Calibration
+from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import total
+from kvcache.core.rowformat import Format
 from kvcache.eviction import EvictionPolicy
-from kvcache.integrations.transformers.evicting import rules_of
+from kvcache.integrations.transformers.evicting import budgets_of
 from kvcache.integrations.transformers.hf import DYNAMIC_LAYER_TYPE_MAPPING, DynamicCache, torch
 from kvcache.integrations.transformers.layer import PagedLayer, State
 from kvcache.integrations.transformers.pace import advise
 from kvcache.integrations.transformers.pool import PAGED_TYPES, PagedPool
 from kvcache.support.copies import refuse_copies
+from kvcache.texts.policy import Policy
 
 __all__ = ["PagedCache", "PagedCacheStats"]
 
@@ -63,11 +67,15 @@ class PagedCache(DynamicCache):
     Args:
         config: of the model.
         dtype: storage format, "f32", "f16", "q8", "q6", "q4", "q3" or "q2"; `key_dtype`, `value_dtype` name them apart.
+            A list or tuple has one for each layer, "auto:4.0" chooses them within a budget of bits per value, by the
+            losses of the calibration. A `Format` in Python is applied to what is written, and stored in f32.
         block_size: tokens per block, 1 to 256.
         max_memory_bytes: the most bytes of K and V, an int or a text such as "1GiB"; None: they grow with the text.
         eviction_policy: which tokens of a layer with full attention stay: `EvictionPolicy.SlidingWindow`, `H2O` or
-            `PyramidKV`; None: all.
+            `PyramidKV`, or a `kvcache.engine.Policy` for all heads of a layer, which counts the layers with full
+            attention; None: all.
         kv_budget: tokens per layer and row under the policy.
+        calibrate: what `calibrate` measured: quantised keys are rounded by it. None: each channel by itself.
 
     Every call can raise these errors.
 
@@ -81,21 +89,20 @@ class PagedCache(DynamicCache):
     def __init__(
         self,
         config: Any,
-        dtype: str = "f16",
+        dtype: Formats | Format = "f16",
         *,
-        key_dtype: str | None = None,
-        value_dtype: str | None = None,
+        key_dtype: Formats | Format | None = None,
+        value_dtype: Formats | Format | None = None,
         block_size: int = 16,
         max_memory_bytes: int | str | None = None,
-        eviction_policy: EvictionPolicy | None = None,
+        eviction_policy: EvictionPolicy | Policy | None = None,
         kv_budget: int | None = None,
+        calibrate: Calibration | None = None,
     ) -> None:
-        formats = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
+        formats = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype, "calibrate": calibrate}
         by = "window" if eviction_policy is None else "layer"
         pool = PagedPool(config, formats, block_size, max_memory_bytes, by)
-        full = [layer for layer, name in enumerate(pool.types) if name == "full_attention"]
-        rules = rules_of(eviction_policy, kv_budget, full)
-        self._own(State(pool, rules, bool(eviction_policy and eviction_policy.by_score)))
+        self._own(State(pool, *budgets_of(eviction_policy, kv_budget, pool)))
 
     @classmethod
     def _over(cls, state: State) -> PagedCache:
@@ -230,7 +237,7 @@ class PagedCache(DynamicCache):
         from copy import deepcopy
 
         self._settle()
-        state = State(self.state.pool, self.state.rules, self.state.by_score)
+        state = State(self.state.pool, self.state.budgets, [*self.state.evicting])
         state.recording, state.row_of = self.state.recording, self.state.row_of
         state.prompt, state.mixed_at = self.state.prompt, self.state.mixed_at
         for kind, rows in self.state.rows.items():
@@ -284,8 +291,7 @@ class PagedCache(DynamicCache):
                 assert (steps > 0).all(), f"{kind}: positions of row {row} do not ascend"
 
     def __repr__(self) -> str:
-        formats = self.state.pool._formats
-        return f"PagedCache({formats['dtype']}, {self._batch()} rows of {self.get_seq_length()} tokens)"
+        return f"PagedCache({self.state.pool.formats}, {self._batch()} rows of {self.get_seq_length()} tokens)"
 
 
 # A break in every graph of torch.compile: the decorator itself would cost 2 us per layer where nothing is compiled.

@@ -7,12 +7,12 @@ kind.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.eviction import Rule
 from kvcache.integrations.transformers.evicting import Eviction
 from kvcache.integrations.transformers.hf import (
     CacheLayerMixin,
@@ -27,6 +27,7 @@ from kvcache.integrations.transformers.states import StoredStates
 from kvcache.integrations.transformers.ways import Ways
 from kvcache.support import dlpack
 from kvcache.support.arguments import BFLOAT16
+from kvcache.texts.budgets import Budgets
 
 __all__ = ["PagedLayer", "State", "array_of", "refuse_gradient"]
 
@@ -53,15 +54,17 @@ class State:
         rows: the batch, by kind of layer.
         pending: what is not stored yet, by layer.
         recording: whether dropped and evicted tokens stay until the next `crop` (`activate_past_recording`).
-        rules: limits of the layers that evict tokens.
+        budgets: of the layers that evict tokens; None: none does.
+        evicting: their numbers among those, by layer.
         epoch: number of changes other than `update`.
         row_of: of each row, the row of the first batch that it goes back to; None: it is the same.
         mixed_at: the most tokens at which rows were reordered or selected.
         prompt: of a cache of a `PrefixStore`: token ids, their mask and the namespace.
     """
 
-    def __init__(self, pool: PagedPool, rules: dict[int, Rule], by_score: bool) -> None:
-        self.pool, self.rules, self.by_score = pool, rules, by_score
+    def __init__(self, pool: PagedPool, budgets: Budgets | None = None, layers: Sequence[int] = ()) -> None:
+        self.pool, self.budgets = pool, budgets
+        self.evicting = {layer: i for i, layer in enumerate(layers)}
         self.rows: dict[Kind, Rows] = {}
         self.pending: dict[int, Pending] = {}
         self.recording = False
@@ -74,8 +77,8 @@ class State:
     def rows_of(self, kind: Kind, batch: int, num_tokens: int) -> Rows:
         """The rows of a kind, made if there are none."""
         if kind not in self.rows:
-            rule = None if kind.layer is None else self.rules.get(kind.layer)
-            eviction = None if rule is None else Eviction(rule, self.by_score, batch)
+            own = None if kind.layer is None else self.evicting.get(kind.layer)
+            eviction = None if own is None or self.budgets is None else Eviction(self.budgets, own, batch)
             self.rows[kind] = Rows(self.pool, kind, batch, num_tokens, eviction)
         return self.rows[kind]
 
@@ -230,7 +233,7 @@ class PagedLayer(CacheLayerMixin):
 
     def refuse_dense(self, reason: str) -> None:
         """Raise ValueError if the layer evicts tokens: dense attention would neither score nor miss them."""
-        if self.index in self.state.rules:
+        if self.index in self.state.evicting:
             raise ValueError(
                 "eviction_policy: expected attn_implementation='kvcache' over packed blocks, got dense attention "
                 f"({reason})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvcache.core.store import BlockStore
 from kvcache.errors import OutOfMemoryError
 from kvcache.integrations.transformers.hf import get_layer_types_and_kwargs
+from kvcache.integrations.transformers.layer_storage import Kind, LayerStorage
 from kvcache.paged.cache import PagedKvCache
 from kvcache.support.arguments import as_bytes, as_count
 
@@ -28,15 +29,6 @@ MOST_CHANNELS = 512  # of a head: what the kernels take
 UInt64 = npt.NDArray[np.uint64]
 
 
-class Kind(NamedTuple):
-    """Properties that all layers of one `PagedKvCache` share; `layer` is set where each layer has its own cache."""
-
-    window: int | None
-    heads: int
-    channels: int
-    layer: int | None
-
-
 class PagedPool:
     """Blocks for the K and V of a model.
 
@@ -44,7 +36,7 @@ class PagedPool:
 
     Args:
         config: of the model.
-        formats: `dtype`, `key_dtype`, `value_dtype` of `PagedKvCache`.
+        formats: `dtype`, `key_dtype`, `value_dtype` and `calibrate` of `PagedCache`.
         block_size: tokens per block.
         max_memory_bytes: the most bytes of K and V of all blocks; None: no limit.
         by: "window", layers share blocks with those of the same window; "shape", with those of the same shape;
@@ -64,15 +56,12 @@ class PagedPool:
         self.lock = RLock()
         self.paged: dict[Kind, PagedKvCache] = {}
         self.reclaim: Callable[[Kind, int], int] | None = None  # frees blocks that are kept for later
-        self._formats, self._by = formats, by
+        self._by = by
         self._slots: dict[int, tuple[Kind, int]] = {}  # layer -> its kind and its number among those of its kind
         self.said = self.kinds_of(config.get_text_config(decoder=True))
         self._next_id = 1
-        BlockStore(1, 0, self.block_size, 1, 8, *self._names())  # checks the formats
-
-    def _names(self) -> tuple[Any, Any]:
-        dtype = self._formats["dtype"]
-        return self._formats["key_dtype"] or dtype, self._formats["value_dtype"] or dtype
+        self.formats = LayerStorage.of(formats, len(self.types), self.said)
+        self.formats.check(self.block_size)
 
     def window(self, layer: int) -> int | None:
         """The window of a layer, in tokens."""
@@ -88,11 +77,16 @@ class PagedPool:
         with self.lock:
             if layer not in self._slots:
                 kind = self._kind(layer, heads, channels)
-                used = sum(other == kind for other, _ in self._slots.values())
-                if used == self._layers_of(kind):  # more layers than the configuration says
+                own = self._said_of(kind)
+                used = own.index(layer) if layer in own else sum(other == kind for other, _ in self._slots.values())
+                if layer not in own and (own or used == self._layers_of(kind)):  # more layers than the config says
                     kind, used = kind._replace(layer=layer), 0
                 self._slots[layer] = kind, used
             return self._slots[layer]
+
+    def _said_of(self, kind: Kind) -> list[int]:
+        """The layers of a kind, as the configuration says."""
+        return [layer for layer, each in self.said.items() if each == kind]
 
     def kinds_of(self, config: Any) -> dict[int, Kind]:
         """The kinds of the layers by what the configuration says of heads, before a model has run."""
@@ -113,21 +107,22 @@ class PagedPool:
                 if count < 1:
                     raise OutOfMemoryError(size, max(0, (self.limit or 0) - self._mapped()), "bytes")
                 made = PagedKvCache(
-                    count, self.block_size, kind.heads, kind.channels, num_layers=layers, **self._formats
+                    count, self.block_size, kind.heads, kind.channels, num_layers=layers,
+                    **self.formats.of_layers(self._said_of(kind)),
                 )
                 self.paged = {**self.paged, kind: made}
             return self.paged[kind]
 
     def block_bytes(self, kind: Kind) -> int:
         """Bytes of a block of this kind, of all its layers."""
-        store = BlockStore(self._layers_of(kind), 0, self.block_size, kind.heads, kind.channels, *self._names())
+        formats = self.formats.stored(self._said_of(kind))
+        store = BlockStore(self._layers_of(kind), 0, self.block_size, kind.heads, kind.channels, *formats)
         return int(store.block_bytes)
 
     def _layers_of(self, kind: Kind) -> int:
         if kind.layer is not None:
             return 1
-        said = sum(each == kind for each in self.said.values())
-        return said or sum(
+        return len(self._said_of(kind)) or sum(
             name in PAGED_TYPES and (self._by == "shape" or self.window(layer) == kind.window)
             for layer, name in enumerate(self.types)
         )

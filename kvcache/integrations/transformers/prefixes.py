@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.calibration import Calibration
+from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import total
+from kvcache.core.rowformat import Format
 from kvcache.errors import InvalidOperationError
 from kvcache.integrations.transformers.cache import PagedCache
 from kvcache.integrations.transformers.layer import State
@@ -49,7 +52,7 @@ class PrefixStore:
 
     Args:
         config: of the model. Its layers have full attention or windows, and rotate K by position alone.
-        dtype, key_dtype, value_dtype, block_size: as of `PagedCache`.
+        dtype, key_dtype, value_dtype, block_size, calibrate: as of `PagedCache`.
         max_memory_bytes: the most bytes of K and V, of caches in use and of what is kept; None: they grow. When they
             are in use, kept blocks go, the least recently used first.
         tiers: where prefixes go beyond this process and come from, see `kvcache.tiers.Tiers`; `cache_for` waits for
@@ -64,20 +67,21 @@ class PrefixStore:
     def __init__(
         self,
         config: Any,
-        dtype: str = "f16",
+        dtype: Formats | Format = "f16",
         *,
-        key_dtype: str | None = None,
-        value_dtype: str | None = None,
+        key_dtype: Formats | Format | None = None,
+        value_dtype: Formats | Format | None = None,
         block_size: int = 16,
         max_memory_bytes: int | str | None = None,
         tiers: Tiers | None = None,
         model: str | None = None,
+        calibrate: Calibration | None = None,
     ) -> None:
         if tiers is not None:
             as_instance(tiers, Tiers, "tiers")
             if not isinstance(model, str):
                 raise ValueError(f"model: expected a name of the weights with tiers, got {short(model)}")
-        formats = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
+        formats = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype, "calibrate": calibrate}
         self._pool = PagedPool(config, formats, block_size, max_memory_bytes, "shape")
         for name in self._pool.types:
             if name not in (*PAGED_TYPES, "dummy"):
@@ -96,7 +100,10 @@ class PrefixStore:
                 if kind not in self._indexes:
                     index = PrefixCache.over(paged)
                     if self._tiers is not None:
-                        index.source = self._tiers.source(f"{self._model} {self._digest(('dtype',))} {kind}")
+                        known, own = paged.calibration, paged.formats.fingerprint
+                        meaning = "" if known is None else f" calibrated {known.fingerprint}"
+                        name = f"{self._model} {self._digest(('dtype',))} {kind}{meaning}" + (f" {own}" if own else "")
+                        index.source = self._tiers.source(name)
                         self._sources[kind] = index.source
                     self._indexes[kind] = index
             return dict(self._indexes)
@@ -120,7 +127,7 @@ class PrefixStore:
             namespace: tenant, adapter or so: prefixes are shared within one alone.
         """
         ids, mask = _as_rows(input_ids, attention_mask)
-        state = State(self._pool, {}, False)
+        state = State(self._pool)
         state.prompt = ids, mask, namespace
         cache = PagedCache._over(state)
         pads = mask.argmax(1)
@@ -290,7 +297,7 @@ class PrefixStore:
 
     def __repr__(self) -> str:
         kept = sum(len(index) for index in self._opened().values())
-        return f"PrefixStore({self._pool._formats['dtype']}, {kept} blocks of {self._pool.block_size} tokens kept)"
+        return f"PrefixStore({self._pool.formats}, {kept} blocks of {self._pool.block_size} tokens kept)"
 
 
 def _refuse_ropes_of_length(config: Any) -> None:

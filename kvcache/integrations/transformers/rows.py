@@ -190,7 +190,7 @@ class Rows:
             self.first = np.minimum(self.first, length)
             self.hidden = None if self.hidden is None else self.hidden[:, :length]
             if self.eviction is not None:
-                self.eviction.cut(kept)
+                self.eviction.cut(kept, count)
             self.length = length
             self.plans.clear()
         if trim:
@@ -225,7 +225,11 @@ class Rows:
         """Evict down to the budget of the policy, if there is one."""
         if self.eviction is None or self.positions is None:
             return
-        for row, kept in self.eviction.choose(self.positions, self.length):
+
+        def read(row: int) -> tuple[Float32, Float32]:
+            return self.paged.read(0, int(self.ids[row]))  # a layer that evicts has a `PagedKvCache` of its own
+
+        for row, kept in self.eviction.choose(self.positions, self.length, read):
             seq_id = int(self.ids[row])
             self.paged.keep_tokens(seq_id, kept)
             self.positions[row] = self.positions[row][kept]

@@ -14,7 +14,7 @@ from kvcache.integrations.transformers.linear import Joint, PackedLinear
 from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix, checked_activations
 from kvcache.networks.linear import empty_matrices
 from kvcache.networks.weights import FORMATS
-from kvcache.support.arguments import short
+from kvcache.support.arguments import short, spelled
 
 __all__ = ["PackSource", "PackedWeights", "pack_parts", "pack_weights", "parts_to_pack"]
 
@@ -72,7 +72,8 @@ def pack_weights(
             packs the others; so does it after Ctrl-C.
     """
     if weights not in FORMATS:
-        raise ValueError(f"weights: expected one of {', '.join(FORMATS)}, got {short(weights)}")
+        also = spelled(weights, FORMATS)
+        raise ValueError(f"weights: expected one of {', '.join(FORMATS)}, got {short(weights)}{also}")
     checked_activations(activations)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
