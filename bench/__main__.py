@@ -42,6 +42,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench engine                           whole requests on random checkpoints
   python -m bench quality --plot bench/pictures    twenty minutes; --quick: two; --only eviction
   python -m bench quality --model smollm2          every K/V format of any checkpoint; Ctrl-C prints what is there
+  python -m bench quality --model smollm2 --tasks  questions about long texts, under eviction policies
   python -m bench weights-quality                  packed weights and GGUF types; minutes
   python -m bench saved                            load of a saved cache compared with the prefill; a minute
   python -m bench structures                       all tables, some minutes

@@ -10,7 +10,7 @@ from typing import Any
 from bench.kernels.attention_rivals import NUMPY, TORCH, TORCH_BEST, TORCH_HALF
 from bench.kernels.chunks import PEAK
 from bench.support.common import Result, Table
-from bench.support.plot import pyplot, save
+from bench.support.plot import name_ends, plain_numbers, pyplot, save
 from bench.support.scattered import Shape
 from kvcache.kernels.kernels import FORMATS
 
@@ -35,24 +35,26 @@ def plot_kernels(tables: Iterable[tuple[Table, list[Result]]], folder: str) -> I
 
 def _over_context(results: list[Result], threads: int, folder: str) -> Path:
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure, axes = plt.subplots(figsize=(9, 5.5))
+    lines, contexts = [], set()
     for name in (*FORMATS, NUMPY, TORCH, TORCH_BEST, TORCH_HALF):
         points = [(r.facts["f32"]["context"], r.times[name]) for r in results if name in r.times]
         if not points:
             continue
         style = {"marker": "o"} if name in FORMATS else {"marker": "x", "linestyle": "--", "alpha": 0.7}
         x, y = [p[0] for p in points], [median(p[1]) * 1e3 for p in points]
-        (line,) = axes.plot(x, y, label=name, **style)
-        low, high = [min(p[1]) * 1e3 for p in points], [max(p[1]) * 1e3 for p in points]
-        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15)
+        contexts.update(x)
+        lines += axes.plot(x, y, label=name, **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    plain_numbers(axes.xaxis, "", sorted(contexts))
+    plain_numbers(axes.yaxis)
     axes.set_xlabel("tokens of context")
-    axes.set_ylabel("milliseconds, median, minimum to maximum")
+    axes.set_ylabel("milliseconds, median")
     title = f"Decode over context, {threads} thread{'s' * (threads > 1)}"
-    axes.set_title(f"{title}: 32 query heads, 8 KV heads, head_dim 128, cold scattered blocks")
-    axes.legend(fontsize="small")
+    axes.set_title(f"{title}: attention of one layer of\n32 query heads, 8 KV heads, head_dim 128", fontsize=10)
     axes.grid(alpha=0.3)
+    name_ends(axes, lines)
     return save(plt, figure, folder, title, "png")
 
 
@@ -73,10 +75,13 @@ def _roofline(decode: Result, prefill: Result, threads: int, folder: str) -> Pat
             colors[name] = line.get_color()
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    plain_numbers(axes.xaxis, "", [2**i for i in range(0, 15, 2)])
+    plain_numbers(axes.yaxis)
     axes.set_xlabel("FLOP per byte of K and V")
     axes.set_ylabel("GFLOP/s (of float arithmetic, whatever the kernel does)")
     title = f"Roofline, {threads} thread{'s' * (threads > 1)}"
-    axes.set_title(f"{title}: {int(decode.facts['f32']['context'])} and {int(prefill.facts['f32']['context'])} tokens")
+    contexts = [f"{int(each.facts['f32']['context']):,}" for each in (decode, prefill)]
+    axes.set_title(f"{title}: {' and '.join(contexts)} tokens")
     axes.legend(fontsize="x-small", ncols=2)
     axes.grid(alpha=0.3)
     return save(plt, figure, folder, title, "png")

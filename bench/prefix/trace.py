@@ -114,7 +114,9 @@ def main(options: argparse.Namespace) -> int:
     print("\nthe trie, per request: lookup, pin, evict, insert, unpin\n")
     print(layout(["capacity", "pages", "median", "mean", "worst", "peak memory"], costs))
     if options.plot:
-        print(plot_lines(rates, options.plot, "Hit rate over capacity", "capacity, share of all pages", "hit rate"))
+        drawn = {name: {column: 100 * rate for column, rate in each.items()} for name, each in rates.items()}
+        title, x, y = "Hit rate over capacity", "capacity, share of all pages", "tokens that are hits"
+        print(plot_lines(drawn, options.plot, title, x, y, named=False, unit=" %"))
     if options.json:
         data = {"environment": environment(), "traces": [t.name for t in traces], "hit_rate": rates, "evictions": gone}
         Path(options.json).write_text(json.dumps(data, indent=1) + "\n")

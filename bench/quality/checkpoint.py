@@ -12,7 +12,8 @@ Rows of *a window of a fifth* evict: they keep a fifth of the text, its newest t
 
 `--format module:Class` adds two rows for a `kvcache.engine.Format`, with a residual of 64 tokens and without; of two of
 them with a slash between, the first is for keys. Bits are those that it says. `--policy module:Class` adds rows for a
-`kvcache.engine.Policy` over f32, which attends to 256 tokens of the text and to what it has kept of those before.
+`kvcache.engine.Policy` over f32, which attends to 256 tokens of the text and to what it has kept of those before;
+`--budgets` says how much it keeps.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from kvcache.kernels.kernels import FORMATS, get_num_threads
 from kvcache.networks.gguf import is_gguf
 from kvcache.texts.policy import as_budgets, is_policy
 
-__all__ = ["HEADER", "RUNS", "Biased", "absent", "load_own", "measure", "place_of", "rows", "verdicts"]
+__all__ = ["HEADER", "RUNS", "Biased", "absent", "load_own", "measure", "own_runs", "place_of", "rows", "verdicts"]
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -77,7 +78,7 @@ GOALS = {
 }
 TIMES = {"q8": 1.2, "q4": 1.5}  # the KL divergence with biased keys over that without
 RESIDUAL = 64  # tokens per group beside a format written in Python
-SHARES = (10, 20, 40)  # per cent of a window that a policy written in Python keeps
+SHARES = (0.1, 0.2, 0.4)  # of a window that a policy written in Python keeps
 NORM, EVERY = 200.0, 3  # of the constant; it is in every third of the first nine layers
 
 
@@ -120,7 +121,7 @@ def load_own(place: str, kind: str = "format") -> Any:
     return own
 
 
-def _own(options: argparse.Namespace, context: int) -> dict[str, dict[str, Any]]:
+def own_runs(options: argparse.Namespace, context: int) -> dict[str, dict[str, Any]]:
     """The runs of formats and policies of the command line, and the options of their engines."""
     found: dict[str, dict[str, Any]] = {}
     for place in options.format:
@@ -129,10 +130,10 @@ def _own(options: argparse.Namespace, context: int) -> dict[str, dict[str, Any]]
         for bare, length in (("", RESIDUAL), (BARE, 0)):
             found[name + bare] = {"key_dtype": pair[0], "value_dtype": pair[-1], "residual_length": length}
     for place in options.policy:
-        for share in SHARES:
+        for share in options.budgets or SHARES:
             policy = load_own(place, "policy")
-            kept = {"eviction_policy": policy, "kv_budget": max(1, context * share // 100), "num_blocks": None}
-            found[f"{name_of(policy)}, {share} % kept"] = kept
+            kept = {"eviction_policy": policy, "kv_budget": max(1, int(context * share)), "num_blocks": None}
+            found[f"{name_of(policy)}, {100 * share:g} % kept"] = kept
     return found
 
 
@@ -197,7 +198,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     if engine.tokenizer is None:
         raise SystemExit(f"--model: expected a checkpoint with a tokenizer, got {path}")
     context = min(options.context, engine.config.max_position_embeddings)
-    own, kinds = _own(options, context), tuple(options.texts or kinds_of(engine))
+    own, kinds = own_runs(options, context), tuple(options.texts or kinds_of(engine))
     model, names = engine.model, (*(QUICK if options.quick else RUNS), *own, *(KIVI if is_plain(engine.model) else ()))
     every = (*names, *(EVICTING if is_plain(model) and not options.quick else ()))
     every = (*every, *(() if options.quick else _rival_names(path)))
@@ -240,7 +241,8 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
             say(f"stopped after {count} windows")
         if not count:
             raise SystemExit("stopped before the first window was done")
-    text = f"{path.name}, {count} windows of {context:,} tokens of {', '.join(kinds)}"
+    named = ", ".join(Path(kind).name for kind in kinds)
+    text = f"{path.name}, {count} windows of {context:,} tokens of {named}"
     return {name: one.figures() | {"bits": bits[name]} for name, one in found.items()}, text
 
 

@@ -15,11 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from bench.quality import checkpoint, endless, eviction, formats, heldout, outliers, pictures, presses, reuse
+from bench.quality import (
+    checkpoint,
+    endless,
+    eviction,
+    formats,
+    haystacks,
+    heldout,
+    outliers,
+    pictures,
+    presses,
+    reuse,
+)
 from bench.quality.network import demo_model
 from bench.quality.prompts import make_prompts
 from bench.quality.texts import KINDS
 from bench.support.report import environment, show
+from kvcache import InferenceEngine
+from kvcache.core.rowformat import name_of
 from kvcache.demo import DIRECTORY
 from kvcache.kernels.kernels import FORMATS
 
@@ -46,15 +59,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", type=int, default=2048, help="--model: tokens of a window (default 2,048)")
     parser.add_argument(
-        "--texts", nargs="+", choices=KINDS, help="--model: kinds of text (default: documentation, code and chats; "
-        "licences in their place where the checkpoint has no template)",
+        "--texts", nargs="+", metavar="KIND|FILE", help=f"--model: kinds of text ({', '.join(KINDS)}), or files of it "
+        "(default: documentation, code and chats; licences in their place where the checkpoint has no template)",
     )
+    parser.add_argument(
+        "--budgets", nargs="+", type=_share, metavar="SHARE",
+        help="--policy and --tasks: the shares of the tokens that stay (default 0.1 0.2 0.4)",
+    )
+    parser.add_argument(
+        "--tasks", nargs="*", type=_task, metavar="TASK", help="--model (by default the demo's): answers to questions "
+        f"about long texts under eviction policies, those of --policy too: {', '.join(haystacks.TASKS)}; alone: all",
+    )
+    parser.add_argument("--questions", type=_count, default=10, help="--tasks: questions of each task (default 10)")
     parser.add_argument("--keep", type=Path, help="--model: a folder of what was measured, from which a call goes on")
     parser.add_argument(
         "--rows", nargs="+", metavar="ROW", help="--model (by default the demo's): these rows, by name, and f32"
     )
     parser.add_argument("--stream", type=int, help="tokens of endless text (default 100,000)")
     parser.add_argument("--prompts", type=int, help="prompts of the eviction table (default 8)")
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"expected a share above 0 and below 1, got {text}")
+    return value
+
+
+def _task(text: str) -> str:
+    if text not in haystacks.TASKS:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(haystacks.TASKS)}, got {text}")
+    return text
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return value
 
 
 class _Run:
@@ -189,13 +231,45 @@ def _checkpoint(options: argparse.Namespace) -> int:
         for line in checkpoint.absent(checkpoint.place_of(options.model)):
             print(line)
     if options.plot:
-        print(pictures.draw_front(figures, options.plot))
+        own = checkpoint.own_runs(options, options.context)
+        print(pictures.draw_front(figures, options.plot, text, own))
     if options.model == "smollm2" and not options.quick:
         print_verdicts(checkpoint.verdicts(figures))
     if options.json:
         where = {"environment": environment(), "text": text, "figures": figures}
         Path(options.json).write_text(json.dumps(where, indent=1) + "\n")
     return 0
+
+
+def _tasks(options: argparse.Namespace) -> int:
+    """Questions about long texts, for policies of the library and of the command line, or for `--rows` of them."""
+    path = checkpoint.place_of(options.model)
+    engine = InferenceEngine.from_pretrained(path, num_blocks=1)
+    own = [checkpoint.load_own(place, "policy") for place in options.policy]
+    policies = haystacks.POLICIES | {name_of(each): _always(each) for each in own}
+    if unknown := set(options.rows or ()) - set(policies):
+        raise SystemExit(f"--rows: expected some of {'; '.join(policies)}, got {'; '.join(sorted(unknown))}")
+    chosen = {name: each for name, each in policies.items() if not options.rows or name in options.rows}
+    length = min(options.context, engine.config.max_position_embeddings - 16)
+    count = min(2, options.questions) if options.quick else options.questions
+    tasks, shares = options.tasks or list(haystacks.TASKS), options.budgets or checkpoint.SHARES
+    found = haystacks.run(engine, tasks, length, count, shares, chosen, checkpoint.progress)
+    checkpoint.progress("")
+    if not found:
+        raise SystemExit("stopped before the first policy was done")
+    text = f"{path.name}, {count} texts of {length:,} tokens for each task"
+    note = "right answers, and the mean log-probability of their tokens"
+    show(options.markdown, f"Questions about {text}", [*haystacks.HEADER, *tasks], haystacks.rows(found), note)
+    if options.plot:
+        print(pictures.draw_tasks(found, options.plot, text))
+    if options.json:
+        where = {"environment": environment(), "text": text, "figures": found}
+        Path(options.json).write_text(json.dumps(where, indent=1) + "\n")
+    return 0
+
+
+def _always(policy: Any) -> Callable[[int, int], Any]:
+    return lambda budget, layers: policy
 
 
 def print_verdicts(found: list[dict[str, Any]]) -> int:
@@ -210,6 +284,9 @@ def print_verdicts(found: list[dict[str, Any]]) -> int:
 
 def main(options: argparse.Namespace) -> int:
     """Run the parts, print their tables, write JSON and pictures."""
+    if options.tasks is not None:
+        options.model = options.model or str(DIRECTORY)
+        return _tasks(options)
     if options.model or options.format or options.policy or options.rows or options.texts or options.keep:
         options.model = options.model or str(DIRECTORY)
         return _checkpoint(options)

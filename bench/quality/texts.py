@@ -90,16 +90,25 @@ def chats(engine: InferenceEngine, context: int, count: int) -> list[Tokens]:
     return [found[number] for number in range(count)]
 
 
+def _read(path: str) -> str:
+    """A file of the caller's. SystemExit: there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise SystemExit(f"--texts: expected {', '.join(KINDS)} or a file, got {path}: {error.strerror}") from error
+
+
 def windows(
     engine: InferenceEngine, context: int, total: int, kinds: Sequence[str], folder: Path | None = None
 ) -> Iterator[Tokens]:
     """Windows of `context` tokens, the kinds of text in turn, `total` tokens or a little more.
 
     Args:
+        kinds: of `KINDS`, or paths of files of text.
         folder: keeps the chats, which take a minute; None: nowhere.
     """
     each = -(-total // (context * len(kinds)))
-    known, cut = texts(), {}
+    known, cut = texts() | {kind: _read(kind) for kind in kinds if kind not in KINDS}, {}
     for kind in kinds:
         if kind == "chats":
             kept = None if folder is None else folder / f"chats-{each}-{context}.npy"
@@ -112,6 +121,8 @@ def windows(
             continue
         ids = np.array(engine.tokenizer.encode(known[kind]).ids, np.uint32)
         count = min(each, len(ids) // context)
+        if not count:
+            raise SystemExit(f"--texts: expected at least {context:,} tokens (--context), got {len(ids):,} in {kind}")
         starts = [i * context + (len(ids) - count * context) * i // max(1, count) for i in range(count)]
         cut[kind] = [ids[at : at + context] for at in starts]
     for i in range(each):

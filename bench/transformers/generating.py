@@ -64,7 +64,8 @@ def main(options: argparse.Namespace) -> int:
         from bench.support.plot import plot_lines
 
         title = f"transformers decode over context, {options.threads[-1]} threads"
-        print(plot_lines(lines, options.plot, title, "tokens", "ms per step"))
+        x, y, about = "tokens of context", "a step of decoding", ", ".join(options.models)
+        print(plot_lines(lines, options.plot, title, x, y, about=about, unit=" ms"))
     if options.json:
         save_json(options.json, done)
     return 0
@@ -124,7 +125,7 @@ def _of_model(
             done.append((Table(title, ()), [result]))
             if threads == options.threads[-1] and f"{shape}:{dtype}" == options.models[0]:
                 for name in (each for each in PLOTTED if each in result.times):
-                    lines.setdefault(name, {})[str(context)] = median(result.times[name]) * 1e3
+                    lines.setdefault(name, {})[f"{context:,}"] = median(result.times[name]) * 1e3
             gc.collect()
         if options.only != "decode":
             title = f"Prefill of {prompt} tokens, {shape} in {dtype}, {threads} thr"

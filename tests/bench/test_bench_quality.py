@@ -13,7 +13,18 @@ pytest.importorskip("bench.support.common")
 pytest.importorskip("tokenizers")
 
 from bench.__main__ import main
-from bench.quality import checkpoint, endless, eviction, formats, heldout, pictures, reuse, rivals, texts
+from bench.quality import (
+    checkpoint,
+    endless,
+    eviction,
+    formats,
+    haystacks,
+    heldout,
+    pictures,
+    reuse,
+    rivals,
+    texts,
+)
 from bench.quality.network import RandomEngine, Recorder, attention_mass, demo_model, log_softmax
 from bench.quality.prompts import DISTANCES, LENGTH, make_prompts
 from kvcache import EvictionPolicy, InferenceEngine
@@ -186,7 +197,7 @@ def test_programs_that_are_not_installed_are_named(monkeypatch, tmp_path):
 def test_other_programs_have_lines_of_their_own_in_the_picture():
     runs = ("q4", "q4, calibrated", "auto:5.0, calibrated", "KIVI's recipe, 2 bits", *rivals.HF, "llama.cpp q4_0")
     assert [*dict.fromkeys(map(pictures.kind_of, runs))] == [
-        "without", "with a calibration", "a budget of bits", "KIVI's recipe", "QuantizedCache, quanto",
+        "without a calibration", "with a calibration", "a budget of bits", "KIVI's recipe", "QuantizedCache, quanto",
         "QuantizedCache, hqq", "llama.cpp",
     ]
     left_out = ("f32", "llama.cpp f32", "transformers f32", "q8/q4", "q4, no residual", "q8, biased keys")
@@ -260,3 +271,81 @@ def test_what_was_measured_is_kept(tmp_path, monkeypatch):
     assert main([*command, "--tokens", "400", "--json", str(tmp_path / "json")]) == 0
     assert json.loads((tmp_path / "json").read_text())["figures"] == figures[1]
     assert figures[0]["q4"]["kl"] != figures[1]["q4"]["kl"]
+
+
+def test_files_budgets_and_own_rows_in_the_picture(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "mine.py").write_text(
+        "class Last:\n    score_queries = 0\n"
+        "    def keep(self, layer, scores, positions, budget):\n"
+        "        return range(len(positions) - budget, len(positions))\n"
+    )
+    (tmp_path / "tale.txt").write_text("def add(first, second):\n    return first + second\n" * 40)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = ["--quick", "--rows", "q8", "Last, 5 % kept", "Last, 50 % kept", "--budgets", "0.05", "0.5"]
+    options += ["--policy", "mine:Last", "--texts", "tale.txt", "--context", "100", "--tokens", "200", "--plot", "."]
+    assert main(["quality", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "2 windows of 100 tokens of tale.txt" in shown
+    assert [*map(float, re.findall(r"Last, [50]+ % kept +([\d.]+) ", shown))] == [1.6, 16]
+    assert (tmp_path / "quality-of-a-real-model.png").stat().st_size > 10_000
+    own = ["Last, 5 % kept", "mine"]
+    kinds = [pictures.kind_of(name, own) for name in (*own, "q4", "f32")]
+    assert kinds == ["Last", "mine", "without a calibration", ""]
+    for texts_of, message in (("gone.txt", "or a file, got gone.txt: No such"), ("mine.py", "at least 100 tokens")):
+        with pytest.raises(SystemExit, match=f"^--texts: expected .*{message}"):
+            main(["quality", "--texts", texts_of, "--context", "100", "--quick", "--rows", "q8"])
+    for share in ("0", "1.5"):
+        with pytest.raises(SystemExit):
+            main(["quality", "--policy", "mine:Last", "--budgets", share])
+
+
+@pytest.mark.parametrize("task", haystacks.TASKS)
+def test_questions_hold_their_answers(demo, task):
+    """The text says what is asked for; lines are at other places in each question; seeds make them the same again."""
+    tokenizer, starts = demo[1], []
+    questions = haystacks.make_questions(task, tokenizer, 900, 3)
+    for question in questions:
+        text, answer = question.tokens[: question.answer], question.tokens[question.answer :]
+        assert 800 < len(question.tokens) <= 900
+        said, wanted = tokenizer.decode(text.tolist()), tokenizer.decode(answer.tolist()).strip()
+        body, asked = said.rsplit("Question: ", 1)
+        assert body.count(wanted) == (10 if task == "words" else 1)
+        assert wanted not in asked
+        starts.append(body.index(wanted))
+    assert len(set(starts)) == 3
+    again = haystacks.make_questions(task, tokenizer, 900, 3)
+    assert all((a.tokens == b.tokens).all() for a, b in zip(questions, again, strict=True))
+    if task == "needle":
+        assert starts == sorted(starts)  # from the front to the back
+    with pytest.raises(SystemExit, match=r"^--context: expected more than 60 tokens"):
+        haystacks.make_questions("words", tokenizer, 60, 1)
+
+
+def test_answers_are_scored_like_the_whole_text(demo, model):
+    """All tokens stay: log-probabilities are those of the text; a policy per head has its budget."""
+    questions = {"needle": haystacks.make_questions("needle", demo[1], 300, 2)}
+    found = haystacks.measure(model, questions, 300, None, 1.0, lambda text: None)
+    nats = []
+    for question in questions["needle"]:
+        nats += InferenceEngine(model).score(question.tokens)[question.answer - 1 :].tolist()
+    assert found["tasks"]["needle"]["nats"] == pytest.approx(np.mean(nats), rel=1e-4)
+    kept = haystacks.measure(model, questions, 300, haystacks.POLICIES["AdaKV of SnapKV"], 0.3, lambda text: None)
+    assert kept["kept"] == pytest.approx(90, abs=25)  # of a layer's heads together
+
+
+def test_tasks_have_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    options = ["--tasks", "needle", "--rows", "all tokens", "window", "--budgets", "0.2", "--context", "300"]
+    assert main(["quality", "--quick", *options, "--plot", ".", "--json", "tasks.json"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"(?m)^window +20% +60 +\d+ %, -\d+\.\d\d", shown)
+    assert (tmp_path / "quality-tasks.png").stat().st_size > 5_000
+    figures = json.loads((tmp_path / "tasks.json").read_text())["figures"]
+    assert [f["policy"] for f in figures] == ["all tokens", "window"]
+    with pytest.raises(SystemExit, match=r"^--rows: expected some of all tokens; .*, got q8"):
+        main(["quality", "--tasks", "--rows", "q8"])
+    with pytest.raises(SystemExit):
+        main(["quality", "--tasks", "harder"])

@@ -1,0 +1,205 @@
+"""`python -m bench quality --tasks`: what an eviction policy leaves of a text that is asked about afterwards.
+
+    needle     one sentence with a number, at a depth of 5 to 95 % of the text, and a question for the number
+    needles    eight such sentences with different keys, and a question for one of them
+    variables  five lines "VAR a = b" that pass a number on, and a question for the value of the last one
+    words      three words that each occur ten times among words that occur once, and a question for them
+
+Tasks are those of RULER (arXiv 2404.06654) and of needle in a haystack, made here by seeds. The text between is English
+prose, made of sentences that say nothing of the answer. A policy sees the question only when it has evicted the text
+before it, in pieces of 256 tokens: what kvpress calls compression without the question.
+
+The answer is scored as the tokens that are to come, given those before: the share of answers of which every token is
+the most likely one, and their mean log-probability.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.quality.network import log_softmax
+from kvcache import EvictionPolicy, InferenceEngine
+from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, SnapKV
+
+__all__ = ["HEADER", "POLICIES", "TASKS", "Question", "make_questions", "measure", "rows", "run"]
+
+PIECE, SINKS = 256, 4
+KEYS = (
+    "apple", "river", "castle", "winter", "garden", "silver", "window", "mountain", "bridge", "candle", "forest",
+    "ocean",
+)
+_WHO = ("The baker", "A teacher", "My neighbour", "The old sailor", "A young painter", "The doctor", "Her brother")
+_DID = ("walked along", "looked at", "talked about", "drew a map of", "remembered", "wrote of", "waited near")
+_WHAT = ("the quiet road", "the market", "a small house", "the harbour", "the long bridge", "an empty field", "a hill")
+_WHEN = ("in the morning", "before the rain", "after dinner", "on Sunday", "late in the autumn", "for an hour", "again")
+_RARE = tuple(f"{a}{b}" for a in ("bar", "cor", "den", "fal", "gor", "hul", "mar") for b in ("dine", "mot", "tick"))
+
+# name -> function from the budget in tokens and the number of layers to a policy; None: all tokens stay.
+POLICIES: dict[str, Callable[[int, int], Any] | None] = {
+    "all tokens": None,
+    "window": lambda budget, layers: EvictionPolicy.SlidingWindow(budget - SINKS, SINKS),
+    "H2O": lambda budget, layers: EvictionPolicy.H2O(),
+    "SnapKV": lambda budget, layers: SnapKV(),
+    "SnapKV per head": lambda budget, layers: SnapKV(per_head=True),
+    "AdaKV of SnapKV": lambda budget, layers: AdaKV(SnapKV()),
+    "TOVA": lambda budget, layers: TOVA(),
+    "KeyDiff": lambda budget, layers: KeyDiff(),
+    "AdaKV of expected attention": lambda budget, layers: AdaKV(ExpectedAttention()),
+}
+HEADER = ["policy", "budget", "tokens kept"]
+
+
+class Question(NamedTuple):
+    """A text and its end, the answer.
+
+    Attributes:
+        tokens: of both, uint32 `(n,)`.
+        answer: where the answer begins.
+    """
+
+    tokens: npt.NDArray[np.uint32]
+    answer: int
+
+
+def _prose(rng: random.Random) -> Iterator[str]:
+    while True:
+        yield " ".join((rng.choice(_WHO), rng.choice(_DID), rng.choice(_WHAT), rng.choice(_WHEN))) + "."
+
+
+def _needles(rng: random.Random, count: int) -> tuple[list[str], str, str]:
+    keys, number = rng.sample(KEYS, count), [str(rng.randrange(1000, 10000)) for _ in range(count)]
+    lines = [f"The magic number of the {key} is {value}." for key, value in zip(keys, number, strict=True)]
+    asked = rng.randrange(count)
+    question = f"Question: what is the magic number of the {keys[asked]}?\nThe magic number of the {keys[asked]} is"
+    return lines, question, f" {number[asked]}"
+
+
+def _needle(rng: random.Random) -> tuple[list[str], str, str]:
+    return _needles(rng, 1)
+
+
+def _eight(rng: random.Random) -> tuple[list[str], str, str]:
+    return _needles(rng, 8)
+
+
+def _variables(rng: random.Random) -> tuple[list[str], str, str]:
+    names, value = rng.sample("ABCDEFGHKLMNPRSTUVWXYZ", 5), rng.randrange(1000, 10000)
+    lines = [f"VAR {names[0]} = {value}."]
+    lines += [f"VAR {name} = VAR {before}." for before, name in pairwise(names)]
+    return lines, f"Question: what is the value of VAR {names[-1]}?\nThe value of VAR {names[-1]} is", f" {value}"
+
+
+def _words(rng: random.Random) -> tuple[list[str], str, str]:
+    chosen = rng.sample(_RARE, 3)
+    lines = [f"Remember the word {word}." for word in chosen for _ in range(10)]
+    rng.shuffle(lines)
+    first, second, third = chosen
+    question = f"Question: which three words were to be remembered?\nThe words are {first}, {second} and"
+    return lines, question, f" {third}"
+
+
+TASKS: dict[str, Callable[[random.Random], tuple[list[str], str, str]]] = {
+    "needle": _needle, "needles": _eight, "variables": _variables, "words": _words,
+}
+
+
+def make_questions(task: str, tokenizer: Any, length: int, count: int) -> list[Question]:
+    """Make `count` texts of about `length` tokens; depths of the lines are spread over them.
+
+    Raises:
+        SystemExit: a length that has no room for the lines.
+    """
+    found = []
+    for number in range(count):
+        rng = random.Random(f"{task} {number}")
+        lines, asked, answer = TASKS[task](rng)
+        encoded = [list(tokenizer.encode(f" {line}").ids) for line in lines]
+        begin = list(tokenizer.encode("Read this text.\n").ids)
+        end, wanted = list(tokenizer.encode(f"\n{asked}").ids), list(tokenizer.encode(answer).ids)
+        room = length - sum(map(len, (begin, end, wanted, *encoded)))
+        if room < length // 8:
+            raise SystemExit(f"--context: expected more than {length} tokens for the task {task}, got {length}")
+        prose, source = [], _prose(rng)
+        while sum(map(len, prose)) < room:
+            prose.append(list(tokenizer.encode(f" {next(source)}").ids))
+        prose.pop()
+        if len(lines) == 1:  # one line at each depth in turn
+            places = [round(len(prose) * (5 + 90 * number / max(1, count - 1)) / 100)]
+        else:
+            places = sorted(rng.sample(range(len(prose) + 1), min(len(lines), len(prose) + 1)))
+            places += [len(prose)] * (len(lines) - len(places))
+        for place, line in reversed(list(zip(places, encoded, strict=True))):
+            prose.insert(place, line)
+        text = begin + [token for sentence in prose for token in sentence] + end
+        found.append(Question(np.array(text + wanted, np.uint32), len(text)))
+    return found
+
+
+def measure(
+    model: Any, questions: dict[str, list[Question]], length: int, policy: Any, share: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The figures of one policy at one share of the tokens, over all tasks.
+
+    Args:
+        questions: of each task.
+        policy: a function of the budget and the number of layers; None: all tokens stay.
+    """
+    budget, options = max(2 * SINKS, round(share * length)), dict[str, Any](prefill_chunk=PIECE)
+    if policy is not None:
+        options |= {"eviction_policy": policy(budget, model.config.num_layers), "kv_budget": budget}
+    engine, tasks, kept = InferenceEngine(model, **options), {}, []
+    for task, asked in questions.items():
+        right, nats = 0, list[float]()
+        for number, question in enumerate(asked):
+            say(f"{task}, question {number + 1} of {len(asked)}")
+            answer, rows = question.tokens[question.answer :], []
+            engine.reset()
+            rows.append(engine.prefill_from_pos(question.tokens[: question.answer], 0))
+            kept.append(np.mean([engine.alive_tokens(0, head) for head in range(model.config.num_kv_heads)]))
+            rows += [engine.decode_step(int(token), engine.num_tokens) for token in answer[:-1]]
+            logits = np.array(rows, np.float64)
+            right += bool((logits.argmax(axis=1) == answer).all())
+            nats += log_softmax(logits)[np.arange(len(answer)), answer].tolist()
+        tasks[task] = {"right": right / len(asked), "nats": float(np.mean(nats)), "questions": len(asked)}
+    return {"share": share, "kept": float(np.mean(kept)), "tasks": tasks}
+
+
+def _said(say: Callable[[str], None], where: str, text: str) -> None:
+    say(f"{where}: {text}")
+
+
+def rows(figures: list[dict[str, Any]]) -> list[list[str]]:
+    """The rows of the table: of each task the answers that are right, and the mean log-probability of their tokens."""
+    return [
+        [
+            f["policy"], f"{f['share']:.0%}", f"{f['kept']:,.0f}",
+            *(f"{100 * each['right']:.0f} %, {each['nats']:.2f}" for each in f["tasks"].values()),
+        ]
+        for f in figures
+    ]
+
+
+def run(
+    engine: InferenceEngine, tasks: Sequence[str], length: int, count: int, shares: Sequence[float],
+    policies: dict[str, Any], say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """All policies at all shares; what was measured until Ctrl-C."""
+    questions = {task: make_questions(task, engine.tokenizer, length, count) for task in tasks}
+    found: list[dict[str, Any]] = []
+    try:
+        for name, policy in policies.items():
+            for share in shares if policy is not None else (1.0,):
+                found.append({"policy": name})
+                told = partial(_said, say, f"{name}, {share:.0%}")
+                found[-1] |= measure(engine.model, questions, length, policy, share, told)
+    except KeyboardInterrupt:
+        found.pop()
+        say("stopped")
+    return found
