@@ -21,6 +21,7 @@ from kvcache.networks.tokens import as_tokens
 __all__ = ["calibrate"]
 
 Float32 = npt.NDArray[np.float32]
+_CHOSEN = "_attn_implementation"  # which transformers sets by a method, and has no other name to read it by
 _NAME = "kvcache_calibrate"  # of the attention that hands Q, K and V to who measures
 
 
@@ -48,7 +49,7 @@ def calibrate(model: Any, tokens: Any, *, losses: bool = False) -> Calibration:
     ids = as_tokens(tokens.reshape(-1).numpy() if isinstance(tokens, torch.Tensor) else tokens, model.config.vocab_size)
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
-    before = model.config._attn_implementation
+    before = getattr(model.config, _CHOSEN)
     model.set_attn_implementation(_NAME)
     try:
         with torch.no_grad():
