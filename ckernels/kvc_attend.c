@@ -222,6 +222,20 @@ static void attend_chunk(const job *j, const chunk *now, const chunk *next, int 
     mix_values(j, now, head, j->rows, lanes, j->segment.acc + index * (size_t)j->v_padded, k, next);
 }
 
+/* Takes the tiles of the CPU where some of so many rows meet codes in them, and gives them back. */
+static void begin_item(const job *j, int rows) {
+    (void)j, (void)rows;
+#if KVC_TILES
+    if (tiled_rows(rows)) begin_tiled(j->layout->head_dim);
+#endif
+}
+static void end_item(int rows) {
+    (void)rows;
+#if KVC_TILES
+    if (tiled_rows(rows)) amx_release();
+#endif
+}
+
 /* Attends over the tokens from one on up to the end of what the job reads. */
 NOINLINE void attend_tokens(job *j, int64_t token) {
     if (token >= j->token_stop) return;
@@ -240,17 +254,19 @@ NOINLINE void attend_tokens(job *j, int64_t token) {
     }
 }
 
-void KVC_FN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
+void KVC_OWN(attend_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
     job j;
     start(&j, args, item);
     take_scratch(&j, scratch);
     const int rows = (item->head_stop - item->head) * j.rows;
+    begin_item(&j, j.rows);
     attend_tokens(&j, item->token);
     if (args->residuals && j.merged) make_whole(&j, j.total, 0, rows);
     if (item->residual && item->part + 1 == item->parts) {
         read_from(&j, 1, item->residual);
         attend_tokens(&j, 0);
     }
+    end_item(j.rows);
     if (item->members || item->results) return;
     if (!j.merged) clear_results(j.total, rows, j.v_padded);
     write_rows(&j, j.total, 0, rows);
@@ -261,7 +277,7 @@ static int share_of(int rows, int64_t part, int parts) {
     return part == parts ? rows : (int)((rows + 15) / 16 * part / parts * 16);
 }
 
-void KVC_FN(combine_parts)(const kvc_attend_args *args, const kvc_item *item) {
+void KVC_OWN(combine_parts)(const kvc_attend_args *args, const kvc_item *item) {
     job j;
     start(&j, args, item);
     const int rows = (item->head_stop - item->head) * j.rows;
@@ -297,7 +313,7 @@ static void add_weights(const job *j, const chunk *c, int head, int64_t row, int
     }
 }
 
-void KVC_FN(score_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
+void KVC_OWN(score_item)(const kvc_attend_args *args, const kvc_item *item, void *scratch) {
     job j;
     start(&j, args, item);
     read_from(&j, (int)item->residual, item->token_stop);
@@ -307,6 +323,7 @@ void KVC_FN(score_item)(const kvc_attend_args *args, const kvc_item *item, void 
         memset(args->scores + head * args->score_stride + item->first_score + zeros, 0,
                (size_t)(item->token_stop - zeros) * sizeof(float));
     }
+    begin_item(&j, (int)(item->row_stop - item->row));
     for (int head = item->head; item->token < item->token_stop && head < item->head_stop; head++) {
         float *scores = args->scores + head * args->score_stride + item->first_score;
         for (int64_t row = item->row; row < item->row_stop; row += KVC_ITEM_ROWS) {
@@ -325,4 +342,5 @@ void KVC_FN(score_item)(const kvc_attend_args *args, const kvc_item *item, void 
             }
         }
     }
+    end_item((int)(item->row_stop - item->row));
 }

@@ -55,13 +55,14 @@ static inline int64_t kvc_result_floats(const kvc_layout *layout, int64_t rows) 
 
 /* A query row in digits, or in whole numbers of 16 bits (kvc_tiles.h). */
 typedef struct unit_query {
-    float scale, sum, centre; /* the step; the sum of q; the rounding error of that sum times the centre of codes */
     union {
         struct {
             int8_t high[KVC_MAX_HEAD_DIM], low[KVC_MAX_HEAD_DIM];
         };
         int16_t whole[KVC_MAX_HEAD_DIM];
     };
+    float scale, sum, centre; /* the step; the sum of q; the rounding error of that sum times the centre of codes */
+    float unused[13];         /* up to a whole cache line, as below */
 } unit_query;
 
 /* The weights of one row and chunk, likewise. */
@@ -74,7 +75,9 @@ typedef struct unit_weights {
     };
     float scale, base; /* base: the term of every channel, from the minima and the bias of signed codes */
     float rounded;     /* the sum of the numbers, exact */
+    float unused[13];
 } unit_weights;
+_Static_assert(sizeof(unit_query) % 64 == 0 && sizeof(unit_weights) % 64 == 0, "64 digits lie in one line");
 
 /* Most (head, row) pairs of one item. */
 static inline int64_t kvc_item_max_rows(const kvc_layout *layout) {

@@ -5,6 +5,7 @@
 
 #include "kvc_job.h"
 #include "kvc_products.h"
+#include "kvc_tiled.h"
 
 /* One head's rows of the chunk as floats, and pointers to them. Pointers behind the last token repeat it. */
 static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, const unsigned char **staged) {
@@ -104,7 +105,12 @@ static int score_tiles(const job *j, const chunk *c, int head, const unit_query 
     const unsigned char *tile[KVC_CHUNK / KVC_TILE], *ahead[KVC_CHUNK / KVC_TILE];
     const int more = list_tiles(c->k, next ? next->k : NULL, c->pieces, next ? next->pieces : 0,
                                 (size_t)head * j->layout->key_head_bytes, tile, ahead);
-    unit_dot(j->k_rows.bits, j->k_rows.dim, rows, c->pieces, q, tile, j->weights, more ? ahead : NULL);
+    const int tiled = tiled_rows(rows);
+#if KVC_TILES
+    if (tiled) dot_tiled(j->k_rows.bits, j->k_rows.dim, tiled, c->pieces, q, tile, j->weights, more ? ahead : NULL);
+#endif
+    unit_dot(j->k_rows.bits, j->k_rows.dim, rows - tiled, c->pieces, q + tiled, tile, j->weights + tiled * KVC_CHUNK,
+             more && !tiled ? ahead : NULL);
     return c->lanes;
 }
 
@@ -133,8 +139,14 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
     for (int i = 0; i < c->pieces; i++)
         load_scales(&c->piece[i], tile[i], centre, scales + KVC_TILE * i, middles + KVC_TILE * i);
     quantise_weights(j->v_rows.bits, rows, c->lanes, j->weights, scales, middles, j->unit_w);
-    unit_mix(j->v_rows.bits, j->v_rows.dim, rows, c->pieces, j->unit_w, tile, j->alpha, acc, j->v_padded,
-             more ? ahead : NULL);
+    const int tiled = tiled_rows(rows);
+#if KVC_TILES
+    if (tiled)
+        mix_tiled(j->v_rows.bits, j->v_rows.dim, tiled, c->pieces, depth_of(j->k_rows.dim), j->unit_w, tile, j->alpha, acc,
+                  j->v_padded, more ? ahead : NULL);
+#endif
+    unit_mix(j->v_rows.bits, j->v_rows.dim, rows - tiled, c->pieces, j->unit_w + tiled, tile, j->alpha + tiled,
+             acc + (size_t)tiled * (size_t)j->v_padded, j->v_padded, more && !tiled ? ahead : NULL);
 }
 #endif
 

@@ -1,9 +1,13 @@
-/* kvc_dispatch.c - the levels that this build has and this CPU can run. Queries the CPU and keeps no state. */
+/* kvc_dispatch.c - the levels that this build has and this CPU can run. Queries CPU and system, and keeps no state. */
+#if defined(__linux__)
+#define _GNU_SOURCE /* syscall */
+#endif
 #include "kvc.h"
 
 #include <string.h>
 
-extern const kvc_kernels kvc_kernels_scalar, kvc_kernels_avx2, kvc_kernels_avxvnni, kvc_kernels_avx512, kvc_kernels_neon;
+extern const kvc_kernels kvc_kernels_scalar, kvc_kernels_avx2, kvc_kernels_avxvnni, kvc_kernels_avx512, kvc_kernels_amx,
+    kvc_kernels_neon;
 
 #if defined(KVC_HAVE_AVX2) || defined(KVC_HAVE_AVX512)
 #include <cpuid.h>
@@ -12,8 +16,9 @@ enum { /* leaf 1, ecx */ FMA = 1 << 12, OSXSAVE = 1 << 27, AVX = 1 << 28, F16C =
 enum { /* leaf 7, ebx */ AVX2 = 1 << 5, AVX512F = 1 << 16, AVX512DQ = 1 << 17, AVX512BW = 1 << 30 };
 #define AVX512VL (1u << 31)
 enum { /* leaf 7, ecx */ AVX512VNNI = 1 << 11 };
+enum { /* leaf 7, edx */ AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
 enum { /* leaf 7, subleaf 1, eax */ AVXVNNI = 1 << 4, AVX512BF16 = 1 << 5 };
-enum { /* xcr0: state that the system saves on a switch */ XMM = 1 << 1, YMM = 1 << 2, OPMASK_ZMM = 7 << 5 };
+enum { /* xcr0: state that the system saves on a switch */ XMM = 1 << 1, YMM = 1 << 2, OPMASK_ZMM = 7 << 5, TILES = 3 << 17 };
 
 static unsigned saved_state(void) {
     unsigned low, high;
@@ -38,6 +43,29 @@ static int cpu_runs_avx512(void) {
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return 0;
     return has_all(ebx, AVX512F | AVX512DQ | AVX512BW | AVX512VL) && has_all(ecx, AVX512VNNI);
 }
+
+#if defined(KVC_HAVE_AMX)
+#if defined(KVC_EMULATED_TILES) /* a build for tests */
+enum { TILES_ARE_FAST = 0 };
+static int cpu_runs_amx(void) { return cpu_runs_avx512(); }
+static int are_tiles_permitted(void) { return 1; }
+#else
+#include <sys/syscall.h>
+#include <unistd.h>
+enum { TILES_ARE_FAST = 1 };
+enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_TILEDATA = 18 };
+
+static int cpu_runs_amx(void) {
+    unsigned eax, ebx, ecx, edx;
+    if (!cpu_runs_avx512() || !has_all(saved_state(), TILES)) return 0;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && has_all(edx, AMX_TILE | AMX_INT8);
+}
+
+/* Asks for all threads of the process and its children. Where they have it already, the system says so at once. It refuses where
+ * a thread has no room for the registers on its alternative stack of signals, and old systems do not know the call. */
+static int are_tiles_permitted(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_TILEDATA) == 0; }
+#endif
+#endif
 
 #if defined(KVC_HAVE_AVXVNNI)
 static int cpu_runs_avxvnni(void) {
@@ -75,10 +103,16 @@ static int cpu_runs_neon(void) { return 1; } /* every 64-bit Apple machine */
 #endif
 
 /* Lists the levels, best first, and returns their number. */
-static int find_levels(const kvc_kernels *levels[4]) {
+static int find_levels(const kvc_kernels *levels[KVC_MOST_LEVELS]) {
     int count = 0;
+#if defined(KVC_HAVE_AMX)
+    if (TILES_ARE_FAST && cpu_runs_amx()) levels[count++] = &kvc_kernels_amx;
+#endif
 #if defined(KVC_HAVE_AVX512)
     if (cpu_runs_avx512()) levels[count++] = &kvc_kernels_avx512;
+#endif
+#if defined(KVC_HAVE_AMX)
+    if (!TILES_ARE_FAST && cpu_runs_amx()) levels[count++] = &kvc_kernels_amx;
 #endif
 #if defined(KVC_HAVE_AVXVNNI)
     if (cpu_runs_avxvnni()) levels[count++] = &kvc_kernels_avxvnni;
@@ -95,27 +129,34 @@ static int find_levels(const kvc_kernels *levels[4]) {
 
 kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *kernels) {
 #if defined(KVC_HAVE_AVX512)
-    if (kernels == &kvc_kernels_avx512 && cpu_has_fast_bf16_pairs()) return KVC_BF16_PAIRS;
+    if (strcmp(kernels->bits, "avx512") == 0 && cpu_has_fast_bf16_pairs()) return KVC_BF16_PAIRS;
 #endif
     (void)kernels;
     return KVC_BF16_ROUNDED;
 }
 
 int kvc_num_levels(void) {
-    const kvc_kernels *levels[4];
+    const kvc_kernels *levels[KVC_MOST_LEVELS];
     return find_levels(levels);
 }
 
 const kvc_kernels *kvc_level(int index) {
-    const kvc_kernels *levels[4];
+    const kvc_kernels *levels[KVC_MOST_LEVELS];
     return index >= 0 && index < find_levels(levels) ? levels[index] : NULL;
 }
 
 const kvc_kernels *kvc_find_level(const char *name) {
-    const kvc_kernels *levels[4];
+    const kvc_kernels *levels[KVC_MOST_LEVELS];
     const int count = find_levels(levels);
     for (int i = 0; i < count; i++) {
         if (strcmp(levels[i]->name, name) == 0) return levels[i];
     }
     return NULL;
+}
+
+const kvc_kernels *kvc_permitted(const kvc_kernels *kernels) {
+#if defined(KVC_HAVE_AMX)
+    if (kernels->tiles && !are_tiles_permitted()) return &kvc_kernels_avx512;
+#endif
+    return kernels;
 }

@@ -274,7 +274,7 @@ static void pack_queries(const job *j, int head, int64_t row, int rows, size_t i
             if (j->k_rows.rotated) KVC_FN(hadamard)(q, dim);
 #if defined(KVC_HAVE_DOTS)
             if (j->units)
-                quantise_query(j->k_rows.bits, q, dim,
+                quantise_query(j->k_rows.bits, q, dim, r < tiled_rows(rows),
                                (sink ? j->unit_sink_q : j->unit_q) + index + (size_t)r);
 #endif
         }

@@ -215,9 +215,9 @@ static void multiply_floats(const kvc_matmul_args *args, int64_t panel, int64_t 
 }
 
 /* The results of panels [panel, panel_stop) for all rows. */
-void KVC_FN(multiply_panels)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, float *scratch) {
+void KVC_OWN(multiply_panels)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, float *scratch) {
     if (kvc_matrix_format_of(args->matrix->format)->packed)
-        KVC_FN(multiply_packed)(args, panel, panel_stop);
+        KVC_FN(multiply_packed)(args, 0, panel, panel_stop);
     else
         multiply_floats(args, panel, panel_stop, scratch);
 }

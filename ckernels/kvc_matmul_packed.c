@@ -1,54 +1,15 @@
 /* kvc_matmul_packed.c - prepared rows times packed panels of a matrix (kvc_matrix.h, kvc_matmul.c).
  *
- * For the channels of each scale a tile adds integers, exactly, and multiplies them with both scales. What a format is, its line
- * in the table says: `unit_of` unpacks codes by their bits, or looks numbers up; `scales_of` and `minima_of` read its scales. Its
- * tiles are compiled for it alone.
+ * For the channels of each scale a tile adds integers, exactly, and multiplies them with both scales. The tiles of a format are
+ * compiled for it alone.
  */
-#include "kvc_matmul_tile.h"
+#include "kvc_packed.h"
 
 enum {
     CHUNK_BYTES = 2 << 20, /* of prepared rows that a panel meets */
     PACKED_AHEAD = 4096,   /* bytes from what is read to what is prefetched into the first level of the cache, measured */
     MOST_TILES = 12,       /* of sums: 6 rows of 2 panels, or 8 of one */
-    GROUP_UNITS = KVC_GROUP / 4,
 };
-
-INLINE int32_t load_i32(const unsigned char *p) {
-    int32_t x;
-    memcpy(&x, p, 4);
-    return x;
-}
-INLINE float load_f32(const unsigned char *p) {
-    float x;
-    memcpy(&x, p, 4);
-    return x;
-}
-
-/* Bits [at, at + n) of each byte as bits [to, to + n). */
-INLINE u8x64 bits_of(u8x64 x, int at, int n, int to) {
-    if (n == 8) return x;
-    if (at > to) x = u8x64_shr(x, at - to);
-    if (at < to) x = u8x64_shl(x, to - at);
-    return u8x64_and(x, ((1 << n) - 1) << to);
-}
-
-/* Codes of unit `unit` of a group. */
-INLINE u8x64 unit_of(const unsigned char *codes, int bits, int unit) {
-    const int low = kvc_plane_bits(bits), high = bits - low;
-    const u8x64 first = bits_of(u8x64_load(codes + unit % low * KVC_UNIT_BYTES), unit / low * low, low, 0);
-    if (!high) return first;
-    const unsigned char *second = codes + (low + unit % high) * KVC_UNIT_BYTES;
-    return u8x64_or(first, bits_of(u8x64_load(second), unit / high * high, high, low));
-}
-
-/* Whether numbers take all 8 bits of a byte: they are in the form of u8x64_weights then. */
-INLINE int is_wide(const kvc_matrix_format_info *info) { return info->zero == 128; }
-
-INLINE u8x64 numbers_of(const kvc_matrix_format_info *info, const unsigned char *codes, int unit, u8x64 table) {
-    const u8x64 found = unit_of(codes, info->bits, unit);
-    if (info->table) return u8x64_lookup(table, found);
-    return is_wide(info) ? u8x64_weights(found) : found;
-}
 
 /* Places units that share lines of memory one after the other. */
 INLINE int unit_at(const kvc_matrix_format_info *info, int i, int count) {
@@ -88,31 +49,6 @@ INLINE void dot_units(const kvc_matrix_format_info *info, const unsigned char *c
         }
         if (!is_wide(info)) end_parts(rows * panels, parts, dots);
     }
-}
-
-/* The scales number n of a record's rows, a vector of them. */
-INLINE f32v scales_of(const kvc_matrix_format_info *info, const unsigned char *record, int n, int v) {
-    const unsigned char *own = record + kvc_scales_at(info) +
-                               (size_t)(n * KVC_PANEL + v * KVC_LANES) * kvc_scale_bytes(info);
-    const f32v unit = !kvc_has_units(info) ? f32v_zero()
-                      : info->has_minima   ? f32v_load_half((const uint16_t *)record + v * KVC_LANES)
-                                           : f32v_load((const float *)record + v * KVC_LANES);
-    switch (info->scales) {
-    case KVC_HALVES: return f32v_load_half((const uint16_t *)own);
-    case KVC_E8M0: return f32v_load_e8m0(own);
-    case KVC_E4M3: return f32v_mul(unit, f32v_load_e4m3(own));
-    case KVC_NIBBLES: return f32v_mul(unit, f32v_load_bits(own, 0, 15));
-    default: return f32v_mul(unit, info->has_minima ? f32v_load_bits(own, 0, 255) : f32v_load_signed(own));
-    }
-}
-
-/* The minima likewise, of a format that has them. */
-INLINE f32v minima_of(const kvc_matrix_format_info *info, const unsigned char *record, int n, int v) {
-    const unsigned char *own = record + kvc_minima_at(info) +
-                               (size_t)(n * KVC_PANEL + v * KVC_LANES) * kvc_scale_bytes(info);
-    if (info->scales == KVC_HALVES) return f32v_load_half((const uint16_t *)own);
-    const f32v unit = f32v_load_half((const uint16_t *)record + KVC_PANEL + v * KVC_LANES);
-    return f32v_mul(unit, info->scales == KVC_NIBBLES ? f32v_load_bits(own, 4, 15) : f32v_load_bits(own, 0, 255));
 }
 
 /* The rows of a block in one group, and where in it the channels of a scale are. */
@@ -158,22 +94,14 @@ INLINE void add_share(const kvc_matrix_format_info *info, const unsigned char *c
         }
         UNROLL
         for (int i = 0; i < rows; i++) {
-            sums16 *sum = &sums[i * panels + p];
-            const float scale = load_f32(at.behind + 4 * i);
+            const unsigned char *scale = at.behind + 4 * i, *correction = corrections + 4 * i;
+            if (digits == 2) {
+                add_whole(info->has_minima, dots[i * panels + p], scale, correction, scales, minima, &sums[i * panels + p]);
+                continue;
+            }
             f32v scaled[VECTORS];
-            if (digits == 1) {
-                i32x16_scaled(dots[i * panels + p], scale, load_f32(less + 4 * i), scaled);
-            } else {
-                i32x16_to_floats(dots[i * panels + p], scaled);
-                UNROLL
-                for (int v = 0; v < VECTORS; v++) scaled[v] = f32v_mul(scaled[v], f32v_set1(scale));
-            }
-            UNROLL
-            for (int v = 0; v < VECTORS; v++) {
-                sum->v[v] = f32v_fma(scaled[v], scales[v], sum->v[v]);
-                if (info->has_minima)
-                    sum->v[v] = f32v_fma(minima[v], f32v_set1(load_f32(corrections + 4 * i)), sum->v[v]);
-            }
+            i32x16_scaled(dots[i * panels + p], load_f32(scale), load_f32(less + 4 * i), scaled);
+            add_scaled(info->has_minima, scaled, correction, scales, minima, &sums[i * panels + p]);
         }
     }
 }
@@ -235,9 +163,6 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
 #else
 #define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2)
 #endif
-#define PACKED_FORMATS(X)                                                                                    \
-    X(Q8_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q4_K) X(Q5_K) X(Q6_K) X(Q3_K) X(Q2_K) X(IQ4_NL) X(IQ4_XS) X(IQ2)   \
-    X(MXFP4) X(NVFP4)
 #define TILES(format) BLOCKS(PACKED, format, 1) BLOCKS(PACKED, format, 2)
 PACKED_FORMATS(TILES)
 
@@ -250,24 +175,24 @@ static packed_fn *const packed_tiles[KVC_NUM_MATRIX_FORMATS][2][9] = {
     [KVC_MATRIX_IQ3_XXS] = {{BLOCKS(LINE, IQ4_XS, 1)}, {BLOCKS(LINE, IQ4_XS, 2)}},
 };
 
-void KVC_FN(multiply_packed)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop) {
+void KVC_FN(multiply_packed)(const kvc_matmul_args *args, int64_t row, int64_t panel, int64_t panel_stop) {
     const size_t row_bytes = kvc_prepared_row_bytes(args);
     packed_fn *const *tiles = packed_tiles[args->matrix->format][args->digits - 1];
     const int most = KVC_PACKED_ROWS(args->n);
     const int64_t fitting = (int64_t)(CHUNK_BYTES / row_bytes) / most * most, chunk = fitting > most ? fitting : most;
-    for (int64_t start = 0; start < args->n; start += chunk) {
+    for (int64_t start = row; start < args->n; start += chunk) {
         const int64_t stop = start + chunk < args->n ? start + chunk : args->n;
         for (int64_t p = panel; p < panel_stop; p += 2) {
-            for (int64_t row = start; row < stop;) {
-                const int rows = kvc_block_rows(most, stop - row);
+            for (int64_t first = start; first < stop;) {
+                const int rows = kvc_block_rows(most, stop - first);
                 const int64_t step = KVC_PACKED_PANELS(rows);
                 for (int64_t q = p; q < panel_stop && q < p + 2; q += step) {
                     tile t;
-                    begin(&t, args, row, rows, q, step, panel_stop, row == start, NULL, NULL);
-                    tiles[rows](args->matrix, args->prepared + (size_t)row * row_bytes, &t);
+                    begin(&t, args, first, rows, q, step, panel_stop, first == start, NULL, NULL);
+                    tiles[rows](args->matrix, args->prepared + (size_t)first * row_bytes, &t);
                     give(args, &t);
                 }
-                row += rows;
+                first += rows;
             }
         }
     }

@@ -4,7 +4,8 @@
 #include "kvc_threads.h"
 
 enum {
-    ROWS_PER_ITEM = 12,       /* to prepare: whole blocks, since blocks of 8 are in calls of at most 8 rows alone */
+    ROWS_PER_ITEM = 12,       /* to prepare: whole blocks, since blocks of 8 are in calls of at most 8 rows alone; where some
+                               * are tiled, KVC_TILED_ROWS: the others fill less than one item */
     BYTES_PER_ITEM = 1 << 16, /* of the matrix; less is read faster than another thread begins */
     ITEMS_PER_THREAD = 4,     /* so that a thread that the system delays leaves its share to the others */
     FINE_ITEMS = 16,          /* per thread, for many rows and packed weights: threads end at nearly the same time. Not for
@@ -29,9 +30,11 @@ static int64_t panels_per_step(const kvc_matmul_args *args) {
     return kvc_matrix_format_of(args->matrix->format)->packed ? 2 : 4;
 }
 
+static int64_t rows_per_item(const kvc_matmul_args *args) { return args->tiled ? KVC_TILED_ROWS : ROWS_PER_ITEM; }
+
 static void prepare_item(void *context, int64_t index, int thread) {
     const call *c = context;
-    const int64_t first = index * ROWS_PER_ITEM, stop = first + ROWS_PER_ITEM;
+    const int64_t rows = rows_per_item(c->args), first = index * rows, stop = first + rows;
     (void)thread;
     c->kernels->prepare_rows(c->args, first, stop < c->args->n ? stop : c->args->n);
 }
@@ -59,13 +62,23 @@ static int64_t even_items(int64_t items, int64_t steps, int num_threads) {
     return items;
 }
 
+/* The call itself, but for its rows in tiles. */
+static kvc_matmul_args with_tiles(const kvc_kernels *kernels, const kvc_matmul_args *args) {
+    kvc_matmul_args own = *args;
+    const int tiles = kernels->tiles && kvc_matrix_format_of(args->matrix->format)->packed;
+    own.tiled = tiles ? args->n / KVC_TILED_ROWS * KVC_TILED_ROWS : 0;
+    return own;
+}
+
 void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) {
+    if (args->n >= KVC_TILED_ROWS) kernels = kvc_permitted(kernels);
+    const kvc_matmul_args own = with_tiles(kernels, args);
     const kvc_matrix *m = args->matrix;
     const kvc_work work = args->n < READING_ROWS ? KVC_READING : KVC_MULTIPLYING;
     const int64_t bytes = (int64_t)m->panel_bytes * m->panels;
     const int64_t units = work == KVC_READING ? bytes : args->n * m->rows * m->columns;
     num_threads = kvc_threads_worth(work, units, num_threads);
-    const int64_t blocks = (args->n + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM;
+    const int64_t blocks = (args->n + rows_per_item(&own) - 1) / rows_per_item(&own);
     const int64_t step = panels_per_step(args), steps = (m->panels + step - 1) / step;
     const int64_t worth = bytes / BYTES_PER_ITEM * (work == KVC_READING ? 1 : args->n / READING_ROWS);
     const int fine = args->n >= MANY_ROWS && kvc_matrix_format_of(m->format)->packed;
@@ -74,7 +87,7 @@ void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num
     if (items > steps) items = steps;
     items = even_items(items, steps, num_threads);
     if (num_threads == 1) items = 1;
-    call c = {kernels, args, items};
+    call c = {kernels, &own, items};
     kvc_run_items(blocks, items == 1 ? 1 : num_threads, prepare_item, &c);
     kvc_run_work(work, units, items, num_threads, multiply_item, &c);
 }

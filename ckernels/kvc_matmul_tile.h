@@ -54,8 +54,8 @@ INLINE void prefetch(int near, const unsigned char *p, size_t bytes) {
     }
 }
 
-/* The results of panels [panel, panel_stop) of packed weights for all rows. */
-void KVC_FN(multiply_packed)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop);
+/* The results of panels [panel, panel_stop) of packed weights for the rows from `row` on. */
+void KVC_FN(multiply_packed)(const kvc_matmul_args *args, int64_t row, int64_t panel, int64_t panel_stop);
 
 INLINE const unsigned char *panel_of(const block *weights, int panel, const tile *t) {
     return weights->data + (size_t)(panel < t->existing ? panel : t->existing - 1) * weights->stride;

@@ -62,7 +62,7 @@
  *                and (4 + K / channels) * 2^-23 * sum |x w| of rounding, where with minima |w| is |minimum| + |scale * code|
  *
  * These hold for |x| below 2^40 as long as sum |x w| is a float. Groups of packed x that are nowhere above 2^-100 count as
- * zeros. A row of x with an infinity or NaN has no finite result.
+ * zeros. A row of x with an infinity or NaN, or with packed weights and one digit a value from 2^100 on, has no finite result.
  */
 #ifndef KVC_MATRIX_H
 #define KVC_MATRIX_H
@@ -79,6 +79,7 @@ enum {
     KVC_GROUP_PANELS = 16,
     KVC_SPARE_ROWS = 12,   /* of sums: the last tiles of a chunk may be four panels wide where fewer panels are left */
     KVC_UNIT_BYTES = 64,
+    KVC_TILED_ROWS = 16,   /* of a block that meets packed weights in tiles (simd_amx.h) */
     KVC_WIDE_ROWS = 96,    /* from so many rows on, weights of 16 bits are converted to floats once for all of a chunk: */
     KVC_WIDE_FLOATS = 4 * KVC_PANEL * KVC_CHANNEL_BLOCK, /* a block of channels of up to four panels at a time */
 };
@@ -233,6 +234,7 @@ typedef struct kvc_matmul_args {
     int add;
     int digits; /* of activations that meet packed weights: 1 or 2 */
     kvc_bf16_rows bf16_rows; /* PAIRS where kvc_bf16_rows_of says so, and only there */
+    int64_t tiled; /* so many rows, the first ones, are prepared in blocks of KVC_TILED_ROWS; kvc_matmul sets it */
     unsigned char *prepared; /* kvc_matmul_scratch_bytes at any alignment of 4: rows, then floats of each thread */
 } kvc_matmul_args;
 
@@ -244,6 +246,7 @@ static inline int kvc_in_pairs(const kvc_matmul_args *args) {
  * and |n| is below 2^22, so that KVC_SUM_START + n has the bits of the float 1.5 * 2^23 + n. One fma, this float times the
  * scale plus `less`, gives n * scale with one rounding: less = -1.5 * 2^23 * scale is exact, for scales have 22 bits. */
 enum { KVC_SUM_START = 0x4b400000 };
+#define KVC_LARGEST 0x1p100f /* from there on x counts as infinite with one digit, for `less` could be; so both ways agree */
 
 /* Bytes of a row behind its numbers of a group: scale and corrections, and less with one digit. */
 static inline size_t kvc_behind_numbers(const kvc_matrix_format_info *info, int digits) {
@@ -257,6 +260,7 @@ static inline size_t kvc_behind_numbers(const kvc_matrix_format_info *info, int 
  *   pairs      | channels 0 and 1 of each row of the block, 16 bits each | 2 and 3 | ...    zero behind the last channel
  *   packed     group by group  | digit, unit, row: 4 bytes each | scale of each row, f32 | corrections of each row |
  *              with one digit    less of each row, f32 |
+ *   tiled      as packed, but  | digit, row, unit: 4 bytes each |
  *
  * A correction is what the offset of codes adds to the sum over the channels of a scale: -zero * (sum of the row's numbers),
  * i32; with minima it is scale * sum, f32. With one digit an i32 correction is KVC_SUM_START more, and less is
@@ -282,7 +286,7 @@ static inline size_t kvc_thread_floats(const kvc_matmul_args *args) {
            (sums ? (size_t)(rows + KVC_SPARE_ROWS) * KVC_GROUP_PANELS * KVC_PANEL : 0);
 }
 
-/* Rows of the next block: the largest of 12, 8, 6, 4, 3, 2, 1 that is at most `most` and `left`. */
+/* Rows of the next block, but for tiled ones: the largest of 12, 8, 6, 4, 3, 2, 1 that is at most `most` and `left`. */
 static inline int kvc_block_rows(int most, int64_t left) {
     static const int sizes[] = {12, 8, 6, 4, 3, 2, 1};
     int i = 0;

@@ -383,7 +383,7 @@ static void score_at(void *context, int64_t i, int thread) {
 }
 
 void kvc_attend(const kvc_kernels *kernels, const kvc_attend_args *args, void *scratch, int num_threads) {
-    call c = {.kernels = kernels, .args = args};
+    call c = {.kernels = kvc_permitted(kernels), .args = args};
     c.plan = make_plan(args->layout, args->seqs, args->residuals, args->num_seqs, args->num_query_heads, num_threads);
     unsigned char *base = (unsigned char *)align64((size_t)scratch);
     c.items = (kvc_item *)base;

@@ -45,12 +45,19 @@
 
 #define KVC_JOIN2(a, b) kvc_##a##_##b
 #define KVC_JOIN(a, b) KVC_JOIN2(a, b)
-#define KVC_FN(name) KVC_JOIN(name, KVC_LEVEL) /* kvc_<name>_<level>: each level's own copy of a function */
+#define KVC_OWN(name) KVC_JOIN(name, KVC_LEVEL) /* kvc_<name>_<level>: each level's own copy of a function */
+#define KVC_FN(name) KVC_JOIN(name, KVC_BASE)   /* the same, but amx takes that of avx512 */
 #define KVC_STR2(x) #x
 #define KVC_STR(x) KVC_STR2(x)
 
 #if defined(KVC_AVXVNNI)
 #define KVC_AVX2 1 /* this level is avx2 with other integer dot products */
+#endif
+#if defined(KVC_AMX)
+#define KVC_AVX512 1 /* this level is avx512, bit for bit, with other products of whole numbers where rows are many */
+#define KVC_BASE avx512
+#else
+#define KVC_BASE KVC_LEVEL
 #endif
 
 /* Keeps products in separate functions: several in one leave the compiler too few registers for their addresses. */
@@ -67,7 +74,9 @@
 
 enum { KVC_MANY_UNITS = 1 << 20 }; /* of a part without a limit: more than any call adds */
 
-#if defined(KVC_AVX512)
+#if defined(KVC_AMX)
+#include "simd_amx.h"
+#elif defined(KVC_AVX512)
 #include "simd_avx512.h"
 #elif defined(KVC_AVX2)
 #include "simd_avx2.h"
@@ -75,6 +84,9 @@ enum { KVC_MANY_UNITS = 1 << 20 }; /* of a part without a limit: more than any c
 #include "simd_neon.h"
 #else
 #include "simd_scalar.h"
+#endif
+#if !defined(KVC_TILES)
+#define KVC_TILES 0 /* 1: the level has those of simd_amx.h */
 #endif
 
 /* Parts of n sums (a constant). */

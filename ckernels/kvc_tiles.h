@@ -75,11 +75,14 @@ INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
 INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits <= 4; }
 INLINE int radix_bits(int bits) { return are_shared(bits) ? 4 : 7; }
 
+/* Rows, the first ones of so many, that meet codes in the tiles of kvc_tiled.h: their digits have seven bits. */
+INLINE int tiled_rows(int rows) { return KVC_TILES ? rows / 16 * 16 : 0; }
+
 /* Rounds x * inverse to the numbers that codes of so many bits are multiplied by; n is a multiple of 32. Returns their sum,
  * which is exact. Queries that are not finite become any numbers of 16 bits. */
-INLINE float split(int bits, int is_signed, int n, const float *x, float inverse, int8_t *high, int8_t *low,
+INLINE float split(int bits, int is_signed, int is_tiled, int n, const float *x, float inverse, int8_t *high, int8_t *low,
                    int16_t *whole) {
-    (void)bits, (void)is_signed, (void)high, (void)low, (void)whole;
+    (void)bits, (void)is_signed, (void)is_tiled, (void)high, (void)low, (void)whole;
     i32v sum = i32v_zero();
     for (int i = 0; i < n; i += 32) {
         f32v number[32 / KVC_LANES];
@@ -91,7 +94,7 @@ INLINE float split(int bits, int is_signed, int n, const float *x, float inverse
 #endif
         }
 #if KVC_SHARED_DIGITS
-        if (are_shared(bits)) {
+        if (are_shared(bits) && !(KVC_TILES && is_tiled)) {
             sum = i32v_add(sum, f32v_shared_digits(number, high + i, low + i));
             continue;
         }
@@ -106,7 +109,7 @@ INLINE float split(int bits, int is_signed, int n, const float *x, float inverse
 /* The middle of the codes' range; at 8 bits, the offset that makes them signed (KVC_SIGNED_CODES). */
 INLINE float centre_of(int bits) { return bits == 8 ? 128.0f : 0.5f * (float)((1 << bits) - 1); }
 
-static void quantise_query(int bits, const float *q, int dim, unit_query *to) { /* dim a multiple of 32 */
+static void quantise_query(int bits, const float *q, int dim, int is_tiled, unit_query *to) { /* dim a multiple of 32 */
     f32v largest_v = f32v_zero(), sum_v = f32v_zero();
     for (int d = 0; d < dim; d += KVC_LANES) {
         const f32v q_v = f32v_load(q + d);
@@ -116,7 +119,7 @@ static void quantise_query(int bits, const float *q, int dim, unit_query *to) { 
     const int shared = are_shared(bits);
     const float limit = shared ? 1791.0f : 8127.0f, largest = f32v_max_of(largest_v);
     const float inverse = largest > 0x1p-100f ? limit / largest : 0.0f;
-    const float rounded = split(bits, 1, dim, q, inverse, to->high, to->low, to->whole);
+    const float rounded = split(bits, 1, is_tiled, dim, q, inverse, to->high, to->low, to->whole);
     to->scale = largest / limit;
     to->sum = f32v_sum_of(sum_v);
     to->centre = centre_of(bits) * (to->sum - (bits == 8 && KVC_SIGNED_CODES ? 0.0f : to->scale * rounded));
@@ -268,10 +271,10 @@ INLINE void scale_row(int lanes, float *w, const float *scales, const float *mid
 }
 
 /* In digits or whole. */
-INLINE void round_row(int bits, int lanes, const float *u, unit_weights *to) {
+INLINE void round_row(int bits, int is_tiled, int lanes, const float *u, unit_weights *to) {
     const float limit = are_shared(bits) ? 1791.0f : 16383.0f, largest = to->scale;
     const float inverse = largest > 0x1p-100f ? limit / largest : 0.0f;
-    const float sum = split(bits, 0, (lanes + 31) / 32 * 32, u, inverse, to->high, to->low, to->whole);
+    const float sum = split(bits, 0, is_tiled, (lanes + 31) / 32 * 32, u, inverse, to->high, to->low, to->whole);
     to->scale = largest / limit;
     to->rounded = sum;
     if (bits != 8) to->base -= centre_of(bits) * to->scale * sum;
@@ -285,7 +288,8 @@ NOINLINE void quantise_weights(int bits, int rows, int lanes, float *w, const fl
         for (int r = first; r < stop; r++) scale_row(lanes, w + r * KVC_CHUNK, scales, middles, to + r);
 #define ROWS(symbol, name, bits, ...)                                                                \
     case bits:                                                                                       \
-        for (int r = first; r < stop; r++) round_row(bits, lanes, w + r * KVC_CHUNK, to + r);        \
+        for (int r = first; r < stop; r++)                                                           \
+            round_row(bits, r < tiled_rows(rows), lanes, w + r * KVC_CHUNK, to + r);                 \
         break;
         switch (bits) { KVC_QUANTISED_FORMATS(ROWS) }
 #undef ROWS

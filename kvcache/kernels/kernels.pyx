@@ -20,6 +20,7 @@ from kvcache.support.cpus import available_cpus, has_quota
 cdef extern from "kvc.h" nogil:
     ctypedef struct kvc_kernels:
         const char *name
+        const char *bits
         void (*gather_rows)(const kvc_tensor *, int64_t, int64_t, int, int, float *) noexcept nogil
         void (*read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *, float *,
                           size_t, size_t, const kvc_head_keys *) noexcept nogil
@@ -329,15 +330,29 @@ def simd_levels():
     return tuple(kvc_level(i).name.decode() for i in range(kvc_num_levels()))
 
 
-cdef int _use_level(object level, str what) except -1:
-    global _active, _rounded_rows
+def level_of_bits(level):
+    """The level that results at `level` have the bits of: itself, but for "amx", which has those of "avx512".
+
+    Raises:
+        ValueError: this CPU has no such level.
+    """
+    return _level_of(level, "level").bits.decode()
+
+
+cdef const kvc_kernels *_level_of(object level, str what) except NULL:
     cdef const kvc_kernels *found = NULL
     if isinstance(level, str):
         name = level.encode()
         found = kvc_find_level(name)
     if found == NULL:
         raise ValueError(f"{what}: expected a level of this CPU, one of {', '.join(simd_levels())}, got {level!r:.100}")
-    _active, _rounded_rows = found, kvc_bf16_rows_of(found)
+    return found
+
+
+cdef int _use_level(object level, str what) except -1:
+    global _active, _rounded_rows
+    _active = _level_of(level, what)
+    _rounded_rows = kvc_bf16_rows_of(_active)
     return 0
 
 

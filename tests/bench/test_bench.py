@@ -18,6 +18,7 @@ from bench.support.report import markdown, text_table, time_text
 from bench.trie.package_rivals import VllmPrefix
 from bench.trie.rivals import PREFIX, ChainedHashes, PromptDict, PromptScan, prefix_rivals
 from bench.trie.trie import prompts
+from kvcache import simd_levels
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 SMALL = Mix(num_requests=150, system_tokens=200, document_tokens=800, task_tokens=200)
@@ -122,6 +123,15 @@ def test_the_tables_of_weights(capsys):
     shown = capsys.readouterr().out
     assert all(f"9a. Products with {format} weights" in shown for format in formats)
     assert "kvcache f16.gguf" in shown
+
+
+def test_the_tables_of_tiles(capsys):
+    """Where a CPU or a build has the level amx; elsewhere it says so."""
+    has_tiles = "amx" in simd_levels()
+    assert main(["tiles", "--quick", "--threads", "1"]) in ((0, 1) if has_tiles else (0,))
+    shown = capsys.readouterr().out
+    assert ("bits: the same" if has_tiles else "expected the levels amx and avx512, got") in shown
+    assert "DIFFER" not in shown
 
 
 def test_the_command_line(capsys):

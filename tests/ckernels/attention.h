@@ -456,10 +456,23 @@ static void expect_sequence(const question *q, int seq, int64_t first_query, int
     free(space);
 }
 
+/* Levels that promise the same bits have them. */
+static void expect_bits_of(const answer *mine, int level, const answer *answers) {
+    for (int other = 0; other < num_levels(); other++) {
+        const answer *theirs = &answers[other];
+        if (strcmp(level_at(level)->bits, level_at(other)->name)) continue;
+        if (!have_same_bits(mine->out, theirs->out) ||
+            (mine->question->world->lse && !have_same_bits(mine->lse, theirs->lse)) ||
+            (mine->question->has_scores && !have_same_bits(mine->scores, theirs->scores)))
+            fail("%s has other bits than %s", level_at(level)->name, level_at(other)->name);
+    }
+}
+
 static void step_attend(source *s, world *w) {
     question q = draw_question(s, w);
-    answer answers[4];
+    answer answers[KVC_MOST_LEVELS];
     for (int level = 0; level < num_levels(); level++) answers[level] = ask_level(level_at(level), &q);
+    for (int level = 0; level < num_levels(); level++) expect_bits_of(&answers[level], level, answers);
     int64_t first_query = 0, first_score = 0;
     for (int i = 0; i < q.num_seqs; i++) {
         expect_sequence(&q, i, first_query, first_score, answers);

@@ -333,7 +333,8 @@ static memory multiply(const kvc_kernels *kernels, const product *p, int64_t fir
     if (threads) {
         kvc_matmul(kernels, &args, threads);
     } else {
-        const int64_t cut = m->panels / 3, step = 24; /* a multiple of every size of a block */
+        const int64_t cut = m->panels / 3, step = 48; /* a multiple of every size of a block */
+        if (kernels->tiles && kvc_matrix_format_of(m->format)->packed) args.tiled = n / KVC_TILED_ROWS * KVC_TILED_ROWS;
         for (int64_t at = (n - 1) / step * step; at >= 0; at -= step)
             kernels->prepare_rows(&args, at, at + step < n ? at + step : n);
         float *sums = (float *)(void *)(args.prepared + (size_t)n * kvc_prepared_row_bytes(&args));
@@ -442,6 +443,8 @@ static void expect_products(source *s, const product *p, const kvc_kernels *kern
             fail("%s: output %d, %d of %d is %g, not %g, may err %g", kernels->name, (int)(i / rows), (int)(i % rows),
                  (int)p->n, got, p->expected[i], allowed);
     }
+    const kvc_kernels *twin = kvc_find_level(kernels->bits);
+    if (twin != kernels) expect_same(kernels, p, &out, 0, p->n, multiply(twin, p, 0, p->n, 2));
     if (cut) expect_same(kernels, p, &out, 0, cut, multiply(kernels, p, 0, cut, draw(s, 5)));
     if (cut < p->n) expect_same(kernels, p, &out, cut, p->n - cut, multiply(kernels, p, cut, p->n - cut, draw(s, 5)));
     give_back(&out);

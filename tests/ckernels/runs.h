@@ -32,7 +32,7 @@ static void fail(const char *what, ...) {
 }
 
 /* Queried once: in a virtual machine, CPUID takes longer than a small case. */
-static const kvc_kernels *levels[4];
+static const kvc_kernels *levels[KVC_MOST_LEVELS];
 
 static int num_levels(void) {
     static int count;
@@ -46,6 +46,15 @@ static const kvc_kernels *level_at(int index) { return levels[index]; }
 static const kvc_kernels *scalar_level(void) { return levels[num_levels() - 1]; } /* always the last */
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+/* Of floats; any NaN is the same as any other. */
+static int have_same_bits(memory x, memory y) {
+    const float *a = x.at, *b = y.at;
+    for (size_t i = 0; i < x.size / sizeof *a; i++) {
+        if (memcmp(a + i, b + i, sizeof *a) && !(isnan(a[i]) && isnan(b[i]))) return 0;
+    }
+    return 1;
+}
 
 typedef struct sequence {
     memory runs;

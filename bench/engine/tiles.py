@@ -1,0 +1,181 @@
+"""`python -m bench tiles`: the level amx beside avx512, on a CPU that has it; two or three minutes.
+
+Whether both give the same bits; what the instructions cost in cycles; products, prompts of a network of a billion
+weights in Q4_0 (if llama-cpp-python writes the file, else in q4 as the engine packs them), and chunks of attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+import kvcache
+from bench.engine.weight_rivals import write_files
+from bench.engine.weights import COLD_BYTES, PROMPT, SETTLE, SHAPE, Ours, Products
+from bench.support.blas import set_threads
+from bench.support.checkpoints import SIZES, Size
+from bench.support.common import Candidate, Case, Table, at_most, faster, run_case
+from bench.support.rates import Columns, print_rates
+from bench.support.report import save_json
+from bench.support.scattered import Scattered, Shape, queries_of
+
+__all__ = ["add_arguments", "main"]
+
+Float32 = npt.NDArray[np.float32]
+
+LEVELS = ("amx", "avx512")
+FORMATS = ("q8_0", "q4_0", "q4_k", "q6_k")
+ROWS = (1, 16, 32, 512)
+COLUMNS = Columns(LEVELS, rivals=("avx512",))
+FEW = "a row"
+
+
+def at_level(level: str, run: Callable[[], object]) -> object:
+    """Run it at a level."""
+    with kvcache.use_simd(level):
+        return run()
+
+
+def at_both(run: Callable[[], object], facts: dict[str, float]) -> Iterator[Candidate]:
+    """The same at either level."""
+    for level in LEVELS:
+        yield Candidate(level, partial(at_level, level, run), facts=facts)
+
+
+def same_bits(shape: tuple[int, int], context: int) -> bool:
+    """Print for products and attention whether both levels have the same bits; returns whether all have."""
+    rng, equal = np.random.default_rng(4), True
+
+    def compare(what: str, run: Callable[[], Float32]) -> None:
+        nonlocal equal
+        mine, theirs = (np.copy(at_level(level, run)) for level in LEVELS)
+        different = int((mine.view(np.uint32) != theirs.view(np.uint32)).sum())
+        equal &= not different
+        print(f"{what}: {'the same bits' if not different else f'{different} of {mine.size} DIFFER'}", flush=True)
+
+    for format in FORMATS:
+        matrix = Products(format, shape, 0).matrices[0]
+        for how in ("int8", "exact"):
+            x = rng.standard_normal((100, shape[1]), np.float32)
+            compare(f"{format} weights, {how}, 100 rows", partial(matrix.multiply, x, activations=how))
+    for dtype in ("q8", "q6", "q4", "q3", "q2"):
+        scattered = Scattered(Shape(context), dtype, cold=False)
+        queries = queries_of(Shape(context), 100)
+        out = np.empty_like(queries)
+
+        def attend(scattered: Scattered = scattered, queries: Float32 = queries, out: Float32 = out) -> Float32:
+            scattered.attend(queries, out, query_lens=np.array([100]))
+            return out
+
+        compare(f"attention of 100 queries in {dtype}", attend)
+    return equal
+
+
+def print_costs() -> None:
+    """Compile and run tiles.c: what the instructions do and cost on this CPU."""
+    source = Path(__file__).parents[1] / "support" / "tiles.c"
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "tiles")
+        command = [*shlex.split(os.environ.get("CC", "cc")), "-O2", "-mamx-tile", "-mamx-int8", "-mavx512f"]
+        try:
+            subprocess.run([*command, str(source), "-o", str(program)], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"\nnot measured: instructions ({type(error).__name__}: a compiler that knows them is needed)")
+            return
+        found = subprocess.run([str(program)], check=False, capture_output=True, text=True)
+        print(f"\n{found.stdout}" if found.returncode == 0 else f"\nnot measured: instructions ({found.returncode})")
+
+
+def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads: int) -> Iterator[Case]:
+    """Products of a few numbers of rows, with matrices that no cache holds."""
+    set_threads(threads)
+    products = Products(format, shape, cold_bytes)
+    for n in ROWS:
+        x = np.random.default_rng(2).standard_normal((n, shape[1]), np.float32)
+        facts = {"work": 2.0 * n * shape[0] * shape[1]}
+        yield Case(f"{n} rows", partial(at_both, partial(products.run, x), facts))
+
+
+def network_cases(path: Path, weights: str, vocabulary: int, threads: int) -> Iterator[Case]:
+    """Prompts of 512 tokens and of 32 through a network, the latter beside a single token."""
+    set_threads(threads)
+    engine = Ours(path, threads, weights, PROMPT)
+    tokens = np.random.default_rng(3).integers(3, vocabulary, PROMPT, dtype=np.uint32)
+    yield Case(f"{PROMPT} tokens", partial(at_both, partial(engine.prefill, tokens), {"work": float(PROMPT)}),
+               (faster(2.0, "amx", "avx512"),))
+
+    def few() -> Iterator[Candidate]:
+        yield from at_both(partial(engine.prefill, tokens[:32]), {"work": 32.0})
+        yield Candidate(FEW, partial(engine.prefill, tokens[:1]), facts={"work": 1.0})
+
+    yield Case("32 tokens", few, (at_most(1.3, "amx", FEW),))
+
+
+def attention_cases(context: int, threads: int) -> Iterator[Case]:
+    """512 queries over a context."""
+    set_threads(threads)
+    shape, queries = Shape(context), queries_of(Shape(context), PROMPT)
+    pairs = sum(context - PROMPT + 1 + i for i in range(PROMPT))
+    facts = {"work": 4.0 * pairs * shape.query_heads * shape.head_dim}
+    for dtype in ("q8", "q4"):
+        scattered = Scattered(shape, dtype, cold=False)
+        run = partial(scattered.attend, queries, np.empty_like(queries), query_lens=np.array([PROMPT]))
+        claims = (faster(2.0, "amx", "avx512"),)
+        yield Case(f"{dtype}, {PROMPT} queries over {context}", partial(at_both, run, facts), claims)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this bench."""
+    parser.add_argument("--rounds", type=int, default=3, help="rounds per case (default 3)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, kvcache.get_num_threads()], help="threads")
+    parser.add_argument("--folder", type=Path, help="keep the GGUF files here (3 GB), and use those that are there")
+
+
+def network_file(size: Size, folder: Path) -> tuple[Path, str]:
+    """The network's file, and the format of weights to ask for."""
+    write_files(size, folder, ("q4_0",))
+    packed = folder / "q4_0.gguf"
+    return (packed, "auto") if packed.exists() else (folder / "f16.gguf", "q4")
+
+
+def measure(title: str, cases: Iterator[Case], columns: Columns, rounds: int, as_markdown: bool, done: list) -> int:  # type: ignore[type-arg]
+    """Run the cases and print their table; returns the number of bounds missed."""
+    results = [run_case(case, rounds, threaded=True, settle=SETTLE) for case in cases]
+    done.append((Table(title, ()), results))
+    return print_rates(title, columns, results, as_markdown=as_markdown)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print every table; returns 1 if bits differ or a bound was missed."""
+    if not set(LEVELS) <= set(kvcache.simd_levels()):
+        print(f"not measured: expected the levels {' and '.join(LEVELS)}, got {', '.join(kvcache.simd_levels())}")
+        return 0
+    quick, rounds = options.quick, 1 if options.quick else options.rounds
+    shape, cold, context = ((256, 512), 1 << 20, 1024) if quick else (SHAPE, COLD_BYTES, 4096)
+    equal, missed, done = same_bits((304, 2080), 1000), 0, []  # type: ignore[var-annotated]
+    print_costs()
+    run = partial(measure, rounds=rounds, as_markdown=options.markdown, done=done)
+    with tempfile.TemporaryDirectory() as temporary:
+        size = SIZES["tiny" if quick else "1b"]
+        path, weights = network_file(size, options.folder or Path(temporary))
+        for threads in dict.fromkeys(options.threads):
+            for format in FORMATS[:2]:
+                title = f"Products with {format} weights, {shape[0]} x {shape[1]}, {threads} thr"
+                missed += run(title, product_cases(format, shape, cold, threads), COLUMNS)
+            cases = network_cases(path, weights, size.vocabulary, threads)
+            columns = Columns((*LEVELS, FEW), rivals=("avx512", FEW), unit="tokens/s", scale=1.0)
+            missed += run(f"{path.stem} of {size}, {threads} thr", cases, columns)
+            missed += run(f"Attention, {threads} thr", attention_cases(context, threads), COLUMNS)
+    if options.json:
+        save_json(options.json, done)
+    print(f"\nbits: {'the same' if equal else 'DIFFERENT'}; {missed} bounds missed")
+    return int(missed > 0 or not equal)

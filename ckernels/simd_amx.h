@@ -1,0 +1,94 @@
+/* simd_amx.h - avx512, and tiles: products of up to 16 rows with 16 columns by one instruction, in exact whole numbers.
+ *
+ * Eight tiles have up to 16 rows of 64 bytes. amx_configure gives each its rows and bytes of a row, and clears them:
+ *
+ *   amx_dot_ss(c, a, b)    c (rows x 16 sums) += a (rows x 4n signed bytes) times b (n units of 64 signed codes, kvc_matrix.h)
+ *   amx_dot_su(c, a, b)    the same of unsigned codes
+ *
+ * Numbers of tiles are literals. Other libraries configure tiles too, and a thread that holds them is slow to switch: each item
+ * of a call configures and releases its own. The system gives tiles to processes that ask (kvc_permitted).
+ *
+ * With KVC_EMULATED_TILES, in builds for tests, tiles are memory and a product is a loop over the dot products of avx512, so that
+ * the level runs wherever avx512 does. A use that the instructions would refuse traps.
+ */
+#include "simd_avx512.h"
+
+#define KVC_TILES 1
+
+/* The memory operand of LDTILECFG. */
+typedef struct amx_shapes {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} amx_shapes;
+_Static_assert(sizeof(amx_shapes) == 64, "as the instruction reads it");
+
+INLINE u8x64 u8x64_sub(u8x64 x, int byte) { return _mm512_sub_epi8(x, _mm512_set1_epi8((char)byte)); }
+INLINE void u8x64_store(unsigned char *p, u8x64 x) { _mm512_storeu_si512(p, x); }
+INLINE i32x16 i32x16_load(const int32_t *p) { return _mm512_loadu_si512(p); }
+INLINE i32x16 i32x16_add(i32x16 a, i32x16 b) { return _mm512_add_epi32(a, b); }
+
+#if defined(KVC_EMULATED_TILES)
+#include <string.h>
+
+typedef struct amx_state {
+    amx_shapes shapes;
+    unsigned char tile[8][16][64];
+} amx_state;
+static _Thread_local amx_state amx;
+
+INLINE void amx_expect(int right) {
+    if (!right) __builtin_trap();
+}
+INLINE void amx_configure(const amx_shapes *shapes) {
+    amx_expect(shapes->palette == 1);
+    for (int t = 0; t < 8; t++) amx_expect(shapes->rows[t] <= 16 && shapes->bytes[t] <= 64);
+    memset(&amx, 0, sizeof amx);
+    amx.shapes = *shapes;
+}
+INLINE void amx_release(void) { memset(&amx, 0, sizeof amx); }
+INLINE void amx_zero(int t) {
+    amx_expect(amx.shapes.rows[t] > 0);
+    memset(amx.tile[t], 0, sizeof amx.tile[t]);
+}
+INLINE void amx_load(int t, const void *p, size_t stride) {
+    amx_zero(t);
+    for (int r = 0; r < amx.shapes.rows[t]; r++)
+        memcpy(amx.tile[t][r], (const unsigned char *)p + (size_t)r * stride, amx.shapes.bytes[t]);
+}
+INLINE void amx_store(int t, void *p, size_t stride) {
+    amx_expect(amx.shapes.rows[t] > 0);
+    for (int r = 0; r < amx.shapes.rows[t]; r++)
+        memcpy((unsigned char *)p + (size_t)r * stride, amx.tile[t][r], amx.shapes.bytes[t]);
+}
+static __attribute__((noinline, unused)) void amx_dot(int c, int a, int b, int is_signed) { /* 8 bits, less 128 if signed */
+    const amx_shapes *of = &amx.shapes;
+    amx_expect(of->rows[c] == of->rows[a] && of->bytes[a] == 4 * of->rows[b] && of->bytes[b] == 64 && of->bytes[c] == 64);
+    amx_expect(of->rows[c] > 0 && of->rows[b] > 0 && c != a && c != b && a != b);
+    for (int r = 0; r < of->rows[c]; r++) {
+        __m512i sums = _mm512_loadu_si512(amx.tile[c][r]);
+        for (int k = 0; k < of->rows[b]; k++) {
+            int32_t x;
+            memcpy(&x, amx.tile[a][r] + 4 * k, 4);
+            const __m512i four = _mm512_set1_epi32(x), middle = _mm512_set1_epi8((char)(is_signed ? 128 : 0));
+            const __m512i codes = _mm512_xor_si512(_mm512_loadu_si512(amx.tile[b][k]), middle);
+            const __m512i more = _mm512_dpbusd_epi32(_mm512_setzero_si512(), middle, four);
+            sums = _mm512_sub_epi32(_mm512_dpbusd_epi32(sums, codes, four), more);
+        }
+        _mm512_storeu_si512(amx.tile[c][r], sums);
+    }
+}
+INLINE void amx_dot_ss(int c, int a, int b) { amx_dot(c, a, b, 1); }
+INLINE void amx_dot_su(int c, int a, int b) { amx_dot(c, a, b, 0); }
+#else
+/* The compilers' own macros do not say which memory they read. */
+#define amx_configure(shapes) __asm__ __volatile__("ldtilecfg %0" : : "m"(*(shapes)) : "memory")
+#define amx_release() __asm__ __volatile__("tilerelease" : : : "memory")
+#define amx_zero(t) __asm__ __volatile__("tilezero %%tmm" #t : : : "memory")
+#define amx_load(t, p, stride) \
+    __asm__ __volatile__("tileloadd (%0,%1,1), %%tmm" #t : : "r"((const void *)(p)), "r"((size_t)(stride)) : "memory")
+#define amx_store(t, p, stride) \
+    __asm__ __volatile__("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"((void *)(p)), "r"((size_t)(stride)) : "memory")
+#define amx_dot_ss(c, a, b) __asm__ __volatile__("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
+#define amx_dot_su(c, a, b) __asm__ __volatile__("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
+#endif
