@@ -182,7 +182,7 @@ def circles():
 
 def names_that_stand_twice():
     """File names and class names that stand more than once in kvcache/, and file names that are gerunds."""
-    modules = {module_of(name) for name, _ in sources("py", "pyx") if "__init__" not in name}
+    modules = {module_of(name) for name, _ in sources("py", "pyx") if "__" not in name}  # names of Python
     stems = Counter(module.split(".")[-1] for module in modules)
     classes = Counter()
     for _, text in sources("py", "pyx"):
