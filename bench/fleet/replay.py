@@ -13,7 +13,7 @@ from bench.fleet.store import Store
 from bench.fleet.worker import Job, Worker
 from bench.prefix.workloads import Trace
 
-__all__ = ["WAYS", "Fleet", "Outcome", "replay"]
+__all__ = ["WAYS", "Fleet", "Outcome", "Replay", "replay"]
 
 # name -> (whether requests go where their prefix is, whether there is a shared store)
 WAYS = {
@@ -67,7 +67,7 @@ class Outcome:
         return sum(self.cached) / self.prompt_tokens
 
 
-class _Replay:
+class Replay:
     """The events of a replay in their order: arrivals, and what workers end."""
 
     def __init__(self, trace: Trace, fleet: Fleet, costs: Costs, routed: bool, stored: bool) -> None:
@@ -154,7 +154,7 @@ def replay(trace: Trace, fleet: Fleet, way: str, costs: Costs) -> Outcome:
     Raises:
         ValueError: a worker has no room for the longest request.
     """
-    each = _Replay(trace, fleet, costs, *WAYS[way])
+    each = Replay(trace, fleet, costs, *WAYS[way])
     each.run()
     jobs = each.jobs
     had = [job.tokens(job.found) for job in jobs]

@@ -20,7 +20,7 @@ class Router(Protocol):
         """The worker of a prompt, of whose pages the shared store has the first `stored`; its expected seconds."""
 
     def tell(self, now: float, worker: int, stored: Iterable[int], removed: Iterable[int]) -> None:
-        """Note an event of a worker."""
+        """Note an event of a worker, which removed pages before it stored others."""
 
     def done(self, worker: int, load: float) -> None:
         """Note that a worker has computed a prompt that took `load` of its expected seconds."""
@@ -63,17 +63,25 @@ class PrefixRouter:
     def done(self, worker: int, load: float) -> None:
         self._loads[worker] = max(0.0, self._loads[worker] - load)
 
-    def matches(self, names: Sequence[int], now: float) -> dict[int, int]:
-        """The pages of a prompt that each worker has, of those that have any."""
+    def holders(self, now: float) -> dict[int, int]:
+        """A bit for each worker that has a page, of the pages that it knows of."""
+        self._learn(now)
+        return dict(self._holders)
+
+    def _learn(self, now: float) -> None:
         while self._events and self._events[0][0] <= now:
             _, bit, stored, removed = self._events.popleft()
-            for name in stored:
-                self._holders[name] = self._holders.get(name, 0) | bit
             for name in removed:
                 if not (rest := self._holders.get(name, 0) & ~bit):
                     self._holders.pop(name, None)
                 else:
                     self._holders[name] = rest
+            for name in stored:
+                self._holders[name] = self._holders.get(name, 0) | bit
+
+    def matches(self, names: Sequence[int], now: float) -> dict[int, int]:
+        """The pages of a prompt that each worker has, of those that have any."""
+        self._learn(now)
         found, having, count = {}, self._all, 0
         for name in [*names, -1]:
             still = having & self._holders.get(name, 0)

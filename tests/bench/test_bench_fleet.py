@@ -10,12 +10,13 @@ pytest.importorskip("bench.support.common")
 
 from bench.__main__ import main
 from bench.fleet.costs import Costs
-from bench.fleet.replay import WAYS, Fleet, replay
+from bench.fleet.replay import WAYS, Fleet, Replay, replay
 from bench.fleet.router import PrefixRouter
 from bench.fleet.store import Store
 from bench.fleet.two_workers import compare
 from bench.prefix.trace import through_trie
 from bench.prefix.workloads import Mix, Request, Trace, synthetic
+from kvcache.demo import DIRECTORY
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 COSTS = Costs()
@@ -59,6 +60,28 @@ def test_routing_and_a_store_beside_their_parts():
     assert rate["round robin"] < rate["shared store"]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_memory_and_mirror_add_up_at_the_end(seed):
+    """Whatever waits, is evicted and is told late: nothing stays held, and the router knows what workers have."""
+    rng = np.random.default_rng(seed)
+    trace = synthetic(replace(SMALL, seed=seed, num_requests=120, systems=int(rng.integers(2, 20))))
+    longest = max(len(each.pages) for each in trace.requests)
+    pages = longest + int(rng.integers(0, 40))
+    fleet = Fleet(int(rng.integers(1, 6)), pages, 100 * int(rng.integers(2)), load=10.0 ** -(seed % 4))
+    run = Replay(trace, fleet, replace(COSTS, event_delay=seed / 2), True, seed % 2 == 0)
+    run.run()
+    known = run.router.holders(np.inf)
+    for number, worker in enumerate(run.workers):
+        memory = worker.memory
+        memory.index.check()
+        assert memory.slots.pool.num_free + len(memory.index) == fleet.worker_pages
+        assert not worker.queue
+        assert worker.running == 0
+        named = {name for leaf in memory.index.trie.leaf_ids() for name in memory.index.trie.path(leaf)[1].tolist()}
+        assert {name for name, bits in known.items() if bits >> number & 1} == named
+    assert all(0 <= job.cached < job.request.prompt_tokens for job in run.jobs)
+
+
 def test_first_tokens_are_sums_of_costs():
     trace = prompts([1, 2, 3], [1, 2, 4], [5])
     found = replay(trace, Fleet(1, 50, 0), "round robin", COSTS)
@@ -91,6 +114,8 @@ def test_a_router_learns_of_pages_after_the_delay():
     router.tell(3.0, 2, [], [8, 7])
     assert router.matches([7, 8], 3.5) == {1: 1}
     assert router.matches([9], 9.0) == {}
+    router.tell(10.0, 0, [9], [9])  # it was removed, and stored again
+    assert router.matches([9], 10.5) == {0: 1}
 
 
 def test_a_router_leaves_a_prefix_whose_worker_is_busy():
@@ -140,3 +165,11 @@ def test_the_command(capsys, tmp_path):
     outcomes = json.loads((tmp_path / "found.json").read_text())["outcomes"]
     assert set(outcomes) == {"2", "4"}
     assert set(outcomes["2"]) == set(WAYS)
+
+
+def test_costs_of_a_checkpoint():
+    costs = Costs.measured(DIRECTORY, lengths=(32, 96), rows=(1, 2))
+    assert costs.prompt(96) > 0
+    assert costs.decodes(1, 0) > 0
+    assert costs.token_bytes == 6 * 2 * 2 * 36  # layers, K and V, heads, bytes of 64 channels in q4
+    assert (costs.link, costs.latency) == (COSTS.link, COSTS.latency)
