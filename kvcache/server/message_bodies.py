@@ -179,11 +179,11 @@ def _format(form: Any) -> Any:
 
 MESSAGES = {
     **dict.fromkeys(("messages", "system", "tools", "tool_choice", "thinking", "output_config"), PLAIN),
-    **dict.fromkeys(("cache_control", "temperature", "top_p", "top_k"), PLAIN),
+    **dict.fromkeys(("cache_control", "diagnostics", "temperature", "top_p", "top_k"), PLAIN),
     "model": TEXT, "max_tokens": COUNT, "stop_sequences": STOPS, "stream": FLAG,
     **dict.fromkeys(
         (
-            "betas", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier",
+            "betas", "context_management", "inference_geo", "metadata", "service_tier",
             "speed",
         ),
         IGNORED,

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.bodies import Body
-from kvcache.server.forms import Choice, Form, Whole, call_id, event, unique, written_tokens
+from kvcache.server.fingerprints import Comparison
+from kvcache.server.forms import Choice, Form, Whole, call_id, event, written_tokens
 from kvcache.server.refusals import message_refusal
 from kvcache.server.written import JsonObject
 from kvcache.serving import BatchEngine
@@ -35,11 +36,14 @@ class MessageForm(Form):
     Args:
         body: of the client, as a chat completion.
         engine: of the request.
+        answer: the id of the answer.
+        comparison: of the body with an earlier one; None: it asks for none.
     """
 
-    def __init__(self, body: Body, engine: BatchEngine) -> None:
+    def __init__(self, body: Body, engine: BatchEngine, answer: str, comparison: Comparison | None = None) -> None:
         super().__init__(body, engine)
-        self._head = {"id": unique("msg_"), "type": "message", "role": "assistant", "model": body.model}
+        self._comparison = comparison
+        self._head = {"id": answer, "type": "message", "role": "assistant", "model": body.model}
         self._open: str | None = None  # the channel of the block that is not ended
         self._blocks = 0
         self._begun = False
@@ -53,7 +57,7 @@ class MessageForm(Form):
             self._begun = True
             usage = self._usage(choice) | {"output_tokens": 0}
             end = {"stop_reason": None, "stop_sequence": None}
-            message: dict[str, Any] = {**self._head, "content": [], **end, "usage": usage}
+            message: dict[str, Any] = {**self._head, "content": [], **end, "usage": usage, **self._diagnosis(choice)}
             yield self._event("message_start", message=message)
         for piece in pieces:
             yield from self._piece(piece)
@@ -116,7 +120,7 @@ class MessageForm(Form):
                 content.append({"type": "text", "text": piece.text})
             last = piece.channel
         end = self._end(choice, reason or "stop")
-        return JsonObject(**self._head, content=content, **end, usage=self._usage(choice))
+        return JsonObject(**self._head, content=content, **end, usage=self._usage(choice), **self._diagnosis(choice))
 
     # -- both -----------------------------------------------------------------------------------------------
 
@@ -131,6 +135,13 @@ class MessageForm(Form):
         tail = decoded(self._engine.tokenizer, choice.work.new_tokens[-_TAIL:])
         found = max(self._body.params.stop, key=lambda stop: (tail.rfind(stop), len(stop)))
         return {"stop_reason": "stop_sequence", "stop_sequence": found}
+
+    def _diagnosis(self, choice: Choice) -> dict[str, Any]:
+        """Why less of the prompt was cached than the body expects, where it asks for that."""
+        if self._comparison is None:
+            return {}
+        block = self._engine.shared_block_size
+        return {"diagnostics": self._comparison.reason(choice.work.cached_tokens, block) if block else None}
 
     def _usage(self, choice: Choice) -> dict[str, Any]:
         """The numbers of tokens; those of the prompt that were cached, and those that are now, count apart."""

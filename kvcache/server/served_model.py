@@ -18,6 +18,7 @@ from kvcache.server.bodies import Body, body_of
 from kvcache.server.completion_form import CompletionForm
 from kvcache.server.constraints import grammar_refused
 from kvcache.server.fields import DETOKENIZE, TOKENIZE, checked
+from kvcache.server.fingerprints import Fingerprints
 from kvcache.server.forms import Form, unique
 from kvcache.server.limits import Threads
 from kvcache.server.logprobs import TokenTexts
@@ -70,7 +71,7 @@ class ServedModel:
         self.engine, self.names = engine, tuple(dict.fromkeys((name, *aliases)))
         self._prompts = Prompts(engine, plain_special_tokens)
         self._voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)
-        self._texts = TokenTexts(engine.tokenizer)
+        self._texts, self._fingerprints = TokenTexts(engine.tokenizer), Fingerprints()
 
     # -- answers of the network -----------------------------------------------------------------------------
 
@@ -81,9 +82,11 @@ class ServedModel:
 
     def message(self, found: dict[str, Any], space: Hashable) -> Asked:
         """Answer a body of `/v1/messages`."""
-        chat, marks = chat_of_messages(checked(found, MESSAGES, ("model", "messages", "max_tokens")))
+        given, answer = checked(found, MESSAGES, ("model", "messages", "max_tokens")), unique("msg_")
+        chat, marks = chat_of_messages(given)
         body = self._body(chat, True, marks)
-        return self._begin(body, MessageForm(body, self.engine), space)
+        comparison = self._fingerprints.note(given, space, answer, len(self._prompts.tokens(body)[0]))
+        return self._begin(body, MessageForm(body, self.engine, answer, comparison), space)
 
     def respond(self, found: dict[str, Any], space: Hashable) -> Asked:
         """Answer a body of `/v1/responses`."""

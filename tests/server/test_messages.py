@@ -6,6 +6,8 @@ import anthropic
 import pytest
 from http_servers import MODEL, SAID, SCHEMA, TALK, Served, answer, post, tiny_file, tools_template
 
+from kvcache.server.fingerprints import Fingerprints
+
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 TOOL = {"name": "weather", "description": "x", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
@@ -185,3 +187,49 @@ def test_keys_of_either_header(tmp_path):
             assert client_of(keyed, **options).messages.count_tokens(model=MODEL, messages=TALK).input_tokens
         with pytest.raises(anthropic.AuthenticationError):
             client_of(keyed, api_key="other").messages.count_tokens(model=MODEL, messages=TALK)
+
+
+def test_why_a_prompt_was_not_cached(served):
+    """The first part that differs from the earlier body; the marks of caches and of billing change nothing."""
+    client = client_of(served)
+    mark = {"cache_control": {"type": "ephemeral"}}
+    long = [{"role": "user", "content": [{"type": "text", "text": "word " * 16, **mark}]}]
+    billing = [{"type": "text", "text": f"x-anthropic-billing-header: cch={i};"} for i in range(2)]
+    system = {"type": "text", "text": "s" * 40}
+    base = {"messages": long, "tools": [TOOL], "system": [billing[0], system], "max_tokens": 1}
+
+    def create(previous=None, stream=False, **more):
+        extra = {"diagnostics": {"previous_message_id": previous}}
+        given = asked(**{**base, **more}, extra_body=extra, stream=stream)
+        got = client.messages.create(**given)
+        return next(event.message for event in got if event.type == "message_start") if stream else got
+
+    served.say("ok")
+    first = create()
+    assert first.diagnostics is None
+    plain = [{"role": "user", "content": [{"type": "text", "text": "word " * 16}]}]
+    talk = [*plain, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "And?"}]
+    again = {"messages": talk, "system": [billing[1], system]}
+    assert create(first.id, **again).diagnostics is None
+    for stream in (False, True):
+        changed = create(first.id, stream, system="tu"[stream] * 60).diagnostics.cache_miss_reason
+        assert (changed.type, changed.cache_missed_input_tokens > 32) == ("system_changed", True)
+    tools = create(first.id, tools=[{**TOOL, "name": "storm"}]).diagnostics.cache_miss_reason
+    assert tools.type == "tools_changed"
+    other = create(first.id, messages=[{"role": "user", "content": "no " * 30}]).diagnostics.cache_miss_reason
+    assert other.type == "messages_changed"
+    assert create("msg_unknown").diagnostics.cache_miss_reason.type == "previous_message_not_found"
+    served.engine.clear_cache()
+    assert create(first.id, **again).diagnostics.cache_miss_reason.type == "unavailable"
+
+
+def test_fingerprints_of_other_namespaces_are_unknown():
+    kept = Fingerprints()
+    given = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    later = given | {"diagnostics": {"previous_message_id": "a"}}
+    assert kept.note(given, "one", "a", 100) is None
+    assert kept.note(later, "one", "b", 100).kind == ""
+    assert kept.note(later, "two", "b", 100).kind == "previous_message_not_found"
+    for number in range(4096):
+        kept.note(given, "one", str(number), 1)
+    assert kept.note(later, "one", "c", 100).kind == "previous_message_not_found"
