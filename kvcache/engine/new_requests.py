@@ -27,7 +27,7 @@ class Shared(NamedTuple):
     """The values that all samples of a request share.
 
     Attributes:
-        stop_tokens: the tokens that end it, those of the network included.
+        stop_tokens: the tokens that end it, those of the network included unless it ignores them.
         stop_strings: the strings that end it.
         biases: those of its logits.
         matcher: its grammar, at the start; None: it has none.
@@ -72,7 +72,7 @@ class NewRequests:
             GrammarError, ImportError: as `GrammarCompiler.compile`.
         """
         biases = Biases.of(params, self._config.vocab_size)
-        stops = frozenset((*params.stop_token_ids, *self._ends))
+        stops = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self._ends)))
         matcher = None if params.grammar is None else self.matcher(params.grammar, tokenizer, stops)
         return Shared(stops, StopStrings(params.stop), biases, matcher)
 
@@ -119,7 +119,8 @@ class NewRequests:
         text = None if decoder is None else TextStream(decoder, tokens, shared.stop_strings)
         rng, vocab_size = self._randomness(params, sample), self._config.vocab_size
         matcher = None if shared.matcher is None else shared.matcher.fresh(shared.stop_tokens)
-        sampler = Sampler(params, rng, vocab_size, tokens, biases=shared.biases, matcher=matcher)
+        stops = shared.stop_tokens
+        sampler = Sampler(params, rng, vocab_size, tokens, biases=shared.biases, matcher=matcher, stop_tokens=stops)
         return Request(tokens, sampler, text, shared.stop_tokens)
 
     def tokens_of(self, prompt: Any, tokenizer: Callable[[], Any], most: int | None) -> NDArray[np.uint32]:

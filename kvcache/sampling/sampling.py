@@ -58,6 +58,9 @@ class SamplingParams:
         seed: seed of this request's random numbers, from -2**63 on; None derives one from the engine's seed and the
             number of the request.
         stop_token_ids: tokens that end the text, besides the model's own, at most 65,536; they are not returned.
+        ignore_eos: whether the model's own tokens that end a text are tokens like others; those of `stop_token_ids`
+            still end it. Not beside a `grammar`, whose texts end.
+        min_tokens: before so many new tokens, none that ends the text is drawn. Not beside a `grammar`.
         stop: strings that end the text, one or several; the engine needs a tokenizer. The tokens that spell one are
             returned by `generate` and `stream`; the text of `complete` ends before it.
         logprobs: for `complete`: report the log-probability of each new token, and of this many most likely ones
@@ -79,6 +82,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     grammar: Grammar | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
 
     def changed(self, changes: Mapping[str, Any]) -> SamplingParams:
         """The same with other values of some attributes, by name. TypeError, ValueError: no such name, or value."""
@@ -115,8 +120,15 @@ class SamplingParams:
         if self.logits_processor is not None and not callable(self.logits_processor):
             got = type(self.logits_processor).__name__
             raise TypeError(f"logits_processor: expected a function of tokens and logits, got {got}")
+        store(self, "ignore_eos", as_instance(self.ignore_eos, bool, "ignore_eos"))
+        store(self, "min_tokens", as_count(self.min_tokens, "min_tokens", most=None))
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens: expected at most max_tokens, {self.max_tokens}, got {self.min_tokens}")
         if self.grammar is not None:
             as_instance(self.grammar, Grammar, "grammar")
+            for name in ("ignore_eos", "min_tokens"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}: expected none beside a grammar, got {getattr(self, name)}")
 
 
 class Biases(NamedTuple):
@@ -184,6 +196,7 @@ class Sampler:
     def __init__(
         self, params: SamplingParams, rng: np.random.Generator, vocab_size: int, history: NDArray[np.uint32],
         num_drawn: int = 0, biases: Biases | None = None, matcher: Matcher | None = None,
+        stop_tokens: Iterable[int] = (),
     ) -> None:
         """
         Args:
@@ -194,12 +207,14 @@ class Sampler:
             num_drawn: how many of the last of these are new tokens, not of the prompt.
             biases: those of `params`, if they are at hand.
             matcher: follows the new tokens through the grammar of `params`; None: there is none.
+            stop_tokens: those that end the text, for `min_tokens`.
         """
         self.params, self.matcher = params, matcher
         self._rng, self._first_state = rng, rng.bit_generator.state
         self._seen = np.zeros(vocab_size, bool)
         self._seen[history] = True
-        self._drawn = Counter(history[len(history) - num_drawn :].tolist())
+        self._drawn, self._num_drawn = Counter(history[len(history) - num_drawn :].tolist()), num_drawn
+        self._ends = [token for token in stop_tokens if token < vocab_size] if params.min_tokens else []
         self._biases = Biases.of(params, vocab_size) if biases is None else biases
         self._text, self._length = history, len(history)  # the text so far, if there is a processor, has free room
 
@@ -218,7 +233,7 @@ class Sampler:
         rng = np.random.default_rng()
         rng.bit_generator.state = self._first_state
         matcher = None if self.matcher is None else self.matcher.at(text[len(text) - num_drawn :].tolist())
-        sampler = Sampler(self.params, rng, len(self._seen), text, num_drawn, self._biases, matcher)
+        sampler = Sampler(self.params, rng, len(self._seen), text, num_drawn, self._biases, matcher, self._ends)
         sampler._first_state = self._first_state
         if not self.is_greedy:
             rng.random(num_drawn)
@@ -235,6 +250,9 @@ class Sampler:
             logits = self._processed(logits, params.logits_processor)
         if self.matcher is not None:
             logits = self.matcher.masked(logits)
+        if self._ends and self._num_drawn < params.min_tokens:
+            logits = logits.copy()
+            logits[self._ends] = -np.inf
         if len(self._biases.tokens):
             logits = logits.copy()
             logits[self._biases.tokens] += self._biases.values
@@ -252,6 +270,7 @@ class Sampler:
             self.matcher.advance(token)
         self._seen[token] = True
         self._drawn[token] += 1
+        self._num_drawn += 1
         if params.logits_processor is not None:
             if self._length == len(self._text):
                 self._text = np.resize(self._text, 2 * self._length + 64)

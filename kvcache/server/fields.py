@@ -148,7 +148,7 @@ _BOTH = {
     **dict.fromkeys(("bad_words", "documents", "functions"), Field(neutral=([],))),
     **dict.fromkeys(
         (
-            "continue_final_message", "echo", "ignore_eos", "include_stop_str_in_output", "no_stop_trim",
+            "continue_final_message", "echo", "include_stop_str_in_output", "no_stop_trim",
             "return_hidden_states", "return_token_ids", "return_tokens_as_token_ids", "use_beam_search",
         ),
         Field(neutral=(False,)),
@@ -159,7 +159,7 @@ _BOTH = {
         ),
         Field(neutral=(True,)),
     ),
-    **dict.fromkeys(("min_tokens", "priority", "top_logprobs"), Field(neutral=(0,))),
+    **dict.fromkeys(("priority", "top_logprobs"), Field(neutral=(0,))),
     "best_of": Field(neutral=(1,)), "function_call": Field(neutral=("none", "auto")),
     "length_penalty": Field(neutral=(1,)), "modalities": Field(neutral=(["text"],)), "suffix": Field(neutral=("",)),
 }

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oracles.engine import sampling_distribution
 
 from kvcache.engine import SamplingParams
+from kvcache.grammar import regex
 from kvcache.sampling.sampling import Sampler, _top_k
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -396,3 +397,11 @@ def test_a_top_p_of_zero_takes_the_most_likely_token():
         params = SamplingParams(top_p=0, temperature=temperature, top_k=0)
         sampler = Sampler(params, np.random.default_rng(1), 4, HISTORY[:0])
         assert [sampler.sample(logits) for _ in range(8)] == [1] * 8
+
+
+def test_settings_about_the_end_of_a_text():
+    with pytest.raises(ValueError, match="min_tokens: expected at most max_tokens, 3, got 4"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+    for wrong in ({"ignore_eos": True}, {"min_tokens": 1}):
+        with pytest.raises(ValueError, match="expected none beside a grammar, got"):
+            SamplingParams(grammar=regex("a"), **wrong)

@@ -1,5 +1,6 @@
 """A request in a batch gives what it gives alone, bit for bit: on every network, in every format, however it ran."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,6 +41,30 @@ def test_every_network(name):
     model = Transformer.from_pretrained(GOLDEN / name)
     asked = list(zip(prompts(1, 12, 40, model.config.vocab_size), MIXED * 3, strict=True))
     all_of(model, asked, 200)
+
+
+def test_texts_of_a_least_length_and_without_an_end(network):
+    """Beside each other, with guesses and preemptions; 9 of 10 tokens end a text that may end."""
+    ends = tuple(token for token in range(network.config.vocab_size) if token % 10)
+    asked = [
+        (prompt, sampled(i, 40, min_tokens=least, stop_token_ids=ends))
+        for i, (prompt, least) in enumerate(zip(prompts(31, 10, 60), (0, 1, 7, 30, 40) * 2, strict=True))
+    ]
+    all_of(network, asked, 16, block_size=8)
+    engine = BatchEngine(network, num_blocks=100)
+    found = [engine.submit(prompt, params).result() for prompt, params in asked]
+    assert all(len(tokens) >= params.min_tokens for tokens, (_, params) in zip(found, asked, strict=True))
+    assert all(token % 10 == 0 for tokens, (_, params) in zip(found, asked, strict=True) for token in tokens)
+    assert any(len(tokens) > params.min_tokens for tokens, (_, params) in zip(found, asked, strict=True))
+    assert min(map(len, found)) < 10
+    end = 7
+    ending = SimpleNamespace(config=replace(network.config, eos_token_ids=(end,)), forward=network.forward)
+    engine = BatchEngine(ending, num_blocks=100)
+    likely = SamplingParams(temperature=0.0, max_tokens=9, logit_bias={end: 1e6})
+    assert engine.submit([5, 6], likely).result() == []
+    assert engine.submit([5, 6], likely, ignore_eos=True).result() == [end] * 9
+    assert engine.submit([5, 6], likely, ignore_eos=True, stop_token_ids=(end,)).result() == []
+    assert end not in engine.submit([5, 6], likely, min_tokens=9).result()
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
