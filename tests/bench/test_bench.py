@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from bench.__main__ import main
 from bench.prefix.policies import POLICIES, lru, optimal, replay
 from bench.prefix.trace import through_trie
 from bench.prefix.workloads import Mix, from_mooncake, synthetic
+from bench.serving import agents_cli
 from bench.support.common import Candidate, Case, Claim, at_most, faster, run_case
 from bench.support.report import markdown, text_table, time_text
 from bench.trie.package_rivals import VllmPrefix
@@ -152,6 +154,30 @@ def test_the_bench_of_tiers_runs(capsys):
 def test_the_bench_of_the_server_runs(capsys):
     assert main(["server", "--quick"]) == 0
     assert "same number of tokens" in capsys.readouterr().out
+
+
+def test_the_bench_of_grammars_runs(capsys):
+    pytest.importorskip("llguidance")
+    assert main(["grammars", "--quick", "--streams", "2"]) == 0
+    assert re.search(r"^2 .* [+-]\d+\.\d%$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_agents_that_are_not_installed(capsys, tmp_path):
+    assert main(["agents-cli", "--programs", str(tmp_path)]) == 0
+    assert "None of codex, claude and opencode" in capsys.readouterr().out
+
+
+def test_what_a_second_turn_shares():
+    """The prompt is compared with all of each earlier text, its answer too."""
+
+    def request(tokens, prompt):
+        work = SimpleNamespace(tokens=np.array(tokens), num_prompt=prompt, num_tokens=len(tokens))
+        return SimpleNamespace(works=[work])
+
+    earlier = [request([1, 2, 3, 4, 5], 3), request([1, 2], 2), request([9], 1)]
+    for tokens, same in (([1, 2, 3, 4, 5, 6], 5), ([1, 2, 3, 4, 7], 4), ([8], 0), ([1], 1)):
+        assert agents_cli.unchanged(request(tokens, len(tokens)), earlier) == same
+    assert agents_cli.unchanged(request([1, 2, 3], 2), earlier) == 2
 
 
 def test_soak(capsys):
