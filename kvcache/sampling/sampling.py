@@ -321,7 +321,10 @@ class Sampler:
 
 
 def _top_k(logits: Float32, k: int) -> NDArray[np.intp] | None:
-    """The ids of the `k` largest logits, ascending; ties go to the lowest ids. None: all ids."""
+    """The ids of the `k` largest logits, ascending; ties go to the lowest ids. None: all ids.
+
+    Of a large vocabulary, only those above minus infinity: a grammar may leave fewer than `k`.
+    """
     if k == 0 or k >= len(logits):
         return None
     candidates = np.arange(len(logits))
@@ -330,7 +333,10 @@ def _top_k(logits: Float32, k: int) -> NDArray[np.intp] | None:
         # If k groups have a maximum of at least x, then k logits are at least x, and smaller logits are not in the top
         # k. One pass removes nearly all tokens of a large vocabulary this way.
         peaks = logits[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
-        candidates = np.flatnonzero(logits >= _kth(peaks, k))
+        border = _kth(peaks, k)
+        candidates = np.flatnonzero(logits >= border if border > -np.inf else logits > border)
+        if len(candidates) <= k:
+            return candidates
     values = logits[candidates]
     border = _kth(values, k)
     kept = values > border

@@ -206,6 +206,16 @@ def test_top_k_against_sorting(size, levels):
             np.testing.assert_array_equal(kept, np.sort(ranked[:k]))
 
 
+@pytest.mark.parametrize("allowed", [1, 5, 39, 40, 41, 3000])
+def test_top_k_where_few_tokens_may_follow(allowed):
+    """It keeps those that may, at most k of them, and no others."""
+    rng = np.random.default_rng(allowed)
+    logits, tokens = np.full(20_000, -np.inf, np.float32), rng.choice(20_000, allowed, replace=False)
+    logits[tokens] = rng.integers(-9, 9, allowed)
+    want = sorted(sorted(tokens, key=lambda token: (-logits[token], token))[:40])
+    assert _top_k(logits, 40).tolist() == want
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-7, 9.9e-7])
 def test_greedy_takes_the_lowest_of_equals(temperature):
     params = replace(PLAIN, temperature=temperature)
