@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvcache.networks.protocols import Model
 from kvcache.policies.ranked import Ranked
+from kvcache.policies.snapkv import SnapKV
 from kvcache.support.arguments import as_finite, as_instance
 from kvcache.texts.policy import Policy, as_budgets, of_network
 
@@ -26,8 +27,8 @@ class AdaKV(Policy):
     Inference" (arXiv 2407.11550), algorithm 1.
 
     Args:
-        policy: says what tokens are worth, a `Ranked` such as `SnapKV`; those of infinite worth stay as far as the
-            budget goes.
+        policy: says what tokens are worth, a `Ranked`, by default `SnapKV()`; those of infinite worth stay as far as
+            the budget goes.
         least: the share of the budget that each head has in any case, 0 to 1; at least one token.
 
     Raises:
@@ -36,8 +37,9 @@ class AdaKV(Policy):
 
     per_head = True
 
-    def __init__(self, policy: Ranked, least: float = 0.2) -> None:
-        self.policy, self.least = as_instance(policy, Ranked, "policy"), as_finite(least, "least", 0.0, 1.0)
+    def __init__(self, policy: Ranked | None = None, least: float = 0.2) -> None:
+        self.policy = SnapKV() if policy is None else as_instance(policy, Ranked, "policy")
+        self.least = as_finite(least, "least", 0.0, 1.0)
         self.score_queries: int | None = self.policy.score_queries
         self.reads_keys, self.reads_values = self.policy.reads_keys, self.policy.reads_values
         self.reads_queries = self.policy.reads_queries

@@ -168,6 +168,7 @@ def test_settings_are_checked():
             SnapKV(**settings)
     with pytest.raises(ValueError, match="queries: expected an int >= 1, got 0"):
         ExpectedAttention(0)
+    assert isinstance(AdaKV().policy, SnapKV)
     with pytest.raises(TypeError, match="policy: expected a Ranked, got int"):
         AdaKV(3)
     with pytest.raises(ValueError, match="least: expected a finite number of at least 0 and of at most 1, got 2"):
