@@ -71,6 +71,8 @@ class Voices:
             found = calls_grammar(self._marks, functions, parallel=asked.parallel, thinks=thinks)
         except GrammarError as error:
             raise grammar_refused(error, "tools") from None
+        except TypeError:  # of a keyword with a value of another kind
+            raise grammar_refused(GrammarError("grammar: expected JSON schemas, got another value"), "tools") from None
         if found is None or not knows_grammars():
             why = "the server has no llguidance" if found is not None else "this network writes no calls"
             message = f"tool_choice: expected none or auto, since {why}, got one that requires a call"

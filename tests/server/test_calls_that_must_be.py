@@ -86,6 +86,16 @@ def test_every_dialect(served, dialect):
             assert found["old"] in (True, False)
 
 
+@pytest.mark.parametrize("dialect", ["qwen3_coder", "gemma4", "hermes"])
+@pytest.mark.parametrize("odd", [{"type": 3}, {"type": "array", "minItems": "x"}, {"anyOf": 3}, {"type": "wat"}])
+def test_odd_schemas_are_refused_by_name(served, dialect, odd):
+    with Served(served.path, limits={"tool_parser": dialect}) as other:
+        try:
+            asked(other, 1, tools=[tool("f", {"properties": {"a": odd}})], tool_choice="required", max_tokens=3)
+        except openai.BadRequestError as error:
+            assert (error.param, error.code) == ("tools", "invalid_json_schema")
+
+
 def test_custom_tools(served):
     """Their texts follow a regex in JSON; a Lark grammar cannot be followed there."""
     form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[ab]{3,5}"}}
