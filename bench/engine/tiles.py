@@ -35,7 +35,7 @@ Float32 = npt.NDArray[np.float32]
 LEVELS = ("amx", "avx512")
 FORMATS = ("q8_0", "q4_0", "q4_k", "q6_k")
 ROWS = (1, 16, 32, 512)
-COLUMNS = Columns(LEVELS, rivals=("avx512",))
+COLUMNS = Columns(LEVELS, rivals=("avx512",), unit="GFLOP/s")
 FEW = "a row"
 
 

@@ -31,6 +31,14 @@ static void fail(const char *what, ...) {
     abort();
 }
 
+/* A level with the bits of another one has its functions too, but for products and attention. */
+static void expect_table(const kvc_kernels *kernels) {
+    kvc_kernels twin = *kvc_find_level(kernels->bits);
+    twin.name = kernels->name, twin.tiles = kernels->tiles, twin.multiply_panels = kernels->multiply_panels;
+    twin.attend_item = kernels->attend_item, twin.combine_parts = kernels->combine_parts, twin.score_item = kernels->score_item;
+    if (memcmp(&twin, kernels, sizeof twin)) fail("the table of %s is not that of %s", kernels->name, kernels->bits);
+}
+
 /* Queried once: in a virtual machine, CPUID takes longer than a small case. */
 static const kvc_kernels *levels[KVC_MOST_LEVELS];
 
@@ -38,7 +46,7 @@ static int num_levels(void) {
     static int count;
     if (!count) {
         count = kvc_num_levels();
-        for (int i = 0; i < count; i++) levels[i] = kvc_level(i);
+        for (int i = 0; i < count; i++) expect_table(levels[i] = kvc_level(i));
     }
     return count;
 }
