@@ -92,7 +92,7 @@ def test_chats(prompts, body):
 
 @given(body=bodies(MESSAGES, messages=TALKS, max_tokens=st.just(3)))
 def test_messages(prompts, body):
-    expect_tokens_or_a_message(prompts, lambda: chat_of_messages(checked(body, MESSAGES, ("model", "messages"))))
+    expect_tokens_or_a_message(prompts, lambda: chat_of_messages(checked(body, MESSAGES, ("model", "messages")))[0])
 
 
 @given(body=bodies(RESPONSES, input=TALKS))
