@@ -52,7 +52,8 @@ def check_tiers(options: argparse.Namespace) -> bytes | None:
     try:
         return as_secret(content)
     except ValueError as error:
-        raise ValueError(f"tier_{error}") from None
+        told = str(error).removeprefix("secret: ")
+        raise ValueError(f"tier_secret: {told}") from None
 
 
 def open_tiers(options: argparse.Namespace) -> Tiers | None:

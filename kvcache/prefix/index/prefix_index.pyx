@@ -433,7 +433,7 @@ cdef class PrefixIndex:
         if len(self) or self.events is not None:
             raise InvalidOperationError("expected an index that is empty and has no events, got another one")
         if self.entries or self.slots is None or self.miss_reasons is None:
-            raise ValueError("expected an index of pages in one kind of slots, with reasons of misses, got another one")
+            raise ValueError("index: expected one of pages in one kind of slots, with miss reasons, got another one")
         self.clean_up()
         self.events = EventBuffer(self.trie.table.page_size, salt_of, capacity)
         return self.events
