@@ -188,3 +188,9 @@ def test_soak(capsys):
     for kind in ("stream", "/health", "/metrics", "first event"):
         assert re.search(rf"^{kind} +[1-9]\d* times, the longest one \d+\.\d+ s", printed, re.MULTILINE), printed
     assert re.search(r"^memory +\d+ MiB before, \d+ at most, \d+ after", printed, re.MULTILINE)
+
+
+def test_the_cost_of_block_events(capsys):
+    pytest.importorskip("zmq")
+    assert main(["events", "--quick"]) == 0
+    assert "a block is told, in the thread, us" in capsys.readouterr().out
