@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from kvcache import BatchEngine
 from kvcache.server.bodies import body_of
 from kvcache.server.fields import checked
+from kvcache.server.fingerprints import Fingerprints
 from kvcache.server.message_bodies import MESSAGES, chat_of_messages
 from kvcache.server.prompts import Prompts
 from kvcache.server.response_bodies import RESPONSES, chat_of_responses
@@ -29,6 +30,7 @@ WORDS = [
     "{}", '{"a": 1}', "\ud800", "é", "",
 ]
 KEYS = [
+    "cache_control", "prompt_cache_breakpoint", "ttl",
     "type", "role", "content", "text", "name", "function", "arguments", "parameters", "input_schema", "tool_calls",
     "tools", "mode", "id", "call_id", "output", "summary", "thinking", "input", "effort", "format", "schema", "refusal",
     "tool_use_id", "allowed_tools", "properties", "strict", "json_schema", "reasoning_content",
@@ -75,9 +77,11 @@ def prompts(request, tmp_path_factory):
 def expect_tokens_or_a_message(prompts, make):
     engine = prompts._engine
     try:
-        body = body_of(make(), True, engine.sampling_params, engine.max_positions)
+        chat, marks = make()
+        body = body_of(chat, True, engine.sampling_params, engine.max_positions, marks)
         (tokens,) = prompts.tokens(body)
         assert len(tokens)
+        assert all(0 < stop <= len(tokens) for stop, _ in prompts.kept(body, tokens) or ())
     except (TypeError, ValueError, HTTPException) as error:
         name, found, _ = str(error).partition(": expected")
         assert found, error
@@ -87,17 +91,23 @@ def expect_tokens_or_a_message(prompts, make):
 @given(body=bodies(["tool_choice", "parallel_tool_calls", "reasoning_effort", "verbosity", "chat_template_kwargs",
                     "response_format", "stop", "n", "logprobs", "max_tokens", "cache_salt"], messages=TALKS))
 def test_chats(prompts, body):
-    expect_tokens_or_a_message(prompts, lambda: body)
+    expect_tokens_or_a_message(prompts, lambda: (body, []))
 
 
 @given(body=bodies(MESSAGES, messages=TALKS, max_tokens=st.just(3)))
 def test_messages(prompts, body):
-    expect_tokens_or_a_message(prompts, lambda: chat_of_messages(checked(body, MESSAGES, ("model", "messages")))[0])
+    def chat():
+        given = checked(body, MESSAGES, ("model", "messages"))
+        found = chat_of_messages(given)
+        Fingerprints().note(given, None, "msg", 1)
+        return found
+
+    expect_tokens_or_a_message(prompts, chat)
 
 
 @given(body=bodies(RESPONSES, input=TALKS))
 def test_responses(prompts, body):
-    expect_tokens_or_a_message(prompts, lambda: chat_of_responses(checked(body, RESPONSES, ("model", "input"))))
+    expect_tokens_or_a_message(prompts, lambda: (chat_of_responses(checked(body, RESPONSES, ("model", "input"))), []))
 
 
 @pytest.mark.parametrize("levels", [90, 400, 900])
