@@ -36,7 +36,10 @@ if platform.machine() == "x86_64" and compiles(AVXVNNI):  # gcc 11, clang 12
     X86["avxvnni"] = AVX2 + AVXVNNI
 if platform.machine() == "x86_64" and sys.platform == "linux" and compiles(AMX):  # gcc 11, clang 11
     X86["amx"] = AVX2 + AVX512 + AMX
-LEVELS = {"x86_64": X86, "aarch64": {"neon": NEON}, "arm64": {"neon": NEON}}
+ARM = {"neon": NEON}
+if platform.machine() in ("aarch64", "arm64") and compiles([NEON[0] + "+i8mm"]):  # gcc 10, clang 11
+    ARM["i8mm"] = [NEON[0] + "+i8mm"]
+LEVELS = {"x86_64": X86, "aarch64": ARM, "arm64": ARM}
 LEVELS = {"scalar": [], **LEVELS.get(platform.machine(), {})}
 
 # -g0: Python's -g takes a quarter of the compile time.

@@ -7,7 +7,7 @@
 #include <string.h>
 
 extern const kvc_kernels kvc_kernels_scalar, kvc_kernels_avx2, kvc_kernels_avxvnni, kvc_kernels_avx512, kvc_kernels_amx,
-    kvc_kernels_neon;
+    kvc_kernels_neon, kvc_kernels_i8mm;
 
 #if defined(KVC_HAVE_AVX2) || defined(KVC_HAVE_AVX512)
 #include <cpuid.h>
@@ -100,6 +100,20 @@ static int cpu_runs_neon(void) { /* the level is compiled for armv8.2 with dot p
 #else
 static int cpu_runs_neon(void) { return 1; } /* every 64-bit Apple machine */
 #endif
+
+#if defined(KVC_HAVE_I8MM)
+#if defined(__linux__)
+static int cpu_runs_i8mm(void) { return cpu_runs_neon() && (getauxval(AT_HWCAP2) & 1 << 13); } /* HWCAP2_I8MM */
+#else
+#include <sys/sysctl.h>
+
+static int cpu_runs_i8mm(void) {
+    int has = 0;
+    size_t size = sizeof has;
+    return !sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, NULL, 0) && has;
+}
+#endif
+#endif
 #endif
 
 /* Lists the levels, best first, and returns their number. */
@@ -119,6 +133,9 @@ static int find_levels(const kvc_kernels *levels[KVC_MOST_LEVELS]) {
 #endif
 #if defined(KVC_HAVE_AVX2)
     if (cpu_runs_avx2()) levels[count++] = &kvc_kernels_avx2;
+#endif
+#if defined(KVC_HAVE_I8MM)
+    if (cpu_runs_i8mm()) levels[count++] = &kvc_kernels_i8mm;
 #endif
 #if defined(KVC_HAVE_NEON)
     if (cpu_runs_neon()) levels[count++] = &kvc_kernels_neon;

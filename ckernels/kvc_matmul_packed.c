@@ -51,6 +51,28 @@ INLINE void dot_units(const kvc_matrix_format_info *info, const unsigned char *c
     }
 }
 
+#if defined(KVC_UNIT_PAIRS)
+/* The same for one panel and rows in twos, two units at a time; of an odd number of rows the last one goes alone. */
+INLINE void dot_pairs(const kvc_matrix_format_info *info, const unsigned char *codes, u8x64 table, int first, int count,
+                      const unsigned char *numbers, int rows, i32x16 *dots) {
+    const int last = rows - 1;
+    i32x32 pairs[MOST_TILES / 2];
+    UNROLL
+    for (int i = 0; i < rows / 2; i++) pairs[i] = i32x32_of(dots[2 * i], dots[2 * i + 1]);
+    UNROLL
+    for (int n = 0; n < count; n += 2) {
+        const int unit = first + unit_at(info, n, count), next = first + unit_at(info, n + 1, count);
+        const u8x64 a = numbers_of(info, codes, unit, table), b = numbers_of(info, codes, next, table);
+        const unsigned char *x = numbers + 4 * (unit * rows), *y = numbers + 4 * (next * rows);
+        i32x32_dot(rows / 2, pairs, a, b, x, y);
+        if (rows % 2) dots[last] = i32x16_dot_x(i32x16_dot_x(dots[last], a, load_i32(x + 4 * last)), b, load_i32(y + 4 * last));
+    }
+    UNROLL
+    for (int i = 0; i < rows / 2; i++)
+        dots[2 * i] = i32x32_first_of(pairs[i]), dots[2 * i + 1] = i32x32_second_of(pairs[i]);
+}
+#endif
+
 /* The rows of a block in one group, and where in it the channels of a scale are. */
 typedef struct share {
     const unsigned char *x, *behind; /* of the group */
@@ -58,6 +80,17 @@ typedef struct share {
     int first, count;                /* units */
     int part;                        /* of the group: which of its scales */
 } share;
+
+INLINE void add_units(const kvc_matrix_format_info *info, const unsigned char *const *codes, u8x64 table, int first,
+                      int count, const unsigned char *numbers, int rows, int panels, i32x16 *dots) {
+#if defined(KVC_UNIT_PAIRS)
+    if (rows > 1) {
+        dot_pairs(info, codes[0], table, first, count, numbers, rows, dots);
+        return;
+    }
+#endif
+    dot_units(info, codes, table, first, count, numbers, rows, panels, dots);
+}
 
 /* dots[row, panel] = the products of a share, with all digits, and what the offset of codes adds. */
 INLINE void dot_share(const kvc_matrix_format_info *info, const unsigned char *const *codes, u8x64 table, share at,
@@ -71,12 +104,12 @@ INLINE void dot_share(const kvc_matrix_format_info *info, const unsigned char *c
         UNROLL
         for (int p = 0; p < panels; p++) dots[i * panels + p] = start;
     }
-    dot_units(info, codes, table, at.first, at.count, at.x, rows, panels, dots);
+    add_units(info, codes, table, at.first, at.count, at.x, rows, panels, dots);
     if (digits == 1) return;
     UNROLL
     for (int i = 0; i < rows * panels; i++)
         dots[i] = i32x16_next_digit(dots[i], info->has_minima ? 0 : load_i32(corrections + 4 * (i / panels)));
-    dot_units(info, codes, table, at.first, at.count, at.x + KVC_GROUP * rows, rows, panels, dots);
+    add_units(info, codes, table, at.first, at.count, at.x + KVC_GROUP * rows, rows, panels, dots);
 }
 
 /* sums[row, panel] += dots times both scales, and the minima times the sums of the rows' numbers. */
@@ -158,7 +191,9 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
 #if defined(KVC_AVX512)
 #define BLOCKS(X, ...) \
     X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4) X(__VA_ARGS__, 6) X(__VA_ARGS__, 8)
-#elif defined(KVC_AVX2)
+#elif defined(KVC_I8MM)
+#define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4) X(__VA_ARGS__, 6)
+#elif defined(KVC_AVX2) || defined(KVC_NEON)
 #define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4)
 #else
 #define BLOCKS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2)

@@ -21,6 +21,8 @@
  * Other codes are added to a part of such sums, part16, which a level may keep in fewer bits: begin(sums), dot_q (codes
  *   times signed bytes), and end(part, sums), the sums with the part added. KVC_PART_UNITS(code, byte) units fit a part
  *   where no factor is larger than these. Only the AVX2 level has a limit; at the others a part is the sums themselves.
+ *   A level with KVC_UNIT_PAIRS multiplies two units with two rows at a time, in sums of both rows, i32x32: of(first, second),
+ *   first_of, second_of, and i32x32_dot(pairs, sums, a, b, x, y): of unit a with the numbers of the rows at x, of b at y.
  * Attention (kvc_tiles.h) adds the products of a unit to sums at a level with KVC_HAVE_DOTS, in one of two ways:
  *   i32x16_dot_q (codes, signed ones with KVC_SIGNED_CODES, times signed bytes), joined(high, low, bits) =
  *   high * 2^bits + low, f32v_seven_bits(x, centre, high, low): 32 rounded x = 128 high + low, high is (x + centre) / 128,
@@ -52,12 +54,19 @@
 
 #if defined(KVC_AVXVNNI)
 #define KVC_AVX2 1 /* this level is avx2 with other integer dot products */
+#elif defined(KVC_I8MM)
+#define KVC_NEON 1 /* this one neon with products of two units and two rows */
 #endif
 #if defined(KVC_AMX)
 #define KVC_AVX512 1 /* this level is avx512, bit for bit, with other products of whole numbers where rows are many */
 #define KVC_BASE avx512
 #else
 #define KVC_BASE KVC_LEVEL
+#endif
+#if defined(KVC_I8MM)
+#define KVC_BITS neon
+#else
+#define KVC_BITS KVC_BASE
 #endif
 
 /* Keeps products in separate functions: several in one leave the compiler too few registers for their addresses. */

@@ -32,7 +32,7 @@ void KVC_FN(digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *
 extern const kvc_kernels KVC_OWN(kernels);
 const kvc_kernels KVC_OWN(kernels) = {
     .name = KVC_STR(KVC_LEVEL),
-    .bits = KVC_STR(KVC_BASE),
+    .bits = KVC_STR(KVC_BITS),
     .tiles = KVC_TILES,
     .write_runs = KVC_FN(write_runs),
     .gather_rows = KVC_FN(gather_rows),

@@ -1,4 +1,4 @@
-/* simd_neon.h - 4 lanes: neon, dotprod. 32 registers: 24 sums, 4 vectors, 1 broadcast. */
+/* simd_neon.h - 4 lanes: neon, dotprod; at level i8mm its matrix products too. 32 registers: 24 sums, 4 vectors, 1 broadcast. */
 #include <arm_neon.h>
 
 #define KVC_LANES 4
@@ -137,7 +137,12 @@ INLINE f32v i32v_floats(i32v x) { return vcvtq_f32_s32(x); }
 #define KVC_UNIT_DOT_TILES 1
 #define KVC_UNIT_MIX_ROWS 1
 #define KVC_UNSIGNED_WEIGHTS 0
-#define KVC_PACKED_ROWS(n) 2
+#if defined(KVC_I8MM)
+#define KVC_PACKED_ROWS(n) 6
+#define KVC_UNIT_PAIRS 1
+#else
+#define KVC_PACKED_ROWS(n) 4
+#endif
 #define KVC_PACKED_PANELS(rows) 1
 #define KVC_FLOAT_ROWS 6
 #define KVC_FLOAT_SUMS 24
@@ -240,6 +245,58 @@ INLINE i32x16 i32x16_joined(i32x16 high, i32x16 low, int bits) {
     for (int i = 0; i < 4; i++) high.val[i] = vaddq_s32(vshlq_s32(high.val[i], vdupq_n_s32(bits)), low.val[i]);
     return high;
 }
+
+#if defined(KVC_I8MM)
+/* Sums of two rows, outputs 2i and 2i + 1 in vector i: the first row's, the second row's. smmla multiplies 8 channels of two
+ * rows with 8 channels of two outputs: two units, zipped. The sums are those of sdot, which are exact. */
+typedef struct i32x32 {
+    int32x4_t val[8];
+} i32x32;
+
+#define ZIP64(n, x, y) vreinterpretq_s32_s64(vzip##n##q_s64(vreinterpretq_s64_s32(x), vreinterpretq_s64_s32(y)))
+INLINE i32x32 i32x32_of(i32x16 first, i32x16 second) {
+    i32x32 both;
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        both.val[2 * i] = ZIP64(1, first.val[i], second.val[i]);
+        both.val[2 * i + 1] = ZIP64(2, first.val[i], second.val[i]);
+    }
+    return both;
+}
+INLINE i32x16 i32x32_first_of(i32x32 x) {
+    return (i32x16){{ZIP64(1, x.val[0], x.val[1]), ZIP64(1, x.val[2], x.val[3]), ZIP64(1, x.val[4], x.val[5]),
+                     ZIP64(1, x.val[6], x.val[7])}};
+}
+INLINE i32x16 i32x32_second_of(i32x32 x) {
+    return (i32x16){{ZIP64(2, x.val[0], x.val[1]), ZIP64(2, x.val[2], x.val[3]), ZIP64(2, x.val[4], x.val[5]),
+                     ZIP64(2, x.val[6], x.val[7])}};
+}
+#undef ZIP64
+
+/* Four bytes of each of two rows. */
+INLINE int32x4_t i32x4_of_rows(const unsigned char *numbers) {
+    const int32x2_t two = vreinterpret_s32_u8(vld1_u8(numbers));
+    return vcombine_s32(two, two);
+}
+/* The number of pairs is a constant. */
+INLINE void i32x32_dot(int pairs, i32x32 *sums, u8x64 a, u8x64 b, const unsigned char *x, const unsigned char *y) {
+    int8x16_t rows[KVC_PACKED_ROWS(0) / 2];
+    UNROLL
+    for (int i = 0; i < pairs; i++)
+        rows[i] = vreinterpretq_s8_s32(vzip1q_s32(i32x4_of_rows(x + 8 * i), i32x4_of_rows(y + 8 * i)));
+    UNROLL
+    for (int v = 0; v < 4; v++) {
+        const uint32x4_t of_a = vreinterpretq_u32_u8(a.val[v]), of_b = vreinterpretq_u32_u8(b.val[v]);
+        const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(of_a, of_b));
+        const int8x16_t high = vreinterpretq_s8_u32(vzip2q_u32(of_a, of_b));
+        UNROLL
+        for (int i = 0; i < pairs; i++) {
+            sums[i].val[2 * v] = vmmlaq_s32(sums[i].val[2 * v], rows[i], low);
+            sums[i].val[2 * v + 1] = vmmlaq_s32(sums[i].val[2 * v + 1], rows[i], high);
+        }
+    }
+}
+#endif
 
 typedef struct u64x8 {
     uint64x2_t val[4];
