@@ -28,6 +28,9 @@
 #include "kvc_sleep.h"
 
 #include <pthread.h>
+#if defined(__APPLE__)
+#include <pthread/qos.h>
+#endif
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -245,6 +248,9 @@ static void begin(worker *w, habit *h) {
 static void *work(void *argument) {
     worker *w = argument;
     habit h = {.spin_ns = SPIN_NS};
+#if defined(__APPLE__)
+    pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE, 0); /* else macOS may run it on an efficiency core */
+#endif
     for (;;) {
         begin(w, &h);
         for (int i = 0; i < 2 && w->wakes[i] >= 0; i++) wake(w->wakes[i]);

@@ -129,5 +129,28 @@ def test_quotas_of_control_groups_count(tmp_path, monkeypatch, files, expected):
     assert has_quota(str(tmp_path)) == (expected < 99)
 
 
-def test_at_least_one():
+@pytest.mark.parametrize(
+    ("capacities", "allowed", "expected"),
+    [
+        ([], range(4), 4),  # one kind of cores
+        ([1024, 1024, 446, 446, 446, 446], range(6), 2),  # big.LITTLE
+        ([1024, 1024, 446, 446, 446, 446], range(2, 6), 4),  # bound to the little ones
+        ([1024, 870, 870, 325], range(4), 3),  # three kinds
+        ([1024, 1024, 640, 640], range(4), 4),  # P and E cores
+        ([1024, 446], range(3), 3),  # no capacity of one of them
+    ],
+)
+def test_little_cores_do_not_count(tmp_path, monkeypatch, capacities, allowed, expected):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(allowed), raising=False)
+    for cpu, capacity in enumerate(capacities):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}"
+        folder.mkdir(parents=True)
+        (folder / "cpu_capacity").write_text(f"{capacity}\n")
+    assert available_cpus(str(tmp_path)) == expected
+
+
+def test_at_least_one(monkeypatch):
+    """On a system that tells no affinity too."""
+    assert 1 <= available_cpus() <= 4096
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
     assert 1 <= available_cpus() <= 4096
