@@ -23,7 +23,7 @@ from bench.engine.shares import PYTHON, ROWS, SHARES, shares_of
 from bench.engine.weights import network_tables
 from bench.support.blas import set_threads
 from bench.support.checkpoints import SIZES, Size, write_checkpoint
-from bench.support.common import Candidate, Case, Result, Table, at_most, faster, run_case
+from bench.support.common import SETTLE, Candidate, Case, Result, Table, at_most, faster, run_case
 from bench.support.plot import plot_table
 from bench.support.rates import Columns, print_rates
 from bench.support.report import markdown, save_json, text_table
@@ -44,7 +44,6 @@ FAR_SPEED = replace(SPEED, subjects=(*FAR_OURS, OpenVino.name), rivals=(FAR_OURS
 COLD, CACHED = "cold", "prefix cached"
 FIRST = Columns((CACHED, COLD, *(f"{name}, {what}" for name in OTHERS for what in (CACHED, COLD))), rivals=(COLD,))
 PYTHON_SHARE = 0.10
-SETTLE = 2e-3  # seconds: threads of the previous candidate may spin for about a millisecond
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=STEPS + 1)
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from bench.engine.weight_rivals import RIVALS, LlamaCpp, OpenVino, availability
 from bench.support.blas import set_threads
-from bench.support.common import Candidate, Case, Result, Table, run_case
+from bench.support.common import SETTLE, Candidate, Case, Result, Table, run_case
 from bench.support.rates import Columns, print_rates
 from bench.support.report import save_json
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
@@ -28,7 +28,6 @@ __all__ = ["add_arguments", "main"]
 Tokens = npt.NDArray[np.uint32]
 
 PREFILL, CONTEXT, STEPS, CACHED, TAIL = 512, 1024, 32, 2000, 32
-SETTLE = 2e-3  # seconds: threads of the previous candidate may spin
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
 
 

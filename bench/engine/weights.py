@@ -24,7 +24,8 @@ from bench.engine.weight_rivals import COMMON_FILES, GGUF_FILES, RIVALS, OpenVin
 from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, byte_products, fma, huge_array
 from bench.support.checkpoints import SIZES, Size
-from bench.support.common import Candidate, Case, Claim, Result, Table, run_case, share_of
+from bench.support.common import SETTLE, Candidate, Case, Claim, Result, Table, run_case, share_of
+from bench.support.over_threads import counts, plot_over_threads, print_over_threads
 from bench.support.plot import plot_table
 from bench.support.rates import Columns, print_rates
 from bench.support.report import save_json
@@ -40,7 +41,6 @@ COLD_BYTES = 160 << 20  # matrices in turn take so much at least
 FEW, MANY = (1, 2, 4, 8, 16), 512
 READ, FMA, DOTS = "plain read", "FMA peak", "int8 peak"
 PROMPT, CONTEXT, STEPS = 512, 1024, 16
-SETTLE = 2e-3  # seconds: threads of the previous candidate may spin
 
 
 class Products:
@@ -250,7 +250,7 @@ def network_tables(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     parser.add_argument("--rounds", type=int, default=7, help="rounds per case (default 7)")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads (default 1 2)")
+    parser.add_argument("--threads", type=counts, default=[1, 2], metavar="N,N", help="threads (default 1,2)")
     parser.add_argument("--only", choices=("products", "network"), help="one of both parts")
     formats = list(MATRIX_FORMATS)
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="formats of the products")
@@ -289,8 +289,11 @@ def main(options: argparse.Namespace) -> int:
         done += tables
     if options.json:
         save_json(options.json, done)
+    print_over_threads(done, as_markdown=options.markdown)
     if options.plot:
         for table, results in done:
             print(plot_table(table, results, options.plot))
+        for path in plot_over_threads(done, options.plot):
+            print(path)
     print(f"\n{missed} bounds missed" if missed else "\nevery bound met")
     return int(missed > 0)

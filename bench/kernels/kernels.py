@@ -12,13 +12,13 @@ from bench.kernels import attention_rivals, chunks, decode, overhead, recurrence
 from bench.kernels.roofline import plot_kernels
 from bench.support.blas import blas_found
 from bench.support.ceilings import kind
-from bench.support.common import Case, Result, Table, run_case
+from bench.support.common import SETTLE, Case, Result, Table, run_case
+from bench.support.over_threads import plot_over_threads, print_over_threads
 from bench.support.rates import Columns, print_rates
 from bench.support.report import save_json
 
 __all__ = ["add_arguments", "main"]
 
-SETTLE = 2e-3  # seconds: threads of rivals spin for about a millisecond after their work
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,9 @@ def main(options: argparse.Namespace) -> int:
     kvcache.set_num_threads(threads)
     if options.json:
         save_json(options.json, done, **more)
+    print_over_threads(done, as_markdown=options.markdown)
     if options.plot:
-        for path in plot_kernels(done, options.plot):
+        for path in [*plot_kernels(done, options.plot), *plot_over_threads(done, options.plot)]:
             print(path)
     print(f"\n{missed} bounds missed" if missed else "\nevery bound met")
     return int(missed > 0)

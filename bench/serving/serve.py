@@ -45,6 +45,7 @@ from bench.serving.workloads import WORKLOADS, Turn, Workload, at_once, poisson
 from bench.support.blas import set_threads
 from bench.support.checkpoints import SIZES, Size, write_gguf
 from bench.support.common import Result, Table
+from bench.support.over_threads import counts, plot_over_threads, print_over_threads
 from bench.support.report import markdown, save_json, text_table, time_text
 
 __all__ = ["Served", "add_arguments", "main", "run"]
@@ -184,7 +185,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 32], help="of shared, at once (default 8 32)")
     parser.add_argument("--tokens", type=int, nargs=3, default=[1000, 64, 64], metavar=("SHARED", "OWN", "NEW"))
     parser.add_argument("--rounds", type=int, default=3, help="rounds of shared, the fastest counts (default 3)")
-    parser.add_argument("--threads", type=int, default=2, help="threads (default 2)")
+    parser.add_argument("--threads", type=counts, default=[2], metavar="N,N", help="threads (default 2)")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES), help="some engines")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 0.95], metavar="SHARE",
                         help="of chats, shares of what our engine serves (default 0.5 0.8 0.95)")
@@ -203,10 +204,12 @@ class Report:
 
     def __init__(self, as_markdown: bool) -> None:
         self.done: list[tuple[Table, list[Result]]] = []
+        self.suffix = ""  # of titles
         self._layout = markdown if as_markdown else text_table
 
     def add(self, title: str, results: list[Result]) -> None:
         """Print a table."""
+        title += self.suffix
         print(f"\n{title}\n\n{self._layout(*table_of(results))}", flush=True)
         self.done.append((Table(title, ()), results))
 
@@ -282,7 +285,7 @@ def measure_arrivals(
     for title, result in zip(titles, results, strict=True):
         report.add(f"{title}, {network.name}", [result])
     if at_a_rate and options.plot:
-        print(plot_loads(options.loads, results, options.plot, f"{kind} over load, {network.name}"))
+        print(plot_loads(options.loads, results, options.plot, f"{kind} over load, {network.name}{report.suffix}"))
 
 
 def network_of(options: argparse.Namespace, folder: Path) -> Network:
@@ -313,11 +316,17 @@ def main(options: argparse.Namespace) -> int:
         options.engines = [name for name in options.engines if name.startswith("kvcache")]
     with tempfile.TemporaryDirectory() as folder:
         network = network_of(options, options.folder or Path(folder))
-        if "shared" in chosen:
-            measure_shared(network, options, measured, report)
-        for kind in WORKLOADS:
-            if kind in chosen and not (options.quick and kind != "edits"):
-                measure_arrivals(kind, network, options, measured, report)
+        for number in (several := options.threads):
+            options.threads, report.suffix = number, f", {number} thr" if len(several) > 1 else ""
+            if "shared" in chosen:
+                measure_shared(network, options, measured, report)
+            for kind in WORKLOADS:
+                if kind in chosen and not (options.quick and kind != "edits"):
+                    measure_arrivals(kind, network, options, measured, report)
+        print_over_threads(report.done, as_markdown=options.markdown)
+        if options.plot:
+            for path in plot_over_threads(report.done, options.plot):
+                print(path)
     if "simulation" in chosen:
         simulate(measured, as_markdown=options.markdown, quick=options.quick)
     if options.json:

@@ -41,7 +41,7 @@ def _library() -> Any:
             subprocess.run(command, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError):
             continue
-        library = ctypes.CDLL(str(target))
+        library = _loaded(target)
         library.ceiling_read.restype = ctypes.c_uint64
         library.ceiling_read.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4 + [ctypes.c_int]
         library.ceiling_narrow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
@@ -54,6 +54,19 @@ def _library() -> Any:
         library.parallel = bool(extra)
         return library
     return None
+
+
+def _loaded(target: Path) -> ctypes.CDLL:
+    """The library, whose threads do not spin after their work: OpenMP reads the variable when it is loaded."""
+    before = os.environ.get("GOMP_SPINCOUNT")
+    os.environ["GOMP_SPINCOUNT"] = "0"
+    try:
+        return ctypes.CDLL(str(target))
+    finally:
+        if before is None:
+            del os.environ["GOMP_SPINCOUNT"]
+        else:
+            os.environ["GOMP_SPINCOUNT"] = before
 
 
 def kind() -> str:

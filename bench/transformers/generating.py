@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from bench.support.blas import set_threads
-from bench.support.common import Candidate, Case, Claim, Result, Table, at_most, faster, run_case
+from bench.support.common import SETTLE, Candidate, Case, Claim, Result, Table, at_most, faster, run_case
 from bench.support.rates import Columns, print_rates
 from bench.support.report import save_json, show, time_text
 
@@ -23,7 +23,6 @@ __all__ = ["add_arguments", "main"]
 DYNAMIC, OURS = "DynamicCache, sdpa", tuple(f"PagedCache {dtype}" for dtype in ("f32", "f16", "q8", "q4"))
 PLOTTED = (DYNAMIC, "PagedCache f32", "PagedCache q8", "PagedCache q4")
 PROMPT, STEPS = 2048, 4
-SETTLE = 2e-3  # seconds: threads of the previous candidate may spin
 # (shape, dtype of the model, tokens) -> how many times as fast as DynamicCache q4 is to decode
 DECODE = {("1B", "bfloat16", 1024): 1.0, ("1B", "bfloat16", 4096): 2.0, ("1B", "bfloat16", 16384): 5.0}
 PREFILL = 1.2
