@@ -8,6 +8,7 @@
  *   arena of one layer     block 0 | block 1 | ...            each layout.block_bytes long, 64-byte aligned
  *   one block              K of head 0 | K of head 1 | ... | V of head 0 | V of head 1 | ... | padding
  *   one head of K or V     float formats: [slot][dim]         quantised: see the tile drawing in kvc_quant.h
+ *   latent rows            one head, and no V: V of a token is the first channels of its K
  *   a sequence             runs: (block, first slot, stop slot), the tokens in text order
  */
 #ifndef KVC_H
@@ -23,7 +24,8 @@
 /* Always inlined: what a caller gives as constants is constant inside. */
 #define INLINE static inline __attribute__((always_inline))
 
-enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 512 };
+/* KVC_MAX_HEAD_DIM: of latent rows, those of DeepSeek V3; of others KVC_MOST_CHANNELS. */
+enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 576, KVC_MOST_CHANNELS = 512 };
 
 /* Consecutive tokens of a sequence in slots [first, stop) of one block. */
 typedef struct kvc_run {
@@ -36,14 +38,15 @@ typedef struct kvc_run {
 typedef struct kvc_layout {
     int32_t block_size; /* slots (tokens) per block, 1 to 256 */
     int32_t num_heads;  /* KV heads */
-    int32_t head_dim;   /* of K and of queries: a multiple of 8, at most KVC_MAX_HEAD_DIM */
+    int32_t head_dim;   /* of K and of queries: a multiple of 8, at most KVC_MOST_CHANNELS, of latent rows KVC_MAX_HEAD_DIM */
     int32_t value_head_dim; /* of V and of the output, within the same limits */
     kvc_format key_format;
     kvc_format value_format;
     int32_t rotate_keys; /* 1: rows are stored under a Hadamard rotation of the head */
     int32_t rotate_values;
+    int32_t latent; /* 1: V is the first value_head_dim channels of K, of one head; formats and rotations are equal */
     size_t key_head_bytes;   /* one KV head's K of one block */
-    size_t value_head_bytes; /* one KV head's V of one block */
+    size_t value_head_bytes; /* one KV head's V of one block; 0 where K has it */
     size_t block_bytes;      /* all heads, K and V, rounded up to 64 */
 } kvc_layout;
 
@@ -149,8 +152,8 @@ typedef struct kvc_kernels {
     const char *name;
     const char *bits; /* the name of the level that gives the same bits: of amx avx512, of i8mm neon, of another one itself */
     int tiles;        /* 1: it multiplies tiles, which the system has to permit */
-    /* Rows, as many as the runs have slots, into these; NULL: not written. Of each head what is known of its keys, or
-     * NULL. */
+    /* Rows, as many as the runs have slots, into these; NULL: not written, as values of latent rows never are. Of each
+     * head what is known of its keys, or NULL. */
     void (*write_runs)(const kvc_layout *, unsigned char *arena, const kvc_run *, int64_t num_runs, kvc_float_rows keys,
                        kvc_float_rows values, const kvc_head_keys *);
     /* Tokens [first, first + count) of a tensor as float rows (count, heads, dim); doubles are rounded. */
@@ -208,7 +211,7 @@ kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *);
 
 /* kvc_layout.c */
 int kvc_layout_init(kvc_layout *, int block_size, int num_heads, int head_dim, int value_head_dim,
-                    kvc_format key_format, kvc_format value_format, int rotate_keys, int rotate_values);
+                    kvc_format key_format, kvc_format value_format, int rotate_keys, int rotate_values, int latent);
 /* Copies stored codes, bit for bit, within an arena or between arenas of one layout. Within one block the ranges may
  * overlap; a copy onto itself does nothing. */
 void kvc_copy_slots(const kvc_layout *, const unsigned char *src_arena, int32_t src_block, int src_slot,

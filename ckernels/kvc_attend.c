@@ -140,7 +140,8 @@ static void write_row(const job *j, int head, int64_t row, const float *acc, flo
     }
     float *out = args->out + pair * (size_t)dim;
     for (int d = 0; d < dim; d++) out[d] = acc[d] * inverse + 0.0f;
-    if (kvc_rows_of(args->layout, KVC_VALUES).rotated && !whole) KVC_FN(hadamard)(out, dim);
+    const int rotated = kvc_rows_of(args->layout, KVC_VALUES).rotated;
+    if (rotated && !whole) KVC_FN(hadamard)(out, dim, rotated);
     if (args->lse) args->lse[pair] = lse + centre;
     if (j->item->norms) {
         j->item->norms[2 * pair] = largest;
@@ -162,7 +163,7 @@ static void make_whole(const job *j, results total, int first, int stop) {
     const int rotated = kvc_rows_of(j->args->layout, KVC_VALUES).rotated;
     for (int i = first; i < stop; i++) {
         if (total.sum[i] == 0.0f) continue;
-        if (rotated) KVC_FN(hadamard)(total.acc + (size_t)i * (size_t)j->v_padded, j->v_rows.dim);
+        if (rotated) KVC_FN(hadamard)(total.acc + (size_t)i * (size_t)j->v_padded, j->v_rows.dim, rotated);
         total.largest[i] += (float)(LOG2E * centre_score(j, j->item->head + i / j->rows, j->item->row + i % j->rows));
     }
 }

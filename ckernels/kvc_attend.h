@@ -87,13 +87,13 @@ static inline int64_t kvc_item_max_rows(const kvc_layout *layout) {
 
 /* One thread's scratch in floats. For every (head, row): q, sink q, both in digits, the results of the current segment
  * and of those before it. For one head: the scores of a chunk and their factors; K panels and staged rows, or weights
- * in digits. */
+ * in digits; the tiles of V of latent rows. */
 static inline int64_t kvc_thread_scratch_floats(const kvc_layout *layout) {
     const int64_t key_dim = kvc_padded_dim(layout->head_dim), value_dim = kvc_padded_dim(layout->value_head_dim);
     const int64_t rows = kvc_item_max_rows(layout), staged_dim = key_dim > value_dim ? key_dim : value_dim;
     return rows * (2 * key_dim + 2 * (int64_t)(sizeof(unit_query) / sizeof(float))) +
            2 * kvc_result_floats(layout, rows) + KVC_ITEM_ROWS * (KVC_CHUNK + 1) +
-           KVC_CHUNK * (key_dim + staged_dim) + 64;
+           KVC_CHUNK * (key_dim + staged_dim) + (layout->latent ? KVC_CHUNK * (value_dim / 4 + 1) + 16 : 0) + 64;
 }
 
 _Static_assert(KVC_ITEM_ROWS * sizeof(unit_weights) <= 2 * KVC_CHUNK * 32 * sizeof(float),

@@ -9,9 +9,10 @@
 
 /* One head's rows of the chunk as floats, and pointers to them. Pointers behind the last token repeat it. */
 static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, const unsigned char **staged) {
+    if (j->layout->latent && rows.quantised) rows = j->k_rows; /* which have V first */
     const int padded = rows.side == KVC_KEYS ? j->padded : j->v_padded;
     const size_t k_bytes = j->layout->key_head_bytes, v_bytes = j->layout->value_head_bytes;
-    const size_t values = (size_t)j->layout->num_heads * k_bytes + (size_t)head * v_bytes;
+    const size_t values = kvc_values_at(j->layout) + (size_t)head * v_bytes;
     const size_t offset = rows.side == KVC_KEYS ? (size_t)head * k_bytes : values;
     for (int i = 0; rows.quantised && i < c->pieces; i++) {
         const piece *p = &c->piece[i];
@@ -130,6 +131,20 @@ static void load_scales(const piece *p, const unsigned char *tile, float centre,
     }
 }
 
+/* Replaces tiles of latent rows by tiles of their V: the same codes in the order of V. */
+static void turn_tiles(const job *j, int tiles, const unsigned char **tile) {
+    unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], turned[KVC_MAX_HEAD_DIM * KVC_TILE];
+    unsigned char *to = j->turned;
+    const int dim = j->v_rows.dim;
+    for (int i = 0; i < tiles; i++, to += kvc_tile_bytes(j->v_rows)) {
+        memcpy(to, tile[i], KVC_TILE_HEADER);
+        kvc_unpack_units(j->v_rows.bits, dim, tile[i] + KVC_TILE_HEADER, units);
+        kvc_turn_units(dim, units, turned);
+        kvc_pack_units(j->v_rows.bits, dim, turned, to + KVC_TILE_HEADER);
+        tile[i] = to;
+    }
+}
+
 static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *acc, const chunk *next) {
     const unsigned char *tile[KVC_CHUNK / KVC_TILE], *ahead[KVC_CHUNK / KVC_TILE];
     float scales[KVC_CHUNK], middles[KVC_CHUNK];
@@ -138,6 +153,7 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
                                 (size_t)head * j->layout->value_head_bytes, tile, ahead);
     for (int i = 0; i < c->pieces; i++)
         load_scales(&c->piece[i], tile[i], centre, scales + KVC_TILE * i, middles + KVC_TILE * i);
+    if (j->layout->latent) turn_tiles(j, c->pieces, tile);
     quantise_weights(j->v_rows.bits, rows, c->lanes, j->weights, scales, middles, j->unit_w);
     const int tiled = tiled_rows(rows);
 #if KVC_TILES

@@ -60,6 +60,7 @@ typedef struct job {
     float *panels, *stage;            /* [KVC_CHUNK * padded] of K, [KVC_CHUNK * the larger of both] of either */
     unit_query *unit_q, *unit_sink_q; /* [head][row] */
     unit_weights *unit_w;             /* [row], in the memory of panels and stage */
+    unsigned char *turned;            /* of latent rows: the tiles of V of a chunk */
 } job;
 
 /* Whether the runs fill their blocks, but for the slots before the first token and behind the last one. They do if all
@@ -132,7 +133,7 @@ static void add_piece(const job *j, const cursor *at, int count, chunk *c) {
     const unsigned char *block = j->arena + (size_t)at->run->block * j->layout->block_bytes;
     const int row = j->units ? at->slot / KVC_TILE * KVC_TILE : at->slot; /* which a tile begins with */
     const unsigned char *k = block + (size_t)row * j->k_row_bytes;
-    const unsigned char *v = block + (size_t)j->layout->num_heads * j->layout->key_head_bytes + (size_t)row * j->v_row_bytes;
+    const unsigned char *v = block + kvc_values_at(j->layout) + (size_t)row * j->v_row_bytes;
     const int lane = c->lanes + at->slot - row;
     if (j->units) c->k[c->pieces] = k, c->v[c->pieces] = v;
     c->piece[c->pieces++] = (piece){block, at->token, at->slot, count, lane};
@@ -202,7 +203,7 @@ static void read_from(job *j, int residual, int64_t token_stop) {
     j->k_rows = kvc_rows_of(layout, KVC_KEYS);
     j->v_rows = kvc_rows_of(layout, KVC_VALUES);
     j->k_row_bytes = kvc_row_bytes(j->k_rows);
-    j->v_row_bytes = kvc_row_bytes(j->v_rows);
+    j->v_row_bytes = kvc_row_bytes(layout->latent ? j->k_rows : j->v_rows);
 #if defined(KVC_HAVE_DOTS)
     j->units = j->k_rows.tiled && j->v_rows.tiled;
 #endif
@@ -238,7 +239,8 @@ static void take_scratch(job *j, void *scratch) {
     j->panels = free, free += KVC_CHUNK * j->padded;
     j->stage = free, free += KVC_CHUNK * (j->padded > j->v_padded ? j->padded : j->v_padded);
     j->weights = free, free += KVC_ITEM_ROWS * KVC_CHUNK;
-    j->alpha = free;
+    j->alpha = free, free += KVC_ITEM_ROWS;
+    j->turned = (unsigned char *)(((uintptr_t)free + 63) / 64 * 64);
 }
 
 /* The index of a row of a KV head in out, in (query, query head) pairs. */
@@ -271,7 +273,7 @@ static void pack_queries(const job *j, int head, int64_t row, int rows, size_t i
                 f32v_store(q + d, f32v_fma(x, scale_v, none));
             }
             for (int d = dim; d < j->padded; d++) q[d] = 0.0f;
-            if (j->k_rows.rotated) KVC_FN(hadamard)(q, dim);
+            if (j->k_rows.rotated) KVC_FN(hadamard)(q, dim, j->k_rows.rotated);
 #if defined(KVC_HAVE_DOTS)
             if (j->units)
                 quantise_query(j->k_rows.bits, q, dim, r < tiled_rows(rows),

@@ -14,6 +14,6 @@ void KVC_FN(dequantise_head)(kvc_rows rows, const unsigned char *head, int slot,
 /* kvc_rows.c: tokens [first, first + count) of a tensor as float rows. */
 void KVC_FN(gather_rows)(const kvc_tensor *tensor, int64_t first, int64_t count, int heads, int dim, float *rows);
 /* Replaces x by H x, where H has entries +-1 and H H = dim; dim is a power of two, at least 8. */
-void KVC_FN(hadamard)(float *x, int dim);
+void KVC_FN(hadamard)(float *x, int dim, int part);
 
 #endif

@@ -25,7 +25,8 @@ typedef struct kvc_coded {
 /* The place of vector j of row i before the transposition, that of dimension j * KVC_LANES + i after it. */
 INLINE float *kvc_block(float *lanes, int j, int i) { return lanes + (j * KVC_LANES + i) * KVC_LANES; }
 
-/* Places row i, divided by dim, after those steps of its rotation that are between its vectors; dim is constant. */
+/* Places part of row i, divided by its channels, after those steps of its rotation that are between its vectors; dim is
+ * constant. */
 INLINE void kvc_rotate_row(const float *x, int dim, int i, float *lanes) {
     f32v v[KVC_MAX_HEAD_DIM / KVC_LANES + 1];
     const int n = dim < KVC_LANES ? 1 : dim / KVC_LANES;
@@ -51,14 +52,16 @@ INLINE void kvc_place_row(kvc_rows rows, kvc_source source, int i, float *lanes)
             f32v_store(kvc_block(lanes, d / KVC_LANES, i), load_dims(x, d, rows.dim));
         return;
     }
-    switch (rows.dim) {
-    case 8: kvc_rotate_row(x, 8, i, lanes); break;
-    case 16: kvc_rotate_row(x, 16, i, lanes); break;
-    case 32: kvc_rotate_row(x, 32, i, lanes); break;
-    case 64: kvc_rotate_row(x, 64, i, lanes); break;
-    case 128: kvc_rotate_row(x, 128, i, lanes); break;
-    case 256: kvc_rotate_row(x, 256, i, lanes); break;
-    default: kvc_rotate_row(x, 512, i, lanes); break;
+    for (int d = 0; d < rows.dim; d += rows.rotated, lanes += (ptrdiff_t)rows.rotated * KVC_LANES) {
+        switch (rows.rotated) {
+        case 8: kvc_rotate_row(x + d, 8, i, lanes); break;
+        case 16: kvc_rotate_row(x + d, 16, i, lanes); break;
+        case 32: kvc_rotate_row(x + d, 32, i, lanes); break;
+        case 64: kvc_rotate_row(x + d, 64, i, lanes); break;
+        case 128: kvc_rotate_row(x + d, 128, i, lanes); break;
+        case 256: kvc_rotate_row(x + d, 256, i, lanes); break;
+        default: kvc_rotate_row(x + d, 512, i, lanes); break;
+        }
     }
 }
 
@@ -72,7 +75,7 @@ typedef struct kvc_range { /* one per lane */
     f32v spread; /* 0 if all values of the row are equal before the rotation */
 } kvc_range;
 
-/* Places KVC_LANES rows into lanes. The rotation of a constant row is (value, 0, 0, ...). No other row has such a
+/* Places KVC_LANES rows into lanes. The rotation of a constant row, in one part, is (value, 0, 0, ...). No other row has such a
  * rotation: the difference of two different values is not 0, and of two numbers that are not both 0, the sum or the
  * difference is not 0. */
 INLINE kvc_range kvc_into_lanes(kvc_rows rows, const kvc_source *x, ptrdiff_t ahead, float *lanes) {

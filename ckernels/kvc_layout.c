@@ -1,21 +1,25 @@
 /* kvc_layout.c - the size of a block, and copying and clearing of slots. */
 #include "kvc_quant.h"
 
-static int is_supported(int dim) { return dim >= 8 && dim <= KVC_MAX_HEAD_DIM && dim % 8 == 0; }
+static int is_supported(int dim, int latent) {
+    return dim >= 8 && dim <= (latent ? KVC_MAX_HEAD_DIM : KVC_MOST_CHANNELS) && dim % 8 == 0;
+}
 
-/* Quantised rows can be rotated if their length is a power of two. */
-static int can_rotate(kvc_format format, int dim) {
-    return kvc_format_of(format)->quantised && (dim & (dim - 1)) == 0;
+/* Quantised rows can be rotated if their length is a power of two; latent ones by parts of at least 16 channels. */
+static int can_rotate(kvc_format format, int dim, int latent) {
+    return kvc_format_of(format)->quantised && (latent ? dim % 16 == 0 : (dim & (dim - 1)) == 0);
 }
 
 int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, int value_head_dim,
-                    kvc_format key_format, kvc_format value_format, int rotate_keys, int rotate_values) {
+                    kvc_format key_format, kvc_format value_format, int rotate_keys, int rotate_values, int latent) {
     const int whole = block_size >= 1 && block_size <= KVC_MAX_BLOCK_SIZE && num_heads >= 1 &&
-                      is_supported(head_dim) && is_supported(value_head_dim);
+                      is_supported(head_dim, latent) && is_supported(value_head_dim, latent);
     const int known = (unsigned)key_format < KVC_NUM_FORMATS && (unsigned)value_format < KVC_NUM_FORMATS;
     if (!whole || !known) return -1;
-    if (rotate_keys && !can_rotate(key_format, head_dim)) return -1;
-    if (rotate_values && !can_rotate(value_format, value_head_dim)) return -1;
+    if (rotate_keys && !can_rotate(key_format, head_dim, latent)) return -1;
+    if (rotate_values && !can_rotate(value_format, value_head_dim, latent)) return -1;
+    const int alike = key_format == value_format && !rotate_keys == !rotate_values;
+    if (latent && (num_heads != 1 || value_head_dim > head_dim || !alike)) return -1;
     layout->block_size = block_size;
     layout->num_heads = num_heads;
     layout->head_dim = head_dim;
@@ -24,10 +28,11 @@ int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_
     layout->value_format = value_format;
     layout->rotate_keys = rotate_keys != 0;
     layout->rotate_values = rotate_values != 0;
+    layout->latent = latent != 0;
     const size_t k_bytes = (size_t)block_size * kvc_row_bytes(kvc_rows_of(layout, KVC_KEYS));
     const size_t v_bytes = (size_t)block_size * kvc_row_bytes(kvc_rows_of(layout, KVC_VALUES));
     layout->key_head_bytes = (k_bytes + 3) / 4 * 4; /* keeps floats behind rows of odd size aligned */
-    layout->value_head_bytes = (v_bytes + 3) / 4 * 4;
+    layout->value_head_bytes = latent ? 0 : (v_bytes + 3) / 4 * 4;
     const size_t bytes = (size_t)num_heads * (layout->key_head_bytes + layout->value_head_bytes);
     layout->block_bytes = (bytes + 63) / 64 * 64;
     return 0;
@@ -67,7 +72,7 @@ void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, in
     const unsigned char *src = src_arena + (size_t)src_block * layout->block_bytes;
     unsigned char *dst = dst_arena + (size_t)dst_block * layout->block_bytes;
     if (src == dst && src_slot == dst_slot) return; /* memcpy must not be given one place twice */
-    for (int side = KVC_KEYS; side <= KVC_VALUES; side++) {
+    for (int side = KVC_KEYS; side <= (layout->latent ? KVC_KEYS : KVC_VALUES); side++) {
         const kvc_rows rows = kvc_rows_of(layout, (kvc_side)side);
         const size_t stride = side == KVC_KEYS ? layout->key_head_bytes : layout->value_head_bytes;
         for (int head = 0; head < layout->num_heads; head++, src += stride, dst += stride) {
@@ -92,7 +97,7 @@ static void clear_head(kvc_rows rows, unsigned char *head, int slot, int count) 
 
 void kvc_clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot, int count) {
     unsigned char *head = arena + (size_t)block * layout->block_bytes;
-    for (int side = KVC_KEYS; side <= KVC_VALUES; side++) {
+    for (int side = KVC_KEYS; side <= (layout->latent ? KVC_KEYS : KVC_VALUES); side++) {
         const kvc_rows rows = kvc_rows_of(layout, (kvc_side)side);
         const size_t stride = side == KVC_KEYS ? layout->key_head_bytes : layout->value_head_bytes;
         for (int i = 0; i < layout->num_heads; i++, head += stride) clear_head(rows, head, slot, count);

@@ -20,6 +20,7 @@
  * range, at most 131008, is divided by at least 3.
  *
  * ROTATION: a row is stored as H x / head_dim and read as H y, where H is the Hadamard matrix of +-1 (H H = head_dim).
+ * Rows of latent layouts are rotated in equal parts, of as many channels as divide those of K and of V.
  * No value grows, and the scaling by a power of two is exact. Reading multiplies the error by sqrt(head_dim) on average
  * and head_dim at worst. Rotating divides the range of a typical row by sqrt(head_dim), and that of a row with outliers
  * by more.
@@ -27,8 +28,7 @@
 #include "kvc_kernels.h"
 #include "kvc_lanes.h"
 
-/* Transforms a row in place, unscaled; dim is a power of two, 8 to 512. */
-void KVC_FN(hadamard)(float *x, int dim) {
+static void transform_part(float *x, int dim) {
     switch (dim) {
     case 8: kvc_eight_steps(x); break;
     case 16: kvc_transform(x, 16); break;
@@ -38,6 +38,11 @@ void KVC_FN(hadamard)(float *x, int dim) {
     case 256: kvc_transform(x, 256); break;
     default: kvc_transform(x, 512); break;
     }
+}
+
+/* Transforms parts of a row in place, unscaled. A part has 8 to 512 channels, a power of two. */
+void KVC_FN(hadamard)(float *x, int dim, int part) {
+    for (int d = 0; d < dim; d += part) transform_part(x + d, part);
 }
 
 static void dequantise_row(int dim, const unsigned char *codes, uint16_t scale, uint16_t minimum, float *x) {
@@ -166,7 +171,7 @@ static void quantise_side(const kvc_layout *layout, kvc_side side, unsigned char
     const kvc_rows rows = kvc_rows_of(layout, side);
     const size_t heads = (size_t)layout->num_heads, dim = (size_t)rows.dim, row_stride = (size_t)of.stride;
     const size_t head_bytes = side == KVC_KEYS ? layout->key_head_bytes : layout->value_head_bytes;
-    unsigned char *first_head = arena + (side == KVC_KEYS ? 0 : heads * layout->key_head_bytes);
+    unsigned char *first_head = arena + (side == KVC_KEYS ? 0 : kvc_values_at(layout));
     const float *x = of.data;
     for (int64_t i = 0; i < num_runs; i++) {
         unsigned char *head = first_head + (size_t)runs[i].block * layout->block_bytes;

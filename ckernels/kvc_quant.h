@@ -50,17 +50,19 @@ typedef struct kvc_rows {
     kvc_format format;
     int bits, quantised; /* of the format */
     int tiled;
-    int rotated;
+    int rotated; /* channels of each rotated part of a row; 0: none is */
     int dim;
     kvc_side side;
 } kvc_rows;
 
 static inline kvc_rows kvc_rows_of(const kvc_layout *layout, kvc_side side) {
     const kvc_format format = side == KVC_KEYS ? layout->key_format : layout->value_format;
-    const int rotated = side == KVC_KEYS ? layout->rotate_keys : layout->rotate_values;
+    const int rotate = side == KVC_KEYS ? layout->rotate_keys : layout->rotate_values;
     const int bits = kvc_format_of(format)->bits, quantised = kvc_format_of(format)->quantised;
     const int dim = side == KVC_KEYS ? layout->head_dim : layout->value_head_dim;
-    const int tiled = quantised && layout->block_size % KVC_TILE == 0 && dim % 32 == 0;
+    const int dims = layout->latent ? layout->head_dim | layout->value_head_dim : dim; /* whose divisors both sides share */
+    const int tiled = quantised && layout->block_size % KVC_TILE == 0 && dims % 32 == 0;
+    const int rotated = rotate ? dims & -dims : 0; /* the largest power of two that divides them */
     return (kvc_rows){format, bits, quantised, tiled, rotated, dim, side};
 }
 
@@ -69,6 +71,11 @@ static inline size_t kvc_row_bytes(kvc_rows rows) {
 }
 
 static inline size_t kvc_tile_bytes(kvc_rows rows) { return KVC_TILE * kvc_row_bytes(rows); }
+
+/* The bytes of a block before V of its first head. */
+static inline size_t kvc_values_at(const kvc_layout *layout) {
+    return layout->latent ? 0 : (size_t)layout->num_heads * layout->key_head_bytes;
+}
 
 /* The bits of the first part of a code; the second part has the others. */
 INLINE int kvc_low_bits(int bits) { return bits == 6 ? 4 : bits == 3 ? 2 : bits; }
@@ -193,6 +200,19 @@ static inline int kvc_code_unit(kvc_side side, int d, int t) {
 }
 static inline int kvc_code_byte(kvc_side side, int d, int t) {
     return side == KVC_KEYS ? 4 * t + d % 4 : 4 * (d % 16) + t % 4;
+}
+
+/* The units of V that have the codes of those of K: dim channels of 16 tokens. */
+static inline void kvc_turn_units(int dim, const unsigned char *restrict keys, unsigned char *restrict values) {
+    for (int d = 0; d < dim; d += 16, keys += 4 * KVC_UNIT, values += 4 * KVC_UNIT) {
+        for (int i = 0; i < 16; i++) { /* four channels of four tokens */
+            const unsigned char *from = keys + 16 * i;
+            unsigned char *to = values + i % 4 * KVC_UNIT + i / 4 * 16;
+            for (int c = 0; c < 4; c++) {
+                for (int t = 0; t < 4; t++) to[4 * c + t] = from[4 * t + c];
+            }
+        }
+    }
 }
 
 /* Stores the codes of row `row` as those of token t. */

@@ -56,7 +56,7 @@ static void read_head(kvc_rows rows, const unsigned char *head, int slot, int co
     const int dim = rows.dim;
     if (rows.quantised) {
         KVC_FN(dequantise_head)(rows, head, slot, count, x, row_stride);
-        for (int i = 0; rows.rotated && i < count; i++) KVC_FN(hadamard)(x + (size_t)i * row_stride, dim);
+        for (int i = 0; rows.rotated && i < count; i++) KVC_FN(hadamard)(x + (size_t)i * row_stride, dim, rows.rotated);
         return;
     }
     const unsigned char *row = head + (size_t)slot * kvc_row_bytes(rows);
@@ -70,13 +70,24 @@ static void read_head(kvc_rows rows, const unsigned char *head, int slot, int co
     }
 }
 
+/* V of latent rows, a few tokens at a time. */
+static void read_values(kvc_rows keys, int dim, const unsigned char *head, int slot, int count, float *x,
+                        size_t row_stride) {
+    float rows[KVC_TILE * (KVC_MAX_HEAD_DIM + KVC_LANES)];
+    for (int n; count > 0; count -= n, slot += n) {
+        n = KVC_TILE - slot % KVC_TILE < count ? KVC_TILE - slot % KVC_TILE : count;
+        read_head(keys, head, slot, n, rows, (size_t)keys.dim);
+        for (int i = 0; i < n; i++, x += row_stride) memcpy(x, rows + i * keys.dim, (size_t)dim * sizeof(float));
+    }
+}
+
 void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs, int64_t num_runs,
                         kvc_float_rows keys, kvc_float_rows values, const kvc_head_keys *known) {
     const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
     const kvc_float_rows none = {NULL, 0};
+    if (layout->latent) values = none;
     kvc_float_rows k = k_rows.quantised ? none : keys, v = v_rows.quantised ? none : values;
     KVC_FN(quantise_runs)(layout, arena, runs, num_runs, k.data ? none : keys, v.data ? none : values, known);
-    const size_t heads = (size_t)layout->num_heads;
     for (int64_t i = 0; (k.data || v.data) && i < num_runs; i++) {
         unsigned char *block = arena + (size_t)runs[i].block * layout->block_bytes;
         const int first = runs[i].first, count = runs[i].stop - first, num_heads = layout->num_heads;
@@ -85,7 +96,7 @@ void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kv
             k.data += count * k.stride;
         }
         if (v.data) {
-            write_floats(v_rows, block + heads * layout->key_head_bytes, layout->value_head_bytes, num_heads,
+            write_floats(v_rows, block + kvc_values_at(layout), layout->value_head_bytes, num_heads,
                          first, count, v, NULL);
             v.data += count * v.stride;
         }
@@ -123,7 +134,7 @@ void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, con
     const size_t heads = (size_t)layout->num_heads;
     for (int64_t i = 0; i < num_runs; i++) {
         const unsigned char *k = arena + (size_t)runs[i].block * layout->block_bytes;
-        const unsigned char *v = k + heads * layout->key_head_bytes;
+        const unsigned char *v = k + kvc_values_at(layout);
         const int first = runs[i].first, count = runs[i].stop - first;
         for (size_t h = 0; h < heads; h++) {
             if (keys) {
@@ -132,7 +143,9 @@ void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, con
                 if (known && known[h].centre)
                     add_centre(k_rows, head, first, count, known[h].centre, keys + h * head_stride, token_stride);
             }
-            if (values)
+            if (values && layout->latent)
+                read_values(k_rows, v_rows.dim, k, first, count, values, token_stride);
+            else if (values)
                 read_head(v_rows, v + h * layout->value_head_bytes, first, count, values + h * head_stride,
                           token_stride);
         }

@@ -16,6 +16,8 @@ cdef class KvRows:
     cdef public KvRows given              # as the caller has them, where a `Format` has changed them; else None
     cdef float *staged                    # not plain: (STEP, num_heads, dims[0]) of K, then the same of V
 
+    # Whether V is the first channels of K.
+    cdef bint has_values_in_keys(self) except -1
     # K (side 0) or V of tokens [first, first + n) as float32 rows; n is at most STEP, unless `plain`.
     cdef kvc_float_rows rows(self, int side, int64_t first, int64_t n) noexcept nogil
     # How many of these, from any first one on, lie one behind another.

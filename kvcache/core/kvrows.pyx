@@ -55,6 +55,14 @@ cdef class KvRows:
         """The rows [start, stop)."""
         return KvRows(self.keys[start:stop], self.values[start:stop])
 
+    cdef bint has_values_in_keys(self) except -1:
+        cdef const kvc_tensor *keys = &self.tensors[0]
+        cdef const kvc_tensor *values = &self.tensors[1]
+        if keys.data == values.data and keys.token_stride == values.token_stride and keys.element == values.element \
+                and (self.num_heads == 1 or keys.head_stride == values.head_stride):
+            return self.dims[1] <= self.dims[0]
+        return np.array_equal(np.asarray(self.keys)[..., :self.dims[1]], np.asarray(self.values))
+
     cdef kvc_float_rows rows(self, int side, int64_t first, int64_t n) noexcept nogil:
         cdef kvc_float_rows rows
         cdef float *staged = self.staged + side * STEP * <int64_t>self.num_heads * self.dims[0]

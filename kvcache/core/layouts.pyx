@@ -4,7 +4,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
 from kvcache.kernels cimport kernels
-from kvcache.kernels.kernels cimport KVC_MAX_HEAD_DIM, kvc_format, kvc_layout
+from kvcache.kernels.kernels cimport KVC_MAX_HEAD_DIM, KVC_MOST_CHANNELS, kvc_format, kvc_layout
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.support.arguments import as_count, as_integer, short
@@ -30,18 +30,19 @@ def _named(dtype):
     return str(dtype[0]) if len(set(dtype)) == 1 else tuple([str(each) for each in dtype])
 
 
-def _head_dim(value, name):
-    value = as_integer(value, name)
-    if value % 8 != 0 or not 8 <= value <= KVC_MAX_HEAD_DIM:
-        raise ValueError(f"{name}: expected a multiple of 8, at most {KVC_MAX_HEAD_DIM}, got {value}")
+def _head_dim(value, name, latent):
+    value, most = as_integer(value, name), KVC_MAX_HEAD_DIM if latent else KVC_MOST_CHANNELS
+    if value % 8 != 0 or not 8 <= value <= most:
+        raise ValueError(f"{name}: expected a multiple of 8, at most {most}, got {value}")
     return value
 
 
-def _rotation(rotate, head_dim, quantised, name):
+def _rotation(rotate, head_dim, quantised, name, latent):
     """1 where rows of this format are stored rotated: quantised ones, unless `rotate` is False."""
-    power_of_two = head_dim & (head_dim - 1) == 0
+    power_of_two = head_dim % 16 == 0 if latent else head_dim & (head_dim - 1) == 0
     if rotate is True and not power_of_two:
-        raise ValueError(f"{name}: expected a power of two for rotate=True, got {head_dim}")
+        needed = "a multiple of 16" if latent else "a power of two"
+        raise ValueError(f"{name}: expected {needed} for rotate=True, got {head_dim}")
     if not (isinstance(rotate, bool) or (isinstance(rotate, str) and rotate == "auto")):
         raise ValueError(f'rotate: expected True, False or "auto", got {short(rotate)}')
     return int(bool(rotate) and quantised and power_of_two)
@@ -51,7 +52,7 @@ cdef class Layouts:
     """The layouts of a store; arguments and errors are those of `BlockStore`."""
 
     def __cinit__(self, num_layers, block_size, num_heads, head_dim, key_dtype, value_dtype, rotate, value_head_dim,
-                  bint separate):
+                  bint separate, bint latent):
         # Callers that take one `dtype` for both give the same object twice.
         names = ("dtype", "dtype") if key_dtype is value_dtype else ("key_dtype", "value_dtype")
         num_layers = self.num_named = as_count(num_layers, "num_layers", 0, MOST_LAYERS)
@@ -64,8 +65,14 @@ cdef class Layouts:
         values = _codes(value_dtype, num_layers, names[1])
         block_size = as_count(block_size, "block_size", 1, 256)
         num_heads = as_count(num_heads, "num_heads", 1, MOST_HEADS)
-        head_dim = _head_dim(head_dim, "head_dim")
-        value_dim = head_dim if value_head_dim is None else _head_dim(value_head_dim, "value_head_dim")
+        head_dim = _head_dim(head_dim, "head_dim", latent)
+        value_dim = head_dim if value_head_dim is None else _head_dim(value_head_dim, "value_head_dim", latent)
+        if latent:
+            if num_heads != 1 or value_dim > head_dim:
+                raise ValueError(f"latent: expected one KV head, and V as a part of its {head_dim} channels, got {num_heads} "
+                                 f"heads, {value_dim} channels")
+            if keys != values:
+                raise ValueError(f"value_dtype: expected {key_dtype}, as of keys, with latent, got {value_dtype}")
         cdef kvc_format key, value
         cdef int32_t layer
         self.num_layers = num_layers
@@ -77,11 +84,13 @@ cdef class Layouts:
         for layer in range(max(1, num_layers)):
             key, value = <kvc_format><int>keys[layer], <kvc_format><int>values[layer]
             rotated = (
-                _rotation(rotate, head_dim, kernels.kvc_format_of(key).quantised, "head_dim"),
-                _rotation(rotate, value_dim, kernels.kvc_format_of(value).quantised, "value_head_dim"),
+                _rotation(rotate, head_dim, kernels.kvc_format_of(key).quantised, "head_dim", latent),
+                _rotation(rotate, value_dim, kernels.kvc_format_of(value).quantised, "value_head_dim", latent),
             )
+            if latent:    # both sides are the same rows
+                rotated = (rotated[0] and rotated[1],) * 2
             if kernels.layout_init(&self.of[layer], block_size, num_heads, head_dim, value_dim, key, value,
-                                   rotated[0], rotated[1]) != 0:
+                                   rotated[0], rotated[1], latent) != 0:
                 raise ValueError(f"head_dim: expected one for {key_dtype} and {value_dtype}, got {head_dim}, "
                                  f"{value_dim}")
             if self.of[layer].block_bytes > (<size_t>1 << 62) - self.starts[layer]:

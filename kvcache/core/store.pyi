@@ -29,6 +29,7 @@ class BlockStore:
         rotate: bool | str = "auto",
         value_head_dim: int | None = None,
         separate_layers: bool = False,
+        latent: bool = False,
         calibration: Calibration | None = None,
     ) -> None: ...
     @property
@@ -39,6 +40,8 @@ class BlockStore:
     def head_dim(self) -> int: ...
     @property
     def value_head_dim(self) -> int: ...
+    @property
+    def latent(self) -> bool: ...
     @property
     def block_bytes(self) -> int: ...
     @property

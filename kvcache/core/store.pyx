@@ -35,13 +35,14 @@ cdef class BlockStore:
         num_layers, num_blocks: how many; the memory is mapped at once and touched when first written.
         block_size: tokens per block, 1 to 256.
         num_heads: KV heads.
-        head_dim: a multiple of 8, at most 512.
+        head_dim: a multiple of 8, at most 512, with `latent` 576.
         key_dtype, value_dtype: storage formats, of `kernels.FORMATS`: one, or a list or tuple of one for each layer.
         rotate: "auto" or True: rows of quantised formats are stored under a Hadamard rotation; False: never.
         value_head_dim: `head_dim` of V alone; None: that of K.
         separate_layers: a block holds K and V of one layer, whichever: there is one arena, and the store's `num_layers`
             is at most 1. Writes, reads and attention still name the layer whose keys they are.
-        calibration: of keys; a `Calibration` of these layers, heads and channels, or None.
+        latent: V is the first `value_head_dim` channels of K, of one KV head, and takes no memory of its own.
+        calibration: of keys; a `Calibration` of these layers, heads and channels, or None. With `latent` None.
 
     Raises:
         ValueError: a size or format that is not supported.
@@ -49,9 +50,12 @@ cdef class BlockStore:
     """
 
     def __cinit__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
-                  value_dtype="f32", rotate="auto", value_head_dim=None, bint separate_layers=False, calibration=None):
+                  value_dtype="f32", rotate="auto", value_head_dim=None, bint separate_layers=False, bint latent=False,
+                  calibration=None):
+        if latent and calibration is not None:
+            raise ValueError(f"calibration: expected None with latent, got {calibration}")
         self.layouts = Layouts(num_layers, block_size, num_heads, head_dim, key_dtype, value_dtype, rotate,
-                               value_head_dim, separate_layers)
+                               value_head_dim, separate_layers, latent)
         self.layout, self.num_layers = self.layouts.first, self.layouts.num_layers
         self.num_named, self.separate = self.layouts.num_named, separate_layers
         self.known = known_keys(calibration, self.layouts)
@@ -93,6 +97,11 @@ cdef class BlockStore:
     def value_head_dim(self):
         """Channels per head of V and of what attention returns."""
         return self.layout.value_head_dim
+
+    @property
+    def latent(self):
+        """Whether V is the first channels of K."""
+        return self.layout.latent == 1
 
     @property
     def block_bytes(self):
@@ -363,7 +372,9 @@ cdef class BlockStore:
                                  f"{self.dim_(side)}), got {np.shape(rows.values if side else rows.keys)}")
         if rows.count == 0:
             return 0
-        for side in range(2):
+        if self.layout.latent and not rows.has_values_in_keys():
+            raise ValueError(f"values: expected the first {self.dim_(1)} channels of keys with latent, got others")
+        for side in range(1 if self.layout.latent else 2):
             format = layout.value_format if side else layout.key_format
             with nogil:
                 bad = rows.first_bad(side, format)

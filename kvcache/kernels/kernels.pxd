@@ -21,7 +21,7 @@ cdef extern from "kvc.h" nogil:
     const kvc_format_info *kvc_format_of(kvc_format format) noexcept
 
     enum:
-        KVC_MAX_BLOCK_SIZE, KVC_MAX_HEAD_DIM
+        KVC_MAX_BLOCK_SIZE, KVC_MAX_HEAD_DIM, KVC_MOST_CHANNELS
 
     ctypedef struct kvc_run:        # consecutive tokens in slots [first, stop) of one block
         int32_t block
@@ -37,6 +37,7 @@ cdef extern from "kvc.h" nogil:
         kvc_format value_format
         int32_t rotate_keys         # stored under a Hadamard rotation of the head
         int32_t rotate_values
+        int32_t latent              # V is the first channels of K
         size_t key_head_bytes       # one KV head's K of one block
         size_t value_head_bytes
         size_t block_bytes          # all heads, K and V; a multiple of 64
@@ -191,8 +192,8 @@ cdef extern from "kvc_threads.h" nogil:
 
 # 0, or -1 where the sizes or formats are not supported.
 cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, int value_head_dim,
-                     kvc_format key_format, kvc_format value_format, int rotate_keys,
-                     int rotate_values) noexcept nogil
+                     kvc_format key_format, kvc_format value_format, int rotate_keys, int rotate_values,
+                     int latent) noexcept nogil
 
 # Float rows (tokens of the runs in order, num_heads, head_dim of the side) into slots and back. NULL: that side is left
 # alone. Strides are in floats. known: of each head, or NULL. On several threads runs of one block follow one another.

@@ -21,6 +21,7 @@ class Layout:
         rotate_keys: bool = False,
         rotate_values: bool = False,
         value_head_dim: int | None = None,
+        latent: bool = False,
     ) -> None: ...
     @property
     def block_size(self) -> int: ...

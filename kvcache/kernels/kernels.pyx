@@ -37,8 +37,8 @@ cdef extern from "kvc.h" nogil:
     const kvc_kernels *kvc_find_level(const char *name) noexcept
     kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *kernels) noexcept
     int kvc_layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, int value_head_dim,
-                        kvc_format key_format, kvc_format value_format, int rotate_keys,
-                        int rotate_values) noexcept
+                        kvc_format key_format, kvc_format value_format, int rotate_keys, int rotate_values,
+                        int latent) noexcept
     void kvc_copy_slots(const kvc_layout *layout, const unsigned char *src_arena, int32_t src_block, int src_slot,
                         unsigned char *dst_arena, int32_t dst_block, int dst_slot, int count) noexcept
     void kvc_clear_slots(const kvc_layout *layout, unsigned char *arena, int32_t block, int slot, int count) noexcept
@@ -107,10 +107,10 @@ cdef int _threads = min(MAX_THREADS, available_cpus())
 # ---- For Cython: see kernels/kernels.pxd.
 
 cdef int layout_init(kvc_layout *layout, int block_size, int num_heads, int head_dim, int value_head_dim,
-                     kvc_format key_format, kvc_format value_format, int rotate_keys,
-                     int rotate_values) noexcept nogil:
+                     kvc_format key_format, kvc_format value_format, int rotate_keys, int rotate_values,
+                     int latent) noexcept nogil:
     return kvc_layout_init(layout, block_size, num_heads, head_dim, value_head_dim, key_format, value_format,
-                           rotate_keys, rotate_values)
+                           rotate_keys, rotate_values, latent)
 
 
 cdef void write_runs(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
@@ -278,16 +278,17 @@ cdef int format_code(object name, str what) except -1:
 
 cdef class Layout:
     def __init__(self, int block_size, int num_heads, int head_dim, key_format="f32", value_format="f32",
-                 bint rotate_keys=False, bint rotate_values=False, value_head_dim=None):
+                 bint rotate_keys=False, bint rotate_values=False, value_head_dim=None, bint latent=False):
         cdef int values = head_dim if value_head_dim is None else value_head_dim
         cdef int key = format_code(key_format, "key_format"), value = format_code(value_format, "value_format")
         if layout_init(&self.c, block_size, num_heads, head_dim, values, <kvc_format>key, <kvc_format>value,
-                       rotate_keys, rotate_values) < 0:
+                       rotate_keys, rotate_values, latent) < 0:
             raise ValueError(
                 f"layout: expected block_size 1 to {KVC_MAX_BLOCK_SIZE}, num_heads >= 1, head_dim a multiple of 8 up "
-                f"to {KVC_MAX_HEAD_DIM} (a power of two where rotated), only quantised formats rotated, got "
+                f"to {KVC_MOST_CHANNELS} (a power of two where rotated), only quantised formats rotated, latent rows of one "
+                f"head that are at least as wide as V and of the same format, got "
                 f"{block_size}, {num_heads}, {head_dim}, {key_format}, {value_format}, "
-                f"rotate_keys={rotate_keys}, rotate_values={rotate_values}, value_head_dim={values}")
+                f"rotate_keys={rotate_keys}, rotate_values={rotate_values}, value_head_dim={values}, latent={latent}")
 
     @property
     def block_size(self):

@@ -17,6 +17,7 @@ from kvcache.networks.entries import Entries
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import Family, family_of
 from kvcache.networks.files import read_json
+from kvcache.networks.latent_sizes import LatentSizes, latent_scale
 from kvcache.networks.layer_sizes import LayerSizes, sizes_of
 from kvcache.networks.quantisation import quantisation_of
 from kvcache.networks.recurrent_sizes import Mixer, Mlp, RecurrentSizes, layer_types_of, mixers_of, mlps_of
@@ -44,7 +45,9 @@ class ModelConfig:
         architecture: the class name in the checkpoint, e.g. "LlamaForCausalLM"; that of the text network, if it has
             more than one.
         intermediate_size: of the MLP, or of one expert.
-        num_heads, num_kv_heads, head_dim: query heads, KV heads (a divisor), channels of one head.
+        num_heads, num_kv_heads, head_dim: query heads, KV heads (a divisor), channels of one head. With `latent` one KV
+            head, of the channels that a cache has.
+        latent: the sizes of latent attention; None: heads have K and V of their own.
         sizes: those of each layer, which may be others.
         max_position_embeddings: positions are in [0, max_position_embeddings).
         rope: the rotary position embedding.
@@ -91,6 +94,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    latent: LatentSizes | None
     sizes: tuple[LayerSizes, ...]
     max_position_embeddings: int
     rms_norm_eps: float
@@ -163,7 +167,9 @@ class ModelConfig:
             raise CheckpointError(
                 f"num_key_value_heads: expected a divisor of {num_heads} attention heads, got {num_kv_heads}"
             )
-        head_dim = _derived(config, family, "head_dim", hidden_size // num_heads, at_least=0)
+        latent = LatentSizes.of(read) if family.latent else None
+        head_dim = latent.key if latent else _derived(config, family, "head_dim", hidden_size // num_heads, at_least=0)
+        num_kv_heads = 1 if latent else num_kv_heads
         if head_dim % 2 or not head_dim:
             raise CheckpointError(f"head_dim: expected an even number (RoPE turns pairs), got {head_dim}")
         positions = read.size("max_position_embeddings")
@@ -179,7 +185,10 @@ class ModelConfig:
         num_experts, size = _experts(read, family, has_experts="moe" in (listed or ()))
         sizes = sizes_of(config, family, windows, num_heads, LayerSizes(num_kv_heads, head_dim, size))
         dims = {window is None: layer.head_dim for layer, window in zip(sizes, windows, strict=True)}
+        if latent is not None:
+            dims = {True: latent.turned, False: latent.turned}
         ropes = ropes_of(config, family, positions, dims.get(True, head_dim), dims.get(False, head_dim))
+        scale = _attention_scale(read, head_dim) if latent is None else latent_scale(latent, _rope_of(config, family))
         return cls(
             architecture=architecture,
             vocab_size=read.size("vocab_size"),
@@ -189,6 +198,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            latent=latent,
             sizes=sizes,
             max_position_embeddings=positions,
             rms_norm_eps=read.number(family.eps_key, 1e-6),
@@ -200,7 +210,7 @@ class ModelConfig:
             mixers=mixers,
             recurrence=recurrence,
             windows=windows,
-            attention_scale=_attention_scale(read, head_dim),
+            attention_scale=scale,
             attention_softcap=_cap(read, family, "attn_logit_softcapping"),
             sinks=family.sinks,
             attention_gate=family.attention_gate,
@@ -220,7 +230,7 @@ class ModelConfig:
             num_experts=num_experts,
             experts_per_token=read.size(_per_token_key(family), most=num_experts) if num_experts else 0,
             experts=ExpertSizes.of(family.experts, read, size) if num_experts else None,
-            normalise_experts=family.experts != "qwen" or read.flag("norm_topk_prob", False),
+            normalise_experts=_normalises(read, family),
             layer_inputs=_layer_inputs(read),
             layer_scales=family.layer_scales,
             embedding_scale=_embedding_scale(read, family, hidden_size),
@@ -404,17 +414,40 @@ def _pattern(read: Entries, full_every: int, num_layers: int) -> list[bool]:
     return [letter == "L" for letter in letters]
 
 
+def _normalises(read: Entries, family: Family) -> bool:
+    """Whether the weights of a token's experts add up to 1, where softmax chooses them."""
+    if family.experts not in ("qwen", "deepseek"):
+        return True
+    return family.model_type != "deepseek_v2" and read.flag("norm_topk_prob", family.experts == "deepseek")
+
+
+def _rope_of(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """The entry of the rotary embedding, which `ropes_of` has read."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or family.defaults.get("rope_parameters")
+    return found or {}
+
+
 def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[Mlp, ...]:
-    """The same with an MLP in the first layers, in families that say how many."""
-    if read.default("num_dense_layers") is None:
-        return mlps
-    dense = read.size("num_dense_layers", at_least=0, most=len(mlps))
+    """The same with an MLP in the first layers, or in those that are listed, in families that say which."""
     first: Mlp = "mlp"
+    listed = read.get("mlp_layer_types") if family.experts == "deepseek" else None
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) != len(mlps) or not set(listed) <= {"dense", "sparse"}:
+            raise CheckpointError(
+                f"mlp_layer_types: expected dense or sparse for each of {len(mlps)} layers, got {short(listed)}"
+            )
+        return tuple(first if kind == "dense" else each for kind, each in zip(listed, mlps, strict=True))
+    key = "first_k_dense_replace" if family.experts == "deepseek" else "num_dense_layers"
+    if read.default(key) is None:
+        return mlps
+    dense = read.size(key, at_least=0, most=len(mlps))
     return (first,) * dense + mlps[dense:]
 
 
 def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, int]:
     """The number of experts in every layer, and the intermediate size."""
+    if family.experts == "deepseek":
+        return read.size("n_routed_experts"), read.size("intermediate_size")
     own = read.default("moe_intermediate_size") is not None
     size = read.size("moe_intermediate_size" if own else "intermediate_size")
     if family.experts == "nemotron":  # a network without layers of experts has their keys all the same

@@ -70,7 +70,23 @@ class ExpertSizes:
             return cls(read.size("moe_intermediate_size"), beside=True)
         if kind == "nemotron":
             return cls._nemotron(read)
+        if kind == "deepseek":
+            return cls._deepseek(read)
         return cls(size)
+
+    @classmethod
+    def _deepseek(cls, read: Entries) -> ExpertSizes:
+        size, beside = read.size("moe_intermediate_size"), read.size("n_shared_experts", 1)
+        factor, groups = read.number("routed_scaling_factor", 1.0), _groups_of(read)
+        if read.default("scoring_func") == "sigmoid":
+            eps = 1e-20 if read.flag("norm_topk_prob", True) else None
+            return cls(size, shared=size * beside, choice=SigmoidChoice(True, eps, factor, *groups))
+        if groups[0] != 1 or factor != 1 or read.get("topk_method") not in (None, "greedy"):
+            raise CheckpointError(
+                f"topk_method: expected greedy, n_group 1 and routed_scaling_factor 1 of a choice by softmax, got "
+                f"{read.get('topk_method')}, {groups[0]}, {factor}"
+            )
+        return cls(size, shared=size * beside)
 
     @classmethod
     def _nemotron(cls, read: Entries) -> ExpertSizes:
@@ -78,12 +94,17 @@ class ExpertSizes:
             raise CheckpointError("mlp_bias: expected false with experts, got true")
         if read.size("n_shared_experts", 1) != 1:
             raise CheckpointError(f"n_shared_experts: expected 1, got {read.get('n_shared_experts')}")
-        groups, experts = read.size("n_group", 1), read.size("n_routed_experts", 8)
-        if experts % groups:
-            raise CheckpointError(f"n_group: expected a divisor of {experts} experts, got {groups}")
-        kept = read.size("topk_group", 1, most=groups)
+        groups, kept = _groups_of(read)
         eps = 1e-20 if read.flag("norm_topk_prob", True) else None
         choice = SigmoidChoice(True, eps, read.number("routed_scaling_factor", 1.0), groups, kept)
         latent = 0 if read.get("moe_latent_size") is None else read.size("moe_latent_size")
         shared = read.size("moe_shared_expert_intermediate_size", 7688)
         return cls(read.size("moe_intermediate_size", 7688), latent, shared, choice=choice)
+
+
+def _groups_of(read: Entries) -> tuple[int, int]:
+    """The groups of experts, and how many of them experts are chosen from."""
+    groups, experts = read.size("n_group", 1), read.size("n_routed_experts", 8)
+    if experts % groups:
+        raise CheckpointError(f"n_group: expected a divisor of {experts} experts, got {groups}")
+    return groups, read.size("topk_group", 1, most=groups)

@@ -50,6 +50,7 @@ class Family:
             apart.
         aliases: older names of the architecture.
         layers_differ: whether layers may have sizes of their own, see `LayerSizes`.
+        latent: whether layers have latent attention (`LatentSizes`).
         value_norm: whether values pass through an RMSNorm without a weight.
         layer_scales: whether each layer multiplies its result by a number.
         defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`. Soft caps,
@@ -83,10 +84,13 @@ class Family:
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
     sinks: bool = False
-    experts: Literal["", "mixtral", "qwen", "gpt_oss", "lfm2", "shared", "granite", "nemotron", "gemma4"] = ""
+    experts: Literal[
+        "", "mixtral", "qwen", "gpt_oss", "lfm2", "shared", "granite", "nemotron", "gemma4", "deepseek"
+    ] = ""
     fused: tuple[str, str] = ("", "")
     aliases: tuple[str, ...] = ()
     layers_differ: bool = False
+    latent: bool = False
     value_norm: bool = False
     layer_scales: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -143,6 +147,10 @@ _GLM4 = {
     "post_attention_layernorm": "post_self_attn_layernorm", "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }
+
+_DEEPSEEK = {"mlp.expert_bias": "mlp.gate.e_score_correction_bias", **{
+    f"mlp.shared_expert.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
+}}
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", qkv_bias=None, mlp_bias=None),
@@ -331,6 +339,29 @@ FAMILIES = {
     "MiniCPMForCausalLM": Family(
         "minicpm", qkv_bias=None,
         defaults={"tie_word_embeddings": True, "scale_emb": None, "scale_depth": None, "dim_model_base": None},
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2", latent=True, experts="deepseek", names=_DEEPSEEK,
+        defaults={
+            "q_lora_rank": 1536, "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1407,
+            "n_routed_experts": 64, "first_k_dense_replace": 0,
+        },
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3", latent=True, experts="deepseek", names=_DEEPSEEK,
+        defaults={
+            "q_lora_rank": 1536, "scoring_func": "sigmoid", "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "n_routed_experts": 256, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+        },
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        "glm4_moe_lite", latent=True, experts="deepseek", names=_DEEPSEEK,
+        defaults={
+            "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "scoring_func": "sigmoid",
+            "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_routed_experts": 64,
+            "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1,
+        },
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss", qkv_bias=None, mlp_bias=True, activation="clamped", windows="types", full_every=2, sinks=True,

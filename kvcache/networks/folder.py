@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.kernels.matrix import MATRIX_FORMATS
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.names import (
     EXPERT,
+    HEAD_PART,
     LAYER,
     Place,
     fused_place,
@@ -48,6 +50,7 @@ class FolderTensors:
     - Phi-3 has queries, keys and values in one tensor, gate and up in another.
     - Rows of queries and keys may be in the order of rotary embeddings that turn neighbours (`paired_rows`).
     - Gemma 4 has all experts of a layer in two tensors `(experts, out, in)`, gate above up.
+    - Latent attention has the key and value matrices of all heads in one tensor `(heads * (plain + value), latent)`.
     - gpt-oss has all experts of a layer in two tensors `(experts, in, out)`, columns of gate and up in turn; quantised
       `(experts, out, in)`, rows in turn.
 
@@ -72,11 +75,17 @@ class FolderTensors:
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:
         """See `Tensors.require`; messages have the names of the files."""
-        others = self._names.is_of_another_tower
+        others, layers = self._names.is_of_another_tower, self._config.num_layers
         unread = {self._place(name).name for name in unread_of(self._config)}
         self._checkpoint.require(
-            stored_tensors(expected, self._place), lambda name: name in unread or others(name) or optional(name)
+            stored_tensors(expected, self._place),
+            lambda name: name in unread or others(name) or optional(name) or self._is_behind(name, layers),
         )
+
+    def _is_behind(self, name: str, layers: int) -> bool:
+        """Whether a tensor is of a layer behind the last one, which guesses more tokens."""
+        found = LAYER.fullmatch(name) if self._config.latent is not None else None
+        return found is not None and int(found[1]) >= layers
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
@@ -97,7 +106,26 @@ class FolderTensors:
 
     def format(self, name: str) -> str:
         """See `Tensors.format`."""
-        return self._checkpoint.format(self._place(name).name)
+        stored = self._checkpoint.format(self._place(name).name)
+        transposed = (part := self._head_part(name)) is not None and part[0] == "k_b"
+        return "f32" if transposed and MATRIX_FORMATS[stored].packed else stored
+
+    def _head_part(self, name: str) -> tuple[str, int] | None:
+        """Which part of latent attention a name is, of which head; None: it is none."""
+        inside = LAYER.fullmatch(name)
+        found = HEAD_PART.fullmatch(inside[2]) if inside else None
+        return (found[1], int(found[2])) if found else None
+
+    def _transposed_keys(self, name: str, first: int, stop: int) -> StoredRows:
+        """Rows of the transposed key matrix of a head."""
+        assert self._config.latent is not None
+        place, size = self._place(name), self._config.latent.plain
+        if self._slab is None or self._slab[0] != (place.name, place.first):
+            stored = self._checkpoint.rows(place.name, place.first, place.first + size)
+            self._slab = (place.name, place.first), stored
+        slab, wanted = self._slab[1], self.format(name)
+        values = slab.values if wanted == slab.format else slab.to_float32()
+        return StoredRows(wanted, np.ascontiguousarray(values[:, first:stop].T))
 
     def rows(self, name: str, first: int, stop: int) -> StoredRows:
         """See `Tensors.rows`."""
@@ -109,6 +137,8 @@ class FolderTensors:
                 return self._transposed(place.name, int(expert[1]), expert[2], first, stop)
             if expert[2] != "down":
                 return self._in_turn(place.name, int(expert[1]), expert[2], first, stop)
+        if (part := self._head_part(name)) is not None and part[0] == "k_b":
+            return self._transposed_keys(name, first, stop)
         order = self._order(name, first, stop, place)
         if order is None:
             return self._checkpoint.rows(place.name, place.first + first, place.first + stop)
@@ -120,6 +150,9 @@ class FolderTensors:
         """The rows of a file, from `place.first` on, for some of a tensor; None: they follow each other."""
         if self._family.neighbours:
             return paired_rows(self._config, name, first, stop)
+        inside = LAYER.fullmatch(name)
+        if self._config.latent is not None and inside is not None:
+            return self._config.latent.file_rows(inside[2], first, stop)
         found = _PROJECTION.search(name) if self._family.by_key_heads else None
         if found is None or self._config.recurrence is None:
             return None
@@ -166,6 +199,10 @@ class FolderTensors:
         found = _PROJECTION.search(part) if self._family.by_key_heads else None
         if found and self._config.recurrence is not None:
             place = self._by_key_heads(found[1], self._config.recurrence)
+        if (head := HEAD_PART.fullmatch(part)) and (sizes := self._config.latent) is not None:
+            each, heads = sizes.plain + sizes.value, self._config.num_heads
+            begin = int(head[2]) * each + (sizes.plain if head[1] == "v_b" else 0)
+            place = Place("self_attn.kv_b_proj.weight", begin, (heads * each, sizes.latent))
         place = place or fused_place(self._config, part, *self._family.fused) or Place(part)
         return place._replace(name=layer + self._renamed(place.name))
 

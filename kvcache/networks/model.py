@@ -31,6 +31,7 @@ from kvcache.kernels.matrix import checked_activations
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
+from kvcache.networks.latent import LatentWeights, latent_results, latent_rows
 from kvcache.networks.layer_sizes import LayerSizes, first_sharing
 from kvcache.networks.protocols import Attend, LayerAttention, Logits, Recur
 from kvcache.networks.recurrence import Layer, layer_of
@@ -126,7 +127,8 @@ class Transformer:
         config = self.config
         return tuple(
             LayerAttention(
-                config.attention_scale, window, config.attention_softcap, layer.sinks, *sizes[:2], sizes.kv_layer
+                config.attention_scale, window, config.attention_softcap, layer.sinks, *sizes[:2], sizes.kv_layer,
+                None if config.latent is None else config.latent.latent,
             )
             if mixer == "attention" else None
             for mixer, window, layer, sizes in zip(
@@ -244,6 +246,8 @@ class Transformer:
             inputs = self._times(normed, layer.qkv, layer.qkv_bias)
             return state.gated(inputs, recur(i, state.rows(inputs)))
         table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
+        if layer.latent is not None:
+            return self._mixed_latent(i, layer, layer.latent, normed, rows, table, attend)
         heads, values, gates = self._project(normed, layer, config.sizes[i])
         after = layer.qk_norm if config.qk_norm == "turned" else None
         turned = self._turned(heads, values, table, rows.turns[table], rows.factors, after)
@@ -251,6 +255,23 @@ class Transformer:
             turned = (turned[0], None, None, *turned[3:])
         mixed = attend(i, *turned).reshape(len(normed), -1)
         return mixed if gates is None else gate(mixed, gates, False)
+
+    def _mixed_latent(
+        self, i: int, layer: LayerWeights, weights: LatentWeights, normed: Float32, rows: _Rows,
+        table: RopeTable | None, attend: Attend,
+    ) -> Float32:
+        """`_mixed` of a layer with latent attention."""
+        config = self.config
+        assert config.latent is not None, "a layer has latent attention"
+        assert layer.qkv is not None, "it has a first matrix"
+        assert table is not None, "its positions turn"
+        turns = [partial(table.rotate, rows=(cos, sin)) for cos, sin in rows.turns[table]]
+        keys, queries, *others = latent_rows(
+            self._times(normed, layer.qkv), config.latent, weights, self._times, turns, self.activations,
+        )
+        if rows.factors is not None:
+            queries, *others = (each * rows.factors[:, None, None] for each in (queries, *others))
+        return latent_results(attend(i, queries, keys, None, *others), weights, self.activations)
 
     def _scores(self, x: Float32) -> Float32:
         """The logits of rows behind the last layer."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.networks.config import ModelConfig
+from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.recurrent_sizes import RecurrentSizes
 
@@ -21,6 +22,7 @@ __all__ = [
     "EMBEDDING",
     "EXPERT",
     "HEAD",
+    "HEAD_PART",
     "INPUT_NORM",
     "INPUT_PROJECTION",
     "INPUT_TABLE",
@@ -46,6 +48,7 @@ INPUT_TABLE, INPUT_PROJECTION, INPUT_NORM = (
     "model.per_layer_projection_norm.weight",
 )
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+HEAD_PART = re.compile(r"self_attn\.(k_b|v_b)\.(\d+)\.weight")  # of latent attention, of a head
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 # The norms of a layer: before attention, after it, before the MLP, after it.
@@ -157,7 +160,14 @@ def key_head_rows(sizes: RecurrentSizes, part: str, first: int, stop: int) -> ND
 
 def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
     """The matrices of a layer, in the order of `LayerWeights`: the names in a layer that are above each other."""
-    if config.mixers[layer] == "attention":
+    if config.mixers[layer] == "attention" and config.latent is not None:
+        first = "q_a_proj" if config.latent.queries else "q_proj"
+        yield f"self_attn.{first}.weight", "self_attn.kv_a_proj_with_mqa.weight"
+        if config.latent.queries:
+            yield ("self_attn.q_b_proj.weight",)
+        yield from ((f"self_attn.{part}.{head}.weight",) for part in ("k_b", "v_b") for head in range(config.num_heads))
+        yield ("self_attn.o_proj.weight",)
+    elif config.mixers[layer] == "attention":
         sizes = config.sizes[layer]
         yield _QKV[:1] if sizes.kv_layer is not None else _QKV if sizes.has_values else _QKV[:2]
         yield ("self_attn.o_proj.weight",)
@@ -216,7 +226,9 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ..
             yield f"{norm}.weight", (config.hidden_size,)
             if config.norm_bias:
                 yield f"{norm}.bias", (config.hidden_size,)
-    if config.mixers[layer] == "attention":
+    if config.mixers[layer] == "attention" and config.latent is not None:
+        yield from _latent(config, config.latent)
+    elif config.mixers[layer] == "attention":
         yield from _attention(config, config.sizes[layer])
     elif config.recurrence is not None and config.mixers[layer]:
         yield from _recurrence(config, config.recurrence)
@@ -286,6 +298,23 @@ def _attention(config: ModelConfig, sizes: LayerSizes) -> Iterator[tuple[str, tu
             yield "self_attn.k_norm.weight", (pairs if whole else sizes.head_dim,)
     if config.sinks:
         yield "self_attn.sinks", (config.num_heads,)
+
+
+def _latent(config: ModelConfig, sizes: LatentSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors of latent attention, those of each head apart: k_b is the transpose of the head's key matrix."""
+    hidden, queries = config.hidden_size, config.num_heads * sizes.query
+    if sizes.queries:
+        yield "self_attn.q_a_proj.weight", (sizes.queries, hidden)
+        yield "self_attn.q_a_layernorm.weight", (sizes.queries,)
+        yield "self_attn.q_b_proj.weight", (queries, sizes.queries)
+    else:
+        yield "self_attn.q_proj.weight", (queries, hidden)
+    yield "self_attn.kv_a_proj_with_mqa.weight", (sizes.key, hidden)
+    yield "self_attn.kv_a_layernorm.weight", (sizes.latent,)
+    for head in range(config.num_heads):
+        yield f"self_attn.k_b.{head}.weight", (sizes.latent, sizes.plain)
+        yield f"self_attn.v_b.{head}.weight", (sizes.value, sizes.latent)
+    yield "self_attn.o_proj.weight", (hidden, config.num_heads * sizes.value)
 
 
 def _mlps(config: ModelConfig, inner: int, has_experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

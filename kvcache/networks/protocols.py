@@ -45,6 +45,7 @@ class LayerAttention:
         sinks: `(num_heads,)`, a logit per query head that joins the normaliser of the softmax; None: there are none.
         num_kv_heads, head_dim: of this layer; None: those of the configuration.
         kv_layer: an earlier layer, whose K and V this one reads; None: it has its own.
+        latent: V is the first so many channels of K, and `values` of `Attend` is None; None: V is given.
     """
 
     scale: float | None = None
@@ -54,6 +55,7 @@ class LayerAttention:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     kv_layer: int | None = None
+    latent: int | None = None
 
     def call(self) -> AttentionCall:
         """These options, checked and copied, for all calls of the layer."""
@@ -96,12 +98,12 @@ class Attend(Protocol):
             queries: `(n, num_heads, head_dim)`, position embedding applied. Scores are scaled by
                 `head_dim**-0.5`. Of a layer with a `kv_layer` they may be those of the rows of `logits` alone.
             keys: `(n, num_kv_heads, head_dim)`, position embedding applied; None of a layer with a `kv_layer`.
-            values: `(n, num_kv_heads, head_dim)`; None of such a layer.
+            values: `(n, num_kv_heads, head_dim)`; None of such a layer, and where V is a part of K.
             sink_queries: the same queries with the position embedding of `sink_positions`, if `forward` got these;
                 shaped like `queries`.
 
         Returns:
-            float32 `(n, num_heads, head_dim)`.
+            float32 `(n, num_heads, head_dim)`; with `latent` `(n, num_heads, latent)`.
         """
         ...
 
@@ -237,8 +239,10 @@ def other_layers(model: Model) -> str:
 
 
 def unlike_layers(model: Model) -> str:
-    """The differences between layers whose K and V have several sizes, for messages; empty: there are none."""
+    """The differences from layers with K and V of one size, for messages; empty: there are none."""
     attention = [each for each in layer_attention(model) if each is not None]
+    if any(each.latent for each in attention):
+        return "layers whose V is a part of K"
     if any(each.kv_layer is not None for each in attention):
         return "layers that read K and V of others"
     return "layers of several sizes" if len({(each.num_kv_heads, each.head_dim) for each in attention}) > 1 else ""

@@ -21,6 +21,7 @@ from kvcache.errors import CheckpointError, OutOfMemoryError
 from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.folder import FolderTensors
+from kvcache.networks.latent import LatentWeights
 from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
 from kvcache.networks.names import (
@@ -137,6 +138,8 @@ class LayerWeights:
         qkv_bias: one value per row of `qkv`.
         qk_norm: `(num_heads + num_kv_heads, head_dim)`, one row for each head of queries, then of keys.
         sinks: `(num_heads,)`, see `LayerAttention`.
+        latent: of a layer with latent attention; its `qkv` has the rows of the queries, or of their latent, then of the
+            latent and of turned channels.
         recurrence: of a layer with a state.
         output: `(hidden, num_heads * head_dim)`, or of what the recurrence gives.
         mlp_norm, down_norm: likewise, before the MLP, and of what it adds.
@@ -155,6 +158,7 @@ class LayerWeights:
     qkv_bias: Float32 | None
     qk_norm: Float32 | None
     sinks: Float32 | None
+    latent: LatentWeights | None
     recurrence: RecurrentWeights | None
     output: Weight | None
     output_bias: Float32 | None
@@ -372,6 +376,7 @@ class _Loader:
             qkv_bias=self._qkv_bias(layer, vector),
             qk_norm=self._qk_norm(config.sizes[layer], vector) if config.qk_norm and attends else None,
             sinks=vector("self_attn.sinks") if config.sinks and attends else None,
+            latent=self._latent(vector, matrices) if config.latent and attends else None,
             recurrence=self._recurrence(prefix) if recurs else None,
             output=next(matrices) if mixer else None,
             output_bias=self._output_bias(mixer, vector),
@@ -389,6 +394,18 @@ class _Loader:
             down_norm=after_mlp,
             inputs=self._inputs(vector, matrices) if config.layer_inputs else None,
             scale=vector("layer_scalar") if config.layer_scales else None,
+        )
+
+    def _latent(self, vector: Callable[..., Float32], matrices: Iterator[Weight]) -> LatentWeights:
+        sizes, heads = self._config.latent, self._config.num_heads
+        own = sizes is not None and sizes.queries > 0
+        queries = next(matrices) if own else None
+        each = [next(matrices) for _ in range(2 * heads)]
+        parts = [matrix for matrix in each if isinstance(matrix, Matrix)]
+        assert len(parts) == 2 * heads, "the matrix of a head is one tensor"
+        return LatentWeights(
+            queries, vector("self_attn.q_a_layernorm.weight") if own else None,
+            vector("self_attn.kv_a_layernorm.weight"), tuple(parts[:heads]), tuple(parts[heads:]),
         )
 
     def _expert_bias(self, vector: Callable[..., Float32]) -> Float32 | None:

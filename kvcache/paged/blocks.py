@@ -59,13 +59,15 @@ class PagedBlocks:
             raise BlockNotFoundError(int(outside[0]))
         return ids.astype(np.int32)
 
-    def as_rows(self, keys: npt.ArrayLike, values: npt.ArrayLike) -> KvRows:
-        """K and V `(n, num_heads, head_dim)` as they are, or as a `Format` keeps them.
+    def as_rows(self, keys: npt.ArrayLike, values: npt.ArrayLike | None) -> KvRows:
+        """K and V `(n, num_heads, head_dim)` as they are, or as a `Format` keeps them. V of latent rows is None.
 
         Raises:
             TypeError, ValueError: not such arrays of floats; whatever a `Format` raises.
         """
         shape, value_shape = self._shapes
+        if self.store.latent:
+            return self._latent_rows(keys, values)
         if not self.formats.fingerprint:
             own = type(keys) is np.ndarray and keys.dtype is _FLOAT32 and keys.shape[1:] == shape[1:]
             if own and type(values) is np.ndarray and values.dtype is _FLOAT32 and values.shape[1:] == value_shape[1:]:
@@ -78,7 +80,19 @@ class PagedBlocks:
         rows.given = self.as_given(keys, values)
         return rows
 
-    def as_given(self, keys: npt.ArrayLike, values: npt.ArrayLike) -> KvRows:
+    def _latent_rows(self, keys: npt.ArrayLike, values: npt.ArrayLike | None) -> KvRows:
+        if values is not None:
+            raise ValueError("values: expected None of a cache of latent rows, whose V is in its keys, got rows")
+        shape, dim = self._shapes[0], self.store.value_head_dim
+        given = as_stored(keys, shape, "keys")
+        if not self.formats.fingerprint:
+            return KvRows(given, given[..., :dim])
+        stored = as_stored(self.formats.rows(0, keys, shape, "keys"), shape, "keys")
+        rows = KvRows(stored, stored[..., :dim])
+        rows.given = KvRows(given, given[..., :dim])
+        return rows
+
+    def as_given(self, keys: npt.ArrayLike, values: npt.ArrayLike | None) -> KvRows:
         """`as_rows` without a `Format`."""
         shape, value_shape = self._shapes
         return KvRows(as_stored(keys, shape, "keys"), as_stored(values, value_shape, "values"))

@@ -32,7 +32,16 @@ from kvcache.paged.seq_ids import as_seq_id, as_seq_ids
 from kvcache.paged.sequences import PagedSequences
 from kvcache.paged.shown import as_html, describe, describe_settings
 from kvcache.paged.tables import BlockTables
-from kvcache.support.arguments import REQUIRED, as_count, as_indices, as_integer, as_output, as_pair, as_share
+from kvcache.support.arguments import (
+    REQUIRED,
+    as_count,
+    as_indices,
+    as_integer,
+    as_output,
+    as_pair,
+    as_share,
+    short,
+)
 from kvcache.support.copies import refuse_copies
 from kvcache.support.huge_pages import huge_bytes
 
@@ -78,6 +87,12 @@ class PagedKvCache:
         block_size: tokens per block, 1 to 256.
         num_heads: KV heads; queries may have any multiple of it.
         head_dim: channels per head, a multiple of 8, at most 512; `value_head_dim` names those of V apart.
+        latent: a pair of channels, of a latent and of the part that turns with the position, in place of `num_heads`,
+            `head_dim` and `value_head_dim`: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in
+            its absorbed form. A token has one row of both, which all query heads read: as their key whole, as V its
+            latent. `values` of writes are None. K and V have one format, and there is no `calibration`. Quantised rows
+            are rotated in equal parts, of the largest power of two that divides both, from 16 on. Both
+            together are at most 576.
         num_layers: layers; every block holds its tokens' K and V of all of them.
         separate_layers: a sequence, and so a block, holds tokens of one layer. A text has a sequence for each layer, so
             its layers may keep different tokens. Every call names the sequence's layer. All layers have one format.
@@ -126,6 +141,7 @@ class PagedKvCache:
         num_heads: int = REQUIRED,
         head_dim: int = REQUIRED,
         *,
+        latent: tuple[int, int] | None = None,
         num_layers: int = 1,
         dtype: Formats | Format = "f16",
         key_dtype: Formats | Format | None = None,
@@ -143,7 +159,10 @@ class PagedKvCache:
         length, firsts = as_lengths(residual_length, first_tokens, max_memory_bytes)
         formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
         dtypes = stored_dtypes(formats, calibration, "calibration")
-        settings = block_size, num_heads, head_dim, *dtypes, rotate, value_head_dim, bool(separate_layers)
+        if latent is not None:
+            num_heads, head_dim, value_head_dim = _latent_sizes(latent, num_heads, head_dim, value_head_dim)
+        separate, has_latent = bool(separate_layers), latent is not None
+        settings = block_size, num_heads, head_dim, *dtypes, rotate, value_head_dim, separate, has_latent
         total = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings)
         store = BlockStore(num_layers, total, *settings, calibration)
         self._blocks = PagedBlocks(store, RowFormats(*formats))
@@ -184,6 +203,12 @@ class PagedKvCache:
     def value_head_dim(self) -> int:
         """Channels per head of V and of the output."""
         return self._store.value_head_dim
+
+    @property
+    def latent(self) -> tuple[int, int] | None:
+        """Channels of the latent and of the part that turns, or None."""
+        store = self._store
+        return (store.value_head_dim, store.head_dim - store.value_head_dim) if store.latent else None
 
     @property
     def block_size(self) -> int:
@@ -366,7 +391,8 @@ class PagedKvCache:
     # -- K and V ----------------------------------------------------------------------------------------------
 
     def write(
-        self, layer: int, seq_id: int, keys: npt.ArrayLike, values: npt.ArrayLike, start: int | None = None
+        self, layer: int, seq_id: int, keys: npt.ArrayLike, values: npt.ArrayLike | None = None,
+        start: int | None = None,
     ) -> None:
         """Store K and V of consecutive tokens in one layer; shared blocks are copied for this sequence first.
 
@@ -381,7 +407,9 @@ class PagedKvCache:
         layer, first = as_integer(layer, "layer"), None if start is None else as_integer(start, "start")
         self._blocks.run(self._sequences.write, layer, as_seq_id(seq_id), first, rows)
 
-    def write_batch(self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> None:
+    def write_batch(
+        self, layer: int, seq_ids: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike | None = None
+    ) -> None:
         """`write_ragged` of the last token of each of many sequences, none of them empty.
 
         Args:
@@ -391,7 +419,8 @@ class PagedKvCache:
         self._blocks.run(self._sequences.write_batch, as_integer(layer, "layer"), ids, rows)
 
     def write_ragged(
-        self, layer: int, seq_ids: npt.ArrayLike, lens: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike
+        self, layer: int, seq_ids: npt.ArrayLike, lens: npt.ArrayLike, keys: npt.ArrayLike,
+        values: npt.ArrayLike | None = None,
     ) -> None:
         """`write` of the last `lens[i]` tokens of each of many sequences, 0 allowed, all or nothing.
 
@@ -784,3 +813,17 @@ class PagedKvCache:
 
     def _repr_html_(self) -> str:
         return as_html(self)
+
+
+def _latent_sizes(
+    latent: tuple[int, int], num_heads: Any, head_dim: Any, value_head_dim: int | None
+) -> tuple[int, int, int]:
+    """KV heads and the channels of K and V that `latent` stands for."""
+    for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("value_head_dim", value_head_dim)):
+        if value is not None:
+            raise ValueError(f"{name}: expected None beside latent, got {value}")
+    if not isinstance(latent, (tuple, list)) or len(latent) != 2:
+        raise TypeError(f"latent: expected a pair of channels, got {short(latent)}")
+    wide, turned = latent
+    wide, turned = as_count(wide, "latent", 8, 576), as_count(turned, "latent", 0, 576)
+    return 1, wide + turned, wide

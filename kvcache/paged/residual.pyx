@@ -53,7 +53,7 @@ cdef class Residual:
         self.store = BlockStore(
             store.num_named, 0, row_block(length, firsts), store.num_heads, store.head_dim,
             unpacked_dtype(store.key_dtype), unpacked_dtype(store.value_dtype), "auto", store.value_head_dim,
-            store.separate)
+            store.separate, store.layout.latent)
         self.pool = BlockPool(0)
 
     @property

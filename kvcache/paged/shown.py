@@ -32,14 +32,17 @@ def describe(cache: PagedKvCache) -> str:
 def describe_settings(cache: PagedKvCache) -> str:
     """A cache as text of one line."""
     apart = f", value_head_dim={cache.value_head_dim}" if cache.value_head_dim != cache.head_dim else ""
+    sizes = f"num_heads={cache.num_heads}, head_dim={cache.head_dim}{apart}"
+    if cache.latent is not None:
+        sizes = f"latent={cache.latent}"
     separate = ", separate_layers=True" if cache.separate_layers else ""
     key, value = (
         repr(dtype) if own is None else name_of(own)
         for dtype, own in zip((cache.key_dtype, cache.value_dtype), cache.formats.pair, strict=True)
     )
     return (
-        f"PagedKvCache(num_blocks={cache.total_blocks}, block_size={cache.block_size}, num_heads={cache.num_heads}, "
-        f"head_dim={cache.head_dim}{apart}, num_layers={cache.num_layers}{separate}, "
+        f"PagedKvCache(num_blocks={cache.total_blocks}, block_size={cache.block_size}, {sizes}, "
+        f"num_layers={cache.num_layers}{separate}, "
         f"key_dtype={key}, value_dtype={value}, eviction_strategy={cache.eviction_strategy}, "
         f"used_blocks={cache.used_block_count}, num_sequences={cache.num_sequences})"
     )

@@ -109,7 +109,7 @@ def arena_of_blocks(cache: CachedBlocks) -> Arena:
     key, value = (dtype if isinstance(dtype, str) else MIXED for dtype in (store.key_dtype, store.value_dtype))
     return Arena(
         store.num_layers, store.num_heads, *cache.dims, key, value, *store.rotated,
-        "blocks", store.block_size, store.block_bytes,
+        "latent" if store.latent else "blocks", store.block_size, store.block_bytes,
     )
 
 

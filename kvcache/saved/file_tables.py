@@ -17,12 +17,13 @@ __all__ = [
 ]
 
 # layers, KV heads, channels per head; formats of K and of V; rotated K and V, how bytes lie; page_tokens, page_bytes;
-# channels per head of V where how bytes lie is `_APART`, else 0
+# channels per head of V where how bytes lie is `_APART` or `_LATENT`, else 0
 ARENA = struct.Struct("<III4s4sBBHIQI24x")
 # How the bytes of a page lie, the same at every SIMD level. rows: [K, V][layer][token][channel]. blocks: [layer], each
 # as one block in ckernels/kvc.h.
 LAYOUTS = {"rows": 1, "blocks": 2}
-_APART = 3  # blocks whose V has other channels per head than K; a reader that does not know it refuses it
+# Readers that do not know these refuse them: blocks whose V has other channels per head than K, or is a part of K.
+_APART, _LATENT = 3, 4
 SEGMENT = np.dtype([("namespace", "<u4"), ("parent", "<u4"), ("tokens", "<u4"), ("marked", "<u4")])
 NO_PARENT = 2**32 - 1
 _PAGE_ALIGNMENT = 64
@@ -43,7 +44,7 @@ class Arena:
         num_layers, num_heads, head_dim: the shape of one token's K; that of its V has `value_head_dim`.
         key_dtype, value_dtype: storage formats, or `MIXED`.
         rotate_keys, rotate_values: whether rows lie under a Hadamard rotation.
-        layout: "rows" or "blocks", see `LAYOUTS`.
+        layout: "rows" or "blocks", see `LAYOUTS`; "latent": blocks whose V is the first channels of K.
         page_tokens, page_bytes: slots of a page, and its bytes without what aligns the next one.
     """
 
@@ -66,25 +67,28 @@ class Arena:
 
     def pack(self) -> bytes:
         """The bytes that a file holds."""
-        apart = self.value_head_dim != self.head_dim
+        apart, number = self.value_head_dim != self.head_dim, LAYOUTS.get(self.layout, _LATENT)
+        if number == LAYOUTS["blocks"] and apart:
+            number = _APART
         return ARENA.pack(
             self.num_layers, self.num_heads, self.head_dim, self.key_dtype.encode(), self.value_dtype.encode(),
-            self.rotate_keys, self.rotate_values, _APART if apart else LAYOUTS[self.layout], self.page_tokens,
-            self.page_bytes, self.value_head_dim if apart else 0,
+            self.rotate_keys, self.rotate_values, number, self.page_tokens,
+            self.page_bytes, self.value_head_dim if number in (_APART, _LATENT) else 0,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> Arena:
         """From the bytes of one; SnapshotError where they contradict each other."""
         layers, heads, dim, key, value, keys, values, layout, tokens, size, value_dim = ARENA.unpack(data)
-        names = {number: name for name, number in LAYOUTS.items()} | {_APART: "blocks"}
+        names = {number: name for name, number in LAYOUTS.items()} | {_APART: "blocks", _LATENT: "latent"}
         if layout not in names or not tokens or keys > 1 or values > 1:
-            raise SnapshotError(f"expected an arena with pages of layout 1, 2 or 3, got {tokens}, {layout}")
-        if not (value_dim not in (0, dim) if layout == _APART else value_dim == 0):
+            raise SnapshotError(f"expected an arena with pages of layout 1 to 4, got {tokens}, {layout}")
+        fits = {_APART: value_dim not in (0, dim), _LATENT: 0 < value_dim <= dim}
+        if not fits.get(layout, value_dim == 0):
             raise SnapshotError(f"expected V of other than {dim} channels, got {value_dim} in layout {layout}")
         value_dim = value_dim or dim
         # Pages of no layer have no bytes.
-        least = tokens * layers * heads * (dim + value_dim) * _LEAST_BITS // 8
+        least = tokens * layers * heads * (dim + (0 if layout == _LATENT else value_dim)) * _LEAST_BITS // 8
         if not heads * dim or bool(size) > bool(layers) or size < least:
             raise SnapshotError(f"expected pages of {layers} x {heads} x {dim} channels or more, got {size} bytes")
         key, value = (name.rstrip(b"\0").decode("latin-1") for name in (key, value))

@@ -174,27 +174,34 @@ class CacheSettings:
 
     # -- sizes ----------------------------------------------------------------------------------------------
 
-    def _sizes(self, layers: Sequence[int]) -> tuple[int, int]:
-        """KV heads of a block, and channels of a head, in these layers."""
+    def _sizes(self, layers: Sequence[int]) -> tuple[int, int, int | None]:
+        """KV heads of a block and channels of a head in these layers; the channels of a key that are V, None: none."""
         config, each = self.model.config, (self.attention[layers[0]] if len(layers) else None) or LayerAttention()
         heads = each.num_kv_heads or config.num_kv_heads
-        return heads // self._lists, each.head_dim or config.head_dim
+        return heads // self._lists, each.head_dim or config.head_dim, each.latent
 
     @property
     def _lists(self) -> int:
         """The sequences of a layer: 1, or one for each KV head where these keep tokens of their own."""
         return 1 if self.budgets is None else self.budgets.lists
 
+    def _store_bytes(self, num_layers: int, layers: Sequence[int], block_size: int, formats: Sequence[Formats]) -> int:
+        """Bytes of K and V of a block of so many layers with the sizes of these."""
+        (heads, dim, latent), (key, value) = self._sizes(layers), formats
+        return BlockStore(
+            num_layers, 0, block_size, heads, dim, key, value, self.rotate, latent, latent=latent is not None
+        ).block_bytes
+
     def block_bytes(self, layers: Sequence[int]) -> int:
         """Bytes of K and V of a block of these layers."""
-        key, value = [formats_of_layers(each, layers) for each in self.storage.dtypes]
-        return BlockStore(len(layers), 0, self.block_size, *self._sizes(layers), key, value, self.rotate).block_bytes
+        formats = [formats_of_layers(each, layers) for each in self.storage.dtypes]
+        return self._store_bytes(len(layers), layers, self.block_size, formats)
 
     @property
     def _f16_bytes(self) -> int:
         """Bytes of a token in all layers, as a residual has it."""
-        layers, (key, value) = self.whole, map(unpacked, self.storage.dtypes)
-        return BlockStore(len(layers) * self._lists, 0, 1, *self._sizes(layers), key, value).block_bytes
+        layers, formats = self.whole, [unpacked(each) for each in self.storage.dtypes]
+        return self._store_bytes(len(layers) * self._lists, layers, 1, formats)
 
     @property
     def _most_f16(self) -> int:
@@ -375,12 +382,14 @@ class CacheSettings:
 
     def _options(self, layers: Sequence[int], num_blocks: int) -> dict[str, Any]:
         """The arguments of a cache of these layers."""
-        (keys, values), (num_heads, head_dim) = self.storage.formats_of(layers), self._sizes(layers)
+        (keys, values), (num_heads, head_dim, latent) = self.storage.formats_of(layers), self._sizes(layers)
+        sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim}
+        if latent is not None:
+            sizes = {"latent": (latent, head_dim - latent)}
         return {
-            "num_blocks": num_blocks, "block_size": self.block_size, "num_heads": num_heads, "head_dim": head_dim,
-            "num_layers": len(layers), "key_dtype": keys, "value_dtype": values, "rotate": self.rotate,
-            "calibration": self.storage.calibration_of(layers),
-            "residual_length": self.storage.residual_length, "first_tokens": self.storage.firsts,
+            "num_blocks": num_blocks, "block_size": self.block_size, "num_layers": len(layers), "key_dtype": keys,
+            "value_dtype": values, "rotate": self.rotate, "calibration": self.storage.calibration_of(layers),
+            "residual_length": self.storage.residual_length, "first_tokens": self.storage.firsts, **sizes,
         }
 
     def pool(self, num_blocks: int, cached: int | None = None) -> Pool:

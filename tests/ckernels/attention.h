@@ -147,8 +147,9 @@ static void draw_residuals(uint64_t *state, question *q) {
     const kvc_layout *l = &q->world->layout;
     const int size = 1 + (int)(splitmix(state) % 20), dims[2] = {l->head_dim, l->value_head_dim};
     const int most = q->world->many && splitmix(state) % 4 == 0 ? 1024 : 90; /* tokens */
-    const kvc_format key = splitmix(state) % 2 ? KVC_F16 : KVC_F32, value = splitmix(state) % 2 ? KVC_F16 : KVC_F32;
-    if (kvc_layout_init(&n->layout, size, l->num_heads, dims[0], dims[1], key, value, 0, 0)) fail("no residual");
+    const kvc_format key = splitmix(state) % 2 ? KVC_F16 : KVC_F32, other = splitmix(state) % 2 ? KVC_F16 : KVC_F32;
+    const kvc_format value = l->latent ? key : other;
+    if (kvc_layout_init(&n->layout, size, l->num_heads, dims[0], dims[1], key, value, 0, 0, l->latent)) fail("no residual");
     n->num_blocks = 1 + most / size;
     n->arena_bytes = (size_t)n->num_blocks * n->layout.block_bytes;
     q->near_arena = take(n->arena_bytes, 64, 1), n->arena = q->near_arena.at;

@@ -31,15 +31,17 @@ static void try_any_shape(source *s) {
     }
     kvc_layout l;
     const int value_dim = x[0] % 2 ? x[2] : x[5];
-    if (kvc_layout_init(&l, x[0], x[1], x[2], value_dim, (kvc_format)x[3], (kvc_format)x[4], x[5], x[6])) return;
+    const int latent = x[6] >> 1 & 1;
+    if (kvc_layout_init(&l, x[0], x[1], x[2], value_dim, (kvc_format)x[3], (kvc_format)x[4], x[5], x[6], latent)) return;
     const size_t row = (size_t)l.head_dim * (size_t)kvc_format_of(l.key_format)->bits / 8;
-    const size_t value_row = (size_t)l.value_head_dim * (size_t)kvc_format_of(l.value_format)->bits / 8;
+    const size_t value_row = latent ? 0 : (size_t)l.value_head_dim * (size_t)kvc_format_of(l.value_format)->bits / 8;
     if (l.block_size < 1 || l.block_size > KVC_MAX_BLOCK_SIZE || l.head_dim < 8 || l.head_dim % 8 ||
         l.head_dim > KVC_MAX_HEAD_DIM || l.value_head_dim < 8 || l.value_head_dim % 8 ||
         l.value_head_dim > KVC_MAX_HEAD_DIM || l.num_heads < 1 || l.key_format >= KVC_NUM_FORMATS ||
         l.value_format >= KVC_NUM_FORMATS || l.block_bytes % 64 || l.key_head_bytes < row * (size_t)l.block_size ||
         l.value_head_bytes < value_row * (size_t)l.block_size ||
-        l.block_bytes < (size_t)l.num_heads * (l.key_head_bytes + l.value_head_bytes))
+        l.block_bytes < (size_t)l.num_heads * (l.key_head_bytes + l.value_head_bytes) ||
+        (latent && (l.num_heads != 1 || l.value_head_dim > l.head_dim)))
         fail("a layout of %d, %d, %d, %d, %d, %d", x[0], x[1], x[2], value_dim, x[3], x[4]);
 }
 
@@ -47,30 +49,35 @@ static void draw_layout(source *s, world *w) {
     const int size = DRAW_OF(s, 16, 16, 32, 1, 2, 5, 15, 17, 33, 48, 64, 255, 256, 0);
     const int dim = w->many ? DRAW_OF(s, 8, 32, 32)
                             : DRAW_OF(s, 64, 128, 32, 8, 16, 24, 40, 72, 96, 512, 136, 160, 320, 256, 0);
-    const int key = draw(s, KVC_NUM_FORMATS), value = draw(s, 3) ? key : draw(s, KVC_NUM_FORMATS);
+    const int key = draw(s, KVC_NUM_FORMATS), drawn = draw(s, 3) ? key : draw(s, KVC_NUM_FORMATS);
     const int rotated = draw(s, 4);
     const int block_size = size ? size : draw_between(s, 1, 256),
               head_dim = dim ? dim : 8 * draw_between(s, 1, 64);
     uint64_t state = w->options;
     const int others[] = {8, 16, 24, 32, 40, 64, 96, 128, 136, w->many ? 32 : 512};
-    const int value_dim = w->apart ? others[splitmix(&state) % 10] : head_dim;
+    const int wide = w->apart ? others[splitmix(&state) % 10] : head_dim;
+    const int latent = splitmix(&state) % 4 == 0, value = latent ? key : drawn;
+    const int value_dim = latent && wide > head_dim ? head_dim : wide;
     const int most_dim = head_dim > value_dim ? head_dim : value_dim;
-    const int can = (head_dim & (head_dim - 1)) == 0, can_values = (value_dim & (value_dim - 1)) == 0;
+    const int parts = head_dim % 16 == 0 && value_dim % 16 == 0;
+    const int can = latent ? parts : (head_dim & (head_dim - 1)) == 0;
+    const int can_values = latent ? parts : (value_dim & (value_dim - 1)) == 0;
     int heads = draw_between(s, 1, 4);
     w->most_floats = 1 << DRAW_OF(s, 10, 11, 12, 12, 13, 15); /* small cases are fast, so there can be many */
     if (w->many) w->most_floats = 1 << 15, heads = 1 + heads % 2;
+    if (latent) heads = 1;
     while (heads > 1 && heads * most_dim * block_size > w->most_floats) heads--;
     const int refused =
         kvc_layout_init(&w->layout, block_size, heads, head_dim, value_dim, (kvc_format)key, (kvc_format)value,
                         can && kvc_format_of((kvc_format)key)->quantised && (rotated & 1),
-                        can_values && kvc_format_of((kvc_format)value)->quantised && (rotated & 2));
+                        can_values && kvc_format_of((kvc_format)value)->quantised && (rotated & (latent ? 1 : 2)), latent);
     if (refused) fail("refused %d, %d, %d, %d, %d, %d", block_size, heads, head_dim, value_dim, key, value);
     w->row[0] = (size_t)heads * (size_t)head_dim, w->row[1] = (size_t)heads * (size_t)value_dim;
     const int room = w->most_floats / (heads * most_dim * block_size);
     w->num_blocks = w->many ? 1 + 1024 / block_size : draw_between(s, 1, 1 + (room < 40 ? room : 40));
     w->arena_bytes = (size_t)w->num_blocks * w->layout.block_bytes;
-    say("blocks %d of %d, heads %d, dims %d %d, formats %d %d, rotated %d %d", w->num_blocks, block_size, heads,
-        head_dim, value_dim, key, value, w->layout.rotate_keys, w->layout.rotate_values);
+    say("blocks %d of %d, heads %d, dims %d %d, formats %d %d, rotated %d %d, latent %d", w->num_blocks, block_size,
+        heads, head_dim, value_dim, key, value, w->layout.rotate_keys, w->layout.rotate_values, latent);
 }
 
 /* ---- The twin: rows as the scalar level reads them; the steps below copy them too. */
@@ -223,7 +230,7 @@ static void step_write(source *s, world *w) {
         give_back(&arena);
     }
     for (int side = 0; side < 2; side++) {
-        if (!given[side]) continue;
+        if (!given[w->layout.latent ? 0 : side]) continue;
         const size_t row = w->row[side];
         float *back = malloc(((size_t)q.num_tokens * row + 1) * sizeof *back);
         scalar->read_runs(&w->layout, w->arena, q.runs.at, q.num_runs, side ? NULL : back, side ? back : NULL, row,
@@ -231,10 +238,10 @@ static void step_write(source *s, world *w) {
         for (int64_t t = 0; t < q.num_tokens; t++)
             memcpy(w->rows[side] + q.slots[t] * row, back + (size_t)t * row, row * sizeof(float));
         free(back);
-        if (checked && !(steered && side == 0)) expect_written(w, &q, (kvc_side)side, given[side]);
+        if (checked && !(side ? w->layout.latent : steered)) expect_written(w, &q, (kvc_side)side, given[side]);
     }
     for (int64_t t = 0; t < q.num_tokens; t++)
-        w->plain[q.slots[t]] = kind == GAUSSIAN && given[0] && given[1] && !steered;
+        w->plain[q.slots[t]] = kind == GAUSSIAN && given[0] && (given[1] || w->layout.latent) && !steered;
     give_back(&of_known), free(all);
     give_back(&before), give_back(&x[0]), give_back(&x[1]), give_back(&apart[0]), give_back(&apart[1]);
     drop_runs(&q);

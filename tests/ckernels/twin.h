@@ -43,6 +43,7 @@ static inline size_t slot_of(const world *w, int block, int slot) {
 
 /* Scale of a stored quantised row, from its place in kvc_quant.h; 0 for f32 and f16. */
 static inline float stored_scale(const world *w, kvc_side side, int block, int slot, int head) {
+    if (w->layout.latent) side = KVC_KEYS;
     const kvc_rows rows = kvc_rows_of(&w->layout, side);
     if (!rows.quantised) return 0.0f;
     const unsigned char *at = w->arena + (size_t)block * w->layout.block_bytes;
@@ -148,12 +149,13 @@ static inline row_answer attend_row(const context *c, int head, double scale, co
 
 /* ---- The error of a row that is stored. */
 
-/* x H / dim, the stored form of a rotated row, by the definition of the matrix. */
-static inline void rotate_row(const float *x, int dim, double *y) {
+/* x H / part, the stored form of a row that is rotated in parts, by the definition of the matrix. */
+static inline void rotate_row(const float *x, int dim, int part, double *y) {
     for (int i = 0; i < dim; i++) {
+        const float *of = x + i / part * part;
         y[i] = 0;
-        for (int j = 0; j < dim; j++) y[i] += (__builtin_popcount((unsigned)(i & j)) % 2 ? -1.0 : 1.0) * x[j];
-        y[i] /= dim;
+        for (int j = 0; j < part; j++) y[i] += (__builtin_popcount((unsigned)(i % part & j)) % 2 ? -1.0 : 1.0) * of[j];
+        y[i] /= part;
     }
 }
 
@@ -164,14 +166,14 @@ static inline double allowed_error(const kvc_rows rows, const float *x) {
     double y[KVC_MAX_HEAD_DIM], lowest = INFINITY, highest = -INFINITY;
     if (rows.format == KVC_F32) return 0;
     for (int d = 0; d < rows.dim; d++) y[d] = x[d];
-    if (rows.rotated) rotate_row(x, rows.dim, y);
+    if (rows.rotated) rotate_row(x, rows.dim, rows.rotated, y);
     for (int d = 0; d < rows.dim; d++) lowest = fmin(lowest, y[d]), highest = fmax(highest, y[d]);
     const double largest = fmax(fabs(lowest), fabs(highest));
     if (!rows.quantised) return spacing(largest) / 2;
     const double range = highest - lowest + spacing(lowest) / 2;
     const double scale = range / ((1 << rows.bits) - 1) * (1 + 0x1p-10) + 0x1p-24;
     const double stored = fmax(scale / 2, spacing(lowest) / 2) + scale / 64 + 0x1p-21 * largest;
-    return stored * (rows.rotated ? sqrt(rows.dim) : 1);
+    return stored * (rows.rotated ? sqrt(rows.rotated) : 1);
 }
 
 #endif

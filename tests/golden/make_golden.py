@@ -36,6 +36,8 @@ import transformers
 from transformers import (
     ApertusConfig,
     Cohere2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -45,6 +47,7 @@ from transformers import (
     Gemma4TextConfig,
     Gemma4UnifiedConfig,
     Glm4Config,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
@@ -150,6 +153,9 @@ GRANITE_HYBRID = SMALL_HYBRID | {
     "mamba_n_groups": 2, "mamba_d_state": 20, "mamba_d_head": "auto", "mamba_expand": 2, "mamba_d_conv": 4,
     "mamba_chunk_size": 16, "mamba_conv_bias": True, "mamba_proj_bias": True, "embedding_multiplier": 3.0,
     "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 0.5, "rope_parameters": DEFAULT_ROPE,
+}
+LATENT = {key: value for key, value in NO_HEAD_DIM.items() if key != "num_key_value_heads"} | {
+    "num_key_value_heads": 6, "moe_intermediate_size": 20,
 }
 GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 32, "sliding_window": 24, "tie_word_embeddings": False}
 
@@ -523,6 +529,20 @@ VARIANTS = {
     "starcoder2_window": seeded(Starcoder2Config(
         **NO_HEAD_DIM | {"hidden_size": 96, "num_key_value_heads": 2}, sliding_window=20, use_bias=False,
         tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE,
+    )),
+    "deepseek_v3": seeded(DeepseekV3Config(
+        **LATENT, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=24, v_head_dim=20, q_lora_rank=36,
+        n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, first_k_dense_replace=1,
+        rope_parameters=YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.8},
+    )),
+    "deepseek_v2": seeded(DeepseekV2Config(
+        **LATENT, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=28, q_lora_rank=None,
+        n_routed_experts=6, num_experts_per_tok=2, first_k_dense_replace=1, rope_parameters=DEFAULT_ROPE,
+    )),
+    "glm4_moe_lite": seeded(Glm4MoeLiteConfig(
+        **LATENT, kv_lora_rank=40, qk_rope_head_dim=16, qk_nope_head_dim=20, v_head_dim=28, q_lora_rank=44,
+        n_routed_experts=7, n_shared_experts=2, num_experts_per_tok=3, rope_interleave=False, routed_scaling_factor=1.3,
+        rope_parameters=DEFAULT_ROPE,
     )),
     "apertus": seeded(ApertusConfig(**SMALL, rope_parameters=LLAMA3_ROPE)),
     "apertus_biases": seeded(ApertusConfig(

@@ -64,7 +64,7 @@ def test_the_unchanged_file_is_loaded(tables):
 
 NAME = struct.calcsize("<II")  # of the arena and of the length, before a name
 FALSE_TABLES = {
-    "a layout": (lambda t: t.add(t.arenas + 22, 8), "expected an arena with pages of layout 1, 2 or 3"),
+    "a layout": (lambda t: t.add(t.arenas + 22, 8), "expected an arena with pages of layout 1 to 4"),
     "pages of no bytes": (lambda t: t.add(t.arenas + 28, -t.number(t.arenas + 28)), "expected pages of"),
     "an arena": (lambda t: t.add(t.names, 1), "expected a namespace of one of 1 arenas, got 1"),
     "a name's length": (lambda t: t.add(t.names + 4, 1000), "expected a namespace of one of 1 arenas"),

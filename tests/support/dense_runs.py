@@ -14,7 +14,8 @@ def run_dense(model, tokens, chunk=None, regime=None):
     regime = model.regime(len(tokens)) if regime is None else regime
 
     def attend(layer, queries, keys, values, *_):
-        owner = model.attention[layer].kv_layer
+        owner, latent = model.attention[layer].kv_layer, model.attention[layer].latent
+        values = keys[..., :latent] if latent else values
         if owner is None:
             kept[layer].append((keys.copy(), values.copy()))
         keys, values = (np.concatenate(rows) for rows in zip(*kept[layer if owner is None else owner], strict=True))

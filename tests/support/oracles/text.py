@@ -54,10 +54,11 @@ class PlainTexts:
 
     def begin(self):
         evicts = self.budgets is not None
-        blocks, names = self.num_lists * 200 if evicts else 1, ("num_heads", "head_dim")
-        sizes = {(each.num_kv_heads // self.lists, each.head_dim) for each in self.attention if each is not None}
+        blocks, heads = self.num_lists * 200 if evicts else 1, self.lists
+        attention = [each for each in self.attention if each is not None]
+        sizes = {(each.num_kv_heads // heads, each.head_dim): each.latent for each in attention}
         self.caches = {
-            size: PagedKvCache(blocks, **self.storage | dict(zip(names, size, strict=True))) for size in sizes
+            size: PagedKvCache(blocks, **self.storage | _names_of(*size, latent)) for size, latent in sizes.items()
         }
         self.cache = next(iter(self.caches.values()), None)
         self.num_tokens, self.length = 0, 0
@@ -195,3 +196,10 @@ class PlainTexts:
                 targets = tokens[start + 1 : start + 1 + len(piece)]
                 scores.append(single.log_probabilities(self.run(piece, "all"), targets))
         return np.concatenate([np.empty(0), *scores]).astype(np.float32)
+
+
+def _names_of(num_heads, head_dim, latent):
+    """The arguments of a cache about its sizes."""
+    if latent is None:
+        return {"num_heads": num_heads, "head_dim": head_dim}
+    return {"num_heads": None, "head_dim": None, "latent": (latent, head_dim - latent)}

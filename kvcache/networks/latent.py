@@ -1,0 +1,97 @@
+"""Latent attention: the queries, keys and results of a layer whose heads share one latent per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.kernels.grouped import multiply_groups
+from kvcache.kernels.layers import rms_norm
+from kvcache.kernels.matrix import Matrix
+from kvcache.networks.latent_sizes import LatentSizes
+from kvcache.networks.linear import MatrixStack
+
+__all__ = ["LatentWeights", "latent_results", "latent_rows"]
+
+Float32 = NDArray[np.float32]
+Weight = Matrix | MatrixStack
+Times = Callable[[Float32, Weight], Float32]
+Turn = Callable[[Float32], Float32]
+
+_EPS = 1e-6  # of the norms of latents, whatever other norms have: as transformers computes them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentWeights:
+    """The weights of latent attention beside its first and last matrix (`LayerWeights.qkv`, `output`).
+
+    Attributes:
+        queries: `(heads * (plain + turned), queries)`, of the queries' own latent; None: they have none.
+        queries_norm: `(queries,)`; None likewise.
+        norm: `(latent,)`, of the latent.
+        keys: of each head `(latent, plain)`, the transpose of its key matrix.
+        values: of each head `(value, latent)`.
+    """
+
+    queries: Weight | None
+    queries_norm: Float32 | None
+    norm: Float32
+    keys: tuple[Matrix, ...]
+    values: tuple[Matrix, ...]
+
+
+def latent_rows(
+    projected: Float32, sizes: LatentSizes, weights: LatentWeights, times: Times, turns: Sequence[Turn],
+    activations: str,
+) -> tuple[Float32, ...]:
+    """Queries and keys as a cache takes them, and the queries turned in other ways.
+
+    Args:
+        projected: what the first matrix of the layer gives, `(n, ...)`: queries, or their latent; then the latent and
+            the turned channels of keys.
+        times: the product of rows with a matrix.
+        turns: RoPE of `(n, heads, turned)` for each set of positions; the first one turns keys too.
+        activations: as of `Matrix.multiply`.
+
+    Returns:
+        Keys `(n, 1, latent + turned)`; then for each of `turns` queries `(n, heads, latent + turned)`.
+    """
+    n, heads = len(projected), len(weights.keys)
+    first = projected.shape[1] - sizes.key
+    queries = projected[:, :first]
+    if weights.queries is not None and weights.queries_norm is not None:
+        queries = times(rms_norm(np.ascontiguousarray(queries), weights.queries_norm, _EPS), weights.queries)
+    by_head = queries.reshape(n, heads, sizes.query)
+    keys = np.empty((n, 1, sizes.key), np.float32)
+    keys[:, 0, : sizes.latent] = rms_norm(projected[:, first : first + sizes.latent], weights.norm, _EPS)
+    met = _times_heads(by_head[:, :, : sizes.plain], weights.keys, activations)
+    found = [keys]
+    for turn in turns:
+        whole = np.empty((n, heads, sizes.key), np.float32)
+        whole[:, :, : sizes.latent] = met
+        turning = by_head[:, :, sizes.plain :]
+        if len(found) == 1:
+            both = turn(np.concatenate([turning, projected[:, None, first + sizes.latent :]], axis=1))
+            whole[:, :, sizes.latent :], keys[:, :, sizes.latent :] = both[:, :heads], both[:, heads:]
+        else:
+            whole[:, :, sizes.latent :] = turn(np.ascontiguousarray(turning))
+        found.append(whole)
+    return tuple(found)
+
+
+def latent_results(mixed: Float32, weights: LatentWeights, activations: str) -> Float32:
+    """The results of all heads, `(n, heads * value)`, of what attention gives, `(n, heads, latent)`."""
+    return _times_heads(mixed, weights.values, activations).reshape(len(mixed), -1)
+
+
+def _times_heads(x: Float32, matrices: Sequence[Matrix], activations: str) -> Float32:
+    """`(n, heads, columns)` times a matrix of each head; `(n, heads, rows)`."""
+    n, heads = len(x), len(matrices)
+    rows = np.ascontiguousarray(x.transpose(1, 0, 2)).reshape(heads * n, -1)
+    out = np.empty((heads * n, len(matrices[0])), np.float32)
+    if n:
+        multiply_groups(matrices, [n] * heads, rows.__dlpack__(), out.__dlpack__(), activations=activations)
+    return out.reshape(heads, n, -1).transpose(1, 0, 2)

@@ -1,0 +1,96 @@
+"""Latent attention in networks: what is refused, layers that guess tokens, and reuse in every engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from seeded_weights import seeded, tensors_of, write
+
+from kvcache import BatchEngine, CheckpointError, InferenceEngine, PrefixCachedEngine
+from kvcache.engine import SamplingParams, Transformer
+from kvcache.eviction import EvictionPolicy
+from kvcache.networks.config import ModelConfig
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+DRAWN = SamplingParams(temperature=0.8, seed=3, max_tokens=12, repetition_penalty=1.0)
+
+
+def config_of(name, **changes):
+    config = json.loads((seeded(name) / "config.json").read_text())
+    return ModelConfig.from_dict({key: value for key, value in (config | changes).items() if value != "absent"})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2}, "topk_method: expected greedy"),
+        ("deepseek_v2", {"routed_scaling_factor": 16.0}, "topk_method: expected greedy, n_group 1 and routed_scal"),
+        ("deepseek_v3", {"n_group": 3}, "n_group: expected a divisor of 8 experts, got 3"),
+        ("deepseek_v3", {"qk_rope_head_dim": 31}, "qk_rope_head_dim: expected an even number"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected dense or sparse for each of 3"),
+        ("glm4_moe_lite", {"rope_interleave": "yes"}, "rope_interleave: expected true or false, got 'yes'"),
+    ],
+)
+def test_what_is_refused(name, changes, message):
+    with pytest.raises(CheckpointError, match=rf"^{message}"):
+        config_of(name, **changes)
+
+
+def test_sizes():
+    config = config_of("glm4_moe_lite", mlp_layer_types="absent")
+    assert (config.num_kv_heads, config.head_dim, config.latent.latent, config.rotary_dim) == (1, 56, 40, 16)
+    assert config.mlps == ("mlp", "experts", "experts")
+    assert config_of("glm4_moe_lite", mlp_layer_types=["dense", "sparse", "dense"]).mlps == ("mlp", "experts", "mlp")
+    factor = 0.1 * 0.8 * np.log(8) + 1
+    assert config_of("deepseek_v3").attention_scale == pytest.approx(56**-0.5 * factor**2)
+
+
+def test_layers_that_guess_tokens_are_left_out(tmp_path):
+    folder = tmp_path / "network"
+    shutil.copytree(seeded("glm4_moe_lite"), folder)
+    tensors = tensors_of(json.loads((folder / "weights.json").read_text()))
+    tensors["model.layers.3.eh_proj.weight"] = tensors["model.layers.0.mlp.gate_proj.weight"]
+    write(folder / "model.safetensors", tensors)
+    engines = [InferenceEngine.from_pretrained(each) for each in (seeded("glm4_moe_lite"), folder)]
+    assert engines[0].generate(range(20), DRAWN) == engines[1].generate(range(20), DRAWN)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q4"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2"])
+def test_every_engine_gives_the_tokens_of_a_text_alone(name, dtype, tmp_path):
+    model, rng = Transformer.from_pretrained(seeded(name)), np.random.default_rng(0)
+    first, second, third = (rng.integers(0, 96, count).tolist() for count in (50, 21, 7))
+    prompts = [first, first + second, second, first + third]
+    alone = [InferenceEngine(model, dtype=dtype).generate(prompt, DRAWN) for prompt in prompts]
+
+    def cached():
+        return PrefixCachedEngine(InferenceEngine(model, dtype=dtype), 40)
+
+    engine, again = cached(), cached()
+    assert [engine.generate(prompt, DRAWN) for prompt in prompts] == alone
+    engine.save(tmp_path / "saved")
+    assert again.load(tmp_path / "saved")
+    for prompt, want in zip(prompts, alone, strict=True):
+        result = again.complete(prompt, DRAWN)
+        assert result.tokens == want
+    batch = BatchEngine(model, num_blocks=14, dtype=dtype)
+    requests = [batch.submit(prompt, DRAWN) for prompt in prompts]
+    while batch.step():
+        pass
+    assert [list(request.tokens) for request in requests] == alone
+    batch.check()
+
+
+def test_settings_that_do_not_fit_are_refused():
+    model = Transformer.from_pretrained(seeded("deepseek_v3"))
+    for name, value in (
+        ("calibrate", "auto"), ("residual_length", 16), ("eviction_policy", EvictionPolicy.StreamingLLM(4, 12)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: expected .* layers whose V is a part of K"):
+            InferenceEngine(model, dtype="q4", **{name: value})
+    with pytest.raises(ValueError, match=r"^value_dtype: expected q8, as of keys, with latent, got q4"):
+        InferenceEngine(model, key_dtype="q8", value_dtype="q4")

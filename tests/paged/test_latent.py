@@ -1,0 +1,122 @@
+"""Latent rows: one row per token, which all query heads read as their key, and the first channels of it as V."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from oracles.engine import dense_attention
+
+from kvcache import PagedKvCache
+from kvcache.kernels.kernels import FORMATS
+
+SIZES = [(64, 32), (32, 16), (40, 8)]  # tiled and rotated; tiled of a block of 16 alone; neither
+TOKENS = 45
+
+
+def filled(latent, dtype, *, tokens=TOKENS, block_size=16, **options):
+    """A cache with one sequence, and its rows as they are read."""
+    cache = PagedKvCache(8, block_size, latent=latent, dtype=dtype, **options)
+    rows = np.random.default_rng(1).standard_normal((tokens, 1, sum(latent))).astype(np.float32)
+    cache.allocate(0, tokens)
+    cache.write(0, 0, rows)
+    return cache, rows
+
+
+def error_of(got, want):
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("latent", SIZES)
+def test_attention_is_that_over_rows_and_their_first_channels(simd, latent, dtype):
+    cache, _ = filled(latent, dtype)
+    keys, values = cache.read(0, 0)
+    assert np.array_equal(values, keys[:, :, : latent[0]])
+    for count in (1, 3, 30):  # by row, in tiles, staged
+        queries = np.random.default_rng(2).standard_normal((count, 5, sum(latent))).astype(np.float32)
+        got = cache.attention(0, queries, [0], query_lens=[count], scale=0.1)
+        assert got.shape == (count, 5, latent[0])
+        want = dense_attention(queries, keys, values, scale=0.1)
+        assert error_of(got, want) < (3e-3 if FORMATS[dtype].quantised else 3e-6)
+        last = cache.attention(0, queries[-1:], [0], scale=0.1)
+        assert np.array_equal(last[0], got[-1]), "a query has other bits in company"
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rows_take_half_and_are_read_as_a_cache_of_keys_reads_them(dtype):
+    """The rotation in parts: the same codes as of a cache with heads of one part each, but for their common scale."""
+    cache, rows = filled((64, 32), dtype)
+    apart = PagedKvCache(8, 16, 1, 96, dtype=dtype, value_head_dim=64)
+    assert cache.block_memory_bytes * 160 == apart.block_memory_bytes * 96 or FORMATS[dtype].quantised
+    assert cache.block_memory_bytes < 0.65 * apart.block_memory_bytes
+    keys, _ = cache.read(0, 0)
+    bound = {"f32": 0, "f16": 1e-3, "q8": 0.01, "q6": 0.04, "q4": 0.15, "q3": 0.3, "q2": 0.55}
+    assert error_of(keys, rows) <= bound[dtype]
+
+
+def test_an_outlier_is_spread_over_its_part():
+    rows = np.random.default_rng(3).standard_normal((32, 1, 96)).astype(np.float32)
+    rows[:, :, 5] *= 30
+    errors = []
+    for rotate in (True, False):
+        cache = PagedKvCache(2, 16, latent=(64, 32), dtype="q4", rotate=rotate)
+        cache.allocate(0, 32)
+        cache.write(0, 0, rows)
+        errors.append(error_of(cache.read(0, 0)[0], rows))
+    assert errors[0] < 0.6 * errors[1]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q4"])
+def test_forks_truncations_and_evictions_move_rows_whole(dtype):
+    cache, _ = filled((64, 32), dtype)
+    cache.fork(0, 1)
+    cache.append(1, 1)
+    cache.write(0, 1, np.ones((1, 1, 96), np.float32))
+    kept = cache.read(0, 0)[0]
+    assert np.array_equal(cache.read(0, 1)[0][:TOKENS], kept)
+    cache.keep_tokens(1, [0, 3, 17, 44])
+    cache.compact(1)
+    assert np.array_equal(cache.read(0, 1)[0], kept[[0, 3, 17, 44]])
+    cache.truncate(0, 20)
+    cache.append(0, 2)
+    assert not cache.read(0, 0, 20)[0].any(), "new tokens do not read as zeros"
+    cache.check()
+
+
+def test_rows_in_f16_beside_packed_ones():
+    cache, rows = filled((64, 32), "q4", residual_length=16, first_tokens=4)
+    queries = np.random.default_rng(4).standard_normal((1, 3, 96)).astype(np.float32)
+    firsts, base, stop = cache.unpacked_tokens(0)
+    mixed = cache.read(0, 0)[0].copy()
+    newest = cache.read_unpacked(0, 0)
+    assert np.array_equal(newest[1], newest[0][:, :, :64])
+    own = 32  # where the group of the last token begins
+    assert base <= own < stop == TOKENS
+    mixed[:4], mixed[own:] = rows[:4].astype(np.float16), newest[0][firsts + own - base :]
+    want = dense_attention(queries, mixed, mixed[:, :, :64], scale=0.1)
+    assert error_of(cache.attention(0, queries, [0], scale=0.1), want) < 3e-3
+    cache.fork(0, 1)
+    last = [tuple(side[firsts + own - base :] for side in newest)]
+    cache.unpack(1, last, [tuple(side.astype(np.float32) for side in (rows[:4], rows[:4, :, :64]))])
+    assert np.array_equal(cache.attention(0, queries, [1], scale=0.1), cache.attention(0, queries, [0], scale=0.1))
+    cache.check()
+
+
+def test_what_is_refused():
+    cache, rows = filled((64, 32), "q4")
+    before = cache.read(0, 0)[0]
+    with pytest.raises(ValueError, match=r"^values: expected None of a cache of latent rows"):
+        cache.write(0, 0, rows, rows[:, :, :64])
+    with pytest.raises(ValueError, match=r"^keys: expected"):
+        cache.write(0, 0, rows[:, :, :64])
+    assert np.array_equal(cache.read(0, 0)[0], before)
+    for name in ("num_heads", "head_dim", "value_head_dim"):
+        with pytest.raises(ValueError, match=rf"^{name}: expected None beside latent, got 64$"):
+            PagedKvCache(4, 16, latent=(64, 32), **{name: 64})
+    with pytest.raises(ValueError, match=r"^value_dtype: expected q8, as of keys, with latent, got q4"):
+        PagedKvCache(4, 16, latent=(64, 32), key_dtype="q8", value_dtype="q4")
+    with pytest.raises(ValueError, match=r"^head_dim: expected a multiple of 8, at most 576, got 580$"):
+        PagedKvCache(4, 16, latent=(512, 68))
+    for wrong in (64, (64,), "ab"):
+        with pytest.raises(TypeError, match=r"^latent: expected"):
+            PagedKvCache(4, 16, latent=wrong)
