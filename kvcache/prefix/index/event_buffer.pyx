@@ -64,14 +64,14 @@ cdef class EventBuffer:
 
     cdef void stored(self, int64_t kind, uint64_t page, uint64_t parent, int64_t space,
                      const uint32_t *tokens) noexcept:
-        cdef event_t *record
+        cdef event_t *record = NULL    # gcc cannot see that a record is read only where there is one
         if is_partial(tokens, self.page_size) or (record := self.next_record()) == NULL:
             return
         record[0] = event_t(page=page, parent=parent, space=space, kind=kind)
         memcpy(self.tokens + (record - self.events) * self.page_size, tokens, self.page_size * sizeof(uint32_t))
 
     cdef void removed(self, uint64_t page, int64_t space, const uint32_t *tokens) noexcept:
-        cdef event_t *record
+        cdef event_t *record = NULL
         if not is_partial(tokens, self.page_size) and (record := self.next_record()) != NULL:
             record[0] = event_t(page=page, parent=0, space=space, kind=REMOVED)
 
