@@ -112,6 +112,13 @@ ARCHITECTURES |= {
     "minicpm": Architecture("minicpm", True, understood=("embedding_scale", "residual_scale", "logit_scale")),
 }
 
+ARCHITECTURES |= {
+    "deepseek2": Architecture(  # DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash
+        "deepseek_v3", False, understood=(NEXT_LAYERS, *_EXPERTS, "rope.scaling.yarn_log_multiplier"),
+        names={"num_local_experts": "", "n_routed_experts": "expert_count", "head_dim": ""},
+    ),
+}
+
 # From the keys of config.json to those of a file, after the architecture and a dot.
 KEYS = {
     "num_hidden_layers": "block_count",
@@ -168,6 +175,8 @@ _STATES = {
         "mamba_num_heads": "ssm.time_step_rank",
     },
 }
+_LATENT_SIZES = {"kv_lora_rank": "attention.kv_lora_rank", "qk_rope_head_dim": "rope.dimension_count"}
+_GLM_FLASH = ((47, 48), 154880)  # layers and tokens: its first files say nothing of sigmoids
 # Entries of `rope.` that are read, and those that change no text.
 _ROPE_ENTRIES = frozenset(
     {
@@ -249,6 +258,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         _set_states(read, architecture.states, found)
     if architecture.layers_differ:
         _set_layers(read, file, found)
+    elif architecture.model_type == "deepseek_v3":
+        _set_latent(read, file, found)
     else:
         _set_heads(read, architecture, found)
     if architecture.model_type not in _ROPE_PER_KIND:
@@ -360,6 +371,43 @@ def _set_experts(read: _Entries, found: dict[str, Any]) -> None:
             found[key] = value
     if read.get("expert_gating_func", _SIGMOID) != _SIGMOID:
         read.fail("expert_gating_func", f"{_SIGMOID}, sigmoids")
+
+
+def _set_latent(read: _Entries, file: GgufFile, found: dict[str, Any]) -> None:
+    """The sizes of latent attention, and the experts of networks that have it."""
+    for key, name in _LATENT_SIZES.items():
+        found[key] = read.get(name)
+        if type(found[key]) is not int:
+            read.fail(name, "a number")
+    latent, turned = found["kv_lora_rank"], found["qk_rope_head_dim"]
+    key, value = (read.get(f"attention.{name}_length_mla") for name in ("key", "value"))
+    if type(key) is not int or key <= turned:
+        read.fail("attention.key_length_mla", f"more than {turned}, of a file with the matrices attn_k_b and attn_v_b")
+    if read.get("attention.key_length") != latent + turned:
+        read.fail("attention.key_length", f"{latent + turned}, of a latent and what turns")
+    found |= {"qk_nope_head_dim": key - turned, "v_head_dim": value}
+    found["q_lora_rank"] = read.get("attention.q_lora_rank") or None
+    layers = found.get("num_hidden_layers")
+    if type(layers) is not int:
+        read.fail("block_count", "a number")
+    found["num_hidden_layers"] = layers - _guessing(read, layers)
+    beside = {key: read.get(name) for key, name in _BESIDE_EXPERTS.items()}
+    found |= {
+        "n_shared_experts": beside["n_shared_experts"], "first_k_dense_replace": beside["num_dense_layers"] or 0,
+        "n_group": beside["n_group"] or 1, "topk_group": beside["topk_group"] or 1,
+        "routed_scaling_factor": beside["routed_scaling_factor"] or 1.0,
+        "norm_topk_prob": bool(beside["norm_topk_prob"]), "rope_interleave": True,
+    }
+    gating = read.get("expert_gating_func")
+    if gating is None:
+        tokens = file["token_embd.weight"].shape[0] if "token_embd.weight" in file else 0
+        gating = _SIGMOID if layers in _GLM_FLASH[0] and tokens == _GLM_FLASH[1] else _SOFTMAX
+    if gating not in (_SOFTMAX, _SIGMOID):
+        read.fail("expert_gating_func", f"{_SOFTMAX} or {_SIGMOID}")
+    if gating == _SOFTMAX:
+        found["model_type"] = "deepseek_v2"
+        if found["norm_topk_prob"]:
+            read.fail("expert_weights_norm", "false for a choice by softmax")
 
 
 def _guessing(read: _Entries, layers: int) -> int:
@@ -554,6 +602,8 @@ def _scaling(read: _Entries, has_factors: bool) -> Mapping[str, Any]:
         "beta_slow": read.get("rope.scaling.yarn_beta_slow"),
     }
     everywhere = read.get("rope.scaling.yarn_log_multiplier")
-    if everywhere:
+    if everywhere and read.prefix == "deepseek2.":  # whose files have a tenth of it, and nothing of the other one
+        scaling |= {"mscale": 10 * everywhere, "mscale_all_dim": 10 * everywhere, "attention_factor": None}
+    elif everywhere:
         scaling |= {"mscale": 1.0, "mscale_all_dim": everywhere, "attention_factor": None}
     return {key: value for key, value in scaling.items() if value is not None}

@@ -21,7 +21,7 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.entries import Entries
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import FAMILIES
-from kvcache.networks.names import EXPERT, LAYER, Place, fused_place, paired_rows, stored_tensors, unread_of
+from kvcache.networks.names import EXPERT, HEAD_PART, LAYER, Place, fused_place, paired_rows, stored_tensors, unread_of
 from kvcache.networks.recurrent_sizes import RecurrentSizes
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import long_attention_factor
@@ -61,6 +61,11 @@ _NAMES = {
     "self_attn.o_proj": "attn_output",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -263,6 +268,8 @@ class GgufCheckpoint:
         info = self.file[place.name]
         size = row_bytes(info.dtype, _columns(info.shape))
         order = paired_rows(self.config, name, first, stop) if self._architecture.permuted else None
+        if self.config.latent is not None and (inside := LAYER.fullmatch(name)):
+            order = self.config.latent.file_rows(inside[2], first, stop)
         begin, end = (first, stop) if order is None or first == stop else (int(order.min()), int(order.max()) + 1)
         stored = np.empty((end - begin, size), np.uint8)
         self.file.read([stored], place.name, (begin + place.first) * size)
@@ -279,6 +286,9 @@ class GgufCheckpoint:
             return self._mixer(block, part, config.recurrence)
         if (expert := EXPERT.fullmatch(part)) and config.experts is not None:
             return self._expert(block, int(expert[1]), expert[2], config.experts)
+        if (head := HEAD_PART.fullmatch(part)) and (sizes := config.latent) is not None:
+            shape = {"k_b": (sizes.latent, sizes.plain), "v_b": (sizes.value, sizes.latent)}[head[1]]
+            return Place(f"{block}attn_{head[1]}.weight", int(head[2]) * shape[0], (config.num_heads, *shape))
         qkv, gate_up = FAMILIES[config.architecture].fused
         gate_up = "" if f"{block}ffn_gate.weight" in self.file else gate_up
         fused = fused_place(config, part, qkv and f"{block}attn_qkv", gate_up and f"{block}ffn_up")

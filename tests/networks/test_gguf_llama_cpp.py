@@ -5,11 +5,12 @@ It shows that the files of these tests are what llama.cpp understands by them: r
 
 from __future__ import annotations
 
+import latent_gguf
 import numpy as np
 import pytest
 from dense_runs import run_dense
 from gguf_files import CONVERTIBLE, STRING, as_converted, convert
-from seeded_weights import golden_folder
+from seeded_weights import golden_folder, seeded
 
 from kvcache.engine import Transformer
 
@@ -46,3 +47,15 @@ def test_logits(tmp_path, name):
     # llama.cpp computes the angles of RoPE in float32; its GELU is a table in float16.
     tolerance = 1e-1 if name.startswith("gemma4") else 3e-2 if name.startswith(("gemma", "starcoder2")) else 1e-3
     np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_latent_attention(tmp_path, name):
+    path = latent_gguf.convert(latent_gguf.as_converted(seeded(name), tmp_path / "folder"), tmp_path / "x.gguf")
+    ids = np.random.default_rng(5).integers(0, 96, 200)
+    options = {"type_k": 0, "type_v": 0, "flash_attn": False, "n_threads": 1, "n_ctx": 256, "verbose": False}
+    llama = llama_cpp.Llama(str(path), logits_all=True, **options)
+    llama.eval(ids.tolist())
+    logits = run_dense(Transformer.from_pretrained(path), ids.astype(np.uint32))
+    # llama.cpp's norms of latents have the eps of the others, 1e-5 in GLM-4.7-Flash; those of transformers 1e-6.
+    np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=1e-3 if "glm" in name else 1e-4)

@@ -7,6 +7,9 @@ import shutil
 
 import numpy as np
 import pytest
+from dense_runs import run_dense
+from gguf_files import BOOL, U32
+from latent_gguf import as_converted, convert
 from seeded_weights import seeded, tensors_of, write
 
 from kvcache import BatchEngine, CheckpointError, InferenceEngine, PrefixCachedEngine
@@ -57,6 +60,32 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path):
     write(folder / "model.safetensors", tensors)
     engines = [InferenceEngine.from_pretrained(each) for each in (seeded("glm4_moe_lite"), folder)]
     assert engines[0].generate(range(20), DRAWN) == engines[1].generate(range(20), DRAWN)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"])
+def test_files_of_gguf_are_the_same_network(name, tmp_path):
+    folder = as_converted(seeded(name), tmp_path / "folder")
+    ids = np.random.default_rng(0).integers(0, 96, 70).astype(np.uint32)
+    path = convert(folder, tmp_path / "x.gguf")
+    found, wanted = (run_dense(Transformer.from_pretrained(each), ids) for each in (path, folder))
+    assert np.abs(found - wanted).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "message"),
+    [
+        ("deepseek_v3", {"attention__key_length_mla": None}, "key_length_mla: expected more than 32, of a file with"),
+        ("deepseek_v3", {"attention__key_length": (U32, 64)}, "attention.key_length: expected 96"),
+        ("deepseek_v3", {"attention__kv_lora_rank": None}, "attention.kv_lora_rank: expected a number, got"),
+        ("deepseek_v3", {"expert_gating_func": (U32, 3)}, "expert_gating_func: expected 1 or 2, got 3"),
+        ("deepseek_v2", {"expert_weights_norm": (BOOL, True)}, "expert_weights_norm: expected false for a choice"),
+        ("deepseek_v2", {"nextn_predict_layers": (U32, 9)}, "nextn_predict_layers: expected a number below 3, got 9"),
+    ],
+)
+def test_files_of_gguf_that_are_refused(name, entries, message, tmp_path):
+    path = convert(seeded(name), tmp_path / "x.gguf", **entries)
+    with pytest.raises(CheckpointError, match=message):
+        Transformer.from_pretrained(path)
 
 
 @pytest.mark.parametrize("dtype", ["f16", "q4"])
