@@ -8,7 +8,7 @@
 
 enum { GROUP_UNITS = KVC_GROUP / 4 };
 
-/* Those that have code of their own: formats that differ in nothing but the numbers of their tables share it. */
+/* The formats that have code of their own. Formats that differ in the numbers of their tables alone share it. */
 #define PACKED_FORMATS(X)                                                                                    \
     X(Q8_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q4_K) X(Q5_K) X(Q6_K) X(Q3_K) X(Q2_K) X(IQ4_NL) X(IQ4_XS) X(IQ2)   \
     X(MXFP4) X(NVFP4)

@@ -19,7 +19,7 @@ static inline void kvc_sleep_while(atomic_uint *word, unsigned value, kvc_bed *b
     while (atomic_load(word) == value) syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
 }
 
-/* Wakes who sleeps on the word, which was changed before. */
+/* Wakes the thread that sleeps on the word. The word was changed before. */
 static inline void kvc_wake(atomic_uint *word, kvc_bed *bed) {
     (void)bed;
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);

@@ -104,7 +104,7 @@ typedef struct worker { /* a line of its own */
 
 typedef struct group { /* bitmaps of 64 workers */
     _Alignas(64) _Atomic uint64_t idle; /* nobody's */
-    _Atomic uint64_t asleep;            /* to be woken by who posts; others spin */
+    _Atomic uint64_t asleep;            /* the caller that posts wakes them; others spin */
 } group;
 
 typedef struct team { /* the workers of a caller, by groups */
@@ -230,7 +230,8 @@ static int spin_until_posted(worker *w, habit *h) {
     const long pushed = times_pushed();
     const int64_t now = now_ns();
     if (pushed > h->times_pushed) h->times_pushed = pushed, h->crowded = now + CROWDED_NS;
-    return now < h->crowded || atomic_load_explicit(&frugal, memory_order_relaxed) ? 0 : spin_until(&w->state, POSTED, h->spin_ns - SHORT_SPIN_NS);
+    if (now < h->crowded || atomic_load_explicit(&frugal, memory_order_relaxed)) return 0;
+    return spin_until(&w->state, POSTED, h->spin_ns - SHORT_SPIN_NS);
 }
 
 /* Spins and sleeps until a job has begun. */
@@ -434,7 +435,7 @@ static int64_t pace_of(kvc_work work) {
     return first_paces[work] + atomic_load_explicit(&paces[work], memory_order_relaxed);
 }
 
-/* Of a unit that took so many picoseconds on one thread. */
+/* Moves the pace towards what a unit took on one thread, in picoseconds. */
 static void learn(kvc_work work, double taken) {
     const int64_t pace = pace_of(work), least = first_paces[work] >> PACE_BITS, most = first_paces[work] << PACE_BITS;
     const int64_t found = taken < (double)pace / 2 ? pace / 2 : taken > 2 * (double)pace ? 2 * pace : (int64_t)taken;
@@ -460,7 +461,7 @@ int kvc_threads_worth(kvc_work work, int64_t units, int num_threads) {
     const int64_t now = now_ns(), pause = now - last;
     last = now;
     if (woken >= num_threads) return num_threads;
-    if (pause < SPIN_NS) return spun < num_threads ? (int)spun : num_threads; /* whom it wakes finds the next call too */
+    if (pause < SPIN_NS) return spun < num_threads ? (int)spun : num_threads; /* the next call finds woken workers too */
     int64_t most = 1;
     for (int g = num_groups() - 1; g >= 0; g--) {
         const uint64_t asleep = atomic_load_explicit(&all[g].asleep, memory_order_relaxed);

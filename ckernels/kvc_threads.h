@@ -10,7 +10,8 @@ typedef void kvc_item_fn(void *context, int64_t index, int thread);
 /* Runs item(context, i, thread) for each i in [0, count), and returns when all have ended. The calling thread is thread 0
  * and runs item 0; at most num_threads - 1 threads of the pool help it with the others. Where the system refuses threads,
  * or all are busy with other calls, it runs more of the items itself, so a call never waits for a free thread. Any number
- * of threads may call at once; they share num_threads, as far as they are not more. A child of fork() has a new pool. Items must not call this function. */
+ * of threads may call at once; they share num_threads, as far as they are not more. A child of fork() has a new pool.
+ * Items must not call this function. */
 void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context);
 
 /* Kinds of work, by what takes its time. */

@@ -19,7 +19,7 @@ enum { BLOCK = 16 }; /* rows of a product */
 
 INLINE int depth_of(int dim) { return dim % 64 ? 32 : 64; }
 
-/* Of an item: products in tiles 0 to 3, digits in 4 and 6, codes in 5 and 7. */
+/* Gives the tiles their shapes for an item: products in 0 to 3, digits in 4 and 6, codes in 5 and 7. */
 static void begin_tiled(int dim) {
     _Alignas(64) amx_shapes shapes = {.palette = 1};
     for (int t = 0; t < 4; t++) shapes.rows[t] = BLOCK, shapes.bytes[t] = 64;

@@ -48,7 +48,7 @@ class Outcome:
         cached: for each request, tokens of its prompt that did not run.
         stored: for each request, those of them that came from the store.
         first: for each request, seconds to its first token.
-        worker: for each request, who got it.
+        worker: the worker that got each request.
         prompt_tokens: of all requests.
         read, written: bytes from and to the store.
     """

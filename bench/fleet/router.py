@@ -108,7 +108,7 @@ class PrefixRouter:
         count = len(loads)
         self._turn = (self._turn + 1) % count
         turned = loads[self._turn :] + loads[: self._turn]
-        least = {0: (turned.index(min(turned)) + self._turn) % count}  # pages -> who has them and the smallest load
+        least = {0: (turned.index(min(turned)) + self._turn) % count}  # pages -> the least loaded worker that has them
         for worker, held in matches.items():
             if held not in least or loads[worker] < loads[least[held]]:
                 least[held] = worker

@@ -36,7 +36,7 @@ class Job:
         names: of its pages, those of the answer after those of the prompt.
         found: pages of the prompt that the worker had when it began.
         stored: pages after these that the shared store had.
-        worker: who got it.
+        worker: the worker that got it.
         load: the seconds that the router expects of it.
         first: when its first token came.
     """

@@ -323,7 +323,7 @@ class Sampler:
 def _top_k(logits: Float32, k: int) -> NDArray[np.intp] | None:
     """The ids of the `k` largest logits, ascending; ties go to the lowest ids. None: all ids.
 
-    Of a large vocabulary, only those above minus infinity: a grammar may leave fewer than `k`.
+    In a large vocabulary only logits above minus infinity are looked at: a grammar may leave fewer than `k`.
     """
     if k == 0 or k >= len(logits):
         return None

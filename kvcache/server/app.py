@@ -158,7 +158,7 @@ def _counting(app: ASGIApp, statuses: Counter[int]) -> ASGIApp:
 
 def _check_origin(origin: str, has_keys: bool) -> None:
     if origin == "*":
-        if not has_keys:  # any page could ask the server of a person who looks at it
+        if not has_keys:  # any page in a browser could ask a server on the same machine
             raise ValueError("cors_origin: expected origins, or API keys beside *, got * without keys")
     elif not _ORIGIN.fullmatch(origin):
         raise ValueError(f"cors_origin: expected such as https://example.com, got {short(origin)}")

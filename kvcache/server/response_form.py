@@ -174,7 +174,7 @@ def _is_json(text: str) -> bool:
 
 
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
-# Of each kind of a call, the name of what it has been given, and of its events.
+# The field of a call's input and the name of its events, by the kind of call.
 _CALLS = {
     "function_call": ("arguments", "function_call_arguments"), "custom_tool_call": ("input", "custom_tool_call_input"),
 }

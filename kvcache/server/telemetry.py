@@ -18,7 +18,7 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
 }
 _FLUSH = 5000  # milliseconds
-# Of the measurements, in seconds; the boundaries are those that the names' specification advises.
+# The boundaries of the histograms, in seconds, as the specification of the names advises.
 _MEASURED = {
     "gen_ai.server.request.duration": (
         "the time that a request took", [0.01 * 2**power for power in range(14)],

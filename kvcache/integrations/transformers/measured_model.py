@@ -22,7 +22,7 @@ __all__ = ["calibrate"]
 
 Float32 = npt.NDArray[np.float32]
 _CHOSEN = "_attn_implementation"  # which transformers sets by a method, and has no other name to read it by
-_NAME = "kvcache_calibrate"  # of the attention that hands Q, K and V to who measures
+_NAME = "kvcache_calibrate"  # the attention function that hands Q, K and V to the measurement
 
 
 def calibrate(model: Any, tokens: Any, *, losses: bool = False) -> Calibration:

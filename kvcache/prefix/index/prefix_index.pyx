@@ -392,7 +392,7 @@ cdef class PrefixIndex:
             else:
                 claim.data.n += self.trie.cut(at.node, claim.data.pages + claim.data.n)
         self.unname_claimed(claim)
-        claim.release()  # so that who makes room this way finds it
+        claim.release()  # so that a caller that makes room this way finds it
 
     # -- pages that wait for their content ------------------------------------------------------------------
 
