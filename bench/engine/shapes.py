@@ -1,4 +1,4 @@
-"""Networks of other kinds than Llama as random GGUF files: windows, experts, layers that keep a state."""
+"""Networks of other kinds than Llama as random GGUF files: windows, experts, layers that keep a state, a latent."""
 
 from __future__ import annotations
 
@@ -201,9 +201,52 @@ def _lfm2(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, atten
     return Shape(what, 1024, metadata, tensors)
 
 
+def _latent(hidden: int, layers: int, heads: int, inner: int, experts: int, used: int, expert: int) -> Shape:
+    """Latent attention; an MLP in the first layer, in the others experts and one for all rows beside them."""
+    queries, latent, turned, plain, value = 768, 512, 64, 192, 256
+
+    def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield "token_embd.weight", (VOCABULARY, hidden)
+        yield "output_norm.weight", (hidden,)
+        yield "output.weight", (VOCABULARY, hidden)
+        for i in range(layers):
+            at = f"blk.{i}."
+            for name, size in (("attn", hidden), ("ffn", hidden), ("attn_q_a", queries), ("attn_kv_a", latent)):
+                yield f"{at}{name}_norm.weight", (size,)
+            yield f"{at}attn_q_a.weight", (queries, hidden)
+            yield f"{at}attn_q_b.weight", (heads * (plain + turned), queries)
+            yield f"{at}attn_kv_a_mqa.weight", (latent + turned, hidden)
+            yield f"{at}attn_k_b.weight", (heads, latent, plain)
+            yield f"{at}attn_v_b.weight", (heads, value, latent)
+            yield f"{at}attn_output.weight", (hidden, heads * value)
+            if not i:
+                yield from _mlp(at, hidden, inner)
+                continue
+            yield f"{at}ffn_gate_inp.weight", (experts, hidden)
+            yield f"{at}exp_probs_b.bias", (experts,)
+            for part, shape in (("gate", (expert, hidden)), ("up", (expert, hidden)), ("down", (hidden, expert))):
+                yield f"{at}ffn_{part}_exps.weight", (experts, *shape)
+                yield f"{at}ffn_{part}_shexp.weight", shape
+
+    sizes = {
+        "context_length": 32768, "embedding_length": hidden, "block_count": layers, "feed_forward_length": inner,
+        "attention.head_count": heads, "attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.q_lora_rank": queries, "attention.kv_lora_rank": latent, "attention.key_length": latent + turned,
+        "attention.value_length": latent, "attention.key_length_mla": plain + turned,
+        "attention.value_length_mla": value, "rope.dimension_count": turned, "rope.freq_base": 1e6,
+        "leading_dense_block_count": 1, "expert_count": experts, "expert_used_count": used, "expert_shared_count": 1,
+        "expert_feed_forward_length": expert, "expert_gating_func": 2, "expert_weights_norm": True,
+        "expert_weights_scale": 1.8, "vocab_size": VOCABULARY,
+    }
+    metadata = {"general.architecture": "deepseek2", **{f"deepseek2.{key}": size for key, size in sizes.items()}}
+    what = f"GLM-4.7-Flash: hidden {hidden}, {layers} layers, {heads} heads, a latent, {used} of {experts} experts"
+    return Shape(what, 4096, metadata, tensors)
+
+
 SHAPES = {
     "gemma3": _gemma3(1152, 12, 4, 1, 256, 6912, 512),
     "experts": _experts(1024, 12, 16, 4, 64, 32, 4, 768),
     "qwen35": _qwen35(1024, 24, 8, 2, 256, 16, 3584),  # the shape of Qwen3.5-0.8B
     "lfm2": _lfm2(2048, 16, 32, 8, 8192, (2, 5, 8, 10, 12, 14)),  # of LFM2.5-1.2B
+    "latent": _latent(2048, 3, 20, 10240, 64, 4, 1536),  # three layers of GLM-4.7-Flash
 }
