@@ -27,6 +27,7 @@ from bench.support.common import Candidate, Case, Table, at_most, faster, run_ca
 from bench.support.rates import Columns, print_rates
 from bench.support.report import save_json
 from bench.support.scattered import Scattered, Shape, queries_of
+from kvcache.kernels import kernels
 
 __all__ = ["add_arguments", "main"]
 
@@ -67,7 +68,7 @@ def same_bits(shape: tuple[int, int], context: int) -> bool:
         for how in ("int8", "exact"):
             x = rng.standard_normal((100, shape[1]), np.float32)
             compare(f"{format} weights, {how}, 100 rows", partial(matrix.multiply, x, activations=how))
-    for dtype in ("q8", "q6", "q4", "q3", "q2"):
+    for dtype in [name for name, format in kernels.FORMATS.items() if format.quantised]:
         scattered = Scattered(Shape(context), dtype, cold=False)
         queries = queries_of(Shape(context), 100)
         out = np.empty_like(queries)

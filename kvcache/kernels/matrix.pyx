@@ -16,7 +16,6 @@ from libc.stdint cimport int64_t, uint16_t, uintptr_t
 from libc.string cimport memcpy
 
 from kvcache.errors import OutOfMemoryError
-from kvcache.kernels.fresh import zeros
 from kvcache.kernels.kernels cimport (
     KVC_BF16_FLOATS, KVC_BYTES, KVC_E4M3, KVC_E8M0, KVC_HALVES, KVC_NIBBLES, KVC_NO_TABLE, KVC_NUM_MATRIX_FORMATS,
     KVC_PANEL, bf16_of_floats, floats_of_bf16, kvc_groups_per_record, kvc_has_units, kvc_matmul_args, kvc_matrix,
@@ -85,7 +84,7 @@ cdef class Matrix:
         rows, columns = as_count(rows, "rows", 1), as_count(columns, "columns", 1)
         size = self.num_bytes(rows, columns, format)
         try:
-            memory = zeros(size) if memory is None else as_instance(memory, np.ndarray, "memory")
+            memory = np.zeros(size, np.uint8) if memory is None else as_instance(memory, np.ndarray, "memory")
         except MemoryError:
             raise OutOfMemoryError(size, 0, "bytes") from None
         if memory.dtype != np.uint8 or memory.ndim != 1 or len(memory) < size - _LINE:
