@@ -69,8 +69,8 @@ cdef class Layouts:
         value_dim = head_dim if value_head_dim is None else _head_dim(value_head_dim, "value_head_dim", latent)
         if latent:
             if num_heads != 1 or value_dim > head_dim:
-                raise ValueError(f"latent: expected one KV head, and V as a part of its {head_dim} channels, got {num_heads} "
-                                 f"heads, {value_dim} channels")
+                raise ValueError(f"latent: expected one KV head, and V as a part of its {head_dim} channels, "
+                                 f"got {num_heads} heads, {value_dim} channels")
             if keys != values:
                 raise ValueError(f"value_dtype: expected {key_dtype}, as of keys, with latent, got {value_dtype}")
         cdef kvc_format key, value

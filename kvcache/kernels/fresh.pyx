@@ -32,8 +32,8 @@ cdef void _write_piece(void *context, int64_t index, int thread) noexcept nogil:
 def zeros(int64_t size):
     """uint8 array `(size,)` of zeros that begins at a huge page, and lies on huge pages where the system has them.
 
-    Below two of them it is NumPy's. A page belongs to the node of the thread that writes it first, and the system clears
-    it then: all threads of the pool do so, piece by piece, as they will read the weights.
+    Below two of them it is NumPy's. A page belongs to the node of the thread that writes it first, and the system
+    clears it then: all threads of the pool do so, piece by piece, as they will read the weights.
 
     Raises:
         OutOfMemoryError: the system refuses the memory (in bytes).

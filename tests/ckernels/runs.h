@@ -31,8 +31,9 @@ static void fail(const char *what, ...) {
     abort();
 }
 
-/* A level with the bits of another one has its functions too, but for products and attention. */
+/* A level with tiles has the functions of the level whose bits it has, but for products and attention. */
 static void expect_table(const kvc_kernels *kernels) {
+    if (!kernels->tiles) return;
     kvc_kernels twin = *kvc_find_level(kernels->bits);
     twin.name = kernels->name, twin.tiles = kernels->tiles, twin.multiply_panels = kernels->multiply_panels;
     twin.attend_item = kernels->attend_item, twin.combine_parts = kernels->combine_parts, twin.score_item = kernels->score_item;

@@ -19,7 +19,7 @@ KINDS = ("first", "next", "removed", "cleared", "left")    # by number
 EVENT = np.dtype([("page", "u8"), ("parent", "u8"), ("space", "i8"), ("kind", "i8")])    # `event_t`
 assert EVENT.itemsize == sizeof(event_t)
 
-# events: `(n,)` of `EVENT`; tokens: uint32 `(n, page_size)`, of those that were stored; salts: of the namespaces in them
+# events: `(n,)` of `EVENT`; tokens: uint32 `(n, page_size)` of what was stored; salts: of the namespaces in them
 Noted = namedtuple("Noted", ("events", "tokens", "salts"))
 
 
