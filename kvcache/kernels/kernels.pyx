@@ -285,8 +285,8 @@ cdef class Layout:
                        rotate_keys, rotate_values, latent) < 0:
             raise ValueError(
                 f"layout: expected block_size 1 to {KVC_MAX_BLOCK_SIZE}, num_heads >= 1, head_dim a multiple of 8 up "
-                f"to {KVC_MOST_CHANNELS} (a power of two where rotated), only quantised formats rotated, latent rows of "
-                f"one head that are at least as wide as V and of the same format, got "
+                f"to {KVC_MOST_CHANNELS} (a power of two where rotated), only quantised formats rotated, latent rows "
+                f"of one head that are at least as wide as V and of the same format, got "
                 f"{block_size}, {num_heads}, {head_dim}, {key_format}, {value_format}, "
                 f"rotate_keys={rotate_keys}, rotate_values={rotate_values}, value_head_dim={values}, latent={latent}")
 
