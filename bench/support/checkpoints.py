@@ -106,7 +106,7 @@ def write_checkpoint(size: Size, folder: Path) -> Path:
 # -- GGUF: for llama.cpp and for OpenVINO GenAI ---------------------------------------------------------------
 
 ALIGNMENT = 32
-U32, F32, STRING, ARRAY, I32 = 4, 6, 8, 9, 5
+U32, F32, BOOL, STRING, ARRAY, I32 = 4, 6, 7, 8, 9, 5
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -128,6 +128,8 @@ def _value(value: Any) -> bytes:
         return struct.pack("<IIQ", ARRAY, kind, len(value)) + b"".join(items)
     if isinstance(value, str):
         return struct.pack("<I", STRING) + _text(value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", BOOL, value)
     return struct.pack("<II", U32, value) if isinstance(value, int) else struct.pack("<If", F32, value)
 
 
