@@ -81,13 +81,18 @@ def _gemma3(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, inner
     return Shape(what, 4096, metadata, tensors)
 
 
+def _outside(hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors before and behind the layers, with an output matrix apart from the embedding."""
+    yield "token_embd.weight", (VOCABULARY, hidden)
+    yield "output_norm.weight", (hidden,)
+    yield "output.weight", (VOCABULARY, hidden)
+
+
 def _experts(
     hidden: int, layers: int, heads: int, kv_heads: int, dim: int, experts: int, used: int, inner: int
 ) -> Shape:
     def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield "token_embd.weight", (VOCABULARY, hidden)
-        yield "output_norm.weight", (hidden,)
-        yield "output.weight", (VOCABULARY, hidden)
+        yield from _outside(hidden)
         for i in range(layers):
             at = f"blk.{i}."
             for name in ("attn_norm", "ffn_norm"):
@@ -206,9 +211,7 @@ def _latent(hidden: int, layers: int, heads: int, inner: int, experts: int, used
     queries, latent, turned, plain, value = 768, 512, 64, 192, 256
 
     def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield "token_embd.weight", (VOCABULARY, hidden)
-        yield "output_norm.weight", (hidden,)
-        yield "output.weight", (VOCABULARY, hidden)
+        yield from _outside(hidden)
         for i in range(layers):
             at = f"blk.{i}."
             for name, size in (("attn", hidden), ("ffn", hidden), ("attn_q_a", queries), ("attn_kv_a", latent)):

@@ -185,7 +185,7 @@ def survivors(scores: Float64, rule: Rule, by_score: bool) -> Int64:
 def most_blocks(num_tokens: int, block_size: int, lists: int = 1) -> int:
     """The maximum number of blocks of a list between calls: a quarter more than needed, plus one.
 
-    Of several `lists` that of all together, which have `num_tokens` on average and are not empty.
+    With several `lists` this is the number of all together. They have `num_tokens` on average, and none is empty.
     """
     needed = (lists * (num_tokens + block_size - 1)) // block_size
     return needed + needed // 4 + lists * (needed > 0)

@@ -214,7 +214,7 @@ static void wake_few(int sleepers, int expected) {
 static void wake_four(void) { wake_few(4, 4); }
 static void wake_two_of_many(void) { wake_few(90, 2); }
 
-/* Those that spin are taken first. */
+/* A caller takes workers that spin first. */
 static void take_awake(void) {
     add_held_back(70, 1);
     atomic_store(&all[0].asleep, ~((uint64_t)1 << 40));

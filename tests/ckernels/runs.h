@@ -56,7 +56,7 @@ static const kvc_kernels *scalar_level(void) { return levels[num_levels() - 1]; 
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
-/* Of floats; any NaN is the same as any other. */
+/* Compares floats bit for bit, but for NaNs: any NaN is the same as any other. */
 static int have_same_bits(memory x, memory y) {
     const float *a = x.at, *b = y.at;
     for (size_t i = 0; i < x.size / sizeof *a; i++) {
