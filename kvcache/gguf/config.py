@@ -117,6 +117,11 @@ ARCHITECTURES |= {
         "deepseek_v3", False, understood=(NEXT_LAYERS, *_EXPERTS, "rope.scaling.yarn_log_multiplier"),
         names={"num_local_experts": "", "n_routed_experts": "expert_count", "head_dim": ""},
     ),
+    "mistral4": Architecture(
+        "mistral4", False,
+        understood=(*_EXPERTS, "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"),
+        names={"num_local_experts": "", "n_routed_experts": "expert_count", "head_dim": ""},
+    ),
 }
 
 # From the keys of config.json to those of a file, after the architecture and a dot.
@@ -157,6 +162,7 @@ _BESIDE_EXPERTS = {
     "n_group": "expert_group_count", "topk_group": "expert_group_used_count", "norm_topk_prob": "expert_weights_norm",
     "routed_scaling_factor": "expert_weights_scale",
 }
+_LATENT = ("deepseek_v3", "mistral4")  # networks with latent attention
 _PER_LAYER = ("attention.head_count_kv", "feed_forward_length")  # with 0 for layers that have none
 _OWN_EPS = {"conv": "norm_eps", "mamba": "layer_norm_epsilon"}
 # The sizes of layers with a state, by kind.
@@ -258,7 +264,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         _set_states(read, architecture.states, found)
     if architecture.layers_differ:
         _set_layers(read, file, found)
-    elif architecture.model_type == "deepseek_v3":
+    elif architecture.model_type in _LATENT:
         _set_latent(read, file, found)
     else:
         _set_heads(read, architecture, found)
@@ -404,8 +410,11 @@ def _set_latent(read: _Entries, file: GgufFile, found: dict[str, Any]) -> None:
         gating = _SIGMOID if layers in _GLM_FLASH[0] and tokens == _GLM_FLASH[1] else _SOFTMAX
     if gating not in (_SOFTMAX, _SIGMOID):
         read.fail("expert_gating_func", f"{_SOFTMAX} or {_SIGMOID}")
-    if gating == _SOFTMAX:
+    if found["model_type"] == "mistral4" and gating != _SOFTMAX:
+        read.fail("expert_gating_func", f"{_SOFTMAX}, a softmax")
+    if gating == _SOFTMAX and found["model_type"] != "mistral4":
         found["model_type"] = "deepseek_v2"
+        found["topk_method"] = "greedy" if found["n_group"] == 1 else "group_limited_greedy"
         if found["norm_topk_prob"]:
             read.fail("expert_weights_norm", "false for a choice by softmax")
 
@@ -602,7 +611,7 @@ def _scaling(read: _Entries, has_factors: bool) -> Mapping[str, Any]:
         "beta_slow": read.get("rope.scaling.yarn_beta_slow"),
     }
     everywhere = read.get("rope.scaling.yarn_log_multiplier")
-    if everywhere and read.prefix == "deepseek2.":  # whose files have a tenth of it, and nothing of the other one
+    if everywhere and read.prefix in ("deepseek2.", "mistral4."):  # their files have a tenth of it, and no other one
         scaling |= {"mscale": 10 * everywhere, "mscale_all_dim": 10 * everywhere, "attention_factor": None}
     elif everywhere:
         scaling |= {"mscale": 1.0, "mscale_all_dim": everywhere, "attention_factor": None}

@@ -32,7 +32,6 @@ __all__ = [
     "softcap",
     "swiglu",
     "top_experts",
-    "top_sigmoid_experts",
     "xielu",
 ]
 
@@ -216,86 +215,67 @@ def softcap(x, float cap):
     return out
 
 
-def top_experts(logits, int64_t count, bint normalise):
-    """The experts of each row and their weights: the softmax of the logits (Shazeer et al., arXiv 1701.06538).
+def top_experts(logits, int64_t count, bint normalise, *, bint sigmoid=False, bias=None, double eps=0, double factor=1,
+                int64_t groups=1, int64_t kept=1, int64_t best=2):
+    """The experts of each row and their weights, by the softmax of their logits (Shazeer et al., arXiv 1701.06538).
 
     Args:
         logits: float32 `(n, experts)`, contiguous.
-        count: experts per row, from 1 to all.
-        normalise: whether the weights of a row's experts add up to 1; if not, those of all experts do.
-
-    Returns:
-        `(chosen, weights)`, int64 and float32 `(n, count)`, the largest first; of equal logits the lower index.
-    """
-    cdef const float[:, ::1] c_logits = logits
-    cdef int64_t n = c_logits.shape[0], experts = c_logits.shape[1], i, j, k
-    cdef double total, most
-    _check_count(count, experts)
-    chosen, weights = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
-    cdef int64_t[:, ::1] c_chosen = chosen
-    cdef float[:, ::1] c_weights = weights
-    cdef double[::1] scores = np.empty(experts)
-    with nogil:
-        for i in range(n):
-            for k in range(experts):
-                scores[k] = c_logits[i, k]
-            for j in range(count):
-                c_chosen[i, j] = _take_best(scores)
-            most, total = c_logits[i, c_chosen[i, 0]], 0
-            for k in range(count if normalise else experts):
-                total += exp(c_logits[i, c_chosen[i, k] if normalise else k] - most)
-            for j in range(count):
-                c_weights[i, j] = <float>(exp(c_logits[i, c_chosen[i, j]] - most) / total)
-    return chosen, weights
-
-
-def top_sigmoid_experts(logits, bias, int64_t count, eps, double factor, int64_t groups=1, int64_t kept=1):
-    """The experts of each row and their weights, by sigmoids and a bias of the choice (DeepSeek-V3, arXiv 2412.19437).
-
-    Args:
-        logits: float32 `(n, experts)`, contiguous.
-        bias: float32 `(experts,)`, added to the sigmoids for the choice alone.
         count: experts per row, from 1 to all that may be chosen.
-        eps: None: weights are the sigmoids; a number: they are divided by the sum of a row's chosen ones and this.
+        normalise: whether scores are divided by the sum of a row's chosen ones.
+        sigmoid: whether scores are the sigmoids of the logits (DeepSeek-V3, arXiv 2412.19437).
+        bias: float32 `(experts,)`, added to the scores for the choice alone; or None.
+        eps: added to the sum of chosen sigmoids.
         factor: multiplies all weights.
-        groups, kept: the experts of `kept` of so many groups may be chosen, those with the largest sum of their two
-            best scores.
+        groups, kept: the experts of `kept` of so many groups may be chosen (DeepSeek-V2, arXiv 2405.04434), those with
+            the largest sum of their `best` (1 or 2) largest scores.
 
     Returns:
-        `(chosen, weights)`, as `top_experts` returns them.
+        `(chosen, weights)`, int64 and float32 `(n, count)`, the largest first; of equal scores the lower index.
     """
     cdef const float[:, ::1] c_logits = logits
-    cdef cnp.ndarray added = _plain(bias, "bias")
+    cdef cnp.ndarray added = None if bias is None else _plain(bias, "bias")
     cdef int64_t n = c_logits.shape[0], experts = c_logits.shape[1], i, j, k, size
-    cdef double total, added_eps = -1 if eps is None else eps
-    if added.ndim != 1 or added.shape[0] != experts:
+    cdef double total
+    if added is not None and (added.ndim != 1 or added.shape[0] != experts):
         raise ValueError(f"bias: expected ({experts},), got {np.shape(added)}")
     if not 1 <= kept <= groups or experts % groups:
         raise ValueError(f"groups: expected a divisor of {experts} experts, at least {kept}, got {groups}")
     size = experts // groups
+    if best not in (1, 2):
+        raise ValueError(f"best: expected 1 or 2, got {best}")
     _check_count(count, kept * size)
     chosen, weights = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
     cdef int64_t[:, ::1] c_chosen = chosen
     cdef float[:, ::1] c_weights = weights
-    cdef const float *c_bias = _floats(added)
-    cdef double[::1] scores = np.empty(experts), open_scores = np.empty(experts), sums = np.empty(groups)
+    cdef const float *c_bias = NULL if added is None else _floats(added)
+    cdef double[::1] shares = np.empty(experts), scores = np.empty(experts), open_scores = np.empty(experts)
+    cdef double[::1] sums = np.empty(groups)
     with nogil:
         for i in range(n):
+            _score(&c_logits[i, 0], sigmoid, shares)
             for k in range(experts):
-                scores[k] = 1 / (1 + exp(-<double>c_logits[i, k])) + c_bias[k]
+                # Softmax keeps the order of the logits; its shares may be equal where these are not.
+                scores[k] = c_logits[i, k] if c_bias == NULL and groups == kept else shares[k]
+                if c_bias != NULL:
+                    scores[k] += c_bias[k]
                 open_scores[k] = scores[k] if groups == kept else -INFINITY
             for j in range(groups if groups > kept else 0):
-                sums[j] = _sum_of_best_two(&scores[j * size], size)
+                sums[j] = _sum_of_best(&scores[j * size], size, best)
             for _ in range(kept if groups > kept else 0):
                 k = _take_best(sums) * size
                 open_scores[k:k + size] = scores[k:k + size]
-            total = 0
+            total = eps if sigmoid and normalise else 0
             for j in range(count):
-                c_chosen[i, j] = _take_best(open_scores)
-                total += 1 / (1 + exp(-<double>c_logits[i, c_chosen[i, j]]))
-            total = factor / (total + added_eps) if added_eps >= 0 else factor
+                k = _take_best(open_scores)
+                c_chosen[i, j] = k
+                total += shares[k] if normalise else 0
+            if not normalise:
+                total = 1
+                if not sigmoid:
+                    total = _sum(shares)
             for j in range(count):
-                c_weights[i, j] = <float>(total / (1 + exp(-<double>c_logits[i, c_chosen[i, j]])))
+                c_weights[i, j] = <float>(factor * shares[c_chosen[i, j]] / total)
     return chosen, weights
 
 
@@ -447,7 +427,8 @@ cdef int64_t _take_best(double[::1] scores) noexcept nogil:
     return best
 
 
-cdef double _sum_of_best_two(const double *scores, int64_t size) noexcept nogil:
+cdef double _sum_of_best(const double *scores, int64_t size, int64_t best) noexcept nogil:
+    """The sum of the `best` (1 or 2) largest scores."""
     cdef double first = -INFINITY, second = -INFINITY
     cdef int64_t k
     for k in range(size):
@@ -455,7 +436,25 @@ cdef double _sum_of_best_two(const double *scores, int64_t size) noexcept nogil:
             first, second = scores[k], first
         elif scores[k] > second:
             second = scores[k]
-    return first + second if size > 1 else first
+    return first + second if best == 2 and size > 1 else first
+
+
+cdef void _score(const float *logits, bint sigmoid, double[::1] shares) noexcept nogil:
+    """Sigmoids of the logits, or their softmax before it is divided by its sum."""
+    cdef double most = -INFINITY
+    cdef int64_t k
+    for k in range(0 if sigmoid else shares.shape[0]):
+        most = max(most, <double>logits[k])
+    for k in range(shares.shape[0]):
+        shares[k] = 1 / (1 + exp(-<double>logits[k])) if sigmoid else exp(logits[k] - most)
+
+
+cdef double _sum(double[::1] values) noexcept nogil:
+    cdef double total = 0
+    cdef int64_t k
+    for k in range(values.shape[0]):
+        total += values[k]
+    return total
 
 
 cdef tuple _set_texts(kvc_texts *texts, int64_t n, object slots, Py_ssize_t at, Py_ssize_t floats, object index,

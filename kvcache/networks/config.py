@@ -77,7 +77,6 @@ class ModelConfig:
             limited to `clamped_limit`, and `clamped_alpha` as alpha.
         experts_per_token: of `num_experts`; 0: there are none.
         experts: what layers with experts have beside their number; None: there are none.
-        normalise_experts: whether the weights of a token's experts add up to 1.
         layer_inputs: the size of what each layer is given of each token beside the residual stream; 0: nothing.
         layer_scales: whether each layer multiplies its result by a number.
         embedding_scale, residual_scale, logit_scale: multiply the embedding, what a layer's parts add, the logits.
@@ -126,7 +125,6 @@ class ModelConfig:
     num_experts: int
     experts_per_token: int
     experts: ExpertSizes | None
-    normalise_experts: bool
     layer_inputs: int
     layer_scales: bool
     embedding_scale: float
@@ -230,7 +228,6 @@ class ModelConfig:
             num_experts=num_experts,
             experts_per_token=read.size(_per_token_key(family), most=num_experts) if num_experts else 0,
             experts=ExpertSizes.of(family.experts, read, size) if num_experts else None,
-            normalise_experts=_normalises(read, family),
             layer_inputs=_layer_inputs(read),
             layer_scales=family.layer_scales,
             embedding_scale=_embedding_scale(read, family, hidden_size),
@@ -412,13 +409,6 @@ def _pattern(read: Entries, full_every: int, num_layers: int) -> list[bool]:
         expected = "a positive whole number, or letters L and G, with G for the last layer"
         raise CheckpointError(f"sliding_window_pattern: expected {expected}, got {short(found)}")
     return [letter == "L" for letter in letters]
-
-
-def _normalises(read: Entries, family: Family) -> bool:
-    """Whether the weights of a token's experts add up to 1, where softmax chooses them."""
-    if family.experts not in ("qwen", "deepseek"):
-        return True
-    return family.model_type != "deepseek_v2" and read.flag("norm_topk_prob", family.experts == "deepseek")
 
 
 def _rope_of(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:

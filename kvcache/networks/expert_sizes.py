@@ -6,26 +6,33 @@ from dataclasses import dataclass
 
 from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
+from kvcache.support.arguments import short
 
-__all__ = ["ExpertSizes", "SigmoidChoice"]
+__all__ = ["ExpertChoice", "ExpertSizes"]
 
 
 @dataclass(frozen=True, slots=True)
-class SigmoidChoice:
-    """The choice of experts by sigmoids, see `kvcache.kernels.layers.top_sigmoid_experts`.
+class ExpertChoice:
+    """How the experts of a token are chosen and weighted, see `kvcache.kernels.layers.top_experts`.
 
     Attributes:
+        normalise: whether the weights of a token's experts add up to 1.
+        sigmoid: whether scores are sigmoids, not a softmax.
         bias: whether the choice has a bias for each expert.
-        eps: added to the sum that weights are divided by; None: they are not.
+        eps: added to the sum that sigmoids are divided by.
         factor: multiplies the weights.
         groups, kept: of experts, and those of them whose experts may be chosen.
+        best: the scores of a group, 1 or 2, whose sum is its own.
     """
 
-    bias: bool
-    eps: float | None
-    factor: float
+    normalise: bool = True
+    sigmoid: bool = False
+    bias: bool = False
+    eps: float = 0.0
+    factor: float = 1.0
     groups: int = 1
     kept: int = 1
+    best: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,7 @@ class ExpertSizes:
         latent: the size of the rows that experts take and give, if it is another one; 0: it is not.
         shared: the intermediate size of an MLP for all rows beside the experts; 0: there is none.
         shared_gate: whether the results of that MLP have a gate.
-        choice: by sigmoids; None: by the largest logits.
+        choice: how the experts of a token are chosen.
         beside: whether the MLP beside the experts has the intermediate size of the network, and norms of its own.
     """
 
@@ -45,7 +52,7 @@ class ExpertSizes:
     latent: int = 0
     shared: int = 0
     shared_gate: bool = False
-    choice: SigmoidChoice | None = None
+    choice: ExpertChoice = ExpertChoice()
     beside: bool = False
 
     @classmethod
@@ -56,9 +63,10 @@ class ExpertSizes:
             CheckpointError: a key of the wrong kind, or an option that is not supported.
         """
         if kind == "lfm2":
-            normalised = 1e-6 if read.flag("norm_topk_prob", True) else None
-            factor = read.number("routed_scaling_factor", 1.0)
-            choice = SigmoidChoice(read.flag("use_expert_bias", True), normalised, factor)
+            choice = ExpertChoice(
+                read.flag("norm_topk_prob", True), sigmoid=True, bias=read.flag("use_expert_bias", True), eps=1e-6,
+                factor=read.number("routed_scaling_factor", 1.0),
+            )
             return cls(read.size("moe_intermediate_size", 1792), choice=choice)
         if kind == "shared":
             if not read.flag("norm_topk_prob", True):
@@ -72,21 +80,24 @@ class ExpertSizes:
             return cls._nemotron(read)
         if kind == "deepseek":
             return cls._deepseek(read)
-        return cls(size)
+        return cls(size, choice=ExpertChoice(kind != "qwen" or read.flag("norm_topk_prob", False)))
 
     @classmethod
     def _deepseek(cls, read: Entries) -> ExpertSizes:
         size, beside = read.size("moe_intermediate_size"), read.size("n_shared_experts", 1)
-        factor, groups = read.number("routed_scaling_factor", 1.0), _groups_of(read)
-        if read.default("scoring_func") == "sigmoid":
-            eps = 1e-20 if read.flag("norm_topk_prob", True) else None
-            return cls(size, shared=size * beside, choice=SigmoidChoice(True, eps, factor, *groups))
-        if groups[0] != 1 or factor != 1 or read.get("topk_method") not in (None, "greedy"):
-            raise CheckpointError(
-                f"topk_method: expected greedy, n_group 1 and routed_scaling_factor 1 of a choice by softmax, got "
-                f"{read.get('topk_method')}, {groups[0]}, {factor}"
-            )
-        return cls(size, shared=size * beside)
+        sigmoid = read.default("scoring_func") == "sigmoid"
+        groups, kept = _groups_of(read)
+        normalise, best = read.flag("norm_topk_prob", True), 2
+        if read.default("topk_method") is not None:  # DeepSeek-V2, which ranks groups by their best expert
+            method, normalise, best = read.get("topk_method"), False, 1
+            if method not in ("greedy", "group_limited_greedy"):
+                raise CheckpointError(f"topk_method: expected greedy or group_limited_greedy, got {short(method)}")
+            groups, kept = (groups, kept) if method == "group_limited_greedy" else (1, 1)
+        choice = ExpertChoice(
+            normalise, sigmoid, bias=sigmoid, eps=1e-20, factor=read.number("routed_scaling_factor", 1.0),
+            groups=groups, kept=kept, best=best,
+        )
+        return cls(size, shared=size * beside, choice=choice)
 
     @classmethod
     def _nemotron(cls, read: Entries) -> ExpertSizes:
@@ -95,8 +106,10 @@ class ExpertSizes:
         if read.size("n_shared_experts", 1) != 1:
             raise CheckpointError(f"n_shared_experts: expected 1, got {read.get('n_shared_experts')}")
         groups, kept = _groups_of(read)
-        eps = 1e-20 if read.flag("norm_topk_prob", True) else None
-        choice = SigmoidChoice(True, eps, read.number("routed_scaling_factor", 1.0), groups, kept)
+        choice = ExpertChoice(
+            read.flag("norm_topk_prob", True), sigmoid=True, bias=True, eps=1e-20,
+            factor=read.number("routed_scaling_factor", 1.0), groups=groups, kept=kept,
+        )
         latent = 0 if read.get("moe_latent_size") is None else read.size("moe_latent_size")
         shared = read.size("moe_shared_expert_intermediate_size", 7688)
         return cls(read.size("moe_intermediate_size", 7688), latent, shared, choice=choice)

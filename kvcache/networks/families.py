@@ -344,7 +344,7 @@ FAMILIES = {
         "deepseek_v2", latent=True, experts="deepseek", names=_DEEPSEEK,
         defaults={
             "q_lora_rank": 1536, "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1407,
-            "n_routed_experts": 64, "first_k_dense_replace": 0,
+            "n_routed_experts": 64, "first_k_dense_replace": 0, "topk_method": "greedy",
         },
     ),
     "DeepseekV3ForCausalLM": Family(
@@ -361,6 +361,17 @@ FAMILIES = {
             "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "scoring_func": "sigmoid",
             "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_routed_experts": 64,
             "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1,
+        },
+    ),
+    "Mistral4ForCausalLM": Family(
+        "mistral4", latent=True, experts="deepseek", names=_DEEPSEEK,
+        defaults={
+            "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 2048, "n_routed_experts": 128, "first_k_dense_replace": 0,
+            "llama_4_scaling_beta": 0.0, "rope_parameters": {
+                "rope_type": "yarn", "factor": 128.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
+                "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
         },
     ),
     "GptOssForCausalLM": Family(

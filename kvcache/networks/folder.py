@@ -35,6 +35,7 @@ Float32 = NDArray[np.float32]
 _STACKS = {
     "gemma4": ("experts.gate_up_proj", "experts.down_proj"),
     "shared": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "deepseek": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "granite": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 }
 _PROJECTION = re.compile(r"mixer\.in_proj_(qkv|z|b|a)\.weight$")
@@ -49,7 +50,7 @@ class FolderTensors:
     - Some families have other names for parts of a layer, Mixtral for its experts.
     - Phi-3 has queries, keys and values in one tensor, gate and up in another.
     - Rows of queries and keys may be in the order of rotary embeddings that turn neighbours (`paired_rows`).
-    - Gemma 4 has all experts of a layer in two tensors `(experts, out, in)`, gate above up.
+    - Some families have all experts of a layer in two tensors `(experts, out, in)`, gate above up.
     - Latent attention has the key and value matrices of all heads in one tensor `(heads * (plain + value), latent)`.
     - gpt-oss has all experts of a layer in two tensors `(experts, in, out)`, columns of gate and up in turn; quantised
       `(experts, out, in)`, rows in turn.

@@ -24,7 +24,6 @@ from kvcache.kernels.layers import (
     softcap,
     swiglu,
     top_experts,
-    top_sigmoid_experts,
     xielu,
 )
 from kvcache.kernels.matrix import checked_activations
@@ -400,12 +399,12 @@ class Transformer:
 
     def _routed(self, logits: Float32, layer: LayerWeights) -> tuple[NDArray[np.int64], Float32]:
         """The experts of each row and their weights."""
-        config, sizes = self.config, self.config.experts
-        choice = None if sizes is None else sizes.choice
-        if choice is None or layer.expert_bias is None:
-            return top_experts(logits, config.experts_per_token, config.normalise_experts)
-        return top_sigmoid_experts(
-            logits, layer.expert_bias, config.experts_per_token, choice.eps, choice.factor, choice.groups, choice.kept
+        sizes = self.config.experts
+        assert sizes is not None, "a network with a router has experts"
+        choice = sizes.choice
+        return top_experts(
+            logits, self.config.experts_per_token, choice.normalise, sigmoid=choice.sigmoid, bias=layer.expert_bias,
+            eps=choice.eps, factor=choice.factor, groups=choice.groups, kept=choice.kept, best=choice.best,
         )
 
     def _add_inputs(self, x: Float32, inputs: Float32, weights: InputWeights) -> None:

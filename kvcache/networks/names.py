@@ -333,7 +333,7 @@ def _mlps(config: ModelConfig, inner: int, has_experts: bool) -> Iterator[tuple[
         yield from zip(BESIDE, ((hidden,), (hidden,), (hidden,), (hidden,), (experts,)), strict=True)
     width = sizes.latent or hidden
     yield "mlp.gate.weight", (experts, hidden)
-    if sizes.choice is not None and sizes.choice.bias:
+    if sizes.choice.bias:
         yield "mlp.expert_bias", (experts,)
     if sizes.latent:
         yield "mlp.latent_in.weight", (sizes.latent, hidden)

@@ -224,7 +224,7 @@ def _refuse_unread(read: Entries, where: str, family: Family) -> None:
     for key in read:
         if key in _READ or key in _REMARKS or (key in _NEUTRAL and key in family.defaults):
             continue
-        if key == "partial_rotary_factor" and proportional:
+        if key == "partial_rotary_factor" and (proportional or family.latent):  # latent attention names what turns
             continue
         value, neutral = read.get(key), _NEUTRAL.get(key)
         if value is not None and (type(value) not in (int, float) or value != neutral):

@@ -40,8 +40,11 @@ TOWERS = {
         "gemma4_unified", {"gemma4_unified_text": "gemma4_unified_text"}, tied=True
     ),
     "Gemma3ForConditionalGeneration": Tower("gemma3", {"gemma3_text": "gemma3_text"}, tied=True),
+    **{name: Tower("kimi_k25", {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"}, tied=True) for name in (
+        "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration",  # as published, as transformers names it
+    )},
     "Mistral3ForConditionalGeneration": Tower(
-        "mistral3", {"mistral": "mistral", "ministral3": "ministral3"}, tied=True
+        "mistral3", {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"}, tied=True
     ),
     "Qwen2_5_VLForConditionalGeneration": Tower("qwen2_5_vl", {"qwen2_5_vl_text": "qwen2"}, flat=True),
     "Qwen3_5ForConditionalGeneration": Tower("qwen3_5", {"qwen3_5_text": "qwen3_5_text"}),
@@ -54,7 +57,10 @@ _OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id")
 # From the names of a text network to those in a checkpoint: as transformers 4 and 5 write them.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 _HEADS = {"language_model.model.": "language_model.lm_head.weight"}
-_TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_vision.", "embed_audio.")
+_TOWERS = (
+    "vision_tower.", "multi_modal_projector.", "mm_projector.", "visual.", "audio_tower.", "embed_vision.",
+    "embed_audio.",
+)
 _OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), "mtp.")  # the last: layers that guess more tokens
 
 

@@ -385,7 +385,7 @@ class _Loader:
             beside=self._beside(vector, matrices) if has_beside(config) else None,
             router=next(matrices) if experts else None,
             router_bias=vector("mlp.gate.bias") if experts and config.mlp_bias else None,
-            expert_bias=self._expert_bias(vector) if experts else None,
+            expert_bias=vector("mlp.expert_bias") if beside and beside.choice.bias else None,
             latent_in=next(matrices) if beside and beside.latent else None,
             latent_out=next(matrices) if beside and beside.latent else None,
             shared=MlpWeights(next(matrices), None, next(matrices), None) if beside and beside.shared else None,
@@ -407,13 +407,6 @@ class _Loader:
             queries, vector("self_attn.q_a_layernorm.weight") if own else None,
             vector("self_attn.kv_a_layernorm.weight"), tuple(parts[:heads]), tuple(parts[heads:]),
         )
-
-    def _expert_bias(self, vector: Callable[..., Float32]) -> Float32 | None:
-        """The bias of the choice by sigmoids; zeros where it has none."""
-        sizes = self._config.experts
-        if sizes is None or sizes.choice is None:
-            return None
-        return vector("mlp.expert_bias") if sizes.choice.bias else np.zeros(self._config.num_experts, np.float32)
 
     def _beside(self, vector: Callable[..., Float32], matrices: Iterator[Weight]) -> BesideWeights:
         mlp = MlpWeights(next(matrices), None, next(matrices), None)

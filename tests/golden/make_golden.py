@@ -539,6 +539,25 @@ VARIANTS = {
         **LATENT, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=28, q_lora_rank=None,
         n_routed_experts=6, num_experts_per_tok=2, first_k_dense_replace=1, rope_parameters=DEFAULT_ROPE,
     )),
+    "deepseek_v2_groups": seeded(DeepseekV2Config(
+        **LATENT, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=20, v_head_dim=24, q_lora_rank=28,
+        n_routed_experts=12, num_experts_per_tok=3, n_group=4, topk_group=2, topk_method="group_limited_greedy",
+        routed_scaling_factor=3.0, rope_parameters=YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    )),
+    "mistral4": seeded(
+        Mistral3Config(  # transformers has this network as a part of that one alone
+            text_config=LATENT | {
+                "model_type": "mistral4", "kv_lora_rank": 40, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12,
+                "v_head_dim": 28, "q_lora_rank": 44, "n_routed_experts": 12, "n_group": 4, "topk_group": 2,
+                "num_experts_per_tok": 3, "routed_scaling_factor": 1.3, "rope_parameters": YARN_ROPE | {
+                    "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.3,
+                },
+            },
+            vision_config=VISION | {"image_size": 28, "patch_size": 14, "head_dim": 8, "model_type": "pixtral"},
+            image_token_index=255, tie_word_embeddings=False,
+        ),
+    ),
     "glm4_moe_lite": seeded(Glm4MoeLiteConfig(
         **LATENT, kv_lora_rank=40, qk_rope_head_dim=16, qk_nope_head_dim=20, v_head_dim=28, q_lora_rank=44,
         n_routed_experts=7, n_shared_experts=2, num_experts_per_tok=3, rope_interleave=False, routed_scaling_factor=1.3,

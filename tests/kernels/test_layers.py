@@ -14,7 +14,6 @@ from kvcache.kernels.layers import (
     softcap,
     swiglu,
     top_experts,
-    top_sigmoid_experts,
     xielu,
 )
 
@@ -285,29 +284,36 @@ def test_mistakes():
             top_experts(np.ones((2, 3), np.float32), count, True)
 
 
-@pytest.mark.parametrize("eps", [None, 1e-20, 1e-6, 0.5])
-@pytest.mark.parametrize(
-    ("experts", "count", "groups", "kept"), [(1, 1, 1, 1), (6, 3, 1, 1), (12, 4, 4, 2), (12, 3, 3, 1), (5, 2, 5, 3)]
-)
-def test_top_sigmoid_experts(rng, experts, count, groups, kept, eps):
+@pytest.mark.parametrize("sigmoid", [True, False])
+@pytest.mark.parametrize("eps", [None, 1e-20, 0.5])
+@pytest.mark.parametrize(("experts", "count", "groups", "kept", "best"), [
+    (1, 1, 1, 1, 2), (6, 3, 1, 1, 2), (12, 4, 4, 2, 2), (12, 4, 4, 2, 1), (12, 3, 3, 1, 1), (5, 2, 5, 3, 2),
+])
+def test_choice_of_experts(rng, experts, count, groups, kept, best, eps, sigmoid):
     logits, bias = rng.standard_normal((40, experts), np.float32) * 2, rng.standard_normal(experts, np.float32)
-    chosen, weights = top_sigmoid_experts(logits, bias, count, eps, 2.5, groups, kept)
+    bias = bias if sigmoid else None
+    chosen, weights = top_experts(
+        logits, count, eps is not None, sigmoid=sigmoid, bias=bias, eps=eps or 0, factor=2.5, groups=groups, kept=kept,
+        best=best,
+    )
     for row, ids, found in zip(logits.astype(np.float64), chosen, weights, strict=True):
-        shares = 1 / (1 + np.exp(-row))
-        choice = (shares + bias).reshape(groups, -1)
-        best = np.sort(choice, axis=1)[:, -2:].sum(axis=1)
-        choice[np.argsort(-best, kind="stable")[kept:]] = -np.inf
+        shares = 1 / (1 + np.exp(-row)) if sigmoid else np.exp(row) / np.exp(row).sum()
+        choice = (shares + (0 if bias is None else bias)).reshape(groups, -1)
+        rank = np.sort(choice, axis=1)[:, -best:].sum(axis=1)
+        choice[np.argsort(-rank, kind="stable")[kept:]] = -np.inf
         assert ids.tolist() == np.argsort(-choice.ravel(), kind="stable")[:count].tolist()
-        want = shares[ids] * 2.5 / (1 if eps is None else shares[ids].sum() + eps)
-        np.testing.assert_allclose(found, want, rtol=1e-6)
+        total = 1 if eps is None else shares[ids].sum() + (eps if sigmoid else 0)
+        np.testing.assert_allclose(found, shares[ids] * 2.5 / total, rtol=1e-6)
 
 
-def test_mistakes_of_sigmoid_experts():
+def test_mistakes_of_the_choice_of_experts():
     logits, bias = np.ones((2, 6), np.float32), np.ones(6, np.float32)
     with pytest.raises(ValueError, match=r"bias: expected \(6,\), got \(5,\)"):
-        top_sigmoid_experts(logits, bias[:5], 2, None, 1.0)
+        top_experts(logits, 2, False, bias=bias[:5])
     with pytest.raises(ValueError, match="count: expected 1 to 2 experts, got 3"):
-        top_sigmoid_experts(logits, bias, 3, None, 1.0, 3, 1)
+        top_experts(logits, 3, False, bias=bias, groups=3)
+    with pytest.raises(ValueError, match="best: expected 1 or 2, got 3"):
+        top_experts(logits, 3, False, best=3)
     for groups, kept in ((4, 1), (2, 3), (2, 0), (0, 0)):
         with pytest.raises(ValueError, match=f"groups: expected a divisor of 6 experts, at least {kept}, got {groups}"):
-            top_sigmoid_experts(logits, bias, 1, None, 1.0, groups, kept)
+            top_experts(logits, 1, False, bias=bias, groups=groups, kept=kept)

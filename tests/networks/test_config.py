@@ -286,7 +286,8 @@ def test_soft_caps():
 
 def test_experts():
     def experts(config):
-        return config.num_experts, config.experts_per_token, config.intermediate_size, config.normalise_experts
+        normalise = config.experts is None or config.experts.choice.normalise
+        return config.num_experts, config.experts_per_token, config.intermediate_size, normalise
 
     qwen = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"]}
     assert experts(parse(LLAMA)) == (0, 0, 128, True)

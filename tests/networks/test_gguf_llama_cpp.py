@@ -49,7 +49,7 @@ def test_logits(tmp_path, name):
     np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"])
 def test_latent_attention(tmp_path, name):
     path = latent_gguf.convert(latent_gguf.as_converted(seeded(name), tmp_path / "folder"), tmp_path / "x.gguf")
     ids = np.random.default_rng(5).integers(0, 96, 200)

@@ -181,9 +181,12 @@ def test_every_feature_has_a_model():
     configs = [ModelConfig.from_pretrained(golden_folder(name)) for name in MODELS + SEEDED]
     assert {config.rope.kind for config in configs} == {"default", "divided", "linear", "llama3", "yarn", "longrope"}
     assert {config.architecture for config in configs} == set(FAMILIES)
-    for flag in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "sinks", "normalise_experts",
-                 "value_norm", "layer_scales"):
+    for flag in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "sinks", "value_norm",
+                 "layer_scales"):
         assert {getattr(config, flag) for config in configs} == {True, False}, flag
+    for flag in ("normalise", "sigmoid", "bias"):
+        assert {getattr(each.experts.choice, flag) for each in configs if each.experts} == {True, False}, flag
+    assert {each.experts.choice.best for each in configs if each.experts and each.experts.choice.groups > 1} == {1, 2}
     for part in ("window_rope", "attention_scale", "attention_softcap", "logit_softcap"):
         assert {getattr(config, part) is None for config in configs} == {True, False}, part
     for name in ("embedding_scale", "residual_scale", "logit_scale"):

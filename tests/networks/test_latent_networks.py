@@ -30,8 +30,8 @@ def config_of(name, **changes):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2}, "topk_method: expected greedy"),
-        ("deepseek_v2", {"routed_scaling_factor": 16.0}, "topk_method: expected greedy, n_group 1 and routed_scal"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: expected greedy or group_limited_greedy, got 'noa"),
+        ("deepseek_v2_groups", {"topk_group": 5}, "topk_group: expected a positive whole number up to 4, got 5"),
         ("deepseek_v3", {"n_group": 3}, "n_group: expected a divisor of 8 experts, got 3"),
         ("deepseek_v3", {"qk_rope_head_dim": 31}, "qk_rope_head_dim: expected an even number"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected dense or sparse for each of 3"),
@@ -62,7 +62,22 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path):
     assert engines[0].generate(range(20), DRAWN) == engines[1].generate(range(20), DRAWN)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"])
+@pytest.mark.parametrize("architecture", ["KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"])
+def test_a_tower_of_kimi(tmp_path, architecture):
+    """The text network of Kimi K2.5, named as its files name it: that of DeepSeek-V3."""
+    texts = json.loads((seeded("deepseek_v3") / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    whole = {"architectures": [architecture], "model_type": "kimi_k25", "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": texts}))
+    tensors = tensors_of(json.loads((seeded("deepseek_v3") / "weights.json").read_text()))
+    some = tensors["model.norm.weight"]
+    images = {f"{name}.weight": some for name in ("vision_tower.patch_embed", "mm_projector.proj.0")}
+    write(tmp_path / "model.safetensors", {f"language_model.{name}": each for name, each in tensors.items()} | images)
+    ids = np.arange(40, dtype=np.uint32)
+    models = [Transformer.from_pretrained(folder) for folder in (seeded("deepseek_v3"), tmp_path)]
+    np.testing.assert_array_equal(*(run_dense(model, ids) for model in models))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "mistral4"])
 def test_files_of_gguf_are_the_same_network(name, tmp_path):
     folder = as_converted(seeded(name), tmp_path / "folder")
     ids = np.random.default_rng(0).integers(0, 96, 70).astype(np.uint32)

@@ -57,6 +57,7 @@ def test_every_kind_has_a_model():
     seeded = [GOLDEN / "seeded" / name for name in SEEDED if name.startswith("gemma4_")]  # test_seeded.py
     found = {content_of(folder)["architectures"][0] for folder in [*TOWER_FOLDERS, *seeded]}
     elsewhere = {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}  # test_states.py
+    elsewhere |= {"KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"}  # test_latent_networks.py
     assert found | elsewhere == set(TOWERS)
 
 

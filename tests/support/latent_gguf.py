@@ -29,9 +29,11 @@ _OUTSIDE = {
 def as_converted(folder, target):
     """The folder of a network that a file can hold: neighbours turn, and one temperature is that of all."""
     shutil.copytree(folder, target)
-    config = json.loads((folder / "config.json").read_text()) | {"rope_interleave": True}
-    if "mscale" in config["rope_parameters"]:
-        config["rope_parameters"]["mscale"] = config["rope_parameters"]["mscale_all_dim"]
+    config = json.loads((folder / "config.json").read_text())
+    texts = config.get("text_config", config)
+    texts["rope_interleave"] = True
+    if "mscale" in texts["rope_parameters"]:
+        texts["rope_parameters"]["mscale"] = texts["rope_parameters"]["mscale_all_dim"]
     (target / "config.json").write_text(json.dumps(config))
     return target
 
@@ -40,14 +42,23 @@ def convert(folder, path, **more):
     """Write the checkpoint of `folder` as a GGUF file; `more` entries, None to leave out. Returns the path."""
     config, checkpoint, found, stacks = ModelConfig.from_pretrained(folder), Checkpoint(folder), {}, {}
     sizes = config.latent
+    texts = "language_model."
     for name in checkpoint.names():
-        values = checkpoint.read(name)
+        if "vision" in name or "projector" in name:
+            continue
+        values, name = checkpoint.read(name), name.removeprefix(texts)
         if name in _OUTSIDE:
             found[_OUTSIDE[name]] = values
             continue
         layer, part = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name).groups()
         if expert := re.fullmatch(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight", part):
             stacks.setdefault(f"blk.{layer}.ffn_{expert[2]}_exps.weight", {})[int(expert[1])] = values
+        elif part == "mlp.experts.gate_up_proj":
+            found[f"blk.{layer}.ffn_gate_exps.weight"], found[f"blk.{layer}.ffn_up_exps.weight"] = (
+                np.ascontiguousarray(half) for half in np.split(values, 2, axis=1)
+            )
+        elif part == "mlp.experts.down_proj":
+            found[f"blk.{layer}.ffn_down_exps.weight"] = values
         elif part == "self_attn.kv_b_proj.weight":
             heads = values.reshape(config.num_heads, sizes.plain + sizes.value, sizes.latent)
             found[f"blk.{layer}.attn_k_b.weight"] = heads[:, : sizes.plain].transpose(0, 2, 1).copy()
@@ -60,14 +71,16 @@ def convert(folder, path, **more):
     found |= {name: np.stack([rows[i] for i in range(len(rows))]) for name, rows in stacks.items()}
     entries = entries_of(config, json.loads((folder / "config.json").read_text()))
     entries |= {key.replace("__", "."): each for key, each in more.items()}
-    entries = {f"deepseek2.{key}": each for key, each in entries.items() if each is not None}
+    kind = "mistral4" if config.architecture.startswith("Mistral4") else "deepseek2"
+    entries = {f"{kind}.{key}": each for key, each in entries.items() if each is not None}
     tokenizer = {"tokenizer.ggml.model": (STRING, "none")}
-    return write(path, "deepseek2", entries | tokenizer, found)
+    return write(path, kind, entries | tokenizer, found)
 
 
 def entries_of(config, given):
     """The entries of a network, as llama.cpp's converter writes them."""
-    sizes, experts, rope = config.latent, config.experts, given["rope_parameters"]
+    sizes, experts, rope = config.latent, config.experts, given.get("text_config", given)["rope_parameters"]
+    choice = experts.choice
     found = {
         "block_count": (U32, config.num_layers), "context_length": (U32, config.max_position_embeddings),
         "embedding_length": (U32, config.hidden_size), "feed_forward_length": (U32, config.intermediate_size),
@@ -81,13 +94,10 @@ def entries_of(config, given):
         "expert_feed_forward_length": (U32, experts.size), "expert_count": (U32, config.num_experts),
         "expert_used_count": (U32, config.experts_per_token),
         "expert_shared_count": (U32, experts.shared // experts.size),
-        "expert_gating_func": (U32, 1 if experts.choice is None else 2),
+        "expert_gating_func": (U32, 2 if choice.sigmoid else 1), "expert_weights_scale": (F32, choice.factor),
+        "expert_weights_norm": (BOOL, choice.normalise), "expert_group_count": (U32, choice.groups),
+        "expert_group_used_count": (U32, choice.kept),
     }
-    if experts.choice is not None:
-        found |= {
-            "expert_weights_scale": (F32, experts.choice.factor), "expert_weights_norm": (BOOL, True),
-            "expert_group_count": (U32, experts.choice.groups), "expert_group_used_count": (U32, experts.choice.kept),
-        }
     if rope["rope_type"] == "yarn":
         found |= {
             "rope.scaling.type": (STRING, "yarn"), "rope.scaling.factor": (F32, rope["factor"]),
@@ -96,4 +106,7 @@ def entries_of(config, given):
             "rope.scaling.yarn_beta_slow": (F32, rope["beta_slow"]),
             "rope.scaling.yarn_log_multiplier": (F32, 0.1 * rope["mscale_all_dim"]),
         }
+    if "llama_4_scaling_beta" in rope:
+        found["attention.temperature_scale"] = (F32, rope["llama_4_scaling_beta"])
+        found["attention.temperature_length"] = (U32, rope["original_max_position_embeddings"])
     return found
