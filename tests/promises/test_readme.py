@@ -11,7 +11,7 @@ import kvcache.engine
 from bench.__main__ import BENCHES
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
-NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md", "kvcache/NAMES.md")
+NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md")
 FOLDERS = (PROJECT / "kvcache" / "guides", PROJECT / "bench" / "pages", PROJECT / "tests" / "support")
 PAGES = sorted(str(path.relative_to(PROJECT)) for folder in FOLDERS for path in folder.glob("*.md"))
 DOCUMENTS = {name: (PROJECT / name).read_text(encoding="utf-8") for name in (*NAMES, *PAGES)}
@@ -20,7 +20,7 @@ EXAMPLES = [
     for name, text in DOCUMENTS.items()
     for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 ]
-ROWS = re.findall(r"^\| (`.+?`) \| (`.+?`.*?) \|$", DOCUMENTS["kvcache/NAMES.md"], re.MULTILINE)
+ROWS = re.findall(r"^\| (`.+?`) \| (`.+?`.*?) \|$", DOCUMENTS["kvcache/guides/names.md"], re.MULTILINE)
 PATH = re.compile(r"\b(?:kvcache|ckernels|tests|bench)/[\w./-]*\w\b(?![<*])")
 
 
