@@ -44,8 +44,9 @@ each answer says how many tokens of the prompt were cached, and how full context
 Ctrl-D, /exit, and Ctrl-C twice at the prompt end the conversation."""
 GENERATE = "Continue a prompt with a Hugging Face checkpoint or a GGUF file."
 SERVE = """\
-A server with OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models, /live, /ready and /metrics. It
-needs the extra serve. It has no TLS: put a proxy before it where other machines reach it."""
+A server with the interfaces of OpenAI and Anthropic: /v1/chat/completions, /v1/completions, /v1/responses,
+/v1/messages, /v1/models, /live, /ready and /metrics, and a page at / that shows what runs and has a chat. It needs the
+extra serve. It has no TLS: put a proxy before it where other machines reach it."""
 
 
 def _parser() -> argparse.ArgumentParser:

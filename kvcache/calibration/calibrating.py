@@ -67,7 +67,7 @@ def as_calibration(
     tell = [i for i, each in enumerate(layer_attention(model)) if not centred or (each and each.softcap)]
     if calibrate is False or calibrate is None:
         if with_losses:
-            raise ValueError(f"calibrate: expected one with dtype {short(key_dtype)}, got {short(calibrate)}")
+            raise ValueError(f"calibrate: expected one with dtype {short(key_dtype)}, got none")
         return bias_centres(model, tell) if packed and centred else None
     if with_losses and without:
         raise ValueError(f"dtype: expected formats with {without}, got a budget of bits")

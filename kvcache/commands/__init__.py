@@ -1,1 +1,1 @@
-"""The commands of `python -m kvcache` that run a checkpoint of the user's own."""
+"""The commands of `kvcache` that run a checkpoint of the user's own."""

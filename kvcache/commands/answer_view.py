@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,9 +28,17 @@ def answer_view(plain: bool) -> AnswerView:
 
 
 def note(text: str) -> None:
-    """Print a line that is no part of an answer to stderr, dim where that is a terminal with colours."""
-    coloured = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
-    print(f"\x1b[2m{text}\x1b[22m" if coloured else text, file=sys.stderr, flush=True)
+    """Print what is no part of an answer to stderr; a terminal breaks it between words, and shows it dim."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(_wrapped(line, width) for line in text.splitlines())
+        if os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR"):
+            text = f"\x1b[2m{text}\x1b[22m"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _wrapped(line: str, width: int) -> str:
+    return textwrap.fill(line, width, subsequent_indent=" ", break_on_hyphens=False)
 
 
 class AnswerView:

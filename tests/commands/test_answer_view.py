@@ -108,4 +108,7 @@ def test_where_no_terminal_is(capsys, monkeypatch):
     note("dim")
     assert capsys.readouterr().err == "\x1b[2mdim\x1b[22m\n"
     monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "19")
+    note("\nanswered: 7 of 8,192\n/help      lists them")
+    assert capsys.readouterr().err == "\nanswered: 7 of\n 8,192\n/help      lists\n them\n", "between words"
     assert type(answer_view(plain=False)) is AnswerView

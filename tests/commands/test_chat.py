@@ -1,4 +1,4 @@
-"""`python -m kvcache chat`: a conversation over a pipe and in a terminal, Ctrl-C and Ctrl-D, and readable errors."""
+"""`kvcache chat`: a conversation over a pipe and in a terminal, Ctrl-C and Ctrl-D, and readable errors."""
 
 import fcntl
 import io

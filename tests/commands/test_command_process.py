@@ -1,4 +1,4 @@
-"""`python -m kvcache` before its command begins: faults of the environment and interrupts are no tracebacks."""
+"""`kvcache` before its command begins: faults of the environment and interrupts are no tracebacks."""
 
 import os
 import subprocess

@@ -32,7 +32,7 @@ def the_options():
 def served(command):
     """The options of a command that serves."""
     place = command.index("serve")
-    assert command[place - 2 : place] == ["-m", "kvcache"]
+    assert command[place - 1].rpartition("/")[2] == "kvcache"
     return parser().parse_args(command[place + 1 :])
 
 
@@ -67,15 +67,17 @@ def test_the_image():
     assert words[0] == "FROM"
     assert set(words) <= {"FROM", "RUN", "COPY", "USER", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT"}
     assert words.index("USER") < words.index("ENTRYPOINT"), "it does not run as root"
-    found = dict(steps)
+    found = dict(steps)  # of the last stage: the other one makes the wheel
     source, place = found["COPY"].split()
-    assert (DEPLOY / source).exists()
+    assert (PROJECT / source).exists()
+    (wheels,) = re.findall(r"-w (\S+) /src", dict(steps[: words.index("FROM", 1)])["RUN"])
+    assert ("COPY", f"--from=build {wheels} {wheels}") in steps
     options = served(json.loads(found["ENTRYPOINT"]))
     assert options.config == place
     probe = json.loads(found["HEALTHCHECK"].removeprefix("CMD "))
     compile(probe[2], "probe", "exec")
     assert "/ready" in probe[2]
     assert found["STOPSIGNAL"] == "SIGTERM"
-    extras = re.search(r"kvcache-cpu\[(.*?)\]", found["RUN"])[1].split(",")
+    extras = re.search(rf"{wheels}/\*\.whl\)\[(.*?)\]", found["RUN"])[1].split(",")
     declared = re.findall(r"(?m)^(\w+) = \[", (PROJECT / "pyproject.toml").read_text())
     assert set(extras) <= set(declared)

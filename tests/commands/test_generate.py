@@ -1,4 +1,4 @@
-"""`python -m kvcache generate`: the text, where it stops; errors print one line and return 2."""
+"""`kvcache generate`: the text, where it stops; errors print one line and return 2."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""`python -m kvcache serve`: what it refuses before the model loads, the name of the model, the file of keys."""
+"""`kvcache serve`: what it refuses before the model loads, the name of the model, the file of keys."""
 
 import sys
 from unittest.mock import Mock

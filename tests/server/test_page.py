@@ -93,6 +93,15 @@ def test_a_chat_in_a_browser(served):
         served.network.error = RuntimeError("broken")
         assert "the request failed: RuntimeError" in say("And now?")[-1]
         served.network.error = None
+        served.say("It rains.\n" * 60)
+        browser.call("Emulation.setDeviceMetricsOverride", width=420, height=700, deviceScaleFactor=1, mobile=True)
+        say("On a phone?")
+        below = "innerHeight - document.getElementById('form').getBoundingClientRect().bottom"
+        assert browser.run(below) >= 0, "a long answer leaves the form where it is"
+        talk = "document.getElementById('talk')"
+        assert browser.run(f"{talk}.scrollHeight - {talk}.scrollTop - {talk}.clientHeight") < 40, "its end is in view"
+        browser.run(f"{talk}.scrollTop = 0; follow(() => made('p', 'more', {talk}))")
+        assert browser.run(f"{talk}.scrollTop") == 0, "but not where a person reads above"
         browser.run("document.getElementById('clear').click()")
         assert browser.run("messages.length + document.getElementById('talk').children.length") == 0
         assert browser.errors == []
