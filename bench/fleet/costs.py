@@ -78,7 +78,7 @@ class Costs:
     ) -> Costs:
         """The costs of a checkpoint on this machine, K and V in q4; of the store and of contexts the defaults."""
         rng = np.random.default_rng(0)
-        with BatchEngine.from_pretrained(model, dtype="q4", num_blocks=1024, speculate=False) as engine:
+        with BatchEngine.from_pretrained(model, dtype="q4", num_blocks=1024, draft=None) as engine:
             config = engine.config
 
             def run(count: int, length: int, new: int) -> tuple[float, float]:

@@ -66,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
         path = Path(folder) / "network.gguf"
         write_gguf(size, path, half=True)
         most = max(options.streams)
-        engine = BatchEngine.from_gguf(path, weights="q4", dtype="q8", max_running=most, speculate=False)
+        engine = BatchEngine.from_gguf(path, weights="q4", dtype="q8", max_running=most, draft=None)
         for grammar in grammars:
             engine.prepare_grammar(grammar)
         for streams in options.streams:

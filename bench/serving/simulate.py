@@ -71,7 +71,7 @@ def _cost(requests: int, waiting: int, cached: int) -> tuple[float, float, int]:
     network, rng = _Network(), np.random.default_rng(0)
     engine = BatchEngine(
         network, num_blocks=cached // 16 + 4096, max_running=RUNNING, max_queue=waiting + 64, clock=network.clock,
-        speculate=False, residual_length=0,
+        draft=None, residual_length=0,
     )
     params = SamplingParams(temperature=0.0, max_tokens=NEW)
     heads = rng.integers(0, 64, (50, SHARED)).astype(np.uint32)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcache.calibration.calibrating import text_or_calibration
+from kvcache.drafts.sources import each_source
 from kvcache.engine.hub import checkpoint_path
 from kvcache.gguf.file import GgufFile
 from kvcache.networks.gguf import is_gguf
@@ -13,8 +15,11 @@ from kvcache.networks.model import Transformer
 from kvcache.sampling.defaults import folder_defaults, gguf_defaults
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
+from kvcache.support.arguments import short
 
-__all__ = ["Opened", "checkpoint_text", "open_checkpoint", "open_gguf", "split_options"]
+__all__ = ["Opened", "checkpoint_text", "open_checkpoint", "open_drafts", "open_gguf", "split_options"]
+
+_NAMES = ("ngram",)  # of sources of draft tokens: other texts are paths
 
 
 class Opened(NamedTuple):
@@ -69,6 +74,38 @@ def open_gguf(
     text = GgufText(Path(path))
     known = calibrate if calibrate is False else text_or_calibration(calibrate, lambda: text.tokenizer)
     return Opened(Transformer.from_gguf(path, **network), defaults, text, known)
+
+
+def open_drafts(draft: Any, text: CheckpointText | GgufText | None = None) -> tuple[Any, ...]:
+    """The sources of draft tokens that `draft` names, with networks in place of their paths.
+
+    Args:
+        text: of the network that checks them; its tokens are to be those of the paths.
+
+    Raises:
+        ValueError: another token stands for one of the ids.
+    """
+    found: list[Any] = []
+    for each in each_source(draft):
+        if not isinstance(each, (str, Path)) or each in _NAMES:
+            found.append(each)
+            continue
+        if text is not None:
+            _expect_same_tokens(text, checkpoint_text(each))
+        found.append(Transformer.from_pretrained(checkpoint_path(each)))
+    return tuple(found)
+
+
+def _expect_same_tokens(text: CheckpointText | GgufText, other: CheckpointText | GgufText) -> None:
+    """Raise ValueError unless two checkpoints have the same tokens, where both have a tokenizer."""
+    with suppress(ImportError):
+        if text.tokenizer is None or other.tokenizer is None:
+            return
+        ours, theirs = text.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+        if differ := sorted(ours.items() ^ theirs.items(), key=lambda item: item[1]):
+            token, number = differ[0]
+            whose = "its own" if theirs.get(token) == number else "none such"
+            raise ValueError(f"draft: expected the tokens of the network, got {whose} for id {number}: {short(token)}")
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:

@@ -12,10 +12,12 @@ from typing import Any
 from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
+from kvcache.drafts.draft_pace import MOST_DRAFTS
+from kvcache.drafts.sources import DraftSources
 from kvcache.engine.chat import chat_tokens, render
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.new_requests import NewRequests, Shared
-from kvcache.engine.opening import Opened, open_checkpoint, open_gguf, split_options
+from kvcache.engine.opening import Opened, open_checkpoint, open_drafts, open_gguf, split_options
 from kvcache.engine.partings import partings
 from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
@@ -29,8 +31,6 @@ from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.text_stream import TextStream
 from kvcache.serving.budget import CHEAP_ROWS, MOST, MOST_PROMPTS, TokenBudget
 from kvcache.serving.engine_events import EngineEvents
-from kvcache.serving.guesses import MOST as MOST_DRAFTS
-from kvcache.serving.guesses import Guesses
 from kvcache.serving.many import run_all
 from kvcache.serving.observed import Observed, OnEviction
 from kvcache.serving.pins import as_kept
@@ -82,13 +82,18 @@ class BatchEngine:
         max_running: the most requests that run at a time, samples counted.
         target_gap: seconds between new tokens that prompts of other requests may cause: fewer tokens of prompts run in
             a step that would last longer (16 to 512). None: 0.05, or twice as long as a step without prompts.
-        speculate: whether requests guess tokens that followed their last ones before, in the prompt or the text, and
-            check several in one pass (prompt lookup). The results are the same; where guesses fail, few are made.
+        draft: where draft tokens come from, which one pass checks together. The results are the same; where a source
+            fails, or costs more time than it saves, it is asked seldom. "ngram": what followed the last tokens before,
+            in the prompt or the text (prompt lookup). A network of the same vocabulary, or the path of one: its most
+            likely tokens. Its K and V, in f16 and of as many tokens, count in `max_memory_bytes`. Several of these, in
+            a tuple: each is asked where those before it have none. None: there are none.
+        draft_tokens: the most draft tokens of a request in a step, up to 16.
         residual_length: as of `InferenceEngine`, with the same default; the unpacked tokens of all requests that may
             run count in `max_memory_bytes`. Networks with windows have no residual here.
         calibrate: as of `InferenceEngine`.
         eviction_policy, kv_budget: as of `InferenceEngine`; each request has a budget of its own. Such requests share
-            nothing, guess nothing and are not preempted: one begins where there is memory for all that it may keep.
+            nothing, have no draft tokens and are not preempted: one begins where there is memory for all that it may
+            keep.
         max_state_bytes: the most bytes of cached states, an int or a text, for networks whose layers keep one; those of
             running requests come to it. By default as many as K and V have, and at least eight states.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
@@ -129,7 +134,8 @@ class BatchEngine:
         max_queue: int = 1024,
         max_running: int = 64,
         target_gap: float | None = None,
-        speculate: bool = True,
+        draft: Any = "ngram",
+        draft_tokens: int = MOST_DRAFTS,
         residual_length: int | None = None,
         calibrate: Any = False,
         eviction_policy: EvictionPolicy | Policy | None = None,
@@ -149,28 +155,30 @@ class BatchEngine:
         self._autosaves = autosave is not None
         block_size = as_count(block_size, "block_size", 1, most=None)
         spare = 1 if tiers is None else max(GROUP_TOKENS, block_size) + 1
-        load = Load(max_running, MOST, MOST_DRAFTS, MOST_PROMPTS + CHEAP_ROWS, spare, 16384, 4)
-        self._settings = settings = CacheSettings.of(
+        draft_tokens = as_count(draft_tokens, "draft_tokens", 1, CHEAP_ROWS)
+        load = Load(max_running, MOST, draft_tokens, MOST_PROMPTS + CHEAP_ROWS, spare, 16384, 4)
+        sources = DraftSources(open_drafts(draft), model, load, block_size)
+        self._settings = settings = sources.split(CacheSettings.of(
             model, load, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
             block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
             residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
             max_state_bytes=max_state_bytes,
-        )
+        ))
         if tiers is not None and settings.budgets is not None:
             raise ValueError(f"tiers: expected none with an eviction_policy, got {tiers}")
         self._pool = settings.pool(settings.total_blocks())
+        self._drafter = sources.drafter(self._pool.total_blocks, draft_tokens, clock)
         arrivals = None if tiers is None else Arrivals(tiers, model, self._pool)
         forward = Forward(model, self._pool)
         scheduler = Scheduler(
             forward, arrivals, TokenBudget(target_gap), max_running, MOST_PROMPTS if settings.keeps_f16 else MOST,
             max(1, SCORE_FLOATS // model.config.vocab_size),
-            Observed(self._pool, on_eviction, clock, forward.name_of),
+            Observed(self._pool, on_eviction, clock, forward.name_of), self._drafter,
         )
         self.max_queue = as_count(max_queue, "max_queue", 1)
         self._steps = Steps(scheduler, forward, self.max_queue, clock)
         self.max_positions = settings.max_positions
         self._new = NewRequests(model.config, self.max_positions, seed, self._steps.inbox_lock)
-        self._speculate = bool(speculate)
         self._text: Any = None
         self._events: EngineEvents | None = None
         if kv_events is not None:
@@ -196,6 +204,8 @@ class BatchEngine:
 
     @classmethod
     def _over(cls, opened: Opened, seed: int, options: dict[str, Any]) -> BatchEngine:
+        if "draft" in options:
+            options["draft"] = open_drafts(options["draft"], opened.text)
         engine = cls(opened.model, opened.sampling_params, seed, calibrate=opened.calibrate, **options)
         engine._text = opened.text
         return engine
@@ -288,8 +298,7 @@ class BatchEngine:
         )
         decoder = None if request.text is None else self.tokenizer
         make_text = None if decoder is None else partial(TextStream, decoder, request.tokens, shared.stop_strings)
-        guesses = Guesses() if self._speculate else None
-        work = Drawing(request, make_text, self.config, namespace, guesses)
+        work = Drawing(request, make_text, self.config, namespace, self._drafter.begin())
         if self._settings.budgets is not None:
             work.evict(self._pool.chunk, endless=self._settings.max_positions is None)
         return work
@@ -496,7 +505,8 @@ class BatchEngine:
         """Bytes: "weights" (0 for a model that does not say), "kv", "bookkeeping", "scratch", "huge"."""
         weights = getattr(self.model, "weights", None)
         products = {"scratch": getattr(weights, "scratch_bytes", 0), "huge": getattr(weights, "huge_bytes", 0)}
-        return {"weights": getattr(weights, "nbytes", 0), **total(self._pool.memory(self._steps.running), products)}
+        own = {"weights": getattr(weights, "nbytes", 0), **total(self._pool.memory(self._steps.running), products)}
+        return total(own, self._drafter.memory())
 
     @property
     def shares_prefixes(self) -> bool:

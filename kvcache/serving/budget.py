@@ -8,7 +8,7 @@ __all__ = ["TokenBudget"]
 
 LEAST, MOST = 16, 512  # tokens of prompts per step
 MOST_PROMPTS = 8  # prompts of which a step may run a piece, where each may touch a block of f16 rows more than it keeps
-CHEAP_ROWS = 16  # rows that a product of decodes may have for the sake of guesses
+CHEAP_ROWS = 16  # rows that a product of decodes may have for the sake of draft tokens
 _WEIGHT = 0.25  # of the newest measurement in the running means
 _GAP = 0.05  # seconds: the default
 _AIM = 0.9  # share of the target that a step is meant to last: with that 99 of 100 gaps keep it, or nearly

@@ -22,6 +22,7 @@ import heapq
 from bisect import insort
 from collections.abc import Iterator, Sequence
 
+from kvcache.drafts.drafter import Drafter
 from kvcache.errors import KvCacheError, OutOfMemoryError
 from kvcache.serving.budget import CHEAP_ROWS, LEAST, MOST, TokenBudget
 from kvcache.serving.observed import Observed
@@ -34,7 +35,7 @@ __all__ = ["PATIENCE", "Scheduler"]
 
 PATIENCE = 10.0  # seconds per number of priority
 _NEXT = 8  # works that wait, of which the lengths are compared: those at the top of the heap
-_TOKENS_PER_ROW = 8  # tokens of prompts that may run in a step, for each row of decodes and guesses beside them
+_TOKENS_PER_ROW = 8  # tokens of prompts that may run in a step, for each row of decodes and draft tokens beside them
 _ENOUGH_ROWS = 64  # of prompts: a product of twice as many takes twice as long
 Pieces = list[tuple[Work, int]]
 
@@ -50,8 +51,10 @@ class Scheduler:
         most_prompts: prompts of which a step may run a piece.
         most_rows: the most rows of logits of a step for works that need one for each token.
         observed: counts.
+        drafter: gives works their draft tokens.
 
     Attributes:
+        drafter: see above.
         works: all that have not ended, in the order of submission.
         running: those with a sequence, by their keys.
         num_waiting: those without one.
@@ -62,8 +65,9 @@ class Scheduler:
 
     def __init__(
         self, forward: Forward, arrivals: Arrivals | None, budget: TokenBudget, max_running: int, most_prompts: int,
-        most_rows: int, observed: Observed,
+        most_rows: int, observed: Observed, drafter: Drafter,
     ) -> None:
+        self.drafter = drafter
         self.pool, self.arrivals, self.budget, self.observed = forward.pool, arrivals, budget, observed
         self._forward, self._max_running, self._most_rows = forward, max_running, most_rows
         self._most_prompts = most_prompts
@@ -106,6 +110,7 @@ class Scheduler:
         if self.arrivals is not None:
             self.arrivals.ended(work)
         self._leave(work)
+        self.drafter.end(work)
         self.release_followers(work)
         self.ended.append(work)
         self.works.pop(work.key[1], None)
@@ -166,8 +171,8 @@ class Scheduler:
         catching_up = [work for work in self.running if work.remaining > 1]
         left, rows, prompts = self.budget.tokens(len(decodes)), self._most_rows, self._most_prompts
         waits = bool(catching_up or self._may_begin)
-        # Beside prompts each row costs time: few guesses where few tokens of prompts may run.
-        pieces = self._guess(decodes, min(CHEAP_ROWS, left // _TOKENS_PER_ROW) if waits else CHEAP_ROWS)
+        # Beside prompts each row costs time: few draft tokens where few tokens of prompts may run.
+        pieces = self._draft(decodes, min(CHEAP_ROWS, left // _TOKENS_PER_ROW) if waits else CHEAP_ROWS)
         left -= sum(count for _, count in pieces) - len(decodes)
         others = sorted(catching_up[1:], key=_remaining)
         for work in catching_up[:1] + others:
@@ -239,17 +244,16 @@ class Scheduler:
                 self._leave(work)
                 heapq.heappush(self._waiting, work)
 
-    def _guess(self, decodes: Pieces, most: int) -> Pieces:
-        """Add the guesses of works; together with the decodes they are at most so many rows."""
-        left = most - len(decodes)
-        guessed = []
+    def _draft(self, decodes: Pieces, most: int) -> Pieces:
+        """Add the draft tokens of works; together with the decodes they are at most so many rows."""
+        self.drafter.give([work for work, _ in decodes if not work.followers], most - len(decodes))
+        drafted = []
         for work, count in decodes:
-            guess = 0 if left <= 0 or work.followers else work.think(left)
-            if guess and self._forward.regime(work.num_tokens + guess) != work.regime:
-                guess = 0
-            guessed.append((work, count + guess))
-            left -= guess
-        return guessed
+            draft = 0 if work.followers else len(work.draft)
+            if draft and self._forward.regime(work.num_tokens + draft) != work.regime:
+                draft = 0
+            drafted.append((work, count + draft))
+        return drafted
 
     def _count(self, work: Work, left: int, rows: int) -> int:
         if work.chunk:
@@ -267,7 +271,7 @@ class Scheduler:
                 self.pool.append(pieces)
                 break
             except OutOfMemoryError as error:
-                if any(count > work.remaining for work, count in pieces):  # rather than for guesses
+                if any(count > work.remaining for work, count in pieces):  # rather than for draft tokens
                     pieces = [(work, min(count, work.remaining)) for work, count in pieces]
                     continue
                 if self.pins.give_way():
@@ -349,7 +353,7 @@ class Scheduler:
         """Note that the next `count` tokens of a work have run: full blocks enter the index.
 
         Args:
-            wrong: guesses behind them that ran too, and did not hold.
+            wrong: draft tokens behind them that ran too, and were not drawn.
         """
         size = self.pool.block_size
         filled = (work.computed + count) // size > work.computed // size
@@ -413,6 +417,7 @@ class Scheduler:
         self.pool.shared.close_sessions()  # a call that an error ended may not have
         lost = self.pool.settle(owned)
         self.pins.settle()
+        self.drafter.settle()
         self.running = sorted(work for work in owned if work not in lost)
         for work in self.works.values():
             work.mend()
@@ -432,6 +437,7 @@ class Scheduler:
         """Verify the invariants; AssertionError says what is wrong."""
         with self.pins.released():
             self.pool.check(self.running)
+        self.drafter.check()
         assert self.running == sorted(self.running), "works do not run in the order of their keys"
         parked = {id(work) for leader in self.running for _, work in leader.parked}
         heap = {id(work) for work in self._waiting}

@@ -88,11 +88,11 @@ class BatchStats:
         finished: requests that have ended, for any reason.
         steps: passes of the network.
         prefilled_tokens: tokens that ran for requests with more than one token left to run: tokens of prompts, and
-            those that run again after a preemption. Steps of decoding and their guesses do not count.
+            those that run again after a preemption. Steps of decoding and their draft tokens do not count.
         new_tokens: tokens that were drawn.
         cached_tokens: tokens of prompts that did not run, since their K and V were cached.
         preemptions: how often a request gave up its memory and began again.
-        guessed_tokens, accepted_tokens: tokens that were guessed, and those of them that were drawn.
+        draft_tokens, accepted_tokens: draft tokens that ran, and those of them that were drawn.
         free_blocks, claimed_blocks, cached_blocks: blocks without a reference, of running requests and pins, and of the
             prefix index alone; together all blocks.
         pinned_blocks: claimed blocks of pinned prefixes; those of several pins count for each.
@@ -112,7 +112,7 @@ class BatchStats:
     new_tokens: int
     cached_tokens: int
     preemptions: int
-    guessed_tokens: int
+    draft_tokens: int
     accepted_tokens: int
     free_blocks: int
     claimed_blocks: int

@@ -59,7 +59,7 @@ class Steps:
         self._thread: StepThread | None = None
         self._submitted = 0  # works, under the lock of the inbox
         self._steps = self._finished = self._prefilled = self._new_tokens = self._cached_tokens = 0
-        self._guessed = self._accepted = 0
+        self._drafted = self._accepted = 0
         self._is_stale = False
         self._masks = MaskBatch()
         self._count()
@@ -190,7 +190,11 @@ class Steps:
                 self._prefilled += prefilled
                 if self._scheduler.arrivals is not None:
                     self._scheduler.arrivals.measured(prefilled, self.clock() - began)
-                self._scheduler.budget.observe(decodes, prefilled, self.clock() - began)
+                seconds = self.clock() - began
+                self._scheduler.budget.observe(decodes, prefilled, seconds)
+                if not prefilled:
+                    drafter = self._scheduler.drafter
+                    drafter.ran(sum(n for _, n in pieces), seconds - drafter.seconds)
             self._tell()
             busy = bool(self._scheduler.works)
         self._scheduler.observed.deliver()
@@ -255,9 +259,9 @@ class Steps:
                 return
             finally:
                 self._count_new(work, now)
-            if guessed := max(0, start + n - before):
-                wrong = guessed - max(0, work.num_tokens - before - 1)  # the last one counts as drawn, not as run
-                self._guessed += guessed
+            if drafted := max(0, start + n - before):
+                wrong = drafted - max(0, work.num_tokens - before - 1)  # the last one counts as drawn, not as run
+                self._drafted += drafted
                 self._accepted += held
         try:
             self._scheduler.ran(work, n - wrong, wrong)
@@ -353,7 +357,7 @@ class Steps:
         observed = self._scheduler.observed
         self._published = BatchStats(
             0, self.num_running, self._finished, self._steps, self._prefilled, self._new_tokens, self._cached_tokens,
-            self._scheduler.preemptions, self._guessed, self._accepted, 0, 0, 0, 0, observed.queued.snapshot(),
+            self._scheduler.preemptions, self._drafted, self._accepted, 0, 0, 0, 0, observed.queued.snapshot(),
             observed.first_token.snapshot(), observed.gap.snapshot(),
         )
 

@@ -10,12 +10,13 @@ from typing import Literal
 
 import numpy as np
 
+from kvcache.drafts.proposer import NO_DRAFT
+from kvcache.drafts.text_drafts import TextDrafts
 from kvcache.engine.completion import Request, TokenLogprobs
 from kvcache.engine.requests import log_probabilities
 from kvcache.grammar.matcher import Matcher
 from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.sampling.text_stream import TextStream
-from kvcache.serving.guesses import NO_GUESS, Guesses
 from kvcache.texts.text import Text, Tokens
 
 __all__ = ["Drawing", "FinishReason", "Scoring", "Work"]
@@ -46,7 +47,7 @@ class Work(Text, ABC):
         started, times: when it first ran, and when each new token came.
         leader: the work whose sequence it will fork; None: it starts by itself.
         followers: works that fork this one's sequence when its prompt has run.
-        guess: tokens that may follow; those of the pass that runs.
+        drafts: its draft tokens; None: it has none.
         keep: `(tokens, seconds)`: how many of its first tokens stay cached when they have run, and for how long.
         parked: `(tokens, work)`: works that wait until this one has run these tokens, which are theirs too.
     """
@@ -67,18 +68,36 @@ class Work(Text, ABC):
         self.times: list[float] = []
         self.leader: Work | None = None
         self.followers: list[Work] = []
-        self.guess = NO_GUESS
+        self.drafts: TextDrafts | None = None
         self.keep: list[tuple[int, float]] = []
         self.parked: list[tuple[int, Work]] = []
 
     def next_tokens(self, count: int) -> Tokens:
-        """The next `count` tokens to run; behind the last one those of the guess."""
+        """The next `count` tokens to run; behind the last one draft tokens."""
         own = self.tokens[self.computed : self.computed + count]
-        return own if count <= self.remaining else np.concatenate([own, self.guess[: count - self.remaining]])
+        return own if count <= self.remaining else np.concatenate([own, self.draft[: count - self.remaining]])
 
-    def think(self, most: int) -> int:
-        """Guess at most `most` tokens; how many it guessed."""
+    @property
+    def draft(self) -> Tokens:
+        """The draft tokens of the pass that runs."""
+        return NO_DRAFT if self.drafts is None else self.drafts.tokens
+
+    @property
+    def itself(self) -> Text:
+        """See `Drafted`."""
+        return self
+
+    def most_drafts(self, most: int) -> int:
+        """See `Drafted`."""
         return 0
+
+    def forced(self, most: int) -> Tokens:
+        """See `Drafted`."""
+        return NO_DRAFT
+
+    def allowed(self, drafts: Tokens) -> int:
+        """See `Drafted`."""
+        return len(drafts)
 
     @property
     def fixed_piece(self) -> int:
@@ -94,12 +113,12 @@ class Work(Text, ABC):
         """The number of the next `count` tokens, the last ones, whose logits are due."""
 
     def masks_due(self, rows: int) -> list[tuple[Matcher, list[int]]]:
-        """The matcher that `take` asks for the masks of so many rows of logits, and the guesses between them."""
+        """The matcher that `take` asks for the masks of so many rows of logits, and the draft tokens between them."""
         return []
 
     @abstractmethod
     def take(self, logits: Float32, start: int) -> int:
-        """Use the logits `(rows_due, vocab_size)` of a piece that began at token `start`; how many guesses held."""
+        """Use the logits `(rows_due, vocab_size)` of a piece from token `start` on; how many draft tokens held."""
 
     @abstractmethod
     def ending(self) -> FinishReason | None:
@@ -115,14 +134,14 @@ class Drawing(Work):
 
     Args:
         request: its prompt and sampler.
-        guesses: of the next tokens; None: there are none.
+        drafts: its draft tokens; None: it has none.
         make_text: makes the `TextStream` behind the prompt, with the stop strings; None: there is no tokenizer.
         config: of the network.
     """
 
     def __init__(
         self, request: Request, make_text: Callable[[], TextStream] | None, config: NetworkConfig,
-        namespace: Hashable, guesses: Guesses | None = None,
+        namespace: Hashable, drafts: TextDrafts | None = None,
     ) -> None:
         super().__init__(request.tokens, namespace)
         self._sampler, self._request, self._make_text = request.sampler, request, make_text
@@ -131,12 +150,12 @@ class Drawing(Work):
         if request.params.logprobs is not None:
             request.logprobs = []
         self._most = config.max_position_embeddings
-        self.guesses = guesses
-        self._stopped = self._drawing = self._forced = self._warms = False
+        self.drafts = drafts
+        self._stopped = self._drawing = self._warms = False
 
     def evict(self, chunk: int, *, endless: bool) -> None:
-        """Run in pieces of `chunk`, share nothing and guess nothing; `endless`: there may be any number of tokens."""
-        self.chunk, self.shares, self.guesses = chunk, False, None
+        """Run in pieces of `chunk`, without shared blocks and draft tokens; `endless`: any number of tokens."""
+        self.chunk, self.shares, self.drafts = chunk, False, None
         self._most = sys.maxsize if endless else self._most
 
     def warm(self) -> None:
@@ -169,37 +188,37 @@ class Drawing(Work):
         """A stream for the text of the new tokens, all of which are to be added; None without a tokenizer."""
         return None if self._make_text is None else self._make_text()
 
-    def think(self, most: int) -> int:
-        self.guess, self._forced = NO_GUESS, False
-        if self.guesses is not None and self.num_new:
-            left = min(most, self._request.params.max_tokens - self.num_new - 1, self._most - self.num_tokens)
-            matcher = self._sampler.matcher
-            if matcher is not None and left > 0 and (forced := matcher.forced()):
-                self.guess, self._forced = np.array(forced[:left], np.uint32), True
-            else:
-                self.guess = self.guesses.propose(self.tokens, left)
-                if matcher is not None and len(self.guess):
-                    self.guess = self.guess[: matcher.holds(self.guess.tolist())]
-        return len(self.guess)
+    def most_drafts(self, most: int) -> int:
+        if not self.num_new:
+            return 0
+        return min(most, self._request.params.max_tokens - self.num_new - 1, self._most - self.num_tokens)
+
+    def forced(self, most: int) -> Tokens:
+        matcher = self._sampler.matcher
+        return NO_DRAFT if matcher is None else np.array(matcher.forced()[:most], np.uint32)
+
+    def allowed(self, drafts: Tokens) -> int:
+        matcher = self._sampler.matcher
+        return len(drafts) if matcher is None else matcher.holds(drafts.tolist())
 
     def rows_due(self, count: int) -> int:
         return 0 if self._warms else max(0, count - self.remaining + 1)
 
     def masks_due(self, rows: int) -> list[tuple[Matcher, list[int]]]:
         matcher = self._sampler.matcher
-        return [] if matcher is None else [(matcher, self.guess[: rows - 1].tolist())]
+        return [] if matcher is None else [(matcher, self.draft[: rows - 1].tolist())]
 
     def take(self, logits: Float32, start: int) -> int:
-        guess, held = self.guess[: len(logits) - 1].tolist(), 0
+        draft, held = self.draft[: len(logits) - 1].tolist(), 0
         for row in logits:
             token = self._draw(row)
-            if held == len(guess) or token != guess[held]:
+            if held == len(draft) or token != draft[held]:
                 break
             held += 1
             if self.ending() is not None:
                 break
-        if guess and self.guesses is not None and not self._forced:
-            self.guesses.learn(len(guess), held)
+        if self.drafts is not None:
+            self.drafts.learn(len(draft), held)
         return held
 
     def _draw(self, logits: Float32) -> int | None:

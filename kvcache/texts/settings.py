@@ -155,6 +155,10 @@ class CacheSettings:
             raise ValueError(f"max_state_bytes: expected 0 or at least {own}, the bytes of a state, got {limit}")
         return replace(self, max_state_bytes=limit)
 
+    def within(self, max_memory_bytes: int) -> CacheSettings:
+        """These settings with another limit of bytes."""
+        return replace(self, max_memory_bytes=max_memory_bytes)
+
     @property
     def piece(self) -> int:
         """The most tokens of a pass that a text may have."""

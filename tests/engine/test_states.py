@@ -46,7 +46,7 @@ def test_alone_in_a_batch_and_after_a_hit_a_text_has_the_same_bits(kind):
             same(request.completions()[0], alone(*each))
             same(one.complete(*each), alone(*each))
     assert all(request.completions()[0].cached_tokens > 40 for request in requests)
-    assert engine.stats().guessed_tokens > engine.stats().accepted_tokens > 0
+    assert engine.stats().draft_tokens > engine.stats().accepted_tokens > 0
     settled(engine)
     one.check()
 

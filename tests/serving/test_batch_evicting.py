@@ -79,7 +79,7 @@ def test_every_policy(network, kind, dtype):
         same(request.completions()[0], alone(*each))
     for i, got in enumerate(several.completions()):
         same(got, alone(asked[0][0], sampled(40 + i, 20, logprobs=1)))
-    assert engine.stats().guessed_tokens == engine.stats().preemptions == 0
+    assert engine.stats().draft_tokens == engine.stats().preemptions == 0
     gone(engine)
 
 

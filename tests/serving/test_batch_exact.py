@@ -239,13 +239,13 @@ def test_guesses_that_hold_and_others(network, dtype):
     draws = (repeating, penalised)
     asked = [(prompt, draws[i % 2](i, 60, logprobs=1)) for i, prompt in enumerate(prompts(10, 4, 30))]
     stats = all_of(network, asked, 60, dtype=dtype)
-    assert 0 < stats.accepted_tokens < stats.guessed_tokens
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
     assert stats.steps < 60
     asked = [(prompt, repeating(i, 200, logprobs=1)) for i, prompt in enumerate(prompts(10, 3, 30))]
     assert all_of(network, asked, 40, dtype=dtype, block_size=6).preemptions > 0
-    engine = BatchEngine(network, speculate=False)
+    engine = BatchEngine(network, draft=None)
     engine.submit(*asked[0]).result()
-    assert engine.stats().guessed_tokens == 0
+    assert engine.stats().draft_tokens == 0
 
 
 def test_guesses_end_where_the_text_ends():
@@ -333,7 +333,7 @@ def test_guesses_that_hold_to_the_end(network):
         stats = engine.stats()
         # In each step all guesses hold, and one token is drawn behind them, unless the text ends.
         assert stats.accepted_tokens >= len(new) - stats.steps + bool(stops)
-        assert stats.accepted_tokens == request.works[0].guesses.accepted
+        assert stats.accepted_tokens == request.works[0].drafts.accepted
 
 
 def test_a_stop_string_in_the_text_that_waited():

@@ -82,17 +82,17 @@ def test_the_texts_follow_their_grammars():
     assert {grammar for grammar, _ in whole} >= {GRAMMARS[1], GRAMMARS[2], CALL}
 
 
-@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("draft", ["ngram", None])
 @pytest.mark.parametrize("blocks", [None, 12])
-def test_a_batch_gives_what_each_gives_alone(speculate, blocks):
-    engine = batch(num_blocks=blocks, speculate=speculate)
+def test_a_batch_gives_what_each_gives_alone(draft, blocks):
+    engine = batch(num_blocks=blocks, draft=draft)
     requests = [engine.submit(prompt, asked) for prompt, asked in ASKED]
     run(engine)
     for request, want in zip(requests, WANT, strict=True):
         same(request.completions()[0], want)
     stats = engine.stats()
     assert (stats.preemptions > 0) == (blocks is not None)
-    assert (stats.accepted_tokens > 50) == speculate
+    assert (stats.accepted_tokens > 50) == bool(draft)
     settled(engine)
 
 
@@ -117,8 +117,8 @@ def test_forced_tokens_run_as_guesses():
     assert request.text() == text
     assert request.finish_reason == "stop"
     assert steps < len(request.tokens) / 2
-    assert engine.stats().accepted_tokens == engine.stats().guessed_tokens > 15
-    assert request.works[0].guesses.guessed == 0
+    assert engine.stats().accepted_tokens == engine.stats().draft_tokens > 15
+    assert request.works[0].drafts.proposed == 0
 
 
 def test_samples_follow_the_grammar_each_by_itself():
@@ -220,12 +220,12 @@ def test_a_slow_compilation_holds_up_nobody_else(monkeypatch):
     st.lists(
         st.tuples(st.integers(0, len(ASKED) - 1), st.sampled_from([None, "a"]), st.booleans()), min_size=1, max_size=7
     ),
-    st.integers(11, 30), st.integers(1, 5), st.booleans(), st.lists(st.integers(0, 6), max_size=3),
+    st.integers(11, 30), st.integers(1, 5), st.sampled_from(["ngram", None]), st.lists(st.integers(0, 6), max_size=3),
 )
 @settings(max_examples=25, deadline=None)
-def test_any_mix(asked, blocks, running, speculate, cancelled):
+def test_any_mix(asked, blocks, running, draft, cancelled):
     """Few places and blocks, requests that begin while others run, and some that are cancelled."""
-    engine = batch(num_blocks=blocks, max_running=running, speculate=speculate)
+    engine = batch(num_blocks=blocks, max_running=running, draft=draft)
     requests = []
     for number, space, wait in asked:
         requests.append((engine.submit(*ASKED[number], namespace=space), WANT[number]))

@@ -142,7 +142,7 @@ def test_pins_give_way_to_a_request_that_would_not_run_otherwise():
 
 
 def test_a_request_that_grows_takes_pins_before_it_is_preempted():
-    engine, _ = engine_of(20, speculate=False)
+    engine, _ = engine_of(20, draft=None)
     asked(engine, text(1, 40), namespace="a", keep=300.0)
     requests = [engine.submit(text(number, 40), sampled(number, 24)) for number in (5, 6)]
     run(engine)

@@ -334,7 +334,7 @@ def test_namespaces_share_nothing(network):
 
 def test_texts_that_begin_alike_follow_one_another():
     """Prompts of two tenants come in turn; passes have those of one before those of the other."""
-    _, network, engine = served(target_gap=0.1, speculate=False)
+    _, network, engine = served(target_gap=0.1, draft=None)
     passes, forward = [], network.forward
 
     def recorded(tokens, positions, *arguments):

@@ -1,0 +1,179 @@
+"""`DraftNetwork`: draft tokens of a small network of the same vocabulary, with K and V of its own.
+
+Each text of the engine has a shadow here, a text of the same tokens in the pool of the small network. It catches up in
+the pass that gives the first draft token; further ones run on a fork of it, which is dropped: nothing is rolled back,
+whatever the layers keep. Shadows share prefixes as texts do: where the engine finds a cached prompt, its shadow does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcache.core.memory import total
+from kvcache.drafts.proposer import NO_DRAFT, Ask
+from kvcache.errors import KvCacheError, OutOfMemoryError
+from kvcache.networks.protocols import Float32, Model
+from kvcache.texts.forward import Forward
+from kvcache.texts.settings import CacheSettings
+from kvcache.texts.text import Text, Tokens
+
+__all__ = ["DraftNetwork"]
+
+_READ = 64  # tokens of texts that are new here, in a step: other texts wait for them
+_SOON = 16  # tokens that a shadow may be behind, and still propose
+
+
+class DraftNetwork:
+    """A small network as a source; see `Proposer`.
+
+    Args:
+        settings: of its cache, for two texts for each one of the engine.
+        num_blocks: of its cache.
+        vocab_size: of the engine's network; token ids from there on are not proposed.
+    """
+
+    name, costs = "the network", True
+
+    def __init__(self, settings: CacheSettings, num_blocks: int, vocab_size: int) -> None:
+        self.model: Model = settings.model
+        self._pool = settings.pool(num_blocks)
+        self._forward = Forward(self.model, self._pool)
+        self._vocab_size, self._most = vocab_size, self.model.config.max_position_embeddings
+        self._shadows: dict[Text, Text] = {}  # by the text, the one that was asked for last at the end
+        self._busy: set[Text] = set()  # those that are asked for now
+
+    # -- shadows --------------------------------------------------------------------------------------------
+
+    def prepare(self, asked: Sequence[Ask]) -> list[Ask]:
+        ready, left, self._busy = [], _READ, {ask.text for ask in asked}
+        for ask in asked:
+            shadow = self._follow(ask)
+            if shadow is None:
+                continue
+            if (behind := shadow.remaining - _SOON) > 0 and left > 0:
+                count = min(behind, left)
+                if not self._run([(shadow, count)], 0):
+                    continue
+                left -= count
+            if 0 < shadow.remaining <= _SOON:
+                ready.append(ask)
+        return ready
+
+    def _follow(self, ask: Ask) -> Text | None:
+        """The shadow of a text, with all its tokens and a sequence; None: it has no room."""
+        text = ask.text
+        shadow = self._shadows.pop(text, None)
+        if shadow is None:
+            shadow = Text(text.tokens[: text.num_prompt].copy(), text.namespace)
+            shadow.parts_at = text.parts_at
+        self._shadows[text] = shadow
+        for token in text.tokens[shadow.num_tokens :].tolist():
+            shadow.add(token)
+        regime = self._forward.regime(min(shadow.num_tokens + ask.most, self._most))
+        if shadow.num_tokens >= self._most or (shadow.seq_id >= 0 and regime != shadow.regime):
+            self._pool.stop(shadow)
+        if shadow.num_tokens >= self._most:
+            return None
+        if shadow.seq_id < 0:
+            shadow.regime, shadow.space = regime, self._forward.space_of(shadow.namespace, regime)
+            while not self._pool.start(shadow, [each for each in self._shadows.values() if each.seq_id >= 0]):
+                if not self._release():
+                    return None
+        return shadow
+
+    def _release(self) -> bool:
+        """Take the sequence of the shadow that was asked for longest ago, and not now; whether there is one."""
+        for text, shadow in self._shadows.items():
+            if shadow.seq_id >= 0 and text not in self._busy:
+                self._pool.stop(shadow)
+                return True
+        return False
+
+    def _run(self, pieces: Sequence[tuple[Text, int]], rows: int) -> list[Float32]:
+        """Run the next tokens of texts; so many of the last logits of each, or nothing where there is no room."""
+        while True:
+            try:
+                self._pool.append(pieces)
+                break
+            except OutOfMemoryError:
+                if not self._release():
+                    return []
+        found: dict[int, Float32] = {}
+        for regime in sorted({text.regime for text, _ in pieces}):
+            numbers = [i for i, (text, _) in enumerate(pieces) if text.regime == regime]
+            logits = self._forward.run([(*pieces[i], rows) for i in numbers])
+            found.update(zip(numbers, logits, strict=True))
+        size = self._pool.block_size
+        for text, count in pieces:
+            filled = (text.computed + count) // size > text.computed // size
+            self._pool.ran(text, count)
+            self._pool.compact(text)
+            if filled and text.shares:
+                self._pool.index(text)
+        return [found[i] for i in range(len(pieces))]
+
+    # -- draft tokens ---------------------------------------------------------------------------------------
+
+    def propose(self, asked: Sequence[Ask]) -> list[Tokens]:
+        shadows = [self._shadows[ask.text] for ask in asked]
+        drafts: list[list[int]] = [[] for _ in asked]
+        forks: dict[int, Text] = {}
+        running = dict(enumerate(shadows))
+        try:
+            while running:
+                rows = self._run([(text, text.remaining) for text in running.values()], 1)
+                if not rows:
+                    break
+                for i, row in zip(list(running), rows, strict=True):
+                    token = int(row[0, : self._vocab_size].argmax())
+                    drafts[i].append(token)
+                    text = running.pop(i)
+                    if len(drafts[i]) == asked[i].most or text.num_tokens >= self._most:
+                        continue
+                    if i not in forks and not self._fork(text, i, forks, token):
+                        continue
+                    if text is not shadows[i]:
+                        text.add(token)
+                    running[i] = forks[i]
+        finally:
+            for fork in forks.values():
+                self._pool.drop(fork)
+        return [np.array(each, np.uint32) if each else NO_DRAFT for each in drafts]
+
+    def _fork(self, shadow: Text, number: int, forks: dict[int, Text], token: int) -> bool:
+        """Begin a fork of a shadow with one token more; whether there is room."""
+        fork = shadow.continued(np.array([token], np.uint32), shadow.num_tokens)
+        fork.shares = False
+        fork.moved(-1, 0, ())
+        try:
+            self._pool.fork(shadow, fork, shadow.computed)
+        except KvCacheError:
+            return False
+        forks[number] = fork
+        return True
+
+    # -- the end, and reports -------------------------------------------------------------------------------
+
+    def end(self, text: Text) -> None:
+        if (shadow := self._shadows.pop(text, None)) is not None:
+            if shadow.seq_id >= 0:
+                self._pool.index(shadow)
+            self._pool.stop(shadow)
+
+    def settle(self) -> None:
+        self._pool.shared.close_sessions()
+        self._pool.settle([shadow for shadow in self._shadows.values() if shadow.seq_id >= 0])
+
+    def memory(self) -> dict[str, int]:
+        weights = getattr(self.model, "weights", None)
+        own = {"weights": getattr(weights, "nbytes", 0), "scratch": getattr(weights, "scratch_bytes", 0)}
+        return total(self._pool.memory([each for each in self._shadows.values() if each.seq_id >= 0]), own)
+
+    def check(self) -> None:
+        self._pool.check([each for each in self._shadows.values() if each.seq_id >= 0])
+        for text, shadow in self._shadows.items():
+            assert shadow.computed <= shadow.num_tokens <= text.num_tokens, f"{shadow}: it is ahead of {text}"
+            ours = text.tokens[: shadow.num_tokens]
+            assert (shadow.tokens == ours).all(), f"{shadow}: its tokens are not those of {text}"

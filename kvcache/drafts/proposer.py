@@ -1,0 +1,68 @@
+"""`Proposer`: a source of draft tokens, the tokens that may follow a text.
+
+The network checks all draft tokens of a text in one pass. Each place of the text draws its own token, with its own
+random number, and a draft token stays if it is the token that was drawn: the text is the one without drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvcache.texts.text import Text, Tokens
+
+__all__ = ["NO_DRAFT", "Ask", "Proposer"]
+
+NO_DRAFT: Tokens = np.empty(0, np.uint32)
+
+
+class Ask(NamedTuple):
+    """A text that asks for draft tokens.
+
+    Attributes:
+        text: all its tokens but the last one have run.
+        most: draft tokens, at least one.
+    """
+
+    text: Text
+    most: int
+
+
+class Proposer(Protocol):
+    """A source of draft tokens for many texts at once. What it proposes never changes a text.
+
+    Attributes:
+        name: what messages call it.
+        costs: whether a draft token takes time that counts.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def costs(self) -> bool: ...
+
+    def prepare(self, asked: Sequence[Ask]) -> list[Ask]:
+        """Read a part of texts of which many tokens are new; return those that `propose` may be called with now."""
+        ...
+
+    def propose(self, asked: Sequence[Ask]) -> list[Tokens]:
+        """Draft tokens of each text, at most so many; none where there is nothing to go by."""
+        ...
+
+    def end(self, text: Text) -> None:
+        """Forget a text; its tokens may stay cached."""
+        ...
+
+    def settle(self) -> None:
+        """Forget what an exception has left half done; may run at any time."""
+        ...
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of its own, as `BatchEngine.memory` names them."""
+        ...
+
+    def check(self) -> None:
+        """Verify the invariants; AssertionError says what is wrong."""
+        ...

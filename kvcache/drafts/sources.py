@@ -1,0 +1,82 @@
+"""The sources of draft tokens that an engine is asked for, and the settings of their caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvcache.drafts.draft_network import DraftNetwork
+from kvcache.drafts.drafter import Drafter
+from kvcache.drafts.ngrams import NGrams
+from kvcache.drafts.proposer import Proposer
+from kvcache.networks.protocols import Model
+from kvcache.support.arguments import as_bytes, short
+from kvcache.texts.settings import CacheSettings, Load
+
+__all__ = ["DraftSources", "each_source"]
+
+_NAMES = ("ngram",)
+
+
+class DraftSources:
+    """The sources that the argument `draft` of an engine names.
+
+    Args:
+        draft: None, "ngram", a network, or several of these, in the order in which they are asked.
+        model: the engine's network.
+        load: of the engine.
+        block_size: of its cache.
+
+    Raises:
+        TypeError, ValueError: another kind; a network of another vocabulary.
+    """
+
+    def __init__(self, draft: Any, model: Model, load: Load, block_size: int) -> None:
+        self._sources = each_source(draft)
+        self._vocab_size = model.config.vocab_size
+        for each in self._sources:
+            if isinstance(each, str) and each not in _NAMES:
+                raise ValueError(f"draft: expected {', '.join(_NAMES)} or a network, got {short(each)}")
+            if not isinstance(each, str) and not hasattr(each, "forward"):
+                raise TypeError(f"draft: expected None, a name or a network, got {type(each).__name__}")
+        networks = [each for each in self._sources if not isinstance(each, str)]
+        own = Load(2 * max(load.texts, 1), load.piece, load.drafts, load.prompts, 1, load.default_tokens, 1)
+        self._settings = {id(each): _settings_of(each, own, block_size, self._vocab_size) for each in networks}
+
+    def split(self, settings: CacheSettings) -> CacheSettings:
+        """The settings of the engine with its share of `max_memory_bytes`: each cache has as many tokens.
+
+        ValueError: it evicts tokens, and has a network for drafts.
+        """
+        sizes = [each.block_bytes(each.whole) for each in self._settings.values()]
+        if sizes and settings.budgets is not None:
+            raise ValueError(f"draft: expected no network with an eviction_policy, got {len(sizes)}")
+        if settings.max_memory_bytes is None or not sizes:
+            return settings
+        limit, own = as_bytes(settings.max_memory_bytes, "max_memory_bytes"), settings.block_bytes(settings.whole)
+        return settings.within(limit * own // max(1, own + sum(sizes)))
+
+    def drafter(self, num_blocks: int, most: int, clock: Callable[[], float]) -> Drafter:
+        """The sources, beside a cache of so many blocks."""
+        found: list[Proposer] = []
+        for each in self._sources:
+            if isinstance(each, str):
+                found.append(NGrams())
+            else:
+                found.append(DraftNetwork(self._settings[id(each)], num_blocks, self._vocab_size))
+        return Drafter(found, most, clock)
+
+
+def each_source(draft: Any) -> Sequence[Any]:
+    """The sources that an argument `draft` names, one by one."""
+    return () if draft is None else tuple(draft) if isinstance(draft, (tuple, list)) else (draft,)
+
+
+def _settings_of(model: Model, load: Load, block_size: int, vocab_size: int) -> CacheSettings:
+    if model.config.vocab_size != vocab_size:
+        raise ValueError(f"draft: expected a vocabulary of {vocab_size} tokens, got {model.config.vocab_size}")
+    return CacheSettings.of(
+        model, load, dtype="f16", key_dtype=None, value_dtype=None, rotate="auto", block_size=block_size,
+        num_blocks=None, max_memory_bytes=None, residual_length=0, calibrate=False, eviction_policy=None,
+        kv_budget=None,
+    )

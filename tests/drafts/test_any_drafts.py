@@ -1,0 +1,164 @@
+"""Whatever proposes draft tokens, and whatever layers keep them: texts are those without, and few steps are needed."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import GOLDEN
+from seeded_weights import seeded
+from serving import GREEDY, Clock, penalised, prompts, repeating, run, same, sampled, settled
+
+from kvcache import BatchEngine, EvictionPolicy, KvCacheError, SamplingParams
+from kvcache.engine import Transformer
+
+pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+
+# Every kind of layer: all tokens, windows, three kinds of states, latents, two regimes of positions.
+TARGETS = ["llama_odd", "starcoder2_window", "qwen3_5", "lfm2", "granite_hybrid", "deepseek_v3"]
+DRAFTS = ["same", "q4", "starcoder2_window", "qwen3_5", "glm4_moe_lite"]
+
+
+@cache
+def opened(name, weights="auto"):
+    return Transformer.from_pretrained(seeded(name) if (GOLDEN / "seeded" / name).exists() else GOLDEN / name,
+                                       weights=weights)
+
+
+def draft_of(name, target):
+    """The sources of a draw: n-grams, a twin of the target, the same in q4, or another network."""
+    return [
+        each if each == "ngram" else opened(target) if each == "same" else opened(target, "q4") if each == "q4"
+        else opened(each)
+        for each in name
+    ]
+
+
+@cache
+def wanted(target, seed, count):
+    """Requests, and their answers without draft tokens."""
+    draws = (repeating, penalised, sampled)
+    asked = [(prompt, draws[i % 3](i, 12, logprobs=1)) for i, prompt in enumerate(prompts(seed, count, 40, 96))]
+    engine = BatchEngine(opened(target), num_blocks=200, draft=None)
+    requests = [engine.submit(*each) for each in asked]
+    run(engine, check=False)
+    assert engine.stats().draft_tokens == 0
+    return [(*each, request.completions()[0]) for each, request in zip(asked, requests, strict=True)]
+
+
+@given(
+    st.sampled_from(TARGETS), st.lists(st.sampled_from(["ngram", *DRAFTS]), min_size=1, max_size=3, unique=True),
+    st.integers(0, 1), st.integers(5, 24), st.integers(1, 5), st.integers(1, 16), st.booleans(),
+)
+@settings(max_examples=6, deadline=None)
+def test_any_mix(target, names, seed, blocks, running, most, late):
+    """Few places and blocks; half of the requests come when others run, or behind their prefixes."""
+    engine = BatchEngine(
+        opened(target), num_blocks=blocks, max_running=running, draft=draft_of(names, target), draft_tokens=most,
+        clock=Clock(),
+    )
+    asked, requests = wanted(target, seed, 5), []
+    for i, (prompt, params, want) in enumerate(asked):
+        requests.append((engine.submit(prompt, params), want))
+        for _ in range(9 * late * (i % 2)):
+            engine.step()
+        engine.check()
+    run(engine, check=False)
+    for request, want in requests:
+        same(request.completions()[0], want)
+    settled(engine)
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "phi3_longrope"])
+def test_a_network_that_proposes_for_itself(target):
+    """All draft tokens of greedy texts are drawn: many tokens come of a pass. A second run finds its prefixes."""
+    model = opened(target)
+    engine, plain = (BatchEngine(model, draft=each, clock=Clock()) for each in (model, None))
+    params = replace(GREEDY, max_tokens=40)
+    asked = prompts(5, 3, 40, 96)
+    want = plain.generate_batch(asked, params, progress=False)
+    assert engine.generate_batch(asked, params, progress=False) == want
+    stats = engine.stats()
+    assert stats.accepted_tokens > 0.9 * stats.draft_tokens > 60
+    assert stats.steps < 20
+    assert engine.generate_batch(asked, params, progress=False) == want
+    engine.check()
+
+
+def test_prefixes_are_shared_by_shadows():
+    """Where the network finds a cached prompt, the small one does: it does not read it again."""
+    model, rows = opened("llama_odd"), []
+
+    class Counted:
+        config, selects_rows = model.config, True
+
+        def forward(self, tokens, positions, attend, logits, **places):
+            rows.append(len(tokens))
+            return model.forward(tokens, positions, attend, logits, **places)
+
+    engine = BatchEngine(model, draft=Counted(), clock=Clock())
+    prompt = np.arange(150, dtype=np.uint32) % 96
+    first = engine.submit(prompt, GREEDY).result()
+    read = sum(rows)
+    assert read > 150
+    rows.clear()
+    assert engine.submit(prompt, GREEDY).result() == first
+    assert sum(rows) < 40
+    rows.clear()
+    assert engine.submit(prompt, GREEDY, namespace="other").result() == first
+    assert sum(rows) == read, "nothing is shared with another namespace"
+
+
+def test_ends_among_draft_tokens(network):
+    """A text ends where it ends without, also among draft tokens that would hold."""
+    for most, stops in ((1, ()), (2, ()), (9, ()), (60, (5, 17)), (60, tuple(range(40)))):
+        params = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=most, stop_token_ids=stops)
+        for prompt in prompts(7, 2, 30):
+            engines = [BatchEngine(network, draft=each, clock=Clock()) for each in (network, None)]
+            found = [engine.submit(prompt, params).completions()[0] for engine in engines]
+            same(*found)
+            settled(engines[0])
+
+
+def test_a_source_that_fails_is_given_up(caplog):
+    model = opened("llama_odd")
+
+    class Failing:
+        config = model.config
+
+        def forward(self, *_, **__):
+            raise FloatingPointError("too hot")
+
+    engine = BatchEngine(model, draft=(Failing(), "ngram"), clock=Clock())
+    asked = [(prompt, repeating(0, 20)) for prompt in prompts(3, 2, 30, 96)]
+    requests = [engine.submit(*each) for each in asked]
+    run(engine)
+    want = BatchEngine(model, draft=None)
+    assert [each.result() for each in requests] == [want.submit(*each).result() for each in asked]
+    assert caplog.text.count("draft: the network has failed, and is not asked again: FloatingPointError") == 1
+    assert engine.stats().draft_tokens > 0, "n-grams go on"
+
+
+def test_memory_is_shared_with_the_draft():
+    model = opened("llama_odd")
+    plain, drafted = (BatchEngine(model, max_memory_bytes="1MiB", draft=each) for each in (None, model))
+    assert plain.memory()["kv"] > drafted.memory()["kv"] / 2
+    assert drafted.memory()["kv"] <= 2**20
+    assert drafted.memory()["weights"] == 2 * plain.memory()["weights"]
+
+
+def test_what_is_refused(network):
+    model = opened("llama_odd")
+    for draft, message in (
+        (network, "draft: expected a vocabulary of 96 tokens, got 256"),
+        (7, "draft: expected None, a name or a network, got int"),
+        ("nowhere/at/all", "nowhere/at/all"),
+    ):
+        with pytest.raises((ValueError, TypeError, OSError, KvCacheError), match=message):
+            BatchEngine(model, draft=draft)
+    with pytest.raises(ValueError, match="draft: expected no network with an eviction_policy, got 1"):
+        BatchEngine(model, draft=model, eviction_policy=EvictionPolicy.StreamingLLM(4, 16))
+    with pytest.raises(ValueError, match="draft_tokens: expected an int <= 16, got 17"):
+        BatchEngine(model, draft_tokens=17)
