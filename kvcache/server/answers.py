@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from anyio import Lock, create_task_group, current_time, move_on_after, sleep
+from anyio import create_task_group, move_on_after
 from anyio.lowlevel import checkpoint
 from anyio.to_thread import run_sync
 from starlette.responses import Response, StreamingResponse
@@ -17,6 +17,7 @@ from kvcache.server.bodies import Body
 from kvcache.server.forms import TIMED_OUT, Choice, Form, Whole, reason_of
 from kvcache.server.limits import Threads
 from kvcache.server.refusals import ending, too_large
+from kvcache.server.sent_events import SentEvents
 from kvcache.server.written import JsonObject, pieces
 from kvcache.serving import NewTokens
 from kvcache.serving import Request as EngineRequest
@@ -24,8 +25,7 @@ from kvcache.serving.work import Work
 
 __all__ = ["HttpAnswer"]
 
-_EVENT = 16  # tokens of an event, which with 20 log-probabilities each take milliseconds
-_SILENCE = 15.0  # seconds without a byte, after which a stream says that it lives: proxies and clients leave others
+_EVENT = 16  # tokens of one message, which with 20 log-probabilities each take milliseconds
 
 
 class HttpAnswer:
@@ -63,41 +63,29 @@ class HttpAnswer:
                 pass
             tasks.cancel_scope.cancel()
 
-        sent: list[Message] = []
-        sending, last = Lock(), current_time()
+        begun = False
 
         async def note(message: Message) -> None:
-            nonlocal last
-            async with sending:
-                sent[:] = [message]
-                await send(message)
-                last = current_time()
+            nonlocal begun
+            begun = True
+            await send(message)
 
-        async def live() -> None:
-            """Send something where a stream was silent."""
-            while True:
-                silent = current_time() - last
-                if silent < _SILENCE or sending.locked() or not sent or not sent[0].get("more_body", True):
-                    await sleep(max(_SILENCE - silent, _SILENCE / 4))
-                else:
-                    await note({"type": "http.response.body", "body": self._form.ping().encode(), "more_body": True})
-
+        stream = SentEvents(note, self._form.ping)
         try:
             async with create_task_group() as tasks:
                 tasks.start_soon(watch)
                 with move_on_after(self._seconds):
                     if self._body.stream:
-                        tasks.start_soon(live)
-                        headers = {"cache-control": "no-cache"}
-                        await StreamingResponse(self._events(), 200, headers, "text/event-stream").stream_response(note)
+                        tasks.start_soon(stream.live)
+                        await self._stream(stream)
                     else:
                         await self._whole(scope, receive, note)
                 tasks.cancel_scope.cancel()
         except CancelledError:
-            if not sent:
+            if not begun:
                 await self._form.refusal(ending())(scope, receive, send)
-            elif self._body.stream and sent[0].get("more_body", True):
-                await send({"type": "http.response.body", "body": "".join(self._form.fail(ending())).encode()})
+            elif stream.is_open:
+                await stream.end("".join(self._form.fail(ending())))
         finally:
             self.cancel()
 
@@ -143,28 +131,28 @@ class HttpAnswer:
 
     # -- streams --------------------------------------------------------------------------------------------
 
-    async def _events(self) -> AsyncIterator[str]:
+    async def _stream(self, stream: SentEvents) -> None:
         choices, ended = self._choices(), False
+        await stream.begin()
         try:
-            for each in self._form.begin(self.requests):
-                yield each
+            if first := "".join(self._form.begin(self.requests)):
+                await stream.write(first)
             for number, request in enumerate(self.requests):
                 async for new in self._arrivals(request):
-                    for place, each in enumerate(self._new(choices[number * request.n + new.index], new)):
+                    for place, events in enumerate(self._new(choices[number * request.n + new.index], new)):
                         if place:
-                            await checkpoint()  # others have their turn between two events of one step
-                        yield each
+                            await checkpoint()  # others have their turn between two parts of one step
+                        await stream.write(events)
             ended = True
-            for each in self._form.end(self.requests, choices):
-                yield each
+            last = "".join(self._form.end(self.requests, choices))
         except Exception as error:
             if ended:
                 raise
-            for each in self._form.fail(error):
-                yield each
+            last = "".join(self._form.fail(error))
+        await stream.end(last)
 
     def _new(self, choice: Choice, new: NewTokens) -> Iterator[str]:
-        """The events for what is new in a sample, each of a few tokens."""
+        """The events for what is new in a sample, those of a few tokens together."""
         is_empty = choice.work.num_new == len(new.tokens) == 0
         reason = reason_of(new.finish_reason, is_empty=is_empty)
         for start in range(0, max(1, len(new.tokens)), _EVENT):
@@ -173,7 +161,8 @@ class HttpAnswer:
             found = choice.spoken.extend(tokens, ended=ended)
             if new.logprobs is not None:
                 logprobs = self._form.logprobs(choice, tokens, new.logprobs[start:stop])
-            yield from self._form.events(choice, found, logprobs, reason if ended else None)
+            if events := "".join(self._form.events(choice, found, logprobs, reason if ended else None)):
+                yield events
 
     # -- both -----------------------------------------------------------------------------------------------
 

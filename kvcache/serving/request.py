@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -83,7 +83,8 @@ class Pending:
 
     def __init__(self, steps: Stepping, works: Sequence[Work]) -> None:
         self._steps, self.works = steps, tuple(works)
-        self._waiters: deque[Callable[[], None]] = deque()
+        self._waiters: deque[Callable[[], None]] = deque()  # of threads
+        self._futures: deque[asyncio.Future[None]] = deque()  # of event loops
 
     @property
     def is_finished(self) -> bool:
@@ -118,11 +119,40 @@ class Pending:
             with suppress(Empty):  # the thread may have ended meanwhile
                 woken.get(timeout=1.0 if left is None else min(left, 1.0))
 
-    def wake(self) -> None:
-        """Wake all that wait: there is a new token, or the end."""
-        while self._waiters:
-            with suppress(IndexError):  # another thread has it
-                self._waiters.popleft()()
+    async def wait_in_loop(self, until: Callable[[], bool]) -> None:
+        """Wait in an event loop, which is free meanwhile, until this is woken, unless a condition holds."""
+        arrived = asyncio.get_running_loop().create_future()
+        self._futures.append(arrived)
+        if not until():
+            await arrived
+
+    @staticmethod
+    def wake_all(some: Iterable[Pending]) -> None:
+        """Wake all that wait for some calls now: there is a new token, or the end.
+
+        Who comes meanwhile has seen it, and waits for the next one. An event loop gets one call, however many wait in
+        it: it runs at once, and the thread that calls waits for it.
+        """
+        found = [(each, list(each._futures)) for each in dict.fromkeys(some)]
+        loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        for each, futures in found:
+            for _ in range(len(each._waiters)):
+                with suppress(IndexError):  # another thread has it
+                    each._waiters.popleft()()
+            for future in futures:
+                loops.setdefault(future.get_loop(), []).append(future)
+        for loop, ended in loops.items():
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_end, ended)
+        for each, futures in found:  # not before: an interrupt leaves nobody waiting
+            for _ in futures:
+                each._futures.popleft()
+
+
+def _end(futures: Iterable[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
 
 
 class Request(Pending):
@@ -285,20 +315,7 @@ class Request(Pending):
             if self._progress() == before:
                 await asyncio.to_thread(self._steps.step)
             return
-        loop = asyncio.get_running_loop()
-        arrived = loop.create_future()
-
-        def arrive() -> None:
-            if not arrived.done():
-                arrived.set_result(None)
-
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(arrive)
-
-        self._waiters.append(wake)
-        if self._progress() == before:
-            await arrived
+        await self.wait_in_loop(lambda: self._progress() != before)
 
     def _expect_one(self) -> None:
         if self.n > 1:

@@ -54,7 +54,7 @@ class Steps:
         self._inbox: deque[Work] = deque()
         self._numbers = count()
         self._pending: dict[int, Pending] = {}  # of each work that has not ended
-        self._ended: deque[Pending] = deque()  # to be woken
+        self._woken: list[Pending] = []  # at the end of the step
         self._closed = False
         self._thread: StepThread | None = None
         self._submitted = 0  # works, under the lock of the inbox
@@ -271,7 +271,7 @@ class Steps:
         if (reason := work.ending()) is not None:
             self._scheduler.end(work, reason)
         elif len(rows) and (pending := self._pending.get(work.key[1])) is not None:
-            pending.wake()
+            self._woken.append(pending)
 
     def _count_new(self, work: Work, now: float) -> None:
         """Count the new tokens of a work, those too that it drew before a later one failed."""
@@ -300,20 +300,19 @@ class Steps:
                 self._inbox.popleft()
 
     def _tell(self) -> None:
-        """Count the works that have ended, publish the counters, and wake those that wait for these works."""
+        """Count the works that have ended, publish the counters, and wake those that wait for an end or a token."""
         ended = self._scheduler.ended
         while ended:
             pending = self._pending.get(ended[-1].key[1])
             if pending is not None:
-                self._ended.append(pending)
+                self._woken.append(pending)
                 self._finished += 1
                 self._cached_tokens += ended[-1].cached_tokens
                 self._pending.pop(ended[-1].key[1])
             ended.pop()
         self._publish()
-        while self._ended:
-            self._ended[0].wake()
-            self._ended.popleft()
+        Pending.wake_all(self._woken)
+        self._woken.clear()
 
     # -- invariants and reports -----------------------------------------------------------------------------
 
@@ -322,11 +321,11 @@ class Steps:
         with self.inbox_lock:
             alive = {*self._scheduler.works, *(work.key[1] for work in self._inbox)}
             pending = dict(self._pending)
-        for number, each in pending.items():
+        for number in pending:
             if number not in alive:
                 self._pending.pop(number, None)
                 self._finished += 1
-            each.wake()
+        Pending.wake_all(pending.values())
         self._scheduler.ended.clear()
         self._count_again()
         self._publish()

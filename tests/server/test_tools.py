@@ -213,7 +213,7 @@ def test_the_dialect_may_be_named(tmp_path):
 
 
 def test_silent_streams_say_that_they_live(served, monkeypatch):
-    monkeypatch.setattr("kvcache.server.answers._SILENCE", 0.02)
+    monkeypatch.setattr("kvcache.server.sent_events._SILENCE", 0.02)
     served.network.waiting.clear()
     served.network.closed = True
     served.say("late")
@@ -232,7 +232,7 @@ def test_silent_streams_say_that_they_live(served, monkeypatch):
 
 def test_a_reader_who_is_slow_gets_no_comment_behind_the_end(served, monkeypatch):
     """While an event is on its way, nothing else is sent, and after the last one nothing at all."""
-    monkeypatch.setattr("kvcache.server.answers._SILENCE", 0.001)
+    monkeypatch.setattr("kvcache.server.sent_events._SILENCE", 0.001)
     body = {"model": MODEL, "messages": TALK, "stream": True, "max_tokens": 300, "logprobs": True, "top_logprobs": 20}
     served.say("x" * 200)
     connection = served.connect(post(json.dumps(body).encode(), "/v1/chat/completions"), receive_buffer=4096)

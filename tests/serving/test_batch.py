@@ -45,6 +45,24 @@ def alone(network):
     return Alone(network)
 
 
+def test_a_step_calls_an_event_loop_once(engine):
+    """However many streams wait in it, unless it runs while they are woken."""
+    requests, calls = [engine.submit(prompt, GREEDY) for prompt in PROMPTS], []
+
+    async def collect(request):
+        return [token async for token in request]
+
+    async def every():
+        loop = asyncio.get_running_loop()
+        call = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *args: (calls.append(args), call(*args))
+        engine.start()
+        return await asyncio.gather(*map(collect, requests))
+
+    tokens = sum(map(len, asyncio.run(every())))
+    assert 0 < len(calls) < tokens / 2
+
+
 @pytest.mark.parametrize("threaded", [False, True])
 def test_streams_and_results(engine, alone, threaded):
     if threaded:
