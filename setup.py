@@ -29,18 +29,23 @@ EVEX = EVEX or DEBUG or SANITIZE or COVERAGE
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")] + ["-mprefer-vector-width=512"]
 AVXVNNI = ["-mavx512f", "-mavx512vl", "-mavx512vnni", "-DKVC_EVEX=1"] if EVEX else ["-mavxvnni"]
-NEON = ["-march=armv8.2-a+dotprod+fp16"]
 AMX = ["-DKVC_EMULATED_TILES=1"] if EVEX else ["-mamx-tile", "-mamx-int8"]
-X86 = {"avx2": AVX2, "avx512": AVX2 + AVX512}
-if platform.machine() == "x86_64" and compiles(AVXVNNI):  # gcc 11, clang 12
-    X86["avxvnni"] = AVX2 + AVXVNNI
-if platform.machine() == "x86_64" and sys.platform == "linux" and compiles(AMX):  # gcc 11, clang 11
-    X86["amx"] = AVX2 + AVX512 + AMX
-ARM = {"neon": NEON}
-if platform.machine() in ("aarch64", "arm64") and compiles([NEON[0] + "+i8mm"]):  # gcc 10, clang 11
-    ARM["i8mm"] = [NEON[0] + "+i8mm"]
-LEVELS = {"x86_64": X86, "aarch64": ARM, "arm64": ARM}
-LEVELS = {"scalar": [], **LEVELS.get(platform.machine(), {})}
+LEVELS = {"scalar": []}
+# The machine that runs what is built: another one than this where Python's variable for cross builds is set.
+MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).split("-")[-1]
+if MACHINE == "x86_64":
+    LEVELS |= {"avx2": AVX2, "avx512": AVX2 + AVX512}
+    if compiles(AVXVNNI):  # gcc 11, clang 12
+        LEVELS["avxvnni"] = AVX2 + AVXVNNI
+    if sys.platform == "linux" and compiles(AMX):  # gcc 11, clang 11
+        LEVELS["amx"] = AVX2 + AVX512 + AMX
+if MACHINE in ("aarch64", "arm64"):
+    NEON = "-march=armv8.2-a+dotprod+fp16"
+    if not compiles([NEON]):  # as zig names the same
+        NEON = "-mcpu=generic+v8_2a+dotprod+fullfp16"
+    LEVELS["neon"] = [NEON]
+    if compiles([NEON + "+i8mm"]):  # gcc 10, clang 11
+        LEVELS["i8mm"] = [NEON + "+i8mm"]
 
 # -g0: Python's -g takes a quarter of the compile time.
 # No a * b + c in one rounding where the source has two: clang's default, at the mercy of what it inlines where.

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +42,13 @@ def check_machine():
 
 
 def compiles(flags):
-    """Whether the compiler knows these flags."""
+    """Whether the compiler makes an object with these flags."""
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
-    command = [*compiler, *flags, "-fsyntax-only", "-x", "c", os.devnull]
-    return bool(shutil.which(compiler[0])) and not subprocess.run(command, capture_output=True).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "empty.c")
+        source.write_text("typedef int nothing;\n")
+        command = [*compiler, *flags, "-c", source, "-o", source.with_suffix(".o")]
+        return bool(shutil.which(compiler[0])) and not subprocess.run(command, capture_output=True).returncode
 
 
 @dataclass(frozen=True)

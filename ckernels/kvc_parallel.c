@@ -303,7 +303,8 @@ static void list_items(const plan *p, kvc_item *items, float *norms, float *resu
         const kvc_seq *seq = &p->seqs[u.seq];
         for (int32_t part = 0; part < u.parts; part++) {
             const int64_t first = segment_start(seq, &u, part), stop = segment_start(seq, &u, part + 1);
-            *(u.members ? shared++ : own++) = (kvc_item){
+            kvc_item *item = u.members ? shared++ : own++;
+            *item = (kvc_item){
                 .seq = u.seq,
                 .first_query = u.first_query,
                 .row = u.row,
