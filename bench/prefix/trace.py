@@ -26,6 +26,7 @@ from kvcache.trie.trie import TokenTrie
 __all__ = ["add_arguments", "main", "through_trie"]
 
 MAX_PAGE = 256  # the largest page of the trie; longer pages of a trace are represented by 256 tokens
+MIXED = " of chats, agents and documents"
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 
 
@@ -75,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
     if options.file:
         traces = [from_mooncake(options.file)]
     else:
-        mix = Mix(num_requests=300 if options.quick else options.requests)
+        mix = Mix(num_requests=min(300, options.requests) if options.quick else options.requests)
         traces = [synthetic(replace(mix, seed=seed)) for seed in range(1 if options.quick else options.seeds)]
     if options.windows:
         return over_windows(traces[0], options)
@@ -114,13 +115,24 @@ def main(options: argparse.Namespace) -> int:
     print("\nthe trie, per request: lookup, pin, evict, insert, unpin\n")
     print(layout(["capacity", "pages", "median", "mean", "worst", "peak memory"], costs))
     if options.plot:
-        drawn = {name: {column: 100 * rate for column, rate in each.items()} for name, each in rates.items()}
-        title, x, y = "Hit rate over capacity", "capacity, share of all pages", "tokens that are hits"
-        print(plot_lines(drawn, options.plot, title, x, y, named=False, unit=" %"))
+        print(draw(rates, f"{len(traces[0].requests):,} requests{'' if options.file else MIXED}", options.plot))
     if options.json:
         data = {"environment": environment(), "traces": [t.name for t in traces], "hit_rate": rates, "evictions": gone}
         Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
     return 0
+
+
+def draw(rates: dict[str, dict[str, float]], about: str, folder: str) -> Path:
+    """Draw hit rates over capacity, the smallest at the right, where lines part; equal lines are one."""
+    names: dict[tuple[float, ...], list[str]] = {}
+    for name, each in rates.items():
+        names.setdefault(tuple(each.values()), []).append(name)
+    lines = {
+        ", ".join(some): {column.replace("%", " %"): 100 * rates[some[0]][column] for column in [*rates[some[0]]][::-1]}
+        for some in names.values()
+    }
+    title, x, y = "Hit rate over capacity", "capacity, share of all pages", "tokens that are hits"
+    return plot_lines(lines, folder, title, x, y, about=about, unit=" %")
 
 
 def over_windows(trace: Trace, options: argparse.Namespace) -> int:

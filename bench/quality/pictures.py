@@ -34,8 +34,10 @@ def draw_formats(formats: dict[str, dict[str, dict[str, float]]], folder: str) -
             axes.plot(x, y, marker=marker, linestyle="none" if kind else "-", label=label, zorder=2 if kind else 1)
             for name, *at in zip(names, x, y, strict=True):
                 if kind in ("", "/"):
-                    axes.annotate(name, at, (6, -3) if kind else (-6, -11), textcoords="offset points", fontsize=7)
+                    place, side = ((6, -3), "left") if kind else ((-5, -8), "right")
+                    axes.annotate(name, at, place, textcoords="offset points", fontsize=7, ha=side)
         axes.set_xscale("log", base=2)
+        axes.set_xlim(2.1, 38)
         axes.set_xticks([2.5, 3.5, 4.5, 6.5, 8.5, 16, 32], ["2.5", "3.5", "4.5", "6.5", "8.5", "16", "32"])
         axes.set_yscale("symlog", linthresh=0.01)
         axes.set_ylim(-0.005, 30)
@@ -151,10 +153,13 @@ def draw_stream(runs: list[dict[str, Any]], fresh: np.ndarray, folder: str) -> P
     """Perplexity along the stream relative to fresh windows of the same text, and the time per token."""
     plt = pyplot()
     figure, (axes, clock) = plt.subplots(2, 1, figsize=(9, 6.5), height_ratios=[3, 1], sharex=True)
+    ends, longest = dict[bool, list[Any]](), max(len(run["scores"]) for run in runs)
     for run in runs:
         own = bins(run["scores"])
         ratio = np.exp(own - bins(fresh[: len(run["scores"])]))
-        axes.plot((np.arange(len(ratio)) + 0.5) * BIN, ratio, marker=".", label=run["name"])
+        ends.setdefault(len(run["scores"]) == longest, []).extend(
+            axes.plot((np.arange(len(ratio)) + 0.5) * BIN, ratio, marker=".", label=run["name"])
+        )
         pieces = len(run["seconds"]) // 32 * 32
         middle = np.median(run["seconds"][:pieces].reshape(-1, 32), axis=1)
         at = np.arange(len(middle)) * len(run["scores"]) / max(len(middle), 1)
@@ -163,9 +168,11 @@ def draw_stream(runs: list[dict[str, Any]], fresh: np.ndarray, folder: str) -> P
     axes.set_yscale("log")
     plain_numbers(axes.yaxis, "", [1, 1.1, 1.5, 2, 3, 4])
     axes.set_ylabel("perplexity over that of fresh windows")
-    axes.set_title(DEMO, fontsize=11)
-    axes.legend(fontsize="small")
+    axes.set_title(DEMO, fontsize=11, pad=18)
     axes.grid(alpha=0.3)
+    name_ends(axes, ends[True])
+    name_ends(axes, ends.get(False, []), above=14)  # the longest lines go on below these names
+    clock.spines[["right", "top"]].set_visible(False)
     plain_numbers(clock.xaxis)
     clock.set_ylim(bottom=0)
     clock.set_ylabel("CPU ms per token")

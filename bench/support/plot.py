@@ -51,8 +51,8 @@ def plain_numbers(axis: Any, unit: str = "", ticks: Sequence[float] = ()) -> Non
     axis.set_minor_formatter(NullFormatter())
 
 
-def name_ends(axes: Any, lines: Sequence[Any], size: float = 8) -> None:
-    """Name lines at their right ends, each in its colour, none over another."""
+def name_ends(axes: Any, lines: Sequence[Any], size: float = 8, above: float = 0) -> None:
+    """Name lines at their right ends, or `above` points higher, each in its colour, none over another."""
     axes.spines[["right", "top"]].set_visible(False)
     axes.figure.canvas.draw()  # which finds the limits
     scale, gap = 72 / axes.figure.dpi, 1.25 * size
@@ -60,8 +60,8 @@ def name_ends(axes: Any, lines: Sequence[Any], size: float = 8) -> None:
     ends.sort(key=lambda each: float(each[0][1]))
     placed: list[float] = []
     for (_, y), _ in ends:
-        placed.append(max(float(y), placed[-1] + gap) if placed else float(y))
-    crowd = [i for i, ((_, y), _) in enumerate(ends) if placed[i] > y]
+        placed.append(max(float(y) + above, placed[-1] + gap) if placed else float(y) + above)
+    crowd = [i for i, ((_, y), _) in enumerate(ends) if not above and placed[i] > y]
     if crowd:  # those that were moved go back by half
         back = max(placed[i] - float(ends[i][0][1]) for i in crowd) / 2
         first = min(crowd) - 1
@@ -77,7 +77,7 @@ def plot_table(table: Table, results: list[Result], folder: str) -> Path:
     """Draw a table of sizes as lines and any other table as bars, with times on a logarithmic scale."""
     if table.growth:
         lines = {r.what: {name: median(t) * 1e6 for name, t in r.times.items()} for r in results}
-        return plot_lines(lines, folder, table.title, "size", "microseconds", log=True, named=False)
+        return plot_lines(lines, folder, table.title, "how many are cached", "one operation", log=True, unit=" us")
     plt = pyplot()
     names = list(dict.fromkeys(name for r in results for name in r.times))
     figure, axes = plt.subplots(figsize=(9, 1 + 0.25 * len(results) * len(names)))
