@@ -34,6 +34,7 @@ BENCHES = {
     "transformers": ("bench.transformers.generating", "PagedCache in generate, beside transformers' own caches"),
     "events": ("bench.prefix.events", "block events: what they cost in the index, in their thread and in steps"),
     "fleet": ("bench.fleet.fleet", "a fleet of 2 to 256 servers on paper: routing, a shared store, both"),
+    "routing": ("bench.fleet.routing", "cached tokens behind Dynamo, vllm-router, Ray Serve and SGLang's router"),
     "trace": ("bench.prefix.trace", "a serving trace through the prefix cache: hit rates by capacity and policy"),
 }
 
@@ -68,6 +69,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench events                           needs the extra [cluster]; a minute
   python -m bench fleet --file requests.jsonl      a trace in Mooncake's format; a minute
   python -m bench fleet --check                    two real servers beside the model; needs the extra [serve]
+  python -m bench routing                          those of the four engines that are installed; some minutes
   python -m bench trace --plot plots               hit rates, with a picture
   python -m bench trace --file requests.jsonl      a trace of your own, in Mooncake's format
 """

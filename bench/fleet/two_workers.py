@@ -6,44 +6,27 @@ answers say what was. Only memory is compared, so each request waits for the one
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
-from urllib.request import Request as HttpRequest
-from urllib.request import urlopen
 
 import numpy as np
 
 from bench.fleet.costs import Costs
 from bench.fleet.replay import WAYS, Fleet, replay
 from bench.prefix.workloads import Mix, Request, Trace, synthetic
+from bench.support.processes import Server, posted
 from kvcache.demo import DIRECTORY
 
-__all__ = ["compare", "questions", "served"]
+__all__ = ["compare", "questions"]
 
 BLOCK, GROUP = 16, 64  # tokens of a block, and of a value of a tier
 _VOCABULARY = 4000  # of the ids that prompts have
 _NEVER = 1e-3  # load: no request meets another one
 _PATIENCE = 20.0  # seconds for values to be written
-
-
-@contextmanager
-def served(num_blocks: int, folder: str | None) -> Iterator[str]:
-    """The address of a server of the demo's model, with a directory that others may share."""
-    command = [sys.executable, "-m", "kvcache", "serve", "--model", str(DIRECTORY), "--name", "m", "--port", "0"]
-    command += ["--threads", "1", "--num-blocks", str(num_blocks), *(["--autosave", folder] if folder else [])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split()[-1].removesuffix("/v1")
-        finally:
-            process.terminate()
 
 
 def questions(seed: int, count: int, page_size: int) -> Trace:
@@ -72,10 +55,8 @@ def _prompt(request: Request, page_size: int, number: int) -> list[int]:
 
 def _cached(url: str, prompt: Sequence[int]) -> int:
     """Tokens of a prompt that a server says it had cached."""
-    body = json.dumps({"model": "m", "prompt": list(prompt), "max_tokens": 1, "temperature": 0}).encode()
-    request = HttpRequest(url + "/v1/completions", body, {"content-type": "application/json"})
-    with urlopen(request, timeout=60) as answer:
-        return int(json.load(answer)["usage"]["prompt_tokens_details"]["cached_tokens"])
+    body = {"model": "m", "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
+    return int(posted(url + "/v1/completions", body)["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def _wait_for(folder: Path, values: int) -> None:
@@ -95,7 +76,8 @@ def compare(way: str, count: int, num_blocks: int, seed: int = 0) -> tuple[list[
     real, known = [], set()
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory()) if stored else None
-        urls = [stack.enter_context(served(num_blocks, folder)) for _ in range(2)]
+        options = ["--num-blocks", str(num_blocks), *(["--autosave", folder] if folder else [])]
+        urls = [stack.enter_context(Server(DIRECTORY, "m", *options, told=False)).url for _ in range(2)]
         for number, (request, worker) in enumerate(zip(trace.requests, found.worker, strict=True)):
             real.append(_cached(urls[worker], _prompt(request, size, number)))
             known.update(request.pages)

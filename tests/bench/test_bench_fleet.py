@@ -1,6 +1,7 @@
 """The model of a fleet: its memory beside the trie, its time beside sums, its hit rates beside two real servers."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 pytest.importorskip("bench.support.common")
 
 from bench.__main__ import main
+from bench.fleet import routing
+from bench.fleet.conversations import Conversations
 from bench.fleet.costs import Costs
 from bench.fleet.replay import WAYS, Fleet, Replay, replay
 from bench.fleet.router import PrefixRouter
@@ -165,6 +168,43 @@ def test_the_command(capsys, tmp_path):
     outcomes = json.loads((tmp_path / "found.json").read_text())["outcomes"]
     assert set(outcomes) == {"2", "4"}
     assert set(outcomes["2"]) == set(WAYS)
+
+
+def test_turns_go_on_from_one_another():
+    texts, seen = Conversations(count=6, turns=3, heads=2, clients=2), []
+    for client in range(2):
+        prompts = list(texts.prompts(client))
+        assert prompts == list(texts.prompts(client))
+        before = [max((len(a) for a in prompts[:i] if each.startswith(a)), default=0) for i, each in enumerate(prompts)]
+        assert before.count(0) == 3
+        seen += prompts
+    assert len(set(seen)) == texts.num_requests == 18
+    heads = {each[: 24 * 10] for each in seen}
+    assert len(heads) == 2
+    assert texts.send(lambda prompt: (len(prompt), prompt.count("="))) == (
+        sum(map(len, seen)), sum(each.count("=") for each in seen)
+    )
+
+
+def test_the_table_of_routers(capsys, monkeypatch, tmp_path):
+    """Engines that are there, and those that are not, with a fake one: `.ci/run cluster` has the processes."""
+    used = []
+
+    @contextmanager
+    def run(folder, blocks, store):
+        assert folder.is_dir()
+        used.append((blocks, store is not None))
+        yield routing.Running(lambda prompt: (10, 7), lambda: [96, 0])
+
+    engines = (routing.Engine("here", run, "json"), routing.Engine("away", run, "no_such_package.router"))
+    monkeypatch.setattr(routing, "ENGINES", engines)
+    assert main(["routing", "--json", str(tmp_path / "found.json")]) == 4  # workers without a request
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["here"] + ["70.0%", "(0+96)"] * 4 in lines
+    assert ["away", "not", "installed"] in lines
+    assert used == [(routing.SMALL, False), (routing.SMALL, True), (routing.LARGE, False), (routing.LARGE, True)]
+    found = json.loads((tmp_path / "found.json").read_text())["found"]
+    assert found["here; small"] == {"cached": 0.7, "requests": [96, 0]}
 
 
 def test_costs_of_a_checkpoint():

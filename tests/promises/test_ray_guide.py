@@ -89,8 +89,9 @@ def found(tmp_path_factory):
     (folder / "deployment.py").write_text(block)
     (folder / "driver.py").write_text(dedent(DRIVER))
     path = os.pathsep.join([str(folder), str(PROJECT), os.environ.get("PYTHONPATH", "")])
+    slow = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}  # of 5 s, in which a busy machine starts no proxy
     ran = subprocess.run(
-        [sys.executable, "driver.py", "8561", str(DIRECTORY)], cwd=folder, env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "driver.py", "8561", str(DIRECTORY)], cwd=folder, env=os.environ | slow | {"PYTHONPATH": path},
         stdout=subprocess.PIPE, text=True, timeout=400, check=False,
     )
     lines = [line for line in ran.stdout.splitlines() if line.startswith("FOUND")]

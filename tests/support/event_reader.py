@@ -56,12 +56,15 @@ class Mirror:
             self.store(**event)
 
     def store(self, type, block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name,
-              extra_keys=None):
+              extra_keys=None, cache_salt=None):
         assert (type, lora_id, medium, lora_name) == ("BlockStored", None, "GPU", None)
         assert len(token_ids) == len(block_hashes) * block_size
         assert extra_keys is None or len(extra_keys) == len(block_hashes)
         parent = parent_block_hash
         assert parent is None or parent in self.blocks, "a block before the one that it continues"
+        assert cache_salt == self.salt_of(parent) if parent is not None else extra_keys == (
+            cache_salt and [[cache_salt]] + [None] * (len(block_hashes) - 1)
+        )
         for i, each in enumerate(block_hashes):
             assert 0 <= each < 2**63
             assert each not in self.blocks
@@ -69,6 +72,12 @@ class Mirror:
             assert (key is None) or parent is None
             self.blocks[each] = parent, tuple(token_ids[i * block_size : (i + 1) * block_size]), key
             parent = each
+
+    def salt_of(self, block):
+        """The salt of the text of a block."""
+        while block is not None:
+            block, _, key = self.blocks[block]
+        return key and key[0]
 
     def texts(self):
         """All texts that end with a block, each as `(salt, tokens)`: a list, since two namespaces may have one salt."""

@@ -9,5 +9,5 @@
 The worker tells the router which blocks it has (`kv_events`) and how full it is, ends what a client leaves, and takes
 all samples, log-probabilities, grammars and salts of a request. With `--store` or `--redis` workers share cached
 prefixes: one that gets another one's request, or was started again, reads them from there. Requests with a salt share
-prefixes with those of the same salt alone; Dynamo 1.6.1 sends them where there is least to do.
+prefixes with those of the same salt alone, and go where these are.
 """

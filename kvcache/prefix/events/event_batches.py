@@ -2,13 +2,15 @@
 
 A batch is `[seconds, [event, ..], rank]`, an event a map with its `type`:
 
-    BlockStored       block_hashes, parent_block_hash, token_ids, block_size, lora_id, lora_name, medium, extra_keys
+    BlockStored       block_hashes, parent_block_hash, token_ids, block_size, lora_id, lora_name, medium, extra_keys,
+                      cache_salt
     BlockRemoved      block_hashes, medium
     AllBlocksCleared
 
-Blocks that follow one another in a text are one event. `extra_keys` is there only in namespaces with a salt, an item
-for each block: `[salt]` for the first block of a text, else None. Such namespaces have batches of their own: readers
-that know no salts refuse the whole batch.
+Blocks that follow one another in a text are one event. The last two are there only in namespaces with a salt.
+`extra_keys` has an item for each block: `[salt]` for the first block of a text, else None. `cache_salt` is what Dynamo
+reads instead, of each event (`lib/kv-router/src/zmq_wire/deserialize.rs` of its repository). Such namespaces have
+batches of their own: readers that know no salts refuse the whole batch.
 """
 
 from __future__ import annotations
@@ -70,4 +72,5 @@ def _events(noted: Noted, settings: KvEvents) -> Iterator[tuple[Event, bool]]:
             }
             if salt is not None:
                 event["extra_keys"] = [[salt] if kind == _FIRST else None, *[None] * (end - first - 1)]
+                event["cache_salt"] = salt
             yield event, salt is not None
