@@ -98,16 +98,20 @@ class ServedModel:
         return body_of(found, chat, self.engine.sampling_params, self.engine.max_positions, marks)
 
     def _begin(self, body: Body, form: Form, space: Hashable) -> Asked:
-        if body.chat and (_requires_call(body) or body.params.grammar is not None):
-            body = body._replace(params=replace(body.params, grammar=self._grammar(body)))
+        if body.chat and (grammar := self._grammar(body)) is not None:
+            body = body._replace(params=replace(body.params, grammar=grammar))
         return Asked(body, form, space if body.salt is None else (space, body.salt))
 
-    def _grammar(self, body: Body) -> Grammar:
+    def _grammar(self, body: Body) -> Grammar | None:
         """The grammar of the answer to a conversation: calls, or thoughts and the form that is asked for."""
-        (asked,), (prompt,) = body.prompts, self._prompts.tokens(body)
-        if _requires_call(body) or body.params.grammar is None:
-            return self._voices.required(asked, prompt.tolist())
-        return self._voices.formed(body.params.grammar, prompt.tolist())
+        (asked,), form = body.prompts, body.params.grammar
+        is_free = form is None and asked.choice.mode != "required"
+        if is_free and not any(tool["function"].get("strict") is True for tool in asked.tools or ()):
+            return None
+        prompt = self._prompts.tokens(body)[0].tolist()
+        if form is None or asked.choice.mode == "required":
+            return self._voices.calling(asked, prompt)
+        return self._voices.formed(form, prompt)
 
     def compile(self, body: Body) -> None:
         """Compile the grammar of a body, which may take long."""
@@ -115,7 +119,8 @@ class ServedModel:
         try:
             self.engine.prepare_grammar(body.params.grammar, body.params.stop_token_ids)
         except GrammarError as error:
-            raise grammar_refused(error, "tools" if _requires_call(body) else "response_format") from None
+            field = "response_format" if body.params.grammar.kind == "json_schema" else "tools"
+            raise grammar_refused(error, field) from None
 
     def queued(self, asked: Asked, threads: Threads, timeout: float) -> ASGIApp:
         """Queue the requests of a body, all or none: the answer.
@@ -183,7 +188,3 @@ class ServedModel:
         tokens = self._prompts.checked(given["tokens"], "tokens").tolist()
         return JSONResponse({"prompt": decoded(self.engine.tokenizer, tokens, skip_special_tokens=False)})
 
-
-def _requires_call(body: Body) -> bool:
-    """Whether an answer must call a function, whatever the network would say."""
-    return body.chat and body.prompts[0].choice.mode == "required"

@@ -50,8 +50,10 @@ class Voices:
             names=asked.choice.names, parallel=asked.parallel, customs=frozenset(asked.customs),
         )
 
-    def required(self, asked: Conversation, prompt: Sequence[int]) -> Grammar:
-        """The grammar of an answer to a conversation that asks for a call.
+    def calling(self, asked: Conversation, prompt: Sequence[int]) -> Grammar | None:
+        """The grammar of an answer to a conversation that asks for a call, or that has a strict function for one.
+
+        Without a call asked for, the answer is free until one begins. None: all of it is free.
 
         Args:
             prompt: the ids before the answer.
@@ -60,22 +62,28 @@ class Voices:
             BodyError: the dialect has no calls; llguidance is not installed; the parameters of a function are no
                 schema, or a strict one that the dialect cannot follow.
         """
-        names = asked.choice.names
-        functions = [tool["function"] for tool in asked.tools or ()]
+        names, free = asked.choice.names, asked.choice.mode != "required"
         functions = [
-            function | {"format": asked.customs.get(function["name"])} for function in functions
-            if names is None or function["name"] in names
+            tool["function"] for tool in asked.tools or () if names is None or tool["function"]["name"] in names
         ]
+        if asked.choice.mode == "none" or (free and not any(each.get("strict") is True for each in functions)):
+            return None
+        if not free:  # texts of custom tools are as free as the answer
+            functions = [each | {"format": asked.customs.get(each["name"])} for each in functions]
         thinks = self._marks.opens_thought(prompt[-_TAIL:])
         try:
-            found = calls_grammar(self._marks, functions, parallel=asked.parallel, thinks=thinks)
+            found = calls_grammar(self._marks, functions, parallel=asked.parallel, thinks=thinks, free=free)
         except GrammarError as error:
             raise grammar_refused(error, "tools") from None
         except TypeError:  # of a keyword with a value of another kind
             raise grammar_refused(GrammarError("grammar: expected JSON schemas, got another value"), "tools") from None
+        if found is None and free:
+            return None
         if found is None or not knows_grammars():
             why = "the server has no llguidance" if found is not None else "this network writes no calls"
             message = f"tool_choice: expected none or auto, since {why}, got one that requires a call"
+            if free:
+                message = f"tools: expected functions that are not strict, since {why}, got one that is"
             raise BodyError(message, "unsupported_parameter")
         return found
 

@@ -245,6 +245,62 @@ def test_an_answer_in_json_behind_thoughts(name, thinks, may_think, good, bad, s
             assert not matcher.is_complete, text
 
 
+CALLS = {  # in the words of each dialect
+    "hermes": '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=place>\nhere\n</parameter>\n</function>\n</tool_call>",
+    "gemma4": '<|tool_call>call:look{place:<|"|>here<|"|>}<tool_call|>',
+    "functiongemma": "<start_function_call>call:look{place:<escape>here<escape>}<end_function_call>",
+    "mistral": '[TOOL_CALLS][{"name": "look", "arguments": {"place": "here"}}]',
+    "granite": '<|tool_call|>[{"name": "look", "arguments": {"place": "here"}}]',
+    "lfm2": '<|tool_call_start|>\n{"name": "look", "arguments": {"place": "here"}}\n<|tool_call_end|>',
+    "llama3": '{"name": "look", "parameters": {"place": "here"}}',
+    "harmony": '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"place": "here"}',
+}
+STRICT = [FUNCTIONS[0] | {"strict": True}]
+
+
+def follows(tokenizer, grammar, text):
+    """Whether a grammar takes a text token by token, and whether it may end there."""
+    matcher = compiled(tokenizer, grammar).fresh([END])
+    for token in tokenizer.encode(text, add_special_tokens=False).ids:
+        if not np.isfinite(matcher.masked(np.zeros(256, np.float32))[token]):
+            return None
+        matcher.advance(token)
+    return bool(np.isfinite(matcher.masked(np.zeros(256, np.float32))[END]) or matcher.is_complete)
+
+
+@pytest.mark.parametrize("special", [(), SPECIAL], ids=["marks are text", "some are tokens"])
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_texts_are_free_until_a_call_begins(name, special):
+    tokenizer = tokenizer_of(special)
+    marks = MarkTokens(tokenizer, DIALECTS[name]._replace(thoughts=None))
+    grammar = calls_grammar(marks, STRICT, parallel=True, thinks=False, free=True)
+    call = CALLS[name]
+    said = "<|channel|>final<|message|>" if name == "harmony" else ""
+    before = {"harmony": "<|channel|>commentary<|message|>Hm.<|end|><|start|>assistant", "llama3": ""}.get(name, "Hm. ")
+    for text in ("", "Hello < [1, 2] {}", "\n<tool", '{"nam', "[a", '{"a": 1}'):
+        assert follows(tokenizer, grammar, said + text), text
+    assert follows(tokenizer, grammar, before + call)
+    assert follows(tokenizer, grammar, before + call.partition("here")[0]) is False, "a call ends as one"
+    for other in (call.replace("here", "hers"), call.replace("look", "book"), call.replace("place", "plate")):
+        assert follows(tokenizer, grammar, before + other) is None, other
+    one = calls_grammar(marks, STRICT, parallel=False, thinks=False, free=True)
+    assert follows(tokenizer, one, before + call)
+    if name not in ("harmony", "llama3"):
+        assert follows(tokenizer, grammar, f"{call} and {call}.") or name in ("mistral", "granite")
+        assert follows(tokenizer, one, f"{call} and {call}.") is None
+
+
+def test_thoughts_before_free_texts():
+    marks = MarkTokens(tokenizer_of(()), DIALECTS["hermes"])
+    call = CALLS["hermes"]
+    for thinks, begin in ((True, ""), (False, "<think>")):
+        grammar = calls_grammar(marks, STRICT, parallel=True, thinks=thinks, free=True)
+        thought = f"{begin}a <tool_call> b</think>\n\n"
+        assert follows(marks.tokenizer, grammar, f"{thought}Hm. {call}")
+        assert follows(marks.tokenizer, grammar, thought + call.replace("here", "hers")) is None
+
+
 def refused(dialect, message, schema=None, **function):
     marks = MarkTokens(tokenizer_of(()), DIALECTS[dialect])
     with pytest.raises(GrammarError, match=f"grammar: expected {message}"):

@@ -139,3 +139,26 @@ def test_without_the_package(served, monkeypatch):
         asked(served, 1, tool_choice="required")
     assert (caught.value.param, caught.value.code) == ("tool_choice", "unsupported_parameter")
     assert constraints.knows_grammars()
+
+
+def test_a_strict_function_is_followed_where_a_call_may_be(served, monkeypatch):
+    """The network is about to write another animal; what is not strict it writes as it likes, and texts it always may.
+
+    The last one here: the network says texts from now on.
+    """
+    wrong = '{"name": "choose", "arguments": {"kind": "rat"}}'
+    for strict, kinds in ((True, ("cat", "dog")), (False, ("rat",))):
+        tools = [tool("choose", strict=strict), tool("weigh")]
+        served.say(f"Hm. <tool_call>\n{wrong}\n</tool_call>")
+        (choice,) = asked(served, 1, tools=tools, parallel_tool_calls=False, temperature=0).choices
+        (call,) = choice.message.tool_calls
+        assert (choice.message.content, call.function.name, choice.finish_reason) == ("Hm.", "choose", "tool_calls")
+        assert json.loads(call.function.arguments)["kind"] in kinds
+        for said, more in (("Not one [1] {", {}), (wrong, {"tool_choice": "none"})):
+            served.say(said)
+            assert asked(served, 1, tools=tools, temperature=0, **more).choices[0].message.content == said
+    monkeypatch.setattr(voices, "knows_grammars", lambda: False)
+    assert asked(served, 1, tools=[tool("choose")]).choices
+    with pytest.raises(openai.BadRequestError, match="functions that are not strict, since the server has") as caught:
+        asked(served, 1, tools=[tool("choose", strict=True)])
+    assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")

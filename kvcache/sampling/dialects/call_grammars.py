@@ -1,4 +1,4 @@
-"""The grammar of an answer that must call a function, in the words of its dialect; thoughts may come before."""
+"""The grammar of an answer that calls functions, or may, in the words of its dialect; thoughts may come before."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any
 
 from kvcache.errors import GrammarError
 from kvcache.grammar import Grammar, lark
-from kvcache.sampling.dialects.call_texts import (
-    resolved,
-    types_of,
-)
+from kvcache.sampling.dialects.call_texts import resolved, types_of
 from kvcache.sampling.dialects.grammar_words import GrammarWords, checked_keywords
 from kvcache.sampling.dialects.harmony_reader import HarmonyReader
 from kvcache.sampling.dialects.member_calls import MemberCalls
@@ -21,6 +18,7 @@ from kvcache.sampling.dialects.named_calls import NamedCalls
 from kvcache.sampling.dialects.object_calls import ObjectCalls
 from kvcache.sampling.dialects.spoken_answer import MarkTokens
 from kvcache.sampling.dialects.tag_calls import TagCalls
+from kvcache.sampling.dialects.tagged_reader import CALL_BEGINNINGS
 from kvcache.support.arguments import short
 
 __all__ = ["calls_grammar", "lead_of_answers"]
@@ -31,7 +29,7 @@ _OBJECT = {"type", "properties", "required", "additionalProperties", "$defs", "d
 
 
 def calls_grammar(
-    marks: MarkTokens, functions: Sequence[Function], *, parallel: bool, thinks: bool
+    marks: MarkTokens, functions: Sequence[Function], *, parallel: bool, thinks: bool, free: bool = False
 ) -> Grammar | None:
     """The grammar of one call or more; None: the dialect has no calls.
 
@@ -41,6 +39,8 @@ def calls_grammar(
             "regex" and a grammar in it, of the one text that is all arguments.
         parallel: whether there may be several calls.
         thinks: whether the prompt has begun a thought.
+        free: whether the answer may be any text as well, before calls and behind them; what begins as a call then
+            becomes one.
 
     Raises:
         GrammarError: parameters that are no schema, or beyond a limit; those of a strict function that the dialect
@@ -48,12 +48,48 @@ def calls_grammar(
     """
     dialect, words = marks.dialect, GrammarWords(marks)
     if dialect.reader is HarmonyReader:
-        start = _harmony(words, functions)
+        start = _harmony(words, functions, free)
     elif dialect.calls is None or (write := _WRITERS.get(dialect.stream)) is None:
         return None
     else:
-        start = f"{words.thought(thinks)} {write(words, functions, parallel)}"
+        written = words.rule(write(words, functions, parallel))
+        if free:
+            start = _free(words, written, parallel, thinks)
+        else:
+            start = f"{words.thought(thinks)} {_alone(words, written, parallel)}"
     return lark("\n".join([f"start: {start}", *words.rules]))
+
+
+def _alone(words: GrammarWords, written: str, parallel: bool) -> str:
+    """Calls and nothing else, from what stands between their marks."""
+    dialect = words.marks.dialect
+    if dialect.leads:
+        return written
+    begin, end = map(words.mark, dialect.calls or ("", ""))
+    call = words.rule(f"{begin} {written} {end}")
+    return f"{call} ({words.gap} {call})*" if parallel and end else call
+
+
+def _free(words: GrammarWords, written: str, parallel: bool, thinks: bool) -> str:
+    """Any text in which each mark that begins calls, outside of thoughts, is followed by some."""
+    opening = "" if thinks else words.opening
+    free = f"{words.thought(thinks)} {_among_texts(words, written, parallel)}"
+    if not opening:
+        return free
+    thought = words.text_from(opening, words.marks.dialect.thoughts[1])  # type: ignore[index]  # has an opening
+    return f"{thought} {_among_texts(words, written, parallel)} | {_among_texts(words, written, parallel, opening)}"
+
+
+def _among_texts(words: GrammarWords, written: str, parallel: bool, opening: str = "") -> str:
+    """Any text that does not begin as `opening`, a regular expression, with calls in it."""
+    dialect = words.marks.dialect
+    begin, end = dialect.calls or ("", "")
+    if dialect.leads:
+        return f"({words.without(begin, CALL_BEGINNINGS, opening)} | {words.mark(begin)}? {written})"
+    call = words.rule(f"{written} {words.mark(end)}")
+    more = f"({words.before(begin)} {call})*" if parallel else ""
+    first = f"{words.before(begin, opening)} {call} {more} {words.without(begin)}"
+    return f"({first} | {words.without(begin, opening)})"
 
 
 def lead_of_answers(marks: MarkTokens, *, thinks: bool, may_think: bool) -> str:
@@ -96,10 +132,6 @@ def _json_of(words: GrammarWords, function: Function) -> str:
     return words.json(schema, strict=strict or bool(syntax))
 
 
-def _repeated(call: str, words: GrammarWords, parallel: bool) -> str:
-    return f"{call} ({words.gap} {call})*" if parallel else call
-
-
 # -- objects of JSON ----------------------------------------------------------------------------------------------
 
 
@@ -114,11 +146,10 @@ def _objects(words: GrammarWords, functions: Sequence[Function], parallel: bool)
     one = f"({' | '.join(some)})"
     if dialect.leads:
         return one
-    begin, end = map(words.mark, dialect.calls or ("", ""))
-    if end:
-        return _repeated(words.rule(f'{begin} "\\n" {one} "\\n" {end}'), words, parallel)
+    if dialect.calls is not None and dialect.calls[1]:
+        return f'"\\n" {one} "\\n"'
     more = f'(", " {one})*' if parallel else ""
-    return f'{begin} "[" {one} {more} "]"'
+    return f'"[" {one} {more} "]"'
 
 
 # -- tags ---------------------------------------------------------------------------------------------------------
@@ -147,8 +178,7 @@ def _tags(words: GrammarWords, functions: Sequence[Function], parallel: bool) ->
             parts = [f'("<parameter=" /[^>\\s]+/ ">\\n" {words.text_until("</parameter>")} "\\n")*']
         head = json.dumps(f"<function={function['name']}>\n", ensure_ascii=False)
         some.append(words.rule(f'{head} {" ".join(parts)} "</function>"'))
-    begin, end = map(words.mark, words.marks.dialect.calls or ("", ""))
-    return _repeated(words.rule(f'{begin} "\\n" ({" | ".join(some)}) "\\n" {end}'), words, parallel)
+    return f'"\\n" ({" | ".join(some)}) "\\n"'
 
 
 def _tagged_value(words: GrammarWords, schema: Any, root: Mapping[str, Any], strict: bool) -> str:
@@ -184,16 +214,14 @@ def _members(words: GrammarWords, functions: Sequence[Function], parallel: bool)
         free = words.formed(function.get("format"))
         arguments = members.of_text(next(iter(schema["properties"])), free) if free else members.object(schema)
         some.append(f"{json.dumps('call:' + function['name'], ensure_ascii=False)} {arguments}")
-    begin, end = map(words.mark, words.marks.dialect.calls or ("", ""))
-    call = words.rule(f"{begin} ({' | '.join(some)}) {end}")
-    return f"{call}+" if parallel else call
+    return f"({' | '.join(some)})"
 
 
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
-def _harmony(words: GrammarWords, functions: Sequence[Function]) -> str:
-    """One call, which ends the answer."""
+def _harmony(words: GrammarWords, functions: Sequence[Function], free: bool) -> str:
+    """One call, which ends the answer, or the last message; words to the user may come before."""
     _names(functions, r"[^\s<]+")
     channel, message = words.mark("<|channel|>"), words.mark("<|message|>")
     some = []
@@ -201,7 +229,11 @@ def _harmony(words: GrammarWords, functions: Sequence[Function]) -> str:
         arguments = _json_of(words, function)
         head = json.dumps(f"commentary to=functions.{function['name']} ", ensure_ascii=False)
         some.append(words.rule(f'{head} {words.mark("<|constrain|>")} "json" {message} {arguments}'))
-    return f"{_analysis(words)} {channel} ({' | '.join(some)})"
+    if not free:
+        return f"{_analysis(words)} {channel} ({' | '.join(some)})"
+    said = f'{words.text_until("<|end|>")} {words.mark("<|start|>")} "assistant"'
+    before = f'({channel} ("analysis" | "commentary") {message} {said})*'
+    return f'{before} {channel} ({" | ".join(some)} | "final" {message} {words.without("<|end|>")})'
 
 
 def _analysis(words: GrammarWords) -> str:

@@ -14,7 +14,8 @@ from kvcache.support.arguments import short
 
 __all__ = ["GrammarWords", "checked_keywords"]
 
-_TEXT, _GAP = r"/(.|\n)*/", r"/\n{0,2}/"
+_ANY, _GAP = r"(.|\n)*", r"/\n{0,2}/"
+_TEXT = f"/{_ANY}/"
 # Keywords that constrain nothing.
 _SILENT = {"$schema", "$id", "$comment", "default", "deprecated", "description", "examples", "title"}
 
@@ -59,7 +60,46 @@ class GrammarWords:
         """Any text without a mark, and the mark."""
         if mark in self._ids:
             return f"{_TEXT} {self._ids[mark]}"
-        return self.rule(_TEXT, f"[suffix={json.dumps(mark, ensure_ascii=False)}]")
+        return self._to(mark, _TEXT)
+
+    def _to(self, mark: str, text: str) -> str:
+        """A text, as short as it may be, and a mark that is none of the special tokens."""
+        return self.rule(text, f"[suffix={json.dumps(mark, ensure_ascii=False)}]")
+
+    def before(self, mark: str, opening: str = "") -> str:
+        """Any text without a mark that does not begin as `opening`, and the mark; see `without`."""
+        if mark in self._ids:
+            return f"{self.without(mark, opening)} {self._ids[mark]}"
+        return self._to(mark, self._unlike(opening) if opening else _TEXT)
+
+    def without(self, mark: str, *openings: str) -> str:
+        """Any text without a mark that does not begin as `openings`, regular expressions; "" is none.
+
+        Special tokens are text too, where the mark is one and all openings are "".
+        """
+        if mark in self._ids and not any(openings):
+            return f"<[^{self._ids[mark][2:-2]}]>*"
+        return self._unlike(*openings, "" if mark in self._ids else _ANY + re.escape(mark))
+
+    def _unlike(self, *openings: str) -> str:
+        """A text that does not begin as some regular expressions."""
+        self._names += 1
+        some = "|".join(filter(None, openings)).replace("/", r"\/")
+        self.rules.append(f"T{self._names}: {_TEXT} & ~/({some}){_ANY}/")
+        return f"T{self._names}"
+
+    @property
+    def opening(self) -> str:
+        """A regular expression of how thoughts begin; "": as nothing that is a text of this grammar does."""
+        begin = (self.marks.dialect.thoughts or ("",))[0]
+        return "" if begin in self._ids or not begin else r"\s*" + re.escape(begin)
+
+    def text_from(self, opening: str, mark: str) -> str:
+        """A text that begins as a regular expression, up to a mark, and a gap."""
+        text = f"/{opening.replace('/', chr(92) + '/')}{_ANY}/"
+        if mark in self._ids:
+            return f"{text} {self._ids[mark]} {_GAP}"
+        return f"{self._to(mark, text)} {_GAP}"
 
     @property
     def gap(self) -> str:

@@ -10,12 +10,16 @@ from kvcache.sampling.dialects.call_span import CallSpan, CallStream
 from kvcache.sampling.dialects.dialect import Dialect
 from kvcache.sampling.dialects.transcript import Transcript
 
-__all__ = ["TaggedReader"]
+__all__ = ["CALL_BEGINNINGS", "TaggedReader"]
 
 # Beginnings of calls without a mark, white space left out.
 _OBJECTS = ('{"name":', '{"type":"function"', '{"function":', '[{"name":')
 _HEAD = 200  # characters
 _PYTHON = re.compile(r"\[(?:[A-Za-z_][\w.]*(?:\(.*)?)?", re.DOTALL)
+# A regular expression of the texts that begin as such calls for sure.
+CALL_BEGINNINGS = "|".join(
+    [*(r"\s*" + r"\s*".join(map(re.escape, each)) for each in _OBJECTS), r"\s*\[\s*[A-Za-z_][A-Za-z0-9_.\s]*\("]
+)
 
 
 class TaggedReader:
