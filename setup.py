@@ -29,7 +29,7 @@ EVEX = EVEX or DEBUG or SANITIZE or COVERAGE
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")] + ["-mprefer-vector-width=512"]
 AVXVNNI = ["-mavx512f", "-mavx512vl", "-mavx512vnni", "-DKVC_EVEX=1"] if EVEX else ["-mavxvnni"]
-AMX = ["-DKVC_EMULATED_TILES=1"] if EVEX else ["-mamx-tile", "-mamx-int8"]
+AMX = ["-DKVC_EMULATED_TILES=1"] if EVEX else ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
 LEVELS = {"scalar": []}
 # The machine that runs what is built: another one than this where Python's variable for cross builds is set.
 MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).split("-")[-1]
@@ -44,8 +44,8 @@ if MACHINE in ("aarch64", "arm64"):
     if not compiles([NEON]):  # as zig names the same
         NEON = "-mcpu=generic+v8_2a+dotprod+fullfp16"
     LEVELS["neon"] = [NEON]
-    if compiles([NEON + "+i8mm"]):  # gcc 10, clang 11
-        LEVELS["i8mm"] = [NEON + "+i8mm"]
+    if compiles([NEON + "+i8mm+bf16"]):  # gcc 10, clang 11
+        LEVELS["i8mm"] = [NEON + "+i8mm+bf16"]
 
 # -g0: Python's -g takes a quarter of the compile time.
 # No a * b + c in one rounding where the source has two: clang's default, at the mercy of what it inlines where.
@@ -67,12 +67,16 @@ if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
     KERNELS += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 # Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
-# except the parts that exist once, which know what levels there are, and those of amx.
+# except the parts that exist once, which know what levels there are, and those of some levels alone.
 PARTS = "dispatch layout matmul_parallel matrix network_parallel parallel recurrence_parallel rows_parallel threads"
 ONCE = [f"ckernels/kvc_{part}.c" for part in PARTS.split()]
-# The level amx has products, attention and a table of its own; the rest is that of avx512.
-TILED = [f"ckernels/kvc_{part}.c" for part in ("matmul_tiles", "attend", "table")]
-EACH = sorted(set(glob("ckernels/kvc_*.c")) - {*ONCE, TILED[0]})
+# The level amx has products, attention and a table of its own, the rest of avx512; i8mm products, the rest of neon.
+OWN = {
+    "amx": "matmul_tiles matmul_bf16 attend table",
+    "i8mm": "matmul_packed matmul_bf16 activations table",
+}
+FEW = {level: [f"ckernels/kvc_{part}.c" for part in parts.split()] for level, parts in OWN.items()}
+EACH = sorted({*glob("ckernels/kvc_*.c")} - {*ONCE, "ckernels/kvc_matmul_tiles.c", "ckernels/kvc_matmul_bf16.c"})
 HAVE = [f"-DKVC_HAVE_{level.upper()}=1" for level in LEVELS] + ["-DKVC_EVEX=1", "-DKVC_EMULATED_TILES=1"] * EVEX
 UNITS = [(source, "once", HAVE) for source in ONCE]
 for level, flags in LEVELS.items():
@@ -80,7 +84,7 @@ for level, flags in LEVELS.items():
     checks = []
     if SANITIZE:  # -O2 compiles kernels with vectors for four times as long; one level checks pointer arithmetic
         checks = ["-O2"] if level == "scalar" else ["-fno-sanitize=null,object-size,pointer-overflow"]
-    UNITS += [(source, level, defines + flags + checks) for source in (TILED if level == "amx" else EACH)]
+    UNITS += [(source, level, defines + flags + checks) for source in FEW.get(level, EACH)]
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one
 
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}

@@ -150,7 +150,8 @@ typedef struct kvc_float_rows {
 /* The kernels of one SIMD level. Immutable; `name` is the compiled level, not the requested one. */
 typedef struct kvc_kernels {
     const char *name;
-    const char *bits; /* the name of the level that gives the same bits: of amx avx512, of i8mm neon, of another one itself */
+    const char *bits; /* the name of the level that gives the same bits, but for products of rows in bf16: of amx avx512, of i8mm
+                       * neon, of another one itself */
     int tiles;        /* 1: it multiplies tiles, which the system has to permit */
     /* Rows, as many as the runs have slots, into these; NULL: not written, as values of latent rows never are. Of each
      * head what is known of its keys, or NULL. */
@@ -170,11 +171,14 @@ typedef struct kvc_kernels {
     void (*combine_parts)(const kvc_attend_args *, const kvc_item *);
     /* Writes scores of tokens [token, token_stop): their weights, summed over all rows and heads, by means of norms. */
     void (*score_item)(const kvc_attend_args *, const kvc_item *, void *scratch);
-    /* Products with weights (kvc_matrix.h): rows of floats as codes; rows of x made ready; panels times those rows. */
+    /* Products with weights (kvc_matrix.h): rows of floats as codes; rows of x made ready; panels times those rows, by kind:
+     * of floats; of packed weights; of bf16 whose rows are in tiles or quads, NULL where the level has neither. */
     void (*quantise_weights)(kvc_matrix_format, int64_t count, int64_t columns, const float *x, unsigned char *codes,
                              uint16_t *scales, uint16_t *minima);
     void (*prepare_rows)(const kvc_matmul_args *, int64_t first, int64_t stop);
-    void (*multiply_panels)(const kvc_matmul_args *, int64_t panel, int64_t panel_stop, float *sums);
+    void (*multiply_floats)(const kvc_matmul_args *, int64_t panel, int64_t panel_stop, float *scratch);
+    void (*multiply_packed)(const kvc_matmul_args *, int64_t panel, int64_t panel_stop, float *scratch);
+    void (*multiply_bf16)(const kvc_matmul_args *, int64_t panel, int64_t panel_stop, float *scratch);
     /* kvc_network.c */
     void (*rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
                      float eps, float *out);
@@ -199,6 +203,17 @@ typedef struct kvc_kernels {
     void (*digest)(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out);
 } kvc_kernels;
 
+/* The results of panels [panel, panel_stop) for all prepared rows; scratch: kvc_thread_floats. */
+static inline void kvc_multiply_panels(const kvc_kernels *kernels, const kvc_matmul_args *args, int64_t panel, int64_t panel_stop,
+                                       float *scratch) {
+    if (kvc_matrix_format_of(args->matrix->format)->packed)
+        kernels->multiply_packed(args, panel, panel_stop, scratch);
+    else if (kvc_in_order(args))
+        kernels->multiply_bf16(args, panel, panel_stop, scratch);
+    else
+        kernels->multiply_floats(args, panel, panel_stop, scratch);
+}
+
 /* kvc_dispatch.c: the levels that this build has and this CPU can run, best first. */
 enum { KVC_MOST_LEVELS = 8 };
 int kvc_num_levels(void);                        /* at least 1 */
@@ -206,7 +221,8 @@ const kvc_kernels *kvc_level(int index);         /* 0 is the best */
 const kvc_kernels *kvc_find_level(const char *); /* by name, or NULL */
 /* The level itself, or the one that gives the same bits where it needs what the system refuses to this process. */
 const kvc_kernels *kvc_permitted(const kvc_kernels *);
-/* The fastest way of a level on this CPU to multiply rows rounded to bf16: KVC_BF16_ROUNDED or KVC_BF16_PAIRS. */
+/* The fastest way of a level on this CPU to multiply rows rounded to bf16: never KVC_BF16_FLOATS. Where that is KVC_BF16_TILES the
+ * system has permitted them; a refusal may turn into a permission later, so who wants the same bits keeps the first answer. */
 kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *);
 
 /* kvc_layout.c */

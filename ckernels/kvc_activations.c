@@ -168,31 +168,39 @@ INLINE void put_floats(const kvc_matmul_args *args, int64_t first, int rows, int
     }
 }
 
-INLINE void put_pairs(const kvc_matmul_args *args, int64_t first, int rows) {
+/* `side` channels of a row side by side. The block has room for more rows where it is a tile: those are zeros. */
+INLINE void put_words(const kvc_matmul_args *args, int64_t first, int rows, int room, int side) {
     const int64_t columns = args->matrix->columns;
     for (int64_t block = 0; block < columns; block += KVC_CHANNEL_BLOCK) {
         const int64_t left = columns - block, channels = left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK;
+        const int64_t filled = (channels + side - 1) / side * side;
         const float *x = args->x + first * columns + block;
-        uint32_t *to = (uint32_t *)args->prepared + block / 2 * args->n + first * ((channels + 1) / 2);
-        for (int i = 0; i < rows; i++, x += columns) {
-            for (int64_t k = 0; k < channels; k += 2) {
-                const uint32_t next = k + 1 < channels ? kvc_bf16_of_float(x[k + 1]) : 0;
-                to[k / 2 * rows + i] = kvc_bf16_of_float(x[k]) | next << 16;
+        uint16_t *to = (uint16_t *)(void *)args->prepared + block * kvc_prepared_rows(args) + first * filled;
+        for (int i = 0; i < room; i++, x += columns, to += side) {
+            const int64_t existing = i < rows ? channels : 0;
+            for (int64_t k = 0; k < filled; k += side) {
+                for (int j = 0; j < side; j++) to[k * room + j] = k + j < existing ? kvc_bf16_of_float(x[k + j]) : 0;
             }
         }
     }
 }
 
 /* Prepares rows [first, stop) of x, block by block; first is where a block begins. */
-void KVC_FN(prepare_rows)(const kvc_matmul_args *args, int64_t first, int64_t stop) {
+void KVC_OWN(prepare_rows)(const kvc_matmul_args *args, int64_t first, int64_t stop) {
     const size_t row_bytes = kvc_prepared_row_bytes(args);
-    const int packed = kvc_matrix_format_of(args->matrix->format)->packed;
+    const int packed = kvc_matrix_format_of(args->matrix->format)->packed, words = kvc_word_channels(args);
     while (first < stop) {
         const int most = packed ? KVC_PACKED_ROWS(args->n) : KVC_FLOAT_ROWS;
-        const int rows = first < args->tiled ? KVC_TILED_ROWS : kvc_block_rows(most, args->n - first);
+        const int tiled = first < args->tiled || words == KVC_TILE_CHANNELS;
+        const int64_t left = args->n - first, room = kvc_prepared_rows(args) - first;
+        const int rows = !tiled ? kvc_block_rows(most, left) : left < KVC_TILED_ROWS ? (int)left : KVC_TILED_ROWS;
         unsigned char *to = args->prepared + (size_t)first * row_bytes;
-        if (kvc_in_pairs(args))
-            put_pairs(args, first, rows);
+        if (words == KVC_TILE_CHANNELS)
+            put_words(args, first, rows, room < KVC_TILED_ROWS ? (int)room : KVC_TILED_ROWS, KVC_TILE_CHANNELS);
+        else if (words == 4)
+            put_words(args, first, rows, rows, 4);
+        else if (words)
+            put_words(args, first, rows, rows, 2);
         else if (!packed)
             put_floats(args, first, rows, args->matrix->format == KVC_MATRIX_BF16 && args->bf16_rows);
         else if (args->digits == 1)

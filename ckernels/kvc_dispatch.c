@@ -16,7 +16,7 @@ enum { /* leaf 1, ecx */ FMA = 1 << 12, OSXSAVE = 1 << 27, AVX = 1 << 28, F16C =
 enum { /* leaf 7, ebx */ AVX2 = 1 << 5, AVX512F = 1 << 16, AVX512DQ = 1 << 17, AVX512BW = 1 << 30 };
 #define AVX512VL (1u << 31)
 enum { /* leaf 7, ecx */ AVX512VNNI = 1 << 11 };
-enum { /* leaf 7, edx */ AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
+enum { /* leaf 7, edx */ AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
 enum { /* leaf 7, subleaf 1, eax */ AVXVNNI = 1 << 4, AVX512BF16 = 1 << 5 };
 enum { /* xcr0: state that the system saves on a switch */ XMM = 1 << 1, YMM = 1 << 2, OPMASK_ZMM = 7 << 5, TILES = 3 << 17 };
 
@@ -46,9 +46,16 @@ static int cpu_runs_avx512(void) {
 
 #if defined(KVC_HAVE_AMX)
 #if defined(KVC_EMULATED_TILES) /* a build for tests */
+#include <signal.h>
 enum { TILES_ARE_FAST = 0 };
 static int cpu_runs_amx(void) { return cpu_runs_avx512(); }
-static int are_tiles_permitted(void) { return 1; }
+
+/* Refuses as the system does, in the one thread that it looks at: see below. */
+static int are_tiles_permitted(void) {
+    enum { LEAST_BYTES = 8192 }; /* of the registers */
+    stack_t own;
+    return sigaltstack(NULL, &own) == 0 && (own.ss_flags & SS_DISABLE || own.ss_size >= LEAST_BYTES);
+}
 #else
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -58,7 +65,7 @@ enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_TILEDATA = 18 };
 static int cpu_runs_amx(void) {
     unsigned eax, ebx, ecx, edx;
     if (!cpu_runs_avx512() || !has_all(saved_state(), TILES)) return 0;
-    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && has_all(edx, AMX_TILE | AMX_INT8);
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && has_all(edx, AMX_BF16 | AMX_TILE | AMX_INT8);
 }
 
 /* Asks for all threads of the process and its children. Where they have it already, the system says so at once. It refuses where
@@ -103,15 +110,19 @@ static int cpu_runs_neon(void) { return 1; } /* every 64-bit Apple machine */
 
 #if defined(KVC_HAVE_I8MM)
 #if defined(__linux__)
-static int cpu_runs_i8mm(void) { return cpu_runs_neon() && (getauxval(AT_HWCAP2) & 1 << 13); } /* HWCAP2_I8MM */
+static int cpu_runs_i8mm(void) {
+    const unsigned long wanted = 1 << 13 | 1 << 14; /* HWCAP2_I8MM, HWCAP2_BF16: every CPU that has one has the other too */
+    return cpu_runs_neon() && (getauxval(AT_HWCAP2) & wanted) == wanted;
+}
 #else
 #include <sys/sysctl.h>
 
-static int cpu_runs_i8mm(void) {
+static int cpu_has(const char *feature) {
     int has = 0;
     size_t size = sizeof has;
-    return !sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, NULL, 0) && has;
+    return !sysctlbyname(feature, &has, &size, NULL, 0) && has;
 }
+static int cpu_runs_i8mm(void) { return cpu_has("hw.optional.arm.FEAT_I8MM") && cpu_has("hw.optional.arm.FEAT_BF16"); }
 #endif
 #endif
 #endif
@@ -145,10 +156,11 @@ static int find_levels(const kvc_kernels *levels[KVC_MOST_LEVELS]) {
 }
 
 kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *kernels) {
+    if (kernels->multiply_bf16 && !kernels->tiles) return KVC_BF16_QUADS;
+    if (kernels->multiply_bf16 && kvc_permitted(kernels) == kernels) return KVC_BF16_TILES;
 #if defined(KVC_HAVE_AVX512)
     if (strcmp(kernels->bits, "avx512") == 0 && cpu_has_fast_bf16_pairs()) return KVC_BF16_PAIRS;
 #endif
-    (void)kernels;
     return KVC_BF16_ROUNDED;
 }
 

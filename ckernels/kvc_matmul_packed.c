@@ -210,12 +210,14 @@ static packed_fn *const packed_tiles[KVC_NUM_MATRIX_FORMATS][2][9] = {
     [KVC_MATRIX_IQ3_XXS] = {{BLOCKS(LINE, IQ4_XS, 1)}, {BLOCKS(LINE, IQ4_XS, 2)}},
 };
 
-void KVC_FN(multiply_packed)(const kvc_matmul_args *args, int64_t row, int64_t panel, int64_t panel_stop) {
+/* The results of panels [panel, panel_stop) for the rows behind the tiled ones. */
+void KVC_OWN(multiply_packed)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, float *scratch) {
     const size_t row_bytes = kvc_prepared_row_bytes(args);
     packed_fn *const *tiles = packed_tiles[args->matrix->format][args->digits - 1];
     const int most = KVC_PACKED_ROWS(args->n);
     const int64_t fitting = (int64_t)(CHUNK_BYTES / row_bytes) / most * most, chunk = fitting > most ? fitting : most;
-    for (int64_t start = row; start < args->n; start += chunk) {
+    (void)scratch;
+    for (int64_t start = args->tiled; start < args->n; start += chunk) {
         const int64_t stop = start + chunk < args->n ? start + chunk : args->n;
         for (int64_t p = panel; p < panel_stop; p += 2) {
             for (int64_t first = start; first < stop;) {

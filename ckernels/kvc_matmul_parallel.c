@@ -22,7 +22,7 @@ typedef struct call {
 
 /* From `prepared` to the floats of the first thread, which begin at a cache line if it does. */
 static size_t prepared_bytes(const kvc_matmul_args *args) {
-    return ((size_t)args->n * kvc_prepared_row_bytes(args) + 63) / 64 * 64;
+    return ((size_t)kvc_prepared_rows(args) * kvc_prepared_row_bytes(args) + 63) / 64 * 64;
 }
 
 /* The most panels that one tile reads together. */
@@ -30,7 +30,9 @@ static int64_t panels_per_step(const kvc_matmul_args *args) {
     return kvc_matrix_format_of(args->matrix->format)->packed ? 2 : 4;
 }
 
-static int64_t rows_per_item(const kvc_matmul_args *args) { return args->tiled ? KVC_TILED_ROWS : ROWS_PER_ITEM; }
+static int64_t rows_per_item(const kvc_matmul_args *args) {
+    return args->tiled || kvc_word_channels(args) == KVC_TILE_CHANNELS ? KVC_TILED_ROWS : ROWS_PER_ITEM;
+}
 
 static void prepare_item(void *context, int64_t index, int thread) {
     const call *c = context;
@@ -44,14 +46,14 @@ static void multiply_item(void *context, int64_t index, int thread) {
     const int64_t panels = c->args->matrix->panels, step = panels_per_step(c->args);
     const int64_t steps = (panels + step - 1) / step;
     const int64_t first = steps * index / c->items * step, stop = steps * (index + 1) / c->items * step;
-    c->kernels->multiply_panels(c->args, first, stop < panels ? stop : panels,
-                                (float *)(void *)(c->args->prepared + prepared_bytes(c->args)) +
-                                    (size_t)thread * kvc_thread_floats(c->args));
+    kvc_multiply_panels(c->kernels, c->args, first, stop < panels ? stop : panels,
+                        (float *)(void *)(c->args->prepared + prepared_bytes(c->args)) +
+                            (size_t)thread * kvc_thread_floats(c->args));
 }
 
 size_t kvc_matmul_scratch_bytes(const kvc_matmul_args *args, int num_threads) {
     const size_t floats = (size_t)num_threads * kvc_thread_floats(args) * sizeof(float);
-    return floats ? prepared_bytes(args) + floats : (size_t)args->n * kvc_prepared_row_bytes(args);
+    return floats ? prepared_bytes(args) + floats : (size_t)kvc_prepared_rows(args) * kvc_prepared_row_bytes(args);
 }
 
 /* A number of items that are of one size, and as many for each thread: between half of `items` and all, if there is one. */
@@ -71,7 +73,7 @@ static kvc_matmul_args with_tiles(const kvc_kernels *kernels, const kvc_matmul_a
 }
 
 void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) {
-    if (args->n >= KVC_TILED_ROWS) kernels = kvc_permitted(kernels);
+    if (args->n >= KVC_TILED_ROWS && kvc_matrix_format_of(args->matrix->format)->packed) kernels = kvc_permitted(kernels);
     const kvc_matmul_args own = with_tiles(kernels, args);
     const kvc_matrix *m = args->matrix;
     const kvc_work work = args->n < READING_ROWS ? KVC_READING : KVC_MULTIPLYING;

@@ -9,6 +9,7 @@
 
 enum {
     VECTORS = KVC_PANEL / KVC_LANES, /* of 16 rows */
+    MOST_RESULTS = KVC_TILES ? 4 * KVC_TILED_ROWS * KVC_PANEL : KVC_FLOAT_SUMS * KVC_LANES,
 };
 
 typedef struct sums16 {
@@ -19,6 +20,7 @@ typedef struct sums16 {
  * of floats, as long as blocks of channels follow, go to `partial`, in the order of `results`. */
 typedef struct tile {
     int rows, panels;
+    int block_rows;          /* of the call's first block: in tiles, rows that lie together, the last ones perhaps none of x */
     int64_t first;           /* row of x */
     int64_t panel, existing; /* panels behind the existing ones repeat the last */
     int cold;                /* the first rows of a chunk: they prefetch, later ones find the panels in the cache */
@@ -29,15 +31,8 @@ typedef struct tile {
     size_t skipped;          /* bytes from there to where these begin */
     float *out;              /* of the first row; NULL: results */
     int64_t out_stride;      /* floats between rows there */
-    float results[KVC_FLOAT_SUMS * KVC_LANES];
+    float results[MOST_RESULTS];
 } tile;
-
-/* What a tile of floats reads: channels of its panels, which lie `stride` bytes apart. */
-typedef struct block {
-    const unsigned char *data;
-    size_t stride;
-    int64_t channels;
-} block;
 
 /* The distance from byte `at` of a panel to the byte that is read `ahead` bytes later. */
 INLINE size_t ahead_of(const tile *t, size_t at, size_t ahead) {
@@ -52,13 +47,6 @@ INLINE void prefetch(int near, const unsigned char *p, size_t bytes) {
         else
             __builtin_prefetch(p + line, 0, 2);
     }
-}
-
-/* The results of panels [panel, panel_stop) of packed weights for the rows from `row` on. */
-void KVC_FN(multiply_packed)(const kvc_matmul_args *args, int64_t row, int64_t panel, int64_t panel_stop);
-
-INLINE const unsigned char *panel_of(const block *weights, int panel, const tile *t) {
-    return weights->data + (size_t)(panel < t->existing ? panel : t->existing - 1) * weights->stride;
 }
 
 /* All but the results, which an initialiser would fill with zeros for every tile. The lines of `out` are fetched while the
@@ -78,26 +66,27 @@ INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows,
     }
 }
 
-/* Rows and panels are constants. */
-INLINE void keep(tile *t, int rows, int panels, const sums16 *sums) {
+/* Sums of row i; the number of panels is a constant. */
+INLINE void keep_row(tile *t, int i, int panels, const sums16 *sums) {
     const int straight = t->out && !t->partial, add = straight && t->add;
-    float *to = straight ? t->out : t->partial ? t->partial : (float *)t->results;
     const int64_t stride = straight ? t->out_stride : panels * KVC_PANEL;
-    const float *before = t->before;
+    float *to = (straight ? t->out : t->partial ? t->partial : (float *)t->results) + i * stride;
     UNROLL
-    for (int i = 0; i < rows; i++, to += stride) {
+    for (int p = 0; p < panels; p++) {
         UNROLL
-        for (int p = 0; p < panels; p++) {
-            UNROLL
-            for (int v = 0; v < VECTORS; v++) {
-                float *at = to + p * KVC_PANEL + v * KVC_LANES;
-                const f32v own = sums[i * panels + p].v[v];
-                const f32v sum =
-                    before ? f32v_add(f32v_load(before + (i * panels + p) * KVC_PANEL + v * KVC_LANES), own) : own;
-                f32v_store(at, add ? f32v_add(f32v_load(at), sum) : sum);
-            }
+        for (int v = 0; v < VECTORS; v++) {
+            const int at = p * KVC_PANEL + v * KVC_LANES;
+            const f32v own = sums[p].v[v];
+            const f32v sum = t->before ? f32v_add(f32v_load(t->before + i * panels * KVC_PANEL + at), own) : own;
+            f32v_store(to + at, add ? f32v_add(f32v_load(to + at), sum) : sum);
         }
     }
+}
+
+/* Rows and panels are constants. */
+INLINE void keep(tile *t, int rows, int panels, const sums16 *sums) {
+    UNROLL
+    for (int i = 0; i < rows; i++) keep_row(t, i, panels, sums + i * panels);
 }
 
 /* Sets `out` to the results, or adds them to it; then adds the bias. */

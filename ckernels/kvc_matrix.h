@@ -52,9 +52,17 @@
  *
  * A RESULT is a sum of integer dot products over the channels of a scale, each exact, times both scales, added with one
  * rounding each.
- * Floats are added channel by channel in blocks of 256, and the blocks one after another; where a CPU multiplies pairs of
- * bf16 numbers (KVC_BF16_PAIRS), two channels at a time, and what is below 2^-126 counts as zero. So the bits of a row of the
- * result depend on that row of x, the matrix, the digits and the level alone: not on other rows, threads or pieces.
+ * Floats are added channel by channel in blocks of 256, and the blocks one after another. So the bits of a row of the result
+ * depend on that row of x, the matrix, the digits and the level alone: not on other rows, threads or pieces. Where the call asks
+ * for x in bf16 they depend on the order of a block's sums too (kvc_bf16_rows), which is that of the instruction: what is below
+ * 2^-126, as an operand or a sum, counts as zero in
+ *
+ *   pairs      channels 2i + 1, then 2i, each product added with one rounding (avx512bf16)
+ *   tiles      of every 32 channels the even ones and the odd ones apart, from zero, each product added with one rounding; then
+ *              even + odd, then sum + this (the tiles of amx)
+ *   quads      of every two channels product + product, then sum + this, each rounded to odd: towards zero, and where that is
+ *              not exact to the odd one of both neighbours (the bf16 products of i8mm, while FPCR.EBF is 0)
+ *
  * Error against exact arithmetic over the same weights, with K = columns, a bound for each output:
  *
  *     floats     (258 + K / 256) * 2^-24 * sum |x w|
@@ -82,6 +90,7 @@ enum {
     KVC_TILED_ROWS = 16,   /* of a block that meets packed weights in tiles (simd_amx.h) */
     KVC_WIDE_ROWS = 96,    /* from so many rows on, weights of 16 bits are converted to floats once for all of a chunk: */
     KVC_WIDE_FLOATS = 4 * KVC_PANEL * KVC_CHANNEL_BLOCK, /* a block of channels of up to four panels at a time */
+    KVC_TILE_CHANNELS = 32, /* of bf16: 16 pairs */
 };
 
 /* How the scales of a packed format are stored. BYTES are unsigned where there are minima. */
@@ -220,8 +229,15 @@ void kvc_matrix_get_row(const kvc_matrix *, int64_t row, float *values);
 void kvc_floats_of_bf16(int64_t n, const uint16_t *words, float *x);
 void kvc_bf16_of_floats(int64_t n, const float *x, uint16_t *words);
 
-/* How rows of x meet weights in bf16: as float32; rounded to bf16, in float32; rounded, two channels in 32 bits. */
-typedef enum kvc_bf16_rows { KVC_BF16_FLOATS, KVC_BF16_ROUNDED, KVC_BF16_PAIRS } kvc_bf16_rows;
+/* How rows of x meet weights in bf16: as float32; rounded to bf16, in float32; rounded, as words of 16 bits, for instructions
+ * that multiply 2, 32 or 4 channels of a row. */
+typedef enum kvc_bf16_rows {
+    KVC_BF16_FLOATS,
+    KVC_BF16_ROUNDED,
+    KVC_BF16_PAIRS,
+    KVC_BF16_TILES,
+    KVC_BF16_QUADS,
+} kvc_bf16_rows;
 
 /* The product of a call: out (n, matrix->rows) = x (n, matrix->columns) times the matrix transposed, plus bias; or, with add,
  * what `out` has plus the product, plus bias. */
@@ -233,13 +249,22 @@ typedef struct kvc_matmul_args {
     int64_t n;
     int add;
     int digits; /* of activations that meet packed weights: 1 or 2 */
-    kvc_bf16_rows bf16_rows; /* PAIRS where kvc_bf16_rows_of says so, and only there */
+    kvc_bf16_rows bf16_rows; /* words of 16 bits where kvc_bf16_rows_of says so, and only there */
     int64_t tiled; /* so many rows, the first ones, are prepared in blocks of KVC_TILED_ROWS; kvc_matmul sets it */
     unsigned char *prepared; /* kvc_matmul_scratch_bytes at any alignment of 4: rows, then floats of each thread */
 } kvc_matmul_args;
 
-static inline int kvc_in_pairs(const kvc_matmul_args *args) {
-    return args->matrix->format == KVC_MATRIX_BF16 && args->bf16_rows == KVC_BF16_PAIRS;
+/* Channels of a row that lie side by side as words; 0: they are no words. */
+static inline int kvc_word_channels(const kvc_matmul_args *args) {
+    static const int channels[] = {[KVC_BF16_PAIRS] = 2, [KVC_BF16_TILES] = KVC_TILE_CHANNELS, [KVC_BF16_QUADS] = 4};
+    return args->matrix->format == KVC_MATRIX_BF16 ? channels[args->bf16_rows] : 0;
+}
+/* Whether the weights are brought into the order of the instruction first (kvc_matmul_bf16.c). */
+static inline int kvc_in_order(const kvc_matmul_args *args) { return kvc_word_channels(args) > 2; }
+/* Rows for which prepared ones have room: blocks in tiles are whole, if there is more than one. */
+static inline int64_t kvc_prepared_rows(const kvc_matmul_args *args) {
+    const int whole = kvc_word_channels(args) == KVC_TILE_CHANNELS && args->n > KVC_TILED_ROWS;
+    return whole ? (args->n + KVC_TILED_ROWS - 1) / KVC_TILED_ROWS * KVC_TILED_ROWS : args->n;
 }
 
 /* Sums n of one digit are read as floats without a conversion. They start at KVC_SUM_START, the bits of the float 1.5 * 2^23,
@@ -257,7 +282,8 @@ static inline size_t kvc_behind_numbers(const kvc_matrix_format_info *info, int 
  * each block of 256 channels, packed rows for all channels:
  *
  *   floats     | channel 0 of each row of the block | channel 1 | ...
- *   pairs      | channels 0 and 1 of each row of the block, 16 bits each | 2 and 3 | ...    zero behind the last channel
+ *   words      | channels 0 and 1, or as many as kvc_word_channels says, of each row of the block | the next ones | ...
+ *                    of 16 bits each; zeros are channels behind the last one, and rows behind the last one of tiles
  *   packed     group by group  | digit, unit, row: 4 bytes each | scale of each row, f32 | corrections of each row |
  *              with one digit    less of each row, f32 |
  *   tiled      as packed, but  | digit, row, unit: 4 bytes each |
@@ -266,23 +292,24 @@ static inline size_t kvc_behind_numbers(const kvc_matrix_format_info *info, int 
  * i32; with minima it is scale * sum, f32. With one digit an i32 correction is KVC_SUM_START more, and less is
  * -1.5 * 2^23 * scale. The scales have the factor that the format's own lack (kvc_scale_factor). */
 static inline size_t kvc_prepared_row_bytes(const kvc_matmul_args *args) {
-    if (kvc_in_pairs(args)) return (size_t)(args->matrix->columns + 1) / 2 * sizeof(uint32_t);
+    const int64_t words = kvc_word_channels(args);
+    if (words) return (size_t)((args->matrix->columns + words - 1) / words * words) * sizeof(uint16_t);
     const kvc_matrix_format_info *info = kvc_matrix_format_of(args->matrix->format);
     if (!info->packed) return (size_t)args->matrix->columns * sizeof(float);
     return (size_t)args->matrix->groups * ((size_t)(KVC_GROUP * args->digits) + kvc_behind_numbers(info, args->digits));
 }
 
 static inline int kvc_widens(const kvc_matmul_args *args) {
-    return kvc_matrix_format_of(args->matrix->format)->bits == 16 && !kvc_in_pairs(args) && args->n >= KVC_WIDE_ROWS;
+    return kvc_matrix_format_of(args->matrix->format)->bits == 16 && !kvc_word_channels(args) && args->n >= KVC_WIDE_ROWS;
 }
 
-/* Floats that a thread needs: for weights that are converted, and for the sums of a chunk and a group, of the blocks of
- * channels before the last one. */
+/* Floats that a thread needs: for weights that are converted or brought into order, and for the sums of a chunk and a group, of
+ * the blocks of channels before the last one. */
 static inline size_t kvc_thread_floats(const kvc_matmul_args *args) {
     const kvc_matrix *m = args->matrix;
     const int64_t rows = args->n < KVC_CHUNK_ROWS ? args->n : KVC_CHUNK_ROWS;
     const int sums = !kvc_matrix_format_of(m->format)->packed && m->columns > KVC_CHANNEL_BLOCK;
-    return (kvc_widens(args) ? KVC_WIDE_FLOATS : 0) +
+    return (kvc_widens(args) || kvc_in_order(args) ? KVC_WIDE_FLOATS : 0) +
            (sums ? (size_t)(rows + KVC_SPARE_ROWS) * KVC_GROUP_PANELS * KVC_PANEL : 0);
 }
 

@@ -39,6 +39,8 @@
  *   KVC_FLOAT_ROWS                  the most rows of a tile of float weights: 12, 6 or 2
  *   KVC_FLOAT_SUMS                  accumulators of a tile of float weights
  *   KVC_BF16_TARGET                 1: the level has bf16x2, for CPUs with the feature that KVC_BF16_FEATURE names
+ * A level with KVC_BF16_SIDE multiplies so many channels of bf16 of 16 outputs at a time (kvc_matmul_bf16.c):
+ *   put_side(to, from)              KVC_BF16_SIDE channels of 16 words each: those of an output side by side
  */
 #ifndef KVC_SIMD_H
 #define KVC_SIMD_H
@@ -48,25 +50,22 @@
 #define KVC_JOIN2(a, b) kvc_##a##_##b
 #define KVC_JOIN(a, b) KVC_JOIN2(a, b)
 #define KVC_OWN(name) KVC_JOIN(name, KVC_LEVEL) /* kvc_<name>_<level>: each level's own copy of a function */
-#define KVC_FN(name) KVC_JOIN(name, KVC_BASE)   /* the same, but amx takes that of avx512 */
+#define KVC_FN(name) KVC_JOIN(name, KVC_BASE)   /* the same, but amx takes that of avx512, and i8mm that of neon */
 #define KVC_STR2(x) #x
 #define KVC_STR(x) KVC_STR2(x)
 
 #if defined(KVC_AVXVNNI)
 #define KVC_AVX2 1 /* this level is avx2 with other integer dot products */
 #elif defined(KVC_I8MM)
-#define KVC_NEON 1 /* this one neon with products of two units and two rows */
+#define KVC_NEON 1 /* this one neon with products of two units and two rows, and of bf16 */
 #endif
 #if defined(KVC_AMX)
-#define KVC_AVX512 1 /* this level is avx512, bit for bit, with other products of whole numbers where rows are many */
+#define KVC_AVX512 1 /* this level is avx512, bit for bit, with other products of whole numbers where rows are many, and of bf16 */
 #define KVC_BASE avx512
+#elif defined(KVC_I8MM)
+#define KVC_BASE neon
 #else
 #define KVC_BASE KVC_LEVEL
-#endif
-#if defined(KVC_I8MM)
-#define KVC_BITS neon
-#else
-#define KVC_BITS KVC_BASE
 #endif
 
 /* Keeps products in separate functions: several in one leave the compiler too few registers for their addresses. */

@@ -1,5 +1,14 @@
-/* kvc_table.c - the function table of the level that is being compiled. That of amx has the functions of avx512 but for a few. */
+/* kvc_table.c - the function table of the level that is being compiled. That of amx has the functions of avx512 but for products and
+ * attention, that of i8mm those of neon but for products. */
 #include "kvc_simd.h"
+
+#if defined(KVC_I8MM)
+#define ATTENTION(name) KVC_FN(name)
+#define ROWS(name) KVC_OWN(name) /* its blocks of rows are larger */
+#else
+#define ATTENTION(name) KVC_OWN(name)
+#define ROWS(name) KVC_FN(name)
+#endif
 
 void KVC_FN(write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, kvc_float_rows,
                         kvc_float_rows, const kvc_head_keys *);
@@ -7,13 +16,15 @@ void KVC_FN(gather_rows)(const kvc_tensor *, int64_t, int64_t, int, int, float *
 void KVC_FN(read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *, float *,
                        size_t, size_t, const kvc_head_keys *);
 int64_t KVC_FN(check_representable)(const float *, int64_t, kvc_format);
-void KVC_OWN(attend_item)(const kvc_attend_args *, const kvc_item *, void *);
-void KVC_OWN(combine_parts)(const kvc_attend_args *, const kvc_item *);
-void KVC_OWN(score_item)(const kvc_attend_args *, const kvc_item *, void *);
+void ATTENTION(attend_item)(const kvc_attend_args *, const kvc_item *, void *);
+void ATTENTION(combine_parts)(const kvc_attend_args *, const kvc_item *);
+void ATTENTION(score_item)(const kvc_attend_args *, const kvc_item *, void *);
 void KVC_FN(quantise_weights)(kvc_matrix_format, int64_t, int64_t, const float *, unsigned char *, uint16_t *,
                               uint16_t *);
-void KVC_FN(prepare_rows)(const kvc_matmul_args *, int64_t, int64_t);
-void KVC_OWN(multiply_panels)(const kvc_matmul_args *, int64_t, int64_t, float *);
+void ROWS(prepare_rows)(const kvc_matmul_args *, int64_t, int64_t);
+void KVC_FN(multiply_floats)(const kvc_matmul_args *, int64_t, int64_t, float *);
+void KVC_OWN(multiply_packed)(const kvc_matmul_args *, int64_t, int64_t, float *);
+void KVC_OWN(multiply_bf16)(const kvc_matmul_args *, int64_t, int64_t, float *);
 void KVC_FN(rms_norm)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, float, float *);
 void KVC_FN(layer_norm)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float *);
 void KVC_FN(swiglu)(int64_t, int64_t, const float *, float *);
@@ -32,18 +43,22 @@ void KVC_FN(digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *
 extern const kvc_kernels KVC_OWN(kernels);
 const kvc_kernels KVC_OWN(kernels) = {
     .name = KVC_STR(KVC_LEVEL),
-    .bits = KVC_STR(KVC_BITS),
+    .bits = KVC_STR(KVC_BASE),
     .tiles = KVC_TILES,
     .write_runs = KVC_FN(write_runs),
     .gather_rows = KVC_FN(gather_rows),
     .read_runs = KVC_FN(read_runs),
     .check_representable = KVC_FN(check_representable),
-    .attend_item = KVC_OWN(attend_item),
-    .combine_parts = KVC_OWN(combine_parts),
-    .score_item = KVC_OWN(score_item),
+    .attend_item = ATTENTION(attend_item),
+    .combine_parts = ATTENTION(combine_parts),
+    .score_item = ATTENTION(score_item),
     .quantise_weights = KVC_FN(quantise_weights),
-    .prepare_rows = KVC_FN(prepare_rows),
-    .multiply_panels = KVC_OWN(multiply_panels),
+    .prepare_rows = ROWS(prepare_rows),
+    .multiply_floats = KVC_FN(multiply_floats),
+    .multiply_packed = KVC_OWN(multiply_packed),
+#if defined(KVC_BF16_SIDE)
+    .multiply_bf16 = KVC_OWN(multiply_bf16),
+#endif
     .rms_norm = KVC_FN(rms_norm),
     .layer_norm = KVC_FN(layer_norm),
     .swiglu = KVC_FN(swiglu),

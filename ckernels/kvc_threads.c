@@ -11,7 +11,11 @@
  *       '----- take back --'                   '--------> AWAITED --------' leave and wake the caller
  *
  * `begin`, `leave` are the worker's, the others its caller's. A worker that the system runs nowhere thus holds nothing: the
- * caller runs the items and takes the post back. An item is run by the thread that counts `next` up to it.
+ * caller runs the items and takes the post back.
+ *
+ * The items of a job are divided into shares, one after another and one for each thread. A thread runs its own share from begin to
+ * end: so it reads weights in their order, and in the next job, of the same items, it has the same ones. Then it helps
+ * with the next share that is open. An item is run by the thread that counts `next` of its share up to it.
  *
  * A job lies on its caller's stack; workers touch it from `begin` to `leave`. A worker without a job spins on its line, then
  * sleeps on `sleeping`. It says so in `asleep` before it looks at its state for the last time, and a caller posts before it
@@ -43,6 +47,7 @@ enum {
     GROUP = 64, /* workers of a bitmap */
     MAX_GROUPS = 16,
     MAX_WORKERS = 1023,
+    MAX_SHARES = 16, /* more threads have one for several: a job lies on the stack */
     STACK_BYTES = 1 << 21, /* kernels use less than 128 KiB, under the sanitizers several times that */
     /* How long a thread spins before it sleeps: longer than a network needs in Python from one product to the next, 10 to
      * 60 us. Waking takes 5 to 50 us. A network of torch needs up to 300 us: a worker spins so long if that would have been
@@ -83,12 +88,19 @@ static float_mode get_mode(void) { return 0; }
 static void set_mode(float_mode mode) { (void)mode; }
 #endif
 
+typedef struct share { /* on a line of its own: several threads may write it */
+    _Alignas(64) _Atomic int64_t next;
+    int64_t stop;
+} share;
+
 typedef struct job {
     kvc_item_fn *item;
     void *context;
     int64_t count;
-    float_mode mode;                   /* of the caller */
-    _Alignas(64) _Atomic int64_t next; /* on a line of its own: every thread writes it */
+    float_mode mode; /* of the caller */
+    int num_shares;
+    _Alignas(64) _Atomic uint64_t open; /* shares that may have items that nobody has begun: a bit each */
+    share shares[MAX_SHARES];
 } job;
 
 enum { FREE, POSTED, RUNNING, AWAITED };
@@ -181,11 +193,29 @@ static void leave_cpu(int cpu) {
 #endif
 }
 
-/* Runs items from this one on; how many. */
-static int64_t run(job *j, int64_t index, int thread) {
+/* Divides the items among so many threads. The first one is the caller's, who does not count it. */
+static void divide(job *j, int threads) {
+    const int most = j->count < MAX_SHARES ? (int)j->count : MAX_SHARES, n = threads < most ? threads : most;
+    for (int s = 0; s < n; s++) {
+        atomic_init(&j->shares[s].next, s ? j->count * s / n : 1);
+        j->shares[s].stop = j->count * (s + 1) / n;
+    }
+    atomic_init(&j->open, ((uint64_t)1 << n) - 1);
+    j->num_shares = n;
+}
+
+/* Runs items, those of the thread's own share first; how many. */
+static int64_t run(job *j, int thread) {
     int64_t count = 0;
-    for (; index < j->count; index = atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed), count++)
-        j->item(j->context, index, thread);
+    uint64_t open, own = (uint64_t)1 << thread % j->num_shares;
+    while ((open = atomic_load_explicit(&j->open, memory_order_relaxed))) {
+        const uint64_t behind = open & -own;
+        share *s = &j->shares[__builtin_ctzll(behind ? behind : open)];
+        for (int64_t index; (index = atomic_fetch_add_explicit(&s->next, 1, memory_order_relaxed)) < s->stop; count++)
+            j->item(j->context, index, thread);
+        own = (uint64_t)1 << (s - j->shares);
+        atomic_fetch_and_explicit(&j->open, ~own, memory_order_relaxed);
+    }
     return count;
 }
 
@@ -257,7 +287,7 @@ static void *work(void *argument) {
         for (int i = 0; i < 2 && w->wakes[i] >= 0; i++) wake(w->wakes[i]);
         job *j = w->job;
         set_mode(j->mode);
-        run(j, atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed), w->thread);
+        run(j, w->thread);
         if (atomic_exchange(&w->state, FREE) == AWAITED) kvc_wake(&w->state, &beds[w - workers]);
     }
     return NULL;
@@ -416,10 +446,13 @@ static int64_t run_with_helpers(job *j, int num_threads, int64_t *ns) {
             t.groups = num_groups();
             take(&t, helpers);
             if (t.size < helpers) start_workers(&t, helpers, most);
-            post(&t, j);
         }
     }
-    const int64_t start = ns ? now_ns() : 0, count = run(j, 0, 0);
+    divide(j, t.size + 1);
+    if (t.size) post(&t, j);
+    const int64_t start = ns ? now_ns() : 0;
+    int64_t count = 0;
+    if (j->count > 0) j->item(j->context, 0, 0), count = 1 + run(j, 0);
     if (ns) *ns = now_ns() - start;
     if (helpers > 0) atomic_fetch_sub(&num_callers, 1);
     if (t.size) dismiss(&t);
@@ -427,7 +460,7 @@ static int64_t run_with_helpers(job *j, int num_threads, int64_t *ns) {
 }
 
 void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) {
-    job j = {.item = item, .context = context, .count = count, .next = 1};
+    job j = {.item = item, .context = context, .count = count};
     run_with_helpers(&j, num_threads, NULL);
 }
 
@@ -446,7 +479,7 @@ static void learn(kvc_work work, double taken) {
 }
 
 void kvc_run_work(kvc_work work, int64_t units, int64_t count, int num_threads, kvc_item_fn *item, void *context) {
-    job j = {.item = item, .context = context, .count = count, .next = 1};
+    job j = {.item = item, .context = context, .count = count};
     int64_t ns;
     const int64_t own = run_with_helpers(&j, num_threads, &ns);
     if (own > 0 && units > 0 && ns >= LEAST_MEASURED_NS)

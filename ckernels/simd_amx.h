@@ -4,16 +4,19 @@
  *
  *   amx_dot_ss(c, a, b)    c (rows x 16 sums) += a (rows x 4n signed bytes) times b (n units of 64 signed codes, kvc_matrix.h)
  *   amx_dot_su(c, a, b)    the same of unsigned codes
+ *   amx_dot_bf16(c, a, b)  c (rows x 16 floats) += a (rows x 2n words) times b (n pairs of words of 16 columns), in an order of
+ *                          its own (kvc_matrix.h)
  *
  * Numbers of tiles are literals. Other libraries configure tiles too, and a thread that holds them is slow to switch: each item
  * of a call configures and releases its own. The system gives tiles to processes that ask (kvc_permitted).
  *
- * With KVC_EMULATED_TILES, in builds for tests, tiles are memory and a product is a loop over the dot products of avx512, so that
- * the level runs wherever avx512 does. A use that the instructions would refuse traps.
+ * With KVC_EMULATED_TILES, in builds for tests, tiles are memory and a product is a loop over instructions of avx512, so that the
+ * level runs wherever avx512 does. A use that the instructions would refuse traps.
  */
 #include "simd_avx512.h"
 
 #define KVC_TILES 1
+#define KVC_BF16_SIDE 2
 
 /* The memory operand of LDTILECFG. */
 typedef struct amx_shapes {
@@ -27,6 +30,7 @@ INLINE u8x64 u8x64_sub(u8x64 x, int byte) { return _mm512_sub_epi8(x, _mm512_set
 INLINE void u8x64_store(unsigned char *p, u8x64 x) { _mm512_storeu_si512(p, x); }
 INLINE i32x16 i32x16_load(const int32_t *p) { return _mm512_loadu_si512(p); }
 INLINE i32x16 i32x16_add(i32x16 a, i32x16 b) { return _mm512_add_epi32(a, b); }
+INLINE void put_side(uint16_t *to, const uint16_t *from) { _mm512_storeu_si512(to, bf16x2_load(from)); }
 
 #if defined(KVC_EMULATED_TILES)
 #include <string.h>
@@ -61,10 +65,14 @@ INLINE void amx_store(int t, void *p, size_t stride) {
     for (int r = 0; r < amx.shapes.rows[t]; r++)
         memcpy((unsigned char *)p + (size_t)r * stride, amx.tile[t][r], amx.shapes.bytes[t]);
 }
-static __attribute__((noinline, unused)) void amx_dot(int c, int a, int b, int is_signed) { /* 8 bits, less 128 if signed */
+INLINE void amx_expect_shapes(int c, int a, int b) {
     const amx_shapes *of = &amx.shapes;
     amx_expect(of->rows[c] == of->rows[a] && of->bytes[a] == 4 * of->rows[b] && of->bytes[b] == 64 && of->bytes[c] == 64);
     amx_expect(of->rows[c] > 0 && of->rows[b] > 0 && c != a && c != b && a != b);
+}
+static __attribute__((noinline, unused)) void amx_dot(int c, int a, int b, int is_signed) { /* 8 bits, less 128 if signed */
+    const amx_shapes *of = &amx.shapes;
+    amx_expect_shapes(c, a, b);
     for (int r = 0; r < of->rows[c]; r++) {
         __m512i sums = _mm512_loadu_si512(amx.tile[c][r]);
         for (int k = 0; k < of->rows[b]; k++) {
@@ -77,6 +85,34 @@ static __attribute__((noinline, unused)) void amx_dot(int c, int a, int b, int i
         }
         _mm512_storeu_si512(amx.tile[c][r], sums);
     }
+}
+/* Words as floats: of the even channels of pairs, of the odd ones. */
+INLINE f32v amx_even(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+INLINE f32v amx_odd(__m512i pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+}
+/* With denormals as zeros, as operands and as sums, and rounding to nearest: the instruction does not ask for the mode. */
+static __attribute__((noinline, unused)) void amx_dot_floats(int c, int a, int b) {
+    const amx_shapes *of = &amx.shapes;
+    for (int r = 0; r < of->rows[c]; r++) {
+        f32v even = f32v_zero(), odd = f32v_zero();
+        for (int k = 0; k < of->rows[b]; k++) {
+            int32_t x;
+            memcpy(&x, amx.tile[a][r] + 4 * k, 4);
+            const __m512i pair = _mm512_set1_epi32(x), words = _mm512_loadu_si512(amx.tile[b][k]);
+            even = f32v_fma(amx_even(pair), amx_even(words), even);
+            odd = f32v_fma(amx_odd(pair), amx_odd(words), odd);
+        }
+        f32v_store((float *)(void *)amx.tile[c][r], f32v_add(f32v_load((float *)(void *)amx.tile[c][r]), f32v_add(even, odd)));
+    }
+}
+static __attribute__((noinline, unused)) void amx_dot_bf16(int c, int a, int b) {
+    enum { MASKED = 0x1f80, DENORMALS_ARE_ZEROS = 1 << 6, FLUSH_TO_ZERO = 1 << 15 };
+    const unsigned before = __builtin_ia32_stmxcsr();
+    amx_expect_shapes(c, a, b);
+    __builtin_ia32_ldmxcsr(MASKED | DENORMALS_ARE_ZEROS | FLUSH_TO_ZERO);
+    amx_dot_floats(c, a, b);
+    __builtin_ia32_ldmxcsr(before);
 }
 INLINE void amx_dot_ss(int c, int a, int b) { amx_dot(c, a, b, 1); }
 INLINE void amx_dot_su(int c, int a, int b) { amx_dot(c, a, b, 0); }
@@ -91,4 +127,5 @@ INLINE void amx_dot_su(int c, int a, int b) { amx_dot(c, a, b, 0); }
     __asm__ __volatile__("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"((void *)(p)), "r"((size_t)(stride)) : "memory")
 #define amx_dot_ss(c, a, b) __asm__ __volatile__("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
 #define amx_dot_su(c, a, b) __asm__ __volatile__("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
+#define amx_dot_bf16(c, a, b) __asm__ __volatile__("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
 #endif

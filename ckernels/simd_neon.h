@@ -1,4 +1,5 @@
-/* simd_neon.h - 4 lanes: neon, dotprod; at level i8mm its matrix products too. 32 registers: 24 sums, 4 vectors, 1 broadcast. */
+/* simd_neon.h - 4 lanes: neon, dotprod; at level i8mm products of matrices too, of bytes and of bf16. 32 registers: 24 sums, 4
+ * vectors, 1 broadcast. */
 #include <arm_neon.h>
 
 #define KVC_LANES 4
@@ -293,6 +294,38 @@ INLINE void i32x32_dot(int pairs, i32x32 *sums, u8x64 a, u8x64 b, const unsigned
         for (int i = 0; i < pairs; i++) {
             sums[i].val[2 * v] = vmmlaq_s32(sums[i].val[2 * v], rows[i], low);
             sums[i].val[2 * v + 1] = vmmlaq_s32(sums[i].val[2 * v + 1], rows[i], high);
+        }
+    }
+}
+#endif
+
+#if defined(KVC_I8MM)
+/* Words of bf16: 4 channels of two rows, or of two outputs; and the sums of both rows with both outputs, row by row. */
+#define KVC_BF16_SIDE 4
+typedef bfloat16x8_t bf16x4x2;
+typedef float32x4_t f32x2x2;
+
+INLINE bf16x4x2 bf16x4x2_load(const uint16_t *p) { return vreinterpretq_bf16_u16(vld1q_u16(p)); }
+INLINE bf16x4x2 bf16x4x2_load_one(const uint16_t *p) { /* and a row of zeros */
+    return vreinterpretq_bf16_u16(vcombine_u16(vld1_u16(p), vdup_n_u16(0)));
+}
+INLINE f32x2x2 f32x2x2_dot(f32x2x2 sums, bf16x4x2 rows, bf16x4x2 outputs) { return vbfmmlaq_f32(sums, rows, outputs); }
+/* The sums of a row with four outputs. */
+INLINE f32v f32v_of_row(int row, f32x2x2 first, f32x2x2 second) {
+    const float64x2_t a = vreinterpretq_f64_f32(first), b = vreinterpretq_f64_f32(second);
+    return vreinterpretq_f32_f64(row ? vzip2q_f64(a, b) : vzip1q_f64(a, b));
+}
+INLINE void put_side(uint16_t *to, const uint16_t *from) {
+    UNROLL
+    for (int half = 0; half < 16; half += 8, to += 32) {
+        const uint16x8_t a = vld1q_u16(from + half), b = vld1q_u16(from + half + 16);
+        const uint16x8_t c = vld1q_u16(from + half + 32), d = vld1q_u16(from + half + 48);
+        const uint32x4_t ab[2] = {vreinterpretq_u32_u16(vzip1q_u16(a, b)), vreinterpretq_u32_u16(vzip2q_u16(a, b))};
+        const uint32x4_t cd[2] = {vreinterpretq_u32_u16(vzip1q_u16(c, d)), vreinterpretq_u32_u16(vzip2q_u16(c, d))};
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            vst1q_u16(to + 16 * i, vreinterpretq_u16_u32(vzip1q_u32(ab[i], cd[i])));
+            vst1q_u16(to + 16 * i + 8, vreinterpretq_u16_u32(vzip2q_u32(ab[i], cd[i])));
         }
     }
 }

@@ -103,7 +103,8 @@ def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads:
     for n in ROWS:
         x = np.random.default_rng(2).standard_normal((n, shape[1]), np.float32)
         facts = {"work": 2.0 * n * shape[0] * shape[1]}
-        yield Case(f"{n} rows", partial(at_both, partial(products.run, x), facts))
+        how = "bf16" if format == "bf16" else "int8"
+        yield Case(f"{n} rows", partial(at_both, partial(products.run, x, how), facts))
 
 
 def network_cases(path: Path, weights: str, vocabulary: int, threads: int) -> Iterator[Case]:
@@ -169,7 +170,7 @@ def main(options: argparse.Namespace) -> int:
         size = SIZES["tiny" if quick else "1b"]
         path, weights = network_file(size, options.folder or Path(temporary))
         for threads in dict.fromkeys(options.threads):
-            for format in FORMATS[:2]:
+            for format in (*FORMATS[:2], "bf16"):  # with x in bf16 too, where bits differ
                 title = f"Products with {format} weights, {shape[0]} x {shape[1]}, {threads} thr"
                 missed += run(title, product_cases(format, shape, cold, threads), COLUMNS)
             cases = network_cases(path, weights, size.vocabulary, threads)

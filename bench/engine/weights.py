@@ -76,10 +76,10 @@ class Products:
             part = slice(0, min(count, len(target) - row))
             target.put_codes(row, *(None if each is None else each[part] for each in parts))
 
-    def run(self, x: Float32) -> None:
+    def run(self, x: Float32, activations: str = "int8") -> None:
         """One product with the next matrix."""
         self._turn = (self._turn + 1) % len(self.matrices)
-        self.matrices[self._turn].multiply(x)
+        self.matrices[self._turn].multiply(x, activations=activations)
 
 
 def _random_parts(rng: np.random.Generator, matrix: Matrix) -> list[npt.NDArray[Any] | None]:

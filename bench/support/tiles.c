@@ -17,6 +17,7 @@
 #define LOAD(t, p) __asm__ __volatile__("tileloadd (%0,%1,1), %%tmm" #t : : "r"(p), "r"(64L) : "memory")
 #define STORE(t, p) __asm__ __volatile__("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(p), "r"(64L) : "memory")
 #define DOT(kind, c, a, b) __asm__ __volatile__("tdpb" #kind "d %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
+#define DOT_BF16(c, a, b) __asm__ __volatile__("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : : : "memory")
 
 typedef struct shapes {
     uint8_t palette, start, reserved[14];
@@ -74,6 +75,45 @@ static int differing(int rows, int channels, int is_signed) {
     return count;
 }
 
+static float of_bf16(const uint8_t *word) {
+    const uint8_t bytes[] = {0, 0, word[0], word[1]};
+    float x;
+    memcpy(&x, bytes, sizeof x);
+    return x;
+}
+
+/* Of bf16, in the order of ckernels/kvc_matrix.h; magnitudes from 2^-8 to 2^8. A product and a sum in double are rounded once. */
+static int differing_in_bf16(int rows, int channels) {
+    int count = 0;
+    for (size_t i = 0; i < sizeof a; i += 2) {
+        uint8_t *const words[] = {&a.at[i / 64][i % 64], &b.at[i / 64][i % 64]};
+        for (int w = 0; w < 2; w++) {
+            const unsigned bits = (119u + random_byte() % 16) << 7 | (random_byte() & 127) | (random_byte() & 128u) << 8;
+            words[w][0] = (uint8_t)bits, words[w][1] = (uint8_t)(bits >> 8);
+        }
+    }
+    memset(&c, 0, sizeof c);
+    LOAD(0, &c);
+    LOAD(4, &a);
+    LOAD(5, &b);
+    DOT_BF16(0, 4, 5);
+    DOT_BF16(0, 4, 5);
+    STORE(0, &result);
+    for (int i = 0; i < rows; i++) {
+        for (int j = 0; j < 16; j++) {
+            float half[2] = {0}, sum = 0, found;
+            memcpy(&found, &result.at[i][4 * j], 4);
+            for (int k = 0; k < channels / 2; k++) {
+                const double x = of_bf16(&a.at[i][2 * k]), w = of_bf16(&b.at[k / 2][4 * j + 2 * (k % 2)]);
+                half[k % 2] = (float)(half[k % 2] + x * w);
+            }
+            for (int times = 0; times < 2; times++) sum += half[0] + half[1];
+            count += memcmp(&sum, &found, 4) != 0;
+        }
+    }
+    return count;
+}
+
 static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -116,6 +156,12 @@ int main(void) {
         for (int i = 0; i < 10000; i++) bad += differing(sizes[s][0], sizes[s][1], i % 2);
     }
     printf("50000 random products: %d sums differ from C\n", bad);
+    int bad_bf16 = 0;
+    for (int s = 0; s < 5; s++) {
+        configure(sizes[s][0], sizes[s][1]);
+        for (int i = 0; i < 5000; i++) bad_bf16 += differing_in_bf16(sizes[s][0], sizes[s][1]);
+    }
+    printf("25000 random products of bf16: %d sums differ from C\n", bad_bf16);
     for (int s = 0; s < 5; s++) {
         char what[80];
         configure(sizes[s][0], sizes[s][1]);
@@ -125,6 +171,8 @@ int main(void) {
         TIME(what, 100000, 1, DOT(ss, 0, 4, 5));
     }
     configure(16, 64);
+    TIME("product of 16 rows and 32 channels of bf16, throughput", 100000, 4, DOT_BF16(0, 4, 5); DOT_BF16(1, 6, 7);
+         DOT_BF16(2, 4, 5); DOT_BF16(3, 6, 7));
     TIME("load of 16 x 64 bytes, first level of the cache", 100000, 2, LOAD(4, &a); LOAD(5, &b));
     memset(large, 1, sizeof large);
     TIME("load of 16 x 64 bytes, second level", 100, 1024, for (int j = 0; j < 1024; j++) LOAD(5, &large[j]));
@@ -133,5 +181,5 @@ int main(void) {
          __asm__ __volatile__("vmovdqu64 %0, %%zmm0" : : "m"(c) : "xmm0"));
     RELEASE();
     TIME("configure and release", 10000, 1, configure(16, 32); RELEASE());
-    return bad != 0;
+    return bad != 0 || bad_bf16 != 0;
 }

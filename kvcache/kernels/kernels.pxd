@@ -172,6 +172,8 @@ cdef extern from "kvc_matrix.h" nogil:
         KVC_BF16_FLOATS
         KVC_BF16_ROUNDED
         KVC_BF16_PAIRS
+        KVC_BF16_TILES
+        KVC_BF16_QUADS
 
     # out (n, rows) = x (n, columns) times the matrix transposed, plus bias and, with add, what it has
     ctypedef struct kvc_matmul_args:
@@ -233,8 +235,8 @@ cdef void floats_of_bf16(int64_t n, const uint16_t *words, float *x) noexcept no
 cdef void bf16_of_floats(int64_t n, const float *x, uint16_t *words) noexcept nogil    # rounded half to even
 cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
                            unsigned char *codes, uint16_t *scales, uint16_t *minima) noexcept nogil
-# The level in use, for `matmul`, and its fastest way of rounded rows. Another thread may change the level after it.
-cdef const void *level_in_use(kvc_bf16_rows *rounded) noexcept
+# The level in use, for `matmul`, and if asked for its fastest way of rows in bf16. Another thread may change the level after it.
+cdef const void *level_in_use(bint in_bf16, kvc_bf16_rows *rows) except NULL
 cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args, int threads) noexcept nogil
 cdef void matmul(const void *level, const kvc_matmul_args *args, int num_threads) noexcept nogil
 

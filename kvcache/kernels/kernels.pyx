@@ -100,7 +100,7 @@ cdef object MAX_THREADS = 1024
 
 # The state of the process: the level in use, and how many threads a call may use.
 cdef const kvc_kernels *_active = NULL
-cdef kvc_bf16_rows _rounded_rows = KVC_BF16_ROUNDED
+cdef dict _bf16_rows = {}    # of each level that was asked: the system may permit tiles later, and bits would change
 cdef int _threads = min(MAX_THREADS, available_cpus())
 
 
@@ -187,9 +187,15 @@ cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t colu
     _active.quantise_weights(format, count, columns, x, codes, scales, minima)
 
 
-cdef const void *level_in_use(kvc_bf16_rows *rounded) noexcept:
-    rounded[0] = _rounded_rows
-    return _active
+cdef const void *level_in_use(bint in_bf16, kvc_bf16_rows *rows) except NULL:
+    cdef const kvc_kernels *level = _active
+    rows[0] = KVC_BF16_FLOATS
+    if in_bf16:
+        key = <size_t>level
+        if key not in _bf16_rows:
+            _bf16_rows[key] = <int>kvc_bf16_rows_of(level)
+        rows[0] = <kvc_bf16_rows><int>_bf16_rows[key]
+    return level
 
 
 cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args, int threads) noexcept nogil:
@@ -332,12 +338,24 @@ def simd_levels():
 
 
 def level_of_bits(level):
-    """The level that results at `level` have the bits of: itself, but for "amx", which has those of "avx512".
+    """The level that results at `level` have the bits of: itself, but for "amx", which has those of "avx512", and "i8mm",
+    which has those of "neon". Products of rows in bf16 are apart: `bf16_order`.
 
     Raises:
         ValueError: this CPU has no such level.
     """
     return _level_of(level, "level").bits.decode()
+
+
+def bf16_order():
+    """The order of sums where `activations="bf16"` meets weights in bf16, at the level in use in this process: bits depend on it.
+
+    "rounded", that of floats; or that of an instruction, "pairs" (AMD's CPUs with AVX-512), "tiles" (AMX, if the system permits
+    them, which is asked for here or at the first such product) or "quads" (i8mm). ckernels/kvc_matrix.h defines them.
+    """
+    cdef kvc_bf16_rows rows
+    level_in_use(True, &rows)
+    return {KVC_BF16_ROUNDED: "rounded", KVC_BF16_PAIRS: "pairs", KVC_BF16_TILES: "tiles", KVC_BF16_QUADS: "quads"}[rows]
 
 
 cdef const kvc_kernels *_level_of(object level, str what) except NULL:
@@ -351,9 +369,8 @@ cdef const kvc_kernels *_level_of(object level, str what) except NULL:
 
 
 cdef int _use_level(object level, str what) except -1:
-    global _active, _rounded_rows
+    global _active
     _active = _level_of(level, what)
-    _rounded_rows = kvc_bf16_rows_of(_active)
     return 0
 
 

@@ -14,6 +14,7 @@ from math import lcm
 
 from kvcache.core.calibration import Calibration
 from kvcache.core.rowformat import RowFormats
+from kvcache.kernels.kernels import bf16_order
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Model
 from kvcache.texts.pool import Pool
@@ -58,10 +59,11 @@ def as_tiers(
 
 
 def model_name(model: Model, residual_length: int, calibration: Calibration | None, formats: RowFormats) -> str:
-    """The name of all that K and V depend on beside the library's formats; engines of all kinds share values."""
+    """The name of all that K and V depend on beside the library's formats and level; all engines share values."""
+    order = f", bf16 in {bf16_order()}" if getattr(model, "activations", "") == "bf16" else ""
     calibrated = "" if calibration is None else f", calibrated {calibration.fingerprint}"
     named = f", {formats.fingerprint}" if formats.fingerprint else ""
-    return f"{fingerprint(model)}, residual_length {residual_length}{calibrated}{named}"
+    return f"{fingerprint(model)}, residual_length {residual_length}{calibrated}{named}{order}"
 
 
 class Arrivals:

@@ -72,6 +72,38 @@ static int run_noted(int count, int num_threads, int work, int slow) {
     return helped;
 }
 
+/* ---- Shares: a thread runs the items of its own in their order, then those of the next threads that are left. */
+
+typedef struct order {
+    int64_t items[MOST_ITEMS];
+    int count;
+} order;
+
+static void note_order(void *context, int64_t index, int thread) {
+    order *o = context;
+    (void)thread;
+    o->items[o->count++] = index;
+}
+
+static void run_shares(void) {
+    for (int count = 1; count < 50; count++) {
+        for (int threads = 1; threads <= 20; threads++) {
+            order o = {.count = 0};
+            job j = {.item = note_order, .context = &o, .count = count};
+            divide(&j, threads);
+            const int most = count < MAX_SHARES ? count : MAX_SHARES, shares = threads < most ? threads : most;
+            const int thread = (7 * count) % threads, own = thread % shares;
+            CHECK(run(&j, thread) == count - 1, "%d threads ran other than %d items", threads, count - 1);
+            for (int i = 0, at = 0; i < shares; i++) {
+                const int s = (own + i) % shares;
+                for (int64_t item = s ? count * s / shares : 1; item < count * (s + 1) / shares; item++, at++)
+                    CHECK(o.items[at] == item, "of %d items for %d threads, %d. is %d", count, threads, at, (int)o.items[at]);
+            }
+            CHECK(run(&j, 0) == 0 && o.count == count - 1, "items run twice");
+        }
+    }
+}
+
 static void *call_often(void *seed) {
     uint64_t state = (uint64_t)(uintptr_t)seed;
     for (int i = 0; i < JOBS; i++) {
@@ -287,6 +319,7 @@ static void choose_awake(void) {
 int main(void) {
     alarm(PATIENCE);
     for (int i = 0; i < 40; i++) run_noted(i, 1 + i % 5, 100, 0);
+    run_shares();
     in_child(run_beside_held_back);
     in_child(wake_four);
     in_child(wake_two_of_many);

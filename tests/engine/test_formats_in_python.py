@@ -9,10 +9,11 @@ import pytest
 from engines import GREEDY, PROMPT, assert_same_state, state
 
 from bench.support.guides import definitions
-from kvcache import BatchEngine, PagedKvCache, PrefixCache, PrefixCachedEngine
-from kvcache.engine import InferenceEngine
+from kvcache import BatchEngine, PagedKvCache, PrefixCache, PrefixCachedEngine, simd_levels, use_simd
+from kvcache.engine import InferenceEngine, Transformer
 from kvcache.errors import SnapshotError
 from kvcache.eviction import EvictionPolicy
+from kvcache.kernels.kernels import bf16_order
 from kvcache.texts.arrivals import model_name
 
 Q8 = definitions("policies.md")["Q8"]
@@ -113,6 +114,18 @@ def test_saved_caches_are_named_after_it(network, tmp_path):
         for value in (Halves(), "f32")
     }
     assert len(names) == 6
+
+
+def test_values_of_tiers_are_named_after_the_order_of_sums_in_bf16(network):
+    formats = InferenceEngine(network).cache.formats
+    in_bf16 = Transformer(network.config, network.weights, activations="bf16")
+    names = {}
+    for level in simd_levels():
+        with use_simd(level):
+            assert bf16_order() not in model_name(network, 0, None, formats)
+            names.setdefault(bf16_order(), set()).add(model_name(in_bf16, 0, None, formats))
+    assert all(len(of_order) == 1 for of_order in names.values())
+    assert len(set().union(*names.values())) == len(names)
 
 
 def test_inserted_blocks_are_in_the_format():

@@ -1,7 +1,12 @@
 """The level amx, which multiplies tiles: the bits of avx512, in every format, at sizes around those of a tile.
 
+But for rows in bf16 that meet weights in bf16, which have an order of their own: test_matrix.py has its bits.
+
 Where the CPU has no tiles, builds for tests emulate them (KVCACHE_EVEX=1, KVCACHE_DEBUG=1, KVCACHE_SANITIZE=1).
 """
+
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +14,7 @@ from matrices import filled
 from pace import half
 
 from kvcache import PagedKvCache, get_num_threads, set_num_threads, simd_levels, use_simd
-from kvcache.kernels.kernels import level_of_bits
+from kvcache.kernels.kernels import bf16_order, level_of_bits
 from kvcache.kernels.matrix import MATRIX_FORMATS
 
 pytestmark = [
@@ -45,6 +50,51 @@ def test_it_names_the_level_whose_bits_it_has():
     assert [level_of_bits(level) for level in simd_levels() if level != "amx"] == [
         level for level in simd_levels() if level != "amx"
     ]
+
+
+# The system refuses tiles while the alternative stack of signals of a thread is too small for their registers.
+REFUSED = """
+import ctypes
+import numpy as np
+from kvcache import PagedKvCache, use_simd
+from kvcache.kernels.kernels import bf16_order
+from kvcache.kernels.matrix import Matrix
+
+class Stack(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+memory = ctypes.create_string_buffer(4096)
+libc = ctypes.CDLL(None)
+assert libc.sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None) == 0
+rng = np.random.default_rng(1)
+x = rng.standard_normal((33, 64)).astype(np.float32)
+quantised, words = Matrix(40, 64, "q4_0"), Matrix(40, 64, "bf16")
+quantised.put(0, x[:1].repeat(40, axis=0)), words.put(0, x[:1].repeat(40, axis=0))
+cache = PagedKvCache(8, 16, 2, 32, dtype="q8")
+cache.allocate(0, 33)
+cache.write(0, 0, x.reshape(33, 2, 32), x.reshape(33, 2, 32))
+answers = []
+for level in ("amx", "avx512"):
+    with use_simd(level):
+        out = [quantised.multiply(x), words.multiply(x, activations="bf16")]
+        out.append(cache.attention(0, x.reshape(33, 2, 32), [0], query_lens=[33]))
+        answers.append((bf16_order(), *(each.tobytes() for each in out)))
+assert answers[0] == answers[1]
+assert libc.sigaltstack(ctypes.byref(Stack(None, 2, 0)), None) == 0    # 2: none from now on
+with use_simd("amx"):
+    assert (bf16_order(), words.multiply(x, activations="bf16").tobytes()) == (answers[0][0], answers[0][2])
+print(answers[0][0])
+"""
+
+
+def test_tiles_that_the_system_refuses():
+    """Everything is as at avx512, without a word; and stays so, for bits of bf16 would change."""
+    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    with use_simd("avx512"):
+        assert done.stdout.strip() == bf16_order() != "tiles"
+    with use_simd("amx"):
+        assert bf16_order() == "tiles"
 
 
 @pytest.mark.parametrize("format", MATRIX_FORMATS)

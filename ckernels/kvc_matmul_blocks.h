@@ -1,0 +1,102 @@
+/* kvc_matmul_blocks.h - prepared rows times panels of floats (kvc_matrix.h), block by block of channels.
+ *
+ * Few rows read four panels from begin to end, at the speed of memory. Many rows go in chunks. A chunk is multiplied with one group
+ * of panels after another, and with each group block by block of channels. Meanwhile the second level of the cache keeps the
+ * chunk's prepared rows of this block and its sums of the group, the first keeps `wide` panels of it.
+ */
+#ifndef KVC_MATMUL_BLOCKS_H
+#define KVC_MATMUL_BLOCKS_H
+
+#include "kvc_matmul_tile.h"
+
+enum {
+    /* Bytes of a panel from what is read to what is prefetched into the second level of the cache, up to four panels at a time,
+     * measured. */
+    WORDS_AHEAD_OF_FEW = 2048, /* of f16 and bf16, up to four rows */
+    FLOATS_AHEAD = 4096,
+    FEW_ROWS = 16, /* of floats: the speed of memory is the limit */
+};
+
+/* What a tile of floats reads: channels of its panels, which lie `stride` bytes apart. */
+typedef struct block {
+    const unsigned char *data;
+    size_t stride;
+    int64_t channels;
+} block;
+
+typedef void float_fn(const block *weights, const void *x, tile *);
+
+/* How rows meet panels. */
+typedef struct meeting {
+    float_fn *const *tiles;       /* by rows */
+    int (*rows)(int64_t left);    /* of the next tile, where so many are left */
+    int64_t (*panels)(int rows);  /* of tiles of so many rows */
+    block (*changed)(kvc_matrix_format, block weights, int64_t panels, size_t ahead, float *to); /* first; NULL: as they are */
+    int64_t channels; /* of a row that lie side by side: a block is filled up to a multiple */
+    int64_t bytes;    /* of a number of x */
+} meeting;
+
+INLINE const unsigned char *panel_of(const block *weights, int panel, const tile *t) {
+    return weights->data + (size_t)(panel < t->existing ? panel : t->existing - 1) * weights->stride;
+}
+
+INLINE size_t channel_bytes(const kvc_matrix *matrix, int64_t channels) {
+    return (size_t)(channels * KVC_PANEL * kvc_matrix_format_of(matrix->format)->bits / 8);
+}
+
+/* Of panels from `panel` on, the channels from k on that are multiplied together. */
+INLINE block block_at(const kvc_matrix *matrix, int64_t panel, int64_t k) {
+    const int64_t left = matrix->columns - k;
+    return (block){matrix->data + (size_t)panel * matrix->panel_bytes + channel_bytes(matrix, k), matrix->panel_bytes,
+                   left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK};
+}
+
+/* Panels [panel, panel_stop) times rows [start, stop), over the block of channels from k on. `sums`: of these panels and rows,
+ * tile by tile, over the blocks before. */
+INLINE void multiply_block(const kvc_matmul_args *args, const meeting *how, int64_t start, int64_t stop, int64_t panel,
+                           int64_t panel_stop, int64_t k, float *sums, float *floats) {
+    const kvc_matrix *matrix = args->matrix;
+    const block stored = block_at(matrix, panel, k);
+    const int64_t channels = stored.channels, left = matrix->columns - k, panels = panel_stop - panel;
+    const int many = args->n > FEW_ROWS;
+    const size_t read_stop = channel_bytes(matrix, many ? channels : left);
+    const size_t ahead = many ? (size_t)panels * stored.stride : WORDS_AHEAD_OF_FEW;
+    const block weights = how->changed ? how->changed(matrix->format, stored, panels, ahead, floats) : stored;
+    const int64_t filled = (channels + how->channels - 1) / how->channels * how->channels;
+    const unsigned char *x = args->prepared + k * kvc_prepared_rows(args) * how->bytes;
+    for (int64_t row = start; row < stop;) {
+        const int rows = how->rows(stop - row);
+        const int64_t step = how->panels(rows);
+        for (int64_t q = panel; q < panel_stop; q += step, sums += rows * step * KVC_PANEL) {
+            const block here = {weights.data + (size_t)(q - panel) * weights.stride, weights.stride, channels};
+            tile t;
+            begin(&t, args, row, rows, q, step, panel_stop, row == start && !how->changed, k > 0 ? sums : NULL,
+                  channels < left ? sums : NULL);
+            t.block_rows = how->rows(args->n), t.read_stop = read_stop, t.skipped = (size_t)step * matrix->panel_bytes - read_stop;
+            how->tiles[rows](&here, x + row * filled * how->bytes, &t);
+            give(args, &t);
+        }
+        row += rows;
+    }
+}
+
+/* The results of panels [panel, panel_stop) for all rows, which meet them in blocks of up to so many. */
+INLINE void multiply_blocks(const kvc_matmul_args *args, const meeting *how, int most, int64_t panel, int64_t panel_stop,
+                            float *scratch) {
+    const int64_t wide = args->n <= FEW_ROWS ? 4 : how->panels(most);
+    const int64_t group = args->n <= FEW_ROWS ? 4 : KVC_GROUP_PANELS;
+    float *sums = scratch + (how->changed ? KVC_WIDE_FLOATS : 0);
+    for (int64_t start = 0; start < args->n; start += KVC_CHUNK_ROWS) {
+        const int64_t stop = start + KVC_CHUNK_ROWS < args->n ? start + KVC_CHUNK_ROWS : args->n;
+        for (int64_t first = panel; first < panel_stop; first += group) {
+            const int64_t last = first + group < panel_stop ? first + group : panel_stop;
+            for (int64_t k = 0; k < args->matrix->columns; k += KVC_CHANNEL_BLOCK) {
+                for (int64_t p = first; p < last; p += wide)
+                    multiply_block(args, how, start, stop, p, p + wide < last ? p + wide : last, k,
+                                   sums + (p - first) * (stop - start + KVC_SPARE_ROWS) * KVC_PANEL, scratch);
+            }
+        }
+    }
+}
+
+#endif
