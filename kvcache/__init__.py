@@ -46,7 +46,7 @@ from kvcache.states.prefix_config import PrefixCacheConfig, PrefixKvStats
 from kvcache.states.prefix_kv_cache import PrefixKvCache
 from kvcache.trie.policy import LFU, LRU
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "LFU",

@@ -1,0 +1,106 @@
+"""The release: its workflow, the platforms and versions of its wheels, and what the pages say of them."""
+
+import importlib.util
+import os
+import re
+import sys
+from importlib.machinery import SourceFileLoader
+
+import pytest
+from places import PROJECT
+
+yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+WORKFLOW = PROJECT / ".github" / "workflows" / "release.yml"
+MACHINES = {  # of the workflow, by the platforms whose wheels run there
+    "manylinux_2_17_x86_64": ("test", "ubuntu-24.04"),
+    "manylinux_2_17_aarch64": ("test", "ubuntu-24.04-arm"),
+    "musllinux_1_2_x86_64": ("test-musl", "ubuntu-24.04"),
+    "musllinux_1_2_aarch64": ("test-musl", "ubuntu-24.04-arm"),
+    "macosx_11_0_arm64": ("test", "macos-15"),
+}
+
+
+def workflow():
+    return yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    return workflow()["jobs"]
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """The file `.ci/wheels` as a module."""
+    loader = SourceFileLoader("wheels", str(PROJECT / ".ci" / "wheels"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("wheels", loader))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)
+        patch.setitem(sys.modules, "wheels", module)  # dataclasses look there
+        loader.exec_module(module)
+    return module
+
+
+def test_every_command_of_the_workflow_is_there(jobs):
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    files = [path for command in commands for path in re.findall(r"\.ci/[\w-]+", command)]
+    assert set(files) == {".ci/wheels", ".ci/test-wheel"}
+    assert all(os.access(PROJECT / path, os.X_OK) for path in files)
+
+
+def test_a_tag_of_a_version_starts_it(jobs):
+    assert workflow()[True] == {"push": {"tags": ["v*"]}}  # YAML reads the word `on` as true
+    project = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
+    (check,) = [step["run"] for step in jobs["build"]["steps"] if step.get("name") == "The tag is the version"]
+    pattern = re.search(r'grep -qx "(.*)" pyproject', check)[1].replace('\\"', '"')
+    assert pattern.replace("${GITHUB_REF_NAME#v}", version) in project.splitlines()
+
+
+def test_nothing_is_published_before_every_test(jobs):
+    publish = jobs["publish"]
+    assert {"build", *publish["needs"]} == set(jobs) - {"publish"}
+    assert all(jobs[job]["needs"] == "build" for job in publish["needs"])
+    assert [job for job in jobs if "permissions" in jobs[job]] == ["publish"]
+    assert publish["permissions"] == {"id-token": "write"}
+    used = [step["uses"].partition("@")[0] for step in publish["steps"]]
+    assert used == ["actions/download-artifact", "pypa/gh-action-pypi-publish"]
+    places = [step["with"] for job in jobs.values() for step in job["steps"] if "artifact" in step.get("uses", "")]
+    assert {(place["name"], place["path"]) for place in places} == {("dist", "dist/")}
+
+
+def test_every_platform_and_version_is_tested(jobs, wheels):
+    assert {platform.tag for platform in wheels.PLATFORMS} == set(MACHINES)
+    assert all(machine in jobs[job]["strategy"]["matrix"]["machine"] for job, machine in MACHINES.values())
+    setup = next(step for step in jobs["build"]["steps"] if "setup-python" in step.get("uses", ""))
+    project = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    assert (*setup["with"]["python-version"].split(),) == wheels.VERSIONS
+    assert (*re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project),) == wheels.VERSIONS
+    for job in ("test", "test-musl"):
+        assert (*jobs[job]["strategy"]["matrix"]["python"],) == wheels.VERSIONS
+
+
+def test_a_build_is_told_where_it_will_run(wheels, tmp_path, monkeypatch):
+    monkeypatch.setattr(wheels, "WORK", tmp_path)
+    monkeypatch.setattr(wheels, "run", lambda *command, **options: "/zig")
+    monkeypatch.setattr(wheels, "numpy_headers", lambda *platform: tmp_path)
+    for platform in wheels.PLATFORMS:
+        found = wheels.build_settings("python", "3.12", platform)
+        machine = found["_PYTHON_HOST_PLATFORM"].split("-")[-1]  # as setup.py reads it
+        assert machine in ("x86_64", "aarch64", "arm64")
+        assert platform.tag.endswith(machine)
+        names = {}
+        exec((tmp_path / "settings" / f"{platform.tag}-3.12" / "_sysconfigdata_target.py").read_text(), names)
+        assert f"-target {platform.target}" in names["build_time_vars"]["CC"]
+        assert platform.suffix in names["build_time_vars"]["EXT_SUFFIX"]
+
+
+def test_no_page_says_that_an_index_has_it():
+    """Until one has: the pages name a clone, or a folder with a wheel."""
+    pages = [PROJECT / "README.md", *(PROJECT / "kvcache" / "guides").glob("*.md"), *(PROJECT / "deploy").iterdir()]
+    for page in pages:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if "pip install" in line and "kvcache-cpu" in line:
+                assert "--find-links" in line, (page, line)
