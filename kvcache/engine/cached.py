@@ -25,6 +25,7 @@ from kvcache.sampling.sampling import SamplingParams
 from kvcache.support.arguments import as_count, as_instance
 from kvcache.support.copies import refuse_copies
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
+from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.text import Text
 from kvcache.texts.whole import WholeLayers
 from kvcache.tiers.directory import DirectoryTier
@@ -132,7 +133,8 @@ class PrefixCachedEngine:
         self.close()
 
     def generate(
-        self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None, **sampling: Any
+        self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
+        prefix: CompressedPrefix | None = None, **sampling: Any,
     ) -> list[int]:
         """Continue a prompt and return the new tokens; `[]` for an empty prompt.
 
@@ -143,13 +145,15 @@ class PrefixCachedEngine:
             prompt_tokens: token ids; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
             namespace: requests share blocks only within one namespace (a tenant, an adapter).
+            prefix: what `InferenceEngine.compress` made of a text before the prompt, whose tokens the prompt does not
+                repeat. Requests share blocks only behind the same one.
             sampling: attributes of `SamplingParams`, in place of those of `params`.
 
         Raises:
             TypeError, ValueError: invalid tokens, parameters or length.
             InvalidOperationError: this thread has an open stream of this engine; the engine's cache was replaced.
         """
-        request = self._checked(prompt_tokens, params, sampling, namespace)
+        request = self._checked(prompt_tokens, params, sampling, namespace, prefix)
         if not len(request.tokens):
             return []
         turn = self._requests.turns.take(self.inner.version)
@@ -164,25 +168,27 @@ class PrefixCachedEngine:
             turn.give_back()
 
     def stream(
-        self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None, **sampling: Any
+        self, prompt_tokens: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
+        prefix: CompressedPrefix | None = None, **sampling: Any,
     ) -> Iterator[int]:
         """Do what `generate` does, token by token; arguments are checked now, and every failure is raised.
 
         The stream has exclusive use of the engine, as with `InferenceEngine.stream`. When it ends, or is closed or
         dropped, the tokens computed so far are cached.
         """
-        request = self._checked(prompt_tokens, params, sampling, namespace)
+        request = self._checked(prompt_tokens, params, sampling, namespace, prefix)
         return self._stream_in_turn(request, namespace, whole=False) if len(request.tokens) else iter(())
 
     def complete(
-        self, prompt: Any, params: SamplingParams | None = None, *, namespace: Hashable = None, **sampling: Any
+        self, prompt: Any, params: SamplingParams | None = None, *, namespace: Hashable = None,
+        prefix: CompressedPrefix | None = None, **sampling: Any,
     ) -> Completion:
         """Do what `InferenceEngine.complete` does, with the prefix cache; every failure is raised.
 
         Args:
-            prompt, params, namespace, sampling: as of `generate`, but the prompt has at least one token.
+            prompt, params, namespace, prefix, sampling: as of `generate`, but the prompt has at least one token.
         """
-        request = self._checked(prompt, params, sampling, namespace, with_text=True)
+        request = self._checked(prompt, params, sampling, namespace, prefix, with_text=True)
         return request.complete(self._stream_in_turn(request, namespace, whole=True))
 
     def apply_chat_template(
@@ -214,14 +220,15 @@ class PrefixCachedEngine:
         return Answer(request, self._stream_in_turn(request, namespace, whole=False))
 
     def _checked(
-        self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], namespace: Hashable, *,
-        with_text: bool = False,
+        self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], namespace: Hashable,
+        prefix: CompressedPrefix | None = None, *, with_text: bool = False,
     ) -> Request:
         """A new request; its prompt may be empty."""
         self._check_cache()
         hash(namespace)  # raises TypeError here rather than in the middle of the request
         params = self.inner.sampling_params if params is None else params
-        return self._requests.request(prompt, params, sampling, with_text=with_text, or_empty=not with_text)
+        prefix, or_empty = self._sequence.settings.expect(prefix), not with_text
+        return self._requests.request(prompt, params, sampling, with_text=with_text, or_empty=or_empty, prefix=prefix)
 
     def _check_cache(self) -> None:
         """InvalidOperationError, once the blocks that are cached are not those of the engine any more."""
@@ -328,10 +335,10 @@ class PrefixCachedEngine:
     def _prefill(self, request: Request, namespace: Hashable) -> Float32:
         """Start the text with the cached blocks of a prompt and run the rest; returns the logits after the prompt."""
         current, forward, tokens = self._sequence, self._sequence.forward, request.tokens
-        text = Text(tokens, namespace)
+        text = Text(tokens, namespace, request.prefix)
         text.parts_at = request.parts_at
         text.regime = forward.regime(len(tokens))
-        text.space = forward.space_of(namespace, text.regime)
+        text.space = forward.space_of(text)
         if self._arrivals is None:
             cached, ran = current.start(text), 0
         else:

@@ -14,6 +14,7 @@ from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.sampling import Sampler
 from kvcache.sampling.text_stream import TextStream
 from kvcache.sampling.text_tokens import encoded
+from kvcache.texts.compressed_prefix import CompressedPrefix
 
 __all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt"]
 
@@ -69,6 +70,7 @@ class Request:
         cached_tokens: the number of prompt tokens that did not run.
         is_complete: whether all its text has come.
         parts_at: see `Text`.
+        prefix: what its text stands behind, see `Text`.
         progress: called while its prompt runs, see `PrefixCachedEngine.chat`; None: nothing is.
     """
 
@@ -79,6 +81,7 @@ class Request:
         self.params = sampler.params
         self.finish_reason: FinishReason = "length"
         self.parts_at: tuple[int, ...] = ()
+        self.prefix: CompressedPrefix | None = None
         self.logprobs: list[TokenLogprobs] | None = None
         self.cached_tokens = 0
         self.is_complete = False

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvalidOperationError, KvCacheError, OutOfMemoryError
 from kvcache.networks.protocols import Float32, Logits
 from kvcache.paged.cache import PagedKvCache
+from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.forward import Forward
 from kvcache.texts.group import CachedStart
 from kvcache.texts.pool import Pool
@@ -77,14 +78,14 @@ class CurrentText:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the text, evicted ones included: the position of the next token."""
-        return self.text.computed
+        """Tokens of the text, evicted ones and those of its prefix included: the position of the next token."""
+        return self.text.base + self.text.computed
 
     # -- it becomes another text ------------------------------------------------------------------------------
 
-    def clear(self) -> None:
-        """Become an empty text. Cannot run out of blocks: an empty text has none."""
-        text = Text(_NO_TOKENS)
+    def clear(self, prefix: CompressedPrefix | None = None) -> None:
+        """Become an empty text, perhaps behind a prefix. Cannot run out of blocks: an empty text has none."""
+        text = Text(_NO_TOKENS, prefix=prefix)
         self._end_old(text)
         text.moved(0, 0, self.pool.empty(0))
 
@@ -158,7 +159,7 @@ class CurrentText:
 
         Args:
             tokens: at least one.
-            pos: at most `num_tokens`.
+            pos: at most `num_tokens`, and not within the prefix.
             logits: "last", or "all" for at most `chunk` tokens.
             whole: tokens of the whole text, where more are to follow; they decide the regime.
 
@@ -172,6 +173,10 @@ class CurrentText:
             InvalidOperationError: tokens that the first new one reads have left; the tokens before `pos` are not known,
                 as after `InferenceEngine.begin`, and positions depend on the length, or a state is to be made again.
         """
+        if pos < self.text.base:
+            least = self.text.base
+            raise InvalidOperationError(f"pos: expected {least} or more, behind the prefix, or reset, got {pos}")
+        pos -= self.text.base
         text, forward, end = self.text, self.forward, pos + len(tokens)
         regime = forward.regime(max(whole, end))
         if forward.regime_of is not None and pos and not text.is_known:
@@ -274,7 +279,7 @@ class CurrentText:
         longer = self.text.continued(tokens, pos)
         if regime != longer.regime or not pos:
             longer.regime, longer.is_known = regime, longer.is_known or not pos
-            longer.space = self.forward.space_of(longer.namespace, regime)
+            longer.space = self.forward.space_of(longer)
         return longer
 
     def _count(self, pos: int, end: int, logits: Logits) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.layer_formats import Formats
+from kvcache.core.layer_formats import Formats, is_mixed
 from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
 from kvcache.engine.chat import Answer, chat_tokens, render
 from kvcache.engine.completion import Completion, Request
+from kvcache.engine.compression import compressed
 from kvcache.engine.current import CurrentText, Share
 from kvcache.engine.opening import Opened, open_checkpoint, open_gguf, split_options
 from kvcache.engine.requests import Requests
@@ -24,9 +26,12 @@ from kvcache.networks.tokens import as_tokens
 from kvcache.networks.weights import Progress
 from kvcache.paged.cache import PagedKvCache
 from kvcache.sampling.sampling import SamplingParams
-from kvcache.support.arguments import as_count, as_floats, as_index, as_instance
+from kvcache.sampling.text_tokens import encoded
+from kvcache.support.arguments import as_count, as_finite, as_floats, as_index, as_instance
 from kvcache.support.copies import refuse_copies
+from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
 from kvcache.texts.policy import Policy
+from kvcache.texts.prefix_policy import PrefixPolicy
 from kvcache.texts.settings import CacheSettings, Load
 
 __all__ = ["InferenceEngine"]
@@ -329,7 +334,10 @@ class InferenceEngine:
 
     # ---------------------------------------------------------------- whole requests
 
-    def complete(self, prompt: Any, params: SamplingParams | None = None, **sampling: Any) -> Completion:
+    def complete(
+        self, prompt: Any, params: SamplingParams | None = None, *, prefix: CompressedPrefix | None = None,
+        **sampling: Any,
+    ) -> Completion:
         """Continue a prompt: the new tokens, their text and why it ended; log-probabilities if `params` asks for them.
 
         It ends at a stop token or string, after `max_tokens`, or at the last position (StreamingLLM has none).
@@ -337,22 +345,30 @@ class InferenceEngine:
         Args:
             prompt: at least one token id; or a text, if the engine has a tokenizer.
             params: how to sample; by default the engine's `sampling_params`.
+            prefix: what `compress` made of a text before the prompt, whose tokens the prompt does not repeat.
             sampling: attributes of `SamplingParams`, in place of those of `params`: `complete(text, max_tokens=8)`.
 
         Raises:
             TypeError: no such attribute.
-            ValueError: an empty prompt, an id outside the vocabulary, or more tokens than positions.
+            ValueError: an empty prompt, an id outside the vocabulary, or more tokens than positions; a prefix of
+                another network, or with an eviction policy.
             InvalidOperationError: this thread has an open stream of this engine.
             OutOfMemoryError: the cache is too small.
         """
-        request = self._request(prompt, params, sampling, with_text=True)
+        request = self._request(prompt, params, sampling, with_text=True, prefix=prefix)
         return request.complete(self.requests.stream(request, whole=True))
 
-    def generate(self, prompt_tokens: Any, params: SamplingParams | None = None, **sampling: Any) -> list[int]:
+    def generate(
+        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: CompressedPrefix | None = None,
+        **sampling: Any,
+    ) -> list[int]:
         """Do what `complete` does, and return the new tokens alone."""
-        return list(self.requests.stream(self._request(prompt_tokens, params, sampling), whole=True))
+        return list(self.requests.stream(self._request(prompt_tokens, params, sampling, prefix=prefix), whole=True))
 
-    def stream(self, prompt_tokens: Any, params: SamplingParams | None = None, **sampling: Any) -> Iterator[int]:
+    def stream(
+        self, prompt_tokens: Any, params: SamplingParams | None = None, *, prefix: CompressedPrefix | None = None,
+        **sampling: Any,
+    ) -> Iterator[int]:
         """Do what `generate` does, token by token: check the arguments now, run the prompt at the first `next`.
 
         From its first token to its last, or until it is closed or dropped, a stream has exclusive use of the engine:
@@ -360,7 +376,7 @@ class InferenceEngine:
         So does the next token of a stream if another call of that thread has changed the sequence. A stream may be
         continued on another thread.
         """
-        return self.requests.stream(self._request(prompt_tokens, params, sampling), whole=False)
+        return self.requests.stream(self._request(prompt_tokens, params, sampling, prefix=prefix), whole=False)
 
     def apply_chat_template(
         self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
@@ -394,8 +410,10 @@ class InferenceEngine:
         request = self._request(prompt, params, sampling, with_text=True)
         return Answer(request, self.requests.stream(request, whole=False))
 
-    def score(self, tokens: Any) -> Float32:
+    def score(self, tokens: Any, *, prefix: CompressedPrefix | None = None) -> Float32:
         """Log-probability of each token after the first, given the tokens before it: float32 `(len(tokens) - 1,)`.
+
+        Behind a `prefix` they are given that too.
 
         The mean of the negatives is the log of the perplexity. Starts a new sequence, which holds all tokens but the
         last afterwards. Raises like `generate`.
@@ -403,14 +421,18 @@ class InferenceEngine:
         An engine that evicts does so between pieces of `prefill_chunk` tokens: within a piece each token sees the
         survivors and all earlier tokens of the piece. `prefill_chunk=1` evicts after every token.
         """
-        return self.requests.score(as_tokens(tokens, self.config.vocab_size))
+        return self.requests.score(as_tokens(tokens, self.config.vocab_size), self._settings.expect(prefix))
 
     # ---------------------------------------------------------------- one sequence, step by step
 
-    def reset(self) -> None:
-        """Start an empty sequence. `prefill_token_count` is not reset."""
+    def reset(self, prefix: CompressedPrefix | None = None) -> None:
+        """Start an empty sequence, perhaps behind a prefix. `prefill_token_count` is not reset.
+
+        Behind a prefix the first position is `prefix.num_tokens`, and `prefill_from_pos` goes back no further.
+        """
+        self._settings.expect(prefix)
         with self.requests.call:
-            self._sequence.clear()
+            self._sequence.clear(prefix)
 
     def begin(self, share: Share) -> int:
         """Replace the current sequence by one that `share` creates, for example from blocks of another sequence.
@@ -486,6 +508,58 @@ class InferenceEngine:
         version, logits = self.version, as_floats(logits, (self.config.vocab_size,), "logits")
         return self.requests.decode_in_turn(version, logits, self._request(history, params, {}, is_history=True))
 
+    # ---------------------------------------------------------------- prefixes
+
+    def compress(
+        self, prompt: Any, policy: Policy | PrefixPolicy, *, ratio: float = 0.25, dtype: str | None = None
+    ) -> CompressedPrefix:
+        """Run a prompt, and make a prefix of what a policy keeps of its K and V: other tokens in each KV head.
+
+        Texts behind it (`complete(..., prefix=)`, also of other engines over this network) are not those behind the
+        whole prompt. They depend on the prefix and on their own tokens alone, in any batch and any pieces. The current
+        sequence is replaced by an empty one.
+
+        Args:
+            prompt: at least one token id; or a text, if the engine has a tokenizer.
+            policy: `kvcache.policies.KVzip()`, or an object with the protocol of `Policy`, such as
+                `ExpectedAttention(per_head=True)`, which chooses once, after the last token.
+            ratio: the share of the tokens that stays, above 0 and up to 1; at least one.
+            dtype: the format that stores them, see `PagedKvCache`; by default those of the engine.
+
+        Raises:
+            TypeError: no such policy.
+            ValueError: as `complete`; a ratio out of range; an engine that evicts; layers with a window, with a state
+                or with other sizes; positions that depend on the length of the text; formats that differ between
+                layers, without `dtype`; more tokens than positions, those that the policy adds counted.
+            OutOfMemoryError: the cache is too small for the prompt and what the policy adds.
+        """
+        tokens = self.requests.new.tokens_of(prompt, lambda: self.tokenizer, self.requests.max_positions)
+        self.requests.new.check_span(tokens, 0)
+        share, storage = as_finite(ratio, "ratio", 0.0, 1.0, above=True), self._settings.storage
+        formats = storage.formats if dtype is None else (dtype, dtype)
+        if dtype is None and any(map(is_mixed, storage.dtypes)):
+            raise ValueError(f"dtype: expected a format for an engine that has several, got {dtype}")
+        storing = Storing(*formats, self._settings.rotate, self._settings.block_size, storage.calibration)
+        with self.requests.call:
+            return compressed(
+                self._sequence, tokens, policy, max(1, int(len(tokens) * share)), self._encode, storing
+            )
+
+    def load_compressed(self, path: str | PathLike[str]) -> CompressedPrefix:
+        """Read the file of a prefix that an engine over the same network and with the same calibration compressed.
+
+        Raises:
+            SnapshotError: of another network or calibration; damaged.
+            TypeError, OSError: as `CompressedPrefix.load`.
+        """
+        return CompressedPrefix.load(path, self.model, self._settings.storage.calibration)
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("policy: expected one with token ids, since the engine has no tokenizer, got texts")
+        return encoded(self.tokenizer, text, "policy", add_special_tokens=False)
+
     def _request(self, prompt: Any, params: SamplingParams | None, sampling: dict[str, Any], **options: Any) -> Request:
+        self._settings.expect(options.get("prefix"))
         params = self.sampling_params if params is None else params
         return self.requests.request(prompt, params, sampling, **options)

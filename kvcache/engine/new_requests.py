@@ -19,6 +19,7 @@ from kvcache.sampling.sampling import Biases, Sampler, SamplingParams
 from kvcache.sampling.stop_strings import StopStrings
 from kvcache.sampling.text_stream import TextStream
 from kvcache.support.arguments import as_count, short
+from kvcache.texts.compressed_prefix import CompressedPrefix
 
 __all__ = ["NewRequests", "Shared"]
 
@@ -90,6 +91,7 @@ class NewRequests:
     def request(
         self, prompt: Any, params: SamplingParams, tokenizer: Callable[[], Any], *, with_text: bool = False,
         or_empty: bool = False, is_history: bool = False, shared: Shared | None = None, sample: int = 0,
+        prefix: CompressedPrefix | None = None,
     ) -> Request:
         """A new request, checked; adds one to the count of requests.
 
@@ -101,6 +103,7 @@ class NewRequests:
             is_history: whether the tokens of the prompt ran already; there may be any number of them.
             shared: what it shares with other samples, see `shared`.
             sample: its number among them, which is added to the seed of `params`.
+            prefix: what its text stands behind.
 
         Raises:
             TypeError, ValueError: as `InferenceEngine.complete`; a token of `logit_bias` is outside the vocabulary;
@@ -108,7 +111,7 @@ class NewRequests:
         """
         tokens = self.tokens_of(prompt, tokenizer, None if is_history else self.max_positions)
         if not is_history and (len(tokens) or not or_empty):
-            self.check_span(tokens, 0)
+            self.check_span(tokens, 0 if prefix is None else prefix.num_tokens)
         shared = self.shared(params, tokenizer) if shared is None else shared
         decoder = None
         if params.stop or with_text:
@@ -121,7 +124,9 @@ class NewRequests:
         matcher = None if shared.matcher is None else shared.matcher.fresh(shared.stop_tokens)
         stops = shared.stop_tokens
         sampler = Sampler(params, rng, vocab_size, tokens, biases=shared.biases, matcher=matcher, stop_tokens=stops)
-        return Request(tokens, sampler, text, shared.stop_tokens)
+        request = Request(tokens, sampler, text, shared.stop_tokens)
+        request.prefix = prefix
+        return request
 
     def tokens_of(self, prompt: Any, tokenizer: Callable[[], Any], most: int | None) -> NDArray[np.uint32]:
         """The token ids of a prompt; see `as_prompt`."""

@@ -18,6 +18,7 @@ from kvcache.networks.protocols import Float32
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_instance
+from kvcache.texts.compressed_prefix import CompressedPrefix
 
 __all__ = ["SCORE_FLOATS", "Requests", "Tokens", "log_probabilities"]
 
@@ -98,8 +99,8 @@ class Requests:
         turn = self.turns.take(self.sequence.version)
         try:
             with self.lock:
-                self.sequence.clear()
-                logits = self.prefill(request.tokens, 0)
+                self.sequence.clear(request.prefix)
+                logits = self.prefill(request.tokens, self.sequence.num_tokens)
                 turn.leave(self.sequence.version)
             yield from self.decode(logits, request, turn)
         except BaseException:
@@ -136,17 +137,18 @@ class Requests:
                 logits = self.extend(np.array([token], np.uint32), self.sequence.num_tokens)
                 turn.leave(self.sequence.version)
 
-    def score(self, tokens: Tokens) -> Float32:
+    def score(self, tokens: Tokens, prefix: CompressedPrefix | None = None) -> Float32:
         """Log-probability of each token after the first; see `InferenceEngine.score`."""
-        self.new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, 0)
+        base = 0 if prefix is None else prefix.num_tokens
+        self.new.check_span(tokens[:-1] if len(tokens) > 1 else tokens, base)
         scores = np.empty(len(tokens) - 1, np.float32)
         chunk = max(1, min(self.sequence.chunk, SCORE_FLOATS // self.config.vocab_size))
         with self.call:
-            self.sequence.clear()
+            self.sequence.clear(prefix)
             try:
                 for start in range(0, len(scores), chunk):
                     piece = tokens[start : min(start + chunk, len(scores))]
-                    logits = self.sequence.extend(piece, start, "all", len(scores))
+                    logits = self.sequence.extend(piece, base + start, "all", len(scores))
                     targets = tokens[start + 1 : start + 1 + len(piece)]
                     scores[start : start + len(piece)] = log_probabilities(logits, targets)
             except BaseException:

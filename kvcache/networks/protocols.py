@@ -57,9 +57,9 @@ class LayerAttention:
     kv_layer: int | None = None
     latent: int | None = None
 
-    def call(self) -> AttentionCall:
+    def call(self, return_lse: bool = False) -> AttentionCall:
         """These options, checked and copied, for all calls of the layer."""
-        return AttentionCall(self.scale, self.window, self.softcap, self.sinks).kept()
+        return AttentionCall(self.scale, self.window, self.softcap, self.sinks, return_lse=return_lse).kept()
 
     def options(self) -> dict[str, Any]:
         """The arguments of `PagedKvCache.attention` that differ from its defaults."""

@@ -48,8 +48,8 @@ Int64 = npt.NDArray[np.int64]
 
 MAGIC, VERSION = b"kvcache\x1a", 1
 # kind: the cache that saved it. entries: a mark is the end of an entry of a PrefixKvCache. blocks: a PrefixCache, whose
-# segments are whole pages.
-KINDS = {"entries": 1, "blocks": 2}
+# segments are whole pages. prefix: a CompressedPrefix, whose lists are namespaces.
+KINDS = {"entries": 1, "blocks": 2, "prefix": 3}
 # magic, version, kind, bytes of the file, segments, tokens, pages, bytes of namespaces; arenas, namespaces, bytes of
 # the model's name, CRC-32 of all tables; CRC-32 of this header
 HEADER = struct.Struct("<8sIIQQQQQIIII52xI")

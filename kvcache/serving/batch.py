@@ -43,6 +43,7 @@ from kvcache.serving.work import Drawing, Scoring, Work
 from kvcache.support.arguments import as_count, as_finite, as_instance, as_integer, short
 from kvcache.support.copies import refuse_copies
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
+from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.forward import Forward
 from kvcache.texts.policy import Policy
 from kvcache.texts.settings import CacheSettings, Load
@@ -223,6 +224,7 @@ class BatchEngine:
         n: int = 1,
         keep: float | Iterable[tuple[int, float]] | None = None,
         parts_at: Iterable[int] = (),
+        prefix: CompressedPrefix | None = None,
         **sampling: Any,
     ) -> Request:
         """Queue a request.
@@ -242,6 +244,8 @@ class BatchEngine:
                 a quarter; what is beyond is not kept. With `max_tokens` 0 the prompt runs, and nothing else.
             parts_at: after how many tokens of the prompt later ones are expected to differ, as `chat_parts` tells. A
                 network whose layers keep a state keeps it there; of no use to others.
+            prefix: what `InferenceEngine.compress` made of a text before the prompt, whose tokens the prompt does not
+                repeat. Requests share blocks only behind the same one.
             sampling: attributes of `SamplingParams`, in place of those of `params`.
 
         Raises:
@@ -251,6 +255,7 @@ class BatchEngine:
             InvalidOperationError: the engine is closed.
         """
         hash(namespace)  # raises TypeError here rather than in the middle of a step
+        self._settings.expect(prefix)
         if self._events is not None:
             self._events.expect(namespace)
         priority, n = as_integer(priority, "priority"), as_count(n, "n", 1)
@@ -264,7 +269,7 @@ class BatchEngine:
         kept = None if keep is None else as_kept(keep, len(prompt), self._pool.block_size)
         if kept is not None and self._settings.budgets is not None:
             raise ValueError("keep: expected none with an eviction_policy, got one")
-        samples = [self._sample(prompt, params, namespace, shared, i) for i in range(n)]
+        samples = [self._sample(prompt, params, namespace, shared, i, prefix) for i in range(n)]
         if kept is not None:
             samples[0].keep = kept
             for each in samples if params.max_tokens == 0 else ():
@@ -291,10 +296,11 @@ class BatchEngine:
         self._new.matcher(grammar, lambda: self.tokenizer, stop_token_ids)
 
     def _sample(
-        self, prompt: Any, params: SamplingParams, namespace: Hashable, shared: Shared, number: int
+        self, prompt: Any, params: SamplingParams, namespace: Hashable, shared: Shared, number: int,
+        prefix: CompressedPrefix | None,
     ) -> Drawing:
         request = self._new.request(
-            prompt, params, lambda: self.tokenizer, with_text=True, shared=shared, sample=number
+            prompt, params, lambda: self.tokenizer, with_text=True, shared=shared, sample=number, prefix=prefix
         )
         decoder = None if request.text is None else self.tokenizer
         make_text = None if decoder is None else partial(TextStream, decoder, request.tokens, shared.stop_strings)

@@ -291,7 +291,7 @@ class Scheduler:
         while self._may_begin:
             work = self._waiting[0]
             work.regime = self._forward.regime(work.num_tokens)
-            work.space = self._forward.space_of(work.namespace, work.regime)
+            work.space = self._forward.space_of(work)
             if self._park(work):
                 heapq.heappop(self._waiting)
                 continue

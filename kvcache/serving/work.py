@@ -17,6 +17,7 @@ from kvcache.engine.requests import log_probabilities
 from kvcache.grammar.matcher import Matcher
 from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.sampling.text_stream import TextStream
+from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.text import Text, Tokens
 
 __all__ = ["Drawing", "FinishReason", "Scoring", "Work"]
@@ -52,9 +53,9 @@ class Work(Text, ABC):
         parked: `(tokens, work)`: works that wait until this one has run these tokens, which are theirs too.
     """
 
-    def __init__(self, tokens: Tokens, namespace: Hashable) -> None:
-        super().__init__(tokens, namespace)
-        self.opening = (hash(namespace), tokens[:_OPENING].tobytes())
+    def __init__(self, tokens: Tokens, namespace: Hashable, prefix: CompressedPrefix | None = None) -> None:
+        super().__init__(tokens, namespace, prefix)
+        self.opening = (hash((namespace, self.base)), tokens[:_OPENING].tobytes())
         self.key: tuple[float, int] = (0.0, 0)
         self.arrival = 0.0
         self.deadline: float | None = None
@@ -143,13 +144,13 @@ class Drawing(Work):
         self, request: Request, make_text: Callable[[], TextStream] | None, config: NetworkConfig,
         namespace: Hashable, drafts: TextDrafts | None = None,
     ) -> None:
-        super().__init__(request.tokens, namespace)
+        super().__init__(request.tokens, namespace, request.prefix)
         self._sampler, self._request, self._make_text = request.sampler, request, make_text
         self._watched = make_text() if make_text is not None and request.params.stop else None
         request.text = None  # `observe` is then about log-probabilities alone
         if request.params.logprobs is not None:
             request.logprobs = []
-        self._most = config.max_position_embeddings
+        self._most = config.max_position_embeddings - self.base
         self.drafts = drafts
         self._stopped = self._drawing = self._warms = False
 

@@ -16,7 +16,7 @@ from kvcache.support.arguments import as_count
 from kvcache.texts.policy import Policy, as_budgets, as_kept, as_kept_by_head, as_num_queries, is_policy, of_network
 from kvcache.texts.scores import Alive, Scoring
 
-__all__ = ["Budgets", "most_blocks", "survivors"]
+__all__ = ["Budgets", "expect_alike", "most_blocks", "survivors"]
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -55,13 +55,7 @@ class Budgets:
         num_layers = model.config.num_layers
         if policy is None and kv_budget is None:
             return None
-        if windows := [each.window for each in layer_attention(model) if each is not None and each.window is not None]:
-            raise ValueError(
-                f"eviction_policy: expected none for a network with layers that have a window (of {windows[0]}), "
-                f"got {policy}"
-            )
-        if unlike := other_layers(model) or unlike_layers(model):
-            raise ValueError(f"eviction_policy: expected none for a network with {unlike}, got {policy}")
+        expect_alike(model, "eviction_policy", policy)
         if policy is None:
             raise ValueError("kv_budget: expected an eviction_policy with it, got None")
         if not isinstance(policy, EvictionPolicy) and not is_policy(policy):
@@ -115,8 +109,20 @@ class Budgets:
         scores, rule = [self.scoring.mean(each, end) for each in lists], self.rules[layer]
         if isinstance(self.policy, EvictionPolicy):
             return [survivors(each, rule, self.policy.by_score) for each in scores]
-        policy, positions = self.policy, [each.positions.copy() for each in lists]
-        shown = self._shown(policy, lists, reads)
+        return self.choose(
+            layer, scores, [each.positions.copy() for each in lists], self._shown(self.policy, lists, reads)
+        )
+
+    def choose(
+        self, layer: int, scores: Sequence[Float64], positions: Sequence[Int64], shown: Sequence[Sequence[Float32]]
+    ) -> list[Int64]:
+        """Ask a `Policy` for what stays of each list of a layer; indices, ascending.
+
+        Args:
+            shown: the rows that it reads: an argument after the other, for each list, with the axis of KV heads first.
+        """
+        policy, rule = self.policy, self.rules[layer]
+        assert not isinstance(policy, EvictionPolicy)
         if self.per_head:
             rows = [[each[0] for each in one] for one in shown]
             found = policy.keep(layer, scores, positions, rule.limit, *rows)
@@ -150,6 +156,17 @@ class Budgets:
         rest = [most_blocks(min(rule.limit, positions), block_size, self.lists) for rule in self.rules]
         pieces = self.lists * (-(-min(chunk, positions) // block_size) + 1)
         return 2 * sum(rest) + max(rest) + len(rest) * pieces
+
+
+def expect_alike(model: Model, name: str, policy: object) -> None:
+    """Raise ValueError unless all layers of a network keep K and V of all tokens, alike, at positions that stay."""
+    windows = [each.window for each in layer_attention(model) if each is not None and each.window is not None]
+    unlike = f"layers that have a window (of {windows[0]})" if windows else other_layers(model) or unlike_layers(model)
+    regime: Callable[[int], int] | None = getattr(model, "regime", None)
+    if not unlike and regime is not None and regime(1) != regime(model.config.max_position_embeddings):
+        unlike = "positions that depend on the length of the text"
+    if unlike:
+        raise ValueError(f"{name}: expected none for a network with {unlike}, got {policy}")
 
 
 def _check_endless(model: Model, limit: int) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from kvcache.networks.protocols import Attend, Float32, Model, layer_attention
+from kvcache.texts.compressed_prefix import is_behind
 from kvcache.texts.group import Lens
 from kvcache.texts.pool import Pool
 from kvcache.texts.text import Text
 
 __all__ = ["Forward"]
 
-_computed = attrgetter("computed")
+_computed, _base = attrgetter("computed"), attrgetter("base")
+Watch = Callable[[Text, int, Float32], None]
 
 
 class Forward:
@@ -30,12 +32,14 @@ class Forward:
     Attributes:
         pool: see above.
         regime_of: of a text of so many tokens, see `protocols.Model`; None: there is one regime.
+        watch: called with a text that runs alone, a layer and its queries, when these have attended; None: nothing is.
     """
 
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model, self.pool, self._vocab_size = model, pool, model.config.vocab_size
         self._selects = bool(getattr(model, "selects_rows", False))
         attention = layer_attention(model)
+        self.watch: Watch | None = None
         self._shares = any(each is not None and each.kv_layer is not None for each in attention)
         regime: Callable[[int], int] | None = getattr(model, "regime", None)
         several = regime is not None and regime(1) != regime(model.config.max_position_embeddings)
@@ -45,13 +49,15 @@ class Forward:
         """The regime of a text of so many tokens."""
         return 0 if self.regime_of is None else self.regime_of(num_tokens)
 
-    def space_of(self, namespace: Hashable, regime: int) -> Hashable:
-        """The namespace of cached prefixes of this regime."""
-        return namespace if self.regime_of is None else (regime, namespace)
+    def space_of(self, text: Text) -> Hashable:
+        """The namespace of cached prefixes of a text's regime, behind its compressed prefix."""
+        if text.prefix is not None:
+            return text.prefix.space(text.namespace)
+        return text.namespace if self.regime_of is None else (text.regime, text.namespace)
 
     def name_of(self, space: Any) -> Hashable:
         """The caller's name of a namespace of cached prefixes."""
-        name: Hashable = space if self.regime_of is None else space[1]
+        name: Hashable = space[2] if is_behind(space) else space if self.regime_of is None else space[1]
         return name
 
     def run(self, pieces: Sequence[tuple[Text, int, int]]) -> list[Float32]:
@@ -64,9 +70,10 @@ class Forward:
         own = [text.next_tokens(count) for text, count, _ in pieces]
         tokens = own[0] if len(own) == 1 else np.concatenate(own)
         starts = np.fromiter(map(_computed, texts), np.int64, len(texts))
+        bases = np.fromiter(map(_base, texts), np.int64, len(texts))
         lens, due = np.array(counts), np.array(wanted_rows)
         stops, ends = lens.cumsum(), due.cumsum()
-        positions = np.arange(len(tokens)) + (starts - (stops - lens)).repeat(lens)
+        positions = np.arange(len(tokens)) + (bases + starts - (stops - lens)).repeat(lens)
         rows = np.arange(ends[-1]) + (stops - ends).repeat(due)
         wanted: Any = rows
         if not len(rows):
@@ -76,6 +83,8 @@ class Forward:
         elif not self._selects or len(rows) == len(tokens):
             wanted = "all"
         attend, places = self.pool.attend(texts, lens)
+        if self.watch is not None:
+            attend = _watched(attend, self.watch, texts[0])
         if self._shares and len(rows) < len(tokens):
             attend = self._attend_by_rows(attend, texts, lens, due)
         if self.regime_of is not None:
@@ -103,3 +112,16 @@ class Forward:
             return call(layer, queries, keys, values, sinks)
 
         return attend_either
+
+
+def _watched(attend: Attend, watch: Watch, text: Text) -> Attend:
+    """`attend` of a text that runs alone, which shows its queries."""
+
+    def attend_and_show(
+        layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None, sinks: Float32 | None = None, /
+    ) -> Float32:
+        mixed = attend(layer, queries, keys, values, sinks)
+        watch(text, layer, queries)
+        return mixed
+
+    return attend_and_show

@@ -16,10 +16,11 @@ from kvcache.networks.protocols import LayerAttention, Model, Recurrence, layer_
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.residual import row_block
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.support.arguments import as_bytes, as_count
+from kvcache.support.arguments import as_bytes, as_count, as_instance
 from kvcache.support.memory_nodes import warn_of_nodes
 from kvcache.texts.budgets import Budgets
 from kvcache.texts.cached_states import CachedStates, page_shape
+from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.evicting import EvictingLayers
 from kvcache.texts.group import Group
 from kvcache.texts.newest import NewestGroups, num_newest
@@ -126,12 +127,6 @@ class CacheSettings:
             if is_mixed(each) and len(each) != config.num_layers:
                 count = config.num_layers
                 raise ValueError(f"{name}: expected one format, or one for each of {count} layers, got {each}")
-        regime: Callable[[int], int] | None = getattr(model, "regime", None)
-        if budgets is not None and regime is not None and regime(1) != regime(config.max_position_embeddings):
-            raise ValueError(
-                f"eviction_policy: expected none for a network whose positions depend on the length of the text, "
-                f"got {budgets.policy}"
-            )
         settings = cls(
             model, load, storage, budgets, rotate, block_size, num_blocks, max_memory_bytes, make_cache, attention,
             whole, windows, layer_recurrences(model),
@@ -158,6 +153,20 @@ class CacheSettings:
     def within(self, max_memory_bytes: int) -> CacheSettings:
         """These settings with another limit of bytes."""
         return replace(self, max_memory_bytes=max_memory_bytes)
+
+    def expect(self, prefix: CompressedPrefix | None) -> CompressedPrefix | None:
+        """Check that texts may stand behind a prefix, and return it.
+
+        Raises:
+            TypeError: another kind.
+            ValueError: it is of another network; layers evict.
+        """
+        if prefix is None:
+            return None
+        as_instance(prefix, CompressedPrefix, "prefix").expect(self.model)
+        if self.budgets is not None:
+            raise ValueError(f"prefix: expected None with an eviction_policy, got {prefix!r}")
+        return prefix
 
     @property
     def piece(self) -> int:

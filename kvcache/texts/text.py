@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from copy import copy
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from kvcache.texts.compressed_prefix import CompressedPrefix
 
 __all__ = ["NO_TOKEN", "Text", "Tokens"]
 
@@ -29,8 +32,10 @@ class Text:
     Args:
         tokens: those to run; a copy of the caller's.
         namespace: texts share cached blocks within one namespace.
+        prefix: it stands behind this one, whose tokens are not among its own; None: it stands alone.
 
     Attributes:
+        base: the position of its first token, behind the prefix.
         num_tokens, num_prompt: tokens so far, and those that it began with.
         seq_id: its sequence in the caches of all groups; -1: it has none.
         computed: tokens whose K and V the groups have.
@@ -44,7 +49,8 @@ class Text:
 
     shares: bool = True  # whether its first tokens may come from cached blocks, and its blocks be cached
 
-    def __init__(self, tokens: Tokens, namespace: Hashable = None) -> None:
+    def __init__(self, tokens: Tokens, namespace: Hashable = None, prefix: CompressedPrefix | None = None) -> None:
+        self.prefix, self.base = prefix, 0 if prefix is None else prefix.num_tokens
         self._buffer, self.num_tokens = tokens, len(tokens)
         self.namespace, self.space, self.num_prompt = namespace, namespace, len(tokens)
         self.seq_id, self.computed, self.regime = -1, 0, 0

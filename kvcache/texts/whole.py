@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import OutOfMemoryError
-from kvcache.networks.protocols import LayerAttention
+from kvcache.networks.protocols import Float32, LayerAttention
 from kvcache.paged.cache import PagedKvCache
+from kvcache.paged.merging import merge_attention
 from kvcache.paged.queried import QueriedSequences
 from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.group import (
     CachedStart,
     Ids,
@@ -61,7 +64,7 @@ class WholeLayers:
     ) -> None:
         self.cache, self.index, self.newest = cache, index, newest
         self.reclaim: Reclaim | None = None
-        self._calls = calls_of(layers, attention)
+        self._calls, self._parts = calls_of(layers, attention), calls_of(layers, attention, return_lse=True)
         self.layers = tuple(self._calls)
         self._most_drafts, self._own_ids, self._to_the_end = most_drafts, own_ids, to_the_end
         self._bytes = cache.total_memory_bytes
@@ -136,7 +139,25 @@ class WholeLayers:
                 raise error
 
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
-        return partial(self.cache.write_and_attend, QueriedSequences(ids, lens).kept(), self._calls), {}
+        sequences = QueriedSequences(ids, lens).kept()
+        if parts := _rows_behind(texts, lens):
+            return self._attend_behind(sequences, parts), {}
+        return partial(self.cache.write_and_attend, sequences, self._calls), {}
+
+    def _attend_behind(
+        self, sequences: QueriedSequences, parts: Sequence[tuple[CompressedPrefix, Lens]]
+    ) -> LayerCall:
+        """Attention where some rows, those of `parts`, stand behind a compressed prefix."""
+
+        def attend(layer: int, queries: Float32, keys: Any, values: Any, _: Any = None, /) -> Float32:
+            found: Any = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
+            mixed, masses = found
+            for prefix, rows in parts:
+                output, mass = prefix.attend(layer, queries[rows])
+                mixed[rows], _ = merge_attention(output, mass, mixed[rows], masses[rows])
+            return mixed  # type: ignore[no-any-return]
+
+        return attend
 
     def ran(self, text: Text, index: int, before: int) -> None:
         cache = self.cache
@@ -241,7 +262,8 @@ class WholeLayers:
     # -- reports --------------------------------------------------------------------------------------------
 
     def positions(self, text: Text, index: int, layer: int, head: int | None) -> NDArray[np.int64]:
-        return np.arange(text.computed)
+        own = np.arange(text.base, text.base + text.computed)
+        return own if text.prefix is None else np.concatenate([text.prefix.positions(layer, head), own])
 
     def memory(self, texts: Sequence[Text], index: int) -> list[dict[str, int]]:
         newest = [] if self.newest is None else [self.newest.memory()]
@@ -272,6 +294,20 @@ class WholeLayers:
             free, idle = self.index.num_free_and_idle()
             assert cache.total_memory_bytes == self._bytes, "tokens in f16 took more memory than was reserved"
             assert free + idle + len(claimed) == cache.total_blocks, "free, claimed and cached blocks are not all"
+
+
+_prefix = attrgetter("prefix")
+
+
+def _rows_behind(texts: Sequence[Text], lens: Lens) -> list[tuple[CompressedPrefix, Lens]]:
+    """The rows of a pass that stand behind a compressed prefix, by prefixes; each text has `lens` rows."""
+    if not any(map(_prefix, texts)):
+        return []
+    stops, found = np.cumsum(lens), dict[int, tuple[CompressedPrefix, list[Lens]]]()
+    for text, stop, count in zip(texts, stops.tolist(), lens.tolist(), strict=True):
+        if text.prefix is not None:
+            found.setdefault(id(text.prefix), (text.prefix, []))[1].append(np.arange(stop - count, stop))
+    return [(prefix, np.concatenate(rows)) for prefix, rows in found.values()]
 
 
 def _filled(tokens: Tokens, size: int) -> Tokens:
