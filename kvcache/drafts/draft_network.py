@@ -77,7 +77,8 @@ class DraftNetwork:
         if shadow.num_tokens >= self._most:
             return None
         if shadow.seq_id < 0:
-            shadow.regime, shadow.space = regime, self._forward.space_of(shadow.namespace, regime)
+            shadow.regime = regime
+            shadow.space = self._forward.space_of(shadow)
             while not self._pool.start(shadow, [each for each in self._shadows.values() if each.seq_id >= 0]):
                 if not self._release():
                     return None

@@ -110,7 +110,7 @@ def test_texts_behind_it_have_their_bits_in_any_company(network, tmp_path, optio
         assert (hit.tokens, hit.logprobs) == (want.tokens, want.logprobs)
     assert hit.cached_tokens > 0 == plain.cached_tokens
     cached.check()
-    with BatchEngine(network, max_running=4, speculate=True, **options) as batch:
+    with BatchEngine(network, max_running=4, **options) as batch:
         requests = [batch.submit(TAIL, params, prefix=each) for each in (None, found, other, again, None, found)]
         logprobs = [request.completions()[0].logprobs for request in requests]
         batch.check()
