@@ -8,12 +8,12 @@ them on GGUF files, where llama-cpp-python is installed. Ctrl-C stops at any tim
 goes on from there.
 
 Rows of *a window of a fifth* evict: they keep a fifth of the text, its newest tokens and four sinks, after pieces of
-256 tokens. They are compared with the same over f32.
+an eighth of it. They are compared with the same over f32.
 
 `--format module:Class` adds two rows for a `kvcache.engine.Format`, with a residual of 64 tokens and without; of two of
 them with a slash between, the first is for keys. Bits are those that it says. `--policy module:Class` adds rows for a
-`kvcache.engine.Policy` over f32, which attends to 256 tokens of the text and to what it has kept of those before;
-`--budgets` says how much it keeps.
+`kvcache.engine.Policy` over f32, which attends to an eighth of a window, at most 256 tokens, and to what it
+has kept of those before; `--budgets` says how much it keeps.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ class _Run:
 
     def __init__(self, recorder: Recorder, context: int, options: dict[str, Any]) -> None:
         self._recorder = recorder
-        self._engine = InferenceEngine(recorder, prefill_chunk=256, **{"num_blocks": context // 16 + 1, **options})
+        piece = min(256, max(1, context // 8))  # what evicts does so after each: one as long as a window loses nothing
+        self._engine = InferenceEngine(recorder, prefill_chunk=piece, **{"num_blocks": context // 16 + 1, **options})
         cache, config = self._engine.cache, self._engine.config
         length = self._engine.residual_length
         layers = 1 if cache.separate_layers else config.num_layers  # a block has one layer, or one head of it

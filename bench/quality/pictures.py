@@ -91,8 +91,9 @@ def draw_front(
     for axes, key, scale in zip(panels, ("rise", "kl"), (100, 1), strict=True):
         for kind, names in kinds.items():
             names = sorted(names, key=lambda name: figures[name]["bits"])
-            x, y = [figures[name]["bits"] for name in names], [scale * figures[name][key] for name in names]
-            axes.plot(x, np.maximum(y, 1e-3 if key == "rise" else 1e-6), styles[kind], label=kind)
+            least = 1e-3 if key == "rise" else 1e-6
+            x, y = [figures[name]["bits"] for name in names], [max(scale * figures[name][key], least) for name in names]
+            axes.plot(x, y, styles[kind], label=kind)
             for name, *at in zip(names, x, y, strict=True):
                 short = name.removeprefix("llama.cpp ").removeprefix("auto:").removesuffix(", calibrated")
                 short = short.rpartition(", ")[2] if "KIVI" in kind or "Quantized" in kind or name in own else short

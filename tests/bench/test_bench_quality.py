@@ -261,12 +261,14 @@ def test_what_was_measured_is_kept(tmp_path, monkeypatch):
     """A second call runs what is missing, and shows the same figures."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     command = ["quality", "--model", str(DIRECTORY), "--quick", "--context", "100", "--keep", str(tmp_path / "kept")]
+    (tmp_path / "tale.txt").write_text("".join(f"def add{i}(first):\n    return first + {i}\n" for i in range(99)))
+    command += ["--rows", "q8", "q4", "--texts", str(tmp_path / "tale.txt")]
     figures = []
     for tokens in ("200", "400"):
         assert main([*command, "--tokens", tokens, "--json", str(tmp_path / "json")]) == 0
         figures.append(json.loads((tmp_path / "json").read_text())["figures"])
     files = sorted((tmp_path / "kept").iterdir())
-    assert len(files) == 6
+    assert len(files) == 4
     monkeypatch.setattr(checkpoint._Run, "__call__", lambda *_: pytest.fail("all of it was kept"))
     assert main([*command, "--tokens", "400", "--json", str(tmp_path / "json")]) == 0
     assert json.loads((tmp_path / "json").read_text())["figures"] == figures[1]
@@ -289,6 +291,7 @@ def test_files_budgets_and_own_rows_in_the_picture(tmp_path, monkeypatch, capsys
     shown = capsys.readouterr().out
     assert "2 windows of 100 tokens of tale.txt" in shown
     assert [*map(float, re.findall(r"Last, [50]+ % kept +([\d.]+) ", shown))] == [1.6, 16]
+    assert re.search(r"Last, 5 % kept +1\.60 +\S+ ± \S+ % +0\.0*[1-9]", shown), "a short window has pieces too"
     assert (tmp_path / "quality-of-a-real-model.png").stat().st_size > 10_000
     own = ["Last, 5 % kept", "mine"]
     kinds = [pictures.kind_of(name, own) for name in (*own, "q4", "f32")]
