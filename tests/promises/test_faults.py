@@ -54,7 +54,7 @@ ALL = 1 << 40  # number of consecutive failing allocations: all until the call e
 @pytest.mark.parametrize(("module", "subject"), SUBJECTS)
 def test_nothing_is_lost_when_allocations_fail(forks, long, module, subject, width):
     engine = module in ("subjects.engine", "subjects.serving")  # the caches inside have subjects of their own
-    step = 0 if long else (1, 2 + engine)[FAST] if width == 1 else (5, 10)[FAST]
+    step = 0 if long else 1 + FAST + engine if width == 1 else (5, 10)[FAST]
     status, printed = forks.run("subjects.faults", module, subject, width, step)
     print(printed[-8000:])
     assert status == 0
