@@ -141,11 +141,11 @@ def draw_budgets(figures: list[dict[str, Any]], folder: str) -> Path:
         axes.grid(alpha=0.3)
         if key == "perplexity":
             axes.set_yscale("log")
-            axes.set_yticks([15, 20, 25, 30, 40])
+            name_ends(axes, named)  # in the other panel they end together
             plain_numbers(axes.yaxis, "", [15, 20, 25, 30, 40])
         else:
             axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-        name_ends(axes, named)
+            axes.spines[["right", "top"]].set_visible(False)
     figure.suptitle(DEMO, fontsize=11)
     return save(plt, figure, folder, "quality budgets")
 
