@@ -16,7 +16,7 @@ from kvcache.sampling.text_stream import TextStream
 from kvcache.sampling.text_tokens import encoded
 from kvcache.texts.compressed_prefix import CompressedPrefix
 
-__all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt"]
+__all__ = ["Completion", "Request", "TokenLogprobs", "as_prompt", "logprobs_of"]
 
 FinishReason = Literal["stop", "length"]
 
@@ -91,7 +91,7 @@ class Request:
     def observe(self, token: int, logits: Float32) -> None:
         """Note a new token, and the logits that it was drawn from."""
         if self.logprobs is not None:
-            self.logprobs.append(_logprobs(logits, token, self.params.logprobs or 0))
+            self.logprobs.append(logprobs_of(logits, token, self.params.logprobs or 0))
         if self.text is not None:
             self._piece = self.text.add(token)
 
@@ -123,7 +123,7 @@ class Request:
         return Completion(tokens, None if self.text is None else text, self.end, self.logprobs, self.cached_tokens)
 
 
-def _logprobs(logits: Float32, token: int, count: int) -> TokenLogprobs:
+def logprobs_of(logits: Float32, token: int, count: int) -> TokenLogprobs:
     """The log-probabilities of `token` and of the `count` most likely ones, in float64."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max()

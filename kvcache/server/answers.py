@@ -156,12 +156,12 @@ class HttpAnswer:
         is_empty = choice.work.num_new == len(new.tokens) == 0
         reason = reason_of(new.finish_reason, is_empty=is_empty)
         for start in range(0, max(1, len(new.tokens)), _EVENT):
-            stop, logprobs = start + _EVENT, None
+            stop = start + _EVENT
             tokens, ended = new.tokens[start:stop], reason is not None and stop >= len(new.tokens)
             found = choice.spoken.extend(tokens, ended=ended)
-            if new.logprobs is not None:
-                logprobs = self._form.logprobs(choice, tokens, new.logprobs[start:stop])
-            if events := "".join(self._form.events(choice, found, logprobs, reason if ended else None)):
+            logprobs = None if new.logprobs is None else new.logprobs[start:stop]
+            details = self._form.details(choice, tokens, logprobs)
+            if events := "".join(self._form.events(choice, found, details, reason if ended else None)):
                 yield events
 
     # -- both -----------------------------------------------------------------------------------------------

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvcache.engine import SamplingParams
-from kvcache.server.conversations import Conversation, ToolChoice, functions_of
+from kvcache.server.conversations import Conversation, ToolChoice, functions_of, text_of
 from kvcache.server.fields import CHATS, MAX_CHOICES, SAMPLING, TEXTS, checked
 from kvcache.server.refusals import BodyError, too_many
 from kvcache.server.retention import CacheMark, breakpoints
 from kvcache.support.arguments import as_instance, short
 from kvcache.support.json_text import TooManyNested, read_json_text
 
-__all__ = ["Body", "body_of", "json_of", "parse"]
+__all__ = ["Body", "body_of", "check_scores", "json_of", "parse"]
 
 _MAX_LOGPROBS = 1 << 20  # of an answer, which are 100 MB of JSON
 
@@ -33,6 +33,9 @@ class Body(NamedTuple):
     field: str  # the name of the prompts
     keep: float | None = None  # seconds that the prompts stay cached for
     marks: tuple[CacheMark, ...] = ()  # ends of blocks of a conversation that stay for times of their own
+    echo: bool = False  # whether an answer begins with its prompt
+    with_tokens: bool = False  # whether it has token ids, the prompt's too
+    priority: int = 0
 
 
 def json_of(data: bytes | bytearray) -> dict[str, Any]:
@@ -87,11 +90,14 @@ def body_of(
     with_usage = given.get("stream_options", False)
     salt, keep = given.get("cache_salt"), given.get("prompt_cache_options") or given.get("prompt_cache_retention")
     marks = marks or (breakpoints(found["messages"], keep) if chat else [])
-    if keep is None and params.max_tokens == 0:  # the prompt runs and nothing else
+    echo, scores = given.get("echo", False), given.get("echo", False) and params.logprobs is not None
+    if scores and given["stream"]:
+        raise ValueError("echo: expected none beside logprobs in a stream, got one")
+    if keep is None and params.max_tokens == 0 and not scores:  # the prompt runs and nothing else
         keep = 0.0
     return Body(
         chat, given["model"], prompts, params, given["n"], given["stream"], with_usage, salt, prompt, keep,
-        tuple(marks),
+        tuple(marks), echo, given.get("return_token_ids", False), given.get("priority", 0),
     )
 
 
@@ -106,8 +112,25 @@ def _conversation(given: dict[str, Any]) -> Conversation:
         raise ValueError("tool_choice: expected tools beside it, got none")
     names = ("reasoning_effort", "verbosity", "chat_template_kwargs")
     template = {variable: value for name in names for variable, value in given.get(name, {}).items()}
-    parallel = given.get("parallel_tool_calls", True)
-    return Conversation(given["messages"], tools or None, template, choice, parallel, customs)
+    parallel, continues = given.get("parallel_tool_calls", True), given.get("continue_final_message", False)
+    if continues and given.get("add_generation_prompt"):
+        raise ValueError("add_generation_prompt: expected false beside continue_final_message, got true")
+    if continues and not _is_begun(given["messages"]):
+        raise ValueError("continue_final_message: expected a text of the assistant as the last message, got none")
+    begins = given.get("add_generation_prompt", not continues)
+    return Conversation(given["messages"], tools or None, template, choice, parallel, customs, begins, continues)
+
+
+def _is_begun(messages: Any) -> bool:
+    """Whether messages end with a text of the assistant."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant" and bool(text_of(last))
+
+
+def check_scores(tokens: int, logprobs: int) -> None:
+    """Refuse prompts of so many tokens with more log-probabilities than may be."""
+    if (asked := tokens * (1 + logprobs)) > _MAX_LOGPROBS:
+        raise ValueError(f"logprobs: expected at most {_MAX_LOGPROBS} values of prompts, got {asked}")
 
 
 def _check_logprobs(name: str, params: SamplingParams, count: int, max_tokens: int | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvcache.sampling.dialects.transcript import ChannelPiece
+from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.bodies import Body
 from kvcache.server.forms import Choice, Counts, Form, Whole, call_id, counts_of, event, now, stop_reason, unique
 from kvcache.server.logprobs import Offsets, TokenTexts, of_chat, of_texts
@@ -44,25 +45,46 @@ class CompletionForm(Form):
     # -- streams --------------------------------------------------------------------------------------------
 
     def events(
-        self, choice: Choice, pieces: Sequence[ChannelPiece], logprobs: JsonObject | None, reason: str | None
+        self, choice: Choice, pieces: Sequence[ChannelPiece], details: Mapping[str, Any], reason: str | None
     ) -> Iterator[str]:
         number, first = choice.number, choice.number not in self._begun
         self._begun.add(number)
+        if first and self._body.echo:
+            pieces = [ChannelPiece("content", self._prompt_text(choice)), *pieces]
         deltas = [self._delta(number, piece) for piece in pieces]
-        if not deltas and (logprobs is not None or reason is not None or first):
+        if not deltas and (details or reason is not None or first):
             deltas = [{} if number in self._calls else self._content("")]
         for place, delta in enumerate(deltas):
             role = {"role": "assistant"} if first and not place and self._body.chat else {}
             end = reason if place == len(deltas) - 1 else None
             content = {"delta": role | delta} if self._body.chat else delta
+            beside = {} if place else details
             found = JsonObject(
-                index=number, **content, logprobs=None if place else logprobs,
+                index=number, **content, **{"logprobs": None, **beside},
                 finish_reason=_with_calls(choice, end), **({} if end is None else stop_reason(choice.work)),
             )
-            if logprobs is None:  # most events: one call of the encoder
-                yield event(dict(self._common, choices=[found]))
-            else:
-                yield event(JsonObject(**self._common, choices=iter([found])))
+            common = self._common
+            if first and not place and self._body.with_tokens:
+                common, found = self._with_prompt(common, found, choice)
+            if "logprobs" in beside:
+                yield event(JsonObject(**common, choices=iter([found])))
+            else:  # most events: one call of the encoder
+                yield event(dict(common, choices=[found]))
+
+    def _with_prompt(
+        self, answer: dict[str, Any], found: JsonObject, choice: Choice
+    ) -> tuple[dict[str, Any], JsonObject]:
+        """An answer and a sample of it, one of which has the token ids of the prompt."""
+        prompt = {"prompt_token_ids": self._prompt(choice)}
+        return (answer | prompt, found) if self._body.chat else (answer, JsonObject(found | prompt))
+
+    def _prompt(self, choice: Choice) -> list[int]:
+        ids: list[int] = choice.work.tokens[: choice.work.num_prompt].tolist()
+        return ids
+
+    def _prompt_text(self, choice: Choice) -> str:
+        prompt = self._body.prompts[choice.number // self._body.n]
+        return prompt if isinstance(prompt, str) else decoded(self._texts.tokenizer, prompt)
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"content": text} if self._body.chat else {"text": text}
@@ -99,31 +121,44 @@ class CompletionForm(Form):
 
     # -- both -----------------------------------------------------------------------------------------------
 
-    def logprobs(self, choice: Choice, tokens: Sequence[int], found: Sequence[Any]) -> JsonObject:
+    def details(self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[Any] | None) -> dict[str, Any]:
+        found: dict[str, Any] = {} if logprobs is None else {"logprobs": self._logprobs(choice, tokens, logprobs)}
+        return found | ({"token_ids": list(tokens)} if self._body.with_tokens else {})
+
+    def _logprobs(self, choice: Choice, tokens: Sequence[int], found: Sequence[Any]) -> JsonObject:
         if self._body.chat:
             return of_chat(self._texts, tokens, found)
         if choice.number not in self._offsets:
-            work = choice.work
-            self._offsets[choice.number] = Offsets(self._texts, work.tokens[: work.num_prompt])
+            before = [] if self._body.echo else self._prompt(choice)
+            self._offsets[choice.number] = Offsets(self._texts, before)
         return of_texts(self._texts, tokens, found, self._offsets[choice.number])
 
     # -- whole ----------------------------------------------------------------------------------------------
 
     def whole(self, requests: Sequence[EngineRequest], choices: Sequence[Whole]) -> JsonObject:
         counts = counts_of(self._engine, requests, [each.choice for each in choices])
-        made = map(self._choice, choices)
-        return JsonObject(**self._head, choices=made, usage=_usage(counts))
+        made = (self._choice(each, requests[each.choice.number // self._body.n]) for each in choices)
+        whole = JsonObject(**self._head, choices=made, usage=_usage(counts))
+        if self._body.chat and self._body.with_tokens:
+            whole["prompt_token_ids"] = self._prompt(choices[0].choice)
+        return whole
 
-    def _choice(self, sample: Whole) -> JsonObject:
+    def _choice(self, sample: Whole, request: EngineRequest) -> JsonObject:
         choice, pieces, reason = sample
-        work, logprobs = choice.work, None
-        if (found := work.logprobs) is not None:
-            logprobs = self.logprobs(choice, work.new_tokens, found)
+        work, before = choice.work, request.prompt_logprobs
+        tokens, logprobs = work.new_tokens, work.logprobs
+        if self._body.echo:
+            pieces = [ChannelPiece("content", self._prompt_text(choice)), *pieces]
+        details = self.details(choice, tokens, logprobs if before is None else None)
+        if before is not None:
+            details["logprobs"] = self._logprobs(choice, [*self._prompt(choice), *tokens], [*before, *(logprobs or ())])
         message: Mapping[str, Any] = self._message(pieces)
         if self._body.chat:
             reason, message = _with_calls(choice, reason), {"message": message}
-        timed = stop_reason(work)
-        return JsonObject(index=choice.number, **message, logprobs=logprobs, finish_reason=reason, **timed)
+        elif self._body.with_tokens:
+            details["prompt_token_ids"] = self._prompt(choice)
+        details = {"logprobs": None, **details}
+        return JsonObject(index=choice.number, **message, **details, finish_reason=reason, **stop_reason(work))
 
     def _message(self, pieces: list[ChannelPiece]) -> dict[str, Any]:
         """The whole of a sample. A message without content beside calls has none."""

@@ -44,6 +44,8 @@ class Conversation(NamedTuple):
         choice: see above.
         parallel: whether an answer may have several calls.
         customs: by the name of each tool that takes a text, "lark" or "regex" and the grammar of that; "" is none.
+        begins: whether the beginning of an answer follows the messages.
+        continues: whether the answer goes on with the text of the last message.
     """
 
     messages: list[Any]
@@ -52,6 +54,8 @@ class Conversation(NamedTuple):
     choice: ToolChoice = ToolChoice()
     parallel: bool = True
     customs: dict[str, tuple[str, str]] = {}  # noqa: RUF012  # nobody changes it
+    begins: bool = True
+    continues: bool = False
 
 
 # -- messages -----------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ MAX_CHOICES = 128  # answers of one body: prompts times `n`
 _MAX_STOPS, _MAX_STOP = 16, 500  # strings, and characters of each: the search for them takes time with each token
 _MAX_TOKENS = 1024  # of `stop_token_ids` and `logit_bias`: each answer has a copy
 _MAX_SALT = 1024  # characters
+_MAX_PRIORITY = 1 << 20  # which is months of waiting
 
 
 class Field(NamedTuple):
@@ -135,7 +136,8 @@ SAMPLING = {
 _BOTH = {
     **SAMPLING, "model": TEXT, "n": Field(partial(as_count, least=1, most=MAX_CHOICES)), "stream": FLAG,
     "stream_options": Field(_with_usage), "cache_salt": Field(salt_of), "prompt_cache_options": Field(cache_options),
-    "prompt_cache_retention": Field(cache_retention),
+    "prompt_cache_retention": Field(cache_retention), "return_token_ids": FLAG,
+    "priority": Field(partial(as_count, most=_MAX_PRIORITY)),  # nobody comes before others by it
     # Names of clients, and hints for caches and routers: they change no token.
     **dict.fromkeys(
         (
@@ -149,7 +151,7 @@ _BOTH = {
     **dict.fromkeys(
         (
             "continue_final_message", "echo", "include_stop_str_in_output", "no_stop_trim",
-            "return_hidden_states", "return_token_ids", "return_tokens_as_token_ids", "use_beam_search",
+            "return_hidden_states", "return_tokens_as_token_ids", "use_beam_search",
         ),
         Field(neutral=(False,)),
     ),
@@ -159,12 +161,12 @@ _BOTH = {
         ),
         Field(neutral=(True,)),
     ),
-    **dict.fromkeys(("priority", "top_logprobs"), Field(neutral=(0,))),
+    "top_logprobs": Field(neutral=(0,)),
     "best_of": Field(neutral=(1,)), "function_call": Field(neutral=("none", "auto")),
     "length_penalty": Field(neutral=(1,)), "modalities": Field(neutral=(["text"],)), "suffix": Field(neutral=("",)),
 }
 TEXTS = _BOTH | {
-    "prompt": Field(_prompts), "best_of": FROM_1, "chat_template_kwargs": Field(neutral=({},)),
+    "prompt": Field(_prompts), "echo": FLAG, "best_of": FROM_1, "chat_template_kwargs": Field(neutral=({},)),
     "parallel_tool_calls": IGNORED, "response_format": Field(neutral=({"type": "text"},)),
     "tool_choice": Field(neutral=("none", "auto")), "tools": Field(neutral=([],)),
     "verbosity": Field(neutral=("medium",)),
@@ -173,7 +175,8 @@ CHATS = _BOTH | {
     "messages": Field(messages_of), "logprobs": FLAG, "top_logprobs": Field(_TOP), "max_completion_tokens": COUNT,
     "tools": Field(tools_of), "tool_choice": Field(tool_choice_of), "parallel_tool_calls": FLAG,
     "response_format": Field(response_format), "chat_template_kwargs": Field(template_kwargs),
-    "reasoning_effort": Field(effort), "verbosity": Field(verbosity),
+    "reasoning_effort": Field(effort), "verbosity": Field(verbosity), "add_generation_prompt": FLAG,
+    "continue_final_message": FLAG,
 }
 TOKENIZE = {
     **{name: CHATS[name] for name in ("model", "messages", "tools", "chat_template_kwargs", "reasoning_effort")},

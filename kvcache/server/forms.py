@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from secrets import token_hex
 from typing import Any, NamedTuple
 
@@ -82,9 +82,16 @@ class Form(ABC):
 
     @abstractmethod
     def events(
-        self, choice: Choice, pieces: Sequence[ChannelPiece], logprobs: JsonObject | None, reason: str | None
+        self, choice: Choice, pieces: Sequence[ChannelPiece], details: Mapping[str, Any], reason: str | None
     ) -> Iterator[str]:
-        """The events for what is new in a sample. `reason`: why it ended, "stop" or "length"; None: more will come."""
+        """The events for what is new in a sample.
+
+        Args:
+            choice: the sample.
+            pieces: what is new.
+            details: fields beside them; see `details`.
+            reason: why it ended, "stop" or "length"; None: more will come.
+        """
 
     def end(self, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Iterator[str]:
         """The events after the last token."""
@@ -102,9 +109,9 @@ class Form(ABC):
     def ping(self) -> str:
         """An event that says nothing."""
 
-    def logprobs(self, choice: Choice, tokens: Sequence[int], found: Sequence[Any]) -> JsonObject:
-        """The log-probabilities of the next tokens of a sample; most interfaces have none."""
-        return JsonObject()
+    def details(self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[Any] | None) -> dict[str, Any]:
+        """The fields that say more of the next tokens of a sample than their text; most interfaces have none."""
+        return {}
 
     @abstractmethod
     def whole(self, requests: Sequence[EngineRequest], choices: Sequence[Whole]) -> JsonObject:

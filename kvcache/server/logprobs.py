@@ -73,9 +73,9 @@ def of_chat(texts: TokenTexts, tokens: Sequence[int], found: Sequence[TokenLogpr
 
 
 def of_texts(
-    texts: TokenTexts, tokens: Sequence[int], found: Sequence[TokenLogprobs], offsets: Offsets
+    texts: TokenTexts, tokens: Sequence[int], found: Sequence[TokenLogprobs | None], offsets: Offsets
 ) -> JsonObject:
-    """`logprobs` of a completion, for these tokens."""
+    """`logprobs` of a completion, for these tokens; None: a token, the first one of all, has none."""
 
     def by_text(top: Mapping[int, float]) -> dict[str, float]:
         """The log-probability of each text. Of tokens with one text, such as parts of characters, the first counts."""
@@ -86,7 +86,7 @@ def of_texts(
 
     return JsonObject(
         tokens=(texts.of(token)[0] for token in tokens),
-        token_logprobs=(each.logprob for each in found),
-        top_logprobs=(by_text(each.top) for each in found),
+        token_logprobs=(None if each is None else each.logprob for each in found),
+        top_logprobs=(None if each is None else by_text(each.top) for each in found),
         text_offset=offsets.of(tokens),
     )

@@ -48,6 +48,9 @@ def chat_of_messages(given: dict[str, Any]) -> tuple[dict[str, Any], list[CacheM
     if thinking := given.get("thinking"):
         thinks = as_instance(thinking, dict, "thinking").get("type") in ("enabled", "adaptive")
         chat["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+    last = messages[-1] if messages else {}
+    if last.get("role") == "assistant" and last["content"] and not last.get("tool_calls"):
+        chat["continue_final_message"] = True
     of_tools = [marked_ttl(tool) for tool in given.get("tools", []) if isinstance(tool, dict)]
     if seconds := max(filter(None, of_tools), default=0.0):  # templates have them beside the system message
         marks.insert(0, CacheMark(0, None, seconds))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -72,7 +74,7 @@ class Prompts:
         if mark.characters is not None:
             messages[-1] = messages[-1] | {"content": text_of(messages[-1])[: mark.characters]}
         try:
-            found = self._of_conversation(asked._replace(messages=messages), field)
+            found = self._of_conversation(asked._replace(messages=messages, continues=False), field)
         except (TypeError, ValueError):
             return len(tokens)
         most = min(len(found), len(tokens))
@@ -104,12 +106,25 @@ class Prompts:
         return self._written(messages, asked, field)
 
     def _written(self, messages: Any, asked: Conversation, field: str) -> list[int]:
-        engine, most = self._engine, self._engine.max_positions
+        most, options = self._engine.max_positions, {"tools": asked.tools, "template": asked.template}
+        render = partial(self._begun if asked.continues else self._rendered, begins=asked.begins)
         if self._plain is not None:
-            options = {"tools": asked.tools, "template": asked.template}
-            return self._plain.encode_chat(messages, engine.apply_chat_template, most=most, **options)
-        text = engine.apply_chat_template(messages, tools=asked.tools, template=asked.template)
-        return encoded(engine.tokenizer, text, field, most=most, add_special_tokens=False)
+            return self._plain.encode_chat(messages, render, most=most, **options)
+        text = render(messages, **options)
+        return encoded(self._engine.tokenizer, text, field, most=most, add_special_tokens=False)
+
+    def _rendered(self, messages: Any, *, begins: bool, **options: Any) -> str:
+        text: str = self._engine.apply_chat_template(messages, add_generation_prompt=begins, **options)
+        return text
+
+    def _begun(self, messages: Any, **options: Any) -> str:
+        """Messages up to the end of the text of the last one, which the answer goes on with."""
+        mark = f"{token_hex(16)} "
+        last = messages[-1] | {"content": text_of(messages[-1]) + mark}
+        before, found, behind = self._rendered([*messages[:-1], last], **options).rpartition(mark.strip())
+        if not found:
+            raise ValueError("messages: expected a chat template that writes the last message, got another")
+        return before if behind.startswith(" ") else before.rstrip()  # a template that trims texts
 
     def checked(self, tokens: Any, field: str) -> npt.NDArray[np.uint32]:
         """Token ids of the vocabulary, at least one and no more than there are positions; errors as of `tokens`."""

@@ -115,7 +115,7 @@ class ResponseForm(Form):
             yield self._event(name, response=self._response("in_progress"))
 
     def events(
-        self, choice: Choice, pieces: Sequence[ChannelPiece], logprobs: JsonObject | None, reason: str | None
+        self, choice: Choice, pieces: Sequence[ChannelPiece], details: Mapping[str, Any], reason: str | None
     ) -> Iterator[str]:
         for piece in pieces:
             yield from self._add(piece)
@@ -144,7 +144,7 @@ class ResponseForm(Form):
 
     def whole(self, requests: Sequence[EngineRequest], choices: Sequence[Whole]) -> JsonObject:
         ((choice, pieces, reason),) = choices
-        for _ in self.events(choice, pieces, None, reason or "stop"):
+        for _ in self.events(choice, pieces, {}, reason or "stop"):
             pass  # the items are what counts
         return JsonObject(self._ended(choice, reason or "stop"))
 

@@ -14,7 +14,7 @@ from kvcache.errors import GrammarError, OutOfMemoryError, QueueFullError
 from kvcache.grammar import Grammar
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.answers import HttpAnswer
-from kvcache.server.bodies import Body, body_of
+from kvcache.server.bodies import Body, body_of, check_scores
 from kvcache.server.completion_form import CompletionForm
 from kvcache.server.constraints import grammar_refused
 from kvcache.server.fields import DETOKENIZE, TOKENIZE, checked
@@ -134,14 +134,17 @@ class ServedModel:
         answer = HttpAnswer(form, body, spoken, threads, timeout + _READING)
         tokens = None
         try:
-            for number, tokens in enumerate(self._prompts.tokens(body)):
-                later = number * body.n  # so that a body of many texts waits rather than one of a single text
-                keep = self._prompts.kept(body, tokens) if engine.shares_prefixes else None
+            prompts, scores = self._prompts.tokens(body), body.params.logprobs if body.echo else None
+            if scores is not None:
+                check_scores(sum(map(len, prompts)), scores)
+            for number, tokens in enumerate(prompts):
+                later = body.priority + number * body.n  # a body of many texts waits rather than one of a single text
+                keep = self._prompts.kept(body, tokens) if engine.shares_prefixes and scores is None else None
                 submit = partial(
                     engine.submit, namespace=space, deadline=timeout, n=body.n, priority=later, keep=keep
                 )
                 parts = self._prompts.parts(body, number, tokens)
-                answer.requests.append(submit(tokens, body.params, parts_at=parts))
+                answer.requests.append(submit(tokens, body.params, parts_at=parts, prompt_logprobs=scores))
         except BaseException as error:
             answer.cancel()
             count = body.n * len(body.prompts)

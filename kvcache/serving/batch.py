@@ -225,6 +225,7 @@ class BatchEngine:
         keep: float | Iterable[tuple[int, float]] | None = None,
         parts_at: Iterable[int] = (),
         prefix: CompressedPrefix | None = None,
+        prompt_logprobs: int | None = None,
         **sampling: Any,
     ) -> Request:
         """Queue a request.
@@ -246,6 +247,9 @@ class BatchEngine:
                 network whose layers keep a state keeps it there; of no use to others.
             prefix: what `InferenceEngine.compress` made of a text before the prompt, whose tokens the prompt does not
                 repeat. Requests share blocks only behind the same one.
+            prompt_logprobs: report the log-probability of each token of the prompt, and of this many most likely ones
+                beside it, as `Request.prompt_logprobs`. The prompt then shares no blocks, `keep` and `prefix` are not
+                for it, and with `max_tokens` 0 nothing else is computed.
             sampling: attributes of `SamplingParams`, in place of those of `params`.
 
         Raises:
@@ -269,10 +273,17 @@ class BatchEngine:
         kept = None if keep is None else as_kept(keep, len(prompt), self._pool.block_size)
         if kept is not None and self._settings.budgets is not None:
             raise ValueError("keep: expected none with an eviction_policy, got one")
+        top = None if prompt_logprobs is None else as_count(prompt_logprobs, "prompt_logprobs")
+        for name, other in (("keep", kept), ("prefix", prefix)):
+            if top is not None and other is not None:
+                raise ValueError(f"{name}: expected none with prompt_logprobs, got one")
         samples = [self._sample(prompt, params, namespace, shared, i, prefix) for i in range(n)]
         if kept is not None:
             samples[0].keep = kept
-            for each in samples if params.max_tokens == 0 else ():
+        if top is not None:
+            samples[0].score(top)
+        if params.max_tokens == 0 and (kept is not None or top is not None):
+            for each in samples:
                 each.warm()
         samples[0].parts_at = places
         for each in samples[1:]:

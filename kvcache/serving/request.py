@@ -188,6 +188,11 @@ class Request(Pending):
         return self._samples[0].new_tokens
 
     @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """A `TokenLogprobs` for each token of the prompt, the first one None; None: `submit` did not ask for them."""
+        return self._samples[0].prompt_logprobs
+
+    @property
     def metrics(self) -> RequestMetrics:
         """The measurements so far."""
         first = self._samples[0]

@@ -259,7 +259,7 @@ class Scheduler:
         if work.chunk:
             return work.fixed_piece if work.rows_due(work.fixed_piece) <= rows else 0
         count = min(work.remaining, left)
-        return count if work.shares else min(count, rows)
+        return count if work.shares else max(0, min(count, rows))  # other works took more rows than there are
 
     def _fit(self, pieces: Pieces, preempt: bool = True) -> Pieces:
         """Make room for pieces, by preemption where there is no other way; those that remain.

@@ -241,12 +241,13 @@ class Steps:
             for each in (work, *work.followers) for due in each.masks_due(len(rows) if each is work else 1)
         ])
         for (work, n), rows in zip(pieces, logits, strict=True):
-            computed, ready = work.computed + n, bool(len(rows) and work.followers)
+            computed = work.computed + n
+            ready = bool(len(rows) and work.followers) and computed >= work.num_prompt
             # Followers need the leader's sequence, which ends with it; its first token comes before theirs.
             followers = self._fork(work, computed, now) if ready else []
             self._take(work, work.computed, n, rows, now)
             for follower in followers:
-                self._take(follower, computed, 0, rows, now)
+                self._take(follower, computed, 0, rows[-1:], now)
 
     def _take(self, work: Work, start: int, n: int, rows: Float32, now: float) -> None:
         """Give a work the logits of a piece that has run."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvcache.drafts.proposer import NO_DRAFT
 from kvcache.drafts.text_drafts import TextDrafts
-from kvcache.engine.completion import Request, TokenLogprobs
+from kvcache.engine.completion import Request, TokenLogprobs, logprobs_of
 from kvcache.engine.requests import log_probabilities
 from kvcache.grammar.matcher import Matcher
 from kvcache.networks.protocols import Float32, NetworkConfig
@@ -138,6 +138,10 @@ class Drawing(Work):
         drafts: its draft tokens; None: it has none.
         make_text: makes the `TextStream` behind the prompt, with the stop strings; None: there is no tokenizer.
         config: of the network.
+
+    Attributes:
+        prompt_logprobs: for each token of the prompt its `TokenLogprobs`, None for the first one; those so far. None:
+            they are not reported.
     """
 
     def __init__(
@@ -153,11 +157,18 @@ class Drawing(Work):
         self._most = config.max_position_embeddings - self.base
         self.drafts = drafts
         self._stopped = self._drawing = self._warms = False
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._top = 0  # of these: how many of the most likely tokens
 
     def evict(self, chunk: int, *, endless: bool) -> None:
         """Run in pieces of `chunk`, without shared blocks and draft tokens; `endless`: any number of tokens."""
         self.chunk, self.shares, self.drafts = chunk, False, None
         self._most = sys.maxsize if endless else self._most
+
+    def score(self, top: int) -> None:
+        """Note the log-probabilities of the prompt too. It runs as a whole, since cached blocks have no logits."""
+        self.shares, self.drafts = False, None
+        self.prompt_logprobs, self._top = [None], top
 
     def warm(self) -> None:
         """Run the prompt, and draw nothing."""
@@ -203,13 +214,23 @@ class Drawing(Work):
         return len(drafts) if matcher is None else matcher.holds(drafts.tolist())
 
     def rows_due(self, count: int) -> int:
+        if self._is_scoring:
+            return count
         return 0 if self._warms else max(0, count - self.remaining + 1)
+
+    @property
+    def _is_scoring(self) -> bool:
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
 
     def masks_due(self, rows: int) -> list[tuple[Matcher, list[int]]]:
         matcher = self._sampler.matcher
         return [] if matcher is None else [(matcher, self.draft[: rows - 1].tolist())]
 
     def take(self, logits: Float32, start: int) -> int:
+        if self._is_scoring:
+            logits = self._scored(logits, start)
+        if self._warms or not len(logits):
+            return 0
         draft, held = self.draft[: len(logits) - 1].tolist(), 0
         for row in logits:
             token = self._draw(row)
@@ -221,6 +242,15 @@ class Drawing(Work):
         if self.drafts is not None:
             self.drafts.learn(len(draft), held)
         return held
+
+    def _scored(self, logits: Float32, start: int) -> Float32:
+        """Note the log-probabilities of the tokens of the prompt behind `start`; the logits of what follows it."""
+        assert self.prompt_logprobs is not None
+        del self.prompt_logprobs[start + 1 :]  # of a piece that runs again
+        tokens = self.tokens[start + 1 : self.num_prompt].tolist()
+        for row, token in zip(logits, tokens, strict=False):
+            self.prompt_logprobs.append(logprobs_of(row, token, self._top))
+        return logits[len(tokens) :]
 
     def _draw(self, logits: Float32) -> int | None:
         """Draw the next token; None: it ends the text."""

@@ -68,9 +68,9 @@ def test_values_that_ask_for_nothing(neutral):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("echo", True), ("priority", 3), ("length_penalty", 2), ("modalities", ["audio"]),
+        ("length_penalty", 2), ("modalities", ["audio"]),
         ("skip_special_tokens", False), ("include_stop_str_in_output", True), ("no_stop_trim", True), ("suffix", "x"),
-        ("return_hidden_states", True), ("bad_words", ["x"]), ("priority", 1), ("function_call", {"name": "f"}),
+        ("return_hidden_states", True), ("bad_words", ["x"]), ("function_call", {"name": "f"}),
         ("moderation", {}), ("audio", {}), ("web_search_options", {}), ("lora_path", "x"),
     ],
 )

@@ -45,6 +45,37 @@ def alone(network):
     return Alone(network)
 
 
+def test_prompts_get_their_log_probabilities(network, alone, monkeypatch):
+    """In pieces, beside others, with several samples; what was cached before is of no use."""
+    monkeypatch.setattr("kvcache.serving.batch.SCORE_FLOATS", 7 * network.config.vocab_size)
+    engine, scorer = BatchEngine(network, num_blocks=120), InferenceEngine(network)
+    engine.generate_batch(PROMPTS[:2], GREEDY)
+    requests = [
+        engine.submit(prompt, GREEDY, n=1 + number % 2, prompt_logprobs=2 * (number % 2))
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    others = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    warm = engine.submit(PROMPTS[0], GREEDY, max_tokens=0, prompt_logprobs=1)
+    run(engine)
+    assert (warm.result(), warm.finish_reason) == ([], "length")
+    for number, (request, other, prompt) in enumerate(zip(requests, others, PROMPTS, strict=True)):
+        first, *rest = request.prompt_logprobs
+        assert first is None
+        np.testing.assert_allclose([each.logprob for each in rest], scorer.score(prompt), atol=1e-5)
+        assert {len(each.top) for each in rest} <= {2 * (number % 2)}
+        assert request.metrics.cached_tokens == 0
+        assert request.tokens == other.tokens == alone(prompt, GREEDY).tokens
+        assert other.prompt_logprobs is None
+    assert [each.logprob for each in warm.prompt_logprobs[1:]] == [
+        each.logprob for each in requests[0].prompt_logprobs[1:]
+    ]
+    with pytest.raises(ValueError, match="keep: expected none with prompt_logprobs"):
+        engine.submit(PROMPTS[0], keep=1.0, prompt_logprobs=0)
+    with pytest.raises(ValueError, match="prompt_logprobs: expected an int >= 0"):
+        engine.submit(PROMPTS[0], prompt_logprobs=-1)
+    settled(engine)
+
+
 def test_a_step_calls_an_event_loop_once(engine):
     """However many streams wait in it, unless it runs while they are woken."""
     requests, calls = [engine.submit(prompt, GREEDY) for prompt in PROMPTS], []
