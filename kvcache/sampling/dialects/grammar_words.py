@@ -12,7 +12,7 @@ from kvcache.grammar import json_schema
 from kvcache.sampling.dialects.spoken_answer import MarkTokens
 from kvcache.support.arguments import short
 
-__all__ = ["GrammarWords", "checked_keywords"]
+__all__ = ["GrammarWords", "checked_keywords", "members_of"]
 
 _ANY, _GAP = r"(.|\n)*", r"/\n{0,2}/"
 _TEXT = f"/{_ANY}/"
@@ -136,3 +136,13 @@ def checked_keywords(schema: Mapping[str, Any], known: set[str], *, strict: bool
     """Raise GrammarError for keywords of a strict schema that the words of a family cannot follow."""
     if strict and (others := sorted(set(schema) - known - _SILENT)):
         raise GrammarError(f"grammar: expected a schema that this network's calls can follow, got {short(others[0])}")
+
+
+def members_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """The properties of an object, and those that it requires. GrammarError: it requires others too."""
+    found, wanted = schema.get("properties"), schema.get("required")
+    properties = found if isinstance(found, dict) else {}
+    required = set(wanted) if isinstance(wanted, list) and all(isinstance(key, str) for key in wanted) else set()
+    if required - set(properties):
+        raise GrammarError("grammar: expected a schema with all properties that it requires, got one without")
+    return properties, required

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvcache.errors import GrammarError
 from kvcache.sampling.dialects.call_texts import resolved
-from kvcache.sampling.dialects.grammar_words import GrammarWords, checked_keywords
+from kvcache.sampling.dialects.grammar_words import GrammarWords, checked_keywords, members_of
 from kvcache.support.arguments import as_count
 
 __all__ = ["MemberGrammar"]
@@ -42,14 +42,10 @@ class MemberGrammar:
 
     def object(self, schema: Mapping[str, Any], depth: int = 0) -> str:
         """The rule of an object."""
-        properties = schema.get("properties")
-        if not isinstance(properties, dict) or not properties:
+        if not isinstance(schema.get("properties"), dict) or not schema["properties"]:
             is_empty = schema.get("additionalProperties") is False
             return self._words.rule('"{" "}"') if is_empty else self._rule_of_any("object")
-        wanted = schema.get("required")
-        required = set(wanted) if isinstance(wanted, list) and all(isinstance(key, str) for key in wanted) else set()
-        if required - set(properties):
-            raise GrammarError("grammar: expected a schema with all properties that it requires, got one without")
+        properties, required = members_of(schema)
         pairs = [
             (f"{self._key(key)} {self.value(each, depth + 1)}", key in required) for key, each in properties.items()
         ]
