@@ -9,6 +9,8 @@ Tasks are those of RULER (arXiv 2404.06654) and of needle in a haystack, made he
 prose, made of sentences that say nothing of the answer. A policy sees the question only when it has evicted the text
 before it, in pieces of 256 tokens: what kvpress calls compression without the question.
 
+Rows that begin with "once" compress the text before the question, by `InferenceEngine.compress`, and ask behind that.
+
 The answer is scored as the tokens that are to come, given those before: the share of answers of which every token is
 the most likely one, and their mean log-probability.
 """
@@ -26,7 +28,7 @@ import numpy.typing as npt
 
 from bench.quality.network import log_softmax
 from kvcache import EvictionPolicy, InferenceEngine
-from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, SnapKV
+from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, KVzip, SnapKV
 
 __all__ = ["HEADER", "POLICIES", "TASKS", "Question", "make_questions", "measure", "rows", "run"]
 
@@ -52,8 +54,15 @@ POLICIES: dict[str, Callable[[int, int], Any] | None] = {
     "TOVA": lambda budget, layers: TOVA(),
     "KeyDiff": lambda budget, layers: KeyDiff(),
     "AdaKV of expected attention": lambda budget, layers: AdaKV(ExpectedAttention()),
+    "once: KVzip": lambda budget, layers: KVzip(PIECE),
+    "once: KVzip by layers": lambda budget, layers: KVzip(PIECE, layerwise=True),
+    "once: expected attention per head": lambda budget, layers: ExpectedAttention(per_head=True),
+    "once: AdaKV of expected attention": lambda budget, layers: AdaKV(ExpectedAttention()),
+    "once: SnapKV per head": lambda budget, layers: SnapKV(per_head=True),
+    "once: AdaKV of SnapKV": lambda budget, layers: AdaKV(SnapKV()),
 }
-HEADER = ["policy", "budget", "tokens kept"]
+HEADER = ["policy", "budget", "tokens kept", "K and V of them"]
+ONCE = "once: "  # rows that compress the text before the question
 
 
 class Question(NamedTuple):
@@ -61,10 +70,12 @@ class Question(NamedTuple):
 
     Attributes:
         tokens: of both, uint32 `(n,)`.
+        asked: where the question begins.
         answer: where the answer begins.
     """
 
     tokens: npt.NDArray[np.uint32]
+    asked: int
     answer: int
 
 
@@ -138,37 +149,50 @@ def make_questions(task: str, tokenizer: Any, length: int, count: int) -> list[Q
         for place, line in reversed(list(zip(places, encoded, strict=True))):
             prose.insert(place, line)
         text = begin + [token for sentence in prose for token in sentence] + end
-        found.append(Question(np.array(text + wanted, np.uint32), len(text)))
+        found.append(Question(np.array(text + wanted, np.uint32), len(text) - len(end), len(text)))
     return found
 
 
 def measure(
-    model: Any, questions: dict[str, list[Question]], length: int, policy: Any, share: float, say: Callable[[str], None]
+    asking: InferenceEngine, questions: dict[str, list[Question]], length: int, policy: Any, share: float,
+    say: Callable[[str], None], once: bool = False,
 ) -> dict[str, Any]:
     """The figures of one policy at one share of the tokens, over all tasks.
 
     Args:
+        asking: an engine without eviction, which has the tokenizer.
         questions: of each task.
         policy: a function of the budget and the number of layers; None: all tokens stay.
+        once: whether it compresses the text before the question.
     """
+    model = asking.model
     budget, options = max(2 * SINKS, round(share * length)), dict[str, Any](prefill_chunk=PIECE)
-    if policy is not None:
-        options |= {"eviction_policy": policy(budget, model.config.num_layers), "kv_budget": budget}
+    chosen = None if policy is None else policy(budget, model.config.num_layers)
+    if chosen is not None and not once:
+        options |= {"eviction_policy": chosen, "kv_budget": budget}
     engine, tasks, kept = InferenceEngine(model, **options), {}, []
+    engine.requests.text = asking.requests.text  # a policy may say something
+    before, after = 0, 0
     for task, asked in questions.items():
         right, nats = 0, list[float]()
         for number, question in enumerate(asked):
             say(f"{task}, question {number + 1} of {len(asked)}")
-            answer, rows = question.tokens[question.answer :], []
-            engine.reset()
-            rows.append(engine.prefill_from_pos(question.tokens[: question.answer], 0))
+            answer, rows, start = question.tokens[question.answer :], [], 0
+            if once:
+                prefix, start = engine.compress(question.tokens[: question.asked], chosen, ratio=share), question.asked
+                before, after = before + prefix.whole_nbytes, after + prefix.nbytes
+                engine.reset(prefix)
+            else:
+                engine.reset()
+            rows.append(engine.prefill_from_pos(question.tokens[start : question.answer], start))
             kept.append(np.mean([engine.alive_tokens(0, head) for head in range(model.config.num_kv_heads)]))
             rows += [engine.decode_step(int(token), engine.num_tokens) for token in answer[:-1]]
             logits = np.array(rows, np.float64)
             right += bool((logits.argmax(axis=1) == answer).all())
             nats += log_softmax(logits)[np.arange(len(answer)), answer].tolist()
         tasks[task] = {"right": right / len(asked), "nats": float(np.mean(nats)), "questions": len(asked)}
-    return {"share": share, "kept": float(np.mean(kept)), "tasks": tasks}
+    size = after / before if once else float(np.mean(kept)) / length
+    return {"share": share, "kept": float(np.mean(kept)), "size": size, "tasks": tasks}
 
 
 def _said(say: Callable[[str], None], where: str, text: str) -> None:
@@ -179,7 +203,7 @@ def rows(figures: list[dict[str, Any]]) -> list[list[str]]:
     """The rows of the table: of each task the answers that are right, and the mean log-probability of their tokens."""
     return [
         [
-            f["policy"], f"{f['share']:.0%}", f"{f['kept']:,.0f}",
+            f["policy"], f"{f['share']:.0%}", f"{f['kept']:,.0f}", f"{f['size']:.0%}",
             *(f"{100 * each['right']:.0f} %, {each['nats']:.2f}" for each in f["tasks"].values()),
         ]
         for f in figures
@@ -198,7 +222,7 @@ def run(
             for share in shares if policy is not None else (1.0,):
                 found.append({"policy": name})
                 told = partial(_said, say, f"{name}, {share:.0%}")
-                found[-1] |= measure(engine.model, questions, length, policy, share, told)
+                found[-1] |= measure(engine, questions, length, policy, share, told, name.startswith(ONCE))
     except KeyboardInterrupt:
         found.pop()
         say("stopped")

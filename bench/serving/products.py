@@ -1,7 +1,8 @@
-"""The products of one pass of a network by themselves: what more rows at once gain in them."""
+"""The products of one pass of a network by themselves, and the least that a step of many requests can take."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -9,12 +10,15 @@ from time import perf_counter
 import numpy as np
 
 from bench.support.blas import set_threads
+from bench.support.ceilings import BlockReader, byte_products, fma, huge_array
+from kvcache.engine import InferenceEngine
 from kvcache.networks.model import Transformer
 from kvcache.networks.weights import Weight
 
-__all__ = ["seconds_of_products"]
+__all__ = ["least_seconds", "seconds_of_products"]
 
 PASSES = 40
+_BLOCK = 1 << 16  # bytes that the reader of a step's bytes reads at a time
 
 
 def _matrices(model: Transformer) -> list[Weight]:
@@ -42,3 +46,42 @@ def seconds_of_products(file: Path, counts: list[int], threads: int) -> list[flo
                 matrix.multiply(rows[count, matrix.shape[1]])
             seconds[count].append(perf_counter() - start)
     return [median(seconds[count]) for count in counts]
+
+
+def least_seconds(file: Path, count: int, sizes: tuple[int, int], threads: int) -> list[float]:
+    """The least that a step can take in which each of `count` requests gets a token.
+
+    All weights are read once, and K and V of each request, of those that they share once for all: as fast as a plain
+    loop reads as many bytes. A row meets every matrix, and its queries K and V: as fast as products of bytes alone, or
+    where a matrix has floats, as multiply-adds.
+
+    Args:
+        sizes: tokens that the requests share, and that each has beside them.
+
+    Returns:
+        Seconds for the bytes, and for the operations; empty for a network with experts.
+    """
+    set_threads(threads)
+    model = Transformer.from_gguf(file)
+    config, matrices = model.config, _matrices(model)
+    if config.num_experts:
+        return []
+    (shared, own), cache = sizes, InferenceEngine(model, dtype="q8", num_blocks=1).cache
+    kept = cache.block_memory_bytes // cache.block_size * (shared + count * own)
+    read = sum(matrix.nbytes for matrix in matrices) + kept
+    products = sum(2 * rows * columns for rows, columns in (matrix.shape for matrix in matrices))
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * (shared + own)
+    blocks = -(-read // _BLOCK)
+    reader = BlockReader(huge_array(blocks * _BLOCK), np.arange(blocks), _BLOCK, 1, threads)
+    packed = all("q" in getattr(matrix, "format", "") for matrix in matrices)
+    peak = (byte_products(threads) if packed else None) or fma(threads)
+    return [_fastest(reader.run), count * (products + attention) / peak[1] * _fastest(peak[0])]
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(PASSES):
+        start = perf_counter()
+        run()
+        seconds.append(perf_counter() - start)
+    return min(seconds)

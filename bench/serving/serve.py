@@ -39,7 +39,7 @@ from bench.engine.weight_rivals import GGUF_FILES, write_files
 from bench.serving.engines import ENGINES, Engine, Network
 from bench.serving.measured import Measured
 from bench.serving.picture import plot_loads
-from bench.serving.products import seconds_of_products
+from bench.serving.products import least_seconds, seconds_of_products
 from bench.serving.simulate import simulate
 from bench.serving.workloads import WORKLOADS, Turn, Workload, at_once, poisson
 from bench.support.blas import set_threads
@@ -52,6 +52,7 @@ __all__ = ["Served", "add_arguments", "main", "run"]
 
 Tokens = npt.NDArray[np.uint32]
 
+TOGETHER = "kvcache, BatchEngine", "kvcache, one after another"
 FIRST_WITHIN, GAP_WITHIN = 1.0, 0.1  # seconds: what counts as good
 
 
@@ -247,6 +248,7 @@ def measure_shared(network: Network, options: argparse.Namespace, measured: Meas
             print("the same tokens" if all(each == ours[0] for each in ours) else "OTHER TOKENS")
         report.add(title, [cold, warm])
         _print_products(network, count, options.threads, measured)
+        _print_bound(network, count, sizes, options.threads, measured, warm)
 
 
 def _print_products(network: Network, count: int, threads: int, measured: Measured) -> None:
@@ -257,6 +259,24 @@ def _print_products(network: Network, count: int, threads: int, measured: Measur
         one, many = map(time_text, seconds)
         gain = count * seconds[0] / seconds[1]
         print(f"products of a pass: {one} for 1 row, {many} for {count}, {gain:.2f} times the rows per second")
+
+
+def _print_bound(
+    network: Network, count: int, sizes: Sequence[int], threads: int, measured: Measured, warm: Result
+) -> None:
+    """Cached requests at once over one after another, beside the most that reading and multiplying allow."""
+    rates = [warm.facts[name]["tokens/s"] for name in TOGETHER if name in warm.facts]
+    kept = sizes[0], sizes[1] + sizes[2] // 2  # of a request, half of the new tokens on average
+    measure = partial(_in_a_process, least_seconds, network.file, count, kept, threads)
+    least = measured.get(f"least seconds of {count} requests of {kept}, {network.name}, {threads} threads", measure)
+    if not least or len(rates) < len(TOGETHER):
+        return
+    most, (bytes_take, products_take) = count / max(least), map(time_text, least)
+    print(
+        f"{count} cached requests: {rates[0]:.3g} tokens/s, {rates[0] / rates[1]:.2f} times one after another; bound "
+        f"{most:.3g} tokens/s, {most / rates[1]:.2f} times (a step: bytes at the speed of a plain read {bytes_take}, "
+        f"operations at the peak {products_take}), {rates[0] / most:.0%} of it. Right draft tokens come on top."
+    )
 
 
 def measure_arrivals(

@@ -9,12 +9,15 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Attend, LayerAttention, Model, NetworkConfig
 from kvcache.sampling.sampling import SamplingParams
+from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.policy import Policy
+from kvcache.texts.prefix_policy import PrefixPolicy
 
 __all__ = [
     "Answer",
     "Attend",
     "Completion",
+    "CompressedPrefix",
     "Format",
     "InferenceEngine",
     "LayerAttention",
@@ -23,6 +26,7 @@ __all__ = [
     "NetworkConfig",
     "Policy",
     "PrefixCachedEngine",
+    "PrefixPolicy",
     "SamplingParams",
     "TokenLogprobs",
     "Transformer",

@@ -329,13 +329,19 @@ def test_questions_hold_their_answers(demo, task):
 def test_answers_are_scored_like_the_whole_text(demo, model):
     """All tokens stay: log-probabilities are those of the text; a policy per head has its budget."""
     questions = {"needle": haystacks.make_questions("needle", demo[1], 300, 2)}
-    found = haystacks.measure(model, questions, 300, None, 1.0, lambda text: None)
+    asking = InferenceEngine.from_pretrained(DIRECTORY)
+    found = haystacks.measure(asking, questions, 300, None, 1.0, lambda text: None)
     nats = []
     for question in questions["needle"]:
         nats += InferenceEngine(model).score(question.tokens)[question.answer - 1 :].tolist()
     assert found["tasks"]["needle"]["nats"] == pytest.approx(np.mean(nats), rel=1e-4)
-    kept = haystacks.measure(model, questions, 300, haystacks.POLICIES["AdaKV of SnapKV"], 0.3, lambda text: None)
+    kept = haystacks.measure(asking, questions, 300, haystacks.POLICIES["AdaKV of SnapKV"], 0.3, lambda text: None)
     assert kept["kept"] == pytest.approx(90, abs=25)  # of a layer's heads together
+    whole = haystacks.measure(asking, questions, 300, haystacks.POLICIES["once: KVzip"], 1.0, lambda text: None, True)
+    assert whole["tasks"]["needle"]["nats"] == pytest.approx(np.mean(nats), rel=1e-4)
+    once = haystacks.measure(asking, questions, 300, haystacks.POLICIES["once: KVzip"], 0.3, lambda text: None, True)
+    assert 0.25 < once["size"] < 0.45
+    assert whole["size"] == 1 > once["size"]
 
 
 def test_tasks_have_a_table_and_a_picture(tmp_path, monkeypatch, capsys):

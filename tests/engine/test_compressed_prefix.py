@@ -128,6 +128,21 @@ def test_cached_blocks_are_those_behind_one_prefix(network, prefix):
     assert cached.complete(TAIL, GREEDY, prefix=prefix, namespace="another").cached_tokens == 0
 
 
+def test_blocks_behind_it_are_saved_and_in_tiers(network, prefix, tmp_path):
+    cached = PrefixCachedEngine(InferenceEngine(network), 32, autosave=tmp_path / "tier")
+    long = np.resize(TAIL, 150)
+    want = cached.complete(long, GREEDY, prefix=prefix)
+    assert cached.close()
+    cached.save(tmp_path / "blocks")
+    loaded = PrefixCachedEngine(InferenceEngine(network), 32)
+    loaded.load(tmp_path / "blocks")
+    with PrefixCachedEngine(InferenceEngine(network), 32, autosave=tmp_path / "tier") as tiered:
+        for engine, hits in ((loaded, 144), (tiered, 128)):
+            found = engine.complete(long, GREEDY, prefix=prefix)
+            assert (found.tokens, found.cached_tokens) == (want.tokens, hits)
+            assert engine.complete(long, GREEDY).cached_tokens == 0
+
+
 def test_a_preempted_request_goes_on_behind_its_prefix(network, prefix):
     params = GREEDY.changed({"max_tokens": 40})
     want = InferenceEngine(network).generate(TAIL, params, prefix=prefix)

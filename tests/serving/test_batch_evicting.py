@@ -68,17 +68,17 @@ def test_every_policy(network, kind, dtype):
     """Prompts of one piece and of several, and samples; more requests than may run."""
     alone = Alone(network, dtype=dtype, **POLICIES[kind])
     engine = BatchEngine(network, dtype=dtype, max_running=5, **POLICIES[kind])
-    asked = [(prompt, sampled(i, 30, logprobs=1)) for i, prompt in enumerate(prompts(21, 9, 90))]
+    asked = [(prompt, sampled(i, 16, logprobs=1)) for i, prompt in enumerate(prompts(21, 7, 90))]
     rng = np.random.default_rng(3)
     longest = 700 if kind == "streaming" else network.config.max_position_embeddings - 8
     asked.append((rng.integers(0, 250, longest).astype(np.uint32), sampled(1, 6, logprobs=1)))
     requests = [engine.submit(*each) for each in asked]
-    several = engine.submit(asked[0][0], sampled(40, 20, logprobs=1), n=3)
+    several = engine.submit(asked[0][0], sampled(40, 12, logprobs=1), n=3)
     assert run(engine) < 200
     for request, each in zip(requests, asked, strict=True):
         same(request.completions()[0], alone(*each))
     for i, got in enumerate(several.completions()):
-        same(got, alone(asked[0][0], sampled(40 + i, 20, logprobs=1)))
+        same(got, alone(asked[0][0], sampled(40 + i, 12, logprobs=1)))
     assert engine.stats().draft_tokens == engine.stats().preemptions == 0
     gone(engine)
 
@@ -139,9 +139,9 @@ def test_memory_is_bounded_and_used_again(network):
     each, size = one.memory()["kv"], one.stats().free_blocks
     for limit in ({"max_memory_bytes": 3 * each + 1}, {"num_blocks": 3 * size + 1}):
         engine = BatchEngine(network, **POLICIES["h2o"], **limit)
-        requests = [engine.submit(prompt, LONG) for prompt in prompts(4, 7, 40)]
+        requests = [engine.submit(prompt, sampled(4, 100)) for prompt in prompts(4, 5, 40)]
         engine.step()
-        assert (engine.stats().running, engine.stats().waiting) == (3, 4)
+        assert (engine.stats().running, engine.stats().waiting) == (3, 2)
         requests[0].cancel()
         run(engine)
         assert engine.memory()["kv"] == 3 * each
@@ -172,7 +172,7 @@ def test_interrupted_and_failing(network, long):
     lines = Lines()
     serve(lines)
     chosen = places(lines.seen, every=long)
-    for stop in chosen if long else chosen[:: 30 if FAST else 12]:
+    for stop in chosen if long else chosen[:: 40 if FAST else 20]:
         engine, requests, scoring = serve(Lines(stop))
         run(engine)
         assert scoring.scores.tobytes() == scores
