@@ -15,7 +15,7 @@ from kvcache.engine import InferenceEngine
 from kvcache.networks.model import Transformer
 from kvcache.networks.weights import Weight
 
-__all__ = ["least_seconds", "seconds_of_products"]
+__all__ = ["least_seconds", "seconds_of_products", "work_of_step"]
 
 PASSES = 40
 _BLOCK = 1 << 16  # bytes that the reader of a step's bytes reads at a time
@@ -63,19 +63,24 @@ def least_seconds(file: Path, count: int, sizes: tuple[int, int], threads: int) 
     """
     set_threads(threads)
     model = Transformer.from_gguf(file)
-    config, matrices = model.config, _matrices(model)
-    if config.num_experts:
+    if model.config.num_experts:
         return []
-    (shared, own), cache = sizes, InferenceEngine(model, dtype="q8", num_blocks=1).cache
-    kept = cache.block_memory_bytes // cache.block_size * (shared + count * own)
-    read = sum(matrix.nbytes for matrix in matrices) + kept
-    products = sum(2 * rows * columns for rows, columns in (matrix.shape for matrix in matrices))
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * (shared + own)
+    read, operations = work_of_step(model, count, sizes)
     blocks = -(-read // _BLOCK)
     reader = BlockReader(huge_array(blocks * _BLOCK), np.arange(blocks), _BLOCK, 1, threads)
-    packed = all("q" in getattr(matrix, "format", "") for matrix in matrices)
+    packed = all("q" in getattr(matrix, "format", "") for matrix in _matrices(model))
     peak = (byte_products(threads) if packed else None) or fma(threads)
-    return [_fastest(reader.run), count * (products + attention) / peak[1] * _fastest(peak[0])]
+    return [_fastest(reader.run), operations / peak[1] * _fastest(peak[0])]
+
+
+def work_of_step(model: Transformer, count: int, sizes: tuple[int, int]) -> tuple[int, int]:
+    """The bytes that such a step reads, with K and V in q8, and its operations, of which a multiply-add is two."""
+    config, matrices, (shared, own) = model.config, _matrices(model), sizes
+    cache = InferenceEngine(model, dtype="q8", num_blocks=1).cache
+    kept = cache.block_memory_bytes // cache.block_size * (shared + count * own)
+    products = sum(2 * rows * columns for rows, columns in (matrix.shape for matrix in matrices))
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * (shared + own)
+    return sum(matrix.nbytes for matrix in matrices) + kept, count * (products + attention)
 
 
 def _fastest(run: Callable[[], object]) -> float:

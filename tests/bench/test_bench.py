@@ -15,6 +15,7 @@ from bench.prefix.policies import POLICIES, lru, optimal, replay
 from bench.prefix.trace import through_trie
 from bench.prefix.workloads import Mix, from_mooncake, synthetic
 from bench.serving import agents_cli
+from bench.serving.products import work_of_step
 from bench.support.common import Candidate, Case, Claim, at_most, faster, run_case
 from bench.support.report import markdown, text_table, time_text
 from bench.trie.package_rivals import VllmPrefix
@@ -195,3 +196,14 @@ def test_the_cost_of_block_events(capsys):
     pytest.importorskip("zmq")
     assert main(["events", "--quick"]) == 0
     assert "a block is told, in the thread, us" in capsys.readouterr().out
+
+
+def test_the_work_of_a_step(network):
+    c = network.config
+    heads, intermediate = c.num_heads + 2 * c.num_kv_heads, network.weights.layers[0].mlps[0].down.shape[1]
+    layer = c.hidden_size * (c.head_dim * (heads + c.num_heads) + 3 * intermediate)
+    numbers = c.num_layers * layer + c.vocab_size * c.hidden_size
+    row = 2 * c.num_layers * c.num_kv_heads * (c.head_dim + 4)  # q8, a scale and a minimum in f16
+    read, operations = work_of_step(network, 8, (100, 10))
+    assert read == 4 * numbers + row * 180
+    assert operations == 8 * (2 * numbers + 4 * c.num_layers * c.num_heads * c.head_dim * 110)
