@@ -316,7 +316,7 @@ class CurrentText:
 
     def mend(self) -> None:
         """Restore the state after the last completed call; may run after an interrupt between any two lines."""
-        text = self.text
+        text, self.forward.watch = self.text, None
         if self.pool.settle([text]):
             self.text = _empty(self.pool, 0)
             self.version += 1

@@ -238,6 +238,13 @@ def test_a_wrong_policy_is_told(network, found, error, message):
     assert engine.num_tokens == 0
 
 
+def test_an_interrupted_call_leaves_nobody_watching(network):
+    current = InferenceEngine(network).requests.sequence
+    current.forward.watch = lambda *shown: pytest.fail("a later pass was shown")
+    current.mend()  # as after an interrupt between any two lines
+    current.extend(TAIL, 0)
+
+
 def test_heads_may_keep_nothing(network):
     config = network.config
     kept = [[[]] * config.num_kv_heads for _ in range(config.num_layers)]
