@@ -5,38 +5,46 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvcache.drafts.draft_heads import DraftHeads
 from kvcache.drafts.draft_network import DraftNetwork
 from kvcache.drafts.drafter import Drafter
 from kvcache.drafts.ngrams import NGrams
 from kvcache.drafts.proposer import Proposer
 from kvcache.networks.protocols import Model
 from kvcache.support.arguments import as_bytes, short
+from kvcache.texts.forward import Forward
 from kvcache.texts.settings import CacheSettings, Load
 
-__all__ = ["DraftSources", "each_source"]
+__all__ = ["SOURCE_NAMES", "DraftSources", "each_source"]
 
-_NAMES = ("ngram",)
+SOURCE_NAMES = ("ngram", "mtp", "auto")
 
 
 class DraftSources:
     """The sources that the argument `draft` of an engine names.
 
     Args:
-        draft: None, "ngram", a network, or several of these, in the order in which they are asked.
+        draft: None, one of `SOURCE_NAMES`, a network, or several of these, in the order in which they are asked.
         model: the engine's network.
         load: of the engine.
         block_size: of its cache.
 
     Raises:
-        TypeError, ValueError: another kind; a network of another vocabulary.
+        TypeError, ValueError: another kind; a network of another vocabulary; "mtp" for a network without such a layer.
     """
 
     def __init__(self, draft: Any, model: Model, load: Load, block_size: int) -> None:
-        self._sources = each_source(draft)
+        self._sources, guesses = list[Any](), getattr(model, "draft_layers", 0) > 0
         self._vocab_size = model.config.vocab_size
+        for each in each_source(draft):
+            names = ["ngram", "mtp"][: 1 + guesses] if isinstance(each, str) and each == "auto" else [each]
+            self._sources += [name for name in names if name not in self._sources]
         for each in self._sources:
-            if isinstance(each, str) and each not in _NAMES:
-                raise ValueError(f"draft: expected {', '.join(_NAMES)} or a network, got {short(each)}")
+            if isinstance(each, str) and each not in SOURCE_NAMES:
+                raise ValueError(f"draft: expected {', '.join(SOURCE_NAMES)} or a network, got {short(each)}")
+            if isinstance(each, str) and each == "mtp" and not guesses:
+                expected = "a network with a layer that guesses more tokens"
+                raise ValueError(f"draft: expected {expected} for mtp, got {short(model)}")
             if not isinstance(each, str) and not hasattr(each, "forward"):
                 raise TypeError(f"draft: expected None, a name or a network, got {type(each).__name__}")
         networks = [each for each in self._sources if not isinstance(each, str)]
@@ -46,22 +54,22 @@ class DraftSources:
     def split(self, settings: CacheSettings) -> CacheSettings:
         """The settings of the engine with its share of `max_memory_bytes`: each cache has as many tokens.
 
-        ValueError: it evicts tokens, and has a network for drafts.
+        ValueError: it evicts tokens, which no network follows.
         """
         sizes = [each.block_bytes(each.whole) for each in self._settings.values()]
-        if sizes and settings.budgets is not None:
-            raise ValueError(f"draft: expected no network with an eviction_policy, got {len(sizes)}")
+        if settings.budgets is not None and self._sources not in ([], ["ngram"]):
+            raise ValueError(f"draft: expected None or ngram with an eviction_policy, got {self._sources}")
         if settings.max_memory_bytes is None or not sizes:
             return settings
         limit, own = as_bytes(settings.max_memory_bytes, "max_memory_bytes"), settings.block_bytes(settings.whole)
         return settings.within(limit * own // max(1, own + sum(sizes)))
 
-    def drafter(self, num_blocks: int, most: int, clock: Callable[[], float]) -> Drafter:
-        """The sources, beside a cache of so many blocks."""
-        found: list[Proposer] = []
+    def drafter(self, forward: Forward, most: int, clock: Callable[[], float]) -> Drafter:
+        """The sources, beside the passes and the memory of the engine."""
+        found, num_blocks = list[Proposer](), forward.pool.total_blocks
         for each in self._sources:
             if isinstance(each, str):
-                found.append(NGrams())
+                found.append(NGrams() if each == "ngram" else DraftHeads(forward))
             else:
                 found.append(DraftNetwork(self._settings[id(each)], num_blocks, self._vocab_size))
         return Drafter(found, most, clock)

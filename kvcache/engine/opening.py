@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcache.calibration.calibrating import text_or_calibration
-from kvcache.drafts.sources import each_source
+from kvcache.drafts.sources import SOURCE_NAMES, each_source
 from kvcache.engine.hub import checkpoint_path
 from kvcache.gguf.file import GgufFile
 from kvcache.networks.gguf import is_gguf
@@ -18,8 +18,6 @@ from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import short
 
 __all__ = ["Opened", "checkpoint_text", "open_checkpoint", "open_drafts", "open_gguf", "split_options"]
-
-_NAMES = ("ngram",)  # of sources of draft tokens: other texts are paths
 
 
 class Opened(NamedTuple):
@@ -87,7 +85,7 @@ def open_drafts(draft: Any, text: CheckpointText | GgufText | None = None) -> tu
     """
     found: list[Any] = []
     for each in each_source(draft):
-        if not isinstance(each, (str, Path)) or each in _NAMES:
+        if not isinstance(each, (str, Path)) or each in SOURCE_NAMES:
             found.append(each)
             continue
         if text is not None:
@@ -112,4 +110,6 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Take the arguments of the network out of those of an engine: these, and `calibrate`."""
     names = [name for name in options if name in ("weights", "activations", "progress")]
     network = {name: options.pop(name) for name in names}
+    if any(isinstance(each, str) and each in ("mtp", "auto") for each in each_source(options.get("draft"))):
+        network["draft_layer"] = True
     return network, options.pop("calibrate", False)

@@ -396,7 +396,8 @@ def _set_latent(read: _Entries, file: GgufFile, found: dict[str, Any]) -> None:
     layers = found.get("num_hidden_layers")
     if type(layers) is not int:
         read.fail("block_count", "a number")
-    found["num_hidden_layers"] = layers - _guessing(read, layers)
+    found["num_nextn_predict_layers"] = guessing = _guessing(read, layers)
+    found["num_hidden_layers"] = layers - guessing
     beside = {key: read.get(name) for key, name in _BESIDE_EXPERTS.items()}
     found |= {
         "n_shared_experts": beside["n_shared_experts"], "first_k_dense_replace": beside["num_dense_layers"] or 0,
@@ -420,7 +421,7 @@ def _set_latent(read: _Entries, file: GgufFile, found: dict[str, Any]) -> None:
 
 
 def _guessing(read: _Entries, layers: int) -> int:
-    """The last layers of a file that guess more tokens, which nothing here does."""
+    """The last layers of a file, which guess more tokens."""
     found = read.get(NEXT_LAYERS, 0)
     if type(found) is not int or not 0 <= found < layers:
         read.fail(NEXT_LAYERS, f"a number below {layers}")
@@ -430,7 +431,7 @@ def _guessing(read: _Entries, layers: int) -> int:
 def _set_delta_layers(read: _Entries, layers: int, found: dict[str, Any]) -> None:
     """The layers of Qwen3.5."""
     guessing = _guessing(read, layers)
-    found["num_hidden_layers"] = layers - guessing
+    found["num_hidden_layers"], found["mtp_num_hidden_layers"] = layers - guessing, guessing
     states = read.either("attention.recurrent_layers")
     if states is not None and not (
         isinstance(states, np.ndarray) and states.dtype == np.bool_ and len(states) in (layers, layers - guessing)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,6 +83,8 @@ class ModelConfig:
         logit_softcap: as `attention_softcap`, for the logits.
         tie_word_embeddings: whether the output matrix is the embedding, unless the files have another one.
         eos_token_ids: tokens that end a text.
+        next_layers: how many layers the files have behind the last one, which guess more tokens.
+        draft_layers: how many of the layers are such ones: 0, or 1 by `with_draft_layer`.
     """
 
     architecture: str
@@ -133,6 +135,26 @@ class ModelConfig:
     logit_softcap: float | None
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
+    next_layers: int = 0
+    draft_layers: int = 0
+
+    @property
+    def trunk_layers(self) -> int:
+        """The layers of the network itself."""
+        return self.num_layers - self.draft_layers
+
+    def with_draft_layer(self) -> ModelConfig:
+        """This network and the first layer behind its last one, which guesses more tokens; itself if it has none."""
+        full = [i for i, (mixer, window) in enumerate(zip(self.mixers, self.windows, strict=True))
+                if mixer == "attention" and window is None]
+        if not self.next_layers or self.draft_layers or not full:
+            return self
+        like, last = full[-1], self.mlps[-1]
+        return replace(
+            self, num_layers=self.num_layers + 1, draft_layers=1, sizes=(*self.sizes, self.sizes[like]),
+            windows=(*self.windows, None), rotated=(*self.rotated, self.rotated[like]),
+            mixers=(*self.mixers, self.mixers[like]), mlps=(*self.mlps, last),
+        )
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> ModelConfig:
@@ -236,7 +258,13 @@ class ModelConfig:
             logit_softcap=_cap(read, family, "final_logit_softcapping"),
             tie_word_embeddings=read.flag("tie_embedding", read.flag("tie_word_embeddings", False)),
             eos_token_ids=_eos(config),
+            next_layers=_next_layers(read, family),
         )
+
+
+def _next_layers(read: Entries, family: Family) -> int:
+    """The layers behind the last one, of families whose names of them are known."""
+    return read.size(family.next_layers, 0, at_least=0) if family.next_layers else 0
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family, read: Entries) -> None:

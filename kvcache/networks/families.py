@@ -53,6 +53,10 @@ class Family:
         latent: whether layers have latent attention (`LatentSizes`).
         value_norm: whether values pass through an RMSNorm without a weight.
         layer_scales: whether each layer multiplies its result by a number.
+        next_layers: the key of the number of layers that guess more tokens; "": there are none, or they are left out.
+        next_prefix: what the names of their tensors begin with in folders, before the number of a layer among them;
+            "": they are those of layers behind the last one.
+        next_names: what folders call the tensors that only they have.
         defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`. Soft caps,
             factors, `partial_rotary_factor`, `llama_4_scaling_beta` and `alpha` are read only where they are here.
             Files have to say what is None.
@@ -93,6 +97,9 @@ class Family:
     latent: bool = False
     value_norm: bool = False
     layer_scales: bool = False
+    next_layers: str = ""
+    next_prefix: str = ""
+    next_names: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -148,6 +155,10 @@ _GLM4 = {
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }
 
+_NEXT_OF_QWEN = {
+    "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
+    "head_norm": "mtp.norm",
+}
 _DEEPSEEK = {"mlp.expert_bias": "mlp.gate.e_score_correction_bias", **{
     f"mlp.shared_expert.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
 }}
@@ -214,7 +225,8 @@ FAMILIES = {
     ),
     "Qwen3_5MoeForCausalLM": Family(
         "qwen3_5_moe_text", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
-        names=_QWEN3_5, experts="shared",
+        names=_QWEN3_5, experts="shared", next_layers="mtp_num_hidden_layers", next_prefix="mtp.layers.",
+        next_names=_NEXT_OF_QWEN,
         defaults={
             "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "moe_intermediate_size": 512,
             "num_experts": 256, "num_experts_per_tok": 8,
@@ -230,7 +242,8 @@ FAMILIES = {
     ),
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
-        names=_QWEN3_5, defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+        names=_QWEN3_5, next_layers="mtp_num_hidden_layers", next_prefix="mtp.layers.", next_names=_NEXT_OF_QWEN,
+        defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
     ),
     "GraniteMoeHybridForCausalLM": Family(
         "granitemoehybrid", qkv_bias=None, recurrence="mamba", experts="granite", names=_GRANITE_NAMES,
@@ -348,7 +361,8 @@ FAMILIES = {
         },
     ),
     "DeepseekV3ForCausalLM": Family(
-        "deepseek_v3", latent=True, experts="deepseek", names=_DEEPSEEK,
+        "deepseek_v3", latent=True, experts="deepseek", names=_DEEPSEEK, next_layers="num_nextn_predict_layers",
+        next_names={"head_norm": "shared_head.norm"},
         defaults={
             "q_lora_rank": 1536, "scoring_func": "sigmoid", "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
             "n_routed_experts": 256, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
@@ -356,7 +370,8 @@ FAMILIES = {
         },
     ),
     "Glm4MoeLiteForCausalLM": Family(
-        "glm4_moe_lite", latent=True, experts="deepseek", names=_DEEPSEEK,
+        "glm4_moe_lite", latent=True, experts="deepseek", names=_DEEPSEEK, next_layers="num_nextn_predict_layers",
+        next_names={"head_norm": "shared_head.norm"},
         defaults={
             "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "scoring_func": "sigmoid",
             "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_routed_experts": 64,

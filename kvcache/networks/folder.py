@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ _STACKS = {
     "granite": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 }
 _PROJECTION = re.compile(r"mixer\.in_proj_(qkv|z|b|a)\.weight$")
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # those of the network, in layers that guess more tokens
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -84,9 +85,11 @@ class FolderTensors:
         )
 
     def _is_behind(self, name: str, layers: int) -> bool:
-        """Whether a tensor is of a layer behind the last one, which guesses more tokens."""
+        """Whether a tensor is of a layer behind the last one that is read; such a layer has copies of two matrices."""
         found = LAYER.fullmatch(name) if self._config.latent is not None else None
-        return found is not None and int(found[1]) >= layers
+        if found is None:
+            return False
+        return int(found[1]) >= layers or (int(found[1]) >= self._config.trunk_layers and found[2] in _COPIES)
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
@@ -196,7 +199,12 @@ class FolderTensors:
         if not inside:
             return Place(self._renamed(name))
         layer, part = f"{self._family.prefix}{name[6 : inside.start(2)]}", inside[2]
-        place = self._expert(part) if self._family.experts else None
+        if (ahead := int(inside[1]) - self._config.trunk_layers) >= 0:
+            layer = f"{self._family.next_prefix}{ahead}." if self._family.next_prefix else layer
+            stem, _, kind = part.rpartition(".")
+            if (own := self._family.next_names.get(stem, "")) and "mtp" in own:
+                return Place(f"{own}.{kind}")
+        place = self._expert(part, layer) if self._family.experts else None
         found = _PROJECTION.search(part) if self._family.by_key_heads else None
         if found and self._config.recurrence is not None:
             place = self._by_key_heads(found[1], self._config.recurrence)
@@ -205,30 +213,31 @@ class FolderTensors:
             begin = int(head[2]) * each + (sizes.plain if head[1] == "v_b" else 0)
             place = Place("self_attn.kv_b_proj.weight", begin, (heads * each, sizes.latent))
         place = place or fused_place(self._config, part, *self._family.fused) or Place(part)
-        return place._replace(name=layer + self._renamed(place.name))
+        return place._replace(name=layer + self._renamed(place.name, self._family.next_names if ahead >= 0 else None))
 
-    def _renamed(self, name: str) -> str:
-        """The name of a tensor in files of the family; that of its layer is left out."""
+    def _renamed(self, name: str, more: Mapping[str, str] | None = None) -> str:
+        """The name of a tensor in files of the family, or one of `more`; that of its layer is left out."""
         if name in self._family.names:
             return self._family.names[name]
         stem, dot, kind = name.rpartition(".")
-        return f"{self._family.names.get(stem, stem)}{dot}{kind}"
+        return f"{(more or {}).get(stem) or self._family.names.get(stem, stem)}{dot}{kind}"
 
-    def _stacked(self, expert: int, part: str, stacks: tuple[str, str], sizes: ExpertSizes) -> Place | None:
+    def _stacked(
+        self, expert: int, part: str, layer: str, stacks: tuple[str, str], sizes: ExpertSizes
+    ) -> Place | None:
         """The place of an expert's matrix where files stack all experts, gate above up; None: they do not."""
         experts, hidden, inner = self._config.num_experts, self._config.hidden_size, sizes.size
-        if not any(self._names(f"{self._family.prefix}layers.{i}.{stacks[1]}") in self._checkpoint
-                   for i in range(self._config.num_layers)):
+        if self._names(f"{layer}{stacks[1]}") not in self._checkpoint:
             return None
         if part == "down":
             return Place(stacks[1], expert * hidden, (experts, hidden, inner))
         return Place(stacks[0], (2 * expert + (part == "up")) * inner, (experts, 2 * inner, hidden))
 
-    def _expert(self, part: str) -> Place | None:
+    def _expert(self, part: str, layer: str) -> Place | None:
         config, expert = self._config, EXPERT.fullmatch(part)
         experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
         if expert and config.experts is not None and (stacks := _STACKS.get(self._family.experts)) is not None:
-            return self._stacked(int(expert[1]), expert[2], stacks, config.experts)
+            return self._stacked(int(expert[1]), expert[2], layer, stacks, config.experts)
         beside = re.fullmatch(r"mlp\.shared_expert\.(gate|up)_proj\.weight", part)
         if beside and config.experts is not None and self._family.experts == "granite":
             shared = config.experts.shared

@@ -21,7 +21,17 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.entries import Entries
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import FAMILIES
-from kvcache.networks.names import EXPERT, HEAD_PART, LAYER, Place, fused_place, paired_rows, stored_tensors, unread_of
+from kvcache.networks.names import (
+    EXPERT,
+    HEAD_PART,
+    JOINT,
+    LAYER,
+    Place,
+    fused_place,
+    paired_rows,
+    stored_tensors,
+    unread_of,
+)
 from kvcache.networks.recurrent_sizes import RecurrentSizes
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import long_attention_factor
@@ -39,6 +49,7 @@ _OTHERS = ("a.", "v.", "mm.")
 _ROPE, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _SHORT_CONVOLUTION = {"mixer.in_proj": "shortconv.in_proj", "mixer.conv1d": "shortconv.conv",
                       "mixer.out_proj": "shortconv.out_proj", "model.norm": "token_embd_norm"}
+_COPIES = (".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight")  # matrices of the network, once more
 _CURVE = re.compile(r"model\.layers\.(\d+)\.mlp\.act_fn\.(\w+)")  # of xIELU: entries of the metadata
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -53,6 +64,10 @@ _NAMES = {
     "post_feedforward_layernorm_1": "post_ffw_norm_1",
     "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
     "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "head_norm": "nextn.shared_head_norm",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
@@ -144,6 +159,12 @@ class GgufCheckpoint:
             window_rope=config.window_rope or (config.rope if self._architecture.layers_differ else None),
         )
 
+    def take_draft_layer(self) -> None:
+        """Read the layer that guesses more tokens as the last one of the network, if the file has one."""
+        longer = self.config.with_draft_layer()
+        if f"blk.{longer.num_layers - 1}.{_NAMES[JOINT.removesuffix('.weight')]}.weight" in self.file:
+            self.config = longer
+
     def _rope(self, config: ModelConfig) -> Rope:
         """The rotary embedding: that of the metadata, and the divisors in tensors where these are there."""
         if _SHORT in self.file or _LONG in self.file:
@@ -206,6 +227,7 @@ class GgufCheckpoint:
             """Whether nothing reads it: of another network, or of a layer behind the last one, which guesses tokens."""
             layer = re.match(r"blk\.(\d+)\.", name) if next_layers in self.file.metadata else None
             behind = layer is not None and int(layer[1]) >= self.config.num_layers
+            behind |= layer is not None and int(layer[1]) >= self.config.trunk_layers and name.endswith(_COPIES)
             others = name.startswith(_OTHERS) or self._is_factor(name)
             return name in known or behind or others or optional(name)
 

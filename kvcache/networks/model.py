@@ -30,6 +30,7 @@ from kvcache.kernels.matrix import checked_activations
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
+from kvcache.networks.hidden_rows import HiddenRows
 from kvcache.networks.latent import LatentWeights, latent_results, latent_rows
 from kvcache.networks.layer_sizes import LayerSizes, first_sharing
 from kvcache.networks.protocols import Attend, LayerAttention, Logits, Recur
@@ -71,7 +72,7 @@ class Transformer:
         self._first_shared = first_sharing(config.sizes)
         self._rope = self._table(config.rope, config.rotary_dim)
         self._activated = _activation_of(config)
-        self._last_mixing = max((i for i, mixer in enumerate(config.mixers) if mixer), default=0)
+        self._last_mixing = max((i for i in range(config.trunk_layers) if config.mixers[i]), default=0)
         self._recurrent = tuple(
             layer_of(config.recurrence, layer.recurrence, config.rms_norm_eps) for layer in weights.layers
         )
@@ -97,6 +98,7 @@ class Transformer:
         weights: str = "auto",
         activations: str = "int8",
         progress: Progress | None = None,
+        draft_layer: bool = False,
     ) -> Transformer:
         """Load a Hugging Face checkpoint directory, or a GGUF file.
 
@@ -104,20 +106,29 @@ class Transformer:
             directory: of `config.json` and safetensors; or a file whose name ends in `.gguf`.
             weights, progress: as for `Weights.read`.
             activations: as for the constructor.
+            draft_layer: whether the layer that guesses more tokens ("mtp", "nextn") is loaded, if there is one: the
+                last layer of the network then, which changes no logits.
 
         Errors are those of `ModelConfig` and `Weights`.
         """
         if is_gguf(directory):
-            return cls.from_gguf(directory, weights=weights, activations=activations, progress=progress)
+            return cls.from_gguf(
+                directory, weights=weights, activations=activations, progress=progress, draft_layer=draft_layer
+            )
         config = ModelConfig.from_pretrained(directory)
+        if draft_layer:
+            config = Weights.with_draft_layer(directory, config)
         return cls(config, Weights.from_pretrained(directory, config, weights, progress), activations)
 
     @classmethod
     def from_gguf(
-        cls, path: str | Path, *, weights: str = "auto", activations: str = "int8", progress: Progress | None = None
+        cls, path: str | Path, *, weights: str = "auto", activations: str = "int8", progress: Progress | None = None,
+        draft_layer: bool = False,
     ) -> Transformer:
         """Load a GGUF file of any name. Errors are those of `GgufCheckpoint` and `Weights`."""
         checkpoint = GgufCheckpoint(path)
+        if draft_layer:
+            checkpoint.take_draft_layer()
         return cls(checkpoint.config, Weights.read(checkpoint, checkpoint.config, weights, progress), activations)
 
     @property
@@ -134,6 +145,11 @@ class Transformer:
                 config.mixers, config.windows, self.weights.layers, config.sizes, strict=True
             )
         )
+
+    @property
+    def draft_layers(self) -> int:
+        """The layers that guess more tokens, see `Model`: 1 or 0."""
+        return self.config.draft_layers
 
     @property
     def recurrences(self) -> tuple[Layer | None, ...]:
@@ -170,11 +186,13 @@ class Transformer:
         sink_positions: NDArray[np.int64] | None = None,
         regime: int = 0,
         recur: Recur | None = None,
+        hidden: HiddenRows | None = None,
     ) -> Float32:
         """Run new tokens through all layers; `protocols.StreamingModel.forward` gives the shapes.
 
         Args:
             recur: called once for each layer with a state; `protocols.Model`.
+            hidden: of a network with a layer that guesses more tokens; None: the rows are one text from its start.
 
         Raises:
             ValueError: a position that no text of this regime has; no `recur` for layers with a state.
@@ -186,7 +204,9 @@ class Transformer:
         rows = self._rows(tokens, (positions,) if sink_positions is None else (positions, sink_positions), regime)
         chosen: Any = slice(len(tokens) - (logits == "last"), None) if isinstance(logits, str) else logits
         whole = isinstance(logits, str) and (logits == "all" or (logits == "last" and len(tokens) == 1))
-        for i, layer in enumerate(self.weights.layers):
+        guesses = self.config.draft_layers > 0 and len(tokens) > 0
+        whole = whole or guesses  # which reads the hidden rows of all tokens
+        for i, layer in enumerate(self.weights.layers[: self.config.trunk_layers]):
             if i == self._first_shared and not whole:  # from here on no layer has K and V of its own
                 rows = rows.taken(chosen)
                 if not len(rows.x):
@@ -195,27 +215,71 @@ class Transformer:
             if i == self._last_mixing < self._first_shared and not whole:
                 # After the last layer that mixes tokens rows are independent: continue with the requested ones only.
                 rows, mixed = rows.taken(chosen), None if mixed is None else mixed[chosen]
-            x = rows.x
-            few = layer.router is not None or len(x) <= _MOST_TOGETHER  # an expert has few rows in any case
-            together = len(x) if few else _rows_together(len(x))
-            for start in range(0, len(x), max(1, together)):
-                part = slice(start, start + together)
-                beside = self._normed(x[part], layer.input_norm) if self.config.norms == "parallel" else None
-                if mixed is not None and layer.output is not None:
-                    self._add_times(x[part], mixed[part], layer.output, layer.output_bias, layer.output_norm)
-                self._add_mlps(x[part], layer, beside)
-                if layer.inputs is not None and rows.inputs is not None:
-                    self._add_inputs(x[part], rows.inputs[part, i], layer.inputs)
-            if layer.scale is not None:
-                x *= layer.scale
-        return self._scores(rows.x)
+            self._finish(i, layer, rows, mixed)
+        normed = self._normed(rows.x, self.weights.norm) if len(rows.x) else rows.x
+        if not guesses:
+            return self._scores(normed)
+        hidden = hidden or HiddenRows(np.zeros(1, np.int64), np.zeros((1, normed.shape[1]), np.float32))
+        rows = self._joined(tokens, rows, hidden.set(normed))
+        # K and V alone are of use here.
+        self._mixed(self.config.trunk_layers, self.weights.layers[-1], rows, attend, None, regime)
+        return self._scores(normed if isinstance(logits, str) and logits == "all" else normed[chosen])
+
+    def guess(
+        self, tokens: NDArray[np.uint32], positions: NDArray[np.int64], attend: Attend, hidden: Float32, regime: int = 0
+    ) -> tuple[Float32, Float32]:
+        """Run tokens through the layer that guesses more tokens alone.
+
+        Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), 2.2: `norm(layer(joint @ [norm(embedding of the
+        token), norm(hidden row before it)]))` is the hidden row of the token, from which the head gives the logits.
+
+        Args:
+            tokens, positions, attend: as of `forward`; the layer is the last one.
+            hidden: `(n, hidden_size)`, of the token before each: as a pass has left it, or as this function returns it.
+
+        Returns:
+            The logits `(n, vocab_size)` of the token behind each, and their hidden rows `(n, hidden_size)`.
+        """
+        layer, i = self.weights.layers[-1], self.config.trunk_layers
+        assert layer.next is not None, "the network has such a layer"
+        rows = self._joined(tokens, self._rows(tokens, (positions,), regime), hidden)
+        self._finish(i, layer, rows, self._mixed(i, layer, rows, attend, None, regime))
+        normed = self._normed(rows.x, layer.next.norm)
+        return self._scores(normed), normed
+
+    def _joined(self, tokens: NDArray[np.uint32], rows: _Rows, hidden: Float32) -> _Rows:
+        """The rows that the layer which guesses more tokens begins with."""
+        weights = self.weights.layers[-1].next
+        assert weights is not None, "the network has such a layer"
+        embedded = self._normed(self._embedded(tokens), weights.token_norm)
+        both = np.concatenate([embedded, self._normed(hidden, weights.hidden_norm)], axis=1)
+        return rows._replace(x=self._times(both, weights.joint))
+
+    def _finish(self, i: int, layer: LayerWeights, rows: _Rows, mixed: Float32 | None) -> None:
+        """Add what a layer makes of its mixed rows to the residual stream, and what its other parts compute."""
+        x = rows.x
+        few = layer.router is not None or len(x) <= _MOST_TOGETHER  # an expert has few rows in any case
+        together = len(x) if few else _rows_together(len(x))
+        for start in range(0, len(x), max(1, together)):
+            part = slice(start, start + together)
+            beside = self._normed(x[part], layer.input_norm) if self.config.norms == "parallel" else None
+            if mixed is not None and layer.output is not None:
+                self._add_times(x[part], mixed[part], layer.output, layer.output_bias, layer.output_norm)
+            self._add_mlps(x[part], layer, beside)
+            if layer.inputs is not None and rows.inputs is not None:
+                self._add_inputs(x[part], rows.inputs[part, i], layer.inputs)
+        if layer.scale is not None:
+            x *= layer.scale
+
+    def _embedded(self, tokens: NDArray[np.uint32]) -> Float32:
+        x = self.weights.embedding[tokens.astype(np.int64)]
+        if self.config.embedding_scale != 1:
+            x *= np.float32(self.config.embedding_scale)
+        return x
 
     def _rows(self, tokens: NDArray[np.uint32], places: Sequence[NDArray[np.int64]], regime: int) -> _Rows:
         """The rows that a pass begins with: the embedding of the tokens, and what goes along with it."""
-        config = self.config
-        x = self.weights.embedding[tokens.astype(np.int64)]
-        if config.embedding_scale != 1:
-            x *= np.float32(config.embedding_scale)
+        config, x = self.config, self._embedded(tokens)
         turns: Turns = {table: [table.rows(each) for each in places] for table in set(self._tables[regime])}
         turns[None] = [(each,) for each in places]
         return _Rows(x, turns, config.rope.query_factors(places[0]), self._token_inputs(tokens, x))
@@ -272,12 +336,12 @@ class Transformer:
             queries, *others = (each * rows.factors[:, None, None] for each in (queries, *others))
         return latent_results(attend(i, queries, keys, None, *others), weights, self.activations)
 
-    def _scores(self, x: Float32) -> Float32:
-        """The logits of rows behind the last layer."""
+    def _scores(self, normed: Float32) -> Float32:
+        """The logits of rows behind the last norm."""
         config = self.config
-        if not len(x):
+        if not len(normed):
             return np.empty((0, config.vocab_size), np.float32)
-        scores = self._times(self._normed(x, self.weights.norm), self.weights.head)
+        scores = self._times(normed, self.weights.head)
         if config.logit_scale != 1:
             scores *= np.float32(config.logit_scale)
         return scores if config.logit_softcap is None else softcap(scores, config.logit_softcap)

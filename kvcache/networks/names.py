@@ -26,7 +26,9 @@ __all__ = [
     "INPUT_NORM",
     "INPUT_PROJECTION",
     "INPUT_TABLE",
+    "JOINT",
     "LAYER",
+    "NEXT_NORMS",
     "NORM",
     "NORMS",
     "STORED",
@@ -50,6 +52,10 @@ INPUT_TABLE, INPUT_PROJECTION, INPUT_NORM = (
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 HEAD_PART = re.compile(r"self_attn\.(k_b|v_b)\.(\d+)\.weight")  # of latent attention, of a head
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+
+# What a layer that guesses more tokens has beside its own tensors: a matrix of the embedding of the next token and the
+# hidden row, joined; the norms of the two, and that before the head.
+JOINT, NEXT_NORMS = "eh_proj.weight", ("enorm", "hnorm", "head_norm")
 
 # The norms of a layer: before attention, after it, before the MLP, after it.
 NORMS = {
@@ -182,6 +188,8 @@ def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
     if config.layer_inputs:
         yield ("per_layer_input_gate.weight",)
         yield ("per_layer_projection.weight",)
+    if layer >= config.trunk_layers:
+        yield (JOINT,)
 
 
 def has_beside(config: ModelConfig) -> bool:
@@ -241,6 +249,9 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ..
         yield "post_per_layer_input_norm.weight", (hidden,)
     if config.layer_scales:
         yield "layer_scalar", (1,)
+    if layer >= config.trunk_layers:
+        yield JOINT, (hidden, 2 * hidden)
+        yield from ((f"{name}.weight", (hidden,)) for name in NEXT_NORMS)
 
 
 def unread_of(config: ModelConfig) -> Iterator[str]:

@@ -143,7 +143,7 @@ Recur = Callable[[int, tuple[Float32, ...]], Float32]
 class Model(Protocol):
     """A network whose caller computes the attention.
 
-    Four optional attributes are read too:
+    Five optional attributes are read too:
 
     - `attention`, one `LayerAttention` for each layer; None for one that does not attend, and never calls `attend`.
     - `recurrences`, for each layer its `Recurrence`, or None; empty if no layer has one. A layer may also have neither
@@ -153,6 +153,9 @@ class Model(Protocol):
       one regime are of no use to another: where a text enters another regime, it runs again from its start, and a
       cached prefix serves texts of its own regime alone. `forward` is then called with the keyword `regime`. A
       network without the attribute has one regime.
+    - `draft_layers`, how many of the last layers guess more tokens: 1, or 0. `forward` is then called with the keyword
+      `hidden`, the `HiddenRows` of the pass, of `config.hidden_size` numbers, and calls `attend` of that layer too.
+      `guess(tokens, positions, attend, hidden, regime)` runs it alone, see `Transformer.guess`.
     - `selects_rows`: true if `logits` may also be an int64 array, the ascending indices of the rows to return. A
       `BatchEngine` asks other networks for all rows.
     """

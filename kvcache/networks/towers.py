@@ -61,7 +61,8 @@ _TOWERS = (
     "vision_tower.", "multi_modal_projector.", "mm_projector.", "visual.", "audio_tower.", "embed_vision.",
     "embed_audio.",
 )
-_OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), "mtp.")  # the last: layers that guess more tokens
+_GUESSES = "mtp."  # layers that guess more tokens
+_OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), _GUESSES)
 
 
 def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -106,6 +107,8 @@ class Names:
         """The name in the checkpoint of the text network's tensor `name`."""
         if name.startswith(_PREFIXES[0]):
             return self._prefix + name.removeprefix(_PREFIXES[0])
+        if name.startswith(_GUESSES):
+            return name
         return _HEADS.get(self._prefix, name)
 
     @staticmethod

@@ -31,6 +31,8 @@ from kvcache.networks.names import (
     INPUT_NORM,
     INPUT_PROJECTION,
     INPUT_TABLE,
+    JOINT,
+    NEXT_NORMS,
     NORM,
     NORMS,
     STORED,
@@ -127,6 +129,22 @@ class TokenInputs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class NextWeights:
+    """The weights that a layer which guesses more tokens has beside its own.
+
+    Attributes:
+        joint: `(hidden, 2 * hidden)`, of the embedding of a token, normed, and the hidden row before it, normed.
+        token_norm, hidden_norm: `(hidden,)`, of the two.
+        norm: `(hidden,)`, of what the layer gives, before the head.
+    """
+
+    joint: Weight
+    token_norm: Float32
+    hidden_norm: Float32
+    norm: Float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """The weights of one layer: matrices `(out, in)`, vectors in float32. Absent biases and norms are None.
 
@@ -151,6 +169,7 @@ class LayerWeights:
         beside: the MLP beside the experts.
         inputs: see there.
         scale: `(1,)`, multiplies the residual stream at the end of the layer.
+        next: of a layer that guesses more tokens.
     """
 
     input_norm: Float32 | None
@@ -176,6 +195,7 @@ class LayerWeights:
     beside: BesideWeights | None
     inputs: InputWeights | None
     scale: Float32 | None
+    next: NextWeights | None = None
 
     def arrays(self) -> Iterator[Float32 | Weight | None]:
         """Every vector and matrix, None for an absent one."""
@@ -212,6 +232,13 @@ class Weights:
     ) -> Weights:
         """Load the weights of the network that `config` describes from a checkpoint directory; see `read`."""
         return cls.read(FolderTensors(open_folder(directory), config), config, weights, progress)
+
+    @staticmethod
+    def with_draft_layer(directory: str | Path, config: ModelConfig) -> ModelConfig:
+        """The configuration with the layer that guesses more tokens, if the directory has one."""
+        longer = config.with_draft_layer()
+        name = f"model.layers.{longer.num_layers - 1}.{JOINT}"
+        return longer if name in FolderTensors(open_folder(directory), longer) else config
 
     @classmethod
     def read(
@@ -394,7 +421,11 @@ class _Loader:
             down_norm=after_mlp,
             inputs=self._inputs(vector, matrices) if config.layer_inputs else None,
             scale=vector("layer_scalar") if config.layer_scales else None,
+            next=self._next(vector, matrices) if layer >= config.trunk_layers else None,
         )
+
+    def _next(self, vector: Callable[..., Float32], matrices: Iterator[Weight]) -> NextWeights:
+        return NextWeights(next(matrices), *(vector(f"{name}.weight") for name in NEXT_NORMS))
 
     def _latent(self, vector: Callable[..., Float32], matrices: Iterator[Weight]) -> LatentWeights:
         sizes, heads = self._config.latent, self._config.num_heads

@@ -86,8 +86,10 @@ class BatchEngine:
         draft: where draft tokens come from, which one pass checks together. The results are the same; where a source
             fails, or costs more time than it saves, it is asked seldom. "ngram": what followed the last tokens before,
             in the prompt or the text (prompt lookup). A network of the same vocabulary, or the path of one: its most
-            likely tokens. Its K and V, in f16 and of as many tokens, count in `max_memory_bytes`. Several of these, in
-            a tuple: each is asked where those before it have none. None: there are none.
+            likely tokens. Its K and V, in f16 and of as many tokens, count in `max_memory_bytes`. "mtp": the layer
+            behind the last one that a checkpoint has for that (`from_pretrained` loads it; it has K and V too).
+            "auto": n-grams, and that layer where there is one. Several of these, in a tuple: each is asked where those
+            before it have none. None: there are none.
         draft_tokens: the most draft tokens of a request in a step, up to 16.
         residual_length: as of `InferenceEngine`, with the same default; the unpacked tokens of all requests that may
             run count in `max_memory_bytes`. Networks with windows have no residual here.
@@ -168,9 +170,9 @@ class BatchEngine:
         if tiers is not None and settings.budgets is not None:
             raise ValueError(f"tiers: expected none with an eviction_policy, got {tiers}")
         self._pool = settings.pool(settings.total_blocks())
-        self._drafter = sources.drafter(self._pool.total_blocks, draft_tokens, clock)
         arrivals = None if tiers is None else Arrivals(tiers, model, self._pool)
         forward = Forward(model, self._pool)
+        self._drafter = sources.drafter(forward, draft_tokens, clock)
         scheduler = Scheduler(
             forward, arrivals, TokenBudget(target_gap), max_running, MOST_PROMPTS if settings.keeps_f16 else MOST,
             max(1, SCORE_FLOATS // model.config.vocab_size),

@@ -397,7 +397,7 @@ class Scheduler:
             raise OutOfMemoryError(1, 0, "places")
         self.pool.fork(work, follower, computed)
         follower.regime, follower.space, follower.started = work.regime, work.space, now
-        follower.cached_tokens = work.cached_tokens
+        follower.cached_tokens, follower.hidden = work.cached_tokens, work.hidden
         self.observed.began(follower, now)
         self._run(follower)
         follower.leader = None

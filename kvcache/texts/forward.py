@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.networks.hidden_rows import HiddenRows
 from kvcache.networks.protocols import Attend, Float32, Model, layer_attention
 from kvcache.texts.compressed_prefix import is_behind
 from kvcache.texts.group import Lens
@@ -37,6 +38,8 @@ class Forward:
 
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model, self.pool, self._vocab_size = model, pool, model.config.vocab_size
+        self._guesses = getattr(model, "draft_layers", 0) > 0
+        self._width: int = getattr(model.config, "hidden_size", 0)
         self._selects = bool(getattr(model, "selects_rows", False))
         attention = layer_attention(model)
         self.watch: Watch | None = None
@@ -89,15 +92,44 @@ class Forward:
             attend = self._attend_by_rows(attend, texts, lens, due)
         if self.regime_of is not None:
             places = places | {"regime": texts[0].regime}
+        hidden = self._hidden(texts, stops - lens) if self._guesses else None
+        if hidden is not None:
+            places = places | {"hidden": hidden}
         logits = self._model.forward(tokens, positions, attend, wanted, **places)
         expected = (len(tokens) if isinstance(wanted, str) and wanted == "all" else len(rows), self._vocab_size)
         if logits.shape != expected:
             raise ValueError(f"model.forward: expected logits of shape {expected}, got {logits.shape}")
+        if hidden is not None:
+            for text, stop, length, count in zip(texts, stops, counts, np.maximum(due, 1), strict=True):
+                text.hidden = text.computed + length - int(count), hidden.rows[stop - count : stop].copy()
         if len(rows) < len(logits):
             logits = logits[rows]
         if len(pieces) == 1:
             return [logits]
         return [logits[end - count : end] for end, count in zip(ends.tolist(), due.tolist(), strict=True)]
+
+    def _hidden(self, texts: Sequence[Text], starts: Lens) -> HiddenRows:
+        """The hidden rows of the tokens before those of a pass; zeros behind a cached prefix."""
+        before = np.zeros((len(texts), self._width), np.float32)
+        for row, text in zip(before, texts, strict=True):
+            if (known := text.hidden_before()) is not None:
+                row[:] = known
+        return HiddenRows(starts, before)
+
+    def guess(
+        self, texts: Sequence[Text], tokens: Sequence[int], hidden: Float32, ahead: int
+    ) -> tuple[Float32, Float32]:
+        """Run a token of each text through the layer that guesses more tokens; see `Transformer.guess`.
+
+        There is room for `ahead + 1` tokens behind what each has computed; those before the last one ran so too.
+        """
+        lens = np.ones(len(texts), np.int64)
+        positions = np.fromiter(map(_computed, texts), np.int64, len(texts)) + ahead
+        attend, _ = self.pool.attend(texts, lens)
+        found: tuple[Float32, Float32] = self._model.guess(  # type: ignore[attr-defined]
+            np.array(tokens, np.uint32), positions, attend, hidden
+        )
+        return found
 
     def _attend_by_rows(self, attend: Attend, texts: Sequence[Text], lens: Lens, due: Lens) -> Attend:
         """`attend` of a pass, which also takes the queries of its last `due` rows alone, of layers without K and V."""

@@ -44,6 +44,7 @@ class Text:
         regime: of the tokens that ran, see `protocols.Model`.
         keep_at: after how many tokens another text may continue; groups keep what it needs when these have run.
         parts_at: after how many tokens later texts are expected to differ from this one, as far as is known.
+        hidden: the position of a token, and the hidden rows of it and of those behind it; None: none are known.
         is_known: whether `tokens` are those of the sequence; not so where a caller made the sequence.
     """
 
@@ -57,6 +58,7 @@ class Text:
         self.places: tuple[Any, ...] = ()
         self.keep_at: list[int] = []
         self.parts_at: tuple[int, ...] = ()
+        self.hidden: tuple[int, NDArray[np.float32]] | None = None
         self.is_known = True
 
     @property
@@ -90,6 +92,14 @@ class Text:
             other.num_tokens = pos + len(tokens)
         other.keep_at = []
         return other
+
+    def hidden_before(self) -> NDArray[np.float32] | None:
+        """The hidden row of the last token that has run; None: it is not known."""
+        if self.hidden is None:
+            return None
+        first, rows = self.hidden
+        at = self.computed - 1 - first
+        return rows[at] if 0 <= at < len(rows) else None
 
     def moved(self, seq_id: int, computed: int, places: tuple[Any, ...]) -> None:
         """Note another sequence, or none, in one step."""

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from next_layers import with_next_layer
 from places import GOLDEN
 from seeded_weights import seeded
 from serving import GREEDY, Clock, penalised, prompts, repeating, run, same, sampled, settled
@@ -19,10 +22,16 @@ pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 # Every kind of layer: all tokens, windows, three kinds of states, latents, two regimes of positions.
 TARGETS = ["llama_odd", "starcoder2_window", "qwen3_5", "lfm2", "granite_hybrid", "deepseek_v3"]
 DRAFTS = ["same", "q4", "starcoder2_window", "qwen3_5", "glm4_moe_lite"]
+HEADS = [f"{name} {says}" for name in ("qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe_lite")
+         for says in ("anything", "what follows")]  # networks with a layer that guesses more tokens, and what it says
 
 
 @cache
 def opened(name, weights="auto"):
+    if " " in name:
+        with TemporaryDirectory() as place:
+            folder = with_next_layer(name.split()[0], Path(place) / "x", name.endswith("follows"))
+            return Transformer.from_pretrained(folder, weights=weights, draft_layer=True)
     return Transformer.from_pretrained(seeded(name) if (GOLDEN / "seeded" / name).exists() else GOLDEN / name,
                                        weights=weights)
 
@@ -30,7 +39,7 @@ def opened(name, weights="auto"):
 def draft_of(name, target):
     """The sources of a draw: n-grams, a twin of the target, the same in q4, or another network."""
     return [
-        each if each == "ngram" else opened(target) if each == "same" else opened(target, "q4") if each == "q4"
+        each if each in ("ngram", "mtp") else opened(target) if each == "same" else opened(target, "q4") if each == "q4"
         else opened(each)
         for each in name
     ]
@@ -48,13 +57,23 @@ def wanted(target, seed, count):
     return [(*each, request.completions()[0]) for each, request in zip(asked, requests, strict=True)]
 
 
+ANY = ["ngram", *DRAFTS]
+
+
+def sources(names):
+    return st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True)
+
+
 @given(
-    st.sampled_from(TARGETS), st.lists(st.sampled_from(["ngram", *DRAFTS]), min_size=1, max_size=3, unique=True),
+    st.one_of(
+        st.tuples(st.sampled_from(TARGETS), sources(ANY)), st.tuples(st.sampled_from(HEADS), sources(["mtp", *ANY])),
+    ),
     st.integers(0, 1), st.integers(5, 24), st.integers(1, 5), st.integers(1, 16), st.booleans(),
 )
 @settings(max_examples=6, deadline=None)
-def test_any_mix(target, names, seed, blocks, running, most, late):
+def test_any_mix(drawn, seed, blocks, running, most, late):
     """Few places and blocks; half of the requests come when others run, or behind their prefixes."""
+    target, names = drawn
     engine = BatchEngine(
         opened(target), num_blocks=blocks, max_running=running, draft=draft_of(names, target), draft_tokens=most,
         clock=Clock(),
@@ -85,6 +104,30 @@ def test_a_network_that_proposes_for_itself(target):
     assert stats.steps < 20
     assert engine.generate_batch(asked, params, progress=False) == want
     engine.check()
+
+
+@pytest.mark.parametrize("target", [name for name in HEADS if name.endswith("follows")])
+def test_layers_that_guess_what_follows(target):
+    """Many tokens come of a pass, of samples and behind cached prefixes too."""
+    model, params = opened(target), replace(GREEDY, max_tokens=40)
+    engine, plain = (BatchEngine(model, draft=each, clock=Clock()) for each in ("mtp", None))
+    prompt = prompts(5, 1, 60, 96)[0]
+    want = plain.submit(prompt, params, n=2).result()
+    for _ in range(2):
+        before = engine.stats()
+        assert engine.submit(prompt, params, n=2).result() == want
+        stats = engine.stats()
+        assert stats.accepted_tokens - before.accepted_tokens > 40
+        assert stats.steps - before.steps < 25
+    assert stats.cached_tokens > 0
+    settled(engine)
+
+
+def test_the_layer_that_guesses_more_tokens_may_be_absent():
+    model = opened("llama_odd")
+    with pytest.raises(ValueError, match="draft: expected a network with a layer that guesses more tokens for mtp"):
+        BatchEngine(model, draft="mtp")
+    assert BatchEngine(model, draft="auto").submit([5, 6, 5, 6, 5, 6], GREEDY).result()
 
 
 def test_prefixes_are_shared_by_shadows():
@@ -158,7 +201,7 @@ def test_what_is_refused(network):
     ):
         with pytest.raises((ValueError, TypeError, OSError, KvCacheError), match=message):
             BatchEngine(model, draft=draft)
-    with pytest.raises(ValueError, match="draft: expected no network with an eviction_policy, got 1"):
+    with pytest.raises(ValueError, match="draft: expected None or ngram with an eviction_policy"):
         BatchEngine(model, draft=model, eviction_policy=EvictionPolicy.StreamingLLM(4, 16))
     with pytest.raises(ValueError, match="draft_tokens: expected an int <= 16, got 17"):
         BatchEngine(model, draft_tokens=17)

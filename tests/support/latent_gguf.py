@@ -16,7 +16,9 @@ _PARTS = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.o_proj": "attn_output", "mlp.gate": "ffn_gate_inp",
+    "self_attn.o_proj": "attn_output", "mlp.gate": "ffn_gate_inp", "shared_head.norm": "nextn.shared_head_norm",
+    "shared_head.head": "nextn.shared_head_head",
+    **{part: f"nextn.{part}" for part in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
     **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }
@@ -82,7 +84,8 @@ def entries_of(config, given):
     sizes, experts, rope = config.latent, config.experts, given.get("text_config", given)["rope_parameters"]
     choice = experts.choice
     found = {
-        "block_count": (U32, config.num_layers), "context_length": (U32, config.max_position_embeddings),
+        "block_count": (U32, config.num_layers + config.next_layers),
+        "context_length": (U32, config.max_position_embeddings),
         "embedding_length": (U32, config.hidden_size), "feed_forward_length": (U32, config.intermediate_size),
         "attention.head_count": (U32, config.num_heads), "attention.head_count_kv": (U32, 1),
         "attention.layer_norm_rms_epsilon": (F32, config.rms_norm_eps), "rope.freq_base": (F32, config.rope.theta),
@@ -106,6 +109,8 @@ def entries_of(config, given):
             "rope.scaling.yarn_beta_slow": (F32, rope["beta_slow"]),
             "rope.scaling.yarn_log_multiplier": (F32, 0.1 * rope["mscale_all_dim"]),
         }
+    if config.next_layers:
+        found["nextn_predict_layers"] = (U32, config.next_layers)
     if "llama_4_scaling_beta" in rope:
         found["attention.temperature_scale"] = (F32, rope["llama_4_scaling_beta"])
         found["attention.temperature_length"] = (U32, rope["original_max_position_embeddings"])

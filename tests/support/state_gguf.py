@@ -28,6 +28,10 @@ _PARTS = {  # stems in a layer of any of these families
     "mamba.norm": "ssm_norm", "mamba.out_proj": "ssm_out", "mixer.in_proj": "ssm_in", "mixer.conv1d": "ssm_conv1d",
     "mixer.norm": "ssm_norm", "mixer.out_proj": "ssm_out", "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down",
 }
+_NEXT = {
+    "mtp.fc.weight": "eh_proj", "mtp.pre_fc_norm_embedding.weight": "enorm", "mtp.pre_fc_norm_hidden.weight": "hnorm",
+    "mtp.norm.weight": "shared_head_norm",
+}
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(w1|w2|w3|\w+_proj)\.weight")
 _STACKS = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
 _PARTS |= {
@@ -79,7 +83,7 @@ def converted(name, values, config, kind):
         values = -np.exp(values.astype(np.float64)).astype(np.float32)
     if "conv" in name and values.ndim == 3:
         values = values[:, 0]
-    if kind.startswith("qwen") and name.endswith("norm.weight") and "linear_attn" not in name:
+    if kind.startswith("qwen") and "norm" in name and "linear_attn" not in name:
         values = values + np.float32(1)
     if kind.startswith("qwen") and "linear_attn" in name and "norm" not in name:
         keys = 2 * sizes.groups * sizes.size
@@ -182,20 +186,22 @@ def convert(folder, path, quantised="F32", tensors=(), **more):
     config, kind = ModelConfig.from_pretrained(folder), json.loads((folder / "config.json").read_text())["model_type"]
     checkpoint, of, found = Checkpoint(folder), gguf.GGMLQuantizationType[quantised], {}
     stacks = {}
-    for name in checkpoint.names():
+    for own in checkpoint.names():
+        name = own.replace("mtp.layers.0.", f"model.layers.{config.num_layers}.")
         if expert := _EXPERT.fullmatch(name):
             layer = re.search(r"layers\.(\d+)\.", name)[1]
             rows = stacks.setdefault(f"blk.{layer}.{_STACKS[expert[3]]}_exps.weight", {})
-            rows[int(expert[2])] = checkpoint.read(name)
+            rows[int(expert[2])] = checkpoint.read(own)
             continue
         if kind == "granitemoehybrid" and (parts := granite(name, checkpoint, config)):
             found |= parts
             continue
-        values = converted(name, checkpoint.read(name), config, kind)
+        values = converted(name, checkpoint.read(own), config, kind)
         fits = values.ndim > 1 and "conv" not in name and not values.shape[-1] % gguf.GGML_QUANT_SIZES[of][0]
         if fits and quantised != "F32" and "norm" not in name:
             values = gguf.quants.quantize(values, of), quantised
-        found[name_of(name, kind)] = values
+        of_next = _NEXT.get(name)
+        found[f"blk.{config.num_layers}.nextn.{of_next}.weight" if of_next else name_of(name, kind)] = values
     found |= {name: np.stack([rows[i] for i in range(len(rows))]) for name, rows in stacks.items()}
     letters = LETTERS[kind] + ("_moe" if kind == "nemotron_h" and config.experts else "")
     if config.recurrence is None:

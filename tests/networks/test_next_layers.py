@@ -1,0 +1,165 @@
+"""The layer that guesses more tokens: its arithmetic, its files, and what a pass leaves in the cache for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from dense_runs import run_dense
+from gguf_files import ARRAY, BOOL, U32
+from latent_gguf import as_converted
+from latent_gguf import convert as convert_latent
+from next_layers import MADE_AFTER, with_next_layer
+from oracles.engine import dense_attention
+from seeded_weights import write
+from state_gguf import convert as convert_state
+
+from kvcache.engine import Transformer
+from kvcache.networks.checkpoint import Checkpoint
+from kvcache.networks.fingerprint import fingerprint
+from kvcache.networks.hidden_rows import HiddenRows
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+TOKENS = np.random.default_rng(3).integers(0, 96, 30).astype(np.uint32)
+
+
+@pytest.fixture(params=sorted(MADE_AFTER))
+def folder(request, tmp_path):
+    return with_next_layer(request.param, tmp_path / request.param)
+
+
+class Dense:
+    """What a pass needs of a cache, in plain arrays; `kept` is K and V of the last layer."""
+
+    def __init__(self, model):
+        self.model, self.rows = model, [[] for _ in model.attention]
+        self.states = [each and np.zeros((1, each.size), np.float32) for each in model.recurrences]
+
+    def attend(self, layer, queries, keys, values, *_):
+        each = self.model.attention[layer]
+        values = keys[..., : each.latent] if each.latent else values
+        self.rows[layer].append((keys.copy(), values.copy()))
+        keys, values = self.kept(layer)
+        return dense_attention(queries, keys, values, **each.options()).astype(np.float32)
+
+    def recur(self, layer, inputs):
+        zero, count = np.zeros(1, np.int64), np.array([len(inputs[0])])
+        return self.model.recurrences[layer].run(inputs, self.states[layer], zero, count)
+
+    def kept(self, layer):
+        return [np.concatenate(rows) for rows in zip(*self.rows[layer], strict=True)]
+
+    def run(self, tokens, first, logits="all", before=None):
+        hidden = HiddenRows(np.zeros(1, np.int64), np.zeros((1, 48), np.float32) if before is None else before)
+        more = {"recur": self.recur} if self.states else {}
+        at = np.arange(first, first + len(tokens))
+        return self.model.forward(tokens, at, self.attend, logits, hidden=hidden, **more), hidden.rows
+
+
+def rms(x, weight):
+    x = x.astype(np.float64)
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6) * weight
+
+
+def test_it_is_a_usual_layer_of_joined_rows(folder):
+    """Its logits and hidden rows are those of a network of this one layer, whose embedding the joined rows are."""
+    model, dense = Transformer.from_pretrained(folder, draft_layer=True, weights="f32"), None
+    config, layer = model.config, model.weights.layers[-1]
+    dense = Dense(model)
+    _, rows = dense.run(TOKENS, 0)
+    before = np.concatenate([np.zeros((1, config.hidden_size), np.float32), rows[:-1]])
+    embedded = model.weights.embedding[TOKENS.astype(np.int64)]
+    eps = {"eps": config.rms_norm_eps}
+    assert eps["eps"] in (1e-6, 1e-5)
+    both = np.concatenate([rms(embedded, layer.next.token_norm), rms(before, layer.next.hidden_norm)], axis=1)
+    joined = both @ layer.next.joint.to_float32().astype(np.float64).T
+    one = {name: getattr(config, name)[-1:] for name in ("sizes", "windows", "rotated", "mixers", "mlps")}
+    alone = Transformer(
+        replace(config, num_layers=1, draft_layers=0, **one),
+        replace(model.weights, embedding=joined.astype(np.float32), norm=layer.next.norm, layers=(layer,)),
+    )
+    want = run_dense(alone, np.arange(len(TOKENS)).astype(np.uint32))
+    found = []
+    dense.rows[-1].clear()
+    for i, token in enumerate(TOKENS):
+        logits, hidden = model.guess(TOKENS[i : i + 1], np.array([i]), dense.attend, before[i : i + 1])
+        found.append(logits[0])
+        np.testing.assert_allclose(hidden @ model.weights.head.to_float32().T, logits, atol=1e-4)
+        assert token == TOKENS[i]
+    assert np.abs(np.array(found) - want).max() < 3e-4 * np.abs(want).max()
+
+
+def test_a_pass_stores_what_the_layer_reads(folder):
+    """In pieces or at once, bit for bit; logits are those of the network without the layer."""
+    model, plain = (Transformer.from_pretrained(folder, draft_layer=each) for each in (True, False))
+    assert (model.draft_layers, plain.draft_layers, model.config.num_layers) == (1, 0, plain.config.num_layers + 1)
+    whole, pieces, alone = Dense(model), Dense(model), Dense(plain)
+    want, rows = whole.run(TOKENS, 0)
+    np.testing.assert_array_equal(want, run_dense(plain, TOKENS))
+    first, start = None, 0
+    for stop, logits in ((7, "none"), (8, "last"), (30, np.array([3, 21]))):
+        found, hidden = pieces.run(TOKENS[start:stop], start, logits, None if first is None else first[-1:])
+        first, start = hidden, stop
+    np.testing.assert_array_equal(found, want[[11, 29]])
+    np.testing.assert_array_equal(first, rows[8:])
+    for ours, theirs in zip(pieces.kept(-1), whole.kept(-1), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    alone.run(TOKENS[:1], 0)
+    assert fingerprint(model) != fingerprint(plain)
+
+
+def test_files_of_gguf_have_it(folder, tmp_path):
+    name = folder.name
+    if name.startswith("qwen"):
+        kinds = json.loads((folder / "config.json").read_text())["layer_types"]
+        states = (ARRAY, [*(each == "linear_attention" for each in kinds), False], BOOL)
+        entries = {"block_count": (U32, 4), "nextn_predict_layers": (U32, 1), "attention__recurrent_layers": states}
+        path = convert_state(folder, tmp_path / "x.gguf", **entries)
+    else:
+        folder = as_converted(folder, tmp_path / "folder")
+        path = convert_latent(folder, tmp_path / "x.gguf")
+    models = [Transformer.from_pretrained(each, draft_layer=True) for each in (folder, path)]
+    logits = []
+    for model in models:
+        assert model.draft_layers == 1
+        dense = Dense(model)
+        _, rows = dense.run(TOKENS, 0)
+        logits.append(model.guess(TOKENS[5:6], np.array([30]), dense.attend, rows[-1:])[0])
+    assert np.abs(logits[0] - logits[1]).max() < 1e-4 * np.abs(logits[0]).max()
+    assert Transformer.from_pretrained(path).draft_layers == 0
+
+
+def test_stacked_experts_and_towers_and_files_without(tmp_path):
+    """Qwen3.5 as it is published, with stacked experts; a folder that says it has a layer, but has not."""
+    folder = with_next_layer("qwen3_5_moe", tmp_path / "x")
+    want = Transformer.from_pretrained(folder, draft_layer=True)
+    config, stored = json.loads((folder / "config.json").read_text()), Checkpoint(folder)
+    whole = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "vision_config": {},
+        "text_config": config | {"architectures": None}, "tie_word_embeddings": config["tie_word_embeddings"],
+    }
+    tensors = {each.replace("model.", "model.language_model."): stored.read(each) for each in stored.names()}
+    stem = "mtp.layers.0.mlp.experts"
+    gates, ups, downs = (
+        np.stack([tensors.pop(f"{stem}.{i}.{part}_proj.weight") for i in range(6)]) for part in ("gate", "up", "down")
+    )
+    tensors |= {f"{stem}.gate_up_proj": np.concatenate([gates, ups], axis=1), f"{stem}.down_proj": downs}
+
+    def saved(name, some):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(whole))
+        write(tmp_path / name / "model.safetensors", {key: ("F32", each, None) for key, each in some.items()})
+        return Transformer.from_pretrained(tmp_path / name, draft_layer=True)
+
+    found = saved("whole", tensors)
+    for ours, theirs in zip(found.weights.layers[-1].arrays(), want.weights.layers[-1].arrays(), strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            ours, theirs = (each if isinstance(each, np.ndarray) else each.to_float32() for each in (ours, theirs))
+            np.testing.assert_array_equal(ours, theirs)
+    without = saved("without", {key: each for key, each in tensors.items() if not key.startswith("mtp.")})
+    assert without.draft_layers == 0
+    assert without.config.next_layers == 1
