@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.engine import SamplingParams
 from kvcache.engine.chat import render
 from kvcache.engine.opening import checkpoint_text
@@ -21,6 +22,7 @@ from kvcache.kernels.kernels import FORMATS
 from kvcache.kernels.threads import set_num_threads
 from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress
+from kvcache.serving.budget import CHEAP_ROWS
 from kvcache.support.arguments import as_bytes, as_count
 
 __all__ = [
@@ -65,6 +67,10 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
     add("--calibrate", metavar="TEXT",
         help="of the storage: auto, a file of text, or a saved calibration; without it none is measured")
     add("--weights", default="auto", help=f"format of the matrices: {', '.join(WEIGHTS)} (%(default)s: as stored)")
+    add("--draft", action="append", default=[], metavar="SOURCE",
+        help="of draft tokens, which change no answer: ngram, mtp, auto, none, or the path of a smaller model with the "
+        "same tokenizer; may be repeated")
+    add("--draft-tokens", type=int, default=MOST_DRAFTS, metavar="N", help="of a text in a step (%(default)s)")
     add("--max-memory", metavar="BYTES", help="of keys and values, a number or a text such as 4GiB")
     add("--context", type=int, metavar="N",
         help="tokens that the cache has room for: of the longest text (those of the model, at most 8192); of a server, "
@@ -95,6 +101,7 @@ def checked(options: argparse.Namespace) -> dict[str, Any]:
         num_blocks = -(-as_count(options.context, "context", 1) // BLOCK) + 1
     elif num_blocks is not None:
         as_count(num_blocks, "num_blocks", 1)
+    as_count(options.draft_tokens, "draft_tokens", 1, CHEAP_ROWS)
     if options.threads is not None:
         set_num_threads(as_count(options.threads, "threads", 1, 1024))
     return {"num_blocks": num_blocks, "max_memory_bytes": memory}
@@ -113,7 +120,8 @@ def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more
     with _progress(f"loading {options.model}") as progress, _calibration_told():
         engine: Any = make(
             options.model, weights=options.weights, progress=progress, dtype=options.dtype,
-            calibrate=options.calibrate or False, **sizes, **more,
+            calibrate=options.calibrate or False, draft_tokens=options.draft_tokens, **_drafts(options), **sizes,
+            **more,
         )
         if engine.tokenizer is None:
             raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")
@@ -123,6 +131,13 @@ def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more
             raise ValueError(f"context: expected at most {most} tokens, the positions of the model, got {context}")
     opened: Engine = engine
     return opened
+
+
+def _drafts(options: argparse.Namespace) -> dict[str, Any]:
+    """The argument `draft` of an engine, where the options have one."""
+    if not options.draft:
+        return {}
+    return {"draft": tuple(each for each in options.draft if each != "none")}
 
 
 def expect_chat_template(model: str, system: str | None) -> None:

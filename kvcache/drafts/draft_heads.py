@@ -13,7 +13,7 @@ import numpy as np
 from kvcache.drafts.proposer import Ask
 from kvcache.errors import KvCacheError
 from kvcache.texts.forward import Forward
-from kvcache.texts.text import Text, Tokens
+from kvcache.texts.text import Tokens
 
 __all__ = ["DraftHeads"]
 
@@ -31,7 +31,10 @@ class DraftHeads:
         self._forward = forward
 
     def prepare(self, asked: Sequence[Ask]) -> list[Ask]:
-        return [ask for ask in asked if ask.text.remaining == 1 and ask.text.hidden_before() is not None]
+        return [
+            ask for ask in asked
+            if ask.text.remaining == 1 and ask.text.prefix is None and ask.text.hidden_before() is not None
+        ]
 
     def propose(self, asked: Sequence[Ask]) -> list[Tokens]:
         pool, drafts = self._forward.pool, [[int(ask.text.tokens[-1])] for ask in asked]
@@ -55,7 +58,7 @@ class DraftHeads:
                 pool.cut(ask.text, ask.text.computed)
         return [np.array(each[1:], np.uint32) for each in drafts]
 
-    def end(self, text: Text) -> None:
+    def end(self, key: object) -> None:
         """Do nothing: the engine ends its texts."""
 
     def settle(self) -> None:

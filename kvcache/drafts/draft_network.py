@@ -41,13 +41,13 @@ class DraftNetwork:
         self._pool = settings.pool(num_blocks)
         self._forward = Forward(self.model, self._pool)
         self._vocab_size, self._most = vocab_size, self.model.config.max_position_embeddings
-        self._shadows: dict[Text, Text] = {}  # by the text, the one that was asked for last at the end
-        self._busy: set[Text] = set()  # those that are asked for now
+        self._shadows: dict[object, Text] = {}  # by the key, the one that was asked for last at the end
+        self._busy: set[object] = set()  # those that are asked for now
 
     # -- shadows --------------------------------------------------------------------------------------------
 
     def prepare(self, asked: Sequence[Ask]) -> list[Ask]:
-        ready, left, self._busy = [], _READ, {ask.text for ask in asked}
+        ready, left, self._busy = [], _READ, {ask.key for ask in asked}
         for ask in asked:
             shadow = self._follow(ask)
             if shadow is None:
@@ -64,11 +64,11 @@ class DraftNetwork:
     def _follow(self, ask: Ask) -> Text | None:
         """The shadow of a text, with all its tokens and a sequence; None: it has no room."""
         text = ask.text
-        shadow = self._shadows.pop(text, None)
+        shadow = self._shadows.pop(ask.key, None)
         if shadow is None:
             shadow = Text(text.tokens[: text.num_prompt].copy(), text.namespace)
             shadow.parts_at = text.parts_at
-        self._shadows[text] = shadow
+        self._shadows[ask.key] = shadow
         for token in text.tokens[shadow.num_tokens :].tolist():
             shadow.add(token)
         regime = self._forward.regime(min(shadow.num_tokens + ask.most, self._most))
@@ -86,8 +86,8 @@ class DraftNetwork:
 
     def _release(self) -> bool:
         """Take the sequence of the shadow that was asked for longest ago, and not now; whether there is one."""
-        for text, shadow in self._shadows.items():
-            if shadow.seq_id >= 0 and text not in self._busy:
+        for key, shadow in self._shadows.items():
+            if shadow.seq_id >= 0 and key not in self._busy:
                 self._pool.stop(shadow)
                 return True
         return False
@@ -118,7 +118,7 @@ class DraftNetwork:
     # -- draft tokens ---------------------------------------------------------------------------------------
 
     def propose(self, asked: Sequence[Ask]) -> list[Tokens]:
-        shadows = [self._shadows[ask.text] for ask in asked]
+        shadows = [self._shadows[ask.key] for ask in asked]
         drafts: list[list[int]] = [[] for _ in asked]
         forks: dict[int, Text] = {}
         running = dict(enumerate(shadows))
@@ -157,8 +157,8 @@ class DraftNetwork:
 
     # -- the end, and reports -------------------------------------------------------------------------------
 
-    def end(self, text: Text) -> None:
-        if (shadow := self._shadows.pop(text, None)) is not None:
+    def end(self, key: object) -> None:
+        if (shadow := self._shadows.pop(key, None)) is not None:
             if shadow.seq_id >= 0:
                 self._pool.index(shadow)
             self._pool.stop(shadow)
@@ -174,7 +174,5 @@ class DraftNetwork:
 
     def check(self) -> None:
         self._pool.check([each for each in self._shadows.values() if each.seq_id >= 0])
-        for text, shadow in self._shadows.items():
-            assert shadow.computed <= shadow.num_tokens <= text.num_tokens, f"{shadow}: it is ahead of {text}"
-            ours = text.tokens[: shadow.num_tokens]
-            assert (shadow.tokens == ours).all(), f"{shadow}: its tokens are not those of {text}"
+        for shadow in self._shadows.values():
+            assert shadow.computed <= shadow.num_tokens, f"{shadow}: more has run than there is"

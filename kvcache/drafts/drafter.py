@@ -6,11 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from kvcache.core.memory import total
 from kvcache.drafts.draft_pace import DraftPace
 from kvcache.drafts.proposer import NO_DRAFT, Ask, Proposer
 from kvcache.drafts.step_costs import StepCosts
 from kvcache.drafts.text_drafts import TextDrafts
+from kvcache.grammar.matcher import Matcher
 from kvcache.support.arguments import short
 from kvcache.texts.text import Text, Tokens
 
@@ -26,7 +29,7 @@ class Drafted(Protocol):
 
     @property
     def itself(self) -> Text:
-        """The text."""
+        """The text, all but the last of whose tokens have run."""
         ...
 
     @property
@@ -38,12 +41,9 @@ class Drafted(Protocol):
         """How many draft tokens may follow it, at most `most`."""
         ...
 
-    def forced(self, most: int) -> Tokens:
-        """The tokens that its grammar has next, at most `most`; none where it leaves a choice."""
-        ...
-
-    def allowed(self, drafts: Tokens) -> int:
-        """How many of these its grammar allows."""
+    @property
+    def matcher(self) -> Matcher | None:
+        """Its grammar; None: it has none."""
         ...
 
 
@@ -82,7 +82,7 @@ class Drafter:
         if text.drafts is None:
             return
         for i, (proposer, pace) in enumerate(zip(self._proposers, text.drafts.paces, strict=True)):
-            proposer.end(text.itself)
+            proposer.end(text.drafts)
             if proposer.costs and pace.proposed:
                 self._left_out[i] = 0 if pace.pays else _TRIED - 1
 
@@ -92,13 +92,15 @@ class Drafter:
         for text in texts:
             if text.drafts is None:
                 continue
-            text.drafts.set(NO_DRAFT)
+            text.drafts.set()
+            text.itself.draft = NO_DRAFT
             if (most := text.most_drafts(left)) > 0:
-                text.drafts.set(text.forced(most))
-                left -= len(text.drafts.tokens)
+                if text.matcher is not None:
+                    text.itself.draft = np.array(text.matcher.forced()[:most], np.uint32)
+                left -= len(text.itself.draft)
                 waiting.append((text, text.drafts))
         for number, proposer in enumerate(self._proposers):
-            waiting = [each for each in waiting if not len(each[1].tokens)]
+            waiting = [each for each in waiting if not len(each[0].itself.draft)]
             if left > 0 and waiting:
                 left -= self._ask(number, proposer, waiting, left, len(texts))
 
@@ -110,7 +112,7 @@ class Drafter:
         for text, drafts in texts:
             if (count := drafts.paces[number].wanted(text.most_drafts(left))) > 0:
                 by_text[text.itself] = text, drafts
-                asked.append(Ask(text.itself, count))
+                asked.append(Ask(text.itself, count, drafts))
         if not asked:
             return 0
         if proposer.costs:
@@ -131,10 +133,12 @@ class Drafter:
         for ask, tokens in zip(asked, found, strict=True):
             text, drafts = by_text[ask.text]
             kept = tokens[: left - given]
-            kept = kept[: text.allowed(kept)] if len(kept) else kept
+            if len(kept) and text.matcher is not None:
+                kept = kept[: text.matcher.holds(kept.tolist())]
             cost = self._costs.passes(beside, len(kept), seconds / len(asked)) if proposer.costs else 0.0
             if len(kept):
-                drafts.set(kept, number, cost)
+                ask.text.draft = kept
+                drafts.set(number, cost)
             elif len(tokens) and proposer.costs:
                 drafts.paces[number].learn(len(tokens), 0, cost)
             given += len(kept)
@@ -170,7 +174,7 @@ class _Nothing:
     def propose(self, asked: Sequence[Ask]) -> list[Tokens]:
         return []
 
-    def end(self, text: Text) -> None:
+    def end(self, key: object) -> None:
         """Do nothing."""
 
     def settle(self) -> None:

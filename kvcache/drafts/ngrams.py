@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcache.drafts.proposer import NO_DRAFT, Ask
-from kvcache.texts.text import Text, Tokens
+from kvcache.texts.text import Tokens
 
 __all__ = ["NGrams"]
 
@@ -43,7 +43,7 @@ class NGrams:
         first = int(found[-1]) + _GRAM  # behind the newest place
         return seen[first : first + most].copy()
 
-    def end(self, text: Text) -> None:
+    def end(self, key: object) -> None:
         """Do nothing: nothing is kept."""
 
     def settle(self) -> None:

@@ -24,10 +24,12 @@ class Ask(NamedTuple):
     Attributes:
         text: all its tokens but the last one have run.
         most: draft tokens, at least one.
+        key: an object that the text has from its first tokens to its end; it may be another `Text` each time.
     """
 
     text: Text
     most: int
+    key: object
 
 
 class Proposer(Protocol):
@@ -51,8 +53,8 @@ class Proposer(Protocol):
         """Draft tokens of each text, at most so many; none where there is nothing to go by."""
         ...
 
-    def end(self, text: Text) -> None:
-        """Forget a text; its tokens may stay cached."""
+    def end(self, key: object) -> None:
+        """Forget the text with this key; its tokens may stay cached."""
         ...
 
     def settle(self) -> None:

@@ -51,6 +51,11 @@ class DraftSources:
         own = Load(2 * max(load.texts, 1), load.piece, load.drafts, load.prompts, 1, load.default_tokens, 1)
         self._settings = {id(each): _settings_of(each, own, block_size, self._vocab_size) for each in networks}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+        return not self._sources
+
     def split(self, settings: CacheSettings) -> CacheSettings:
         """The settings of the engine with its share of `max_memory_bytes`: each cache has as many tokens.
 

@@ -1,12 +1,10 @@
-"""`TextDrafts`: the draft tokens of one text: those of the pass that runs, and how each source has done."""
+"""`TextDrafts`: where the draft tokens of one text come from, and how each source has done."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvcache.drafts.draft_pace import DraftPace
-from kvcache.drafts.proposer import NO_DRAFT
-from kvcache.texts.text import Tokens
 
 __all__ = ["TextDrafts"]
 
@@ -19,21 +17,20 @@ class TextDrafts:
 
     Attributes:
         paces: see above.
-        tokens: those that may follow the text, of the pass that runs.
     """
 
     def __init__(self, paces: Sequence[DraftPace]) -> None:
-        self.paces, self.tokens = tuple(paces), NO_DRAFT
+        self.paces = tuple(paces)
         self._source, self._cost = -1, 0.0
 
-    def set(self, tokens: Tokens, source: int = -1, cost: float = 0.0) -> None:
-        """Note the draft tokens of a pass.
+    def set(self, source: int = -1, cost: float = 0.0) -> None:
+        """Note where the draft tokens of a pass come from.
 
         Args:
             source: its number; -1: a grammar, of which nothing is learnt.
             cost: see `DraftPace.learn`.
         """
-        self.tokens, self._source, self._cost = tokens, source, cost
+        self._source, self._cost = source, cost
 
     def learn(self, proposed: int, accepted: int) -> None:
         """Note how many of the draft tokens that ran were drawn."""

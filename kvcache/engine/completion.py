@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -86,14 +87,14 @@ class Request:
         self.cached_tokens = 0
         self.is_complete = False
         self.progress: Callable[[int, int], None] | None = None
-        self._piece = ""
+        self._pieces = deque[str]()
 
     def observe(self, token: int, logits: Float32) -> None:
         """Note a new token, and the logits that it was drawn from."""
         if self.logprobs is not None:
             self.logprobs.append(logprobs_of(logits, token, self.params.logprobs or 0))
         if self.text is not None:
-            self._piece = self.text.add(token)
+            self._pieces.append(self.text.add(token))
 
     def is_stopped(self) -> bool:
         """Whether the last token completed a stop string, or the grammar."""
@@ -108,8 +109,8 @@ class Request:
         """Run it: `new` yields its tokens, which are added to `tokens`; their text, piece by piece."""
         for token in new:
             tokens.append(token)
-            if self._piece:
-                yield self._piece
+            if self._pieces and (piece := self._pieces.popleft()):
+                yield piece
         if self.text is not None and (piece := self.text.end()):
             yield piece
         self.is_complete = True

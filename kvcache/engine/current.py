@@ -202,6 +202,47 @@ class CurrentText:
             return self._run_in_place(tokens, start, regime, logits)
         return self._run_beside(tokens, start, regime, logits)
 
+    def with_token(self, token: int, most: int) -> Text | None:
+        """The text with one token that is to run, if it may run with up to `most` draft tokens; None: it may not."""
+        text, end = self.text, self.text.computed + 1 + most
+        if not text.computed or not text.is_known or text.prefix is not None or self.forward.regime(end) != text.regime:
+            return None
+        if self.pool.nearest(text, text.computed) < text.computed or self.pool.loses(text, end, self.chunk):
+            return None
+        return self._continued(np.array([token], np.uint32), text.computed, text.regime)
+
+    def extend_drafted(self, longer: Text, draw: Callable[[Float32], int]) -> bool:
+        """Run the last token of a text that `with_token` made, and its draft tokens; whether there was room.
+
+        Args:
+            draw: called with the logits `(1 + draft tokens, vocab_size)`; how many draft tokens stay.
+        """
+        text, count = self.text, 1 + len(longer.draft)
+        try:
+            self.pool.append([(text, count)])
+            rows = self.forward.run([(longer, count, count)])[0]
+        except OutOfMemoryError:
+            self.pool.cut(text, text.computed)
+            return False
+        except Exception:
+            self.pool.cut(text, text.computed)
+            raise
+        held = draw(rows)
+        for token in longer.draft[:held].tolist():
+            longer.add(token)
+        self.pool.ran(longer, 1 + held, count - 1 - held)
+        self.text = longer
+        self.version += 1
+        self.pool.compact(longer)
+        return True
+
+    def shorten(self, count: int) -> None:
+        """Drop the last tokens of the text, which were run as draft tokens."""
+        text, pos = self.text, self.text.computed - count
+        self.pool.cut(text, pos)
+        text.num_tokens = pos
+        self.version += 1
+
     def _needs_fork(self, end: int) -> bool:
         """Whether a failure would lose something; where there is no room for a fork, f16 rows stay packed then."""
         text = self.text

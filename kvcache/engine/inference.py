@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from kvcache.core.layer_formats import Formats, is_mixed
 from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
+from kvcache.drafts.draft_pace import MOST_DRAFTS
+from kvcache.drafts.sources import DraftSources
 from kvcache.engine.chat import Answer, chat_tokens, render
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.compression import compressed
 from kvcache.engine.current import CurrentText, Share
-from kvcache.engine.opening import Opened, open_checkpoint, open_gguf, split_options
+from kvcache.engine.opening import Opened, open_checkpoint, open_drafts, open_gguf, split_options
 from kvcache.engine.requests import Requests
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
@@ -74,6 +76,8 @@ class InferenceEngine:
             every quantised format has a residual by default. `from_pretrained` also takes "auto" and paths.
             With an eviction policy, tokens are in f16 only if `residual_length` is not 0. Under StreamingLLM, or where
             a layer has a window, keys are rounded with feedback alone, and no tokens are in f16.
+        draft, draft_tokens: as of `BatchEngine`, but None by default. Tokens that were drawn from one pass are in the
+            cache when the first of them is given.
 
     Under `EvictionPolicy.StreamingLLM` the length of a text is not limited: distances count within the cache, so
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window
@@ -109,20 +113,27 @@ class InferenceEngine:
         eviction_policy: EvictionPolicy | Policy | None = None,
         kv_budget: int | None = None,
         calibrate: Any = False,
+        draft: Any = None,
+        draft_tokens: int = MOST_DRAFTS,
     ) -> None:
         self.model = model
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
-        self._settings = CacheSettings.of(
-            model, Load(0, prefill_chunk), dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
+        draft_tokens = as_count(draft_tokens, "draft_tokens", 1, 16)
+        load = Load(0, prefill_chunk, draft_tokens)
+        sources = DraftSources(open_drafts(draft), model, load, as_count(block_size, "block_size", 1, most=None))
+        self._settings = sources.split(CacheSettings.of(
+            model, load, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
             block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
             residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
             make_cache=self._make_cache,
-        )
+        ))
         self._budgets = self._settings.budgets
         self._sequence = CurrentText(self._settings, self._settings.total_blocks())
-        self.requests = Requests(self._sequence, seed)  # internal: a `PrefixCachedEngine` runs its own by it too
+        own = None if self._budgets is not None else sources
+        # Internal: a `PrefixCachedEngine` runs its own by it too.
+        self.requests = Requests(self._sequence, seed, own, draft_tokens)
 
     @classmethod
     def from_pretrained(
@@ -159,7 +170,7 @@ class InferenceEngine:
             CheckpointError: a file is damaged, or asks for something that is not supported.
             OutOfMemoryError: the weights do not fit the machine.
         """
-        network = {"weights": weights, "activations": activations, "progress": progress}
+        network = {"weights": weights, "activations": activations, "progress": progress, **split_options(options)[0]}
         return cls._over(open_checkpoint(directory, sampling_params, calibrate, network), seed, options)
 
     @classmethod
@@ -178,6 +189,8 @@ class InferenceEngine:
 
     @classmethod
     def _over(cls, opened: Opened, seed: int, options: dict[str, Any]) -> InferenceEngine:
+        if "draft" in options:
+            options["draft"] = open_drafts(options["draft"], opened.text)
         engine = cls(opened.model, opened.sampling_params, seed, calibrate=opened.calibrate, **options)
         engine.requests.text = opened.text
         return engine
@@ -316,7 +329,9 @@ class InferenceEngine:
         """Bytes: "weights" (0: the model does not say), "kv" (cache, residual), "bookkeeping", "scratch", "huge"."""
         weights, current = getattr(self.model, "weights", None), self._sequence
         products = {"scratch": getattr(weights, "scratch_bytes", 0), "huge": getattr(weights, "huge_bytes", 0)}
-        return {"weights": getattr(weights, "nbytes", 0), **total(current.pool.memory([current.text]), products)}
+        own = {"weights": getattr(weights, "nbytes", 0), **total(current.pool.memory([current.text]), products)}
+        drafter = self.requests.drafter
+        return own if drafter is None else total(own, drafter.memory())
 
     __reduce_ex__ = refuse_copies("make another one over the same `model`")
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.locks import CallLock, MendingLock
+from kvcache.drafts.drafter import Drafter
+from kvcache.drafts.sources import DraftSources
 from kvcache.engine.chat import chat_tokens, render
 from kvcache.engine.completion import Request
 from kvcache.engine.current import CurrentText
+from kvcache.engine.drawn_tokens import DrawnTokens
 from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.networks.protocols import Float32
@@ -19,6 +25,7 @@ from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_instance
 from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.forward import Forward
 
 __all__ = ["SCORE_FLOATS", "Requests", "Tokens", "log_probabilities"]
 
@@ -33,6 +40,7 @@ class Requests:
     Args:
         sequence: the tokens so far, and the network that extends them.
         seed: see `InferenceEngine`.
+        sources, most_drafts: of draft tokens, and the most of them in a pass.
 
     Attributes:
         lock: held while the sequence changes.
@@ -43,7 +51,9 @@ class Requests:
         text: the text side of the checkpoint; None: there is none.
     """
 
-    def __init__(self, sequence: CurrentText, seed: int) -> None:
+    def __init__(
+        self, sequence: CurrentText, seed: int, sources: DraftSources | None = None, most_drafts: int = 0
+    ) -> None:
         self.sequence, self.max_positions = sequence, sequence.settings.max_positions
         self.config = sequence.settings.model.config
         self.lock = MendingLock(CallLock(level=2), sequence.mend)
@@ -52,6 +62,18 @@ class Requests:
         self.num_prefilled = 0
         self.new = NewRequests(self.config, self.max_positions, seed, self.lock)
         self.text: CheckpointText | GgufText | None = None
+        self._sources, self._most_drafts = sources, most_drafts
+        self._drafter: tuple[Forward, Drafter] | None = None
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The sources of draft tokens, over the pool that the sequence is in now; None: there are none."""
+        forward = self.sequence.forward
+        if self._sources is None or self._sources.is_empty:
+            return None
+        if self._drafter is None or self._drafter[0] is not forward:
+            self._drafter = forward, self._sources.drafter(forward, self._most_drafts, perf_counter)
+        return self._drafter[1]
 
     @property
     def tokenizer(self) -> Any:
@@ -120,22 +142,40 @@ class Requests:
             turn.give_back()
 
     def decode(self, logits: Float32, request: Request, turn: Turn) -> Iterator[int]:
-        """Sample tokens and run them."""
-        for left in reversed(range(request.params.max_tokens)):
-            token = request.sampler.sample(logits)
-            if token in request.stop_tokens:
-                request.finish_reason = "stop"
-                return
-            request.observe(token, logits)
-            yield token
-            if left == 0 or request.is_stopped():
-                return
-            with self.lock:
-                turn.go_on(self.sequence.version)
-                if self.sequence.num_tokens == self.max_positions:
-                    return
-                logits = self.extend(np.array([token], np.uint32), self.sequence.num_tokens)
-                turn.leave(self.sequence.version)
+        """Draw tokens and run them, with draft tokens where there are some."""
+        drawn = DrawnTokens(request, self.sequence, self.drafter)
+        waiting, tokens = deque[int](), list[int]()
+        try:
+            if not drawn.ended:
+                drawn.take(logits[None], tokens)
+            while True:
+                waiting.extend(tokens)
+                while waiting:
+                    yield waiting.popleft()
+                if drawn.ended:
+                    break
+                with self.lock:
+                    turn.go_on(self.sequence.version)
+                    if self.sequence.num_tokens == self.max_positions:
+                        return
+                    last = tokens[-1]
+                    tokens = drawn.run(last)
+                    if not tokens and not drawn.ended:
+                        logits = self.extend(np.array([last], np.uint32), self.sequence.num_tokens)
+                    turn.leave(self.sequence.version)
+                if not tokens and not drawn.ended:
+                    drawn.take(logits[None], tokens)
+            if drawn.error is not None:
+                raise drawn.error
+        finally:
+            if waiting:  # it was closed before it gave all that it has drawn
+                self.lock.when_free(partial(self._shorten, turn, len(waiting)))
+            drawn.end()
+
+    def _shorten(self, turn: Turn, count: int) -> None:
+        if self.sequence.version == turn.version:
+            self.sequence.shorten(count)
+            turn.leave(self.sequence.version)
 
     def score(self, tokens: Tokens, prefix: CompressedPrefix | None = None) -> Float32:
         """Log-probability of each token after the first; see `InferenceEngine.score`."""

@@ -71,7 +71,7 @@ class Transformer:
         self.activations = activations
         self._first_shared = first_sharing(config.sizes)
         self._rope = self._table(config.rope, config.rotary_dim)
-        self._activated = _activation_of(config)
+        self._activated, self._guesses = _activation_of(config), config.draft_layers > 0
         self._last_mixing = max((i for i in range(config.trunk_layers) if config.mixers[i]), default=0)
         self._recurrent = tuple(
             layer_of(config.recurrence, layer.recurrence, config.rms_norm_eps) for layer in weights.layers
@@ -204,26 +204,49 @@ class Transformer:
         rows = self._rows(tokens, (positions,) if sink_positions is None else (positions, sink_positions), regime)
         chosen: Any = slice(len(tokens) - (logits == "last"), None) if isinstance(logits, str) else logits
         whole = isinstance(logits, str) and (logits == "all" or (logits == "last" and len(tokens) == 1))
-        guesses = self.config.draft_layers > 0 and len(tokens) > 0
-        whole = whole or guesses  # which reads the hidden rows of all tokens
-        for i, layer in enumerate(self.weights.layers[: self.config.trunk_layers]):
-            if i == self._first_shared and not whole:  # from here on no layer has K and V of its own
-                rows = rows.taken(chosen)
-                if not len(rows.x):
-                    break
-            mixed = self._mixed(i, layer, rows, attend, recur, regime)
-            if i == self._last_mixing < self._first_shared and not whole:
-                # After the last layer that mixes tokens rows are independent: continue with the requested ones only.
-                rows, mixed = rows.taken(chosen), None if mixed is None else mixed[chosen]
-            self._finish(i, layer, rows, mixed)
-        normed = self._normed(rows.x, self.weights.norm) if len(rows.x) else rows.x
-        if not guesses:
-            return self._scores(normed)
+        if not self._guesses or not len(tokens):
+            rows = self._through(0, rows, attend, recur, regime, None if whole else chosen)
+            return self._scores(self._normed(rows.x, self.weights.norm) if len(rows.x) else rows.x)
+        rows = self._through(0, rows, attend, recur, regime, None)  # the hidden rows of all tokens are read
+        normed = self._normed(rows.x, self.weights.norm)
         hidden = hidden or HiddenRows(np.zeros(1, np.int64), np.zeros((1, normed.shape[1]), np.float32))
         rows = self._joined(tokens, rows, hidden.set(normed))
         # K and V alone are of use here.
         self._mixed(self.config.trunk_layers, self.weights.layers[-1], rows, attend, None, regime)
         return self._scores(normed if isinstance(logits, str) and logits == "all" else normed[chosen])
+
+    def _through(
+        self, first: int, rows: _Rows, attend: Attend, recur: Recur | None, regime: int, chosen: Any
+    ) -> _Rows:
+        """Run rows through the layers of the network from `first` on; the `chosen` ones come out, None: all.
+
+        A layer that guesses more tokens is the first one of such a call, or none.
+        """
+        stop = len(self.weights.layers) - (1 if self._guesses and not first else 0)
+        for i in range(first, stop):
+            layer = self.weights.layers[i]
+            if i == self._first_shared and chosen is not None:  # from here on no layer has K and V of its own
+                rows = rows.taken(chosen)
+                if not len(rows.x):
+                    break
+            mixed = self._mixed(i, layer, rows, attend, recur, regime)
+            if i == self._last_mixing < self._first_shared and chosen is not None:
+                # After the last layer that mixes tokens rows are independent: continue with the requested ones only.
+                rows, mixed = rows.taken(chosen), None if mixed is None else mixed[chosen]
+            x = rows.x
+            few = layer.router is not None or len(x) <= _MOST_TOGETHER  # an expert has few rows in any case
+            together = len(x) if few else _rows_together(len(x))
+            for start in range(0, len(x), max(1, together)):
+                part = slice(start, start + together)
+                beside = self._normed(x[part], layer.input_norm) if self.config.norms == "parallel" else None
+                if mixed is not None and layer.output is not None:
+                    self._add_times(x[part], mixed[part], layer.output, layer.output_bias, layer.output_norm)
+                self._add_mlps(x[part], layer, beside)
+                if layer.inputs is not None and rows.inputs is not None:
+                    self._add_inputs(x[part], rows.inputs[part, i], layer.inputs)
+            if layer.scale is not None:
+                x *= layer.scale
+        return rows
 
     def guess(
         self, tokens: NDArray[np.uint32], positions: NDArray[np.int64], attend: Attend, hidden: Float32, regime: int = 0
@@ -240,46 +263,28 @@ class Transformer:
         Returns:
             The logits `(n, vocab_size)` of the token behind each, and their hidden rows `(n, hidden_size)`.
         """
-        layer, i = self.weights.layers[-1], self.config.trunk_layers
-        assert layer.next is not None, "the network has such a layer"
-        rows = self._joined(tokens, self._rows(tokens, (positions,), regime), hidden)
-        self._finish(i, layer, rows, self._mixed(i, layer, rows, attend, None, regime))
-        normed = self._normed(rows.x, layer.next.norm)
+        weights, rows = self.weights.layers[-1].next, self._rows(tokens, (positions,), regime)
+        assert weights is not None, "the network has such a layer"
+        rows = self._through(
+            self.config.trunk_layers, self._joined(tokens, rows, hidden), attend, None, regime, None
+        )
+        normed = self._normed(rows.x, weights.norm)
         return self._scores(normed), normed
 
     def _joined(self, tokens: NDArray[np.uint32], rows: _Rows, hidden: Float32) -> _Rows:
         """The rows that the layer which guesses more tokens begins with."""
         weights = self.weights.layers[-1].next
         assert weights is not None, "the network has such a layer"
-        embedded = self._normed(self._embedded(tokens), weights.token_norm)
-        both = np.concatenate([embedded, self._normed(hidden, weights.hidden_norm)], axis=1)
-        return rows._replace(x=self._times(both, weights.joint))
-
-    def _finish(self, i: int, layer: LayerWeights, rows: _Rows, mixed: Float32 | None) -> None:
-        """Add what a layer makes of its mixed rows to the residual stream, and what its other parts compute."""
-        x = rows.x
-        few = layer.router is not None or len(x) <= _MOST_TOGETHER  # an expert has few rows in any case
-        together = len(x) if few else _rows_together(len(x))
-        for start in range(0, len(x), max(1, together)):
-            part = slice(start, start + together)
-            beside = self._normed(x[part], layer.input_norm) if self.config.norms == "parallel" else None
-            if mixed is not None and layer.output is not None:
-                self._add_times(x[part], mixed[part], layer.output, layer.output_bias, layer.output_norm)
-            self._add_mlps(x[part], layer, beside)
-            if layer.inputs is not None and rows.inputs is not None:
-                self._add_inputs(x[part], rows.inputs[part, i], layer.inputs)
-        if layer.scale is not None:
-            x *= layer.scale
-
-    def _embedded(self, tokens: NDArray[np.uint32]) -> Float32:
-        x = self.weights.embedding[tokens.astype(np.int64)]
-        if self.config.embedding_scale != 1:
-            x *= np.float32(self.config.embedding_scale)
-        return x
+        embedded = self.weights.embedding[tokens.astype(np.int64)] * np.float32(self.config.embedding_scale)
+        normed = self._normed(embedded, weights.token_norm), self._normed(hidden, weights.hidden_norm)
+        return rows._replace(x=self._times(np.concatenate(normed, axis=1), weights.joint))
 
     def _rows(self, tokens: NDArray[np.uint32], places: Sequence[NDArray[np.int64]], regime: int) -> _Rows:
         """The rows that a pass begins with: the embedding of the tokens, and what goes along with it."""
-        config, x = self.config, self._embedded(tokens)
+        config = self.config
+        x = self.weights.embedding[tokens.astype(np.int64)]
+        if config.embedding_scale != 1:
+            x *= np.float32(config.embedding_scale)
         turns: Turns = {table: [table.rows(each) for each in places] for table in set(self._tables[regime])}
         turns[None] = [(each,) for each in places]
         return _Rows(x, turns, config.rope.query_factors(places[0]), self._token_inputs(tokens, x))

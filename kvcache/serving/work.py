@@ -10,7 +10,6 @@ from typing import Literal
 
 import numpy as np
 
-from kvcache.drafts.proposer import NO_DRAFT
 from kvcache.drafts.text_drafts import TextDrafts
 from kvcache.engine.completion import Request, TokenLogprobs, logprobs_of
 from kvcache.engine.requests import log_probabilities
@@ -73,16 +72,6 @@ class Work(Text, ABC):
         self.keep: list[tuple[int, float]] = []
         self.parked: list[tuple[int, Work]] = []
 
-    def next_tokens(self, count: int) -> Tokens:
-        """The next `count` tokens to run; behind the last one draft tokens."""
-        own = self.tokens[self.computed : self.computed + count]
-        return own if count <= self.remaining else np.concatenate([own, self.draft[: count - self.remaining]])
-
-    @property
-    def draft(self) -> Tokens:
-        """The draft tokens of the pass that runs."""
-        return NO_DRAFT if self.drafts is None else self.drafts.tokens
-
     @property
     def itself(self) -> Text:
         """See `Drafted`."""
@@ -92,13 +81,10 @@ class Work(Text, ABC):
         """See `Drafted`."""
         return 0
 
-    def forced(self, most: int) -> Tokens:
+    @property
+    def matcher(self) -> Matcher | None:
         """See `Drafted`."""
-        return NO_DRAFT
-
-    def allowed(self, drafts: Tokens) -> int:
-        """See `Drafted`."""
-        return len(drafts)
+        return None
 
     @property
     def fixed_piece(self) -> int:
@@ -205,13 +191,9 @@ class Drawing(Work):
             return 0
         return min(most, self._request.params.max_tokens - self.num_new - 1, self._most - self.num_tokens)
 
-    def forced(self, most: int) -> Tokens:
-        matcher = self._sampler.matcher
-        return NO_DRAFT if matcher is None else np.array(matcher.forced()[:most], np.uint32)
-
-    def allowed(self, drafts: Tokens) -> int:
-        matcher = self._sampler.matcher
-        return len(drafts) if matcher is None else matcher.holds(drafts.tolist())
+    @property
+    def matcher(self) -> Matcher | None:
+        return self._sampler.matcher
 
     def rows_due(self, count: int) -> int:
         if self._is_scoring:
@@ -223,7 +205,7 @@ class Drawing(Work):
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
 
     def masks_due(self, rows: int) -> list[tuple[Matcher, list[int]]]:
-        matcher = self._sampler.matcher
+        matcher = self.matcher
         return [] if matcher is None else [(matcher, self.draft[: rows - 1].tolist())]
 
     def take(self, logits: Float32, start: int) -> int:

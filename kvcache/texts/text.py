@@ -23,6 +23,7 @@ __all__ = ["NO_TOKEN", "Text", "Tokens"]
 
 Tokens = NDArray[np.uint32]
 NO_TOKEN = 2**32 - 1  # fills a cached block behind the end of a text; no network has so many tokens
+_NO_TOKENS: Tokens = np.empty(0, np.uint32)
 Self = TypeVar("Self", bound="Text")
 
 
@@ -43,6 +44,7 @@ class Text:
         space: the namespace of its cached blocks; one for each regime, if the network has several.
         regime: of the tokens that ran, see `protocols.Model`.
         keep_at: after how many tokens another text may continue; groups keep what it needs when these have run.
+        draft: tokens that may follow, of the pass that runs.
         parts_at: after how many tokens later texts are expected to differ from this one, as far as is known.
         hidden: the position of a token, and the hidden rows of it and of those behind it; None: none are known.
         is_known: whether `tokens` are those of the sequence; not so where a caller made the sequence.
@@ -58,6 +60,7 @@ class Text:
         self.places: tuple[Any, ...] = ()
         self.keep_at: list[int] = []
         self.parts_at: tuple[int, ...] = ()
+        self.draft = _NO_TOKENS
         self.hidden: tuple[int, NDArray[np.float32]] | None = None
         self.is_known = True
 
@@ -72,8 +75,11 @@ class Text:
         return self.num_tokens - self.computed
 
     def next_tokens(self, count: int) -> Tokens:
-        """The next `count` tokens to run."""
-        return self._buffer[self.computed : self.computed + count]
+        """The next `count` tokens to run; behind the last one draft tokens."""
+        stop, end = self.computed + count, self.num_tokens
+        if stop <= end:
+            return self._buffer[self.computed : stop]
+        return np.concatenate([self._buffer[self.computed : end], self.draft[: stop - end]])
 
     def add(self, token: int) -> None:
         """Add one token that is to run."""
@@ -90,7 +96,7 @@ class Text:
         else:
             other._buffer = np.concatenate([self._buffer[:pos], tokens])
             other.num_tokens = pos + len(tokens)
-        other.keep_at = []
+        other.keep_at, other.draft = [], _NO_TOKENS
         return other
 
     def hidden_before(self) -> NDArray[np.float32] | None:

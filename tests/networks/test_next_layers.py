@@ -32,7 +32,7 @@ def folder(request, tmp_path):
 
 
 class Dense:
-    """What a pass needs of a cache, in plain arrays; `kept` is K and V of the last layer."""
+    """A cache in plain arrays, as far as a pass needs one."""
 
     def __init__(self, model):
         self.model, self.rows = model, [[] for _ in model.attention]
