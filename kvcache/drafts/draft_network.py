@@ -170,7 +170,8 @@ class DraftNetwork:
     def memory(self) -> dict[str, int]:
         weights = getattr(self.model, "weights", None)
         own = {"weights": getattr(weights, "nbytes", 0), "scratch": getattr(weights, "scratch_bytes", 0)}
-        return total(self._pool.memory([each for each in self._shadows.values() if each.seq_id >= 0]), own)
+        shadows = [each for each in list(self._shadows.values()) if each.seq_id >= 0]  # others may run a step meanwhile
+        return total(self._pool.memory(shadows), own)
 
     def check(self) -> None:
         self._pool.check([each for each in self._shadows.values() if each.seq_id >= 0])

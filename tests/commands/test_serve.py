@@ -54,6 +54,7 @@ def test_what_the_command_refuses(capsys, monkeypatch):
         (["--max-body", "0"], "--max-body: expected an int >= 1, got 0"),
         (["--max-queue", "0"], "--max-queue: expected an int >= 1, got 0"),
         (["--max-running", "0"], "--max-running: expected an int >= 1, got 0"),
+        (["--draft-tokens", "17"], "--draft-tokens: expected an int <= 16, got 17"),
         (["--drain", "-1"], "drain: expected an int >= 0, got -1"),
         (["--kv-events", "5557"], "--kv-events: expected an address such as tcp://127.0.0.1:5557, got '5557'"),
         (["--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "x"], "--kv-events-replay: expected an address"),
