@@ -49,16 +49,16 @@ def test_answers_are_those_without(name, draft, options):
     draws, passes = (repeating, penalised, sampled), []
     model_run = drafted.requests.sequence.forward.run
     drafted.requests.sequence.forward.run = lambda pieces: passes.append(len(pieces)) or model_run(pieces)
-    for i, prompt in enumerate(prompts(6, 3, 50, 96)):
-        params = draws[i](2 * i, 30, logprobs=1)
+    for i, prompt in enumerate(prompts(6, 3, 30, 96)):
+        params = draws[i](2 * i, 18, logprobs=1)
         want = plain.complete(prompt, params)
         assert drafted.complete(prompt, params) == want
         assert drafted.num_tokens == plain.num_tokens
         drafted.check()
-        for _ in range(2):
+        for _ in range(1 + (i == 0)):
             assert replace(cached.complete(prompt, params), cached_tokens=0) == want
         cached.check()
-    assert len(passes) < 3 * 30, "draft tokens were drawn"
+    assert len(passes) < 3 * 18, "draft tokens were drawn"
 
 
 def test_a_stream_that_is_closed_leaves_what_it_gave():
@@ -81,7 +81,7 @@ def test_stop_strings_and_pieces_of_text():
     """Pieces come one by one, and end at the stop string, however many tokens one pass has drawn."""
     model = "class Reader:\n    def read(self"
     engines = [InferenceEngine.from_pretrained(DIRECTORY, draft=each) for each in (DIRECTORY, None)]
-    for stop in ((), ("\n",), ("e",), ("self.",)):
+    for stop in (("e",), ("self.",)):
         params = replace(GREEDY, max_tokens=24, stop=stop, logprobs=0)
         found, want = (engine.complete(model, params) for engine in engines)
         assert found == want
