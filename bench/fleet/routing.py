@@ -189,10 +189,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the table; returns how many workers got nothing."""
+    """Print the table; returns how often an engine failed, or a worker got nothing."""
     texts = Conversations(8, 2) if options.quick else Conversations()
     columns = dict(itertools.islice(COLUMNS.items(), 1 if options.quick else None))
-    rows, found, idle = [], {}, 0
+    rows, found, missed = [], {}, 0
     for engine in ENGINES:
         if options.only.lower() not in engine.name.lower():
             continue
@@ -201,11 +201,16 @@ def main(options: argparse.Namespace) -> int:
             continue
         cells = []
         for name, (blocks, stored) in columns.items():
-            share, spread = measured(engine, blocks, stored=stored, texts=texts)
-            idle += spread.count(0)
+            try:
+                share, spread = measured(engine, blocks, stored=stored, texts=texts)
+            except (OSError, RuntimeError, TimeoutError) as error:
+                print(f"{engine.name}, {name}: {error}", file=sys.stderr, flush=True)
+                cells.append("failed")
+                missed += 1
+                continue
+            missed += spread.count(0)
             cells.append(f"{share:.1%} ({'+'.join(map(str, sorted(spread)))})")
             found[f"{engine.name}; {name}"] = {"cached": share, "requests": spread}
-            print(engine.name, name, cells[-1], file=sys.stderr, flush=True)
         rows.append([engine.name, *cells])
     show(
         options.markdown, "Cached tokens of prompts (requests of the workers)", ["", *columns], rows,
@@ -214,4 +219,4 @@ def main(options: argparse.Namespace) -> int:
     )
     if options.json:
         Path(options.json).write_text(json.dumps({"environment": environment(), "found": found}) + "\n")
-    return idle
+    return missed

@@ -29,15 +29,23 @@ def free_port() -> int:
             return int(free.getsockname()[1])
 
 
-def _fetched(url: str) -> str:
+def _head(key: str | None) -> dict[str, str]:
+    return {"content-type": "application/json"} | ({} if key is None else {"authorization": f"Bearer {key}"})
+
+
+def _fetched(url: str, key: str | None = None) -> str:
     """The page of an address."""
-    with urlopen(url, timeout=30) as page:
+    with urlopen(Request(url, headers=_head(key)), timeout=30) as page:
         return str(page.read().decode())
 
 
-def posted(url: str, body: dict[str, Any]) -> Any:
-    """Send a body, and return the object that is the answer; of a stream, all of its bytes."""
-    head = {"content-type": "application/json"}
+def posted(url: str, body: dict[str, Any], key: str | None = None) -> Any:
+    """Send a body, with an API key if there is one.
+
+    Returns:
+        The object that is the answer; of a stream, all of its bytes.
+    """
+    head = _head(key)
     with urlopen(Request(url, json.dumps(body).encode(), head), timeout=120) as answer:
         data = answer.read()
     return data if body.get("stream") else json.loads(data)
@@ -126,13 +134,13 @@ class Server(Process):
             raise RuntimeError(f"expected a server that says its addresses, got {line!r}")
         return line.split(" at ")[1].strip()
 
-    def count(self, name: str) -> int:
-        """A counter of its page of metrics."""
-        return _count(f"{self.url}/metrics", name)
+    def count(self, name: str, key: str | None = None) -> int:
+        """A counter of its page of metrics, which a key may have to open."""
+        return _count(f"{self.url}/metrics", name, key)
 
 
-def _count(url: str, name: str) -> int:
-    found = re.search(rf"^kvcache_{name}(?:\{{.*\}})? (\d+)", _fetched(url), re.MULTILINE)
+def _count(url: str, name: str, key: str | None = None) -> int:
+    found = re.search(rf"^kvcache_{name}(?:\{{.*\}})? (\d+)", _fetched(url, key), re.MULTILINE)
     if found is None:
         raise LookupError(f"{name}: expected it on {url}, got none")
     return int(found[1])

@@ -64,6 +64,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--kv-events-medium", default="GPU", metavar="TEXT",
         help="where blocks are, in the words of routers (%(default)s: what they take for the memory of a worker)")
     add("--kv-events-rank", type=int, default=0, metavar="N", help="of this engine in its server (%(default)s)")
+    add("--kv-events-unsalted", action="store_true",
+        help="tell blocks of namespaces as those of none: vllm-router reads no others")
     add("--cors-origin", action="append", default=[], metavar="ORIGIN",
         help="of pages that may ask from browsers, such as https://example.com, or * with keys; may be repeated")
     add("--otel", action="store_true",
@@ -136,7 +138,7 @@ def _check(options: argparse.Namespace, tables: Sequence[argparse.Namespace]) ->
 
 def _events(options: argparse.Namespace) -> KvEvents | None:
     """The block events that options ask for. ValueError: no address, or options of events without one."""
-    told = {name: getattr(options, f"kv_events_{name}") for name in ("replay", "topic", "medium", "rank")}
+    told = {name: getattr(options, f"kv_events_{name}") for name in ("replay", "topic", "medium", "rank", "unsalted")}
     if options.kv_events is not None:
         return KvEvents(options.kv_events, **told)
     for name, value in told.items():

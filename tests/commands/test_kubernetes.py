@@ -4,6 +4,7 @@ import argparse
 import re
 import shlex
 import sys
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 import pytest
@@ -95,7 +96,19 @@ def test_probes_ask_what_the_server_answers(parts):
     assert paths == {"startup": "/live", "liveness": "/health", "readiness": "/ready"}
     routes = (PROJECT / "kvcache" / "server" / "server_reports.py").read_text()
     assert all(f'Route("{path}"' in routes for path in paths.values())
-    assert own["readinessProbe"]["periodSeconds"] <= 5, "a balancer learns of a drain while drain-delay lasts"
+
+
+def seconds_to_learn(command):
+    """How long the router of a command takes until it sends nothing to a server that ends."""
+    said = dict(pairwise(part for each in command for part in each.split("=", 1)))
+    return float(said["--health-check-interval-secs"]) * float(said["--health-failure-threshold"])
+
+
+def test_a_drain_is_seen_before_the_server_closes(parts, options):
+    probe = container(parts["StatefulSet", "kvcache"])["readinessProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] < options.drain_delay
+    assert seconds_to_learn(container(parts["Deployment", "router"])["command"]) < options.drain_delay
+    assert parts["Service", "kvcache"]["spec"]["publishNotReadyAddresses"], "the router asks a server that is not ready"
 
 
 def test_the_options_are_those_of_the_ports(parts, options):
@@ -160,6 +173,7 @@ def test_the_router_knows_every_server(parts, options):
         assert said == [f"{url}=tcp://{host}:{own[name]}" for url, host in zip(urls, hosts, strict=True)]
     assert f"--kv-event-model={options.name}" in command
     assert "--kv-event-block-size=16" in command
+    assert options.kv_events_unsalted, "each key has a namespace, and vllm-router reads no salts"
 
 
 def test_events_reach_the_router_alone(parts):
@@ -193,6 +207,8 @@ def test_the_commands_of_the_guide():
         port = urlsplit(address).port
         assert said == [f"{url}=tcp://{urlsplit(url).hostname}:{port}" for url in urls]
     assert router[router.index("--kv-event-model") + 1] == options.name
+    assert seconds_to_learn(router) < options.drain_delay
+    assert options.kv_events_unsalted
     extras = re.search(r"pip install '\.\[(.*?)\]'", text)[1].split(",")
     assert set(extras) <= set(re.findall(r"(?m)^(\w+) = \[", (PROJECT / "pyproject.toml").read_text()))
     assert ["kubectl", "apply", "-f", str(FILE.relative_to(PROJECT))] in commands

@@ -93,14 +93,14 @@ def test_block_events(monkeypatch, capsys):
 
     def run(*arguments):
         (settings,) = told
-        assert (settings.topic, settings.medium, settings.rank) == ("kv@a", "cpu", 2)
+        assert (settings.topic, settings.medium, settings.rank, settings.unsalted) == ("kv@a", "cpu", 2, True)
         with Reader(settings) as reader:
             assert reader.replay(0)
 
     monkeypatch.setattr("kvcache.server.app.make_app", make_app)
     monkeypatch.setattr("kvcache.server.process.run", run)
     addresses = ["--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "tcp://127.0.0.1:*"]
-    names = ["--kv-events-topic", "kv@a", "--kv-events-medium", "cpu", "--kv-events-rank", "2"]
+    names = ["--kv-events-topic", "kv@a", "--kv-events-medium", "cpu", "--kv-events-rank", "2", "--kv-events-unsalted"]
     assert main(["serve", "--port", "0", *addresses, *names]) == 0
     assert f"demo: block events at {told[0].address}\n" in capsys.readouterr().out
     assert ":*" not in told[0].address + told[0].replay

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -196,7 +197,10 @@ def test_hashes_are_those_of_every_process(size):
     tokens, rows = [0] * size + list(range(2**31, 2**31 + 2 * size)), [np.zeros(8 * size, np.float32)]
     for name in (None, "a"):
         cache.store(tokens, 0, [(rows, rows)] * 3, name)
-    events = [event for batch in event_batches(ring.take(99), BOTH) for event in batch]
+    noted = ring.take(99)
+    events = [event for batch in event_batches(noted, BOTH) for event in batch]
+    (unsalted,) = event_batches(noted, replace(BOTH, unsalted=True))
+    assert unsalted == [{key: event[key] for key in events[0]} for event in events]
     assert [event["block_hashes"] for event in events] == [hashes(tokens, salt, size) for salt in (0, 7919 * 97)]
     assert [event["extra_keys"] for event in events[1:]] == [[["a"], None, None]]
     assert "extra_keys" not in events[0]

@@ -14,21 +14,24 @@ from bench.support.processes import Router, Server, posted
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
+KEY = "k-7"
 HEADS = [f"# tenant {t} {random.Random(t).random()}\n" + "def walk(path, topdown=True):\n" * 6 for t in range(8)]
 
 
 @pytest.fixture
 def workers(tmp_path):
+    (tmp_path / "keys").write_text(f"{KEY} metrics\n")
     model = tiny_file(tmp_path)
+    options = ("--num-blocks", "400", "--kv-events-unsalted", "--api-keys", str(tmp_path / "keys"))
     with ExitStack() as stack:
-        yield [stack.enter_context(Server(model, "tiny", "--num-blocks", "400")) for _ in range(2)]
+        yield [stack.enter_context(Server(model, "tiny", *options)) for _ in range(2)]
 
 
 def asked(url, text, chat=False, **more):
-    """The answer to a text."""
+    """The answer to a text, in the namespace of the key."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
     what = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-    return posted(url + path, {"model": "tiny", **what, "max_tokens": 3, "temperature": 0, **more})
+    return posted(url + path, {"model": "tiny", **what, "max_tokens": 3, "temperature": 0, **more}, KEY)
 
 
 def share(url, count, chat=False):
@@ -52,10 +55,10 @@ def test_vllm_router(workers):
         for worker in workers:  # its first event, before which it misses some
             asked(worker.url, "begin " * 9)
         time.sleep(1)
-        before = [worker.count("finished_total") for worker in workers]
+        before = [worker.count("finished_total", KEY) for worker in workers]
         for chat in (False, True):
             assert share(url, 24, chat) > 0.9
-        after = [worker.count("finished_total") for worker in workers]
+        after = [worker.count("finished_total", KEY) for worker in workers]
         done = [n - m for n, m in zip(after, before, strict=True)]
         assert sum(done) == 48
         assert min(done) >= 12
@@ -71,4 +74,4 @@ def test_sglang_router(workers):
             share(url, 8, chat)
             assert share(url, 24, chat) > 0.8
             assert asked(url, "a", chat, stream=True).endswith(b"data: [DONE]\n\n")
-        assert sum(worker.count("finished_total") for worker in workers) == 66
+        assert sum(worker.count("finished_total", KEY) for worker in workers) == 66

@@ -7,10 +7,10 @@ A batch is `[seconds, [event, ..], rank]`, an event a map with its `type`:
     BlockRemoved      block_hashes, medium
     AllBlocksCleared
 
-Blocks that follow one another in a text are one event. The last two are there only in namespaces with a salt.
-`extra_keys` has an item for each block: `[salt]` for the first block of a text, else None. `cache_salt` is what Dynamo
-reads instead, of each event (`lib/kv-router/src/zmq_wire/deserialize.rs` of its repository). Such namespaces have
-batches of their own: readers that know no salts refuse the whole batch.
+Blocks that follow one another in a text are one event. The last two are there only in namespaces with a salt that is
+told. `extra_keys` has an item for each block: `[salt]` for the first block of a text, else None. Dynamo reads
+`cache_salt` instead, of each event (`lib/kv-router/src/zmq_wire/deserialize.rs` of its repository). Such namespaces
+have batches of their own: readers that know no salts refuse the whole batch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _events(noted: Noted, settings: KvEvents) -> Iterator[tuple[Event, bool]]:
     begins[1:] = ~((behind | both_left) & (spaces[1:] == spaces[:-1]))
     edges = [*np.flatnonzero(begins).tolist(), len(records)]
     for first, end in pairwise(edges):
-        kind, salt = int(kinds[first]), noted.salts.get(int(spaces[first]))
+        kind, salt = int(kinds[first]), None if settings.unsalted else noted.salts.get(int(spaces[first]))
         if kind == _CLEARED:
             yield {"type": "AllBlocksCleared"}, False
         elif kind == _REMOVED:

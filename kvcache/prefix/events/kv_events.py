@@ -33,6 +33,7 @@ class KvEvents:
         topic: the first frame of each message, which readers may select by.
         medium: where the blocks are, as routers name the memory that a request continues from.
         rank: the number of this engine among those of one server.
+        unsalted: whether blocks of namespaces are told as those of none. vllm-router reads no batch that has salts.
 
     Raises:
         TypeError, ValueError: not an address; too long; negative.
@@ -43,6 +44,7 @@ class KvEvents:
     topic: str = ""
     medium: str = "GPU"
     rank: int = 0
+    unsalted: bool = False
 
     def __post_init__(self) -> None:
         for name in ("address", "replay"):
@@ -54,6 +56,7 @@ class KvEvents:
             if len(as_instance(getattr(self, name), str, name)) > _MOST:
                 raise ValueError(f"{name}: expected at most {_MOST} characters, got {len(getattr(self, name))}")
         as_count(self.rank, "rank")
+        as_instance(self.unsalted, bool, "unsalted")
 
     @classmethod
     def of(cls, value: Any) -> KvEvents:
