@@ -22,8 +22,8 @@ def made(monkeypatch):
         raise ValueError
 
     monkeypatch.setattr("kvcache.commands.serve.open_engine", lambda *arguments, **options: Mock())
+    monkeypatch.setattr("kvcache.server.app.make_app", make_app)  # first: it imports what comes after it
     monkeypatch.setattr("kvcache.server.served_model.ServedModel", lambda engine, name, **options: name)
-    monkeypatch.setattr("kvcache.server.app.make_app", make_app)
     return found
 
 
