@@ -185,7 +185,8 @@ def measure(
             else:
                 engine.reset()
             rows.append(engine.prefill_from_pos(question.tokens[start : question.answer], start))
-            kept.append(np.mean([engine.alive_tokens(0, head) for head in range(model.config.num_kv_heads)]))
+            layers, heads = range(model.config.num_layers), range(model.config.num_kv_heads)
+            kept.append(np.mean([engine.alive_tokens(layer, head) for layer in layers for head in heads]))
             rows += [engine.decode_step(int(token), engine.num_tokens) for token in answer[:-1]]
             logits = np.array(rows, np.float64)
             right += bool((logits.argmax(axis=1) == answer).all())
