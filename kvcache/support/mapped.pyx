@@ -4,7 +4,13 @@ from kvcache.errors import OutOfMemoryError
 
 __all__ = ["MappedMemory"]
 
-cdef extern from "sys/mman.h" nogil:
+cdef extern from * nogil:
+    """
+    #include <sys/mman.h>
+    #ifndef MADV_HUGEPAGE /* of Linux alone */
+    #define MADV_HUGEPAGE MADV_NORMAL
+    #endif
+    """
     void *mmap(void *addr, size_t length, int prot, int flags, int fd, long offset)
     int munmap(void *addr, size_t length)
     int mprotect(void *addr, size_t length, int prot)
