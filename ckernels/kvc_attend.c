@@ -345,3 +345,5 @@ void KVC_OWN(score_item)(const kvc_attend_args *args, const kvc_item *item, void
     }
     end_item((int)(item->row_stop - item->row));
 }
+
+#include "kvc_choice.h"

@@ -13,7 +13,8 @@ an eighth of it. They are compared with the same over f32.
 `--format module:Class` adds two rows for a `kvcache.engine.Format`, with a residual of 64 tokens and without; of two of
 them with a slash between, the first is for keys. Bits are those that it says. `--policy module:Class` adds rows for a
 `kvcache.engine.Policy` over f32, which attends to an eighth of a window, at most 256 tokens, and to what it
-has kept of those before; `--budgets` says how much it keeps.
+has kept of those before; `--budgets` says how much it keeps. `--sparse N` adds rows with N
+tokens that each query chooses.
 """
 
 from __future__ import annotations
@@ -124,6 +125,9 @@ def load_own(place: str, kind: str = "format") -> Any:
 def own_runs(options: argparse.Namespace, context: int) -> dict[str, dict[str, Any]]:
     """The runs of formats and policies of the command line, and the options of their engines."""
     found: dict[str, dict[str, Any]] = {}
+    for count in options.sparse:
+        for dtype in ("f32", "q4"):
+            found[f"{dtype}, {count} chosen"] = {"dtype": dtype, "sparse_tokens": count}
     for place in options.format:
         pair = [load_own(each) for each in place.split("/")]
         name = "/".join(map(name_of, pair))

@@ -43,7 +43,8 @@ _WHAT = ("the quiet road", "the market", "a small house", "the harbour", "the lo
 _WHEN = ("in the morning", "before the rain", "after dinner", "on Sunday", "late in the autumn", "for an hour", "again")
 _RARE = tuple(f"{a}{b}" for a in ("bar", "cor", "den", "fal", "gor", "hul", "mar") for b in ("dine", "mot", "tick"))
 
-# name -> function from the budget in tokens and the number of layers to a policy; None: all tokens stay.
+# name -> function from the budget in tokens and the number of layers to a policy, or to the tokens that each query
+# chooses (`sparse_tokens`, all tokens stay); None: all tokens stay, and are attended to.
 POLICIES: dict[str, Callable[[int, int], Any] | None] = {
     "all tokens": None,
     "window": lambda budget, layers: EvictionPolicy.SlidingWindow(budget - SINKS, SINKS),
@@ -60,6 +61,7 @@ POLICIES: dict[str, Callable[[int, int], Any] | None] = {
     "once: AdaKV of expected attention": lambda budget, layers: AdaKV(ExpectedAttention()),
     "once: SnapKV per head": lambda budget, layers: SnapKV(per_head=True),
     "once: AdaKV of SnapKV": lambda budget, layers: AdaKV(SnapKV()),
+    "chosen by each query": lambda budget, layers: budget,
 }
 HEADER = ["policy", "budget", "tokens kept", "K and V of them"]
 ONCE = "once: "  # rows that compress the text before the question
@@ -168,7 +170,9 @@ def measure(
     model = asking.model
     budget, options = max(2 * SINKS, round(share * length)), dict[str, Any](prefill_chunk=PIECE)
     chosen = None if policy is None else policy(budget, model.config.num_layers)
-    if chosen is not None and not once:
+    if isinstance(chosen, int):
+        options["sparse_tokens"] = chosen
+    elif chosen is not None and not once:
         options |= {"eviction_policy": chosen, "kv_budget": budget}
     engine, tasks, kept = InferenceEngine(model, **options), {}, []
     engine.requests.text = asking.requests.text  # a policy may say something

@@ -70,6 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks", nargs="*", type=_task, metavar="TASK", help="--model (by default the demo's): answers to questions "
         f"about long texts under eviction policies, those of --policy too: {', '.join(haystacks.TASKS)}; alone: all",
     )
+    parser.add_argument(
+        "--sparse", nargs="+", type=_count, default=[], metavar="N",
+        help="--model: also rows whose queries choose so many tokens (`sparse_tokens`), over f32 and over q4",
+    )
     parser.add_argument("--questions", type=_count, default=10, help="--tasks: questions of each task (default 10)")
     parser.add_argument("--keep", type=Path, help="--model: a folder of what was measured, from which a call goes on")
     parser.add_argument(

@@ -13,6 +13,7 @@ cdef class AttentionCall:
     cdef readonly object scale, window, softcap, sinks
     cdef readonly bint causal, return_lse
     cdef readonly int64_t skip_tokens
+    cdef readonly int64_t top_tokens     # 0: queries attend to all that they see
     cdef readonly int return_scores      # 0, 1 or BY_HEAD
     cdef int64_t width                   # the window; 0: none
     cdef float factor, cap               # the scale, 0 where it is the default; the softcap, 0: none

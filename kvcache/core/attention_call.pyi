@@ -11,6 +11,7 @@ class AttentionCall:
     sinks: Any
     causal: bool
     skip_tokens: int
+    top_tokens: int
     return_scores: int
     return_lse: bool
     def __init__(
@@ -23,5 +24,6 @@ class AttentionCall:
         skip_tokens: int = 0,
         return_scores: bool | str = False,
         return_lse: bool = False,
+        top_tokens: int | None = None,
     ) -> None: ...
     def kept(self: Self) -> Self: ...

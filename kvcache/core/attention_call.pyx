@@ -26,7 +26,7 @@ cdef class AttentionCall:
     """
 
     def __cinit__(self, scale=None, window=None, softcap=None, sinks=None, bint causal=True, skip_tokens=0,
-                  return_scores=False, bint return_lse=False):
+                  return_scores=False, bint return_lse=False, top_tokens=None):
         cdef double cap
         if scale is not None:
             self.scale = as_finite(scale, "scale")
@@ -43,6 +43,12 @@ cdef class AttentionCall:
         if not causal and self.width:
             raise ValueError("causal: expected True beside window, got False")
         self.causal, self.sinks = causal, sinks
+        if top_tokens is not None:
+            self.top_tokens = as_count(top_tokens, "top_tokens", 1)
+            for name, fixed, value in (("window", None, self.window), ("causal", True, causal),
+                                       ("skip_tokens", 0, self.skip_tokens), ("return_scores", 0, self.return_scores)):
+                if value != fixed:
+                    raise ValueError(f"{name}: expected {fixed or None} beside top_tokens, got {value}")
 
     def kept(self):
         """The call, for later calls too: with a copy of `sinks`, which must be finite floats."""

@@ -8,7 +8,7 @@ from libc.stdint cimport int64_t
 
 from kvcache.core.attention_call cimport AttentionCall
 from kvcache.core.store cimport BlockStore
-from kvcache.kernels.kernels cimport kvc_seq
+from kvcache.kernels.kernels cimport kvc_attend_args, kvc_seq
 
 
 cdef class Attention:
@@ -28,7 +28,10 @@ cdef class Attention:
 
     # The call
     cdef int reserve_seqs(self, int64_t count) except -1
+    cdef int reserve_scratch(self, size_t size) except -1
     cdef kvc_seq *seq_(self, int64_t index) noexcept                      # sequence `index`, and its residual, all 0
     cdef int attend_(self, int64_t layer, int64_t num_seqs, AttentionCall call, cnp.ndarray queries,
                      cnp.ndarray sink_queries, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
                      cnp.ndarray lse) except -1
+    # The same of a layer of the bytes, where queries choose tokens.
+    cdef int attend_chosen_(self, int64_t layer, kvc_attend_args *args, int64_t top_tokens, int threads) except -1

@@ -11,6 +11,7 @@ from kvcache.core.kvrows cimport tensor_of, together
 from kvcache.core.store cimport BlockStore
 from kvcache.kernels cimport kernels
 from kvcache.kernels.kernels cimport kvc_attend_args, kvc_layout, kvc_run, kvc_seq
+from kvcache.kernels.sparse cimport kvc_sparse_args
 from kvcache.support.arguments cimport is_plain
 from kvcache.support.recycled cimport new_floats
 
@@ -20,6 +21,8 @@ from kvcache.errors import OutOfMemoryError
 from kvcache.support.arguments import as_stored, described
 
 __all__ = ["Attention"]
+
+cdef int64_t CANDIDATES = 3    # keys that are scored for each chosen one: with 2 a fifth of the best are missed
 
 cnp.import_array()
 
@@ -55,8 +58,10 @@ cdef class Attention:
             out: float32 `(n, num_query_heads, value_head_dim)`, C-contiguous, written; None: a new array.
 
         Raises:
-            IndexError, TypeError, ValueError: no such layer; other shapes or dtypes.
+            IndexError, TypeError, ValueError: no such layer; other shapes or dtypes; `top_tokens` of the call.
         """
+        if call.top_tokens:
+            raise ValueError(f"top_tokens: expected None of runs, got {call.top_tokens}")
         cdef const kvc_run[::1] view = self.store.runs_(runs, -1)
         cdef cnp.ndarray q = self.queries_(queries, "queries")
         cdef cnp.ndarray logits = call.sinks_(q)
@@ -127,14 +132,6 @@ cdef class Attention:
         if centred and (call.cap != 0 or sink_queries is not None):
             name = "softcap" if call.cap != 0 else "sink_queries"
             raise ValueError(f"{name}: expected none in a layer whose keys a calibration centres, got one")
-        cdef size_t size = kernels.attend_scratch_bytes(layout, self.seqs, self.residuals, num_seqs, heads, threads)
-        if size > self.scratch_bytes:
-            free(self.scratch)
-            self.scratch_bytes = 0
-            self.scratch = malloc(size)
-            if self.scratch == NULL:
-                raise OutOfMemoryError(size, 0, "bytes")
-            self.scratch_bytes = size
         memset(&args, 0, sizeof(kvc_attend_args))
         args.layout, args.arena, args.seqs, args.num_seqs = layout, self.store.base_(layer), self.seqs, num_seqs
         args.num_query_heads, args.scale, args.softcap = heads, call.factor_(self.store.layout.head_dim), call.cap
@@ -153,6 +150,28 @@ cdef class Attention:
             args.score_stride = scores.shape[1] if cnp.PyArray_NDIM(scores) == 2 else 0
         if lse is not None:
             args.lse = <float *>cnp.PyArray_DATA(lse)
+        if call.top_tokens:
+            return self.attend_chosen_(0 if self.store.separate else layer, &args, call.top_tokens, threads)
+        self.reserve_scratch(kernels.attend_scratch_bytes(layout, self.seqs, self.residuals, num_seqs, heads, threads))
         with nogil:
             kernels.attend(&args, self.scratch, threads)
+        return 0
+
+    cdef int attend_chosen_(self, int64_t layer, kvc_attend_args *args, int64_t top_tokens, int threads) except -1:
+        cdef kvc_sparse_args sparse
+        self.store.reserve_bounds()
+        sparse.bounds, sparse.top_tokens, sparse.candidates = self.store.bounds.of_(layer), top_tokens, CANDIDATES
+        self.reserve_scratch(kernels.sparse_scratch_bytes(args, &sparse, threads))
+        with nogil:
+            kernels.attend_sparse(args, &sparse, self.scratch, threads)
+        return 0
+
+    cdef int reserve_scratch(self, size_t size) except -1:
+        if size > self.scratch_bytes:
+            free(self.scratch)
+            self.scratch_bytes = 0
+            self.scratch = malloc(size)
+            if self.scratch == NULL:
+                raise OutOfMemoryError(size, 0, "bytes")
+            self.scratch_bytes = size
         return 0

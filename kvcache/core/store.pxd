@@ -6,6 +6,7 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 from kvcache.core.knownkeys cimport KnownKeys
 from kvcache.core.kvrows cimport KvRows
 from kvcache.core.layouts cimport Layouts
+from kvcache.core.page_bounds cimport PageBounds
 from kvcache.kernels.kernels cimport kvc_head_keys, kvc_layout, kvc_run
 from kvcache.support.mapped cimport MappedMemory
 
@@ -23,6 +24,7 @@ cdef class BlockStore:
     # holds: a slot below it is cleared when it becomes the slot of a new token.
     cdef uint16_t *written_slots
     cdef KnownKeys known               # of the keys, by a calibration
+    cdef readonly PageBounds bounds    # of the keys, for sparse attention; None until some are reserved
 
     # Of a layer that a call names, in range: where its blocks lie, and what is known of the keys of each head; NULL
     # without a calibration.
@@ -34,7 +36,9 @@ cdef class BlockStore:
     cdef unsigned char *layer_base(self, int64_t layer) except NULL      # or IndexError
     cdef unsigned char *layer_base_(self, int64_t layer) noexcept nogil   # of a layer in range
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots)   # inside the arena; -1: of any number
-    cdef void note_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil
+    cdef void note_written_(self, int64_t layer, const kvc_run *runs, int64_t num_runs) noexcept nogil
+    # Slots [first, stop) of a block change, in all layers.
+    cdef void forget_(self, int32_t block, int first, int stop) noexcept nogil
     cdef int check_values_(self, KvRows rows, int64_t layer) except -1   # shape and values, or ValueError
     # Store rows of values that were checked, from `first` on as many as the runs have slots.
     # On several threads runs of one block follow one another.

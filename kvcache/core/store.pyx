@@ -11,8 +11,10 @@ from libc.string cimport memcmp, memcpy
 from kvcache.core.knownkeys cimport known_keys
 from kvcache.core.kvrows cimport STEP, KvRows
 from kvcache.core.layouts cimport Layouts
+from kvcache.core.page_bounds cimport PageBounds
 from kvcache.kernels cimport kernels
 from kvcache.kernels.kernels cimport kvc_format, kvc_head_keys, kvc_layout, kvc_run
+from kvcache.kernels.sparse cimport KVC_PAGE
 from kvcache.support.mapped cimport MappedMemory
 from kvcache.support.recycled cimport new_floats
 
@@ -227,6 +229,7 @@ cdef class BlockStore:
                                        view[i, 3], view[i, 4])
         for i in range(view.shape[0]):
             self.written_slots[view[i, 2]] = max(self.written_slots[view[i, 2]], <uint16_t>(view[i, 3] + view[i, 4]))
+            self.forget_(view[i, 2], view[i, 3], view[i, 3] + view[i, 4])
 
     def same_layout(self, BlockStore other not None):
         """Whether blocks of both stores have the same layout."""
@@ -262,7 +265,29 @@ cdef class BlockStore:
             cnp.set_array_base(view, self.memory)
             views.append(view)
         self.written_slots[block] = <uint16_t>self.layout.block_size
+        self.forget_(<int32_t>block, 0, self.layout.block_size)
         return views
+
+    def reserve_bounds(self):
+        """Make room for the bounds of keys that attention to `top_tokens` needs; once, until blocks are added.
+
+        Raises:
+            ValueError: the block size is no multiple of 16; the store is latent.
+            OutOfMemoryError: the system refuses the memory (in bytes).
+        """
+        if self.bounds is not None:
+            return
+        if self.layout.latent:
+            raise ValueError("top_tokens: expected None with latent, got a number")
+        if self.layout.block_size % KVC_PAGE:
+            raise ValueError(f"block_size: expected a multiple of {KVC_PAGE} with top_tokens, "
+                             f"got {self.layout.block_size}")
+        self.bounds = PageBounds(self.layouts, self.num_blocks)
+
+    def check_bounds(self):
+        """Verify that the bounds of keys are those of the stored keys; AssertionError: naming which are not."""
+        if self.bounds is not None:
+            self.bounds.check(PageBounds(self.layouts, self.num_blocks), <size_t>self.arena)
 
     # -- below the shell ------------------------------------------------------------------------------------
 
@@ -293,6 +318,7 @@ cdef class BlockStore:
         cdef size_t size, first, offset
         cdef int32_t layer, block, count = self.num_blocks
         self._take(memory, num_blocks)
+        self.bounds = None    # of fewer blocks
         with nogil:
             for layer in range(self.num_layers):
                 size, first = self.layouts.of[layer].block_bytes, self.layouts.starts[layer] * <size_t>count
@@ -341,6 +367,7 @@ cdef class BlockStore:
                 memcpy(base + targets[i] * size, base + sources[i] * size, size)
         for i in range(n):    # the copy includes slots behind the tokens of the sequence
             self.written_slots[targets[i]] = self.written_slots[sources[i]]
+            self.forget_(targets[i], 0, self.layout.block_size)
 
     cdef void clear_new_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil:
         cdef int64_t run = num_runs, layer
@@ -354,12 +381,19 @@ cdef class BlockStore:
                 for layer in range(self.num_layers):
                     kernels.clear_slots(&self.layouts.of[layer], self.layer_base_(layer), block, first,
                                         self.written_slots[block] - first)
+                self.forget_(block, first, self.written_slots[block])
             self.written_slots[block] = <uint16_t>stop
 
-    cdef void note_written_(self, const kvc_run *runs, int64_t num_runs) noexcept nogil:
+    cdef void note_written_(self, int64_t layer, const kvc_run *runs, int64_t num_runs) noexcept nogil:
         cdef int64_t i
         for i in range(num_runs):
             self.written_slots[runs[i].block] = max(self.written_slots[runs[i].block], runs[i].stop)
+            if self.bounds is not None:
+                self.bounds.forget_(0 if self.separate else layer, runs[i].block, runs[i].first, runs[i].stop)
+
+    cdef void forget_(self, int32_t block, int first, int stop) noexcept nogil:
+        if self.bounds is not None:
+            self.bounds.forget_(-1, block, first, stop)
 
     cdef int check_values_(self, KvRows rows, int64_t layer) except -1:
         cdef const kvc_layout *layout = self.layouts.of_(layer)
@@ -398,7 +432,7 @@ cdef class BlockStore:
         cdef unsigned char *base = self.base_(layer)
         cdef const kvc_head_keys *known = self.known_(layer)
         cdef const kvc_layout *layout = self.layouts.of_(layer)
-        self.note_written_(runs, num_runs)
+        self.note_written_(layer, runs, num_runs)
         if rows.plain:
             kernels.write_runs(layout, base, runs, num_runs, rows.rows(0, first, rows.count - first),
                                rows.rows(1, first, rows.count - first), known, threads)

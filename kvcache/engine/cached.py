@@ -283,7 +283,7 @@ class PrefixCachedEngine:
         return self._pool.load(path, self._name(model))
 
     def _name(self, model: str | None) -> str:
-        return fingerprint(self.inner.model) if model is None else model
+        return self._sequence.settings.named(fingerprint(self.inner.model) if model is None else model)
 
     __reduce_ex__ = refuse_copies("`save` writes its cache to a file")
 

@@ -78,6 +78,11 @@ class InferenceEngine:
             a layer has a window, keys are rounded with feedback alone, and no tokens are in f16.
         draft, draft_tokens: as of `BatchEngine`, but None by default. Tokens that were drawn from one pass are in the
             cache when the first of them is given.
+        sparse_tokens: in layers that keep all tokens, each KV head attends to so many tokens that the query chooses,
+            beside the first 16 and the newest 64 to 79, behind at least four times as many; see `top_tokens` of
+            `PagedKvCache.attention`. Every position does so, in prompts too: an answer does not depend on pieces,
+            prefix hits or preemptions, but it is another one than without. Saved caches and tiers keep both apart.
+            Block sizes are multiples of 16. None: to all.
 
     Under `EvictionPolicy.StreamingLLM` the length of a text is not limited: distances count within the cache, so
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window
@@ -115,6 +120,7 @@ class InferenceEngine:
         calibrate: Any = False,
         draft: Any = None,
         draft_tokens: int = MOST_DRAFTS,
+        sparse_tokens: int | None = None,
     ) -> None:
         self.model = model
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
@@ -127,7 +133,7 @@ class InferenceEngine:
             model, load, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
             block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
             residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
-            make_cache=self._make_cache,
+            make_cache=self._make_cache, sparse_tokens=sparse_tokens,
         ))
         self._budgets = self._settings.budgets
         self._sequence = CurrentText(self._settings, self._settings.total_blocks())
@@ -237,6 +243,11 @@ class InferenceEngine:
     def residual_length(self) -> int:
         """Tokens per group of the residual; 0: queries read all tokens as the cache stores them."""
         return self._settings.storage.residual_length
+
+    @property
+    def sparse_tokens(self) -> int | None:
+        """Tokens that each KV head chooses for a query; None: queries attend to all."""
+        return self._settings.sparse_tokens
 
     def alive_tokens(self, layer: int, head: int | None = None) -> int:
         """The number of tokens whose K and V this layer has; `num_tokens` without eviction.

@@ -280,3 +280,11 @@ cdef int format_code(object name, str what) except -1
 cdef class Layout:
     """A kvc_layout with a Python face: its sizes as properties."""
     cdef kvc_layout c
+
+
+# Attention where queries choose tokens, and bounds of keys: over the types of kernels/sparse.pxd, kvc_sparse_args and
+# kvc_bounds. Scratch has sparse_scratch_bytes. Makes bounds that are missing.
+cdef size_t sparse_scratch_bytes(const kvc_attend_args *args, const void *sparse, int num_threads) noexcept nogil
+cdef void attend_sparse(const kvc_attend_args *args, const void *sparse, void *scratch, int num_threads) noexcept nogil
+cdef void bound_page(const kvc_layout *layout, const unsigned char *arena, int32_t block, int page,
+                     const void *bounds) noexcept nogil

@@ -81,6 +81,20 @@ cdef extern from "kvc_matrix.h" nogil:
     void kvc_floats_of_bf16(int64_t n, const uint16_t *words, float *x) noexcept
     void kvc_bf16_of_floats(int64_t n, const float *x, uint16_t *words) noexcept
 
+cdef extern from "kvc_sparse.h" nogil:
+    ctypedef struct kvc_bounds:
+        pass
+    ctypedef struct kvc_sparse_args:
+        pass
+    ctypedef struct kvc_sparse_kernels:
+        void (*bound_page)(const kvc_layout *, const unsigned char *, int32_t, int, const kvc_bounds *) noexcept nogil
+
+    const kvc_sparse_kernels *kvc_sparse_of(const kvc_kernels *kernels) noexcept
+    size_t kvc_sparse_scratch_bytes(const kvc_attend_args *args, const kvc_sparse_args *sparse,
+                                    int num_threads) noexcept
+    void kvc_attend_sparse(const kvc_kernels *kernels, const kvc_attend_args *args, const kvc_sparse_args *sparse,
+                           void *scratch, int num_threads) noexcept
+
 cdef extern from "kvc_threads.h" nogil:
     void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept
     void kvc_spin_little(int little) noexcept
@@ -151,6 +165,19 @@ cdef size_t attend_scratch_bytes(const kvc_layout *layout, const kvc_seq *seqs, 
 
 cdef void attend(const kvc_attend_args *args, void *scratch, int num_threads) noexcept nogil:
     kvc_attend(_active, args, scratch, num_threads)
+
+
+cdef size_t sparse_scratch_bytes(const kvc_attend_args *args, const void *sparse, int num_threads) noexcept nogil:
+    return kvc_sparse_scratch_bytes(args, <const kvc_sparse_args *>sparse, num_threads)
+
+
+cdef void attend_sparse(const kvc_attend_args *args, const void *sparse, void *scratch, int num_threads) noexcept nogil:
+    kvc_attend_sparse(_active, args, <const kvc_sparse_args *>sparse, scratch, num_threads)
+
+
+cdef void bound_page(const kvc_layout *layout, const unsigned char *arena, int32_t block, int page,
+                     const void *bounds) noexcept nogil:
+    kvc_sparse_of(_active).bound_page(layout, arena, block, page, <const kvc_bounds *>bounds)
 
 
 cdef int matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept nogil:

@@ -57,9 +57,10 @@ class LayerAttention:
     kv_layer: int | None = None
     latent: int | None = None
 
-    def call(self, return_lse: bool = False) -> AttentionCall:
-        """These options, checked and copied, for all calls of the layer."""
-        return AttentionCall(self.scale, self.window, self.softcap, self.sinks, return_lse=return_lse).kept()
+    def call(self, return_lse: bool = False, top_tokens: int | None = None) -> AttentionCall:
+        """These options, checked and copied, for all calls of the layer; others as of `PagedKvCache.attention`."""
+        own = self.scale, self.window, self.softcap, self.sinks
+        return AttentionCall(*own, return_lse=return_lse, top_tokens=top_tokens).kept()
 
     def options(self) -> dict[str, Any]:
         """The arguments of `PagedKvCache.attention` that differ from its defaults."""

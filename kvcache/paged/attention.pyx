@@ -10,6 +10,7 @@ from kvcache.core.counts cimport saturating_sum
 from kvcache.core.locks cimport CallLock
 from kvcache.core.store cimport BlockStore
 from kvcache.kernels.kernels cimport kvc_seq
+from kvcache.kernels.sparse cimport KVC_ITEM_ROWS
 from kvcache.paged.queried cimport QueriedSequences
 from kvcache.paged.records cimport RunList, Sequence
 from kvcache.paged.residual cimport row_of
@@ -119,6 +120,8 @@ cdef class SequenceAttention:
         else:
             self._describe_groups(sequences.ids, sequences.lens, sequences.shown, q.shape[0])
             num_seqs = self.num_groups
+        if call.top_tokens:
+            self._refuse_sparse(sequences, call, q, sink_queries, num_seqs)
         if call.return_scores:
             for i in range(num_seqs):
                 tokens += attention.seqs[i].num_tokens - attention.seqs[i].hidden_tokens
@@ -135,6 +138,25 @@ cdef class SequenceAttention:
         if call.return_lse:
             return (given, scores, lse) if call.return_scores else (given, lse)
         return (given, scores) if call.return_scores else given
+
+    cdef int _refuse_sparse(self, QueriedSequences sequences, AttentionCall call, cnp.ndarray q, object sink_queries,
+                            int64_t num_seqs) except -1:
+        cdef int64_t i, size = self.attention.store.layout.block_size, heads = self.attention.store.num_heads
+        cdef const kvc_seq *seq
+        for name, value in (("sink_queries", sink_queries), ("starts", sequences.starts), ("mask", sequences.parents)):
+            if value is not None:
+                raise ValueError(f"{name}: expected None beside top_tokens, got {short(value.tolist())}")
+        if q.shape[1] > KVC_ITEM_ROWS * heads:
+            raise ValueError(f"top_tokens: expected None with more than {KVC_ITEM_ROWS} query heads of a KV head, got "
+                             f"{call.top_tokens}")
+        for i in range(num_seqs):
+            seq = &self.attention.seqs[i]
+            # All blocks but the last are full, and there was no StreamingLLM hole: tokens are text positions.
+            if seq.num_tokens and (seq.runs[0].first or seq.sink_tokens or seq.num_tokens >= 2**31 or
+                                   seq.num_runs * size != seq.num_tokens + size - seq.runs[seq.num_runs - 1].stop):
+                raise ValueError("top_tokens: expected None for sequences that lost tokens to eviction, got "
+                                 f"{call.top_tokens}")
+        return 0
 
     cdef void _touch(self, int64_t n) noexcept:
         cdef int64_t i

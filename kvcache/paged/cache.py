@@ -76,6 +76,7 @@ class AttentionOptions(TypedDict, total=False):
     causal: bool
     mask: npt.ArrayLike | None
     skip_tokens: int
+    top_tokens: int | None
 
 
 class PagedKvCache:
@@ -272,8 +273,10 @@ class PagedKvCache:
 
     @property
     def total_memory_bytes(self) -> int:
-        """Bytes of K and V of all blocks, those of rows in f16 included."""
-        return self._store.nbytes + (0 if self._residual is None else self._residual.store.nbytes)
+        """Bytes of K and V of all blocks, those of rows in f16 and of bounds for `top_tokens` included."""
+        bounds, residual = self._store.bounds, self._residual
+        beside = (0 if bounds is None else bounds.nbytes) + (0 if residual is None else residual.store.nbytes)
+        return self._store.nbytes + beside
 
     @property
     def used_memory_bytes(self) -> int:
@@ -510,6 +513,7 @@ class PagedKvCache:
         return_lse: bool = False, window: int | None = None, softcap: float | None = None,
         sinks: npt.ArrayLike | None = None, starts: npt.ArrayLike | None = None,
         causal: bool = True, mask: npt.ArrayLike | None = None, skip_tokens: int = 0,
+        top_tokens: int | None = None,
     ) -> Any:
         """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
 
@@ -564,6 +568,13 @@ class PagedKvCache:
                 sequence, or -1. A query sees the tokens before the queries', its ancestors' and its own; its position
                 is the first behind those tokens plus the number of its ancestors. If each parent is the query before,
                 bits are those without `mask`.
+            top_tokens: each KV head attends to so many tokens that its query heads choose, to the first 16 and to the
+                newest 64 to 79; by default, and where there are less than four times as many, to all. It ranks pages
+                of 16 tokens by bounds of their keys, kept beside the blocks (1/16 of packed K and V in q4), scores
+                the keys of the best pages, three for each token, and takes the best. What is chosen is a function of
+                the tokens that the query sees and of its position. The block size is a multiple of 16. Without
+                evicted tokens, `latent`, `window`, `starts`, `mask`, `sink_queries`, `skip_tokens` and
+                `return_scores`: ValueError.
 
         Returns:
             float32 `(total_queries, num_query_heads, value_head_dim)`; a tuple if more is asked for, in this order:
@@ -572,7 +583,7 @@ class PagedKvCache:
         """
         sequences = QueriedSequences(seq_ids, query_lens, context_lens, starts, mask)
         call = AttentionCall(
-            scale, window, softcap, sinks, bool(causal), skip_tokens, return_scores, bool(return_lse)
+            scale, window, softcap, sinks, bool(causal), skip_tokens, return_scores, bool(return_lse), top_tokens
         )
         return self._attention.over(layer, queries, sequences, call, out, sink_queries)
 
@@ -639,6 +650,11 @@ class PagedKvCache:
         """Map f16 rows for so many tokens in all, now rather than when they are needed; touched when first written."""
         self._expect_residual()
         self._sequences.reserve_unpacked(as_count(num_tokens, "num_tokens"))
+
+    def reserve_bounds(self) -> None:
+        """Map the bounds of keys that `top_tokens` needs, now rather than in the first call; touched when made."""
+        with self._lock:
+            self._store.reserve_bounds()
 
     def _expect_residual(self) -> Residual:
         if self._residual is None:
@@ -745,6 +761,7 @@ class PagedKvCache:
         with self._lock:
             self._blocks.check()
             self._table.check()
+            self._store.check_bounds()
 
     # -- reports ------------------------------------------------------------------------------------------------
 

@@ -99,6 +99,7 @@ class BatchEngine:
             keep.
         max_state_bytes: the most bytes of cached states, an int or a text, for networks whose layers keep one; those of
             running requests come to it. By default as many as K and V have, and at least eight states.
+        sparse_tokens: as of `InferenceEngine`.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
         autosave: as of `PrefixCachedEngine`; `close` writes what is left.
         on_eviction: called with an `Eviction` after each step in which cached blocks left to make room, in the thread
@@ -144,6 +145,7 @@ class BatchEngine:
         eviction_policy: EvictionPolicy | Policy | None = None,
         kv_budget: int | None = None,
         max_state_bytes: int | str | None = None,
+        sparse_tokens: int | None = None,
         tiers: Tiers | None = None,
         autosave: str | os.PathLike[str] | DirectoryTier | None = None,
         on_eviction: OnEviction | None = None,
@@ -165,7 +167,7 @@ class BatchEngine:
             model, load, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
             block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
             residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
-            max_state_bytes=max_state_bytes,
+            max_state_bytes=max_state_bytes, sparse_tokens=sparse_tokens,
         ))
         if tiers is not None and settings.budgets is not None:
             raise ValueError(f"tiers: expected none with an eviction_policy, got {tiers}")
@@ -518,7 +520,7 @@ class BatchEngine:
             raise InvalidOperationError(f"{call}: expected an engine that keeps all tokens, got {budgets.policy}")
 
     def _name(self, model: str | None) -> str:
-        return fingerprint(self.model) if model is None else model
+        return self._settings.named(fingerprint(self.model) if model is None else model)
 
     def memory(self) -> dict[str, int]:
         """Bytes: "weights" (0 for a model that does not say), "kv", "bookkeeping", "scratch", "huge"."""

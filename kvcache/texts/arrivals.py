@@ -58,12 +58,16 @@ def as_tiers(
     return Tiers([directory], after_uses=1, head_start=AUTOSAVE_START)
 
 
-def model_name(model: Model, residual_length: int, calibration: Calibration | None, formats: RowFormats) -> str:
+def model_name(
+    model: Model, residual_length: int, calibration: Calibration | None, formats: RowFormats,
+    sparse_tokens: int | None = None,
+) -> str:
     """The name of all that K and V depend on beside the library's formats and level; all engines share values."""
     order = f", bf16 in {bf16_order()}" if getattr(model, "activations", "") == "bf16" else ""
     calibrated = "" if calibration is None else f", calibrated {calibration.fingerprint}"
     named = f", {formats.fingerprint}" if formats.fingerprint else ""
-    return f"{fingerprint(model)}, residual_length {residual_length}{calibrated}{named}{order}"
+    sparse = "" if sparse_tokens is None else f", sparse_tokens {sparse_tokens}"
+    return f"{fingerprint(model)}, residual_length {residual_length}{calibrated}{named}{sparse}{order}"
 
 
 class Arrivals:
@@ -88,7 +92,9 @@ class Arrivals:
         assert whole.index is not None
         cache = whole.cache
         self._group, self._firsts = cache.residual_length or 1, cache.first_tokens
-        name = partial(model_name, model, cache.residual_length, formats=cache.formats)
+        name = partial(
+            model_name, model, cache.residual_length, formats=cache.formats, sparse_tokens=whole.sparse_tokens
+        )
         self._states = [group for group in pool.groups if isinstance(group, StateLayers) and group.cached is not None]
         size = lcm(GROUP_TOKENS, *(group.unit for group in self._states))
         self.source = tiers.source(name(cache.calibration), waits=False, group_tokens=size)

@@ -204,12 +204,13 @@ class Group(Protocol):
 
 
 def calls_of(
-    layers: Sequence[int], attention: Sequence[LayerAttention | None], return_lse: bool = False
+    layers: Sequence[int], attention: Sequence[LayerAttention | None], return_lse: bool = False,
+    top_tokens: int | None = None,
 ) -> dict[int, tuple[int, AttentionCall, bool]]:
     """For each layer that reads K and V of one of these: which of them, how it attends, and whether it writes them."""
     number_of = {layer: i for i, layer in enumerate(layers)}
     return {
-        layer: (number_of[owner], each.call(return_lse), owner == layer)
+        layer: (number_of[owner], each.call(return_lse, top_tokens), owner == layer)
         for layer, each in enumerate(attention)
         if each is not None and (owner := layer if each.kv_layer is None else each.kv_layer) in number_of
     }

@@ -87,6 +87,7 @@ class CacheSettings:
         windows: the layers of each window, or of other sizes; those that read K and V of another layer are left out.
         recurrences: of the layers that keep a state.
         max_state_bytes: the most bytes of cached states, None: as many as K and V have, and at least eight states.
+        sparse_tokens: see `InferenceEngine`.
     """
 
     model: Model
@@ -103,6 +104,7 @@ class CacheSettings:
     windows: dict[LayerKind, tuple[int, ...]]
     recurrences: dict[int, Recurrence]
     max_state_bytes: int | None = None
+    sparse_tokens: int | None = None
 
     @classmethod
     def of(
@@ -111,6 +113,7 @@ class CacheSettings:
         max_memory_bytes: int | str | None, residual_length: int | None, calibrate: Any,
         eviction_policy: EvictionPolicy | Policy | None, kv_budget: int | None,
         make_cache: Callable[..., PagedKvCache] = PagedKvCache, max_state_bytes: int | str | None = None,
+        sparse_tokens: int | None = None,
     ) -> CacheSettings:
         """Check the arguments of an engine; see there for the errors."""
         warn_of_nodes()
@@ -130,7 +133,7 @@ class CacheSettings:
         settings = cls(
             model, load, storage, budgets, rotate, block_size, num_blocks, max_memory_bytes, make_cache, attention,
             whole, windows, layer_recurrences(model),
-        ).with_states(max_state_bytes)
+        ).with_states(max_state_bytes).with_sparse_tokens(sparse_tokens)
         for layers in (whole, *windows.values()):
             settings.block_bytes(layers)  # raises for a format that is not supported
         return settings
@@ -159,14 +162,42 @@ class CacheSettings:
 
         Raises:
             TypeError: another kind.
-            ValueError: it is of another network; layers evict.
+            ValueError: it is of another network; layers evict, or queries choose tokens.
         """
         if prefix is None:
             return None
         as_instance(prefix, CompressedPrefix, "prefix").expect(self.model)
         if self.budgets is not None:
             raise ValueError(f"prefix: expected None with an eviction_policy, got {prefix!r}")
+        if self.sparse_tokens is not None:
+            raise ValueError(f"prefix: expected None with sparse_tokens, got {prefix!r}")
         return prefix
+
+    def with_sparse_tokens(self, sparse_tokens: int | None) -> CacheSettings:
+        """These settings, where queries choose tokens.
+
+        Raises:
+            TypeError, ValueError: no number from 1 on; layers that evict or are latent; none that keep all tokens; a
+                block size that is no multiple of 16.
+        """
+        if sparse_tokens is None:
+            return self
+        count, reason = as_count(sparse_tokens, "sparse_tokens", 1), ""
+        if self.budgets is not None:
+            reason = "with an eviction_policy"
+        elif not self.whole:
+            reason = "for a network whose layers keep a window or a state"
+        elif self._sizes(self.whole)[2] is not None:
+            reason = "for a network with latent attention"
+        if reason:
+            raise ValueError(f"sparse_tokens: expected None {reason}, got {count}")
+        if self.block_size % 16:
+            raise ValueError(f"block_size: expected a multiple of 16 with sparse_tokens, got {self.block_size}")
+        return replace(self, sparse_tokens=count)
+
+    def named(self, network: str) -> str:
+        """The name of a network in saved caches, with what else its K and V depend on."""
+        return network if self.sparse_tokens is None else f"{network}, sparse_tokens {self.sparse_tokens}"
 
     @property
     def piece(self) -> int:
@@ -198,17 +229,23 @@ class CacheSettings:
         """The sequences of a layer: 1, or one for each KV head where these keep tokens of their own."""
         return 1 if self.budgets is None else self.budgets.lists
 
-    def _store_bytes(self, num_layers: int, layers: Sequence[int], block_size: int, formats: Sequence[Formats]) -> int:
-        """Bytes of K and V of a block of so many layers with the sizes of these."""
+    def _store_bytes(
+        self, num_layers: int, layers: Sequence[int], block_size: int, formats: Sequence[Formats], bounds: bool = False
+    ) -> int:
+        """Bytes of K and V of a block of so many layers with the sizes of these, and of the bounds of its keys."""
         (heads, dim, latent), (key, value) = self._sizes(layers), formats
-        return BlockStore(
+        store = BlockStore(
             num_layers, 0, block_size, heads, dim, key, value, self.rotate, latent, latent=latent is not None
-        ).block_bytes
+        )
+        if bounds:
+            store.reserve_bounds()
+        return store.block_bytes + (0 if store.bounds is None else store.bounds.block_bytes)
 
     def block_bytes(self, layers: Sequence[int]) -> int:
-        """Bytes of K and V of a block of these layers."""
+        """Bytes of K and V of a block of these layers, and of the bounds of its keys where queries choose tokens."""
         formats = [formats_of_layers(each, layers) for each in self.storage.dtypes]
-        return self._store_bytes(len(layers), layers, self.block_size, formats)
+        bounds = self.sparse_tokens is not None and layers == self.whole
+        return self._store_bytes(len(layers), layers, self.block_size, formats, bounds)
 
     @property
     def _f16_bytes(self) -> int:
@@ -418,6 +455,8 @@ class CacheSettings:
         cache = self.make_cache(**self._options(self.whole, num_blocks))
         if self._most_f16:
             cache.reserve_unpacked(self._most_f16)
+        if self.sparse_tokens is not None:
+            cache.reserve_bounds()
         own_ids = None if load.texts else (0, 1)
         newest, (number, _) = None, self._newest(cached or 0)
         if number:
@@ -425,7 +464,8 @@ class CacheSettings:
         shares = bool(load.texts) or cached is not None
         index = PrefixCache.over(cache, cached) if shares else None
         exact = bool(self.recurrences) and not self.keeps_f16
-        groups: list[Group] = [WholeLayers(self.whole, attention, cache, index, newest, load.drafts, own_ids, exact)]
+        whole = self.whole, attention, cache, index, newest, load.drafts, own_ids, exact, self.sparse_tokens
+        groups: list[Group] = [WholeLayers(*whole)]
         for (window, *_), layers in self.windows.items():
             kept, pages = window - 1 + load.spare, None
             paged = self.make_cache(**self._options(layers, self.window_blocks(window, num_blocks, cached or 0)))

@@ -53,6 +53,7 @@ class WholeLayers:
         most_drafts: draft tokens that a text may have in a pass.
         own_ids: the sequences that texts may have; None: all of the cache.
         to_the_end: whether the block in which a text ends is cached with what it has, so that others go on right there.
+        sparse_tokens: that each KV head chooses for a query; None: queries attend to all tokens.
     """
 
     reason = "block"
@@ -60,11 +61,12 @@ class WholeLayers:
     def __init__(
         self, layers: Sequence[int], attention: Sequence[LayerAttention | None], cache: PagedKvCache,
         index: PrefixCache | None = None, newest: NewestGroups | None = None, most_drafts: int = 0,
-        own_ids: Iterable[int] | None = None, to_the_end: bool = False,
+        own_ids: Iterable[int] | None = None, to_the_end: bool = False, sparse_tokens: int | None = None,
     ) -> None:
-        self.cache, self.index, self.newest = cache, index, newest
+        self.cache, self.index, self.newest, self.sparse_tokens = cache, index, newest, sparse_tokens
         self.reclaim: Reclaim | None = None
-        self._calls, self._parts = calls_of(layers, attention), calls_of(layers, attention, return_lse=True)
+        self._calls = calls_of(layers, attention, top_tokens=sparse_tokens)
+        self._parts = calls_of(layers, attention, return_lse=True)
         self.layers = tuple(self._calls)
         self._most_drafts, self._own_ids, self._to_the_end = most_drafts, own_ids, to_the_end
         self._bytes = cache.total_memory_bytes

@@ -54,6 +54,7 @@ def copy_in(BlockStore store not None, blocks, data):
                 memcpy(store.layer_base_(layer) + <size_t>c_blocks[i] * size, at, size)
                 at += size
             store.written_slots[c_blocks[i]] = <uint16_t>store.layout.block_size
+            store.forget_(c_blocks[i], 0, store.layout.block_size)
 
 
 def digest(key, data):

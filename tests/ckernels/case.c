@@ -19,6 +19,7 @@
 #include "layers.h"
 #include "products.h"
 #include "recurrence.h"
+#include "sparse.h"
 
 /* ---- Layouts. */
 
@@ -327,5 +328,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     expect_gathered(&s, &w); /* the last ones are the newest: the inputs of the corpus keep their meaning */
     step_digest(&s);
     step_recurrence(&s);
+    step_sparse(&s);
     return 0;
 }

@@ -36,6 +36,7 @@ class PlainTexts:
         # The cache has some layers alone.
         if any(each and each.window for each in self.attention) and options.get("calibrate"):
             known = options["calibrate"].without_centres(range(model.config.num_layers))
+        self.sparse_tokens = options.get("sparse_tokens")
         self.lists = self.budgets.lists if self.budgets else 1
         self.num_lists = model.config.num_layers * self.lists  # of tokens: a layer, or a KV head of it
         self.storage = {
@@ -101,7 +102,9 @@ class PlainTexts:
             if owner is None:
                 cache.write(layer, 0, keys, values)
             own = layer if owner is None else owner
-            return cache.attention(own, queries, [0], query_lens=[len(queries)], **attention.options())
+            top = None if attention.window else self.sparse_tokens
+            options = attention.options() | {"top_tokens": top}
+            return cache.attention(own, queries, [0], query_lens=[len(queries)], **options)
 
         def recur(layer, rows):
             zero = np.zeros(1, np.int64)

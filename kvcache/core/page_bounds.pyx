@@ -1,0 +1,84 @@
+"""Bounds of keys for sparse attention; see core/page_bounds.pxd."""
+
+from libc.stdint cimport int32_t, int64_t, uint16_t
+from libc.string cimport memcmp, memset
+
+from kvcache.core.layouts cimport Layouts
+from kvcache.kernels cimport kernels
+from kvcache.kernels.sparse cimport KVC_PAGE, kvc_bounds
+from kvcache.support.mapped cimport MappedMemory
+
+__all__ = ["PageBounds"]
+
+cdef int SLACK = 64    # bytes behind the last row that kernels may read
+
+
+cdef class PageBounds:
+    """Room for the bounds of `num_blocks` blocks in all layers, mapped now and touched when first made.
+
+    Args:
+        layouts: of the blocks, whose size is a multiple of 16; without `latent`.
+        num_blocks: how many.
+
+    Raises:
+        OutOfMemoryError: the system refuses the memory (in bytes).
+    """
+
+    def __cinit__(self, Layouts layouts not None, num_blocks):
+        self.layouts, self.num_blocks, self.pages = layouts, num_blocks, layouts.first.block_size // KVC_PAGE
+        self.memory = MappedMemory(int(num_blocks) * self.block_bytes + SLACK)
+
+    @property
+    def block_bytes(self):
+        """Bytes of the bounds of a block in all layers."""
+        cdef int64_t heads = self.layouts.first.num_heads, dim = self.layouts.first.head_dim
+        return int(self.layouts.num_layers) * int(self.pages) * int(1 + heads * (dim + 2))
+
+    @property
+    def nbytes(self):
+        """Bytes of all bounds."""
+        return int(self.num_blocks) * self.block_bytes
+
+    def check(self, PageBounds other not None, size_t arena):
+        """Verify that all bounds are those of the keys at this address.
+
+        Args:
+            other: room for the same blocks, in which the bounds are made anew.
+
+        Raises:
+            AssertionError: naming which are not.
+        """
+        cdef int64_t layer, heads = self.layouts.first.num_heads, dim = self.layouts.first.head_dim, at
+        cdef kvc_bounds own, new
+        cdef int32_t block, page
+        cdef size_t start
+        for layer in range(self.layouts.num_layers):
+            own, new, start = self.of_(layer), other.of_(layer), self.layouts.starts[layer] * <size_t>self.num_blocks
+            for block in range(self.num_blocks):
+                for page in range(self.pages):
+                    at = block * self.pages + page
+                    if own.made[at]:
+                        kernels.bound_page(&self.layouts.of[layer], <const unsigned char *>arena + start, block,
+                                           page, &new)
+                        same = (memcmp(own.codes + at * heads * dim, new.codes + at * heads * dim, heads * dim) == 0
+                                and memcmp(own.scales + at * heads, new.scales + at * heads, heads * 2) == 0)
+                        assert same, f"layer {layer}, block {block}, page {page}: bounds of other keys"
+
+    cdef kvc_bounds of_(self, int64_t layer) noexcept nogil:
+        cdef kvc_bounds bounds
+        cdef size_t rows = <size_t>(self.num_blocks * self.pages) * self.layouts.first.num_heads
+        cdef size_t layers = self.layouts.num_layers, marks = <size_t>(self.num_blocks * self.pages)
+        bounds.scales = <uint16_t *>self.memory.bytes + <size_t>layer * rows
+        bounds.codes = self.memory.bytes + layers * rows * 2 + <size_t>layer * rows * self.layouts.first.head_dim
+        bounds.made = self.memory.bytes + layers * rows * (2 + self.layouts.first.head_dim) + <size_t>layer * marks
+        return bounds
+
+    cdef void forget_(self, int64_t layer, int32_t block, int first, int stop) noexcept nogil:
+        cdef int page = first // KVC_PAGE
+        if first >= stop:
+            return
+        if layer < 0:
+            for layer in range(self.layouts.num_layers):
+                self.forget_(layer, block, first, stop)
+            return
+        memset(self.of_(layer).made + block * self.pages + page, 0, (stop - 1) // KVC_PAGE + 1 - page)

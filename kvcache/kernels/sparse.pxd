@@ -1,0 +1,18 @@
+"""The types of sparse attention; kernels/kernels.pxd has its functions, and ckernels/kvc_sparse.h explains both."""
+
+from libc.stdint cimport int64_t, uint16_t
+
+
+cdef extern from "kvc_sparse.h" nogil:
+    enum:
+        KVC_PAGE                        # tokens of a page
+        KVC_ITEM_ROWS                   # most query heads of a KV head that choose their tokens
+
+    ctypedef struct kvc_bounds:         # of the keys of the pages of one layer
+        unsigned char *made
+        unsigned char *codes
+        uint16_t *scales
+
+    ctypedef struct kvc_sparse_args:
+        kvc_bounds bounds
+        int64_t top_tokens, candidates

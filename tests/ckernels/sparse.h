@@ -1,0 +1,273 @@
+/* sparse.h - attention to tokens that queries choose: bounds and output of every level, beside a twin in plain C.
+ *
+ *   whole numbers   f32: scores are exact, so the twin chooses the same tokens, of equal ones the first; it attends in float64
+ *   any bytes       any format: the call ends and stays inside its memory; bounds of finite keys are equal at all levels
+ *   one query       alone, with another number of threads: the same bits
+ */
+#ifndef SPARSE_H
+#define SPARSE_H
+
+#include "kvc_sparse.h"
+#include "runs.h"
+
+enum { MOST_TEXTS = 3 };
+
+typedef struct sparse_question {
+    kvc_layout layout;
+    memory arena, runs[MOST_TEXTS], q;
+    kvc_seq seqs[MOST_TEXTS];
+    int num_blocks, num_seqs, query_heads;
+    int64_t queries, top_tokens, candidates;
+    float scale;
+} sparse_question;
+
+/* The bounds of all pages, as exactly as many bytes as kernels may touch. */
+typedef struct bound_memory {
+    memory made, codes, scales;
+} bound_memory;
+
+static bound_memory take_bounds(const sparse_question *q) {
+    const size_t pages = (size_t)(q->num_blocks * (q->layout.block_size / KVC_PAGE)), rows = pages * (size_t)q->layout.num_heads;
+    bound_memory b = {take(pages, 1, 1), take(rows * (size_t)q->layout.head_dim + 63, 1, 1), take(rows * 2, 2, 1)};
+    memset(b.made.at, 0, pages);
+    return b;
+}
+static kvc_bounds bounds_in(const bound_memory *b) { return (kvc_bounds){b->made.at, b->codes.at, b->scales.at}; }
+static void give_bounds(bound_memory *b) { give_back(&b->made), give_back(&b->codes), give_back(&b->scales); }
+
+/* Attends with sequences [first, ...) of a question whose queries begin at a row. */
+static memory ask_sparse(const kvc_kernels *kernels, const sparse_question *q, const kvc_seq *seqs, int count, int64_t row,
+                         int64_t queries, const bound_memory *b, int threads) {
+    const int64_t dim = q->layout.head_dim, bytes = 4 * dim * q->query_heads;
+    memory out = take((size_t)(queries * q->query_heads * q->layout.value_head_dim) * sizeof(float), 4, 1);
+    const kvc_attend_args args = {.layout = &q->layout,
+                                  .arena = q->arena.at,
+                                  .seqs = seqs,
+                                  .num_seqs = count,
+                                  .num_query_heads = q->query_heads,
+                                  .scale = q->scale,
+                                  .queries = {(unsigned char *)q->q.at + row * bytes, bytes, 4 * dim, KVC_ELEMENT_F32},
+                                  .out = out.at};
+    const kvc_sparse_args sparse = {.bounds = bounds_in(b), .top_tokens = q->top_tokens, .candidates = q->candidates};
+    memory scratch = take(kvc_sparse_scratch_bytes(&args, &sparse, threads), 16, 1);
+    kvc_attend_sparse(kernels, &args, &sparse, scratch.at, threads);
+    give_back(&scratch);
+    return out;
+}
+
+/* ---- The twin of whole numbers. */
+
+typedef struct ranked {
+    float loss;
+    int64_t index;
+} ranked;
+
+static int by_loss(const void *a, const void *b) {
+    const ranked *x = a, *y = b;
+    if (x->loss != y->loss) return x->loss < y->loss ? -1 : 1;
+    return x->index < y->index ? -1 : 1;
+}
+static int by_index(const void *a, const void *b) { return ((const ranked *)a)->index < ((const ranked *)b)->index ? -1 : 1; }
+
+/* The first `count` of n by loss, by index; scores are [row][n]. */
+static int64_t best_of(const float *scores, int rows, int64_t n, int64_t count, ranked *to) {
+    for (int64_t i = 0; i < n; i++) to[i] = (ranked){INFINITY, i};
+    for (int r = 0; r < rows; r++) {
+        float best = -INFINITY;
+        for (int64_t i = 0; i < n; i++) best = fmaxf(best, scores[r * n + i]);
+        for (int64_t i = 0; i < n; i++) to[i].loss = fminf(to[i].loss, best - scores[r * n + i]);
+    }
+    qsort(to, (size_t)n, sizeof *to, by_loss);
+    if (count > n) count = n;
+    qsort(to, (size_t)count, sizeof *to, by_index);
+    return count;
+}
+
+static const float *key_at(const sparse_question *q, const kvc_seq *seq, int64_t token, int head) {
+    const kvc_run run = seq->runs[token / q->layout.block_size];
+    const unsigned char *block = (unsigned char *)q->arena.at + (size_t)run.block * q->layout.block_bytes;
+    return (const float *)(const void *)(block + (size_t)head * q->layout.key_head_bytes) +
+           token % q->layout.block_size * q->layout.head_dim;
+}
+
+static float bound_of(const sparse_question *q, const kvc_seq *seq, int64_t page, int head, const float *query) {
+    const int dim = q->layout.head_dim;
+    const float factor = q->scale * 1.4426950408889634f;
+    float largest = 0.0f, most = 0.0f;
+    for (int t = 0; t < KVC_PAGE; t++)
+        for (int d = 0; d < dim; d++) largest = fmaxf(largest, fabsf(key_at(q, seq, page * KVC_PAGE + t, head)[d]));
+    for (int d = 0; d < dim; d++) most = fmaxf(most, fabsf(query[d]));
+    most *= fabsf(factor);
+    const float scale = kvc_float_of_bits((kvc_float_bits(largest / 7.5f) + 0xffff) >> 16 << 16), step = scale > 0 ? 1.0f / scale : 0;
+    int64_t sum = 0, all = 0;
+    for (int d = 0; most > 0.0f && d < dim; d++) {
+        const float x = query[d] * factor * (127.0f / most);
+        const int whole = (int)(x < 0.0f ? x - 0.5f : x + 0.5f);
+        float end = key_at(q, seq, page * KVC_PAGE, head)[d];
+        for (int t = 1; t < KVC_PAGE; t++) {
+            const float key = key_at(q, seq, page * KVC_PAGE + t, head)[d];
+            end = whole < 0 ? fminf(end, key) : fmaxf(end, key);
+        }
+        const int code = (int)(end * step + 8.0f);
+        sum += (int64_t)whole * (code < 15 ? code : 15), all += whole;
+    }
+    return ((float)sum - 7.5f * (float)all) * scale * (most / 127.0f);
+}
+
+/* The tokens of one query and KV head, ascending; returns how many. */
+static int64_t choose_twin(const sparse_question *q, const kvc_seq *seq, int head, const float *query, int64_t seen, int64_t *list) {
+    const int dim = q->layout.head_dim, group = q->query_heads / q->layout.num_heads;
+    const int64_t stop = seen < KVC_SPARSE_NEWEST ? 0 : (seen - KVC_SPARSE_NEWEST) / KVC_PAGE, pages = stop - 1;
+    int64_t count = 0;
+    if (pages < 1 || pages * KVC_PAGE / KVC_SPARSE_LEAST < q->top_tokens) {
+        for (; count < seen; count++) list[count] = count;
+        return count;
+    }
+    float *scores = calloc((size_t)(group * pages * KVC_PAGE), sizeof *scores);
+    ranked *best = malloc((size_t)(pages * KVC_PAGE) * sizeof *best), *chosen = malloc((size_t)pages * sizeof *chosen);
+    for (int r = 0; r < group; r++)
+        for (int64_t p = 0; p < pages; p++) scores[r * pages + p] = bound_of(q, seq, p + 1, head, query + r * dim);
+    const int64_t candidates = best_of(scores, group, pages, (q->candidates * q->top_tokens + 15) / 16, best);
+    memcpy(chosen, best, (size_t)candidates * sizeof *chosen);
+    for (int r = 0; r < group; r++) {
+        for (int64_t i = 0; i < candidates * KVC_PAGE; i++) {
+            const float *key = key_at(q, seq, (chosen[i / KVC_PAGE].index + 1) * KVC_PAGE + i % KVC_PAGE, head);
+            float score = 0.0f;
+            for (int d = 0; d < dim; d++) score += query[r * dim + d] * key[d];
+            scores[r * candidates * KVC_PAGE + i] = score;
+        }
+    }
+    const int64_t taken = best_of(scores, group, candidates * KVC_PAGE, q->top_tokens, best);
+    for (; count < KVC_PAGE; count++) list[count] = count;
+    for (int64_t i = 0; i < taken; i++)
+        list[count++] = (chosen[best[i].index / KVC_PAGE].index + 1) * KVC_PAGE + best[i].index % KVC_PAGE;
+    for (int64_t t = stop * KVC_PAGE; t < seen; t++) list[count++] = t;
+    free(scores), free(best), free(chosen);
+    return count;
+}
+
+static void expect_chosen(const sparse_question *q, const memory *answers) {
+    const int dim = q->layout.head_dim, group = q->query_heads / q->layout.num_heads, size = q->layout.block_size;
+    int64_t row = 0;
+    for (int s = 0; s < q->num_seqs; s++) {
+        const kvc_seq *seq = &q->seqs[s];
+        int64_t *list = malloc((size_t)(seq->num_tokens + 1) * sizeof *list);
+        for (int64_t j = 0; j < seq->num_queries; j++, row++) {
+            for (int h = 0; h < q->query_heads; h++) {
+                const int head = h / group;
+                const float *query = (const float *)q->q.at + (row * q->query_heads + h) * dim, *first = query - h % group * dim;
+                const int64_t count = choose_twin(q, seq, head, first, seq->num_tokens - seq->num_queries + j + 1, list);
+                double out[KVC_MAX_HEAD_DIM] = {0}, all = 0, most = -INFINITY, largest = 1;
+                for (int64_t i = 0; i < 2 * count; i++) {
+                    const float *key = key_at(q, seq, list[i % count], head);
+                    const kvc_run run = seq->runs[list[i % count] / size];
+                    const unsigned char *values = (unsigned char *)q->arena.at + (size_t)run.block * q->layout.block_bytes +
+                                                  kvc_values_at(&q->layout) + (size_t)head * q->layout.value_head_bytes;
+                    const float *value = (const float *)(const void *)values + list[i % count] % size * q->layout.value_head_dim;
+                    double score = 0;
+                    for (int d = 0; d < dim; d++) score += (double)query[d] * key[d];
+                    if (i < count) {
+                        most = fmax(most, score);
+                        continue;
+                    }
+                    all += exp2(score - most);
+                    for (int d = 0; d < q->layout.value_head_dim; d++) out[d] += exp2(score - most) * value[d];
+                }
+                for (int level = 0; level < num_levels(); level++) {
+                    const float *got = (const float *)answers[level].at + (row * q->query_heads + h) * q->layout.value_head_dim;
+                    for (int d = 0; d < q->layout.value_head_dim; d++) {
+                        largest = fmax(largest, fabs(out[d] / all));
+                        if (!(fabs(got[d] - out[d] / all) <= 1e-4 * largest))
+                            fail("%s: sparse query %d, head %d is %g, not %g", level_at(level)->name, (int)j, h, got[d], out[d] / all);
+                    }
+                }
+            }
+        }
+        free(list);
+    }
+}
+
+/* ---- The step. */
+
+static float whole_number(source *s, int most) { return (float)(draw(s, 2 * most + 1) - most); }
+
+/* Whole numbers in f32, with a scale that makes scores whole too, or any bytes in any format. */
+static sparse_question draw_sparse(source *s, int whole) {
+    sparse_question q = {.num_seqs = draw_between(s, 1, MOST_TEXTS), .top_tokens = DRAW_OF(s, 1, 15, 16, 17, 33, 64, 70),
+                         .candidates = DRAW_OF(s, 1, 2, 3, 3)};
+    const int size = DRAW_OF(s, 16, 32, 48, 256), dim = DRAW_OF(s, 8, 32, 64, 72), heads = draw_between(s, 1, 2);
+    const kvc_format key = whole ? KVC_F32 : (kvc_format)draw(s, KVC_NUM_FORMATS);
+    const kvc_format value = whole ? KVC_F32 : (kvc_format)draw(s, KVC_NUM_FORMATS);
+    const int turns = !whole && (dim & (dim - 1)) == 0 && kvc_format_of(key)->quantised && draw(s, 2);
+    if (kvc_layout_init(&q.layout, size, heads, dim, DRAW_OF(s, 8, 32, 64), key, value, turns, 0, 0)) fail("refused sparse");
+    q.query_heads = heads * DRAW_OF(s, 1, 2, 4, 9);
+    q.scale = whole ? 0.6931471805599453f : (float)DRAW_OF(s, -1, 0, 1, 3) * 0.125f;
+    q.num_blocks = 2 + 400 / size;
+    q.arena = take((size_t)q.num_blocks * q.layout.block_bytes, 64, 1);
+    if (whole)
+        for (size_t i = 0; i < q.arena.size / 4; i++) ((float *)q.arena.at)[i] = whole_number(s, 3);
+    else
+        for (size_t i = 0; i < q.arena.size; i++) ((unsigned char *)q.arena.at)[i] = (unsigned char)draw_byte(s);
+    for (int i = 0; i < q.num_seqs; i++) {
+        const int64_t tokens = draw_between(s, 1, (q.num_blocks - 1) * size), most = DRAW_OF(s, 1, 1, 3, 40);
+        q.runs[i] = take((size_t)((tokens + size - 1) / size) * sizeof(kvc_run), 4, 1);
+        q.seqs[i] = (kvc_seq){.runs = q.runs[i].at, .num_tokens = tokens, .num_queries = most < tokens ? most : tokens};
+        const int first = draw(s, q.num_blocks);
+        for (int64_t t = 0; t < tokens; t += size)
+            ((kvc_run *)q.runs[i].at)[q.seqs[i].num_runs++] = (kvc_run){
+                (int32_t)((first + t / size) % q.num_blocks), 0, (uint16_t)(tokens - t < size ? tokens - t : size)};
+        q.queries += q.seqs[i].num_queries;
+    }
+    q.q = take((size_t)(q.queries * q.query_heads * dim) * sizeof(float), 4, 1);
+    if (whole)
+        for (size_t i = 0; i < q.q.size / 4; i++) ((float *)q.q.at)[i] = whole_number(s, 2);
+    else
+        draw_floats(s, draw(s, NUM_KINDS), q.q.at, q.q.size / 4);
+    return q;
+}
+
+/* Bounds of whole numbers are the same at all levels; of any bytes, where keys are no NaN, whose place in a minimum differs. */
+static void expect_bounds(const bound_memory *a, const bound_memory *b, const sparse_question *q) {
+    const unsigned char *made = a->made.at;
+    const size_t heads = (size_t)q->layout.num_heads, dim = (size_t)q->layout.head_dim;
+    for (size_t page = 0; page < a->made.size; page++) {
+        for (size_t row = page * heads; made[page] && row < (page + 1) * heads; row++) {
+            if (((uint16_t *)a->scales.at)[row] != ((uint16_t *)b->scales.at)[row] ||
+                memcmp((char *)a->codes.at + row * dim, (char *)b->codes.at + row * dim, dim))
+                fail("page %d: other bounds", (int)page);
+        }
+    }
+}
+
+static void step_sparse(source *s) {
+    const int whole = draw(s, 2);
+    sparse_question q = draw_sparse(s, whole);
+    memory answers[KVC_MOST_LEVELS];
+    bound_memory bounds[KVC_MOST_LEVELS];
+    say("sparse, %d blocks of %d, %d of %d heads, dim %d, top %d, whole %d", q.num_blocks, q.layout.block_size, q.query_heads,
+        q.layout.num_heads, q.layout.head_dim, (int)q.top_tokens, whole);
+    for (int level = 0; level < num_levels(); level++) {
+        bounds[level] = take_bounds(&q);
+        answers[level] = ask_sparse(level_at(level), &q, q.seqs, q.num_seqs, 0, q.queries, &bounds[level], DRAW_OF(s, 1, 2, 3, 8));
+        expect_bounds(&bounds[level], &bounds[0], &q);
+    }
+    if (whole) expect_chosen(&q, answers);
+    int64_t row = 0;
+    for (int i = 0; i < q.num_seqs; row += q.seqs[i].num_queries, i++) {
+        kvc_seq alone = q.seqs[i]; /* the last query */
+        const int64_t last = row + alone.num_queries - 1, floats = q.query_heads * (int64_t)q.layout.value_head_dim;
+        alone.num_queries = 1;
+        for (int level = 0; level < num_levels(); level++) {
+            bound_memory fresh = take_bounds(&q);
+            memory again = ask_sparse(level_at(level), &q, &alone, 1, last, 1, i ? &fresh : &bounds[level], 1);
+            memory before = {.at = (float *)answers[level].at + last * floats, .size = again.size};
+            if (!have_same_bits(again, before)) fail("%s: a sparse query has other bits alone", level_at(level)->name);
+            give_back(&again), give_bounds(&fresh);
+        }
+    }
+    for (int level = 0; level < num_levels(); level++) give_back(&answers[level]), give_bounds(&bounds[level]);
+    for (int i = 0; i < q.num_seqs; i++) give_back(&q.runs[i]);
+    give_back(&q.arena), give_back(&q.q);
+}
+
+#endif
