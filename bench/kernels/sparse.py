@@ -126,9 +126,11 @@ def _best(losses: Float32, count: int) -> Int64:
 
 
 def recall(queries: Float32, keys: Float32, scale: float, seen: int, top: int) -> dict[str, tuple[float, float]]:
-    """Of one KV head's query heads `(group, dim)` and its keys: name -> (share of the best tokens, of the attention).
+    """Compare choices of one KV head: name -> (share of the best tokens, share of the attention of all tokens).
 
-    The best tokens are those of all pages that are ranked; the attention is the mean over the query heads.
+    Args:
+        queries: `(group, dim)`, of its query heads; the attention is their mean.
+        keys: `(tokens, dim)`, of which `seen` are seen. The best tokens are those of all pages that are ranked.
     """
     end = (seen - NEWEST) // PAGE
     pages = keys[PAGE : end * PAGE].reshape(-1, PAGE, keys.shape[-1])

@@ -137,7 +137,7 @@ def test_a_calibration_changes_what_is_stored_alone(rng):
 
 @pytest.mark.parametrize("dtype", ["q4", "f32"])
 def test_bounds_are_those_of_the_stored_keys_whatever_happens(rng, dtype):
-    """What is chosen after forks, cuts, copies, evictions and growth is what a fresh cache chooses."""
+    """After forks, cuts, copies and growth a cache chooses what a fresh one chooses."""
     cache = make(1500, heads=1, dim=8, block_size=32, dtype=dtype, num_layers=2)
     texts = {0: (np.zeros((2, 0, 1, 8), np.float32),) * 2}
     cache.allocate(0, 0)
