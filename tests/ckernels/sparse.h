@@ -127,7 +127,9 @@ static int64_t choose_twin(const sparse_question *q, const kvc_seq *seq, int hea
     ranked *best = malloc((size_t)(pages * KVC_PAGE) * sizeof *best), *chosen = malloc((size_t)pages * sizeof *chosen);
     for (int r = 0; r < group; r++)
         for (int64_t p = 0; p < pages; p++) scores[r * pages + p] = bound_of(q, seq, p + 1, head, query + r * dim);
-    const int64_t candidates = best_of(scores, group, pages, (q->candidates * q->top_tokens + 15) / 16, best);
+    const int every = q->top_tokens / KVC_PAGE >= pages / q->candidates; /* of too few pages all are scored */
+    const int64_t wanted = every ? pages : (q->candidates * q->top_tokens + KVC_PAGE - 1) / KVC_PAGE;
+    const int64_t candidates = best_of(scores, group, pages, wanted, best);
     memcpy(chosen, best, (size_t)candidates * sizeof *chosen);
     for (int r = 0; r < group; r++) {
         for (int64_t i = 0; i < candidates * KVC_PAGE; i++) {

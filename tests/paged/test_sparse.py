@@ -39,7 +39,7 @@ def test_whole_numbers_are_chosen_as_the_twin_does(simd, rng, heads, group, dim,
     queries, scale = rng.integers(-2, 3, (5, heads * group, dim)).astype(np.float32), np.log(2)
     cache.allocate(1, 700)
     cache.write(0, 1, keys, values)
-    for top in (16, 33, 100, 149):
+    for top in (1, 16, 33, 100, 149):
         found = cache.attention(0, queries, [1], query_lens=[5], top_tokens=top, scale=scale)
         expected = twin.attend(queries, keys, values, top, scale)
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())

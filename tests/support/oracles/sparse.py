@@ -53,7 +53,8 @@ def choose(queries, keys, seen, top_tokens, scale, first=0):
         return np.arange(first, seen)
     codes = bounds_of(keys[begin * PAGE : end * PAGE])
     ranks = losses_of(np.array([bound_scores(query, codes, scale) for query in queries]))
-    pages = least_of(ranks, min(end - begin, -(-CANDIDATES * top_tokens // PAGE))) + begin
+    every = top_tokens // PAGE >= (end - begin) // CANDIDATES  # of too few pages all are scored
+    pages = least_of(ranks, end - begin if every else -(-CANDIDATES * top_tokens // PAGE)) + begin
     tokens = (pages[:, None] * PAGE + np.arange(PAGE)).ravel()
     scores = np.float64(np.asarray(queries, F32) * F32(scale * 1.4426950408889634)) @ np.float64(keys)[tokens].T
     chosen = tokens[least_of(losses_of(scores), top_tokens)]
