@@ -37,7 +37,7 @@ PARTS = ("demo", "smollm2", "types")
 HEADER = [
     "weights", "bits/weight", "KL, mean", "KL, p99", "perplexity", "against f32", "same token",
 ]
-ACTIVATIONS = ("exact", "int8")
+ACTIVATIONS: tuple[str, ...] = ("exact", "int8")
 RIVALS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K_M")
 MOST = 0.001  # KL of q8 with exact activations
 BESIDE = {"q8": "Q8_0", "q4": "Q4_0"}  # with int8 activations, the KL of a format is at most that of this file
@@ -69,12 +69,14 @@ def _bits_per_weight(weights: Weights) -> float:
 
 
 def _engines(path: Path, weights: str, name: str, context: int) -> dict[str, Logits]:
-    """Runs of one checkpoint with both kinds of activations, or one if no matrix is packed."""
+    """Runs of one checkpoint with all kinds of activations that packed matrices have, or those in bf16."""
     model = Transformer.from_pretrained(path, weights=weights, activations="exact")
+    kinds = ACTIVATIONS
+    found: dict[str, Logits] = {}
     if all(isinstance(w, np.ndarray) or w.format in ("f32", "f16", "bf16") for w in model.weights.arrays()):
-        return {name: _Engine(model, context)}
-    models = {kind: Transformer(model.config, model.weights, kind) for kind in ACTIVATIONS}
-    return {f"{name}, {kind}": _Engine(model, context) for kind, model in models.items()}
+        found, kinds = {name: _Engine(model, context)}, ("bf16",) if weights == "bf16" else ()
+    models = {kind: Transformer(model.config, model.weights, kind) for kind in kinds}
+    return found | {f"{name}, {kind}": _Engine(each, context) for kind, each in models.items()}
 
 
 def demo_gguf(path: Path) -> Path:
@@ -142,7 +144,7 @@ class _Run:
             context, self.options.tokens or (256 if self.quick else 20_480)
         )
         runs = _engines(path, "f32", "f32", context) | _engines(path, "auto", "the file", context)
-        runs |= _engines(path, "q8", "q8", context)
+        runs |= _engines(path, "bf16", "bf16", context) | _engines(path, "q8", "q8", context)
         with tempfile.TemporaryDirectory() as folder:
             plain = None
             if llamacpp.installed():
