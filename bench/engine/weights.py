@@ -276,7 +276,7 @@ def main(options: argparse.Namespace) -> int:
                 for case in product_cases(format, shape, cold, threads)
             ]
             packed = MATRIX_FORMATS[format].packed
-            columns = Columns((format,), ceiling=lambda _: READ, rivals=(READ, DOTS if packed else FMA))
+            columns = Columns((format,), ceilings=lambda _: (READ,), rivals=(READ, DOTS if packed else FMA))
             title = f"9a. Products with {format} weights, {shape[0]} x {shape[1]}, {threads} thr"
             missed += print_rates(title, columns, results, as_markdown=options.markdown)
             done.append((Table(title, ()), results))

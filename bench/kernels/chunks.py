@@ -25,7 +25,7 @@ __all__ = [
 ROWS = 512  # queries of a chunk
 PEAK = "FMA peak"
 _RIVALS = ("f32", TORCH, TORCH_BEST, TORCH_HALF, *LLAMA.values())
-PREFILL = Columns(tuple(FORMATS), lambda subject: PEAK, _RIVALS, "GFLOP/s")
+PREFILL = Columns(tuple(FORMATS), lambda subject: (PEAK,), _RIVALS, "GFLOP/s")
 MIXED = Columns(("one call", "prefill", "decodes"))
 SAME, OWN = "the same blocks", "blocks of their own"
 SHARED = Columns((SAME,), rivals=(OWN,))

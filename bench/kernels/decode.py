@@ -11,7 +11,7 @@ import numpy as np
 import kvcache
 from bench.kernels.attention_rivals import LLAMA, NUMPY, TORCH, TORCH_BEST, TORCH_HALF, decode_rivals
 from bench.support.blas import set_threads
-from bench.support.ceilings import BlockReader, Bytes, huge_array
+from bench.support.ceilings import BlockReader, Bytes, byte_products, huge_array
 from bench.support.common import Candidate, Case, Claim, at_most, faster, share_of
 from bench.support.rates import Columns
 from bench.support.scattered import Scattered, Shape, available_bytes, queries_of, relative_error
@@ -26,8 +26,11 @@ LONG = 16384  # tokens from which the speed of memory decides
 
 _CODES = tuple(name for name in FORMATS if FORMATS[name].quantised)
 _PLAIN = tuple(name for name in FORMATS if name not in _CODES)
-FLOATS = Columns(_PLAIN, "read {}".format, RIVALS, "GB/s", "{}, hot".format)
-QUANTISED = Columns(_CODES, "read {}".format, ("f32", *RIVALS[1:]), "GB/s", "{}, hot".format)
+FLOATS = Columns(_PLAIN, lambda name: (f"read {name}",), RIVALS, "GB/s", "{}, hot".format)
+QUANTISED = Columns(
+    _CODES, lambda name: (f"read {name}", f"products {name}"), ("f32", *RIVALS[1:]), "GB/s", "{}, hot".format
+)
+DIGITS = {True: 1.5, False: 2.0}  # dot products for a vector of codes: those of up to 4 bits share digits (kvc_tiles.h)
 
 _buffer: list[Bytes] = []
 
@@ -80,6 +83,9 @@ def _candidates(shape: Shape, threads: int, rivals: bool) -> Iterator[Candidate]
             yield Candidate(f"{scattered.dtype}, hot", again, before=again)
         reader = BlockReader(memory, scattered.order, scattered.block_bytes, scattered.layers, threads)
         yield Candidate(f"read {scattered.dtype}", reader.run, facts={"work": float(reader.nbytes)})
+        if scattered.dtype in _CODES and (products := byte_products(threads)):
+            share = products[1] / (flop * DIGITS[FORMATS[scattered.dtype].bits <= 4])
+            yield Candidate(f"products {scattered.dtype}", products[0], count=share, facts={"work": facts["work"]})
     if rivals:
         for name, run in decode_rivals(shape, caches[0].layers, threads):
             yield Candidate(name, run)
@@ -125,7 +131,7 @@ def level_cases(contexts: Iterable[int], threads: Iterable[int]) -> Iterator[Cas
 def level_columns() -> Columns:
     """A row per level, compared with the plain read."""
     levels = [level for level in kvcache.simd_levels() if level != "scalar"]
-    return Columns(tuple(levels), lambda level: "read", tuple(levels[-1:]))
+    return Columns(tuple(levels), lambda level: ("read",), tuple(levels[-1:]))
 
 
 def _level_candidates(shape: Shape, dtype: str, threads: int) -> Iterator[Candidate]:

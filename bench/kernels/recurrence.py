@@ -17,7 +17,7 @@ from kvcache.kernels.layers import scan, scan_floats
 __all__ = ["RECURRENCE", "recurrence_cases"]
 
 SCAN, PEAK = "scan", "FMA peak"
-RECURRENCE = Columns((SCAN,), ceiling=lambda _: PEAK, unit="GFLOP/s")
+RECURRENCE = Columns((SCAN,), ceilings=lambda _: (PEAK,), unit="GFLOP/s")
 
 
 class Heads(NamedTuple):

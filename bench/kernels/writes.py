@@ -23,7 +23,7 @@ from kvcache.paged.cache import PagedKvCache
 __all__ = ["APPEND", "WRITE", "append_cases", "memory_report", "print_memory", "write_cases"]
 
 NARROW, RATE = "read 4, write 2", "3 GB/s"
-WRITE = Columns(tuple(FORMATS), lambda subject: NARROW)
+WRITE = Columns(tuple(FORMATS), lambda subject: (NARROW,))
 APPEND = Columns(("one call", "a call each"), rivals=("a call each",))
 CHUNK = 512  # tokens of a call: the default prefill chunk of an engine
 FIXED = 1 << 20  # bytes by which the scratch memory of a large call may exceed that of a small one

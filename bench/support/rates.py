@@ -18,7 +18,7 @@ class Columns:
 
     Attributes:
         subjects: the candidates that get a row.
-        ceiling: subject -> the candidate that is its ceiling.
+        ceilings: subject -> the candidates that are its ceilings; the nearer one, which takes longer, counts.
         rivals: the candidates that it is compared with.
         unit: the unit of the fact `work` per second.
         hot: subject -> the same candidate with all data in the CPU's caches.
@@ -26,7 +26,7 @@ class Columns:
     """
 
     subjects: tuple[str, ...]
-    ceiling: Callable[[str], str] = field(default=lambda subject: "")
+    ceilings: Callable[[str], tuple[str, ...]] = field(default=lambda subject: ())
     rivals: tuple[str, ...] = ()
     unit: str = "GB/s"
     hot: Callable[[str], str] = field(default=lambda subject: "")
@@ -80,11 +80,14 @@ def _against_ceiling(columns: Columns, result: Result, subject: str) -> list[str
     work = result.facts.get(subject, {}).get("work")
     if not work:
         return ["", "", ""]
-    ceiling, scale = columns.ceiling(subject), columns.scale
+    scale = columns.scale
     ours = unit_text(work / median(result.times[subject]) / scale)
-    if ceiling not in result.times:
+    measured = [name for name in columns.ceilings(subject) if name in result.times]
+    if not measured:
         return [ours, "", ""]
-    full = result.facts[ceiling].get("work", work)
+    fulls = {name: result.facts[name].get("work", work) for name in measured}
+    ceiling = max(measured, key=lambda name: median(result.times[name]) / fulls[name])
+    full = fulls[ceiling]
     ratios = [(work / a) / (full / b) for a, b in zip(result.times[subject], result.times[ceiling], strict=True)]
     return [ours, unit_text(full / median(result.times[ceiling]) / scale), f"{median(ratios):.0%}"]
 

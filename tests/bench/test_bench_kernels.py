@@ -49,8 +49,10 @@ def test_scattered_blocks_are_a_permutation_that_attention_reads_right():
 def test_verdicts_and_ratios_are_those_of_the_rounds():
     times = {"ours": [1.0, 2.0, 1.0], "ceiling": [0.9, 1.0, 0.9]}
     claims = (share_of(0.85, "ours", "ceiling"), at_most(1.0, "ours", "ceiling"))
-    result = Result("case", times, claims, {"ours": {"work": 2e9}, "ceiling": {"work": 2e9}})
-    header, rows = rate_rows(Columns(("ours",), lambda subject: "ceiling"), [result])
+    times["further"] = [0.3, 0.3, 0.3]
+    facts = {name: {"work": 2e9} for name in times}
+    result = Result("case", times, claims, facts)
+    header, rows = rate_rows(Columns(("ours",), lambda subject: ("further", "ceiling")), [result])
     first = dict(zip(header, rows[0], strict=True))
     assert (first["GB/s"], first["ceiling"], first["of ceiling"], first["in this run"]) == ("2", "2.22", "90%", "met")
     assert rows[1][-1] == "MISSED"
