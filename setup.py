@@ -71,9 +71,10 @@ if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
 PARTS = "dispatch layout matmul_parallel matrix network_parallel parallel recurrence_parallel rows_parallel"
 PARTS += " sparse_parallel threads"
 ONCE = [f"ckernels/kvc_{part}.c" for part in PARTS.split()]
-# The level amx has products, attention and a table of its own, the rest of avx512; i8mm products, the rest of neon.
+# amx and avxvnni have products, attention and a table of their own, the rest of avx512 and avx2; i8mm products alone.
 OWN = {
     "amx": "matmul_tiles matmul_bf16 attend table",
+    "avxvnni": "matmul_packed activations attend table",
     "i8mm": "matmul_packed matmul_bf16 activations table",
 }
 FEW = {level: [f"ckernels/kvc_{part}.c" for part in parts.split()] for level, parts in OWN.items()}

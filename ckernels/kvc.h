@@ -150,8 +150,8 @@ typedef struct kvc_float_rows {
 /* The kernels of one SIMD level. Immutable; `name` is the compiled level, not the requested one. */
 typedef struct kvc_kernels {
     const char *name;
-    const char *bits; /* the name of the level that gives the same bits, but for products of rows in bf16: of amx avx512, of i8mm
-                       * neon, of another one itself */
+    const char *bits; /* the name of the level that gives the same bits, but for products of rows in bf16: of amx avx512, of avxvnni
+                       * avx2, of i8mm neon, of another one itself */
     int tiles;        /* 1: it multiplies tiles, which the system has to permit */
     /* Rows, as many as the runs have slots, into these; NULL: not written, as values of latent rows never are. Of each
      * head what is known of its keys, or NULL. */

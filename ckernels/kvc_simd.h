@@ -50,7 +50,7 @@
 #define KVC_JOIN2(a, b) kvc_##a##_##b
 #define KVC_JOIN(a, b) KVC_JOIN2(a, b)
 #define KVC_OWN(name) KVC_JOIN(name, KVC_LEVEL) /* kvc_<name>_<level>: each level's own copy of a function */
-#define KVC_FN(name) KVC_JOIN(name, KVC_BASE)   /* the same, but amx takes that of avx512, and i8mm that of neon */
+#define KVC_FN(name) KVC_JOIN(name, KVC_BASE)   /* the same, or that of the level that this one is but for a few */
 #define KVC_STR2(x) #x
 #define KVC_STR(x) KVC_STR2(x)
 
@@ -64,6 +64,8 @@
 #define KVC_BASE avx512
 #elif defined(KVC_I8MM)
 #define KVC_BASE neon
+#elif defined(KVC_AVXVNNI)
+#define KVC_BASE avx2
 #else
 #define KVC_BASE KVC_LEVEL
 #endif

@@ -1,12 +1,15 @@
 /* kvc_table.c - the function table of the level that is being compiled. That of amx has the functions of avx512 but for products and
- * attention, that of i8mm those of neon but for products. */
+ * attention, that of avxvnni likewise those of avx2, that of i8mm those of neon but for products. */
 #include "kvc_simd.h"
 
 #if defined(KVC_I8MM)
 #define ATTENTION(name) KVC_FN(name)
-#define ROWS(name) KVC_OWN(name) /* its blocks of rows are larger */
 #else
 #define ATTENTION(name) KVC_OWN(name)
+#endif
+#if defined(KVC_I8MM) || defined(KVC_AVXVNNI)
+#define ROWS(name) KVC_OWN(name) /* blocks of rows are larger, or have other digits */
+#else
 #define ROWS(name) KVC_FN(name)
 #endif
 

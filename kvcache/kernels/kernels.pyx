@@ -365,8 +365,8 @@ def simd_levels():
 
 
 def level_of_bits(level):
-    """The level that results at `level` have the bits of: itself, but for "amx", which has those of "avx512", and "i8mm",
-    which has those of "neon". Products of rows in bf16 are apart: `bf16_order`.
+    """The level that results at `level` have the bits of: itself, but for "amx", which has those of "avx512", "avxvnni",
+    which has those of "avx2", and "i8mm", which has those of "neon". Products of rows in bf16 are apart: `bf16_order`.
 
     Raises:
         ValueError: this CPU has no such level.

@@ -1,4 +1,6 @@
-"""The level amx, which multiplies tiles: the bits of avx512, in every format, at sizes around those of a tile.
+"""Levels that have the bits of another one: amx, which multiplies tiles, of avx512, and avxvnni of avx2.
+
+In every format, at sizes around those of a tile.
 
 But for rows in bf16 that meet weights in bf16, which have an order of their own: test_matrix.py has its bits.
 
@@ -19,8 +21,11 @@ from kvcache.kernels.matrix import MATRIX_FORMATS
 
 pytestmark = [
     pytest.mark.every_level,
-    pytest.mark.skipif("amx" not in simd_levels(), reason="needs AMX, or AVX-512 and a build for tests"),
+    pytest.mark.skipif(
+        not {"amx", "avxvnni"} & {*simd_levels()}, reason="needs AMX or AVX-VNNI, or AVX-512 and a build for tests"
+    ),
 ]
+TWINS = {"amx": "avx512", "avxvnni": "avx2"}
 PACKED = [name for name, line in MATRIX_FORMATS.items() if line.packed]
 # Rows and columns: of one panel, of part of one, of records that are not full, of more channels than a span has.
 SHAPES = [(1, 1), (16, 64), (33, 70), (40, 1030), (17, 2100)]
@@ -35,21 +40,23 @@ def threads(request):
 
 
 def assert_same_bits(function, *arguments, out=None, **options):
-    """Compare what `function` returns at both levels, a float32 array; `out`: what it adds to."""
-    answers = []
-    for level in ("amx", "avx512"):
-        also = {} if out is None else {"out": out.copy(), "add": True}
-        with use_simd(level):
-            answers.append(function(*arguments, **options, **also))
-    np.testing.assert_array_equal(*map(np.isnan, answers))
-    np.testing.assert_array_equal(*(np.where(np.isnan(x), np.float32(0), x).view(np.uint32) for x in answers))
+    """Compare what `function` returns at each level and its twin, a float32 array; `out`: what it adds to."""
+    for pair in TWINS.items():
+        if pair[0] not in simd_levels():
+            continue
+        answers = []
+        for level in pair:
+            also = {} if out is None else {"out": out.copy(), "add": True}
+            with use_simd(level):
+                answers.append(function(*arguments, **options, **also))
+        np.testing.assert_array_equal(*map(np.isnan, answers))
+        np.testing.assert_array_equal(*(np.where(np.isnan(x), np.float32(0), x).view(np.uint32) for x in answers))
 
 
-def test_it_names_the_level_whose_bits_it_has():
-    assert level_of_bits("amx") == "avx512"
-    assert [level_of_bits(level) for level in simd_levels() if level != "amx"] == [
-        level for level in simd_levels() if level != "amx"
-    ]
+def test_levels_name_the_one_whose_bits_they_have():
+    assert {level: level_of_bits(level) for level in simd_levels()} == {
+        level: TWINS.get(level, level) for level in simd_levels()
+    }
 
 
 # The system refuses tiles while the alternative stack of signals of a thread is too small for their registers.
@@ -87,6 +94,7 @@ print(answers[0][0])
 """
 
 
+@pytest.mark.skipif("amx" not in simd_levels(), reason="needs AMX, or AVX-512 and a build for tests")
 def test_tiles_that_the_system_refuses():
     """Everything is as at avx512, without a word; and stays so, for bits of bf16 would change."""
     done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True)
