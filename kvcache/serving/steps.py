@@ -135,7 +135,8 @@ class Steps:
             elif work.reason is None:  # it is in the inbox, from which it goes nowhere
                 work.reason = "cancelled"
                 self._scheduler.ended.append(work)
-        self._tell()
+        if self._scheduler.ended or self._woken:
+            self._tell()
 
     def wait_for_any(self) -> None:
         """Wait until a work ends, of whichever call.
@@ -312,8 +313,9 @@ class Steps:
                 self._pending.pop(ended[-1].key[1])
             ended.pop()
         self._publish()
-        Pending.wake_all(self._woken)
-        self._woken.clear()
+        if self._woken:
+            Pending.wake_all(self._woken)
+            self._woken.clear()
 
     # -- invariants and reports -----------------------------------------------------------------------------
 
@@ -326,7 +328,8 @@ class Steps:
             if number not in alive:
                 self._pending.pop(number, None)
                 self._finished += 1
-        Pending.wake_all(pending.values())
+        Pending.wake_all([*pending.values(), *self._woken])
+        self._woken.clear()
         self._scheduler.ended.clear()
         self._count_again()
         self._publish()

@@ -233,10 +233,10 @@ class CompressedPrefix:
         ordered = sorted(set(numbers)) == numbers and all(0 <= each < config.num_layers * heads for each in numbers)
         well = len(snapshot.arenas) == 2 and len(names) > 1 and ordered and len(numbers) == len(names) - 1
         if not well or owners.tolist() != [1] + [0] * len(numbers) or type(names[0]) is not int:
-            raise SnapshotError("expected the tokens of a prefix and what heads have of it, got others")
+            raise SnapshotError("arenas: expected the tokens of a prefix and what heads have of it, got others")
         tokens, arena = texts[0].astype(np.uint32), snapshot.arenas[0]
         if int(tokens.max()) >= config.vocab_size or len(tokens) > config.max_position_embeddings:
-            raise SnapshotError("expected tokens of this network, got others")
+            raise SnapshotError("tokens: expected those of this network, got others")
         kept = [[np.empty(0, np.int64)] * heads for _ in range(config.num_layers)]
         for number, text in zip(numbers, texts[1:], strict=True):
             kept[number // heads][number % heads] = _positions(text, arena.page_tokens, len(tokens))
@@ -245,13 +245,13 @@ class CompressedPrefix:
         try:
             prefix = cls(model, tokens, kept, int(names[0]), storing)
         except (TypeError, ValueError) as error:
-            raise SnapshotError(f"expected formats of this library, got others: {error}") from error
+            raise SnapshotError(f"formats: expected those of this library, got others: {error}") from error
         for want, got in zip(prefix._arenas(), snapshot.arenas, strict=True):
             want.expect(got)
         store, blocks = prefix.cache.blocks.store, prefix.cache.block_table(np.array(numbers, np.uint64)).block_ids
         pages = snapshot.read_pages(0, range(len(blocks)), [store.overwrite(block) for block in blocks.tolist()])
         if not pages.all():
-            raise SnapshotError(f"expected whole pages, got page {int(pages.argmin())} damaged")
+            raise SnapshotError(f"pages: expected whole ones, got page {int(pages.argmin())} damaged")
         return prefix
 
     __reduce_ex__ = refuse_copies("`save` writes it to a file")
@@ -288,5 +288,5 @@ def _positions(padded: Tokens, size: int, num_tokens: int) -> Int64:
     count = int(np.count_nonzero(padded != _FILLING))
     found = padded[:count].astype(np.int64)
     if not count or len(padded) != -(-count // size) * size or (np.diff(found, append=num_tokens) <= 0).any():
-        raise SnapshotError("expected ascending positions in whole blocks, got others")
+        raise SnapshotError("positions: expected ascending ones in whole blocks, got others")
     return found
