@@ -168,8 +168,9 @@ class Requests:
             if drawn.error is not None:
                 raise drawn.error
         finally:
-            if waiting:  # it was closed before it gave all that it has drawn
-                self.lock.when_free(partial(self._shorten, turn, len(waiting)))
+            # It may be closed before it gave all that it has drawn; the last one of these has not run.
+            if (count := min(len(waiting), len(tokens) - 1)) > 0:
+                self.lock.when_free(partial(self._shorten, turn, count))
             drawn.end()
 
     def _shorten(self, turn: Turn, count: int) -> None:
