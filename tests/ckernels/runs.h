@@ -31,14 +31,12 @@ static void fail(const char *what, ...) {
     abort();
 }
 
-/* A level with the bits of another one has its functions but for products and, with tiles, attention. */
+/* A level with the bits of another one has its functions but for products, rows made ready for them, and attention. */
 static void expect_table(const kvc_kernels *kernels) {
     kvc_kernels twin = *kvc_find_level(kernels->bits);
-    if (strcmp(twin.name, kernels->name) == 0) return;
     twin.multiply_packed = kernels->multiply_packed, twin.multiply_bf16 = kernels->multiply_bf16;
-    if (!kernels->tiles) twin.prepare_rows = kernels->prepare_rows;
-    if (kernels->tiles)
-        twin.attend_item = kernels->attend_item, twin.combine_parts = kernels->combine_parts, twin.score_item = kernels->score_item;
+    twin.prepare_rows = kernels->prepare_rows;
+    twin.attend_item = kernels->attend_item, twin.combine_parts = kernels->combine_parts, twin.score_item = kernels->score_item;
     const size_t first = offsetof(kvc_kernels, write_runs); /* before it: names, which may lie apart, and padding */
     if (memcmp((char *)&twin + first, (const char *)kernels + first, sizeof twin - first))
         fail("the table of %s is not that of %s", kernels->name, kernels->bits);
