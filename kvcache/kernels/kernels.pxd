@@ -235,7 +235,7 @@ cdef void floats_of_bf16(int64_t n, const uint16_t *words, float *x) noexcept no
 cdef void bf16_of_floats(int64_t n, const float *x, uint16_t *words) noexcept nogil    # rounded half to even
 cdef void quantise_weights(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
                            unsigned char *codes, uint16_t *scales, uint16_t *minima) noexcept nogil
-# The level in use, for `matmul`, and if asked for its fastest way of rows in bf16. Another thread may change the level after it.
+# The level in use, for `matmul`, and if asked for its fastest way of rows in bf16; it may change after this.
 cdef const void *level_in_use(bint in_bf16, kvc_bf16_rows *rows) except NULL
 cdef size_t matmul_scratch_bytes(const kvc_matmul_args *args, int threads) noexcept nogil
 cdef void matmul(const void *level, const kvc_matmul_args *args, int num_threads) noexcept nogil

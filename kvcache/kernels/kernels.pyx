@@ -365,8 +365,9 @@ def simd_levels():
 
 
 def level_of_bits(level):
-    """The level that results at `level` have the bits of: itself, but for "amx", which has those of "avx512", "avxvnni",
-    which has those of "avx2", and "i8mm", which has those of "neon". Products of rows in bf16 are apart: `bf16_order`.
+    """The level that results at `level` have the bits of: itself, but for "amx", which has those of "avx512",
+    "avxvnni", which has those of "avx2", and "i8mm", which has those of "neon". Products of rows in bf16 are apart:
+    `bf16_order`.
 
     Raises:
         ValueError: this CPU has no such level.
@@ -375,14 +376,16 @@ def level_of_bits(level):
 
 
 def bf16_order():
-    """The order of sums where `activations="bf16"` meets weights in bf16, at the level in use in this process: bits depend on it.
+    """The order of sums where `activations="bf16"` meets weights in bf16, at the level in use: bits depend on it.
 
-    "rounded", that of floats; or that of an instruction, "pairs" (AMD's CPUs with AVX-512), "tiles" (AMX, if the system permits
-    them, which is asked for here or at the first such product) or "quads" (i8mm). ckernels/kvc_matrix.h defines them.
+    "rounded", that of floats; or that of an instruction, "pairs" (AMD's CPUs with AVX-512), "tiles" (AMX, if the system
+    permits them, which is asked for here or at the first such product) or "quads" (i8mm). ckernels/kvc_matrix.h defines
+    them.
     """
     cdef kvc_bf16_rows rows
     level_in_use(True, &rows)
-    return {KVC_BF16_ROUNDED: "rounded", KVC_BF16_PAIRS: "pairs", KVC_BF16_TILES: "tiles", KVC_BF16_QUADS: "quads"}[rows]
+    names = {KVC_BF16_ROUNDED: "rounded", KVC_BF16_PAIRS: "pairs", KVC_BF16_TILES: "tiles", KVC_BF16_QUADS: "quads"}
+    return names[rows]
 
 
 cdef const kvc_kernels *_level_of(object level, str what) except NULL:

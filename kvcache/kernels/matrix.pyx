@@ -293,9 +293,9 @@ cdef class Matrix:
                 a new array by default.
             activations: how x meets the weights. "int8": packed ones in 8 bits per group of 32 channels, floats in
                 float32. "exact": packed ones in two digits of 8 bits, at twice the arithmetic. "bf16": as "int8", but
-                weights in bf16 with x rounded to bf16, several times as fast on CPUs that multiply bf16 (AMD's with AVX-512,
-                AMX, ARM's with i8mm). Each kind has an order of sums of its own, so that bits differ between levels that
-                share them otherwise: `kernels.bf16_order()` names it.
+                weights in bf16 with x rounded to bf16, several times as fast on CPUs that multiply bf16 (AMD's with
+                AVX-512, AMX, ARM's with i8mm). Each kind has an order of sums of its own, so that bits differ between
+                levels that share them otherwise: `kernels.bf16_order()` names it.
             add: add the product, then the bias, to what `out` has; by default they take its place.
 
         Raises:
@@ -385,7 +385,8 @@ cdef class Matrix:
         if bias is not None:
             args.bias = <const float *>cnp.PyArray_DATA(bias)
         args.digits = 2 if activations == "exact" else 1
-        cdef const void *level = level_in_use(activations == "bf16" and self.c.format == KVC_MATRIX_BF16, &args.bf16_rows)
+        cdef bint in_bf16 = activations == "bf16" and self.c.format == KVC_MATRIX_BF16
+        cdef const void *level = level_in_use(in_bf16, &args.bf16_rows)
         cdef int threads = num_threads()
         cdef size_t size = matmul_scratch_bytes(&args, threads)
         scratch = Piece(size)
