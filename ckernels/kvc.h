@@ -222,7 +222,7 @@ const kvc_kernels *kvc_find_level(const char *); /* by name, or NULL */
 /* The level itself, or the one that gives the same bits where it needs what the system refuses to this process. */
 const kvc_kernels *kvc_permitted(const kvc_kernels *);
 /* The fastest way of a level on this CPU to multiply rows rounded to bf16: never KVC_BF16_FLOATS. Where that is KVC_BF16_TILES the
- * system has permitted them; a refusal may turn into a permission later, so who wants the same bits keeps the first answer. */
+ * system has permitted them; a later answer may differ: a caller that needs the same bits keeps the first. */
 kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *);
 
 /* kvc_layout.c */

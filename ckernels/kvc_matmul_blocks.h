@@ -44,7 +44,7 @@ INLINE size_t channel_bytes(const kvc_matrix *matrix, int64_t channels) {
     return (size_t)(channels * KVC_PANEL * kvc_matrix_format_of(matrix->format)->bits / 8);
 }
 
-/* Of panels from `panel` on, the channels from k on that are multiplied together. */
+/* The channels from k on, of the panels from `panel` on, that are multiplied together. */
 INLINE block block_at(const kvc_matrix *matrix, int64_t panel, int64_t k) {
     const int64_t left = matrix->columns - k;
     return (block){matrix->data + (size_t)panel * matrix->panel_bytes + channel_bytes(matrix, k), matrix->panel_bytes,

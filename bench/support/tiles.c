@@ -82,7 +82,7 @@ static float of_bf16(const uint8_t *word) {
     return x;
 }
 
-/* Of bf16, in the order of ckernels/kvc_matrix.h; magnitudes from 2^-8 to 2^8. A product and a sum in double are rounded once. */
+/* The product of bf16 in the order of ckernels/kvc_matrix.h, for magnitudes from 2^-8 to 2^8: product and sum in double, rounded once. */
 static int differing_in_bf16(int rows, int channels) {
     int count = 0;
     for (size_t i = 0; i < sizeof a; i += 2) {
