@@ -281,7 +281,10 @@ class InferenceEngine:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the current sequence, evicted ones included: the position of the next token."""
+        """The number of tokens of the current sequence, evicted ones included: the position of the next token.
+
+        Draft tokens that were drawn count before a stream gives them, until it is closed.
+        """
         return self._sequence.num_tokens
 
     @property
