@@ -42,11 +42,15 @@ def written(value: float) -> str:
 
 def plain_numbers(axis: Any, unit: str = "", ticks: Sequence[float] = ()) -> None:
     """Write the numbers of an axis as people do, with a unit; `ticks` are all that it has, if there are any."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     if len(ticks):
         axis.set_ticks(list(ticks))
         axis.set_ticks([], minor=True)
+    elif axis.get_scale() == "log":
+        least, most = axis.get_view_interval()
+        if most < 100 * least:  # powers of ten alone would be one or two
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: written(value) + unit))
     axis.set_minor_formatter(NullFormatter())
 
