@@ -350,7 +350,7 @@ def test_tasks_have_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
     options = ["--tasks", "needle", "--rows", "all tokens", "window", "--budgets", "0.2", "--context", "300"]
     assert main(["quality", "--quick", *options, "--plot", ".", "--json", "tasks.json"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"(?m)^window +20% +60 +\d+ %, -\d+\.\d\d", shown)
+    assert re.search(r"(?m)^window +20% +60 +20% +\d+ %, -\d+\.\d\d", shown)
     assert (tmp_path / "quality-tasks.png").stat().st_size > 5_000
     figures = json.loads((tmp_path / "tasks.json").read_text())["figures"]
     assert [f["policy"] for f in figures] == ["all tokens", "window"]
