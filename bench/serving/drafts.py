@@ -60,7 +60,7 @@ def compare(model: Any, sources: dict[str, Any], prompts: list[Any], new: int, r
             want = answers if want is None else want
             if answers != want:
                 raise AssertionError(f"{name}: the answers differ")
-            if turn:  # the first one learns what a step takes
+            if turn:  # the first one measures what passes take, and uses up what a source may take at first
                 found[name].append((speed, drawn))
     plain = [speed for speed, _ in found["none"]]
     return [

@@ -25,10 +25,13 @@ class DraftHeads:
         forward: of the engine.
     """
 
-    name, costs = "the layer that guesses more tokens", True
+    name = "the layer that guesses more tokens"
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
+
+    def behind(self, ask: Ask) -> int:
+        return 0
 
     def prepare(self, asked: Sequence[Ask]) -> list[Ask]:
         return [

@@ -31,10 +31,11 @@ class DraftNetwork:
     Args:
         settings: of its cache, for two texts for each one of the engine.
         num_blocks: of its cache.
-        vocab_size: of the engine's network; token ids from there on are not proposed.
+        vocab_size: of the engine's network; token ids from there on are not proposed. A text with one that is not in
+            the small network's vocabulary has no draft tokens from there on.
     """
 
-    name, costs = "the network", True
+    name = "the network"
 
     def __init__(self, settings: CacheSettings, num_blocks: int, vocab_size: int) -> None:
         self.model: Model = settings.model
@@ -43,13 +44,32 @@ class DraftNetwork:
         self._vocab_size, self._most = vocab_size, self.model.config.max_position_embeddings
         self._shadows: dict[object, Text] = {}  # by the key, the one that was asked for last at the end
         self._busy: set[object] = set()  # those that are asked for now
+        self._strange: set[object] = set()  # keys of texts with a token that this network does not have
 
     # -- shadows --------------------------------------------------------------------------------------------
+
+    def behind(self, ask: Ask) -> int:
+        shadow = self._shadows.get(ask.key)
+        if ask.key in self._strange:
+            return 0
+        if shadow is None:
+            shadow = self._shadows[ask.key] = self._begin(ask)
+        cached = shadow.computed if shadow.seq_id >= 0 else self._pool.shared.longest(shadow)
+        return max(0, ask.text.num_tokens - cached - _SOON)
+
+    def _begin(self, ask: Ask) -> Text:
+        """The shadow of a text that has none; without a sequence."""
+        text = ask.text
+        shadow = Text(text.tokens[: text.num_prompt].copy(), text.namespace)
+        shadow.parts_at = text.parts_at
+        shadow.regime = self._forward.regime(min(text.num_tokens + ask.most, self._most))
+        shadow.space = self._forward.space_of(shadow)
+        return shadow
 
     def prepare(self, asked: Sequence[Ask]) -> list[Ask]:
         ready, left, self._busy = [], _READ, {ask.key for ask in asked}
         for ask in asked:
-            shadow = self._follow(ask)
+            shadow = None if ask.key in self._strange else self._follow(ask)
             if shadow is None:
                 continue
             if (behind := shadow.remaining - _SOON) > 0 and left > 0:
@@ -62,13 +82,15 @@ class DraftNetwork:
         return ready
 
     def _follow(self, ask: Ask) -> Text | None:
-        """The shadow of a text, with all its tokens and a sequence; None: it has no room."""
+        """The shadow of a text, with all its tokens and a sequence; None: it has no room, or cannot have them."""
         text = ask.text
         shadow = self._shadows.pop(ask.key, None)
-        if shadow is None:
-            shadow = Text(text.tokens[: text.num_prompt].copy(), text.namespace)
-            shadow.parts_at = text.parts_at
-        self._shadows[ask.key] = shadow
+        self._shadows[ask.key] = shadow = shadow or self._begin(ask)
+        new = text.tokens[shadow.computed :]
+        if len(new) and int(new.max()) >= self.model.config.vocab_size:
+            self._strange.add(ask.key)
+            self._pool.stop(shadow)
+            return None
         for token in text.tokens[shadow.num_tokens :].tolist():
             shadow.add(token)
         regime = self._forward.regime(min(shadow.num_tokens + ask.most, self._most))
@@ -158,6 +180,7 @@ class DraftNetwork:
     # -- the end, and reports -------------------------------------------------------------------------------
 
     def end(self, key: object) -> None:
+        self._strange.discard(key)
         if (shadow := self._shadows.pop(key, None)) is not None:
             if shadow.seq_id >= 0:
                 self._pool.index(shadow)

@@ -1,54 +1,53 @@
-"""`DraftPace`: how many draft tokens a text asks a source for: fewer and more seldom where they fail, else more."""
+"""`DraftPace`: how likely the next draft token holds, by how those before it did."""
 
 from __future__ import annotations
 
 __all__ = ["MOST_DRAFTS", "DraftPace"]
 
 MOST_DRAFTS = 8  # per pass; products of so few rows cost little more than those of one
-_LONGEST_PAUSE = 64  # passes without draft tokens, after some that failed: what a try costs is a small part of them
-_WEIGHT = 0.25  # of the newest proposal in the running mean
+_TEXT, _SOURCE = 0.95, 0.98  # what each token leaves of those before: about the last 20 of a text, or 50 of all, count
+_FIRST, _PRIOR = 0.85, 4.0  # what is expected of a new source, and in how many tokens: it is to show itself at once
 
 
 class DraftPace:
-    """The draft tokens of one text from one source.
+    """The draft tokens of one source: of one text, or of all.
 
     Args:
-        most: per pass; 0: it asks for none.
+        source: of all texts, which this one begins as; None: this is the one of all.
+        now: see `asked`.
 
     Attributes:
-        proposed, accepted: tokens so far.
+        proposed, accepted: tokens so far that ran, and those of them that were drawn.
+        asked: the pass in which the text was last asked for.
     """
 
-    def __init__(self, most: int = MOST_DRAFTS) -> None:
+    def __init__(self, source: DraftPace | None = None, now: int = 0) -> None:
         self.proposed = self.accepted = 0
-        self._limit, self._most, self._pause, self._wait, self._gain = most, min(2, most), 0, 0, 0.0
+        self.asked = now
+        self._source, self._kept = source, _SOURCE if source is None else _TEXT
+        self._held = self._failed = 0.0
 
     @property
-    def pays(self) -> bool:
-        """Whether the draft tokens have saved as much time as they took, as far as is known."""
-        return self._gain >= 0
+    def likely(self) -> float:
+        """The chance that a draft token holds behind those that do."""
+        before = _FIRST if self._source is None else self._source.likely
+        return (self._held + _PRIOR * before) / (self._held + self._failed + _PRIOR)
 
-    def wanted(self, most: int) -> int:
-        """How many tokens to ask for, at most `most`; a pass counts each call."""
-        if self._wait:
-            self._wait -= 1
-            return 0
-        return max(0, min(most, self._most))
-
-    def learn(self, proposed: int, accepted: int, cost: float = 0.0) -> None:
-        """Note how many draft tokens of a pass stayed.
-
-        Args:
-            cost: the time that they took, in that of a pass without them.
-        """
+    def learn(self, proposed: int, accepted: int) -> None:
+        """Note how many draft tokens of a pass were drawn: behind the first that was not, no other tells anything."""
         self.proposed += proposed
         self.accepted += accepted
-        self._gain += _WEIGHT * (accepted - cost - self._gain)
-        if self._gain < 0 or not accepted:
-            self._most = max(self._most // 2, 1)
-            self._pause = min(2 * self._pause + 2, int(_LONGEST_PAUSE * max(1.0, cost)))
-            self._wait = self._pause
-        elif accepted == proposed:
-            self._most, self._pause = min(2 * self._most, self._limit), 0
-        elif 2 * accepted < proposed:
-            self._most = max(self._most // 2, 1)
+        self._note(accepted, int(accepted < proposed))
+        if self._source is not None:
+            self._source.learn(proposed, accepted)
+
+    def fail(self) -> None:
+        """Note a token that did not need to run: it may not follow."""
+        self._note(0, 1)
+        if self._source is not None:
+            self._source.fail()
+
+    def _note(self, held: int, failed: int) -> None:
+        kept = self._kept ** (held + failed)
+        self._held = kept * self._held + held
+        self._failed = kept * self._failed + failed

@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 
 from kvcache.core.memory import total
-from kvcache.drafts.draft_pace import DraftPace
+from kvcache.drafts.draft_account import DraftAccount
+from kvcache.drafts.pass_times import PassTimes
 from kvcache.drafts.proposer import NO_DRAFT, Ask, Proposer
-from kvcache.drafts.step_costs import StepCosts
 from kvcache.drafts.text_drafts import TextDrafts
 from kvcache.grammar.matcher import Matcher
 from kvcache.support.arguments import short
@@ -20,8 +20,6 @@ from kvcache.texts.text import Text, Tokens
 __all__ = ["Drafted", "Drafter"]
 
 logger = logging.getLogger("kvcache")
-
-_TRIED = 8  # of so many texts one tries a source that has failed: it may read a whole prompt for that
 
 
 class Drafted(Protocol):
@@ -48,7 +46,7 @@ class Drafted(Protocol):
 
 
 class Drafter:
-    """The sources of draft tokens of an engine.
+    """The sources of draft tokens of an engine. What each may take beside what it saves, `DraftAccount` promises.
 
     A source that fails is given up; texts go on without it.
 
@@ -59,129 +57,123 @@ class Drafter:
 
     Attributes:
         most: see above.
-        seconds: that the last `give` took in sources whose draft tokens cost something.
+        seconds: that the last `give` took in sources.
     """
 
     def __init__(self, proposers: Sequence[Proposer], most: int, clock: Callable[[], float]) -> None:
-        self._proposers, self.most, self._clock = list(proposers), most, clock
-        self._costs, self.seconds = StepCosts(), 0.0
-        self._left_out = [0] * len(self._proposers)  # texts that a source does without yet, since it did not pay
+        self._proposers, self.most, self._clock = dict(enumerate(proposers)), most, clock
+        self._times, self.seconds = PassTimes(), 0.0
+        self._accounts = [DraftAccount(self._times, 1 / len(proposers)) for _ in proposers]
 
     def begin(self) -> TextDrafts | None:
         """The draft tokens of a new text; None: there is no source."""
-        if not self._proposers:
-            return None
-        paces = []
-        for i, left_out in enumerate(self._left_out):
-            paces.append(DraftPace(0 if left_out else self.most))
-            self._left_out[i] = max(0, left_out - 1)
-        return TextDrafts(paces)
+        return TextDrafts([account.begin() for account in self._accounts]) if self._accounts else None
 
     def end(self, text: Drafted) -> None:
         """Forget a text."""
-        if text.drafts is None:
-            return
-        for i, (proposer, pace) in enumerate(zip(self._proposers, text.drafts.paces, strict=True)):
-            proposer.end(text.drafts)
-            if proposer.costs and pace.proposed:
-                self._left_out[i] = 0 if pace.pays else _TRIED - 1
+        if text.drafts is not None:
+            for proposer in self._proposers.values():
+                proposer.end(text.drafts)
 
     def give(self, texts: Sequence[Drafted], left: int) -> None:
         """Give texts their draft tokens, at most `left` in all: a grammar's, or those of the first source with some."""
-        self.seconds, waiting = 0.0, list[tuple[Drafted, TextDrafts]]()
+        self.seconds, rows, waiting = 0.0, len(texts), list[tuple[Drafted, TextDrafts]]()
+        for account in self._accounts:
+            account.open()
         for text in texts:
             if text.drafts is None:
                 continue
-            text.drafts.set()
+            text.drafts.source = -1
             text.itself.draft = NO_DRAFT
             if (most := text.most_drafts(left)) > 0:
                 if text.matcher is not None:
                     text.itself.draft = np.array(text.matcher.forced()[:most], np.uint32)
                 left -= len(text.itself.draft)
+                rows += len(text.itself.draft)
                 waiting.append((text, text.drafts))
-        for number, proposer in enumerate(self._proposers):
+        if not any(map(self._times.is_known, range(len(texts), rows + 1))):
+            return  # this pass measures it, or others do whose grammars force nothing
+        for number, account in enumerate(self._accounts):
             waiting = [each for each in waiting if not len(each[0].itself.draft)]
-            if left > 0 and waiting:
-                left -= self._ask(number, proposer, waiting, left, len(texts))
+            if number in self._proposers and left > 0 and waiting and account.may_ask(rows):
+                given = self._ask(number, waiting, left, rows)
+                left, rows = left - given, rows + given
 
-    def _ask(
-        self, number: int, proposer: Proposer, texts: Sequence[tuple[Drafted, TextDrafts]], left: int, beside: int
-    ) -> int:
-        """Give texts draft tokens of one source; how many."""
-        by_text, asked = {}, []
-        for text, drafts in texts:
-            if (count := drafts.paces[number].wanted(text.most_drafts(left))) > 0:
-                by_text[text.itself] = text, drafts
-                asked.append(Ask(text.itself, count, drafts))
-        if not asked:
-            return 0
-        if proposer.costs:
-            each = max(1, left // len(asked))
-            asked = [ask._replace(most=min(ask.most, each)) for ask in asked[:left]]
+    def _ask(self, number: int, texts: Sequence[tuple[Drafted, TextDrafts]], left: int, rows: int) -> int:
+        """Give texts draft tokens of one source, beside so many rows; how many."""
+        account, began, given, is_reading = self._accounts[number], self._clock(), 0, False
+        paces = [(drafts.paces[number], text.most_drafts(left)) for text, drafts in texts]
+        counts = account.plan(paces, rows, left)
+        by_key: dict[object, tuple[Drafted, TextDrafts]] = {drafts: (text, drafts) for text, drafts in texts}
+        asked = [Ask(text.itself, count, drafts) for (text, drafts), count in zip(texts, counts, strict=True) if count]
         try:
-            asked = proposer.prepare(asked)
-            began = self._clock()
-            found = proposer.propose(asked) if asked else []
+            if asked:
+                asked, is_reading = self._prepare(self._proposers[number], account, asked)
+            found = self._propose(self._proposers[number], account, asked) if asked else []
         except Exception as error:  # of a network, or of memory
+            proposer = self._proposers.pop(number)
             logger.warning("draft: %s has failed, and is not asked again: %s", proposer.name, short(error))
-            self._proposers[number] = _Nothing()
             proposer.settle()
             return 0
-        seconds = self._clock() - began if proposer.costs else 0.0
-        self.seconds += seconds
-        given = 0
         for ask, tokens in zip(asked, found, strict=True):
-            text, drafts = by_text[ask.text]
+            text, drafts = by_key[ask.key]
             kept = tokens[: left - given]
             if len(kept) and text.matcher is not None:
-                kept = kept[: text.matcher.holds(kept.tolist())]
-            cost = self._costs.passes(beside, len(kept), seconds / len(asked)) if proposer.costs else 0.0
+                holds = text.matcher.holds(kept.tolist())
+                if holds < len(kept):
+                    drafts.paces[number].fail()
+                kept = kept[:holds]
             if len(kept):
-                ask.text.draft = kept
-                drafts.set(number, cost)
-            elif len(tokens) and proposer.costs:
-                drafts.paces[number].learn(len(tokens), 0, cost)
+                ask.text.draft, drafts.source = kept, number
             given += len(kept)
+        seconds = self._clock() - began
+        account.pay(seconds, is_reading=is_reading)
+        self.seconds += seconds
         return given
 
-    def ran(self, rows: int, seconds: float) -> None:
-        """Note a pass of decodes and draft tokens alone, and its time without that of `give`."""
-        self._costs.observe(rows, seconds)
+    def _prepare(self, proposer: Proposer, account: DraftAccount, asked: Sequence[Ask]) -> tuple[list[Ask], bool]:
+        """Let a source read; the texts that it may propose for, and whether there are none since it still reads."""
+        began = self._clock()
+        asked = [ask for ask in asked if account.may_read(proposer.behind(ask))]
+        before = sum(map(proposer.behind, asked))
+        ready = proposer.prepare(asked)
+        read = before - sum(map(proposer.behind, asked)) if before else 0
+        account.read(read, self._clock() - began)
+        return ready, read > 0 and not ready
+
+    def _propose(self, proposer: Proposer, account: DraftAccount, asked: Sequence[Ask]) -> Sequence[Tokens]:
+        began = self._clock()
+        found = proposer.propose(asked)
+        account.proposed(sum(map(len, found)), self._clock() - began)
+        return found
+
+    def ran(self, rows: int, seconds: float | None) -> None:
+        """Note a pass with `rows` of decodes and draft tokens.
+
+        Args:
+            seconds: its time without that of `give`; None: prompts ran beside them.
+        """
+        if not self._accounts:
+            return
+        drafted = sum(account.num_rows for account in self._accounts)
+        base = max(1, rows - drafted)
+        if seconds is not None:
+            self._times.observe(rows, seconds)
+        taken = self._times.seconds(rows) if seconds is None else self._times.clipped(rows, seconds)
+        plain = self._times.seconds(base)
+        for account in self._accounts:
+            account.settle(plain, base, (taken - plain) * account.num_rows / max(1, drafted))
 
     def settle(self) -> None:
         """Forget what an exception has left half done."""
-        for each in self._proposers:
+        for each in self._proposers.values():
             each.settle()
 
     def memory(self) -> dict[str, int]:
         """Bytes of the sources, as `BatchEngine.memory` names them."""
-        return total(*[each.memory() for each in self._proposers])
+        return total(*[each.memory() for each in list(self._proposers.values())])
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
-        for each in self._proposers:
+        for each in self._proposers.values():
             each.check()
-
-
-class _Nothing:
-    """A source that is given up."""
-
-    name, costs = "nothing", False
-
-    def prepare(self, asked: Sequence[Ask]) -> list[Ask]:
-        return []
-
-    def propose(self, asked: Sequence[Ask]) -> list[Tokens]:
-        return []
-
-    def end(self, key: object) -> None:
-        """Do nothing."""
-
-    def settle(self) -> None:
-        """Do nothing."""
-
-    def memory(self) -> dict[str, int]:
-        return {}
-
-    def check(self) -> None:
-        """Do nothing."""

@@ -21,7 +21,10 @@ _REACH = 8192  # tokens that are searched
 class NGrams:
     """Proposes what followed the newest place of a text's last tokens; see `Proposer`."""
 
-    name, costs = "ngram", False
+    name = "ngram"
+
+    def behind(self, ask: Ask) -> int:
+        return 0
 
     def prepare(self, asked: Sequence[Ask]) -> list[Ask]:
         return list(asked)

@@ -37,13 +37,14 @@ class Proposer(Protocol):
 
     Attributes:
         name: what messages call it.
-        costs: whether a draft token takes time that counts.
     """
 
     @property
     def name(self) -> str: ...
-    @property
-    def costs(self) -> bool: ...
+
+    def behind(self, ask: Ask) -> int:
+        """How many tokens of a text, about, `prepare` is to read before `propose` may be called."""
+        ...
 
     def prepare(self, asked: Sequence[Ask]) -> list[Ask]:
         """Read a part of texts of which many tokens are new; return those that `propose` may be called with now."""

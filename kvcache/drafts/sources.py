@@ -18,6 +18,7 @@ from kvcache.texts.settings import CacheSettings, Load
 __all__ = ["SOURCE_NAMES", "DraftSources", "each_source"]
 
 SOURCE_NAMES = ("ngram", "mtp", "auto")
+_FILL = 128  # rows by which families fill embeddings to sizes that differ: Qwen2.5 has 151,936 and 152,064
 
 
 class DraftSources:
@@ -30,7 +31,8 @@ class DraftSources:
         block_size: of its cache.
 
     Raises:
-        TypeError, ValueError: another kind; a network of another vocabulary; "mtp" for a network without such a layer.
+        TypeError, ValueError: another kind; a network of another vocabulary (one that differs by up to 128 rows has the
+            tokens of the network, and fills of its own behind them); "mtp" for a network without such a layer.
     """
 
     def __init__(self, draft: Any, model: Model, load: Load, block_size: int) -> None:
@@ -86,8 +88,9 @@ def each_source(draft: Any) -> Sequence[Any]:
 
 
 def _settings_of(model: Model, load: Load, block_size: int, vocab_size: int) -> CacheSettings:
-    if model.config.vocab_size != vocab_size:
-        raise ValueError(f"draft: expected a vocabulary of {vocab_size} tokens, got {model.config.vocab_size}")
+    if abs(model.config.vocab_size - vocab_size) > _FILL:
+        expected = f"a vocabulary of {vocab_size} tokens, or up to {_FILL} more or less"
+        raise ValueError(f"draft: expected {expected}, got {model.config.vocab_size}")
     return CacheSettings.of(
         model, load, dtype="f16", key_dtype=None, value_dtype=None, rotate="auto", block_size=block_size,
         num_blocks=None, max_memory_bytes=None, residual_length=0, calibrate=False, eviction_policy=None,

@@ -34,6 +34,8 @@ class DrawnTokens:
         self._left, self.ended, self.error = request.params.max_tokens, request.params.max_tokens == 0, None
         self.drafts: TextDrafts | None = None if drafter is None else drafter.begin()
         self.itself: Text = sequence.text
+        self._began: float | None = None  # of a pass; None: it is not measured
+        self._drawing = 0.0  # seconds of draws in it, of which a token needs as many with draft tokens as without
 
     error: Exception | None
 
@@ -68,20 +70,23 @@ class DrawnTokens:
         What a draw fails with is kept in `error`.
         """
         drafter, found = self._drafter, list[int]()
+        self._began = None
         if drafter is None or self.drafts is None:
             return found
         longer = self._sequence.with_token(token, drafter.most)
         if longer is None:
             return found
-        self.itself, began = longer, perf_counter()
+        self.itself, self._began, self._drawing = longer, perf_counter(), 0.0
         drafter.give([self], drafter.most)
         proposed = longer.draft
 
         def draw(rows: Float32) -> int:
+            began = perf_counter()
             try:
                 self.take(rows, found)
             except Exception as error:
                 self.error, self.ended = error, True
+            self._drawing = perf_counter() - began
             last_waits = bool(found) and self.error is None and self._request.finish_reason != "stop"
             return len(found) - last_waits
 
@@ -90,8 +95,13 @@ class DrawnTokens:
             self.drafts.learn(len(proposed), held)
         else:
             longer.draft = proposed[:0]
-        drafter.ran(1 + len(longer.draft), perf_counter() - began - drafter.seconds)
         return found
+
+    def ran(self) -> None:
+        """Note that the pass of the last token has run, by `run` or by the caller."""
+        if self._drafter is not None and self._began is not None:
+            seconds = perf_counter() - self._began - self._drafter.seconds - self._drawing
+            self._drafter.ran(1 + len(self.itself.draft), seconds)
 
     def end(self) -> None:
         """Forget the text in the sources of draft tokens."""

@@ -95,15 +95,15 @@ def open_drafts(draft: Any, text: CheckpointText | GgufText | None = None) -> tu
 
 
 def _expect_same_tokens(text: CheckpointText | GgufText, other: CheckpointText | GgufText) -> None:
-    """Raise ValueError unless two checkpoints have the same tokens, where both have a tokenizer."""
+    """Raise ValueError unless the ids that two checkpoints have are the same tokens, where both have a tokenizer."""
     with suppress(ImportError):
         if text.tokenizer is None or other.tokenizer is None:
             return
-        ours, theirs = text.tokenizer.get_vocab(), other.tokenizer.get_vocab()
-        if differ := sorted(ours.items() ^ theirs.items(), key=lambda item: item[1]):
-            token, number = differ[0]
-            whose = "its own" if theirs.get(token) == number else "none such"
-            raise ValueError(f"draft: expected the tokens of the network, got {whose} for id {number}: {short(token)}")
+        ours = {number: token for token, number in text.tokenizer.get_vocab().items()}
+        for token, number in sorted(other.tokenizer.get_vocab().items(), key=lambda item: item[1]):
+            if (expected := ours.get(number, token)) != token:
+                expected = f"the tokens of the network, with {short(expected)} for id {number}"
+                raise ValueError(f"draft: expected {expected}, got {short(token)}")
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:

@@ -162,6 +162,7 @@ class Requests:
                     tokens = drawn.run(last)
                     if not tokens and not drawn.ended:
                         logits = self.extend(np.array([last], np.uint32), self.sequence.num_tokens)
+                    drawn.ran()
                     turn.leave(self.sequence.version)
                 if not tokens and not drawn.ended:
                     drawn.take(logits[None], tokens)

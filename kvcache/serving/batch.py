@@ -83,10 +83,10 @@ class BatchEngine:
         max_running: the most requests that run at a time, samples counted.
         target_gap: seconds between new tokens that prompts of other requests may cause: fewer tokens of prompts run in
             a step that would last longer (16 to 512). None: 0.05, or twice as long as a step without prompts.
-        draft: where draft tokens come from, which one pass checks together. The results are the same; where a source
-            fails, or costs more time than it saves, it is asked seldom. "ngram": what followed the last tokens before,
-            in the prompt or the text (prompt lookup). A network of the same vocabulary, or the path of one: its most
-            likely tokens. Its K and V, in f16 and of as many tokens, count in `max_memory_bytes`. "mtp": the layer
+        draft: where draft tokens come from, which one pass checks together. The results are the same; beside what they
+            save, sources take at most 2 % of the time, and that of 32 passes. "ngram": what followed the last tokens
+            before, in the prompt or the text (prompt lookup). A network of the same vocabulary, or the path of one: its
+            most likely tokens. Its K and V, in f16 and of as many tokens, count in `max_memory_bytes`. "mtp": the layer
             behind the last one that a checkpoint has for that (`from_pretrained` loads it; it has K and V too).
             "auto": n-grams, and that layer where there is one. Several of these, in a tuple: each is asked where those
             before it have none. None: there are none.

@@ -183,6 +183,7 @@ class Steps:
             pieces = sorted(self._scheduler.plan(began), key=lambda piece: piece[0].opening)
             self._note_evictions(pieces)
             decodes = sum(work.remaining == 1 for work, _ in pieces)
+            rows = sum(n for work, n in pieces if work.remaining == 1)
             prefilled = sum(n for work, n in pieces if work.remaining > 1)
             for regime in sorted({work.regime for work, _ in pieces}):
                 self._pass([piece for piece in pieces if piece[0].regime == regime])
@@ -193,9 +194,9 @@ class Steps:
                     self._scheduler.arrivals.measured(prefilled, self.clock() - began)
                 seconds = self.clock() - began
                 self._scheduler.budget.observe(decodes, prefilled, seconds)
-                if not prefilled:
-                    drafter = self._scheduler.drafter
-                    drafter.ran(sum(n for _, n in pieces), seconds - drafter.seconds)
+                drafter = self._scheduler.drafter
+                if rows:
+                    drafter.ran(rows, None if prefilled else seconds - drafter.seconds)
             self._tell()
             busy = bool(self._scheduler.works)
         self._scheduler.observed.deliver()

@@ -195,7 +195,7 @@ def test_memory_is_shared_with_the_draft():
 def test_what_is_refused(network):
     model = opened("llama_odd")
     for draft, message in (
-        (network, "draft: expected a vocabulary of 96 tokens, got 256"),
+        (network, "draft: expected a vocabulary of 96 tokens, or up to 128 more or less, got 256"),
         (7, "draft: expected None, a name or a network, got int"),
         ("nowhere/at/all", "nowhere/at/all"),
     ):
@@ -205,3 +205,36 @@ def test_what_is_refused(network):
         BatchEngine(model, draft=model, eviction_policy=EvictionPolicy.StreamingLLM(4, 16))
     with pytest.raises(ValueError, match="draft_tokens: expected an int <= 16, got 17"):
         BatchEngine(model, draft_tokens=17)
+
+
+@pytest.mark.parametrize("size", [90, 100, 224])
+def test_vocabularies_of_other_sizes(size):
+    """Tokens that the network does not have are not proposed, and none behind one that the small one lacks."""
+    model = opened("llama_odd")
+    small = cut_to(model, size)
+    engine, plain = (BatchEngine(model, draft=each, clock=Clock()) for each in (small, None))
+    asked, requests = [np.array([5, 6, 7, 8], np.uint32), np.array([5, 95, 7], np.uint32)], []
+    params = replace(GREEDY, max_tokens=20, logit_bias=dict.fromkeys(range(90, 96), -1e9))
+    for prompt in asked:
+        requests.append(engine.submit(prompt, params))
+        assert requests[-1].result() == plain.submit(prompt, params).result()
+    held = [request.works[0].drafts.paces[0].accepted for request in requests]
+    assert held[0] > 9
+    assert (held[1] > 9) == (size > 95)
+    settled(engine)
+
+
+def cut_to(model, size):
+    """A network that says what another does, with other sizes of its vocabulary: it likes rows of filling best."""
+    vocab = model.config.vocab_size
+
+    class Cut:
+        config, selects_rows = replace(model.config, vocab_size=size), True
+
+        def forward(self, tokens, *place, **options):
+            assert tokens.max() < size
+            logits = model.forward(tokens, *place, **options)
+            filling = np.full((len(logits), max(0, size - vocab)), 1e9, np.float32)
+            return np.concatenate([logits[:, :size], filling], axis=1)
+
+    return Cut()

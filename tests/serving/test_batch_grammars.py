@@ -118,7 +118,7 @@ def test_forced_tokens_run_as_guesses():
     assert request.finish_reason == "stop"
     assert steps < len(request.tokens) / 2
     assert engine.stats().accepted_tokens == engine.stats().draft_tokens > 15
-    assert request.works[0].drafts.proposed == 0
+    assert request.works[0].drafts.paces[0].proposed == 0
 
 
 def test_samples_follow_the_grammar_each_by_itself():

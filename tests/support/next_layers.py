@@ -18,17 +18,22 @@ OWN = {
 SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")  # what adds to the residual stream
 
 
-def with_next_layer(name, folder, knows=False):
+def with_next_layer(name, folder, knows=False, vocab_size=None):
     """Write the folder of a golden network with such a layer; returns it.
 
     Args:
         knows: no layer adds anything to the embedding, so that the layer guesses what the network says.
+        vocab_size: other than that of the golden network.
     """
     shutil.copytree(seeded(name), folder)
     config, spec = (json.loads((folder / f"{each}.json").read_text()) for each in ("config", "weights"))
     layers, hidden, like = config["num_hidden_layers"], config["hidden_size"], MADE_AFTER[name]
     qwen = name.startswith("qwen")
     config["mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers"] = 1
+    if vocab_size is not None:
+        config["vocab_size"] = vocab_size
+        for each in {"model.embed_tokens.weight", "lm_head.weight"} & set(spec["tensors"]):
+            spec["tensors"][each][0][0] = vocab_size
     (folder / "config.json").write_text(json.dumps(config))
     prefix = "mtp.layers.0." if qwen else f"model.layers.{layers}."
     for old in [each for each in spec["tensors"] if each.startswith(f"model.layers.{like}.")]:

@@ -1,0 +1,32 @@
+"""`TypicalSeconds`: a running mean of what takes about as long each time, where disturbances count little."""
+
+from __future__ import annotations
+
+__all__ = ["TypicalSeconds"]
+
+_WEIGHT = 0.125  # of the newest measurement
+_MOST = 2.0  # times as long as expected: what took longer was disturbed
+
+
+class TypicalSeconds:
+    """A running mean of seconds.
+
+    Attributes:
+        value: the mean; 0 before the first measurement.
+        count: measurements.
+    """
+
+    def __init__(self) -> None:
+        self.value, self.count = 0.0, 0
+
+    def observe(self, seconds: float) -> None:
+        """Note a measurement. The first may be of cold memory: the second stands for both, where it is less."""
+        self.count += 1
+        if self.count <= 2:
+            self.value = seconds if self.count == 1 else min(self.value, seconds)
+        else:
+            self.value += _WEIGHT * (min(seconds, _MOST * self.value) - self.value)
+
+    def clipped(self, seconds: float) -> float:
+        """A measurement as far as it counts."""
+        return min(seconds, _MOST * self.value)
