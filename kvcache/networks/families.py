@@ -234,10 +234,11 @@ FAMILIES = {
     ),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
-        by_key_heads=True, names=_QWEN3_5, experts="shared",
+        by_key_heads=True, names=_QWEN3_5, experts="shared", next_layers="num_nextn_predict_layers",
+        next_prefix="mtp.layers.", next_names=_NEXT_OF_QWEN,
         defaults={
             "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "moe_intermediate_size": 512,
-            "num_experts": 512, "num_experts_per_tok": 10,
+            "num_experts": 512, "num_experts_per_tok": 10, "num_nextn_predict_layers": 1,  # its files do not say it
         },
     ),
     "Qwen3_5ForCausalLM": Family(

@@ -10,7 +10,7 @@ import shutil
 import numpy as np
 from seeded_weights import seeded, stored, tensors_of, write
 
-MADE_AFTER = {"qwen3_5": 1, "qwen3_5_moe": 1, "deepseek_v3": 2, "glm4_moe_lite": 2}
+MADE_AFTER = {"qwen3_5": 1, "qwen3_5_moe": 1, "qwen3_next": 1, "deepseek_v3": 2, "glm4_moe_lite": 2}
 OWN = {
     "qwen": ("mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight"),
     "": ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"),
@@ -29,7 +29,8 @@ def with_next_layer(name, folder, knows=False, vocab_size=None):
     config, spec = (json.loads((folder / f"{each}.json").read_text()) for each in ("config", "weights"))
     layers, hidden, like = config["num_hidden_layers"], config["hidden_size"], MADE_AFTER[name]
     qwen = name.startswith("qwen")
-    config["mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers"] = 1
+    if name != "qwen3_next":  # whose files do not say how many there are
+        config["mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers"] = 1
     if vocab_size is not None:
         config["vocab_size"] = vocab_size
         for each in {"model.embed_tokens.weight", "lm_head.weight"} & set(spec["tensors"]):
