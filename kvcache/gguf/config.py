@@ -124,6 +124,22 @@ ARCHITECTURES |= {
     ),
 }
 
+ARCHITECTURES |= {
+    "glm4moe": Architecture(
+        "glm4_moe", False, understood=(NEXT_LAYERS, *_EXPERTS), post_attention_norm=True,
+        names={"num_local_experts": "", "n_routed_experts": "expert_count"},
+    ),
+    "minimax-m2": Architecture("minimax_m2", False, understood=_EXPERTS),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe", True, understood=_EXPERTS,
+        names={
+            "num_local_experts": "", "moe_num_experts": "expert_count", "num_experts_per_tok": "",
+            "moe_k": "expert_used_count", "moe_num_shared_experts": "expert_shared_count",
+            "moe_layer_start_index": "leading_dense_block_count", "moe_layer_interval": "interleave_moe_layer_step",
+        },
+    ),
+}
+
 # From the keys of config.json to those of a file, after the architecture and a dot.
 KEYS = {
     "num_hidden_layers": "block_count",
@@ -148,7 +164,8 @@ KEYS = {
     "rope_local_base_freq": "rope.freq_base_swa",
 }
 _MAX_LAYERS = 1 << 16
-_PARTIAL = ("phi3", "qwen3_5_text", "qwen3_5_moe_text", "glm4")  # which turn some channels of a head
+# Networks that turn some channels of a head.
+_PARTIAL = ("phi3", "qwen3_5_text", "qwen3_5_moe_text", "glm4", "glm4_moe", "minimax_m2")
 _ROPE_PER_KIND = ("gemma3_text", "gemma4_text", "olmo2")  # OLMo 3 has this architecture
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _LAYER_INPUTS = "per_layer_token_embd.weight"
@@ -163,6 +180,7 @@ _BESIDE_EXPERTS = {
     "routed_scaling_factor": "expert_weights_scale",
 }
 _LATENT = ("deepseek_v3", "mistral4")  # networks with latent attention
+_ATTENDING = ("glm4_moe", "minimax_m2", "ernie4_5_moe")  # with usual attention, experts, and a bias of their choice
 _PER_LAYER = ("attention.head_count_kv", "feed_forward_length")  # with 0 for layers that have none
 _OWN_EPS = {"conv": "norm_eps", "mamba": "layer_norm_epsilon"}
 # The sizes of layers with a state, by kind.
@@ -268,6 +286,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         _set_latent(read, file, found)
     else:
         _set_heads(read, architecture, found)
+    if architecture.model_type in _ATTENDING:
+        _set_attending_experts(read, found)
     if architecture.model_type not in _ROPE_PER_KIND:
         read.refuse("rope.freq_base_swa", found["rope_theta"])
     _set_windows(read, architecture, found)
@@ -393,18 +413,8 @@ def _set_latent(read: _Entries, file: GgufFile, found: dict[str, Any]) -> None:
         read.fail("attention.key_length", f"{latent + turned}, of a latent and what turns")
     found |= {"qk_nope_head_dim": key - turned, "v_head_dim": value}
     found["q_lora_rank"] = read.get("attention.q_lora_rank") or None
-    layers = found.get("num_hidden_layers")
-    if type(layers) is not int:
-        read.fail("block_count", "a number")
-    found["num_nextn_predict_layers"] = guessing = _guessing(read, layers)
-    found["num_hidden_layers"] = layers - guessing
-    beside = {key: read.get(name) for key, name in _BESIDE_EXPERTS.items()}
-    found |= {
-        "n_shared_experts": beside["n_shared_experts"], "first_k_dense_replace": beside["num_dense_layers"] or 0,
-        "n_group": beside["n_group"] or 1, "topk_group": beside["topk_group"] or 1,
-        "routed_scaling_factor": beside["routed_scaling_factor"] or 1.0,
-        "norm_topk_prob": bool(beside["norm_topk_prob"]), "rope_interleave": True,
-    }
+    found["rope_interleave"] = True
+    layers = _set_chosen_experts(read, found)
     gating = read.get("expert_gating_func")
     if gating is None:
         tokens = file["token_embd.weight"].shape[0] if "token_embd.weight" in file else 0
@@ -418,6 +428,34 @@ def _set_latent(read: _Entries, file: GgufFile, found: dict[str, Any]) -> None:
         found["topk_method"] = "greedy" if found["n_group"] == 1 else "group_limited_greedy"
         if found["norm_topk_prob"]:
             read.fail("expert_weights_norm", "false for a choice by softmax")
+
+
+def _set_chosen_experts(read: _Entries, found: dict[str, Any]) -> int:
+    """The experts of DeepSeek and its kin, and the layers that guess more tokens; returns all layers of the file."""
+    layers = found.get("num_hidden_layers")
+    if type(layers) is not int:
+        read.fail("block_count", "a number")
+    found["num_nextn_predict_layers"] = guessing = _guessing(read, layers)
+    found["num_hidden_layers"] = layers - guessing
+    beside = {key: read.get(name) for key, name in _BESIDE_EXPERTS.items()}
+    found |= {
+        "n_shared_experts": beside["n_shared_experts"], "first_k_dense_replace": beside["num_dense_layers"] or 0,
+        "n_group": beside["n_group"] or 1, "topk_group": beside["topk_group"] or 1,
+        "routed_scaling_factor": beside["routed_scaling_factor"] or 1.0,
+        "norm_topk_prob": bool(beside["norm_topk_prob"]),
+    }
+    return layers
+
+
+def _set_attending_experts(read: _Entries, found: dict[str, Any]) -> None:
+    """The experts of networks with usual attention that choose them with a bias."""
+    if found["model_type"] == "glm4_moe":
+        _set_chosen_experts(read, found)
+        found["attention_bias"] = read.has_tensor("attn_q.bias")
+        found["use_qk_norm"] = read.has_tensor("attn_q_norm.weight")
+    expected = _SOFTMAX if found["model_type"] == "ernie4_5_moe" else _SIGMOID
+    if read.get("expert_gating_func", expected) != expected:
+        read.fail("expert_gating_func", "a softmax" if expected == _SOFTMAX else "sigmoids")
 
 
 def _guessing(read: _Entries, layers: int) -> int:

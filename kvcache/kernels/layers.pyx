@@ -254,11 +254,12 @@ def top_experts(logits, int64_t count, bint normalise, *, bint sigmoid=False, bi
     with nogil:
         for i in range(n):
             _score(&c_logits[i, 0], sigmoid, shares)
+            total = _sum(shares) if c_bias != NULL and not sigmoid else 1
             for k in range(experts):
                 # Softmax keeps the order of the logits; its shares may be equal where these are not.
                 scores[k] = c_logits[i, k] if c_bias == NULL and groups == kept else shares[k]
                 if c_bias != NULL:
-                    scores[k] += c_bias[k]
+                    scores[k] = shares[k] / total + c_bias[k]
                 open_scores[k] = scores[k] if groups == kept else -INFINITY
             for j in range(groups if groups > kept else 0):
                 sums[j] = _sum_of_best(&scores[j * size], size, best)

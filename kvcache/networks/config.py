@@ -238,7 +238,7 @@ class ModelConfig:
             output_bias=output_bias,
             mlp_bias=mlp_bias,
             value_norm=family.value_norm,
-            qk_norm=family.qk_norm,
+            qk_norm=_qk_norm(read, family),
             norm=family.norm,
             norm_bias=family.norm_bias,
             norms=family.norms,
@@ -260,6 +260,12 @@ class ModelConfig:
             eos_token_ids=_eos(config),
             next_layers=_next_layers(read, family),
         )
+
+
+def _qk_norm(read: Entries, family: Family) -> Literal["", "head", "all", "turned"]:
+    """The norm of queries and keys, which some families have in some networks alone."""
+    absent = read.default("use_qk_norm") is not None and not read.flag("use_qk_norm", True)
+    return "" if absent else family.qk_norm
 
 
 def _next_layers(read: Entries, family: Family) -> int:
@@ -455,7 +461,8 @@ def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[
                 f"mlp_layer_types: expected dense or sparse for each of {len(mlps)} layers, got {short(listed)}"
             )
         return tuple(first if kind == "dense" else each for kind, each in zip(listed, mlps, strict=True))
-    key = "first_k_dense_replace" if family.experts == "deepseek" else "num_dense_layers"
+    keys = {"deepseek": "first_k_dense_replace", "ernie": "moe_layer_start_index"}
+    key = keys.get(family.experts, "num_dense_layers")
     if read.default(key) is None:
         return mlps
     dense = read.size(key, at_least=0, most=len(mlps))
@@ -464,8 +471,9 @@ def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[
 
 def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, int]:
     """The number of experts in every layer, and the intermediate size."""
-    if family.experts == "deepseek":
-        return read.size("n_routed_experts"), read.size("intermediate_size")
+    if family.experts in ("deepseek", "ernie"):
+        count = "n_routed_experts" if family.experts == "deepseek" else "moe_num_experts"
+        return read.size(count), read.size("intermediate_size")
     own = read.default("moe_intermediate_size") is not None
     size = read.size("moe_intermediate_size" if own else "intermediate_size")
     if family.experts == "nemotron":  # a network without layers of experts has their keys all the same
@@ -492,7 +500,7 @@ def _adjusted(read: Entries, size: int) -> int:
     multiple = read.size("block_multiple_of")
     return -(-int(read.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // multiple) * multiple
 def _per_token_key(family: Family) -> str:
-    return "top_k_experts" if family.experts == "gemma4" else "num_experts_per_tok"
+    return {"gemma4": "top_k_experts", "ernie": "moe_k"}.get(family.experts, "num_experts_per_tok")
 
 
 def _layer_inputs(read: Entries) -> int:

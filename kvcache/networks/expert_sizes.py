@@ -80,6 +80,10 @@ class ExpertSizes:
             return cls._nemotron(read)
         if kind == "deepseek":
             return cls._deepseek(read)
+        if kind == "minimax":
+            return cls(size, choice=ExpertChoice(sigmoid=True, bias=True))
+        if kind == "ernie":
+            return cls._ernie(read)
         return cls(size, choice=ExpertChoice(kind != "qwen" or read.flag("norm_topk_prob", False)))
 
     @classmethod
@@ -98,6 +102,18 @@ class ExpertSizes:
             groups=groups, kept=kept, best=best,
         )
         return cls(size, shared=size * beside, choice=choice)
+
+    @classmethod
+    def _ernie(cls, read: Entries) -> ExpertSizes:
+        layers, last = read.size("num_hidden_layers"), read.get("moe_layer_end_index")
+        if last not in (None, -1, layers - 1):
+            raise CheckpointError(f"moe_layer_end_index: expected -1 or the last of {layers} layers, got {short(last)}")
+        if read.flag("use_bias", False):
+            raise CheckpointError("use_bias: expected false with experts, got true")
+        if read.size("moe_layer_interval", 1) != 1:
+            raise CheckpointError(f"moe_layer_interval: expected 1, got {short(read.get('moe_layer_interval'))}")
+        size, beside = read.size("moe_intermediate_size"), read.size("moe_num_shared_experts", 2, at_least=0)
+        return cls(size, shared=size * beside, choice=ExpertChoice(bias=True))
 
     @classmethod
     def _nemotron(cls, read: Entries) -> ExpertSizes:

@@ -58,8 +58,8 @@ class Family:
             "": they are those of layers behind the last one.
         next_names: what folders call the tensors that only they have.
         defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`. Soft caps,
-            factors, `partial_rotary_factor`, `llama_4_scaling_beta` and `alpha` are read only where they are here.
-            Files have to say what is None.
+            factors, `partial_rotary_factor`, `rotary_dim`, `use_qk_norm`, `llama_4_scaling_beta` and `alpha` are read
+            only where they are here. Files have to say what is None.
     """
 
     model_type: str
@@ -89,7 +89,8 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     sinks: bool = False
     experts: Literal[
-        "", "mixtral", "qwen", "gpt_oss", "lfm2", "shared", "granite", "nemotron", "gemma4", "deepseek"
+        "", "mixtral", "qwen", "gpt_oss", "lfm2", "shared", "granite", "nemotron", "gemma4", "deepseek", "minimax",
+        "ernie",
     ] = ""
     fused: tuple[str, str] = ("", "")
     aliases: tuple[str, ...] = ()
@@ -377,6 +378,33 @@ FAMILIES = {
             "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "scoring_func": "sigmoid",
             "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_routed_experts": 64,
             "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1,
+        },
+    ),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe", qkv_bias=None, bias_keys=("attention_bias", "", ""), qk_norm="head", experts="deepseek",
+        names=_DEEPSEEK, next_layers="num_nextn_predict_layers", next_names={"head_norm": "shared_head.norm"},
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False,
+            "scoring_func": "sigmoid", "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+            "n_routed_experts": 128, "first_k_dense_replace": 1,
+        },
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        "minimax_m2", qk_norm="all", experts="minimax",
+        names={"mlp.expert_bias": "block_sparse_moe.e_score_correction_bias"},
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6, "partial_rotary_factor": 1.0,
+            "rotary_dim": None, "use_qk_norm": True, "num_local_experts": 256, "num_experts_per_tok": 8,
+        },
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        "ernie4_5_moe", neighbours=True, experts="ernie",
+        names={
+            f"mlp.shared_expert.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
+        },
+        defaults={
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True,
+            "moe_intermediate_size": 1536, "moe_num_experts": 64, "moe_k": 6, "moe_layer_start_index": 1,
         },
     ),
     "Mistral4ForCausalLM": Family(

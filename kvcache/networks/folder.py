@@ -36,6 +36,7 @@ _STACKS = {
     "gemma4": ("experts.gate_up_proj", "experts.down_proj"),
     "shared": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "deepseek": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "ernie": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "granite": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 }
 _PROJECTION = re.compile(r"mixer\.in_proj_(qkv|z|b|a)\.weight$")
@@ -86,7 +87,7 @@ class FolderTensors:
 
     def _is_behind(self, name: str, layers: int) -> bool:
         """Whether a tensor is of a layer behind the last one that is read; such a layer has copies of two matrices."""
-        found = LAYER.fullmatch(name) if self._config.latent is not None else None
+        found = LAYER.fullmatch(name) if self._family.next_layers and not self._family.next_prefix else None
         if found is None:
             return False
         return int(found[1]) >= layers or (int(found[1]) >= self._config.trunk_layers and found[2] in _COPIES)
@@ -97,6 +98,8 @@ class FolderTensors:
         order = paired_rows(self._config, name, 0, len(found)) if self._family.neighbours else None
         if order is not None:
             found = found[order]
+        if name.endswith("mlp.expert_bias"):
+            return found.reshape(-1)
         if name.endswith("mixer.rate"):  # files have its logarithm
             return (-np.exp(found.astype(np.float64))).astype(np.float32)
         if self._family.norms_less_one and name.endswith("norm.weight") and not name.endswith("mixer.norm.weight"):
@@ -246,7 +249,9 @@ class FolderTensors:
             return Place(f"feed_forward.experts.{expert[1]}.{_MIXTRAL[expert[2]]}.weight")
         if expert and self._family.experts == "nemotron":
             return Place(f"mixer.experts.{expert[1]}.{expert[2]}_proj.weight")
-        if self._family.experts == "mixtral":
+        if self._family.experts == "ernie" and part == "mlp.expert_bias":
+            return Place("mlp.moe_statics.e_score_correction_bias", 0, (1, experts))
+        if self._family.experts in ("mixtral", "minimax"):
             if expert:
                 return Place(f"block_sparse_moe.experts.{expert[1]}.{_MIXTRAL[expert[2]]}.weight")
             return Place("block_sparse_moe.gate.weight") if part == "mlp.gate.weight" else None

@@ -119,6 +119,11 @@ def _rotary_dim(values: Mapping[str, Any], config: Mapping[str, Any], family: Fa
     if "partial_rotary_factor" not in family.defaults:
         return head_dim
     partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial is None and "rotary_dim" in family.defaults and config.get("rotary_dim") is not None:
+        turned = Entries(config).size("rotary_dim", most=head_dim)
+        if turned % 2:
+            raise CheckpointError(f"rotary_dim: expected an even number of channels, got {turned}")
+        return turned
     if partial is None:
         partial = family.defaults["partial_rotary_factor"]
     if type(partial) not in (int, float) or not 0 < partial <= 1 or int(head_dim * partial) % 2:

@@ -62,7 +62,7 @@ _TOWERS = (
     "embed_audio.",
 )
 _GUESSES = "mtp."  # layers that guess more tokens
-_OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), _GUESSES)
+_OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), _GUESSES, "model.mtp_")  # the last ones of ERNIE
 
 
 def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

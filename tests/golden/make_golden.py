@@ -38,6 +38,7 @@ from transformers import (
     Cohere2Config,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -47,6 +48,7 @@ from transformers import (
     Gemma4TextConfig,
     Gemma4UnifiedConfig,
     Glm4Config,
+    Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
@@ -55,6 +57,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
@@ -562,6 +565,24 @@ VARIANTS = {
         **LATENT, kv_lora_rank=40, qk_rope_head_dim=16, qk_nope_head_dim=20, v_head_dim=28, q_lora_rank=44,
         n_routed_experts=7, n_shared_experts=2, num_experts_per_tok=3, rope_interleave=False, routed_scaling_factor=1.3,
         rope_parameters=DEFAULT_ROPE,
+    )),
+    "glm4_moe": seeded(Glm4MoeConfig(
+        **SMALL, moe_intermediate_size=40, n_routed_experts=7, num_experts_per_tok=3, n_shared_experts=2,
+        routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True,
+        rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.75},
+    )),
+    "glm4_moe_air": seeded(Glm4MoeConfig(
+        **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, moe_intermediate_size=24, n_routed_experts=8, n_group=4,
+        topk_group=2, num_experts_per_tok=3, first_k_dense_replace=0,
+        rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.5},
+    )),
+    "minimax_m2": seeded(MiniMaxM2Config(
+        **SMALL | {"intermediate_size": 40}, num_local_experts=7, num_experts_per_tok=3,
+        rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.5},
+    )),
+    "ernie4_5_moe": seeded(Ernie4_5_MoeConfig(
+        **NO_HEAD_DIM, moe_intermediate_size=40, moe_num_experts=7, moe_k=3, moe_num_shared_experts=2,
+        tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE,
     )),
     "apertus": seeded(ApertusConfig(**SMALL, rope_parameters=LLAMA3_ROPE)),
     "apertus_biases": seeded(ApertusConfig(

@@ -291,14 +291,13 @@ def test_mistakes():
 ])
 def test_choice_of_experts(rng, experts, count, groups, kept, best, eps, sigmoid):
     logits, bias = rng.standard_normal((40, experts), np.float32) * 2, rng.standard_normal(experts, np.float32)
-    bias = bias if sigmoid else None
     chosen, weights = top_experts(
         logits, count, eps is not None, sigmoid=sigmoid, bias=bias, eps=eps or 0, factor=2.5, groups=groups, kept=kept,
         best=best,
     )
     for row, ids, found in zip(logits.astype(np.float64), chosen, weights, strict=True):
         shares = 1 / (1 + np.exp(-row)) if sigmoid else np.exp(row) / np.exp(row).sum()
-        choice = (shares + (0 if bias is None else bias)).reshape(groups, -1)
+        choice = (shares + bias).reshape(groups, -1)
         rank = np.sort(choice, axis=1)[:, -best:].sum(axis=1)
         choice[np.argsort(-rank, kind="stable")[kept:]] = -np.inf
         assert ids.tolist() == np.argsort(-choice.ravel(), kind="stable")[:count].tolist()

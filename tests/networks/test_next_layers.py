@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from dense_runs import run_dense
-from gguf_files import ARRAY, BOOL, U32
+from gguf_files import ARRAY, BOOL, U32, convert
 from latent_gguf import as_converted
 from latent_gguf import convert as convert_latent
 from next_layers import MADE_AFTER, with_next_layer
@@ -120,6 +120,8 @@ def test_files_of_gguf_have_it(folder, tmp_path):
         states = (ARRAY, [*(each == "linear_attention" for each in kinds), False], BOOL)
         entries = {"block_count": (U32, 4), "nextn_predict_layers": (U32, 1), "attention__recurrent_layers": states}
         path = convert_state(folder, tmp_path / "x.gguf", **entries)
+    elif name == "glm4_moe":
+        path = convert(folder, tmp_path / "x.gguf")
     else:
         folder = as_converted(folder, tmp_path / "folder")
         path = convert_latent(folder, tmp_path / "x.gguf")

@@ -27,7 +27,8 @@ _LETTERS = {
     "seed_oss": "seed_oss", "exaone4": "exaone4", "olmoe": "olmoe", "ernie4_5": "ernie4_5",
     "gemma4_text": "gemma4", "gemma4": "gemma4", "gemma4_unified": "gemma4",
     "hunyuan_v1_dense": "hunyuan-dense", "glm4": "glm4", "cohere2": "cohere2", "starcoder2": "starcoder2",
-    "apertus": "apertus", "minicpm": "minicpm",
+    "apertus": "apertus", "minicpm": "minicpm", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2",
+    "ernie4_5_moe": "ernie4_5-moe",
 }
 _INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "minicpm")
 
@@ -89,7 +90,7 @@ def name_of(name, model_type="llama"):
     for end, ours in ((".router.scale", "ffn_gate_inp.scale"), (".router.per_expert_scale", "ffn_down_exps.scale")):
         if name.endswith(end):
             return f"blk.{name.split('.')[2]}.{ours}"
-    stem, _, kind = name.rpartition(".")
+    stem, _, kind = name.replace("e_score_correction_bias", "e_score_correction.bias").rpartition(".")
     if stem == "lm_head":  # which the list of Gemma 2 leaves out
         return "output.weight"
     if kind in ("weight", "bias"):
@@ -123,7 +124,7 @@ def entries_of(config, folder_config):
     kind, rope = folder_config["model_type"], folder_config["rope_parameters"]
     rope = rope.get("full_attention", rope)
     found = {
-        "block_count": (U32, config.num_layers),
+        "block_count": (U32, config.num_layers + config.next_layers),
         "context_length": (U32, config.max_position_embeddings),
         "embedding_length": (U32, config.hidden_size),
         "feed_forward_length": (U32, config.intermediate_size),
@@ -172,7 +173,11 @@ def entries_of(config, folder_config):
         found["expert_count"] = (U32, config.num_experts)
         found["expert_used_count"] = (U32, config.experts_per_token)
         if kind != "mixtral":
-            found["expert_feed_forward_length"] = (U32, config.intermediate_size)
+            found["expert_feed_forward_length"] = (U32, config.experts.size)
+        if config.experts.choice.bias:
+            found |= _of_chosen(config, kind)
+    if config.next_layers:
+        found["nextn_predict_layers"] = (U32, config.next_layers)
     if letters == "gemma4":
         found |= _of_gemma4(config)
     if rope["rope_type"] == "longrope":
@@ -202,6 +207,25 @@ def _of_gemma4(config):
     return found
 
 
+def _of_chosen(config, kind):
+    """The entries of experts that are chosen with a bias."""
+    experts, choice, found = config.experts, config.experts.choice, {}
+    if kind != "ernie4_5_moe":
+        found["expert_gating_func"] = (U32, 2 if choice.sigmoid else 1)
+    if experts.shared:
+        found["expert_shared_count"] = (U32, experts.shared // experts.size)
+        found["expert_shared_feed_forward_length"] = (U32, experts.shared)
+        found["leading_dense_block_count"] = (U32, config.mlps.count("mlp"))
+    if kind == "ernie4_5_moe":
+        found["interleave_moe_layer_step"] = (U32, 1)
+    if kind == "glm4_moe":
+        found |= {
+            "expert_weights_scale": (F32, choice.factor), "expert_weights_norm": (BOOL, choice.normalise),
+            "expert_group_count": (U32, choice.groups), "expert_group_used_count": (U32, choice.kept),
+        }
+    return found
+
+
 def llama3_divisors(config):
     """The tensor `rope_freqs.weight` of a network with the scaling llama3, as the converter computes it."""
     rope = config.rope
@@ -225,6 +249,8 @@ def _converted(checkpoint, model_type, config):
         if ".act_fn." in name:
             continue
         values = checkpoint.read(name)
+        if name.endswith("e_score_correction_bias"):
+            values = values.reshape(-1)
         if model_type in _INTERLEAVED and ".q_proj." in name:
             values = with_rows_for_llama(values, config.num_heads)
         if model_type in _INTERLEAVED and ".k_proj." in name:

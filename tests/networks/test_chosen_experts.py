@@ -1,0 +1,79 @@
+"""Networks of usual attention whose experts are chosen with a bias: their keys as published files have them."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from dense_runs import run_dense
+from gguf_files import U32, convert
+from seeded_weights import seeded
+from tensor_files import pack_arrays
+
+from kvcache.engine import ModelConfig, Transformer
+from kvcache.errors import CheckpointError
+from kvcache.networks.checkpoint import Checkpoint
+
+pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+
+TOKENS = np.arange(7, 27).astype(np.uint32)
+
+
+def config_of(name):
+    return json.loads((seeded(name) / "config.json").read_text())
+
+
+def test_keys_of_minimax():
+    """Published files say how many channels turn by `rotary_dim`."""
+    given = config_of("minimax_m2")
+    want = ModelConfig.from_dict(given)
+    assert (want.rotary_dim, want.qk_norm) == (12, "all")
+    theta = given.pop("rope_parameters")["rope_theta"]
+    published = given | {"rope_theta": theta, "rotary_dim": 12, "scoring_func": "sigmoid", "use_qk_norm": True}
+    assert ModelConfig.from_dict(published) == want
+    assert ModelConfig.from_dict(given | {"rope_theta": theta}).rotary_dim == 24
+
+
+def test_layers_of_ernie_that_guess(tmp_path):
+    """Published folders have them under names of their own; the bias of the choice is a row."""
+    folder = seeded("ernie4_5_moe")
+    stored = Checkpoint(folder)
+    tensors = {name: stored.read(name) for name in stored.names()}
+    assert tensors["model.layers.1.mlp.moe_statics.e_score_correction_bias"].shape == (1, 7)
+    others = ("mtp_block.0.mlp.up_proj", "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0")
+    tensors |= {f"model.{name}.weight": np.ones((3, 2), np.float32) for name in others}
+    shutil.copy(folder / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(pack_arrays(tensors))
+    found, want = (run_dense(Transformer.from_pretrained(each), TOKENS) for each in (tmp_path, folder))
+    np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("minimax_m2", {"rotary_dim": 11}, "rotary_dim: expected an even number of channels, got 11"),
+        ("minimax_m2", {"rotary_dim": 26}, "rotary_dim: expected a positive whole number up to 24, got 26"),
+        ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index: expected -1 or the last of 3 layers, got 1"),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval: expected 1, got 2"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias: expected false with experts, got true"),
+        ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm: expected true or false, got 1"),
+    ],
+)
+def test_refused(name, changes, message):
+    config = config_of(name)
+    if "rotary_dim" in changes:
+        del config["rope_parameters"]["partial_rotary_factor"]
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        ModelConfig.from_dict(config | changes)
+
+
+CHOICES = [("minimax_m2", 1, "sigmoids"), ("ernie4_5_moe", 2, "a softmax")]
+
+
+@pytest.mark.parametrize(("name", "gating", "expected"), CHOICES)
+def test_other_choices_in_files(tmp_path, name, gating, expected):
+    letters = {"minimax_m2": "minimax-m2", "ernie4_5_moe": "ernie4_5-moe"}[name]
+    path = convert(seeded(name), tmp_path / "x.gguf", **{f"{letters}.expert_gating_func": (U32, gating)})
+    with pytest.raises(CheckpointError, match=f"expert_gating_func: expected {expected}, got {gating}$"):
+        Transformer.from_pretrained(path)
