@@ -14,11 +14,11 @@ __all__ = ["configured"]
 
 # What a table [[model]] may say beside its path, its name and its aliases: options that are about one model.
 _OF_A_MODEL = {
-    "autosave", "calibrate", "context", "draft", "draft_tokens", "dtype", "frequency_penalty", "kv_events",
-    "kv_events_medium", "kv_events_rank", "kv_events_replay", "kv_events_topic", "kv_events_unsalted", "max_memory",
-    "max_queue", "max_running", "max_tokens", "min_p", "num_blocks", "plain_special_tokens", "presence_penalty",
-    "redis", "repetition_penalty", "seed", "stop", "temperature", "tier_secret", "tool_parser", "top_k", "top_p",
-    "weights",
+    "activations", "autosave", "calibrate", "context", "draft", "draft_tokens", "dtype", "frequency_penalty",
+    "kv_events", "kv_events_medium", "kv_events_rank", "kv_events_replay", "kv_events_topic", "kv_events_unsalted",
+    "max_memory", "max_queue", "max_running", "max_tokens", "min_p", "num_blocks", "plain_special_tokens",
+    "presence_penalty", "redis", "repetition_penalty", "seed", "sparse_tokens", "stop", "temperature", "tier_secret",
+    "tool_parser", "top_k", "top_p", "weights",
 }
 _NAMES = {"path": "model", "name": "name", "aliases": "served_name"}  # of a table, and the options that they are
 

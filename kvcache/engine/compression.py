@@ -39,6 +39,8 @@ def compressed(
     model, cache, size = current.settings.model, current.cache, current.cache.block_size
     if current.settings.budgets is not None:
         raise ValueError(f"engine: expected one without eviction_policy, got {current.settings.budgets.policy}")
+    if current.settings.sparse_tokens is not None:  # no text may stand behind it there
+        raise ValueError(f"engine: expected one without sparse_tokens, got {current.settings.sparse_tokens}")
     expect_alike(model, "policy", policy)
     choose = _kept_by_probes if is_prefix_policy(policy) else _kept_by_last if is_policy(policy) else None
     if choose is None:

@@ -29,7 +29,7 @@ from kvcache.networks.weights import Progress
 from kvcache.paged.cache import PagedKvCache
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.text_tokens import encoded
-from kvcache.support.arguments import as_count, as_finite, as_floats, as_index, as_instance
+from kvcache.support.arguments import as_count, as_finite, as_floats, as_index, as_instance, short
 from kvcache.support.copies import refuse_copies
 from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
 from kvcache.texts.policy import Policy
@@ -129,17 +129,19 @@ class InferenceEngine:
         draft_tokens = as_count(draft_tokens, "draft_tokens", 1, 16)
         load = Load(0, prefill_chunk, draft_tokens)
         sources = DraftSources(open_drafts(draft), model, load, as_count(block_size, "block_size", 1, most=None))
-        self._settings = sources.split(CacheSettings.of(
+        settings = CacheSettings.of(
             model, load, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
             block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
             residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
             make_cache=self._make_cache, sparse_tokens=sparse_tokens,
-        ))
-        self._budgets = self._settings.budgets
+        )
+        self._budgets = settings.budgets
+        if self._budgets is not None and not sources.is_empty:
+            raise ValueError(f"draft: expected None with an eviction_policy, got {short(draft)}")
+        self._settings = sources.split(settings)
         self._sequence = CurrentText(self._settings, self._settings.total_blocks())
-        own = None if self._budgets is not None else sources
         # Internal: a `PrefixCachedEngine` runs its own by it too.
-        self.requests = Requests(self._sequence, seed, own, draft_tokens)
+        self.requests = Requests(self._sequence, seed, sources, draft_tokens)
 
     @classmethod
     def from_pretrained(
@@ -557,9 +559,10 @@ class InferenceEngine:
 
         Raises:
             TypeError: no such policy.
-            ValueError: as `complete`; a ratio out of range; an engine that evicts; layers with a window, with a state
-                or with other sizes; positions that depend on the length of the text; formats that differ between
-                layers, without `dtype`; more tokens than positions, those that the policy adds counted.
+            ValueError: as `complete`; a ratio out of range; an engine that evicts, or whose queries choose tokens;
+                layers with a window, with a state or with other sizes; positions that depend on the length of the
+                text; formats that differ between layers, without `dtype`; more tokens than positions, those that the
+                policy adds counted.
             OutOfMemoryError: the cache is too small for the prompt and what the policy adds.
         """
         tokens = self.requests.new.tokens_of(prompt, lambda: self.tokenizer, self.requests.max_positions)

@@ -81,6 +81,7 @@ def open_drafts(draft: Any, text: CheckpointText | GgufText | None = None) -> tu
         text: of the network that checks them; its tokens are to be those of the paths.
 
     Raises:
+        FileNotFoundError: no such network.
         ValueError: another token stands for one of the ids.
     """
     found: list[Any] = []
@@ -88,8 +89,12 @@ def open_drafts(draft: Any, text: CheckpointText | GgufText | None = None) -> tu
         if not isinstance(each, (str, Path)) or each in SOURCE_NAMES:
             found.append(each)
             continue
+        try:
+            own = checkpoint_text(each)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"draft: expected {', '.join(SOURCE_NAMES)} or a network; {error}") from None
         if text is not None:
-            _expect_same_tokens(text, checkpoint_text(each))
+            _expect_same_tokens(text, own)
         found.append(Transformer.from_pretrained(checkpoint_path(each)))
     return tuple(found)
 

@@ -13,6 +13,7 @@ from chat_folders import chat_folder
 from gguf_files import ARRAY, STRING, convert
 from places import GOLDEN, search_path
 
+from kvcache import InferenceEngine
 from kvcache.__main__ import main
 from kvcache.demo import DIRECTORY
 
@@ -131,11 +132,43 @@ def test_memory_is_told_in_mebibytes(capsys):
     assert main([*command, "--max-memory", "64MiB", "--context", "200", "--threads", "1"]) == 0
 
 
+def swapped(folder):
+    """The folder of the demo's tokenizer, but for two tokens that have the ids of each other."""
+    shutil.copytree(DIRECTORY, folder, ignore=shutil.ignore_patterns("*.py", "*.safetensors"))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    vocab["#"], vocab["$"] = vocab["$"], vocab["#"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_options_reach_the_engine(monkeypatch):
+    """Options that change an answer, or how fast it comes, are passed on."""
+    made, real = [], InferenceEngine.from_pretrained
+
+    def make(*arguments, **options):
+        made.append(real(*arguments, **options))
+        return made[0]
+
+    monkeypatch.setattr("kvcache.commands.generate.InferenceEngine.from_pretrained", make)
+    command = ["generate", "--model", str(DIRECTORY), "--prompt", "import ", "--max-tokens", "1"]
+    assert main([*command, "--sparse-tokens", "48", "--activations", "exact", "--context", "64"]) == 0
+    assert (made[0].sparse_tokens, made[0].model.activations, made[0].cache.total_blocks) == (48, "exact", 5)
+
+
 def test_errors_are_one_line(capsys, tmp_path):
     assert "config.json" in one_line(capsys, main(["generate", "--model", str(tmp_path), "--prompt", "x"]))
     bare = ["generate", "--model", str(GOLDEN / "llama"), "--prompt", "x"]
     assert "expected a tokenizer" in one_line(capsys, main(bare))
     demo = ["generate", "--model", str(DIRECTORY), "--prompt", "x"]
+    assert one_line(capsys, main(["generate", "--model", "nowhere", "--prompt", "x"])).startswith(
+        "kvcache: --model: nowhere: expected a folder with config.json, or a GGUF file, got none"
+    )
+    for draft, message in (
+        ("nowhere", "--draft: expected ngram, mtp, auto or a network; nowhere: expected a folder with config.json"),
+        (str(swapped(tmp_path / "other")), "--draft: expected the tokens of the network, with '#' for id 3, got '$'"),
+    ):
+        assert message in one_line(capsys, main([*demo, "--draft", draft]))
     assert "temperature" in one_line(capsys, main([*demo, "--temperature", "-1"]))
     assert "prompt: expected Unicode text" in one_line(capsys, main([*demo[:-1], "\ud800"]))
     assert "q9" in one_line(capsys, main([*demo, "--dtype", "q9"]))

@@ -55,6 +55,8 @@ def test_what_the_command_refuses(capsys, monkeypatch):
         (["--max-queue", "0"], "--max-queue: expected an int >= 1, got 0"),
         (["--max-running", "0"], "--max-running: expected an int >= 1, got 0"),
         (["--draft-tokens", "17"], "--draft-tokens: expected an int <= 16, got 17"),
+        (["--sparse-tokens", "0"], "--sparse-tokens: expected an int >= 1, got 0"),
+        (["--activations", "q8"], "--activations: expected one of int8, exact, bf16, got 'q8'"),
         (["--drain", "-1"], "drain: expected an int >= 0, got -1"),
         (["--kv-events", "5557"], "--kv-events: expected an address such as tcp://127.0.0.1:5557, got '5557'"),
         (["--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "x"], "--kv-events-replay: expected an address"),

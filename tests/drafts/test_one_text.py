@@ -11,7 +11,7 @@ from next_layers import with_next_layer
 from seeded_weights import seeded
 from serving import GREEDY, penalised, prompts, repeating, sampled
 
-from kvcache import InferenceEngine, PrefixCachedEngine
+from kvcache import EvictionPolicy, InferenceEngine, PrefixCachedEngine
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
 
@@ -112,3 +112,11 @@ def test_memory_counts_the_draft():
     assert drafted.memory()["weights"] == 2 * plain.memory()["weights"]
     assert drafted.memory()["kv"] <= 2**20
     assert np.array_equal(drafted.generate([5, 6, 7], GREEDY), plain.generate([5, 6, 7], GREEDY))
+
+
+@pytest.mark.parametrize("draft", ["ngram", ("ngram", "same")])
+def test_a_policy_and_draft_tokens_exclude_each_other(draft):
+    model = opened("llama_odd")
+    draft = tuple(model if each == "same" else each for each in draft) if isinstance(draft, tuple) else draft
+    with pytest.raises(ValueError, match="draft: expected None with an eviction_policy, got "):
+        InferenceEngine(model, draft=draft, eviction_policy=EvictionPolicy.StreamingLLM(4, 16))

@@ -175,12 +175,15 @@ def test_positions_go_on_behind_it(network, prefix):
 
 def test_refusals(network, prefix, tmp_path):
     engine, evicts = InferenceEngine(network), InferenceEngine(network, eviction_policy=TOVA(), kv_budget=9)
+    sparse = InferenceEngine(network, sparse_tokens=16)
     for call, error, message in [
         (lambda: engine.compress(TOKENS, KVzip()), ValueError, "policy: expected one with token ids"),
         (lambda: engine.compress(TOKENS, KVzip), TypeError, "policy: expected an object with `keep` or `probes`"),
         (lambda: engine.compress(TOKENS, kvzip(), ratio=0.0), ValueError, "ratio: expected a finite number above 0"),
         (lambda: engine.compress([], kvzip()), ValueError, "tokens: expected at least one"),
         (lambda: evicts.compress(TOKENS, kvzip()), ValueError, "engine: expected one without eviction_policy"),
+        (lambda: sparse.compress(TOKENS, kvzip()), ValueError, "engine: expected one without sparse_tokens, got 16"),
+        (lambda: sparse.generate(TAIL, prefix=prefix), ValueError, "prefix: expected None with sparse_tokens"),
         (lambda: evicts.generate(TAIL, prefix=prefix), ValueError, "prefix: expected None with an eviction_policy"),
         (lambda: engine.generate(TAIL, prefix="x"), TypeError, "prefix: expected a CompressedPrefix, got str"),
         (lambda: InferenceEngine(network, eviction_policy=kvzip(), kv_budget=9), TypeError, "an object with `keep`"),
