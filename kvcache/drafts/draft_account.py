@@ -21,9 +21,10 @@ __all__ = ["DraftAccount"]
 
 _LOAN = 32  # passes: enough to draft for a few texts, or to read a short prompt
 _ALLOWANCE = 0.02  # of the time of passes: what a source may take that saves nothing
-_MARGIN = 1.01  # of the rate without draft tokens: less is lost among the errors of what is measured
+_MARGIN = 1.03  # of the rate without draft tokens: less is lost among the errors of what is measured
 _TRIALS = 0.01  # likewise, for tokens that are not expected to pay
 _TURN = 64  # passes without a trial weigh as much as a token that surely holds
+_IDLE = 5  # passes: a decision takes some 50 us
 _SOONEST = 1e-12  # seconds of a pass at least, where a clock stands still
 
 
@@ -43,6 +44,7 @@ class DraftAccount:
         self._balance: float | None = None  # seconds; None: no pass has been measured
         self._each, self._read = TypicalSeconds(), TypicalSeconds()  # of a draft token, of a token that is read
         self._passes, self._rest = 0, 0.0  # so far, and seconds of passes until the next trial
+        self._idle = 0  # passes in which nothing is decided, since there was nothing to be asked for
         self._is_trial = False
         self._tried: DraftPace | None = None  # the text of a trial that has read a part of its tokens
         self._paid, self._counted = 0.0, (0, 0)  # not settled yet: seconds; settled: tokens that ran, and were drawn
@@ -52,14 +54,14 @@ class DraftAccount:
         return DraftPace(self.pace, self._passes)
 
     def may_ask(self, base: int) -> bool:
-        """Whether there is time left to be asked beside `base` rows, whose time is known."""
+        """Whether there is time left to be asked beside `base` rows, whose time is known, and it is not idle."""
         if self._balance is None:
             self._balance = _LOAN * self._share * self._times.seconds(base)
-        return self._balance >= 0.0
+        return self._balance >= 0.0 and not self._idle
 
     def may_read(self, tokens: int) -> bool:
-        """Whether there is time left to read so many tokens, as far as it is known."""
-        return tokens * self._read.value <= (self._balance or 0.0)
+        """Whether half of the time that is left is enough to read so many tokens, as far as it is known."""
+        return tokens * self._read.value <= (self._balance or 0.0) / 2
 
     # -- how many -------------------------------------------------------------------------------------------
 
@@ -89,6 +91,8 @@ class DraftAccount:
         drawn, rate = float(base), _MARGIN * base / max(seconds[0], _SOONEST)
         while heap and len(order) < left:
             chance, depth, i = heappop(heap)
+            if drawn - chance * (left - len(order)) < rate * seconds[0] / _MARGIN:
+                break  # as many of them would not pay if they took no time
             order.append(i)
             drawn -= chance
             taken = seconds[len(order)] + len(order) * self._each.value
@@ -122,9 +126,16 @@ class DraftAccount:
         if tokens > 0:
             self._each.observe(seconds / tokens)
 
-    def pay(self, seconds: float, *, is_reading: bool = False) -> None:
-        """Take all that it took to be asked; whether it reads texts, and has proposed nothing yet."""
+    def pay(self, seconds: float, *, is_asked: bool, is_reading: bool) -> None:
+        """Take all that it took.
+
+        Args:
+            seconds: the time to decide, to read and to propose.
+            is_asked: whether the source was asked for something.
+            is_reading: whether it reads texts, and has proposed nothing yet.
+        """
         self._paid += seconds
+        self._idle = 0 if is_asked else _IDLE
         if not is_reading:
             self._tried = None
 
@@ -148,6 +159,7 @@ class DraftAccount:
         rows, drawn = self.num_rows, self.pace.accepted - self._counted[1]
         self.open()
         self._passes += 1
+        self._idle = max(0, self._idle - 1)
         self._rest = max(0.0, self._rest - plain)
         if self._is_trial:
             self._rest = 0.0 if rows and drawn == rows else self._rest + (self._paid + seconds) / _TRIALS

@@ -106,16 +106,19 @@ class Drafter:
         counts = account.plan(paces, rows, left)
         by_key: dict[object, tuple[Drafted, TextDrafts]] = {drafts: (text, drafts) for text, drafts in texts}
         asked = [Ask(text.itself, count, drafts) for (text, drafts), count in zip(texts, counts, strict=True) if count]
+        proposer, ready, found = self._proposers[number], list[Ask](), list[Tokens]()
         try:
+            asked = [ask for ask in asked if account.may_read(proposer.behind(ask))]
             if asked:
-                asked, is_reading = self._prepare(self._proposers[number], account, asked)
-            found = self._propose(self._proposers[number], account, asked) if asked else []
+                ready, is_reading = self._prepare(proposer, account, asked)
+            if ready:
+                found = self._propose(proposer, account, ready)
         except Exception as error:  # of a network, or of memory
-            proposer = self._proposers.pop(number)
+            self._proposers.pop(number)
             logger.warning("draft: %s has failed, and is not asked again: %s", proposer.name, short(error))
             proposer.settle()
             return 0
-        for ask, tokens in zip(asked, found, strict=True):
+        for ask, tokens in zip(ready, found, strict=True):
             text, drafts = by_key[ask.key]
             kept = tokens[: left - given]
             if len(kept) and text.matcher is not None:
@@ -127,21 +130,20 @@ class Drafter:
                 ask.text.draft, drafts.source = kept, number
             given += len(kept)
         seconds = self._clock() - began
-        account.pay(seconds, is_reading=is_reading)
+        account.pay(seconds, is_asked=bool(asked), is_reading=is_reading)
         self.seconds += seconds
         return given
 
     def _prepare(self, proposer: Proposer, account: DraftAccount, asked: Sequence[Ask]) -> tuple[list[Ask], bool]:
         """Let a source read; the texts that it may propose for, and whether there are none since it still reads."""
         began = self._clock()
-        asked = [ask for ask in asked if account.may_read(proposer.behind(ask))]
         before = sum(map(proposer.behind, asked))
         ready = proposer.prepare(asked)
         read = before - sum(map(proposer.behind, asked)) if before else 0
         account.read(read, self._clock() - began)
         return ready, read > 0 and not ready
 
-    def _propose(self, proposer: Proposer, account: DraftAccount, asked: Sequence[Ask]) -> Sequence[Tokens]:
+    def _propose(self, proposer: Proposer, account: DraftAccount, asked: Sequence[Ask]) -> list[Tokens]:
         began = self._clock()
         found = proposer.propose(asked)
         account.proposed(sum(map(len, found)), self._clock() - began)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from itertools import pairwise
 
 from kvcache.drafts.typical_seconds import TypicalSeconds
 
@@ -11,19 +11,26 @@ __all__ = ["PassTimes"]
 _STALE = 128  # passes; in so many a text grows by few tokens beside those that it has
 _SHARED = 0.5  # of a change of one count, as a power: longer texts make passes of all counts longer
 _SLOPE = 0.25  # of a row's share: between 0, of products bound by memory, and 1, of those bound by operations
+_HOPE = 0.95  # of the time of counts beside those measured: so they are tried where they may be better
+_BEYOND = 16  # rows behind those measured
 
 
 class PassTimes:
-    """A typical time for each count of rows; a straight line between two that were measured; never less for more."""
+    """A typical time for each count of rows, and about a straight line between those that were measured.
+
+    More rows may take less time: products run some rows at once, and seven take longer than eight.
+    """
 
     def __init__(self) -> None:
         self._measured: dict[int, TypicalSeconds] = {}
         self._newest: dict[int, int] = {}  # the pass that a count was measured in
         self._passes = 0
+        self._line: list[float] = []  # by rows; empty: it is not known since the last measurement
 
     def observe(self, rows: int, seconds: float) -> None:
         """Note a pass."""
         self._passes += 1
+        self._line = []
         self._newest[rows] = self._passes
         own = self._measured.setdefault(rows, TypicalSeconds())
         before = own.value
@@ -50,11 +57,19 @@ class PassTimes:
         """Seconds of passes of `count` numbers of rows, from `first` on."""
         if not self._measured:
             return [0.0] * count
-        known = sorted(self._measured)
-        values = np.maximum.accumulate([self._measured[rows].value for rows in known])
-        rows, last = np.arange(first, first + count), known[-1]
-        slope = _SLOPE * values[-1] / last
-        if len(known) > 1:
-            slope = max(slope, (values[-1] - values[0]) / (last - known[0]))
-        found: list[float] = (np.interp(rows, known, values) + slope * np.maximum(rows - last, 0)).tolist()
-        return found
+        if len(self._line) < first + count:
+            self._line = self._drawn(first + count)
+        return self._line[first : first + count]
+
+    def _drawn(self, stop: int) -> list[float]:
+        """The line up to `stop` rows or more."""
+        known = sorted((rows, each.value) for rows, each in self._measured.items())
+        (first, least), (last, most) = known[0], known[-1]
+        line = [least] * (first + 1)
+        for (left, low), (right, high) in pairwise(known):
+            line += [_HOPE * (low + (high - low) * i / (right - left)) for i in range(1, right - left)]
+            line.append(high)
+        slope = _SLOPE * most / last
+        if last > first:
+            slope = max(slope, (most - least) / (last - first))
+        return line + [_HOPE * (most + slope * i) for i in range(1, max(_BEYOND, stop - last) + 1)]
