@@ -72,6 +72,10 @@ class Checkpoint:
         found = {name: file[name] for name, file in self._files.items()}
         require(found, self.directory, self.dtypes, expected, optional)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there."""
+        return self.info(name).shape
+
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
         return self._files[name].read(name)

@@ -473,7 +473,7 @@ def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, 
     """The number of experts in every layer, and the intermediate size."""
     if family.experts in ("deepseek", "ernie"):
         count = "n_routed_experts" if family.experts == "deepseek" else "moe_num_experts"
-        return read.size(count), read.size("intermediate_size")
+        return read.size(count), read.size("intermediate_size", read.size("moe_intermediate_size"))
     own = read.default("moe_intermediate_size") is not None
     size = read.size("moe_intermediate_size" if own else "intermediate_size")
     if family.experts == "nemotron":  # a network without layers of experts has their keys all the same

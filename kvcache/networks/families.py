@@ -389,6 +389,14 @@ FAMILIES = {
             "n_routed_experts": 128, "first_k_dense_replace": 1,
         },
     ),
+    "SolarOpenForCausalLM": Family(
+        "solar_open", qkv_bias=None, bias_keys=("attention_bias", "", ""), experts="deepseek", names=_DEEPSEEK,
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1280, "n_routed_experts": 128, "first_k_dense_replace": 0,
+        },
+    ),
     "MiniMaxM2ForCausalLM": Family(
         "minimax_m2", qk_norm="all", experts="minimax",
         names={"mlp.expert_bias": "block_sparse_moe.e_score_correction_bias"},
@@ -406,6 +414,9 @@ FAMILIES = {
             "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True,
             "moe_intermediate_size": 1536, "moe_num_experts": 64, "moe_k": 6, "moe_layer_start_index": 1,
         },
+    ),
+    "YoutuForCausalLM": Family(
+        "youtu", latent=True, defaults={"q_lora_rank": 1536, "tie_word_embeddings": True},
     ),
     "Mistral4ForCausalLM": Family(
         "mistral4", latent=True, experts="deepseek", names=_DEEPSEEK,

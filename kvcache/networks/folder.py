@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.kernels.matrix import MATRIX_FORMATS
+from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import FAMILIES
@@ -23,20 +24,22 @@ from kvcache.networks.names import (
     stored_tensors,
     unread_of,
 )
+from kvcache.networks.quantised import QuantisedTensors
 from kvcache.networks.recurrent_sizes import RecurrentSizes
-from kvcache.networks.tensors import StoredRows, Tensors
+from kvcache.networks.tensors import StoredRows
 from kvcache.networks.towers import Names
 
 __all__ = ["FolderTensors"]
 
 Float32 = NDArray[np.float32]
 
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 # The names of stacked experts, `(experts, out, in)`: gate above up, and down.
 _STACKS = {
     "gemma4": ("experts.gate_up_proj", "experts.down_proj"),
-    "shared": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-    "deepseek": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-    "ernie": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "shared": (_GATE_UP, _DOWN),
+    "deepseek": (_GATE_UP, _DOWN),
+    "ernie": (_GATE_UP, _DOWN),
     "granite": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 }
 _PROJECTION = re.compile(r"mixer\.in_proj_(qkv|z|b|a)\.weight$")
@@ -53,6 +56,7 @@ class FolderTensors:
     - Phi-3 has queries, keys and values in one tensor, gate and up in another.
     - Rows of queries and keys may be in the order of rotary embeddings that turn neighbours (`paired_rows`).
     - Some families have all experts of a layer in two tensors `(experts, out, in)`, gate above up.
+    - Qwen3-VL has these, or `(experts, in, out)`, gate beside up.
     - Latent attention has the key and value matrices of all heads in one tensor `(heads * (plain + value), latent)`.
     - gpt-oss has all experts of a layer in two tensors `(experts, in, out)`, columns of gate and up in turn; quantised
       `(experts, out, in)`, rows in turn.
@@ -62,7 +66,7 @@ class FolderTensors:
         config: the network.
     """
 
-    def __init__(self, checkpoint: Tensors, config: ModelConfig) -> None:
+    def __init__(self, checkpoint: Checkpoint | QuantisedTensors, config: ModelConfig) -> None:
         self._checkpoint, self._config = checkpoint, config
         self._family = FAMILIES[config.architecture]
         self._names = Names(checkpoint.__contains__)
@@ -139,11 +143,10 @@ class FolderTensors:
         place = self._place(name)
         inside = LAYER.fullmatch(name)
         expert = EXPERT.fullmatch(inside[2]) if inside else None
-        if expert and self._family.experts == "gpt_oss":
-            if not self._blocks:
-                return self._transposed(place.name, int(expert[1]), expert[2], first, stop)
-            if expert[2] != "down":
-                return self._in_turn(place.name, int(expert[1]), expert[2], first, stop)
+        if expert and self._has_columns(place.name):
+            return self._transposed(place.name, int(expert[1]), expert[2], first, stop)
+        if expert and self._family.experts == "gpt_oss" and expert[2] != "down":
+            return self._in_turn(place.name, int(expert[1]), expert[2], first, stop)
         if (part := self._head_part(name)) is not None and part[0] == "k_b":
             return self._transposed_keys(name, first, stop)
         order = self._order(name, first, stop, place)
@@ -177,8 +180,14 @@ class FolderTensors:
         """Rows of an expert that is stored `(in, out)`."""
         inputs = self._config.intermediate_size if part == "down" else self._config.hidden_size
         slab = self._expert_of(name, expert, inputs)
-        columns = {"gate": slice(2 * first, 2 * stop, 2), "up": slice(2 * first + 1, 2 * stop + 1, 2)}
-        values = slab.values[:, columns.get(part, slice(first, stop))]
+        inner = self._config.intermediate_size
+        if part == "down":
+            columns = slice(first, stop)
+        elif self._family.experts == "gpt_oss":
+            columns = slice(2 * first + (part == "up"), 2 * stop, 2)
+        else:
+            columns = slice(first + inner * (part == "up"), stop + inner * (part == "up"))
+        values = slab.values[:, columns]
         return StoredRows(slab.format, np.ascontiguousarray(values.T))
 
     def _in_turn(self, name: str, expert: int, part: str, first: int, stop: int) -> StoredRows:
@@ -236,6 +245,22 @@ class FolderTensors:
             return Place(stacks[1], expert * hidden, (experts, hidden, inner))
         return Place(stacks[0], (2 * expert + (part == "up")) * inner, (experts, 2 * inner, hidden))
 
+    def _has_columns(self, name: str) -> bool:
+        """Whether a tensor has all experts, `(experts, in, out)`: files of Qwen3-VL may have them so."""
+        if self._family.experts != "qwen":
+            return self._family.experts == "gpt_oss" and name.endswith((_GATE_UP, _DOWN))
+        down = name.replace(_GATE_UP, _DOWN)
+        if not down.endswith(_DOWN) or down not in self._checkpoint:
+            return False
+        return self._checkpoint.shape(down)[1:] == (self._config.intermediate_size, self._config.hidden_size)
+
+    def _in_columns(self, expert: int, part: str) -> Place:
+        """The place of an expert's matrix where files stack all experts, `(experts, in, out)`."""
+        experts, hidden, inner = self._config.num_experts, self._config.hidden_size, self._config.intermediate_size
+        if part == "down":
+            return Place(_DOWN, expert, (experts, inner, hidden))
+        return Place(_GATE_UP, 2 * expert + (part == "up"), (experts, hidden, 2 * inner))
+
     def _expert(self, part: str, layer: str) -> Place | None:
         config, expert = self._config, EXPERT.fullmatch(part)
         experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
@@ -245,6 +270,10 @@ class FolderTensors:
         if beside and config.experts is not None and self._family.experts == "granite":
             shared = config.experts.shared
             return Place("shared_mlp.input_linear.weight", shared * (beside[1] == "up"), (2 * shared, hidden))
+        if expert and config.experts is not None and self._family.experts == "qwen":
+            if self._has_columns(self._names(layer + _DOWN)):
+                return self._in_columns(int(expert[1]), expert[2])
+            return self._stacked(int(expert[1]), expert[2], layer, (_GATE_UP, _DOWN), config.experts)
         if expert and self._family.experts == "lfm2":
             return Place(f"feed_forward.experts.{expert[1]}.{_MIXTRAL[expert[2]]}.weight")
         if expert and self._family.experts == "nemotron":
@@ -261,11 +290,8 @@ class FolderTensors:
             if expert and self._blocks:
                 turn = 2 * int(expert[1]) + (expert[2] == "up")
                 return Place("mlp.experts.gate_up_proj_blocks", turn, (experts, 2 * inner, hidden))
-            if expert and expert[2] == "down":
-                return Place("mlp.experts.down_proj", int(expert[1]), (experts, inner, hidden))
             if expert:
-                turn = 2 * int(expert[1]) + (expert[2] == "up")
-                return Place("mlp.experts.gate_up_proj", turn, (experts, hidden, 2 * inner))
+                return self._in_columns(int(expert[1]), expert[2])
             if part in ("mlp.gate.weight", "mlp.gate.bias"):
                 return Place(part.replace("gate", "router"))
             if found := re.fullmatch(r"mlp\.experts\.(gate|up|down)_proj\.bias", part):

@@ -117,6 +117,10 @@ class QuantisedTensors:
 
         require(found, self._checkpoint.directory, self._checkpoint.dtypes, expected, needless)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `Checkpoint.shape`."""
+        return self._packed[name].shape if name in self._packed else self._checkpoint.shape(name)
+
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
         return self._checkpoint.read(name)

@@ -7,7 +7,7 @@ A checkpoint that also takes images or sounds has a tower for each kind of input
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache.errors import CheckpointError
@@ -26,12 +26,14 @@ class Tower:
             not say, it is the first one.
         tied: whether the head is the embedding, if neither part of config.json says.
         flat: whether older files have the keys of `text_config` beside it.
+        fixed: keys of the family that `text_config` does not have.
     """
 
     model_type: str
     texts: Mapping[str, str]
     tied: bool = False
     flat: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 TOWERS = {
@@ -50,6 +52,9 @@ TOWERS = {
     "Qwen3_5ForConditionalGeneration": Tower("qwen3_5", {"qwen3_5_text": "qwen3_5_text"}),
     "Qwen3_5MoeForConditionalGeneration": Tower("qwen3_5_moe", {"qwen3_5_moe_text": "qwen3_5_moe_text"}),
     "Qwen3VLForConditionalGeneration": Tower("qwen3_vl", {"qwen3_vl_text": "qwen3"}),
+    "Qwen3VLMoeForConditionalGeneration": Tower(
+        "qwen3_vl_moe", {"qwen3_vl_moe_text": "qwen3_moe"}, fixed={"norm_topk_prob": True}
+    ),
 }
 _BY_TYPE = {tower.model_type: tower for tower in TOWERS.values()}
 # Keys of the whole network, which come before those of its text network.
@@ -90,7 +95,7 @@ def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
     tied = config.get("tie_word_embeddings")
     whole["tie_word_embeddings"] = tower.tied or text.get("tie_word_embeddings") if tied is None else tied
-    return {**text, **whole, "architectures": None, "model_type": tower.texts[found]}
+    return {**text, **whole, **tower.fixed, "architectures": None, "model_type": tower.texts[found]}
 
 
 class Names:

@@ -77,9 +77,12 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SeedOssConfig,
     SmolLM3Config,
+    SolarOpenConfig,
     Starcoder2Config,
+    YoutuConfig,
 )
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
@@ -575,6 +578,25 @@ VARIANTS = {
         **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, moe_intermediate_size=24, n_routed_experts=8, n_group=4,
         topk_group=2, num_experts_per_tok=3, first_k_dense_replace=0,
         rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.5},
+    )),
+    "solar_open": seeded(SolarOpenConfig(
+        **{key: value for key, value in SMALL.items() if key != "intermediate_size"}, moe_intermediate_size=24,
+        n_routed_experts=7, num_experts_per_tok=3, routed_scaling_factor=1.4, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "youtu": seeded(YoutuConfig(
+        **{key: value for key, value in LATENT.items() if "moe" not in key}, kv_lora_rank=40, qk_rope_head_dim=16,
+        qk_nope_head_dim=20, v_head_dim=28, q_lora_rank=44, tie_word_embeddings=True, rope_parameters=DEFAULT_ROPE,
+    )),
+    "qwen3_vl_moe": seeded(Qwen3VLMoeConfig(
+        text_config=SMALL | {
+            "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_hidden_layers": 2,
+            "rope_parameters": DEFAULT_ROPE | {"mrope_section": [4, 4, 4], "mrope_interleaved": True},
+        },
+        vision_config={
+            "hidden_size": 8, "intermediate_size": 8, "depth": 1, "num_heads": 1, "out_hidden_size": 48,
+            "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+        },
+        **NO_IMAGES,
     )),
     "minimax_m2": seeded(MiniMaxM2Config(
         **SMALL | {"intermediate_size": 40}, num_local_experts=7, num_experts_per_tok=3,

@@ -49,6 +49,25 @@ def test_layers_of_ernie_that_guess(tmp_path):
     np.testing.assert_array_equal(found, want)
 
 
+def test_experts_of_qwen3_vl_in_columns(tmp_path):
+    """Published folders have the transposes of what transformers 5 writes, and do not say that weights add up to 1."""
+    folder = seeded("qwen3_vl_moe")
+    stored = Checkpoint(folder)
+    tensors = {name: stored.read(name) for name in stored.names()}
+    stacks = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert len(stacks) == 4
+    tensors |= {name: np.ascontiguousarray(tensors[name].swapaxes(1, 2)) for name in stacks}
+    shutil.copy(folder / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(pack_arrays(tensors))
+    found, want = (Transformer.from_pretrained(each) for each in (tmp_path, folder))
+    assert found.config.experts.choice.normalise
+    np.testing.assert_array_equal(run_dense(found, TOKENS), run_dense(want, TOKENS))
+    tensors[stacks[0]] = tensors[stacks[0]][:, :-1]
+    (tmp_path / "model.safetensors").write_bytes(pack_arrays(tensors))
+    with pytest.raises(CheckpointError, match=r"expected shape \(7, "):
+        Transformer.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
