@@ -54,6 +54,10 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", False),
     "qwen3": Architecture("qwen3", False),
     "qwen3moe": Architecture("qwen3_moe", False, understood=("expert_count",), fixed={"norm_topk_prob": True}),
+    # The text networks of Qwen2.5-VL and Qwen3-VL, which turn all channels of a text by one position.
+    "qwen2vl": Architecture("qwen2", False),
+    "qwen3vl": Architecture("qwen3", False),
+    "qwen3vlmoe": Architecture("qwen3_moe", False, understood=("expert_count",), fixed={"norm_topk_prob": True}),
     "gemma2": Architecture("gemma2", False, True, _CAPS),
     "gemma3": Architecture("gemma3_text", False, True, ("final_logit_softcapping",)),
     "gemma4": Architecture(

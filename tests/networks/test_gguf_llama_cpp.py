@@ -9,7 +9,8 @@ import latent_gguf
 import numpy as np
 import pytest
 from dense_runs import run_dense
-from gguf_files import CONVERTIBLE, STRING, as_converted, convert
+from gguf_files import ARRAY, CONVERTIBLE, I32, STRING, as_converted, convert
+from places import GOLDEN
 from seeded_weights import golden_folder, seeded
 
 from kvcache.engine import Transformer
@@ -47,6 +48,21 @@ def test_logits(tmp_path, name):
     # llama.cpp computes the angles of RoPE in float32; its GELU is a table in float16.
     tolerance = 1e-1 if name.startswith("gemma4") else 3e-2 if name.startswith(("gemma", "starcoder2")) else 1e-3
     np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_texts_of_towers(tmp_path, name):
+    # llama.cpp turns a pair that is in no section by position 0; published sections leave none.
+    more = {"tokenizer.ggml.model": (STRING, "none"), "qwen3vl.rope.dimension_sections": (ARRAY, [3, 3, 2, 0], I32)}
+    path = convert(GOLDEN / "towers" / name, tmp_path / "x.gguf", **more)
+    ids = np.random.default_rng(5).integers(0, 256, 200)
+    options = {"type_k": 0, "type_v": 0, "flash_attn": False, "n_threads": 1, "n_ctx": 256, "verbose": False}
+    llama = llama_cpp.Llama(str(path), logits_all=True, **options)
+    llama.eval(ids.tolist())
+    logits = run_dense(Transformer.from_pretrained(path), ids.astype(np.uint32))
+    np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=5e-3)
+    folder = Transformer.from_pretrained(GOLDEN / "towers" / name)
+    np.testing.assert_allclose(logits, run_dense(folder, ids.astype(np.uint32)), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"])

@@ -28,7 +28,7 @@ _LETTERS = {
     "gemma4_text": "gemma4", "gemma4": "gemma4", "gemma4_unified": "gemma4",
     "hunyuan_v1_dense": "hunyuan-dense", "glm4": "glm4", "cohere2": "cohere2", "starcoder2": "starcoder2",
     "apertus": "apertus", "minicpm": "minicpm", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2",
-    "ernie4_5_moe": "ernie4_5-moe",
+    "ernie4_5_moe": "ernie4_5-moe", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe",
 }
 _INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "minicpm")
 
@@ -169,6 +169,8 @@ def entries_of(config, folder_config):
         found["residual_scale"] = (F32, config.residual_scale)
         found["attention.scale"] = (F32, config.attention_scale)
         found["logit_scale"] = (F32, 1 / config.logit_scale)
+    if "vl" in letters:
+        found["rope.dimension_sections"] = (ARRAY, [*rope["mrope_section"], 0], I32)
     if config.num_experts:
         found["expert_count"] = (U32, config.num_experts)
         found["expert_used_count"] = (U32, config.experts_per_token)
@@ -255,7 +257,7 @@ def _converted(checkpoint, model_type, config):
             values = with_rows_for_llama(values, config.num_heads)
         if model_type in _INTERLEAVED and ".k_proj." in name:
             values = with_rows_for_llama(values, config.num_kv_heads)
-        if "vision" in name:
+        if "vision" in name or "visual." in name:
             continue
         if letters == "gemma4":
             added = name.endswith("layer_scalar") or ".experts." in name
@@ -267,6 +269,11 @@ def _converted(checkpoint, model_type, config):
             part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(found[3], found[3])
             stack = f"{found[1].replace('block_sparse_moe', 'mlp')}{part}.weight"
             stacks.setdefault(stack, {})[int(found[2])] = values
+        elif model_type == "qwen3_vl_moe" and name.endswith("gate_up_proj"):
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                yield f"{name.replace('gate_up', part)}.weight", np.ascontiguousarray(half)
+        elif model_type == "qwen3_vl_moe" and ".experts." in name:
+            yield f"{name}.weight", values
         elif ".experts." in name:  # of gpt-oss: (experts, in, out), gate and up in turn
             weight = not name.endswith("_bias")
             values = values.swapaxes(1, 2) if weight else values
