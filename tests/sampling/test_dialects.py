@@ -21,8 +21,10 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 MARKS = sorted({mark for dialect in DIALECTS.values() for mark in dialect.marks} | {"<think>", "</think>"})
 # These are no special tokens in the vocabularies of their families.
-PLAIN = {"<tool_call>", "</tool_call>", "<think>", "</think>", "<response>", "</response>"}
-TYPES = {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "string"]}}
+PLAIN = {
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "<response>", "</response>", "<arg_key>", "</arg_key>",
+}
+TYPES = {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "string"]}, "l": {"type": "array"}}
 SCHEMAS = {"f": {"properties": TYPES}}
 
 
@@ -111,6 +113,24 @@ ANSWERS = [
      ("", "x <parameter=s>2</function>", [("f", '{"s": "1"')])),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>",
      ("", "<tool_call><function=f><parameter=a>1</function></tool_call>", [])),
+    ("glm", "\n<think>hm</think>\nI look.\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>7</arg_value>\n"
+     "<arg_key>s</arg_key>\n<arg_value>1\n</arg_value>\n</tool_call>",
+     ("hm", "I look.", [("f", {"a": 7, "s": "1\n"})])),
+    ("glm", "<tool_call>f<arg_key>o</arg_key><arg_value>{\"x\": 1}</arg_value><arg_key>t</arg_key><arg_value>[true]"
+     "</arg_value><arg_key>u</arg_key><arg_value>NaN</arg_value></tool_call><tool_call>g</tool_call>",
+     ("", "", [("f", {"o": {"x": 1}, "t": [True], "u": "NaN"}), ("g", {})])),
+    ("glm", '<tool_call>f<arg_key>l</arg_key><arg_value>["</arg_value>", "</ar"]</arg_value></tool_call>',
+     ("", "", [("f", {"l": ["</arg_value>", "</ar"]})])),
+    ("qwen3_coder", '<tool_call><function=f><parameter=l>["\\"</parameter>x</parameter></function></tool_call>',
+     ("", '<tool_call><function=f><parameter=l>["\\"</parameter>x</parameter></function></tool_call>', [])),
+    ("glm", "<tool_call>f\n</tool_call>\n<tool_call>g</tool_call>.", ("", ".", [("f", {}), ("g", {})])),
+    ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>", ("", "", [("f", '{"a": 1')])),
+    ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>x</tool_call>", ("", "x", [("f", '{"a": 1')])),
+    ("glm", "<tool_call>f<arg_key>a</arg_key></tool_call>",
+     ("", "<tool_call>f<arg_key>a</arg_key></tool_call>", [])),
+    ("glm", "<tool_call>f g</tool_call>", ("", "<tool_call>f g</tool_call>", [])),
+    ("glm", '<tool_call>{"name": "f"}</tool_call> <tool_call>f',
+     ("", '<tool_call>{"name": "f"}</tool_call> <tool_call>f', [])),
     ("llama3", '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", {"a": 1})])),
     ("llama3", '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": "x"}}; {"name": "g"}',
      ("", "", [("f", {"a": "x"}), ("g", {})])),
@@ -169,6 +189,7 @@ BITS = st.sampled_from([
     "thought\n", " to=functions.f", "<", "<tool_", '"', ";", "[ARGS", "assistant",
     "<|channel|>commentary to=functions.f<|message|>{}", '{"name": "f", "arguments": ', '{"a": "', "\\ud83d", "1e", ",",
     "call:f{", 's:<|"|>', "<parameter=s>", "</parameter>",
+    "<arg_key>a</arg_key>\n<arg_value>",
 ])
 
 
@@ -226,6 +247,8 @@ def test_arguments_come_as_they_are_written(tokenizer, name, before, arguments, 
     [
         ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter><parameter=s>x</parameter></function>",
          ["</parameter>", "</parameter>", "</function>"]),
+        ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+         ["</arg_value>", "</tool_call>"]),
         ("gemma4", '<|tool_call>call:f{a:1,s:<|"|>x, y<|"|>}<tool_call|>', [",", "}"]),
     ],
 )
@@ -287,13 +310,13 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4", "mistral", "llama3"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm", "gemma4", "mistral", "llama3"])
 def test_streams_of_calls_take_linear_time(name, text):
     """The text of a network that writes anything comes in small pieces."""
     dialect = DIALECTS[name]
     transcript = Transcript(True)
     began = time.process_time()
-    stream = dialect.stream(CallSpan(transcript, dialect.read, {}, dialect.calls[0]))
+    stream = dialect.reader_of_calls(CallSpan(transcript, dialect.read, {}, dialect.calls[0]))
     for start in range(0, len(text), 40):
         stream.add(text[start : start + 40])
     stream.end("")
@@ -385,6 +408,7 @@ def test_several_objects_with_semicolons():
         ("<|start|>{{ x }}<|channel|>commentary to=functions.{{ n }} <|constrain|>json", "harmony"),
         ("<|tool_call>call:", "gemma4"), ("<start_function_call>call:", "functiongemma"), ("[TOOL_CALLS]", "mistral"),
         ("<|tool_call_start|>", "lfm2"), ("<tool_call>\n<function=x>", "qwen3_coder"), ("<|tool_call|>", "granite"),
+        ("<tool_call>{name}\n<arg_key>{key}</arg_key>", "glm"),
         ('<tool_call>{"name"', "hermes"), ("<|python_tag|>", "llama3"), ("plain", "none"),
     ],
 )

@@ -9,8 +9,7 @@ from typing import Any
 
 from kvcache.errors import GrammarError
 from kvcache.grammar import Grammar, lark
-from kvcache.sampling.dialects.call_texts import resolved, types_of
-from kvcache.sampling.dialects.grammar_words import GrammarWords, checked_keywords, members_of
+from kvcache.sampling.dialects.grammar_words import GrammarWords, checked_keywords
 from kvcache.sampling.dialects.harmony_reader import HarmonyReader
 from kvcache.sampling.dialects.member_calls import MemberCalls
 from kvcache.sampling.dialects.member_grammar import MemberGrammar
@@ -18,13 +17,13 @@ from kvcache.sampling.dialects.named_calls import NamedCalls
 from kvcache.sampling.dialects.object_calls import ObjectCalls
 from kvcache.sampling.dialects.spoken_answer import MarkTokens
 from kvcache.sampling.dialects.tag_calls import TagCalls
+from kvcache.sampling.dialects.tag_grammar import TagGrammar
 from kvcache.sampling.dialects.tagged_reader import CALL_BEGINNINGS
 from kvcache.support.arguments import short
 
 __all__ = ["calls_grammar", "lead_of_answers"]
 
 Function = Mapping[str, Any]
-_SIMPLE = {"string", "integer", "number", "boolean", "null"}
 _OBJECT = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
 
@@ -164,44 +163,15 @@ def _objects(words: GrammarWords, functions: Sequence[Function], parallel: bool)
 
 
 def _tags(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
-    _names(functions, r"[^>\n\s](?:[^>\n]*[^>\n\s])?")
-    some = []
-    for function, schema, strict in _of_members(functions):
-        properties, required = members_of(schema)
-        parts = []
-        for key, each in properties.items():
-            if not re.fullmatch(r"[^>\n\s](?:[^>\n]*[^>\n\s])?", key):
-                raise GrammarError(f"grammar: expected keys that this network can write, got {short(key)}")
-            head = json.dumps(f"<parameter={key}>\n", ensure_ascii=False)
-            free = words.formed(function.get("format"))
-            tagged = f'{free} "\\n</parameter>"' if free else _tagged_value(words, each, schema, strict)
-            value = words.rule(f'{head} {tagged} "\\n"')
-            parts.append(value if key in required else f"{value}?")
-        if not parts and schema.get("additionalProperties") is not False:
-            parts = [f'("<parameter=" /[^>\\s]+/ ">\\n" {words.text_until("</parameter>")} "\\n")*']
-        head = json.dumps(f"<function={function['name']}>\n", ensure_ascii=False)
-        some.append(words.rule(f'{head} {" ".join(parts)} "</function>"'))
-    return f'"\\n" ({" | ".join(some)}) "\\n"'
-
-
-def _tagged_value(words: GrammarWords, schema: Any, root: Mapping[str, Any], strict: bool) -> str:
-    """A value and its closing tag: a text as it is, or JSON; see `typed` of `call_texts.py`."""
-    end = '"\\n</parameter>"'
-    found = resolved(schema, root)
-    found = found if isinstance(found, dict) else {}
-    literals = [found["const"]] if "const" in found else found.get("enum")
-    types = types_of(found)
-    if isinstance(literals, list) and literals and all(isinstance(each, str) for each in literals):
-        if any("</parameter>" in each for each in literals):
-            raise GrammarError("grammar: expected a schema without </parameter>, got one with it")
-        return f"({' | '.join(json.dumps(each, ensure_ascii=False) for each in literals)}) {end}"
-    if types and "string" not in types:
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return f"{words.json({**found, **definitions}, strict=strict)} {end}"
-    checked_keywords(found, {"type", "anyOf", "oneOf"}, strict=strict)
-    if types - _SIMPLE and strict:
-        raise GrammarError("grammar: expected a schema of a text or of another value, got one of both")
-    return words.text_until("</parameter>")
+    style = words.marks.dialect.style
+    assert style is not None, "a dialect of tags names them"
+    _names(functions, style.name_pattern)
+    some = [
+        TagGrammar(words, style, schema, strict=strict).call(function["name"], function.get("format"))
+        for function, schema, strict in _of_members(functions)
+    ]
+    calls = f"({' | '.join(some)})"
+    return f'"\\n" {calls} "\\n"' if style.in_lines else calls
 
 
 # -- members ------------------------------------------------------------------------------------------------------

@@ -89,16 +89,24 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def typed(text: str, schema: Any) -> Any:
-    """A value of the type that a schema says: a text, unless it is JSON of another type that may be."""
-    types = types_of(schema)
+def typed(text: str, schema: Any, *, guesses: bool = False) -> Any:
+    """A value of the type that a schema says: a text, unless it is JSON of another type that may be.
+
+    Args:
+        guesses: whether any type may be where it says none.
+    """
+    types = types_of(schema) or ({*_TYPES, "null"} if guesses else set())
     if not types - {"string"}:
         return text
     with suppress(ValueError, RecursionError):
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_number)
         if "string" not in types or any(_is_of(value, kind) for kind in types - {"string"}):
             return value
     return text
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(name)
 
 
 def types_of(schema: Any) -> set[str]:

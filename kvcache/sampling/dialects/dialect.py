@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from kvcache.sampling.dialects.call_span import CallStream
+from kvcache.sampling.dialects.call_span import CallSpan, CallStream
 from kvcache.sampling.dialects.call_texts import WholeReader
+from kvcache.sampling.dialects.tag_style import TagStyle
 from kvcache.sampling.dialects.transcript import Transcript
 
 __all__ = ["AnswerReader", "Dialect"]
@@ -35,7 +36,9 @@ class Dialect(NamedTuple):
     Attributes:
         calls: the mark that begins calls, and the one that ends them; "" where calls end with the answer, or with the
             next ones.
-        stream: makes the reader of what stands between these, of a `CallSpan`; None: there are no calls.
+        stream: makes the reader of what stands between these, of a `CallSpan` and the style, if there is one; None:
+            there are no calls.
+        style: the words of calls, where readers of one kind read several families.
         read: reads what it leaves, as a whole.
         thoughts: the marks around thoughts; None: there are none.
         titled: whether thoughts begin with a line of their own, which is none.
@@ -55,6 +58,13 @@ class Dialect(NamedTuple):
     more: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
     leads: bool = False
+    style: TagStyle | None = None
+
+    def reader_of_calls(self, span: CallSpan) -> CallStream:
+        """The reader of a span of calls."""
+        if self.stream is None:
+            raise ValueError("stream: expected a dialect with calls, got one without")
+        return self.stream(span) if self.style is None else self.stream(span, self.style)
 
     @property
     def marks(self) -> tuple[str, ...]:

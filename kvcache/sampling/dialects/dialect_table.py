@@ -10,6 +10,7 @@ from kvcache.sampling.dialects.member_calls import MemberCalls
 from kvcache.sampling.dialects.named_calls import NamedCalls
 from kvcache.sampling.dialects.object_calls import ObjectCalls
 from kvcache.sampling.dialects.tag_calls import TagCalls
+from kvcache.sampling.dialects.tag_style import GLM_TAGS, QWEN_TAGS
 from kvcache.sampling.dialects.tagged_reader import TaggedReader
 
 __all__ = ["DIALECTS", "dialect_of"]
@@ -33,7 +34,10 @@ DIALECTS = {
     "lfm2": Dialect(
         TaggedReader, ("<|tool_call_start|>", "<|tool_call_end|>"), ObjectCalls, pythonic_calls, _THOUGHTS
     ),
-    "qwen3_coder": Dialect(TaggedReader, _TAG, TagCalls, None, _THOUGHTS),  # and Qwen3.5
+    "qwen3_coder": Dialect(TaggedReader, _TAG, TagCalls, None, _THOUGHTS, style=QWEN_TAGS),  # and Qwen3.5
+    "glm": Dialect(
+        TaggedReader, _TAG, TagCalls, None, _THOUGHTS, style=GLM_TAGS, more=(*GLM_TAGS.key, *GLM_TAGS.value)
+    ),  # 4.5 to 4.7
     "granite": Dialect(
         TaggedReader, ("<|tool_call|>", ""), ObjectCalls, json_calls, _THOUGHTS, silent=("<response>", "</response>")
     ),
@@ -45,8 +49,8 @@ DIALECTS = {
 _SIGNS = {
     "<|constrain|>": "harmony", "to=functions.": "harmony", "<|tool_call>": "gemma4",
     "<start_function_call>": "functiongemma", "[TOOL_CALLS]": "mistral", "<|tool_call_start|>": "lfm2",
-    "<|tool_list_start|>": "lfm2", "<function=": "qwen3_coder", "<|tool_call|>": "granite", "<tool_call>": "hermes",
-    "<|python_tag|>": "llama3", '"parameters": dictionary of argument': "llama3",
+    "<|tool_list_start|>": "lfm2", "<function=": "qwen3_coder", "<arg_key>": "glm", "<|tool_call|>": "granite",
+    "<tool_call>": "hermes", "<|python_tag|>": "llama3", '"parameters": dictionary of argument': "llama3",
 }
 
 

@@ -56,6 +56,11 @@ class GrammarWords:
         """A mark; "" is none."""
         return self._ids.get(mark, json.dumps(mark, ensure_ascii=False)) if mark else ""
 
+    def literal(self, text: str) -> str:
+        """A text, in which marks that are special tokens are these; "" is none."""
+        pattern = "|".join(map(re.escape, self._ids)) or "(?!)"
+        return " ".join(self.mark(part) for part in re.split(f"({pattern})", text) if part)
+
     def text_until(self, mark: str) -> str:
         """Any text without a mark, and the mark."""
         if mark in self._ids:

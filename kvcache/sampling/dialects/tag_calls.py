@@ -1,19 +1,18 @@
-"""Calls in tags, `<function=NAME><parameter=KEY>..</parameter></function>`: an argument comes when it is whole."""
+"""Calls in tags, as `<function=NAME><parameter=KEY>..</parameter></function>`: an argument comes when it is whole."""
 
 from __future__ import annotations
 
 import json
-import re
 from contextlib import suppress
 from typing import Any
 
 from kvcache.sampling.dialects.call_span import CallSpan
-from kvcache.sampling.dialects.call_texts import resolved, typed
+from kvcache.sampling.dialects.call_texts import resolved, typed, types_of
+from kvcache.sampling.dialects.json_scan import JsonScan
+from kvcache.sampling.dialects.tag_style import TagStyle
 
 __all__ = ["TagCalls"]
 
-_FUNCTION, _PARAMETER = re.compile(r"<function=([^>\n]+)>"), re.compile(r"<parameter=([^>\n]+)>")
-_END, _VALUE_END = "</function>", "</parameter>"
 _LONGEST = 1000  # characters of a tag
 
 
@@ -22,17 +21,20 @@ class TagCalls:
 
     Args:
         span: that they are in; the schemas of functions say which types arguments have.
+        style: the tags.
     """
 
-    def __init__(self, span: CallSpan) -> None:
-        self._span = span
+    def __init__(self, span: CallSpan, style: TagStyle) -> None:
+        self._span, self._style = span, style
+        self._function, self._argument = style.head_of_function(), style.head_of_value()
         self._text = ""  # what is not read
         self._searched = 0  # of it, where the end of a value is not
+        self._scan, self._scanned = JsonScan(), 0  # of a value in JSON, and of how much of it
         self._name = ""  # of the function that is open; "": none
         self._key: str | None = None  # of the argument that is open
         self._schema: Any = {}  # of its arguments
         self._count = -1  # arguments of the call; -1: it has not begun
-        self._is_other = False
+        self._is_other = self._is_ended = False
 
     def add(self, text: str) -> None:
         if self._is_other:
@@ -43,6 +45,11 @@ class TagCalls:
             pass
 
     def end(self, close: str) -> None:
+        if close and not self._style.end and not self._is_other:
+            self._is_ended = True
+            self.add("")
+            if self._name and self._key is None and not self._text:
+                self._end_call()
         self._give_up()
         self._span.end(close)
 
@@ -54,42 +61,67 @@ class TagCalls:
         self._read(space)
         if not self._text:
             return False
-        tags = ("<parameter=", _END) if self._name else ("<function=",)
-        if not any(self._text.startswith(tag) or tag.startswith(self._text) for tag in tags):
+        style = self._style
+        opening, end = (style.key[0], style.end) if self._name else (style.function[0], "")
+        if not any(self._text.startswith(tag) or tag.startswith(self._text) for tag in (opening, end or opening)):
             return self._give_up()
-        if self._name and self._text.startswith(_END):
+        if end and self._text.startswith(end):
             return self._end_call()
-        if ">" not in self._text:
+        return self._head()
+
+    def _head(self) -> bool:
+        """Read what comes before a value, or before the first argument."""
+        window, style = self._text[:_LONGEST], self._style
+        closes = (style.value[0] or style.key[1]) if self._name else style.function[1]
+        if closes not in window:
             return self._give_up() if len(self._text) > _LONGEST else False
-        found = (_PARAMETER if self._name else _FUNCTION).match(self._text)
-        if found is None or not found[1].strip():
+        head = (self._argument if self._name else self._function).match(window)
+        if head is None:
             return self._give_up()
-        self._read(found.end())
+        if not closes and head.end() == len(self._text) and not self._is_ended:
+            return False  # the name may go on
+        self._read(head.end())
         if self._name:
-            self._key = found[1].strip()
+            self._key = head[1]
         else:
-            self._name, self._count = found[1].strip(), -1
+            self._name, self._count = head[1], -1
             self._schema = self._span.schemas.get(self._name, {})
         return True
 
     def _value(self, key: str) -> bool:
-        end = self._text.find(_VALUE_END, self._searched)
+        close = self._style.value[1]
+        end = self._text.find(close, self._searched)
         if end < 0:
-            self._searched = max(0, len(self._text) - len(_VALUE_END))
+            self._searched = max(0, len(self._text) - len(close))
             return False
-        text = self._text[:end].removeprefix("\n").removesuffix("\n")
+        text = self._text[:end]
+        if self._style.wraps:
+            text = text.removeprefix("\n").removesuffix("\n")
         with suppress(ValueError, TypeError, RecursionError):  # of a schema too
             properties = self._schema.get("properties")
-            schema = properties.get(key) if isinstance(properties, dict) else None
-            value = typed(text, resolved(schema, self._schema))
+            schema = resolved(properties.get(key) if isinstance(properties, dict) else None, self._schema)
+            if self._is_quoted(end, schema):
+                self._searched = end + 1
+                return True
+            value = typed(text, schema, guesses=self._style.guesses)
             member = json.dumps({key: value}, ensure_ascii=False, allow_nan=False)[1:-1]
             member.encode()  # no lone surrogate: clients could not send the call back
             if self._begin():
                 self._span.put(("{" if self._count == 0 else ", ") + member)
                 self._count, self._key, self._searched = self._count + 1, None, 0
-                self._text = self._text[end + len(_VALUE_END) :]
+                self._scan, self._scanned = JsonScan(), 0
+                self._text = self._text[end + len(close) :]
                 return True
         return self._give_up()
+
+    def _is_quoted(self, end: int, schema: Any) -> bool:
+        """Whether the tag at this place stands within a string of JSON."""
+        types = types_of(schema)
+        if not types or "string" in types:
+            return False
+        self._scan.add(self._text[self._scanned : end])
+        self._scanned = end
+        return self._scan.need == "string" and not self._scan.is_broken
 
     def _begin(self) -> bool:
         """Begin the call, unless it has begun; whether it may be."""
@@ -102,7 +134,7 @@ class TagCalls:
             return self._give_up()
         self._span.put("}" if self._count else "{}")
         self._span.finish()
-        self._text, self._name, self._count = self._text[len(_END) :], "", -1
+        self._text, self._name, self._count = self._text[len(self._style.end) :], "", -1
         return True
 
     def _read(self, length: int) -> None:

@@ -93,7 +93,7 @@ class TaggedReader:
         """Begin calls, with what may have been some."""
         dialect = self._dialect
         if dialect.stream is not None:
-            self._calls = dialect.stream(CallSpan(self._transcript, dialect.read, self._schemas, mark))
+            self._calls = dialect.reader_of_calls(CallSpan(self._transcript, dialect.read, self._schemas, mark))
             self._calls.add(self._taken())
             self._state = "call"
 
