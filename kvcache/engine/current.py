@@ -220,6 +220,7 @@ class CurrentText:
         text, count = self.text, 1 + len(longer.draft)
         try:
             self.pool.append([(text, count)])
+            longer.moved(text.seq_id, text.computed, text.places)  # a window may have left tokens behind
             rows = self.forward.run([(longer, count, count)])[0]
         except OutOfMemoryError:
             self.pool.cut(text, text.computed)

@@ -61,6 +61,23 @@ def test_answers_are_those_without(name, draft, options):
     assert len(passes) < 3 * 18, "draft tokens were drawn"
 
 
+def test_windows_that_leave_tokens_behind_in_a_pass_of_draft_tokens():
+    """Such a text is several windows long; a stream of it that is closed is cut back."""
+    model, params = opened("starcoder2_window"), replace(GREEDY, max_tokens=60, logprobs=1)
+    prompt = prompts(4, 1, 150, 96)[0][:140]
+    plain, drafted = (InferenceEngine(model, draft=each) for each in (None, (model,)))
+    want = plain.complete(prompt, params)
+    assert drafted.complete(prompt, params) == want
+    drafted.check()
+    for given in (5, 33):
+        stream = drafted.stream(prompt, params)
+        assert [next(stream) for _ in range(given)] == want.tokens[:given]
+        stream.close()
+        drafted.check()
+        again = drafted.decode_step(want.tokens[given - 1], drafted.num_tokens)
+        assert again.tobytes() == plain.prefill_from_pos([*prompt, *want.tokens[:given]], 0).tobytes()
+
+
 def test_a_stream_that_is_closed_leaves_what_it_gave():
     """Tokens that were drawn with others of a pass and never given are cut off; the text goes on without them."""
     model = opened("next deepseek_v3")
