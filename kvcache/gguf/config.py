@@ -85,6 +85,9 @@ ARCHITECTURES |= {
     "qwen35moe": Architecture(
         "qwen3_5_moe_text", False, understood=(NEXT_LAYERS, *_EXPERTS), post_attention_norm=True, states="delta"
     ),
+    "qwen3next": Architecture(
+        "qwen3_next", False, understood=(NEXT_LAYERS, *_EXPERTS), post_attention_norm=True, states="delta"
+    ),
     "granitehybrid": Architecture(
         "granitemoehybrid", True, understood=(*_SCALES, *_EXPERTS), fixed=_GRANITE, states="mamba"
     ),
@@ -169,7 +172,7 @@ KEYS = {
 }
 _MAX_LAYERS = 1 << 16
 # Networks that turn some channels of a head.
-_PARTIAL = ("phi3", "qwen3_5_text", "qwen3_5_moe_text", "glm4", "glm4_moe", "minimax_m2")
+_PARTIAL = ("phi3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4", "glm4_moe", "minimax_m2")
 _ROPE_PER_KIND = ("gemma3_text", "gemma4_text", "olmo2")  # OLMo 3 has this architecture
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _LAYER_INPUTS = "per_layer_token_embd.weight"
@@ -473,7 +476,8 @@ def _guessing(read: _Entries, layers: int) -> int:
 def _set_delta_layers(read: _Entries, layers: int, found: dict[str, Any]) -> None:
     """The layers of Qwen3.5."""
     guessing = _guessing(read, layers)
-    found["num_hidden_layers"], found["mtp_num_hidden_layers"] = layers - guessing, guessing
+    key = "num_nextn_predict_layers" if found["model_type"] == "qwen3_next" else "mtp_num_hidden_layers"
+    found["num_hidden_layers"], found[key] = layers - guessing, guessing
     states = read.either("attention.recurrent_layers")
     if states is not None and not (
         isinstance(states, np.ndarray) and states.dtype == np.bool_ and len(states) in (layers, layers - guessing)

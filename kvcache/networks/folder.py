@@ -14,18 +14,19 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.names import (
+    DELTA_PART,
     EXPERT,
     HEAD_PART,
     LAYER,
     Place,
     fused_place,
+    key_head_place,
     key_head_rows,
     paired_rows,
     stored_tensors,
     unread_of,
 )
 from kvcache.networks.quantised import QuantisedTensors
-from kvcache.networks.recurrent_sizes import RecurrentSizes
 from kvcache.networks.tensors import StoredRows
 from kvcache.networks.towers import Names
 
@@ -42,7 +43,6 @@ _STACKS = {
     "ernie": (_GATE_UP, _DOWN),
     "granite": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 }
-_PROJECTION = re.compile(r"mixer\.in_proj_(qkv|z|b|a)\.weight$")
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # those of the network, in layers that guess more tokens
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
@@ -163,18 +163,10 @@ class FolderTensors:
         inside = LAYER.fullmatch(name)
         if self._config.latent is not None and inside is not None:
             return self._config.latent.file_rows(inside[2], first, stop)
-        found = _PROJECTION.search(name) if self._family.by_key_heads else None
+        found = DELTA_PART.search(name) if self._family.by_key_heads else None
         if found is None or self._config.recurrence is None:
             return None
         return key_head_rows(self._config.recurrence, found[1], first, stop) - place.first
-
-    def _by_key_heads(self, part: str, sizes: RecurrentSizes) -> Place:
-        """The place of a projection of the delta rule in one of the two matrices that files have of all four."""
-        if part in ("b", "a"):
-            both = 2 * sizes.heads, self._config.hidden_size
-            return Place("linear_attn.in_proj_ba.weight", sizes.heads if part == "a" else 0, both)
-        whole = sizes.channels + sizes.inner, self._config.hidden_size
-        return Place("linear_attn.in_proj_qkvz.weight", sizes.channels if part == "z" else 0, whole)
 
     def _transposed(self, name: str, expert: int, part: str, first: int, stop: int) -> StoredRows:
         """Rows of an expert that is stored `(in, out)`."""
@@ -217,9 +209,10 @@ class FolderTensors:
             if (own := self._family.next_names.get(stem, "")) and "mtp" in own:
                 return Place(f"{own}.{kind}")
         place = self._expert(part, layer) if self._family.experts else None
-        found = _PROJECTION.search(part) if self._family.by_key_heads else None
+        found = DELTA_PART.search(part) if self._family.by_key_heads else None
         if found and self._config.recurrence is not None:
-            place = self._by_key_heads(found[1], self._config.recurrence)
+            names = "linear_attn.in_proj_ba.weight", "linear_attn.in_proj_qkvz.weight"
+            place = key_head_place(self._config.recurrence, self._config.hidden_size, found[1], *names)
         if (head := HEAD_PART.fullmatch(part)) and (sizes := self._config.latent) is not None:
             each, heads = sizes.plain + sizes.value, self._config.num_heads
             begin = int(head[2]) * each + (sizes.plain if head[1] == "v_b" else 0)

@@ -22,12 +22,15 @@ from kvcache.networks.entries import Entries
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.names import (
+    DELTA_PART,
     EXPERT,
     HEAD_PART,
     JOINT,
     LAYER,
     Place,
     fused_place,
+    key_head_place,
+    key_head_rows,
     paired_rows,
     stored_tensors,
     unread_of,
@@ -51,6 +54,7 @@ _SHORT_CONVOLUTION = {"mixer.in_proj": "shortconv.in_proj", "mixer.conv1d": "sho
                       "mixer.out_proj": "shortconv.out_proj", "model.norm": "token_embd_norm"}
 _COPIES = (".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight")  # matrices of the network, once more
 _CURVE = re.compile(r"model\.layers\.(\d+)\.mlp\.act_fn\.(\w+)")  # of xIELU: entries of the metadata
+_BY_KEY_HEADS = ("ssm_ba.weight", "ssm_in.weight")  # of Qwen3-Next; the second one in its older files
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -154,10 +158,15 @@ class GgufCheckpoint:
             output_bias=has_bias("attn_output"),
             mlp_bias=config.mlp_bias or has_bias("ffn_down"),
             rope=self._rope(config),
-            recurrence=config.recurrence and replace(config.recurrence, tiled=config.recurrence.kind == "delta"),
+            recurrence=config.recurrence and replace(config.recurrence, tiled=self._has_tiled_heads(config)),
             # The divisors of Gemma 4 are those of layers without a window.
             window_rope=config.window_rope or (config.rope if self._architecture.layers_differ else None),
         )
+
+    def _has_tiled_heads(self, config: ModelConfig) -> bool:
+        """Whether value heads are in the order of ggml's broadcasts."""
+        delta = config.recurrence is not None and config.recurrence.kind == "delta"
+        return delta and not FAMILIES[config.architecture].by_key_heads
 
     def take_draft_layer(self) -> None:
         """Read the layer that guesses more tokens as the last one of the network, if the file has one."""
@@ -292,6 +301,8 @@ class GgufCheckpoint:
         order = paired_rows(self.config, name, first, stop) if self._architecture.permuted else None
         if self.config.latent is not None and (inside := LAYER.fullmatch(name)):
             order = self.config.latent.file_rows(inside[2], first, stop)
+        if place.name.endswith(_BY_KEY_HEADS) and (part := DELTA_PART.search(name)) and self.config.recurrence:
+            order = key_head_rows(self.config.recurrence, part[1], first, stop) - place.first
         begin, end = (first, stop) if order is None or first == stop else (int(order.min()), int(order.max()) + 1)
         stored = np.empty((end - begin, size), np.uint8)
         self.file.read([stored], place.name, (begin + place.first) * size)
@@ -337,6 +348,9 @@ class GgufCheckpoint:
 
     def _mixer(self, block: str, part: str, sizes: RecurrentSizes) -> Place:
         """Where a tensor of a layer with a state is; some have other shapes than in folders."""
+        delta, both = DELTA_PART.search(part), [f"{block}{each}" for each in _BY_KEY_HEADS]
+        if delta and FAMILIES[self.config.architecture].by_key_heads and both[delta[1] not in "ba"] in self.file:
+            return key_head_place(sizes, self.config.hidden_size, delta[1], *both)
         name, column = f"{block}{_WHOLE.get(part) or self._named(part)}", (sizes.heads, 1)
         shapes: dict[str, tuple[int, ...]] = {"mixer.conv1d.weight": (sizes.channels, sizes.taps)}
         if sizes.kind == "mamba":

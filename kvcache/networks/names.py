@@ -19,6 +19,7 @@ from kvcache.networks.recurrent_sizes import RecurrentSizes
 
 __all__ = [
     "BESIDE",
+    "DELTA_PART",
     "EMBEDDING",
     "EXPERT",
     "HEAD",
@@ -35,6 +36,7 @@ __all__ = [
     "Place",
     "fused_place",
     "has_beside",
+    "key_head_place",
     "key_head_rows",
     "matrices_of",
     "paired_rows",
@@ -50,6 +52,7 @@ INPUT_TABLE, INPUT_PROJECTION, INPUT_NORM = (
     "model.per_layer_projection_norm.weight",
 )
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+DELTA_PART = re.compile(r"mixer\.in_proj_(qkv|z|b|a)\.weight$")  # of layers of the delta rule
 HEAD_PART = re.compile(r"self_attn\.(k_b|v_b)\.(\d+)\.weight")  # of latent attention, of a head
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -162,6 +165,19 @@ def key_head_rows(sizes: RecurrentSizes, part: str, first: int, stop: int) -> ND
     rest, width = rows - kind * keys, np.where(kind == 2, values, size)
     found: NDArray[np.int64] = rest // width * each + kind * size + rest % width
     return found
+
+
+def key_head_place(sizes: RecurrentSizes, hidden: int, part: str, pair: str, whole: str) -> Place:
+    """The place of a projection of the delta rule, where files go by key heads; see `key_head_rows`.
+
+    Args:
+        hidden: its columns.
+        part: see there.
+        pair, whole: the names of the matrices of b and a, and of the others.
+    """
+    if part in ("b", "a"):
+        return Place(pair, sizes.heads if part == "a" else 0, (2 * sizes.heads, hidden))
+    return Place(whole, sizes.channels if part == "z" else 0, (sizes.channels + sizes.inner, hidden))
 
 
 def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:

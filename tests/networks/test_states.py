@@ -166,10 +166,16 @@ def test_gguf(pair):
     expected, noise = run_dense(exact, TOKENS), 2e-5 if tiled else 3e-6
     np.testing.assert_allclose(run_dense(found, TOKENS), expected, rtol=0, atol=noise * np.abs(expected).max())
     sizes = found.config.recurrence and replace(found.config.recurrence, tiled=False)
-    same = {"eos_token_ids": (), "intermediate_size": 0, "sizes": ()}  # that of an MLP where all layers have experts
+    # The size is that of an MLP, where all layers have experts; folders of Qwen3-Next do not say what guesses.
+    same = {"eos_token_ids": (), "intermediate_size": 0, "sizes": (), "next_layers": 0}
     if exact.config.recurrence is None:  # of Granite 4 a file of Granite 3
         same |= {"architecture": ""}
     assert replace(found.config, recurrence=sizes, **same) == replace(exact.config, **same)
+
+
+def test_first_files_of_qwen3_next(tmp_path):
+    paths = [convert(seeded("qwen3_next"), tmp_path / f"{whole}.gguf", whole=whole) for whole in (False, True)]
+    np.testing.assert_array_equal(*(run_dense(Transformer.from_pretrained(path), TOKENS) for path in paths))
 
 
 def test_gguf_with_layers_that_guess(tmp_path):

@@ -14,7 +14,7 @@ from kvcache.networks.checkpoint import Checkpoint
 
 LETTERS = {
     "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
-    "nemotron_h": "nemotron_h", "granitemoehybrid": "granitehybrid",
+    "qwen3_next": "qwen3next", "nemotron_h": "nemotron_h", "granitemoehybrid": "granitehybrid",
 }
 _PARTS = {  # stems in a layer of any of these families
     "operator_norm": "attn_norm", "input_layernorm": "attn_norm", "norm": "attn_norm", "ffn_norm": "ffn_norm",
@@ -23,7 +23,8 @@ _PARTS = {  # stems in a layer of any of these families
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
     "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out", "mamba.in_proj": "ssm_in", "mamba.conv1d": "ssm_conv1d",
     "mamba.norm": "ssm_norm", "mamba.out_proj": "ssm_out", "mixer.in_proj": "ssm_in", "mixer.conv1d": "ssm_conv1d",
     "mixer.norm": "ssm_norm", "mixer.out_proj": "ssm_out", "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down",
@@ -76,6 +77,15 @@ def tiled(values, config, first=0, axis=0):
     return np.ascontiguousarray(np.moveaxis(np.concatenate([moved[:first], rest]), 0, axis))
 
 
+def by_kinds(both, sizes):
+    """The matrices of queries, keys and values, and of z, of one that goes by key heads."""
+    values = sizes.heads // sizes.groups * sizes.dim
+    heads = both.reshape(sizes.groups, -1, both.shape[1])
+    parts = np.split(heads, np.cumsum([sizes.size, sizes.size, values]), axis=1)
+    *qkv, z = (part.reshape(-1, both.shape[1]) for part in parts)
+    return ("attn_qkv", np.concatenate(qkv)), ("attn_gate", z)
+
+
 def converted(name, values, config, kind):
     """The values of a tensor as the converter changes them."""
     sizes, last = config.recurrence, name.rpartition(".")[2]
@@ -85,7 +95,7 @@ def converted(name, values, config, kind):
         values = values[:, 0]
     if kind.startswith("qwen") and "norm" in name and "linear_attn" not in name:
         values = values + np.float32(1)
-    if kind.startswith("qwen") and "linear_attn" in name and "norm" not in name:
+    if kind.startswith("qwen3_5") and "linear_attn" in name and "norm" not in name:
         keys = 2 * sizes.groups * sizes.size
         first = keys if "qkv" in name or "conv1d" in name else 0
         values = tiled(values, config, first, axis=1 if "out_proj" in name else 0)
@@ -159,7 +169,8 @@ def entries_of(config, kind):
         found["attention.head_count_kv"] = (U32, config.num_kv_heads)
         found["attention.recurrent_layers"] = (ARRAY, [mixer == "state" for mixer in config.mixers], BOOL)
         found["full_attention_interval"] = (U32, 4)
-        found["rope.dimension_sections"] = (ARRAY, [2, 1, 1, 0], U32)
+        if kind != "qwen3_next":
+            found["rope.dimension_sections"] = (ARRAY, [2, 1, 1, 0], U32)
     if kind == "granitemoehybrid":
         found |= {
             "embedding_scale": (F32, config.embedding_scale), "residual_scale": (F32, config.residual_scale),
@@ -181,8 +192,12 @@ def entries_of(config, kind):
     return found
 
 
-def convert(folder, path, quantised="F32", tensors=(), **more):
-    """Write the checkpoint of `folder` as a GGUF file; `more` entries, and `tensors`. Returns the path."""
+def convert(folder, path, quantised="F32", tensors=(), whole=False, **more):
+    """Write the checkpoint of `folder` as a GGUF file; `more` entries, and `tensors`. Returns the path.
+
+    Args:
+        whole: whether Qwen3-Next has one matrix of queries, keys, values and z, as in its first files.
+    """
     config, kind = ModelConfig.from_pretrained(folder), json.loads((folder / "config.json").read_text())["model_type"]
     checkpoint, of, found = Checkpoint(folder), gguf.GGMLQuantizationType[quantised], {}
     stacks = {}
@@ -195,6 +210,10 @@ def convert(folder, path, quantised="F32", tensors=(), **more):
             continue
         if kind == "granitemoehybrid" and (parts := granite(name, checkpoint, config)):
             found |= parts
+            continue
+        if name.endswith("in_proj_qkvz.weight") and not whole:
+            block, both = f"blk.{re.search(r'layers.([0-9]+)', name)[1]}", checkpoint.read(own)
+            found |= {f"{block}.{part}.weight": rows for part, rows in by_kinds(both, config.recurrence)}
             continue
         values = converted(name, checkpoint.read(own), config, kind)
         fits = values.ndim > 1 and "conv" not in name and not values.shape[-1] % gguf.GGML_QUANT_SIZES[of][0]
