@@ -34,7 +34,11 @@ FUNCTIONS = [
     },
     {"name": 'say "hi"', "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
 ]
-SPECIAL = ("<tool_call>", "</think>", "<|tool_call|>", '<|"|>', "<|tool_call>", "<|message|>", "<|channel|>", "<|end|>")
+SPECIAL = (
+    "<tool_call>", "</think>", "<|tool_call|>", '<|"|>', "<|tool_call>", "<|message|>", "<|channel|>", "<|end|>",
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+    "<minimax:tool_call>", "<arg_value>",
+)
 
 
 @cache
@@ -48,6 +52,11 @@ def tokenizer_of(special):
     from tokenizers import Tokenizer
 
     return Tokenizer.from_str(json.dumps(content))
+
+
+def tokenizer_for(name, special):
+    """One that can write the marks of a dialect: its bytes are those of ASCII."""
+    return tokenizer_of((*special, *(DIALECTS[name].marks if name == "deepseek" else ())))
 
 
 @cache
@@ -90,14 +99,14 @@ def drawn(grammar, tokenizer, seed, most=400, closer=""):
 
 def names_of(name):
     """Functions whose names the words of a dialect can say."""
-    odd = DIALECTS[name].stream in (MemberCalls, TagCalls) or name == "harmony"
+    odd = DIALECTS[name].stream in (MemberCalls, TagCalls) or name in ("harmony", "deepseek", "kimi")
     return [FUNCTIONS[0], FUNCTIONS[1] | {"name": "say"}] if odd else FUNCTIONS
 
 
 @pytest.mark.parametrize("special", [(), SPECIAL], ids=["marks are text", "some are tokens"])
 @pytest.mark.parametrize("name", sorted(set(DIALECTS) - {"none"}))
 def test_every_dialect(name, special):
-    tokenizer = tokenizer_of(special)
+    tokenizer = tokenizer_for(name, special)
     dialect = DIALECTS[name]._replace(thoughts=None)
     marks = MarkTokens(tokenizer, dialect)
     functions = names_of(name)
@@ -249,6 +258,12 @@ def test_an_answer_in_json_behind_thoughts(name, thinks, may_think, good, bad, s
 CALLS = {  # in the words of each dialect
     "hermes": '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=place>\nhere\n</parameter>\n</function>\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="look">\n<parameter name="place">here</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
+    '{"place": "here"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+    '{"place": "here"}<|tool_call_end|><|tool_calls_section_end|>',
     "glm": "<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>here</arg_value>\n</tool_call>",
     "gemma4": '<|tool_call>call:look{place:<|"|>here<|"|>}<tool_call|>',
     "functiongemma": "<start_function_call>call:look{place:<escape>here<escape>}<end_function_call>",
@@ -274,7 +289,7 @@ def follows(tokenizer, grammar, text):
 @pytest.mark.parametrize("special", [(), SPECIAL], ids=["marks are text", "some are tokens"])
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_texts_are_free_until_a_call_begins(name, special):
-    tokenizer = tokenizer_of(special)
+    tokenizer = tokenizer_for(name, special)
     marks = MarkTokens(tokenizer, DIALECTS[name]._replace(thoughts=None))
     grammar = calls_grammar(marks, STRICT, parallel=True, thinks=False, free=True)
     call = CALLS[name]

@@ -131,6 +131,29 @@ ANSWERS = [
     ("glm", "<tool_call>f g</tool_call>", ("", "<tool_call>f g</tool_call>", [])),
     ("glm", '<tool_call>{"name": "f"}</tool_call> <tool_call>f',
      ("", '<tool_call>{"name": "f"}</tool_call> <tool_call>f', [])),
+    ("minimax", '<think>\nhm\n</think>\n\nHi\n<minimax:tool_call>\n<invoke name="f">\n'
+     '<parameter name="a">7</parameter>\n<parameter name="s">\n1</parameter>\n'
+     '<parameter name="l">["</parameter>"]</parameter>\n</invoke>\n'
+     '<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+     ("hm", "Hi", [("f", {"a": 7, "s": "\n1", "l": ["</parameter>"]}), ("g", {})])),
+    ("minimax", '<minimax:tool_call><invoke name="f"><parameter>',
+     ("", '<minimax:tool_call><invoke name="f"><parameter>', [])),
+    ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜>\n"
+     "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     ("", "", [("f", {"a": 1}), ("g", {})])),
+    ("deepseek", "hm</think>Hi<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+     "{\"a\":\n1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n``<｜tool▁calls▁end｜>",
+     ("", "hm</think>Hi``", [("f", {"a": 1}), ("g", {})])),
+    ("deepseek", "<think>hm<｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": <｜tool▁calls▁end｜>x",
+     ("hm", "x", [("f", '{"a": ')])),
+    ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁call▁end｜>.",
+     ("", "<｜tool▁call▁begin｜>f<｜tool▁call▁end｜>.", [])),
+    ("kimi", "<think>so</think>Now<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+     '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_call_begin|> functions.g-1:12 '
+     "<|tool_call_argument_begin|> {} <|tool_call_end|><|tool_calls_section_end|>",
+     ("so", "Now", [("f", {"a": 1}), ("g-1", {})])),
+    ("kimi", '<think>so<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>',
+     ("so", "", [("f", {})])),
     ("llama3", '{"name": "f", "parameters": {"a": 1}}', ("", "", [("f", {"a": 1})])),
     ("llama3", '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": "x"}}; {"name": "g"}',
      ("", "", [("f", {"a": "x"}), ("g", {})])),
@@ -189,7 +212,8 @@ BITS = st.sampled_from([
     "thought\n", " to=functions.f", "<", "<tool_", '"', ";", "[ARGS", "assistant",
     "<|channel|>commentary to=functions.f<|message|>{}", '{"name": "f", "arguments": ', '{"a": "', "\\ud83d", "1e", ",",
     "call:f{", 's:<|"|>', "<parameter=s>", "</parameter>",
-    "<arg_key>a</arg_key>\n<arg_value>",
+    "<arg_key>a</arg_key>\n<arg_value>", "functions.f:0", "f<｜tool▁sep｜>{", "function<｜tool▁sep｜>",
+    "```json\n", "```", '<invoke name="f">', '<parameter name="l">["', "</invoke>",
 ])
 
 
@@ -224,6 +248,8 @@ PIECEWISE = [
     ("llama3", '{"name": "f", "parameters": ', LONG, "}"), ("mistral", "[TOOL_CALLS]f[ARGS]", LONG, ""),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": ', LONG, "}]"),
     ("granite", '<|tool_call|>[{"name": "f", "arguments": ', LONG, "}]"),
+    ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", LONG, "\n```<｜tool▁call▁end｜>"),
+    ("kimi", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>", LONG, "<|tool_call_end|>"),
     ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", LONG, "<|call|>"),
 ]
 
@@ -310,7 +336,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm", "gemma4", "mistral", "llama3"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm", "gemma4", "mistral", "llama3", "deepseek"])
 def test_streams_of_calls_take_linear_time(name, text):
     """The text of a network that writes anything comes in small pieces."""
     dialect = DIALECTS[name]
@@ -408,6 +434,9 @@ def test_several_objects_with_semicolons():
         ("<|start|>{{ x }}<|channel|>commentary to=functions.{{ n }} <|constrain|>json", "harmony"),
         ("<|tool_call>call:", "gemma4"), ("<start_function_call>call:", "functiongemma"), ("[TOOL_CALLS]", "mistral"),
         ("<|tool_call_start|>", "lfm2"), ("<tool_call>\n<function=x>", "qwen3_coder"), ("<|tool_call|>", "granite"),
+        ("'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'", "deepseek"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi"),
+        ("begin = '<minimax:tool_call>'\n<invoke name=", "minimax"),
         ("<tool_call>{name}\n<arg_key>{key}</arg_key>", "glm"),
         ('<tool_call>{"name"', "hermes"), ("<|python_tag|>", "llama3"), ("plain", "none"),
     ],

@@ -14,10 +14,13 @@ class ArgumentCall:
     Args:
         span: that they are in.
         name: of the function.
+        close: what may follow them, white space left out, and says nothing.
     """
 
-    def __init__(self, span: CallSpan, name: str) -> None:
+    def __init__(self, span: CallSpan, name: str, close: str = "") -> None:
         self._span, self._name = span, name
+        self._close = close.strip()  # "": it has come, or something else
+        self._tail = ""  # what may be it
         self._scan: JsonScan | None = None  # None: they have not begun
         self._is_other = False  # no call
 
@@ -38,10 +41,22 @@ class ArgumentCall:
             self._span.put(text[start:at])
             if scan.is_whole or scan.is_broken:
                 self._span.finish(is_whole=scan.is_whole)
-        self._span.say(text[at:])
+        self._follow(text[at:])
+
+    def _follow(self, text: str) -> None:
+        """Read what stands behind the arguments."""
+        if self._close:
+            self._tail = (self._tail + text).lstrip()
+            if self._close.startswith(self._tail):
+                return
+            text, self._tail = self._tail.removeprefix(self._close), ""
+            self._close = ""
+        self._span.say(text)
 
     def end(self, close: str) -> None:
         scan = self._scan
         if scan is not None and not scan.is_whole and not scan.is_broken:
             self._span.finish(is_whole=False)
+        if self._tail != self._close:
+            self._span.say(self._tail)
         self._span.end(close)

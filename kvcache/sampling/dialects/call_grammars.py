@@ -13,11 +13,13 @@ from kvcache.sampling.dialects.grammar_words import GrammarWords, checked_keywor
 from kvcache.sampling.dialects.harmony_reader import HarmonyReader
 from kvcache.sampling.dialects.member_calls import MemberCalls
 from kvcache.sampling.dialects.member_grammar import MemberGrammar
+from kvcache.sampling.dialects.name_style import NameStyle
 from kvcache.sampling.dialects.named_calls import NamedCalls
 from kvcache.sampling.dialects.object_calls import ObjectCalls
 from kvcache.sampling.dialects.spoken_answer import MarkTokens
 from kvcache.sampling.dialects.tag_calls import TagCalls
 from kvcache.sampling.dialects.tag_grammar import TagGrammar
+from kvcache.sampling.dialects.tag_style import TagStyle
 from kvcache.sampling.dialects.tagged_reader import CALL_BEGINNINGS
 from kvcache.support.arguments import short
 
@@ -59,14 +61,16 @@ def calls_grammar(
     return lark("\n".join([f"start: {start}", *words.rules]))
 
 
-def _alone(words: GrammarWords, written: str, parallel: bool) -> str:
-    """Calls and nothing else, from what stands between their marks."""
+def _alone(words: GrammarWords, written: str, parallel: bool, *, opens: bool = True) -> str:
+    """Calls and nothing else, from what stands between their marks; `opens`: with the first mark of their section."""
     dialect = words.marks.dialect
     if dialect.leads:
         return written
     begin, end = map(words.mark, dialect.calls or ("", ""))
     call = words.rule(f"{begin} {written} {end}")
-    return f"{call} ({words.gap} {call})*" if parallel and end else call
+    calls = f"{call} ({words.gap} {call})*" if parallel and end else call
+    first, last = map(words.mark, dialect.section or ("", ""))
+    return f"{first if opens else ''} {calls} {last}"
 
 
 def _free(words: GrammarWords, written: str, parallel: bool, thinks: bool) -> str:
@@ -84,11 +88,15 @@ def _among_texts(words: GrammarWords, written: str, parallel: bool, opening: str
     dialect = words.marks.dialect
     begin, end = dialect.calls or ("", "")
     if dialect.leads:
-        return f"({words.without(begin, CALL_BEGINNINGS, opening)} | {words.mark(begin)}? {written})"
-    call = words.rule(f"{written} {words.mark(end)}")
-    more = f"({words.before(begin)} {call})*" if parallel else ""
-    first = f"{words.before(begin, opening)} {call} {more} {words.without(begin)}"
-    return f"({first} | {words.without(begin, opening)})"
+        return f"({words.without(begin, (), CALL_BEGINNINGS, opening)} | {words.mark(begin)}? {written})"
+    inner: tuple[str, ...] = ()
+    if dialect.section is None:
+        call = words.rule(f"{written} {words.mark(end)}")
+    else:
+        call, inner, begin = words.rule(_alone(words, written, parallel, opens=False)), (begin,), dialect.section[0]
+    more = f"({words.before(begin, inner)} {call})*" if parallel else ""
+    first = f"{words.before(begin, inner, opening)} {call} {more} {words.without(begin, inner)}"
+    return f"({first} | {words.without(begin, inner, opening)})"
 
 
 def lead_of_answers(marks: MarkTokens, *, thinks: bool, may_think: bool) -> str:
@@ -159,19 +167,39 @@ def _objects(words: GrammarWords, functions: Sequence[Function], parallel: bool)
     return f'"[" {one} {more} "]"'
 
 
+# -- names --------------------------------------------------------------------------------------------------------
+
+
+def _named(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
+    style = words.marks.dialect.style
+    assert isinstance(style, NameStyle), "a dialect of names has a style"
+    if not style.is_written:
+        return _objects(words, functions, parallel)
+    _names(functions, r"[^\s<\[{:]+")
+    some, number = [], '":" /[0-9]+/' if style.counts else ""
+    for function in functions:
+        arguments = _json_of(words, function)
+        for _, before, behind, close in style.forms:
+            head = f"{words.literal(before + function['name'])} {number} {words.literal(behind)}"
+            some.append(words.rule(f"{head} {arguments} {words.literal(close)}"))
+    return f"({' | '.join(some)})"
+
+
 # -- tags ---------------------------------------------------------------------------------------------------------
 
 
 def _tags(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
     style = words.marks.dialect.style
-    assert style is not None, "a dialect of tags names them"
+    assert isinstance(style, TagStyle), "a dialect of tags names them"
     _names(functions, style.name_pattern)
     some = [
         TagGrammar(words, style, schema, strict=strict).call(function["name"], function.get("format"))
         for function, schema, strict in _of_members(functions)
     ]
-    calls = f"({' | '.join(some)})"
-    return f'"\\n" {calls} "\\n"' if style.in_lines else calls
+    call = f"({' | '.join(some)})"
+    if style.several and parallel:
+        call = f'{call} ("\\n" {call})*'
+    return f'"\\n" {call} "\\n"' if style.in_lines else call
 
 
 # -- members ------------------------------------------------------------------------------------------------------
@@ -214,5 +242,5 @@ def _analysis(words: GrammarWords) -> str:
 
 
 _WRITERS: dict[Any, Callable[[GrammarWords, Sequence[Function], bool], str]] = {
-    ObjectCalls: _objects, NamedCalls: _objects, TagCalls: _tags, MemberCalls: _members,
+    ObjectCalls: _objects, NamedCalls: _named, TagCalls: _tags, MemberCalls: _members,
 }

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvcache.sampling.dialects.call_span import CallSpan, CallStream
 from kvcache.sampling.dialects.call_texts import WholeReader
+from kvcache.sampling.dialects.name_style import NameStyle
 from kvcache.sampling.dialects.tag_style import TagStyle
 from kvcache.sampling.dialects.transcript import Transcript
 
@@ -39,6 +40,7 @@ class Dialect(NamedTuple):
         stream: makes the reader of what stands between these, of a `CallSpan` and the style, if there is one; None:
             there are no calls.
         style: the words of calls, where readers of one kind read several families.
+        section: the marks around all calls, which say nothing; None: there are none.
         read: reads what it leaves, as a whole.
         thoughts: the marks around thoughts; None: there are none.
         titled: whether thoughts begin with a line of their own, which is none.
@@ -58,7 +60,8 @@ class Dialect(NamedTuple):
     more: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
     leads: bool = False
-    style: TagStyle | None = None
+    style: TagStyle | NameStyle | None = None
+    section: tuple[str, str] | None = None
 
     def reader_of_calls(self, span: CallSpan) -> CallStream:
         """The reader of a span of calls."""
@@ -69,5 +72,5 @@ class Dialect(NamedTuple):
     @property
     def marks(self) -> tuple[str, ...]:
         """All marks."""
-        found = (*(self.calls or ()), *(self.thoughts or ()), *self.more, *self.silent)
+        found = (*(self.calls or ()), *(self.thoughts or ()), *(self.section or ()), *self.more, *self.silent)
         return tuple(dict.fromkeys(mark for mark in found if mark))

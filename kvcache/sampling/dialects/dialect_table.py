@@ -7,10 +7,11 @@ from kvcache.sampling.dialects.call_texts import json_calls, pythonic_calls
 from kvcache.sampling.dialects.dialect import Dialect
 from kvcache.sampling.dialects.harmony_reader import HARMONY_MARKS, HarmonyReader
 from kvcache.sampling.dialects.member_calls import MemberCalls
+from kvcache.sampling.dialects.name_style import DEEPSEEK_NAMES, KIMI_NAMES, MISTRAL_NAMES
 from kvcache.sampling.dialects.named_calls import NamedCalls
 from kvcache.sampling.dialects.object_calls import ObjectCalls
 from kvcache.sampling.dialects.tag_calls import TagCalls
-from kvcache.sampling.dialects.tag_style import GLM_TAGS, QWEN_TAGS
+from kvcache.sampling.dialects.tag_style import GLM_TAGS, MINIMAX_TAGS, QWEN_TAGS
 from kvcache.sampling.dialects.tagged_reader import TaggedReader
 
 __all__ = ["DIALECTS", "dialect_of"]
@@ -29,7 +30,7 @@ DIALECTS = {
     ),
     "mistral": Dialect(
         TaggedReader, ("[TOOL_CALLS]", ""), NamedCalls, json_calls, ("[THINK]", "[/THINK]"),
-        more=("[ARGS]", "[CALL_ID]"),
+        style=MISTRAL_NAMES, more=("[ARGS]", "[CALL_ID]"),
     ),
     "lfm2": Dialect(
         TaggedReader, ("<|tool_call_start|>", "<|tool_call_end|>"), ObjectCalls, pythonic_calls, _THOUGHTS
@@ -38,6 +39,17 @@ DIALECTS = {
     "glm": Dialect(
         TaggedReader, _TAG, TagCalls, None, _THOUGHTS, style=GLM_TAGS, more=(*GLM_TAGS.key, *GLM_TAGS.value)
     ),  # 4.5 to 4.7
+    "minimax": Dialect(
+        TaggedReader, ("<minimax:tool_call>", "</minimax:tool_call>"), TagCalls, None, _THOUGHTS, style=MINIMAX_TAGS
+    ),  # M2
+    "deepseek": Dialect(
+        TaggedReader, ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), NamedCalls, None, _THOUGHTS,
+        style=DEEPSEEK_NAMES, more=("<｜tool▁sep｜>",), section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),  # V3, V3.1 and R1
+    "kimi": Dialect(
+        TaggedReader, ("<|tool_call_begin|>", "<|tool_call_end|>"), NamedCalls, None, _THOUGHTS, style=KIMI_NAMES,
+        more=("<|tool_call_argument_begin|>",), section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),  # K2 and K2.5
     "granite": Dialect(
         TaggedReader, ("<|tool_call|>", ""), ObjectCalls, json_calls, _THOUGHTS, silent=("<response>", "</response>")
     ),
@@ -49,6 +61,7 @@ DIALECTS = {
 _SIGNS = {
     "<|constrain|>": "harmony", "to=functions.": "harmony", "<|tool_call>": "gemma4",
     "<start_function_call>": "functiongemma", "[TOOL_CALLS]": "mistral", "<|tool_call_start|>": "lfm2",
+    "<｜tool▁call▁begin｜>": "deepseek", "<|tool_calls_section_begin|>": "kimi", "<minimax:tool_call>": "minimax",
     "<|tool_list_start|>": "lfm2", "<function=": "qwen3_coder", "<arg_key>": "glm", "<|tool_call|>": "granite",
     "<tool_call>": "hermes", "<|python_tag|>": "llama3", '"parameters": dictionary of argument': "llama3",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcache.errors import GrammarError
@@ -71,20 +71,23 @@ class GrammarWords:
         """A text, as short as it may be, and a mark that is none of the special tokens."""
         return self.rule(text, f"[suffix={json.dumps(mark, ensure_ascii=False)}]")
 
-    def before(self, mark: str, opening: str = "") -> str:
-        """Any text without a mark that does not begin as `opening`, and the mark; see `without`."""
+    def before(self, mark: str, others: Iterable[str] = (), opening: str = "") -> str:
+        """Any text without some marks that does not begin as `opening`, and the first mark; see `without`."""
         if mark in self._ids:
-            return f"{self.without(mark, opening)} {self._ids[mark]}"
-        return self._to(mark, self._unlike(opening) if opening else _TEXT)
+            return f"{self.without(mark, others, opening)} {self._ids[mark]}"
+        unlike = [opening, *(_ANY + re.escape(other) for other in others if other not in self._ids)]
+        return self._to(mark, self._unlike(*unlike) if any(unlike) else _TEXT)
 
-    def without(self, mark: str, *openings: str) -> str:
-        """Any text without a mark that does not begin as `openings`, regular expressions; "" is none.
+    def without(self, mark: str, others: Iterable[str] = (), *openings: str) -> str:
+        """Any text without a mark and others that does not begin as `openings`, regular expressions; "" is none.
 
-        Special tokens are text too, where the mark is one and all openings are "".
+        Special tokens are text too, where all marks are some and all openings are "".
         """
-        if mark in self._ids and not any(openings):
-            return f"<[^{self._ids[mark][2:-2]}]>*"
-        return self._unlike(*openings, "" if mark in self._ids else _ANY + re.escape(mark))
+        marks = (mark, *others)
+        texts = [_ANY + re.escape(each) for each in marks if each not in self._ids]
+        if not texts and not any(openings):
+            return f"<[^{','.join(self._ids[each][2:-2] for each in marks)}]>*"
+        return self._unlike(*openings, *texts)
 
     def _unlike(self, *openings: str) -> str:
         """A text that does not begin as some regular expressions."""

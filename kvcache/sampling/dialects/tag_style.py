@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["GLM_TAGS", "QWEN_TAGS", "TagStyle"]
+__all__ = ["GLM_TAGS", "MINIMAX_TAGS", "QWEN_TAGS", "TagStyle"]
 
 
 class TagStyle(NamedTuple):
@@ -18,6 +18,7 @@ class TagStyle(NamedTuple):
         end: of the call; "": the mark that ends calls ends it.
         in_lines: whether a new line is behind each tag but those around a value; elsewhere one may be.
         wraps: whether new lines around a value are none of it.
+        several: whether all calls stand between two marks, rather than each.
         guesses: whether a value whose schema names no type is JSON where it can be, and else a text; it is a text
             otherwise.
     """
@@ -28,6 +29,7 @@ class TagStyle(NamedTuple):
     end: str
     in_lines: bool
     wraps: bool = False
+    several: bool = False
     guesses: bool = False
 
     @property
@@ -68,4 +70,9 @@ QWEN_TAGS = TagStyle(
 # GLM-4.5 and 4.6 write each tag on a line of its own, GLM-4.7 all on one.
 GLM_TAGS = TagStyle(
     ("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "", in_lines=False, guesses=True
+)
+# MiniMax-M2.
+MINIMAX_TAGS = TagStyle(
+    ('<invoke name="', '">'), ('<parameter name="', '">'), ("", "</parameter>"), "</invoke>", in_lines=True,
+    several=True,
 )

@@ -25,7 +25,8 @@ CALL_BEGINNINGS = "|".join(
 class TaggedReader:
     """Reads such an answer; see `Dialect` for the arguments.
 
-    Thoughts begin before any content, or after calls. A mark that has no meaning where it stands is text.
+    Thoughts begin before any content, or after calls; calls whose mark is a special token end them. A mark that has no
+    meaning where it stands is text.
     """
 
     def __init__(
@@ -68,6 +69,10 @@ class TaggedReader:
 
     def mark(self, mark: str, special: bool) -> None:
         begins = mark == self._begin_thought
+        if mark in (self._dialect.section or ()):
+            if self._state == "call":
+                self._end_calls()
+            return
         if mark in self._dialect.silent and self._state != "call":
             return
         if self.is_thinking and mark == self._end_thought:
@@ -75,7 +80,7 @@ class TaggedReader:
             self._state = "content"
         elif self._state == "call" and mark == self._close:
             self._end_calls(mark)
-        elif mark == self._open and not self.is_thinking:
+        elif mark == self._open and (special or not self.is_thinking):
             self.end()
             self._begin_calls(mark)
         elif begins and self._transcript.is_silent and self._state in ("content", "lead") and not self._head.strip():
