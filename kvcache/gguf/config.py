@@ -137,6 +137,10 @@ ARCHITECTURES |= {
         names={"num_local_experts": "", "n_routed_experts": "expert_count"},
     ),
     "minimax-m2": Architecture("minimax_m2", False, understood=_EXPERTS),
+    "bailingmoe2": Architecture(
+        "bailing_moe_v2", False, understood=(NEXT_LAYERS, *_EXPERTS),
+        names={"num_local_experts": "", "num_experts": "expert_count"},
+    ),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe", True, understood=_EXPERTS,
         names={
@@ -172,7 +176,9 @@ KEYS = {
 }
 _MAX_LAYERS = 1 << 16
 # Networks that turn some channels of a head.
-_PARTIAL = ("phi3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4", "glm4_moe", "minimax_m2")
+_PARTIAL = (
+    "phi3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4", "glm4_moe", "minimax_m2", "bailing_moe_v2",
+)
 _ROPE_PER_KIND = ("gemma3_text", "gemma4_text", "olmo2")  # OLMo 3 has this architecture
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _LAYER_INPUTS = "per_layer_token_embd.weight"
@@ -187,7 +193,8 @@ _BESIDE_EXPERTS = {
     "routed_scaling_factor": "expert_weights_scale",
 }
 _LATENT = ("deepseek_v3", "mistral4")  # networks with latent attention
-_ATTENDING = ("glm4_moe", "minimax_m2", "ernie4_5_moe")  # with usual attention, experts, and a bias of their choice
+# Networks with usual attention, experts, and a bias of their choice.
+_ATTENDING = ("glm4_moe", "minimax_m2", "ernie4_5_moe", "bailing_moe_v2")
 _PER_LAYER = ("attention.head_count_kv", "feed_forward_length")  # with 0 for layers that have none
 _OWN_EPS = {"conv": "norm_eps", "mamba": "layer_norm_epsilon"}
 # The sizes of layers with a state, by kind.
@@ -456,9 +463,12 @@ def _set_chosen_experts(read: _Entries, found: dict[str, Any]) -> int:
 
 def _set_attending_experts(read: _Entries, found: dict[str, Any]) -> None:
     """The experts of networks with usual attention that choose them with a bias."""
-    if found["model_type"] == "glm4_moe":
+    if found["model_type"] in ("glm4_moe", "bailing_moe_v2"):
         _set_chosen_experts(read, found)
         found["attention_bias"] = read.has_tensor("attn_q.bias")
+        found["num_shared_experts"] = found["n_shared_experts"]
+        found["moe_shared_expert_intermediate_size"] = read.get("expert_shared_feed_forward_length")
+        found["moe_router_enable_expert_bias"] = read.has_tensor("exp_probs_b.bias")
         found["use_qk_norm"] = read.has_tensor("attn_q_norm.weight")
     expected = _SOFTMAX if found["model_type"] == "ernie4_5_moe" else _SIGMOID
     if read.get("expert_gating_func", expected) != expected:

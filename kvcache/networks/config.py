@@ -461,7 +461,7 @@ def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[
                 f"mlp_layer_types: expected dense or sparse for each of {len(mlps)} layers, got {short(listed)}"
             )
         return tuple(first if kind == "dense" else each for kind, each in zip(listed, mlps, strict=True))
-    keys = {"deepseek": "first_k_dense_replace", "ernie": "moe_layer_start_index"}
+    keys = dict.fromkeys(("deepseek", "bailing"), "first_k_dense_replace") | {"ernie": "moe_layer_start_index"}
     key = keys.get(family.experts, "num_dense_layers")
     if read.default(key) is None:
         return mlps
@@ -471,9 +471,9 @@ def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[
 
 def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, int]:
     """The number of experts in every layer, and the intermediate size."""
-    if family.experts in ("deepseek", "ernie"):
-        count = "n_routed_experts" if family.experts == "deepseek" else "moe_num_experts"
-        return read.size(count), read.size("intermediate_size", read.size("moe_intermediate_size"))
+    counts = {"deepseek": "n_routed_experts", "ernie": "moe_num_experts", "bailing": "num_experts"}
+    if family.experts in counts:
+        return read.size(counts[family.experts]), read.size("intermediate_size", read.size("moe_intermediate_size"))
     own = read.default("moe_intermediate_size") is not None
     size = read.size("moe_intermediate_size" if own else "intermediate_size")
     if family.experts == "nemotron":  # a network without layers of experts has their keys all the same

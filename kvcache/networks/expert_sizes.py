@@ -84,6 +84,8 @@ class ExpertSizes:
             return cls(size, choice=ExpertChoice(sigmoid=True, bias=True))
         if kind == "ernie":
             return cls._ernie(read)
+        if kind == "bailing":
+            return cls._bailing(read)
         return cls(size, choice=ExpertChoice(kind != "qwen" or read.flag("norm_topk_prob", False)))
 
     @classmethod
@@ -102,6 +104,18 @@ class ExpertSizes:
             groups=groups, kept=kept, best=best,
         )
         return cls(size, shared=size * beside, choice=choice)
+
+    @classmethod
+    def _bailing(cls, read: Entries) -> ExpertSizes:
+        if read.get("score_function") != "sigmoid":
+            raise CheckpointError(f"score_function: expected sigmoid, got {short(read.get('score_function'))}")
+        groups, kept = _groups_of(read, "num_experts")
+        choice = ExpertChoice(
+            read.flag("norm_topk_prob", True), sigmoid=True, bias=read.flag("moe_router_enable_expert_bias", True),
+            eps=1e-20, factor=read.number("routed_scaling_factor"), groups=groups, kept=kept,
+        )
+        size, beside = read.size("moe_intermediate_size"), read.size("num_shared_experts", 1, at_least=0)
+        return cls(size, shared=read.size("moe_shared_expert_intermediate_size", size) * beside, choice=choice)
 
     @classmethod
     def _ernie(cls, read: Entries) -> ExpertSizes:
@@ -131,9 +145,9 @@ class ExpertSizes:
         return cls(read.size("moe_intermediate_size", 7688), latent, shared, choice=choice)
 
 
-def _groups_of(read: Entries) -> tuple[int, int]:
-    """The groups of experts, and how many of them experts are chosen from."""
-    groups, experts = read.size("n_group", 1), read.size("n_routed_experts", 8)
+def _groups_of(read: Entries, key: str = "n_routed_experts") -> tuple[int, int]:
+    """The groups of experts, as many as `key` says, and how many of them experts are chosen from."""
+    groups, experts = read.size("n_group", 1), read.size(key, 8)
     if experts % groups:
         raise CheckpointError(f"n_group: expected a divisor of {experts} experts, got {groups}")
     return groups, read.size("topk_group", 1, most=groups)

@@ -90,7 +90,7 @@ class Family:
     sinks: bool = False
     experts: Literal[
         "", "mixtral", "qwen", "gpt_oss", "lfm2", "shared", "granite", "nemotron", "gemma4", "deepseek", "minimax",
-        "ernie",
+        "ernie", "bailing",
     ] = ""
     fused: tuple[str, str] = ("", "")
     aliases: tuple[str, ...] = ()
@@ -159,6 +159,12 @@ _GLM4 = {
 _NEXT_OF_QWEN = {
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
     "head_norm": "mtp.norm",
+}
+_BAILING = {
+    "model.embed_tokens": "model.word_embeddings", "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
+    "mlp.expert_bias": "mlp.gate.expert_bias",
+    **{f"mlp.shared_expert.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
 }
 _DEEPSEEK = {"mlp.expert_bias": "mlp.gate.e_score_correction_bias", **{
     f"mlp.shared_expert.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
@@ -395,6 +401,15 @@ FAMILIES = {
             "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
             "partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "num_experts_per_tok": 8,
             "moe_intermediate_size": 1280, "n_routed_experts": 128, "first_k_dense_replace": 0,
+        },
+    ),
+    "BailingMoeV2ForCausalLM": Family(
+        "bailing_moe_v2", qkv_bias=None, bias_keys=("use_qkv_bias", "use_bias", ""), qk_norm="head", experts="bailing",
+        names=_BAILING, fused=("attention.query_key_value", ""),
+        defaults={
+            "num_key_value_heads": 4, "partial_rotary_factor": 0.5, "use_qk_norm": True, "score_function": "sigmoid",
+            "rope_theta": 600000.0, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+            "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
         },
     ),
     "MiniMaxM2ForCausalLM": Family(

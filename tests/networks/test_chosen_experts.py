@@ -3,9 +3,11 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from bailing import twins
 from dense_runs import run_dense
 from gguf_files import U32, convert
 from seeded_weights import seeded
@@ -33,6 +35,15 @@ def test_keys_of_minimax():
     published = given | {"rope_theta": theta, "rotary_dim": 12, "scoring_func": "sigmoid", "use_qk_norm": True}
     assert ModelConfig.from_dict(published) == want
     assert ModelConfig.from_dict(given | {"rope_theta": theta}).rotary_dim == 24
+
+
+def test_ling_is_glm_with_other_names(tmp_path):
+    glm, ling = twins(tmp_path)
+    want = run_dense(Transformer.from_pretrained(glm), TOKENS)
+    np.testing.assert_array_equal(run_dense(Transformer.from_pretrained(ling), TOKENS), want)
+    found = Transformer.from_pretrained(convert(ling, tmp_path / "x.gguf"))
+    assert found.config == replace(ModelConfig.from_pretrained(ling), eos_token_ids=())
+    np.testing.assert_allclose(run_dense(found, TOKENS), want, rtol=0, atol=2e-5)
 
 
 def test_layers_of_ernie_that_guess(tmp_path):

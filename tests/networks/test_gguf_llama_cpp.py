@@ -8,6 +8,7 @@ from __future__ import annotations
 import latent_gguf
 import numpy as np
 import pytest
+from bailing import twins
 from dense_runs import run_dense
 from gguf_files import ARRAY, CONVERTIBLE, I32, STRING, as_converted, convert
 from places import GOLDEN
@@ -63,6 +64,17 @@ def test_texts_of_towers(tmp_path, name):
     np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=5e-3)
     folder = Transformer.from_pretrained(GOLDEN / "towers" / name)
     np.testing.assert_allclose(logits, run_dense(folder, ids.astype(np.uint32)), rtol=0, atol=2e-5)
+
+
+def test_ling(tmp_path):
+    _, folder = twins(tmp_path)
+    path = convert(folder, tmp_path / "x.gguf", tokenizer__ggml__model=(STRING, "none"))
+    ids = np.random.default_rng(5).integers(0, 96, 200)
+    options = {"type_k": 0, "type_v": 0, "flash_attn": False, "n_threads": 1, "n_ctx": 256, "verbose": False}
+    llama = llama_cpp.Llama(str(path), logits_all=True, **options)
+    llama.eval(ids.tolist())
+    logits = run_dense(Transformer.from_pretrained(path), ids.astype(np.uint32))
+    np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"])

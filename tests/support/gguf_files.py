@@ -29,6 +29,7 @@ _LETTERS = {
     "hunyuan_v1_dense": "hunyuan-dense", "glm4": "glm4", "cohere2": "cohere2", "starcoder2": "starcoder2",
     "apertus": "apertus", "minicpm": "minicpm", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2",
     "ernie4_5_moe": "ernie4_5-moe", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe",
+    "bailing_moe_v2": "bailingmoe2",
 }
 _INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "minicpm")
 
@@ -90,7 +91,8 @@ def name_of(name, model_type="llama"):
     for end, ours in ((".router.scale", "ffn_gate_inp.scale"), (".router.per_expert_scale", "ffn_down_exps.scale")):
         if name.endswith(end):
             return f"blk.{name.split('.')[2]}.{ours}"
-    stem, _, kind = name.replace("e_score_correction_bias", "e_score_correction.bias").rpartition(".")
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace("expert_bias", "expert_bias.bias")
+    stem, _, kind = name.rpartition(".")
     if stem == "lm_head":  # which the list of Gemma 2 leaves out
         return "output.weight"
     if kind in ("weight", "bias"):
@@ -121,7 +123,7 @@ def entries_of(config, folder_config):
     """The entries of a network, as llama.cpp's converter writes them."""
     letters = _LETTERS[folder_config["model_type"]]
     folder_config = {"model_type": folder_config["model_type"]} | folder_config.get("text_config", folder_config)
-    kind, rope = folder_config["model_type"], folder_config["rope_parameters"]
+    kind, rope = folder_config["model_type"], folder_config.get("rope_parameters") or {"rope_type": "default"}
     rope = rope.get("full_attention", rope)
     found = {
         "block_count": (U32, config.num_layers + config.next_layers),
@@ -216,11 +218,12 @@ def _of_chosen(config, kind):
         found["expert_gating_func"] = (U32, 2 if choice.sigmoid else 1)
     if experts.shared:
         found["expert_shared_count"] = (U32, experts.shared // experts.size)
-        found["expert_shared_feed_forward_length"] = (U32, experts.shared)
+        each = experts.size if kind == "bailing_moe_v2" else experts.shared  # of one, or of all
+        found["expert_shared_feed_forward_length"] = (U32, each)
         found["leading_dense_block_count"] = (U32, config.mlps.count("mlp"))
     if kind == "ernie4_5_moe":
         found["interleave_moe_layer_step"] = (U32, 1)
-    if kind == "glm4_moe":
+    if kind in ("glm4_moe", "bailing_moe_v2"):
         found |= {
             "expert_weights_scale": (F32, choice.factor), "expert_weights_norm": (BOOL, choice.normalise),
             "expert_group_count": (U32, choice.groups), "expert_group_used_count": (U32, choice.kept),
