@@ -1,7 +1,7 @@
 """`python -m bench grammars`: steps of a batch whose answers follow a grammar, beside steps of the same batch without.
 
 The network is random, of the shape of a billion weights in q4, and so is what it says: half of the requests follow a
-JSON schema that no answer completes, half another one. Guesses are off, so that each step has one token of each.
+JSON schema that no answer completes, half another one. Draft tokens are off, so that each step has one token of each.
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ __all__ = ["DraftHeads"]
 
 
 class DraftHeads:
-    """The layer that guesses more tokens, as a source; see `Proposer`.
+    """The MTP layer, as a source; see `Proposer`.
 
     Args:
         forward: of the engine.
     """
 
-    name = "the layer that guesses more tokens"
+    name = "the MTP layer"
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -51,7 +51,7 @@ class DraftHeads:
                 except KvCacheError:  # of memory
                     break
                 rows = np.stack([row for i in running if (row := hidden[i]) is not None])
-                logits, found = self._forward.guess(texts, [drafts[i][-1] for i in running], rows, ahead)
+                logits, found = self._forward.draft(texts, [drafts[i][-1] for i in running], rows, ahead)
                 for i, token, row in zip(running, logits.argmax(axis=1).tolist(), found, strict=True):
                     drafts[i].append(token)
                     hidden[i] = row

@@ -36,16 +36,16 @@ class DraftSources:
     """
 
     def __init__(self, draft: Any, model: Model, load: Load, block_size: int) -> None:
-        self._sources, guesses = list[Any](), getattr(model, "draft_layers", 0) > 0
+        self._sources, has_mtp = list[Any](), getattr(model, "draft_layers", 0) > 0
         self._vocab_size = model.config.vocab_size
         for each in each_source(draft):
-            names = ["ngram", "mtp"][: 1 + guesses] if isinstance(each, str) and each == "auto" else [each]
+            names = ["ngram", "mtp"][: 1 + has_mtp] if isinstance(each, str) and each == "auto" else [each]
             self._sources += [name for name in names if name not in self._sources]
         for each in self._sources:
             if isinstance(each, str) and each not in SOURCE_NAMES:
                 raise ValueError(f"draft: expected {', '.join(SOURCE_NAMES)} or a network, got {short(each)}")
-            if isinstance(each, str) and each == "mtp" and not guesses:
-                expected = "a network with a layer that guesses more tokens"
+            if isinstance(each, str) and each == "mtp" and not has_mtp:
+                expected = "a network with an MTP layer"
                 raise ValueError(f"draft: expected {expected} for mtp, got {short(model)}")
             if not isinstance(each, str) and not hasattr(each, "forward"):
                 raise TypeError(f"draft: expected None, a name or a network, got {type(each).__name__}")

@@ -76,8 +76,8 @@ class InferenceEngine:
             every quantised format has a residual by default. `from_pretrained` also takes "auto" and paths.
             With an eviction policy, tokens are in f16 only if `residual_length` is not 0. Under StreamingLLM, or where
             a layer has a window, keys are rounded with feedback alone, and no tokens are in f16.
-        draft, draft_tokens: as of `BatchEngine`, but None by default. Tokens that were drawn from one pass are in the
-            cache when the first of them is given.
+        draft, draft_tokens: as of `BatchEngine`, but None by default, and with an `eviction_policy`. Tokens that were
+            drawn from one pass are in the cache when the first of them is given.
         sparse_tokens: in layers that keep all tokens, each KV head attends to so many tokens that the query chooses,
             beside the first 16 and the newest 64 to 79, behind at least four times as many; see `top_tokens` of
             `PagedKvCache.attention`. Every position does so, in prompts too: an answer does not depend on pieces,

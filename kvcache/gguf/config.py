@@ -41,7 +41,7 @@ class Architecture(NamedTuple):
     layers_differ: bool = False
 
 
-NEXT_LAYERS = "nextn_predict_layers"  # layers behind the last one, which guess more tokens
+NEXT_LAYERS = "nextn_predict_layers"  # MTP layers, behind the last one
 _EXPERTS = ("expert_count", "expert_shared_count", "expert_group_count", "expert_gating_func")
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _SOFTMAX, _SIGMOID = 1, 2  # of `expert_gating_func`
@@ -375,7 +375,7 @@ def _set_states(read: _Entries, kind: str, found: dict[str, Any]) -> None:
         return
     _set_experts(read, found)
     attending, widths = (read.each_layer(name, layers) for name in _PER_LAYER)
-    found["num_hidden_layers"] = layers = layers - _guessing(read, layers)
+    found["num_hidden_layers"] = layers = layers - _mtp_layers(read, layers)
     attending, widths = attending[:layers], widths[:layers]
     if kind == "conv":
         found["layer_types"] = ["full_attention" if count else "conv" for count in attending]
@@ -445,12 +445,12 @@ def _set_latent(read: _Entries, file: GgufFile, found: dict[str, Any]) -> None:
 
 
 def _set_chosen_experts(read: _Entries, found: dict[str, Any]) -> int:
-    """The experts of DeepSeek and its kin, and the layers that guess more tokens; returns all layers of the file."""
+    """The experts of DeepSeek and its kin, and the MTP layers; returns all layers of the file."""
     layers = found.get("num_hidden_layers")
     if type(layers) is not int:
         read.fail("block_count", "a number")
-    found["num_nextn_predict_layers"] = guessing = _guessing(read, layers)
-    found["num_hidden_layers"] = layers - guessing
+    found["num_nextn_predict_layers"] = mtp_layers = _mtp_layers(read, layers)
+    found["num_hidden_layers"] = layers - mtp_layers
     beside = {key: read.get(name) for key, name in _BESIDE_EXPERTS.items()}
     found |= {
         "n_shared_experts": beside["n_shared_experts"], "first_k_dense_replace": beside["num_dense_layers"] or 0,
@@ -475,8 +475,8 @@ def _set_attending_experts(read: _Entries, found: dict[str, Any]) -> None:
         read.fail("expert_gating_func", "a softmax" if expected == _SOFTMAX else "sigmoids")
 
 
-def _guessing(read: _Entries, layers: int) -> int:
-    """The last layers of a file, which guess more tokens."""
+def _mtp_layers(read: _Entries, layers: int) -> int:
+    """The MTP layers, the last ones of a file."""
     found = read.get(NEXT_LAYERS, 0)
     if type(found) is not int or not 0 <= found < layers:
         read.fail(NEXT_LAYERS, f"a number below {layers}")
@@ -485,16 +485,16 @@ def _guessing(read: _Entries, layers: int) -> int:
 
 def _set_delta_layers(read: _Entries, layers: int, found: dict[str, Any]) -> None:
     """The layers of Qwen3.5."""
-    guessing = _guessing(read, layers)
+    mtp_layers = _mtp_layers(read, layers)
     key = "num_nextn_predict_layers" if found["model_type"] == "qwen3_next" else "mtp_num_hidden_layers"
-    found["num_hidden_layers"], found[key] = layers - guessing, guessing
+    found["num_hidden_layers"], found[key] = layers - mtp_layers, mtp_layers
     states = read.either("attention.recurrent_layers")
     if states is not None and not (
-        isinstance(states, np.ndarray) and states.dtype == np.bool_ and len(states) in (layers, layers - guessing)
+        isinstance(states, np.ndarray) and states.dtype == np.bool_ and len(states) in (layers, layers - mtp_layers)
     ):
         read.fail("attention.recurrent_layers", f"a bool for each of {layers} layers", states)
     if states is not None:
-        kinds = ["linear_attention" if each else "full_attention" for each in states[: layers - guessing].tolist()]
+        kinds = ["linear_attention" if each else "full_attention" for each in states[: layers - mtp_layers].tolist()]
         found["layer_types"] = kinds
     else:
         found["full_attention_interval"] = read.get("full_attention_interval", 4)

@@ -39,7 +39,7 @@ class Matcher:
         self._stops, self._before = frozenset(stop_tokens), tuple(text)
         self._ends = np.array(sorted({*self._stops, end_token}), np.int64)
         self._made: Any = None
-        self._ready: deque[tuple[int | None, Words]] = deque()  # masks, and the guess that each one is behind
+        self._ready: deque[tuple[int | None, Words]] = deque()  # masks, and the draft token that each one is behind
         self.is_complete = False
 
     def fresh(self, stop_tokens: Iterable[int], text: Sequence[int] = ()) -> Matcher:
@@ -65,10 +65,10 @@ class Matcher:
         """The length of a mask in words of 32 bits."""
         return (self._vocab_size + 31) // 32
 
-    def prepare(self, rows: Words, guess: Sequence[int]) -> None:
-        """Take the masks `(1 + len(guess), num_words)` of this place and behind each guess; empty ones are unknown."""
+    def prepare(self, rows: Words, draft: Sequence[int]) -> None:
+        """Take the masks `(1 + len(draft), num_words)` here and behind draft tokens; empty ones are unknown."""
         self._ready.clear()
-        for token, row in zip((None, *guess), rows, strict=True):
+        for token, row in zip((None, *draft), rows, strict=True):
             if not row.any():
                 break
             self._ready.append((token, row))
@@ -113,9 +113,9 @@ class Matcher:
         tokens: list[int] = self.state.compute_ff_tokens()
         return tokens
 
-    def holds(self, guess: Sequence[int]) -> int:
+    def holds(self, draft: Sequence[int]) -> int:
         """How many of these tokens may follow one another."""
-        count: int = self.state.validate_tokens(list(guess))
+        count: int = self.state.validate_tokens(list(draft))
         return count
 
 

@@ -83,7 +83,7 @@ class ModelConfig:
         logit_softcap: as `attention_softcap`, for the logits.
         tie_word_embeddings: whether the output matrix is the embedding, unless the files have another one.
         eos_token_ids: tokens that end a text.
-        next_layers: how many layers the files have behind the last one, which guess more tokens.
+        next_layers: how many MTP layers the files have, behind the last one.
         draft_layers: how many of the layers are such ones: 0, or 1 by `with_draft_layer`.
     """
 
@@ -144,7 +144,7 @@ class ModelConfig:
         return self.num_layers - self.draft_layers
 
     def with_draft_layer(self) -> ModelConfig:
-        """This network and the first layer behind its last one, which guesses more tokens; itself if it has none."""
+        """This network and the first MTP layer, behind its last one; itself if it has none."""
         full = [i for i, (mixer, window) in enumerate(zip(self.mixers, self.windows, strict=True))
                 if mixer == "attention" and window is None]
         if not self.next_layers or self.draft_layers or not full:

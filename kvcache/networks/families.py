@@ -53,7 +53,7 @@ class Family:
         latent: whether layers have latent attention (`LatentSizes`).
         value_norm: whether values pass through an RMSNorm without a weight.
         layer_scales: whether each layer multiplies its result by a number.
-        next_layers: the key of the number of layers that guess more tokens; "": there are none, or they are left out.
+        next_layers: the key of the number of MTP layers; "": there are none, or they are left out.
         next_prefix: what the names of their tensors begin with in folders, before the number of a layer among them;
             "": they are those of layers behind the last one.
         next_names: what folders call the tensors that only they have.

@@ -43,7 +43,7 @@ _STACKS = {
     "ernie": (_GATE_UP, _DOWN),
     "granite": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 }
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # those of the network, in layers that guess more tokens
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # those of the network, in MTP layers
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
 

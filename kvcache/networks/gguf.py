@@ -169,7 +169,7 @@ class GgufCheckpoint:
         return delta and not FAMILIES[config.architecture].by_key_heads
 
     def take_draft_layer(self) -> None:
-        """Read the layer that guesses more tokens as the last one of the network, if the file has one."""
+        """Read the MTP layer as the last one of the network, if the file has one."""
         longer = self.config.with_draft_layer()
         if f"blk.{longer.num_layers - 1}.{_NAMES[JOINT.removesuffix('.weight')]}.weight" in self.file:
             self.config = longer
@@ -233,7 +233,7 @@ class GgufCheckpoint:
         next_layers = f"{self.file.metadata['general.architecture']}.{NEXT_LAYERS}"
 
         def unread(name: str) -> bool:
-            """Whether nothing reads it: of another network, or of a layer behind the last one, which guesses tokens."""
+            """Whether nothing reads it: of another network, or of an MTP layer."""
             layer = re.match(r"blk\.(\d+)\.", name) if next_layers in self.file.metadata else None
             behind = layer is not None and int(layer[1]) >= self.config.num_layers
             behind |= layer is not None and int(layer[1]) >= self.config.trunk_layers and name.endswith(_COPIES)

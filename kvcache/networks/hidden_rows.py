@@ -1,4 +1,4 @@
-"""`HiddenRows`: the hidden rows of a pass, which layers behind the last one read to guess more tokens.
+"""`HiddenRows`: the hidden rows of a pass, which MTP layers, behind the last one, read.
 
 Such a layer ("MTP", "nextn") takes for each token its embedding and the hidden row of the token before it, behind the
 last norm of the network. Its K and V of a token are thus complete when that token has run.

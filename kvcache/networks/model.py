@@ -71,7 +71,7 @@ class Transformer:
         self.activations = activations
         self._first_shared = first_sharing(config.sizes)
         self._rope = self._table(config.rope, config.rotary_dim)
-        self._activated, self._guesses = _activation_of(config), config.draft_layers > 0
+        self._activated, self._drafts = _activation_of(config), config.draft_layers > 0
         self._last_mixing = max((i for i in range(config.trunk_layers) if config.mixers[i]), default=0)
         self._recurrent = tuple(
             layer_of(config.recurrence, layer.recurrence, config.rms_norm_eps) for layer in weights.layers
@@ -106,8 +106,8 @@ class Transformer:
             directory: of `config.json` and safetensors; or a file whose name ends in `.gguf`.
             weights, progress: as for `Weights.read`.
             activations: as for the constructor.
-            draft_layer: whether the layer that guesses more tokens ("mtp", "nextn") is loaded, if there is one: the
-                last layer of the network then, which changes no logits.
+            draft_layer: whether the MTP layer ("mtp", "nextn") is loaded, if there is one: the last layer of the
+                network then, which changes no logits.
 
         Errors are those of `ModelConfig` and `Weights`.
         """
@@ -148,7 +148,7 @@ class Transformer:
 
     @property
     def draft_layers(self) -> int:
-        """The layers that guess more tokens, see `Model`: 1 or 0."""
+        """The MTP layers, see `Model`: 1 or 0."""
         return self.config.draft_layers
 
     @property
@@ -192,7 +192,7 @@ class Transformer:
 
         Args:
             recur: called once for each layer with a state; `protocols.Model`.
-            hidden: of a network with a layer that guesses more tokens; None: the rows are one text from its start.
+            hidden: of a network with an MTP layer; None: the rows are one text from its start.
 
         Raises:
             ValueError: a position that no text of this regime has; no `recur` for layers with a state.
@@ -204,7 +204,7 @@ class Transformer:
         rows = self._rows(tokens, (positions,) if sink_positions is None else (positions, sink_positions), regime)
         chosen: Any = slice(len(tokens) - (logits == "last"), None) if isinstance(logits, str) else logits
         whole = isinstance(logits, str) and (logits == "all" or (logits == "last" and len(tokens) == 1))
-        if not self._guesses or not len(tokens):
+        if not self._drafts or not len(tokens):
             rows = self._through(0, rows, attend, recur, regime, None if whole else chosen)
             return self._scores(self._normed(rows.x, self.weights.norm) if len(rows.x) else rows.x)
         rows = self._through(0, rows, attend, recur, regime, None)  # the hidden rows of all tokens are read
@@ -220,9 +220,9 @@ class Transformer:
     ) -> _Rows:
         """Run rows through the layers of the network from `first` on; the `chosen` ones come out, None: all.
 
-        A layer that guesses more tokens is the first one of such a call, or none.
+        An MTP layer is the first one of such a call, or none.
         """
-        stop = len(self.weights.layers) - (1 if self._guesses and not first else 0)
+        stop = len(self.weights.layers) - (1 if self._drafts and not first else 0)
         for i in range(first, stop):
             layer = self.weights.layers[i]
             if i == self._first_shared and chosen is not None:  # from here on no layer has K and V of its own
@@ -248,10 +248,10 @@ class Transformer:
                 x *= layer.scale
         return rows
 
-    def guess(
+    def draft(
         self, tokens: NDArray[np.uint32], positions: NDArray[np.int64], attend: Attend, hidden: Float32, regime: int = 0
     ) -> tuple[Float32, Float32]:
-        """Run tokens through the layer that guesses more tokens alone.
+        """Run tokens through the MTP layer alone.
 
         Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), 2.2: `norm(layer(joint @ [norm(embedding of the
         token), norm(hidden row before it)]))` is the hidden row of the token, from which the head gives the logits.
@@ -272,7 +272,7 @@ class Transformer:
         return self._scores(normed), normed
 
     def _joined(self, tokens: NDArray[np.uint32], rows: _Rows, hidden: Float32) -> _Rows:
-        """The rows that the layer which guesses more tokens begins with."""
+        """The rows that the MTP layer begins with."""
         weights = self.weights.layers[-1].next
         assert weights is not None, "the network has such a layer"
         embedded = self.weights.embedding[tokens.astype(np.int64)] * np.float32(self.config.embedding_scale)

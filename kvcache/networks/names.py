@@ -56,7 +56,7 @@ DELTA_PART = re.compile(r"mixer\.in_proj_(qkv|z|b|a)\.weight$")  # of layers of 
 HEAD_PART = re.compile(r"self_attn\.(k_b|v_b)\.(\d+)\.weight")  # of latent attention, of a head
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
-# What a layer that guesses more tokens has beside its own tensors: a matrix of the embedding of the next token and the
+# What an MTP layer has beside its own tensors: a matrix of the embedding of the next token and the
 # hidden row, joined; the norms of the two, and that before the head.
 JOINT, NEXT_NORMS = "eh_proj.weight", ("enorm", "hnorm", "head_norm")
 

@@ -154,9 +154,10 @@ class Model(Protocol):
       one regime are of no use to another: where a text enters another regime, it runs again from its start, and a
       cached prefix serves texts of its own regime alone. `forward` is then called with the keyword `regime`. A
       network without the attribute has one regime.
-    - `draft_layers`, how many of the last layers guess more tokens: 1, or 0. `forward` is then called with the keyword
-      `hidden`, the `HiddenRows` of the pass, of `config.hidden_size` numbers, and calls `attend` of that layer too.
-      `guess(tokens, positions, attend, hidden, regime)` runs it alone, see `Transformer.guess`.
+    - `draft_layers`, how many of the last layers are MTP layers (multi-token prediction): 1, or 0. `forward` is then
+      called with the keyword `hidden`, the `HiddenRows` of the pass, of `config.hidden_size` numbers, and calls
+      `attend` of that layer too.
+      `draft(tokens, positions, attend, hidden, regime)` runs it alone, see `Transformer.draft`.
     - `selects_rows`: true if `logits` may also be an int64 array, the ascending indices of the rows to return. A
       `BatchEngine` asks other networks for all rows.
     """

@@ -66,8 +66,8 @@ _TOWERS = (
     "vision_tower.", "multi_modal_projector.", "mm_projector.", "visual.", "audio_tower.", "embed_vision.",
     "embed_audio.",
 )
-_GUESSES = "mtp."  # layers that guess more tokens
-_OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), _GUESSES, "model.mtp_")  # the last ones of ERNIE
+_MTP = "mtp."  # MTP layers
+_OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), _MTP, "model.mtp_")  # the last ones of ERNIE
 
 
 def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -112,11 +112,11 @@ class Names:
         """The name in the checkpoint of the text network's tensor `name`."""
         if name.startswith(_PREFIXES[0]):
             return self._prefix + name.removeprefix(_PREFIXES[0])
-        if name.startswith(_GUESSES):
+        if name.startswith(_MTP):
             return name
         return _HEADS.get(self._prefix, name)
 
     @staticmethod
     def is_of_another_tower(name: str) -> bool:
-        """Whether the tensor of this name belongs to a network for images, or to one that guesses more tokens."""
+        """Whether the tensor of this name belongs to a network for images, or to one for draft tokens."""
         return name.startswith(_OTHERS)

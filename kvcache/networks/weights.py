@@ -130,7 +130,7 @@ class TokenInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NextWeights:
-    """The weights that a layer which guesses more tokens has beside its own.
+    """The weights that an MTP layer has beside its own.
 
     Attributes:
         joint: `(hidden, 2 * hidden)`, of the embedding of a token, normed, and the hidden row before it, normed.
@@ -169,7 +169,7 @@ class LayerWeights:
         beside: the MLP beside the experts.
         inputs: see there.
         scale: `(1,)`, multiplies the residual stream at the end of the layer.
-        next: of a layer that guesses more tokens.
+        next: of an MTP layer.
     """
 
     input_norm: Float32 | None
@@ -235,7 +235,7 @@ class Weights:
 
     @staticmethod
     def with_draft_layer(directory: str | Path, config: ModelConfig) -> ModelConfig:
-        """The configuration with the layer that guesses more tokens, if the directory has one."""
+        """The configuration with the MTP layer, if the directory has one."""
         longer = config.with_draft_layer()
         name = f"model.layers.{longer.num_layers - 1}.{JOINT}"
         return longer if name in FolderTensors(open_folder(directory), longer) else config

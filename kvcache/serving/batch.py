@@ -86,8 +86,8 @@ class BatchEngine:
         draft: where draft tokens come from, which one pass checks together. The results are the same; beside what they
             save, sources take at most 2 % of the time, and that of 32 passes. "ngram": what followed the last tokens
             before, in the prompt or the text (prompt lookup). A network of the same vocabulary, or the path of one: its
-            most likely tokens. Its K and V, in f16 and of as many tokens, count in `max_memory_bytes`. "mtp": the layer
-            behind the last one that a checkpoint has for that (`from_pretrained` loads it; it has K and V too).
+            most likely tokens. Its K and V, in f16 and of as many tokens, count in `max_memory_bytes`. "mtp": the MTP
+            layer of a checkpoint (multi-token prediction; `from_pretrained` loads it, and it has K and V too).
             "auto": n-grams, and that layer where there is one. Several of these, in a tuple: each is asked where those
             before it have none. None: there are none.
         draft_tokens: the most draft tokens of a request in a step, up to 16.

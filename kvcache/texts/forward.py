@@ -38,7 +38,7 @@ class Forward:
 
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model, self.pool, self._vocab_size = model, pool, model.config.vocab_size
-        self._guesses = getattr(model, "draft_layers", 0) > 0
+        self._drafts = getattr(model, "draft_layers", 0) > 0
         self._width: int = getattr(model.config, "hidden_size", 0)
         self._selects = bool(getattr(model, "selects_rows", False))
         attention = layer_attention(model)
@@ -92,7 +92,7 @@ class Forward:
             attend = self._attend_by_rows(attend, texts, lens, due)
         if self.regime_of is not None:
             places = places | {"regime": texts[0].regime}
-        hidden = self._hidden(texts, stops - lens) if self._guesses else None
+        hidden = self._hidden(texts, stops - lens) if self._drafts else None
         if hidden is not None:
             places = places | {"hidden": hidden}
         logits = self._model.forward(tokens, positions, attend, wanted, **places)
@@ -116,17 +116,17 @@ class Forward:
                 row[:] = known
         return HiddenRows(starts, before)
 
-    def guess(
+    def draft(
         self, texts: Sequence[Text], tokens: Sequence[int], hidden: Float32, ahead: int
     ) -> tuple[Float32, Float32]:
-        """Run a token of each text through the layer that guesses more tokens; see `Transformer.guess`.
+        """Run a token of each text through the MTP layer; see `Transformer.draft`.
 
         There is room for `ahead + 1` tokens behind what each has computed; those before the last one ran so too.
         """
         lens = np.ones(len(texts), np.int64)
         positions = np.fromiter(map(_computed, texts), np.int64, len(texts)) + ahead
         attend, _ = self.pool.attend(texts, lens)
-        found: tuple[Float32, Float32] = self._model.guess(  # type: ignore[attr-defined]
+        found: tuple[Float32, Float32] = self._model.draft(  # type: ignore[attr-defined]
             np.array(tokens, np.uint32), positions, attend, hidden
         )
         return found

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 TARGETS = ["llama_odd", "starcoder2_window", "qwen3_5", "lfm2", "granite_hybrid", "deepseek_v3"]
 DRAFTS = ["same", "q4", "starcoder2_window", "qwen3_5", "glm4_moe_lite"]
 HEADS = [f"{name} {says}" for name in ("qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe_lite")
-         for says in ("anything", "what follows")]  # networks with a layer that guesses more tokens, and what it says
+         for says in ("anything", "what follows")]  # networks with an MTP layer, and what it says
 
 
 @cache
@@ -107,7 +107,7 @@ def test_a_network_that_proposes_for_itself(target):
 
 
 @pytest.mark.parametrize("target", [name for name in HEADS if name.endswith("follows")])
-def test_layers_that_guess_what_follows(target):
+def test_mtp_layers_that_know_what_follows(target):
     """Many tokens come of a pass, of samples and behind cached prefixes too."""
     model, params = opened(target), replace(GREEDY, max_tokens=40)
     engine, plain = (BatchEngine(model, draft=each, clock=Clock()) for each in ("mtp", None))
@@ -123,9 +123,9 @@ def test_layers_that_guess_what_follows(target):
     settled(engine)
 
 
-def test_the_layer_that_guesses_more_tokens_may_be_absent():
+def test_the_mtp_layer_may_be_absent():
     model = opened("llama_odd")
-    with pytest.raises(ValueError, match="draft: expected a network with a layer that guesses more tokens for mtp"):
+    with pytest.raises(ValueError, match="draft: expected a network with an MTP layer for mtp"):
         BatchEngine(model, draft="mtp")
     assert BatchEngine(model, draft="auto").submit([5, 6, 5, 6, 5, 6], GREEDY).result()
 

@@ -46,7 +46,7 @@ def test_ling_is_glm_with_other_names(tmp_path):
     np.testing.assert_allclose(run_dense(found, TOKENS), want, rtol=0, atol=2e-5)
 
 
-def test_layers_of_ernie_that_guess(tmp_path):
+def test_mtp_layers_of_ernie(tmp_path):
     """Published folders have them under names of their own; the bias of the choice is a row."""
     folder = seeded("ernie4_5_moe")
     stored = Checkpoint(folder)

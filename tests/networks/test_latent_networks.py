@@ -1,4 +1,4 @@
-"""Latent attention in networks: what is refused, layers that guess tokens, and reuse in every engine."""
+"""Latent attention in networks: what is refused, MTP layers, and reuse in every engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_sizes():
     assert config_of("deepseek_v3").attention_scale == pytest.approx(56**-0.5 * factor**2)
 
 
-def test_layers_that_guess_tokens_are_left_out(tmp_path):
+def test_mtp_layers_are_left_out(tmp_path):
     folder = tmp_path / "network"
     shutil.copytree(seeded("glm4_moe_lite"), folder)
     tensors = tensors_of(json.loads((folder / "weights.json").read_text()))

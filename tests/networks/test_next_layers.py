@@ -1,4 +1,4 @@
-"""The layer that guesses more tokens: its arithmetic, its files, and what a pass leaves in the cache for it."""
+"""The MTP layer: its arithmetic, its files, and what a pass leaves in the cache for it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_it_is_a_usual_layer_of_joined_rows(folder):
     found = []
     dense.rows[-1].clear()
     for i, token in enumerate(TOKENS):
-        logits, hidden = model.guess(TOKENS[i : i + 1], np.array([i]), dense.attend, before[i : i + 1])
+        logits, hidden = model.draft(TOKENS[i : i + 1], np.array([i]), dense.attend, before[i : i + 1])
         found.append(logits[0])
         np.testing.assert_allclose(hidden @ model.weights.head.to_float32().T, logits, atol=1e-4)
         assert token == TOKENS[i]
@@ -129,7 +129,7 @@ def test_files_of_gguf_have_it(folder, tmp_path):
         assert model.draft_layers == 1
         dense = Dense(model)
         _, rows = dense.run(TOKENS, 0)
-        logits.append(model.guess(TOKENS[5:6], np.array([30]), dense.attend, rows[-1:])[0])
+        logits.append(model.draft(TOKENS[5:6], np.array([30]), dense.attend, rows[-1:])[0])
     assert np.abs(logits[0] - logits[1]).max() < 1e-4 * np.abs(logits[0]).max()
     assert Transformer.from_pretrained(path).draft_layers == 0
 

@@ -126,7 +126,7 @@ def test_weights_of_a_recurrence_stay_in_float32(name):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_a_text_network_beside_others(tmp_path, name):
-    """Qwen3.5 as it is published: experts are stacked; images and layers that guess more tokens are left out."""
+    """Qwen3.5 as it is published: experts are stacked; images and MTP layers are left out."""
     config = json.loads((seeded(name) / "config.json").read_text())
     architecture = config["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
     whole = {"architectures": [architecture], "model_type": name, "vision_config": {}}
@@ -178,7 +178,7 @@ def test_first_files_of_qwen3_next(tmp_path):
     np.testing.assert_array_equal(*(run_dense(Transformer.from_pretrained(path), TOKENS) for path in paths))
 
 
-def test_gguf_with_layers_that_guess(tmp_path):
+def test_gguf_with_mtp_layers(tmp_path):
     """Layers behind the last one, of Qwen3.5, are known and left out; without the entry they are unexpected."""
     more = dict.fromkeys(["blk.3.nextn.eh_proj.weight", "blk.3.ffn_up.weight"], np.ones((4, 8), np.float32))
     states = (ARRAY, [True, False, True, False], BOOL)

@@ -1,4 +1,4 @@
-"""Golden networks with a layer behind their last one, which guesses more tokens: published folders have such a layer.
+"""Golden networks with an MTP layer, behind their last one: published folders have such a layer.
 
 transformers reads none, so no golden data has one. Its own tensors are drawn from the stream of the network, and all
 others are like those of the layer that it is made after.
@@ -24,7 +24,7 @@ def with_next_layer(name, folder, knows=False, vocab_size=None):
     """Write the folder of a golden network with such a layer; returns it.
 
     Args:
-        knows: no layer adds anything to the embedding, so that the layer guesses what the network says.
+        knows: no layer adds anything to the embedding, so that this layer proposes what the network says.
         vocab_size: other than that of the golden network.
     """
     shutil.copytree(seeded(name), folder)
