@@ -35,6 +35,5 @@ def test_tokens_are_compared(tmp_path):
             kind.from_pretrained(network, draft=("ngram", other))
     fewer = folder(tmp_path / "fewer", 240)
     want = InferenceEngine.from_pretrained(network).generate([5, 6, 7], GREEDY)
-    for draft in (fewer, str(network)):
-        assert InferenceEngine.from_pretrained(network, draft=draft).generate([5, 6, 7], GREEDY) == want
-    assert InferenceEngine.from_pretrained(fewer, draft=network).generate([5, 6, 7], GREEDY) == want
+    assert InferenceEngine.from_pretrained(network, draft=fewer).generate([5, 6, 7], GREEDY) == want
+    assert InferenceEngine.from_pretrained(fewer, draft=str(network)).generate([5, 6, 7], GREEDY) == want

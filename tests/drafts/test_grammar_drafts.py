@@ -49,7 +49,7 @@ def opened(name, weights="auto"):
 
 SOURCES = {
     "itself": ("llama", "same"), "itself in q4 behind n-grams": ("llama", "ngram", "q4"), "mtp": ("qwen3_5", "mtp"),
-    "mtp behind n-grams": ("deepseek_v3", "ngram", "mtp"),
+    "mtp before n-grams": ("deepseek_v3", "mtp", "ngram"),
 }
 
 
@@ -58,7 +58,7 @@ def asked(count):
     found = []
     for i, prompt in enumerate(prompts(21, count, 30, 96)):
         sampling = {"temperature": 1.1 * (i // 4 % 2), "top_k": 0, "seed": i, "repetition_penalty": 1.0}
-        options = {"grammar": GRAMMARS[i % 4], "max_tokens": 30, **sampling, **OPTIONS[i // 2 % 4]}
+        options = {"grammar": GRAMMARS[i % 4], "max_tokens": 24, **sampling, **OPTIONS[i // 2 % 4]}
         found.append((prompt, SamplingParams(**options)))
     return found
 
@@ -79,12 +79,12 @@ def test_answers_are_those_without(name):
     batch, plain = (BatchEngine(model, draft=each, max_running=4, clock=Clock()) for each in (sources, None))
     single = InferenceEngine(model, draft=sources)
     batch._text = plain._text = single.requests.text = SIDE
-    requests, wanted = ([engine.submit(*each) for each in asked(16)] for engine in (batch, plain))
+    requests, wanted = ([engine.submit(*each) for each in asked(8)] for engine in (batch, plain))
     for engine in (batch, plain):
         run(engine, check=False)
-    held = [work.drafts.paces[-1].accepted for request in requests for work in request.works]
+    held = [pace.accepted for request in requests for work in request.works for pace in work.drafts.paces]
     assert sum(held) > 5
-    for each, request, want in zip(asked(16), requests, wanted, strict=True):
+    for each, request, want in zip(asked(8), requests, wanted, strict=True):
         want = want.completions()[0]
         same(request.completions()[0], want)
         found = single.complete(*each)

@@ -36,7 +36,7 @@ def opened(name):
 
 CASES = [
     ("llama_odd", "same", {"dtype": "q4", "residual_length": 12}), ("starcoder2_window", "ngram", {}),
-    ("qwen3_5", "same", {}), ("next qwen3_5", "mtp", {}), ("next glm4_moe_lite", "mtp", {}),
+    ("qwen3_5", "same", {}), ("next qwen3_5", "mtp", {}), ("next deepseek_v3", "mtp", {}),
 ]
 
 

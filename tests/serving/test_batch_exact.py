@@ -8,7 +8,7 @@ import pytest
 from places import GOLDEN
 from recording_network import RecordingNetwork
 from seeded_weights import golden_folder
-from serving import GREEDY, Alone, penalised, prompts, repeating, run, same, sampled, settled
+from serving import GREEDY, Alone, Clock, penalised, prompts, repeating, run, same, sampled, settled
 from windowed_networks import KINDS, Windowed
 
 from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingParams
@@ -26,7 +26,7 @@ MIXED = [GREEDY, sampled(3), sampled(4, 12, logprobs=2), SamplingParams(temperat
 def all_of(model, asked, blocks, **options):
     """Run all requests at once and compare each with itself alone."""
     alone = Alone(model, **options)
-    engine = BatchEngine(model, num_blocks=blocks, **options)
+    engine = BatchEngine(model, num_blocks=blocks, clock=Clock(), **options)
     assert engine.residual_length == alone.texts.cache.residual_length
     requests = [engine.submit(prompt, params) for prompt, params in asked]
     run(engine)
@@ -333,7 +333,7 @@ def test_guesses_that_hold_to_the_end(network):
         stats = engine.stats()
         # In each step all guesses hold, and one token is drawn behind them, unless the text ends.
         assert stats.accepted_tokens >= len(new) - stats.steps + bool(stops)
-        assert stats.accepted_tokens == request.works[0].drafts.accepted
+        assert stats.accepted_tokens == request.works[0].drafts.paces[0].accepted
 
 
 def test_a_stop_string_in_the_text_that_waited():

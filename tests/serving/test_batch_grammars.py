@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.text import PlainTexts
 from places import GOLDEN
-from serving import prompts, run, same, settled
+from serving import Clock, prompts, run, same, settled
 
 from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingParams, get_num_threads
 from kvcache.engine import Transformer
@@ -48,7 +48,7 @@ def params(i, most=40, **options):
 
 
 def batch(**options):
-    engine = BatchEngine(NETWORK, block_size=8, **options)
+    engine = BatchEngine(NETWORK, block_size=8, clock=Clock(), **options)
     engine._text = SIDE
     return engine
 
@@ -92,7 +92,7 @@ def test_a_batch_gives_what_each_gives_alone(draft, blocks):
         same(request.completions()[0], want)
     stats = engine.stats()
     assert (stats.preemptions > 0) == (blocks is not None)
-    assert (stats.accepted_tokens > 50) == bool(draft)
+    assert (stats.accepted_tokens > 40) == bool(draft)
     settled(engine)
 
 

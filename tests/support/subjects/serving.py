@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 from places import GOLDEN
+from serving import Clock
 from subjects.subject import Subject
 
 from kvcache import BatchEngine, SamplingParams
@@ -21,7 +22,7 @@ class Batch(Subject):
     options: ClassVar[dict[str, object]] = {}
 
     def _build(self):
-        engine = BatchEngine(MODEL, num_blocks=8, **self.options)
+        engine = BatchEngine(MODEL, num_blocks=8, clock=Clock(), **self.options)
         self.text = np.arange(3, 63, dtype=np.uint32)
         engine.generate_batch([self.text[:40]], GREEDY, progress=False)
         return engine
