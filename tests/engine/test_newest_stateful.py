@@ -122,4 +122,4 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
+TestRequests.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)

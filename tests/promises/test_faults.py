@@ -1,6 +1,6 @@
 """Allocations fail, in a process with `failing_malloc.c` loaded before libc; faults.py runs the subjects.
 
-At every place that allocates one fails alone (of engines at every second place), and at every fifth place all later
+At every second place that allocates one fails alone (of engines at every third), and at every tenth place all later
 ones fail too. With --long every single allocation fails.
 """
 
@@ -13,7 +13,6 @@ import sysconfig
 
 import pytest
 from forks import Forks
-from pace import FAST
 from places import SUPPORT, search_path
 
 import kvcache
@@ -54,7 +53,7 @@ ALL = 1 << 40  # number of consecutive failing allocations: all until the call e
 @pytest.mark.parametrize(("module", "subject"), SUBJECTS)
 def test_nothing_is_lost_when_allocations_fail(forks, long, module, subject, width):
     engine = module in ("subjects.engine", "subjects.serving")  # the caches inside have subjects of their own
-    step = 0 if long else 1 + FAST + engine if width == 1 else (5, 10)[FAST]
+    step = 0 if long else 2 + engine if width == 1 else 10
     status, printed = forks.run("subjects.faults", module, subject, width, step)
     print(printed[-8000:])
     assert status == 0

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from pace import FAST
 from places import search_path
 
 pytestmark = pytest.mark.no_level
@@ -14,11 +13,11 @@ pytestmark = pytest.mark.no_level
 
 def test_every_integer_at_every_edge(long):
     done = subprocess.run(
-        [sys.executable, "-m", "hostile.integer_edges", "all" if long else "few" if FAST else "some"],
+        [sys.executable, "-m", "hostile.integer_edges", "all" if long else "few"],
         env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True, timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
     counts = re.search(r"(\d+) calls, (\d+) results, (\d+) refused, 0 problems", done.stdout)
     assert counts, "the calls did not come to their end"
-    assert int(counts[1]) > (50_000 if long else 5_000 if FAST else 15_000)
-    assert int(counts[2]) > (500 if FAST else 2_000)
+    assert int(counts[1]) > (50_000 if long else 5_000)
+    assert int(counts[2]) > 500

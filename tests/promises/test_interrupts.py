@@ -133,7 +133,7 @@ def test_interrupted_at_every_line(network, long, kind, name):
     assert name not in ("generate", "stream") or answer == reference
     chosen = places(seen, every=long)
     if not long:
-        chosen = chosen[:: max(1, len(chosen) // (4 if FAST else 12))]
+        chosen = chosen[:: max(1, len(chosen) // (3 if FAST else 6))]
     problems = []
     for stop in chosen:
         served = Served(kind, network)
@@ -181,14 +181,14 @@ class Failing:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("kind", "name"), CALLS[: 2 * len(KINDS)])
-def test_a_network_that_fails_at_every_step(network, kind, name, after):
-    """It fails in every layer of every piece of the prompt and of every step."""
+def test_a_network_that_fails_at_many_steps(network, kind, name, after):
+    """It fails in one of two layers of every piece of the prompt and of every step."""
     reference = Served(kind, network).generate()
     model = Failing(network)
     served = Served(kind, model)
     calls = model.calls
     getattr(served, name)()
-    for fails in range(1, model.calls - calls + 1):
+    for fails in range(1 + after, model.calls - calls + 1, 2):
         served = Served(kind, model)
         model.countdown, model.after = fails, after
         with pytest.raises(RuntimeError, match="broken"):

@@ -5,6 +5,7 @@ import pytest
 from contents import LAYERS, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pace import examples
 from saved_caches import DIM, HEADS, NAMES, SIZE, assert_same, assert_true, blocks, entries, get, prompts, put
 
 from kvcache import PagedKvCache, PrefixCache
@@ -32,7 +33,7 @@ def act(cache, step):
     ],
     ids=["entries", "whole", "blocks"],
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(before=STEPS, after=STEPS)
 def test_a_loaded_cache_goes_on_like_the_one_that_was_saved(tmp_path_factory, make, before, after):
     """Every lookup and eviction is the same after loading, since the order of use was saved."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from pace import half
 from places import GOLDEN
 from recording_network import RecordingNetwork
 from seeded_weights import golden_folder
@@ -123,8 +124,8 @@ def test_layers_with_windows(kind):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("gemma3", "f32"), ("gemma3", "q4"), ("qwen2_windows", "q4"), ("mistral_window", "f32"), ("gemma4", "q4"),
-     ("gemma4_experts", "f32")],
+    half([("gemma3", "f32"), ("gemma3", "q4"), ("qwen2_windows", "q4"), ("mistral_window", "f32"), ("gemma4", "q4"),
+          ("gemma4_experts", "f32")]),
 )
 def test_windows_and_little_memory(name, dtype):
     """Texts share prefixes, grow past their windows, guess, are preempted, and continue at cached windows."""

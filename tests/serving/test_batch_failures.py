@@ -60,7 +60,7 @@ def test_interrupted_at_every_line(network, long, kind):
     with Lines() as lines:
         served.all()
     chosen = places(lines.seen, every=long)
-    chosen = chosen if long else chosen[:: 12 * (1 + (kind != "plain"))]
+    chosen = chosen if long else chosen[:: 24 * (1 + (kind != "plain"))]
     for stop in chosen:
         served, lines, kept = Served(network, **options), Lines(stop), []
         try:

@@ -20,7 +20,7 @@ OPTIONS = {"q8": {"dtype": "q8"}, "residual": {"dtype": "q4", "residual_length":
 def test_soak(network, long, kind):
     """64 in flight need some 64 * 6 blocks of 16 tokens; there are 18. Every answer is right, and nothing is left."""
     options, network = OPTIONS[kind], Windowed(network, 20) if kind == "windows" else network
-    count, rng = 5_000 if long else 40 if FAST else 130, np.random.default_rng(11)
+    count, rng = 5_000 if long else 40 if FAST else 80, np.random.default_rng(11)
     alone, texts = Alone(network, **options), prompts(13, 40, 60)
     engine = BatchEngine(network, num_blocks=18, max_queue=64, **options)
     flying, ended, cancelled = [], 0, 0

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.trie import Tokens
+from pace import examples
 
 from kvcache.trie.edges import edges_of
 from kvcache.trie.trie import TokenTrie
@@ -27,7 +28,7 @@ def pages_of(trie: TokenTrie, root: int) -> dict[Tokens, int]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(size=st.integers(1, 4), texts=st.lists(TEXT, max_size=12), cuts=st.lists(TEXT, min_size=1, max_size=4))
 def test_prune_takes_a_page_and_all_that_follows(size: int, texts: list[Tokens], cuts: list[Tokens]) -> None:
     trie = TokenTrie(size)
@@ -51,7 +52,7 @@ def test_prune_takes_a_page_and_all_that_follows(size: int, texts: list[Tokens],
         assert pages_of(trie, other) == kept
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(size=st.integers(1, 4), texts=st.lists(TEXT, max_size=12))
 def test_edges_are_the_trie(size: int, texts: list[Tokens]) -> None:
     trie = TokenTrie(size)

@@ -154,7 +154,8 @@ JSON = {
 }
 for kind, content in JSON.items():
     case(f"{CONFIG}: {kind}", replace(CONFIG, content if kind != "wide" else content[: MAX_CONFIG_BYTES - 6] + b"[]]}"))
-    case(f"{INDEX}: {kind}", sharded(replace(INDEX, content)))
+    if kind != "wide":  # the same bytes, read by the same function
+        case(f"{INDEX}: {kind}", sharded(replace(INDEX, content)))
     case(f"{SINGLE}: header: {kind}", replace(SINGLE, pack(content)))
 for name in (CONFIG, SINGLE):
     case(f"{name}: sparse, 1 TiB", sparse(name, 2**40))
@@ -196,10 +197,10 @@ for name, key, value in (
     ("Qwen3Moe", "mlp_only_layers", {"a": 1}), ("Qwen3Moe", "moe_intermediate_size", 2**31 - 1),
     ("Gemma2", "query_pre_attn_scalar", 1e31), ("Gemma2", "final_logit_softcapping", []),
     ("Gemma3", "sliding_window_pattern", -1), ("Gemma3", "rope_local_base_freq", "x"),
-    ("Phi3", "rope_scaling", {"type": "longrope", "short_factor": [1.0] * 1_000_000}),
+    ("Phi3", "rope_scaling", {"type": "longrope", "short_factor": [1.0] * 100_000}),
     ("Phi3", "rope_scaling", {"type": "longrope", "short_factor": ["x"] * 8, "long_factor": [1] * 8}),
     ("Phi3", "partial_rotary_factor", [1]),
-    ("SmolLM3", "no_rope_layers", [1] * 1_000_000), ("SmolLM3", "no_rope_layer_interval", 0),
+    ("SmolLM3", "no_rope_layers", [1] * 100_000), ("SmolLM3", "no_rope_layer_interval", 0),
     ("Granite", "residual_multiplier", 0), ("Granite", "logits_scaling", -1e300), ("Olmo3", "layer_types", [[]] * 2),
 ):
     changes = {"architectures": [f"{name}ForCausalLM"], **EXPERTS, key: value}
@@ -234,8 +235,8 @@ for kind, changes in {
 case("tensor: missing", tensors(lambda h: h.pop(NORM) and None))
 case("tensor: not an object", tensors(lambda h: h.update({NORM: [1]})))
 case("tensor: megabytes of name", tensors(lambda h: {**h, "x" * 1_000_000: entry("F32", [0], 0, 0)}))
-MORE = {str(i): entry("F32", [0], 0, 0) for i in range(100_000)}
-case("tensors: a hundred thousand more", tensors(lambda h: {**h, **MORE}))
+MORE = {str(i): entry("F32", [0], 0, 0) for i in range(30_000)}
+case("tensors: thirty thousand more", tensors(lambda h: {**h, **MORE}))
 case("tensors: none", tensors(lambda h: {}))
 case("tensors: all in one place", tensors(lambda h: [t.update(data_offsets=[0, 4]) for t in h.values()] and None))
 case("metadata: not strings", tensors(lambda h: h.update(__metadata__={"a": {}})))

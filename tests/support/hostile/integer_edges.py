@@ -3,7 +3,7 @@
 Each call ends in a result or in an error of the documented kinds, soon, without memory in proportion to a hostile
 number, and leaves its object sound. The process has little memory, so that what takes it is found.
 
-    python -m hostile.integer_edges all|some [LABEL]
+    python -m hostile.integer_edges all|few [LABEL]
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECONDS = 2.0  # of a call, in its own time
 RESIDENT = 600 << 20  # bytes that one call may touch
 
 ALL = sys.argv[1:2] == ["all"]  # else fewer types and states
-BITS = {"few": (31, 63, 64), "some": (8, 16, 31, 32, 63, 64)}.get(sys.argv[1], (7, 8, 15, 16, 31, 32, 62, 63, 64))
+BITS = (7, 8, 15, 16, 31, 32, 62, 63, 64) if ALL else (31, 63, 64)
 
 KINDS = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 EDGES = sorted(
