@@ -137,6 +137,7 @@ ARCHITECTURES |= {
         names={"num_local_experts": "", "n_routed_experts": "expert_count"},
     ),
     "minimax-m2": Architecture("minimax_m2", False, understood=_EXPERTS),
+    "mellum": Architecture("mellum", False, True, ("expert_count",), fixed={"norm_topk_prob": True}),
     "bailingmoe2": Architecture(
         "bailing_moe_v2", False, understood=(NEXT_LAYERS, *_EXPERTS),
         names={"num_local_experts": "", "num_experts": "expert_count"},
@@ -179,7 +180,7 @@ _MAX_LAYERS = 1 << 16
 _PARTIAL = (
     "phi3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4", "glm4_moe", "minimax_m2", "bailing_moe_v2",
 )
-_ROPE_PER_KIND = ("gemma3_text", "gemma4_text", "olmo2")  # OLMo 3 has this architecture
+_ROPE_PER_KIND = ("gemma3_text", "gemma4_text", "olmo2", "mellum")  # OLMo 3 has the architecture of OLMo 2
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _LAYER_INPUTS = "per_layer_token_embd.weight"
 _DEFAULT_WHERE_ZERO = (*_CAPS, *_SCALES, "expert_count")
@@ -315,6 +316,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         found["rope_scaling"] = {**found["rope_scaling"], "truncate": False}
     if architecture.layers_differ and found.pop("rope_scaling")["rope_type"] != "default":
         read.fail("rope.scaling.type", "none")
+    if architecture.model_type == "mellum":
+        found.setdefault("rope_local_base_freq", found["rope_theta"])
     if growth := read.get("attention.temperature_scale"):
         found["rope_scaling"] = {**found["rope_scaling"], "llama_4_scaling_beta": growth}
     return found

@@ -454,7 +454,7 @@ def _rope_of(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
 def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[Mlp, ...]:
     """The same with an MLP in the first layers, or in those that are listed, in families that say which."""
     first: Mlp = "mlp"
-    listed = read.get("mlp_layer_types") if family.experts == "deepseek" else None
+    listed = read.get("mlp_layer_types") if family.experts in ("deepseek", "mellum") else None
     if listed is not None:
         if not isinstance(listed, list) or len(listed) != len(mlps) or not set(listed) <= {"dense", "sparse"}:
             raise CheckpointError(
@@ -471,7 +471,8 @@ def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[
 
 def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, int]:
     """The number of experts in every layer, and the intermediate size."""
-    counts = {"deepseek": "n_routed_experts", "ernie": "moe_num_experts", "bailing": "num_experts"}
+    every = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"
+    counts = {"deepseek": "n_routed_experts", "ernie": "moe_num_experts", "bailing": "num_experts", "mellum": every}
     if family.experts in counts:
         return read.size(counts[family.experts]), read.size("intermediate_size", read.size("moe_intermediate_size"))
     own = read.default("moe_intermediate_size") is not None
@@ -484,12 +485,11 @@ def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, 
         return 0, read.size("shared_intermediate_size")  # the MLP that is otherwise beside the experts
     if not family.experts or (family.experts == "gemma4" and not read.flag("enable_moe_block", False)):
         return 0, size
-    key = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"
     step = read.size("decoder_sparse_step", 1)
     dense = read.get("mlp_only_layers") or []
     if step != 1 or dense:
         raise CheckpointError(f"mlp_only_layers: expected none and a step of 1, got {short(dense)} and {step}")
-    return read.size(key), size
+    return read.size(every), size
 
 
 def _adjusted(read: Entries, size: int) -> int:

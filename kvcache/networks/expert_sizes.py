@@ -84,6 +84,9 @@ class ExpertSizes:
             return cls(size, choice=ExpertChoice(sigmoid=True, bias=True))
         if kind == "ernie":
             return cls._ernie(read)
+        if kind == "mellum":
+            choice = ExpertChoice(read.flag("norm_topk_prob", True))
+            return cls(read.size("moe_intermediate_size"), choice=choice)
         if kind == "bailing":
             return cls._bailing(read)
         return cls(size, choice=ExpertChoice(kind != "qwen" or read.flag("norm_topk_prob", False)))

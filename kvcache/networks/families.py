@@ -90,7 +90,7 @@ class Family:
     sinks: bool = False
     experts: Literal[
         "", "mixtral", "qwen", "gpt_oss", "lfm2", "shared", "granite", "nemotron", "gemma4", "deepseek", "minimax",
-        "ernie", "bailing",
+        "ernie", "bailing", "mellum",
     ] = ""
     fused: tuple[str, str] = ("", "")
     aliases: tuple[str, ...] = ()
@@ -401,6 +401,13 @@ FAMILIES = {
             "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
             "partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "num_experts_per_tok": 8,
             "moe_intermediate_size": 1280, "n_routed_experts": 128, "first_k_dense_replace": 0,
+        },
+    ),
+    "MellumForCausalLM": Family(
+        "mellum", qkv_bias=None, qk_norm="head", windows="types", rope_per_kind=True, experts="mellum",
+        defaults={
+            "num_key_value_heads": 4, "head_dim": 128, "rope_theta": 5e5, "rope_local_base_freq": 1e4,
+            "sliding_window": 1024, "num_experts_per_tok": 8, "moe_intermediate_size": 896,
         },
     ),
     "BailingMoeV2ForCausalLM": Family(

@@ -57,6 +57,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    MellumConfig,
     MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
@@ -597,6 +598,13 @@ VARIANTS = {
             "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
         },
         **NO_IMAGES,
+    )),
+    "mellum": seeded(MellumConfig(
+        **SMALL | {"num_hidden_layers": 4}, moe_intermediate_size=28, num_experts=7, num_experts_per_tok=3,
+        layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=20,
+        rope_parameters={
+            "full_attention": DEFAULT_ROPE | {"rope_theta": 5e5}, "sliding_attention": DEFAULT_ROPE | {},
+        },
     )),
     "minimax_m2": seeded(MiniMaxM2Config(
         **SMALL | {"intermediate_size": 40}, num_local_experts=7, num_experts_per_tok=3,

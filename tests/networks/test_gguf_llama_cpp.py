@@ -21,11 +21,12 @@ pytestmark = pytest.mark.no_level
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # llama.cpp rounds the bounds of YaRN, gpt-oss does not; it has no output matrix in Gemma 2; its OLMo 3 has three layers
-# with a window for one without.
+# with a window for one without, and all layers of its Mellum have one base.
 CHANGES = {
     "gpt_oss": {"rope_parameters": DEFAULT_ROPE},
     "gemma2": {"tie_word_embeddings": True},
     "olmo3": {"layer_types": ["sliding_attention"] * 2},
+    "mellum": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), DEFAULT_ROPE)},
 }
 # Networks of transformers that llama.cpp has not: other biases, heads of other sizes, fewer KV heads.
 OTHERS = {

@@ -29,7 +29,7 @@ _LETTERS = {
     "hunyuan_v1_dense": "hunyuan-dense", "glm4": "glm4", "cohere2": "cohere2", "starcoder2": "starcoder2",
     "apertus": "apertus", "minicpm": "minicpm", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2",
     "ernie4_5_moe": "ernie4_5-moe", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe",
-    "bailing_moe_v2": "bailingmoe2",
+    "bailing_moe_v2": "bailingmoe2", "mellum": "mellum",
 }
 _INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "minicpm")
 
@@ -81,7 +81,8 @@ def with_rows_for_llama(rows, num_heads):
 def _names(model_type):
     """The names of a network of at most 16 layers, by the gguf package, which takes 20 ms to list them."""
     networks = {letters: arch for arch, letters in gguf.MODEL_ARCH_NAMES.items()}
-    return gguf.get_tensor_name_map(networks[_LETTERS[model_type]], 16)
+    known = networks.get(_LETTERS[model_type], networks["qwen3moe"])  # Mellum has the names of that one
+    return gguf.get_tensor_name_map(known, 16)
 
 
 def name_of(name, model_type="llama"):
@@ -159,7 +160,9 @@ def entries_of(config, folder_config):
         found["attention.temperature_scale"] = (F32, rope["llama_4_scaling_beta"])
     if any(config.windows):
         found["attention.sliding_window"] = (U32, max(filter(None, config.windows)))
-    if kind in ("olmo3", "exaone4") and any(config.windows):
+    if kind == "mellum":
+        found["rope.freq_base_swa"] = (F32, (config.window_rope or config.rope).theta)
+    if kind in ("olmo3", "exaone4", "mellum") and any(config.windows):
         found["attention.sliding_window_pattern"] = (ARRAY, [window is not None for window in config.windows], BOOL)
     if kind == "gemma3_text":
         found["attention.sliding_window_pattern"] = (U32, config.windows.index(None) + 1)
