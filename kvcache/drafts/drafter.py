@@ -102,7 +102,8 @@ class Drafter:
     def _ask(self, number: int, texts: Sequence[tuple[Drafted, TextDrafts]], left: int, rows: int) -> int:
         """Give texts draft tokens of one source, beside so many rows; how many."""
         account, began, given, is_reading = self._accounts[number], self._clock(), 0, False
-        paces = [(drafts.paces[number], text.most_drafts(left)) for text, drafts in texts]
+        most = min(left, self.most)
+        paces = [(drafts.paces[number], text.most_drafts(most)) for text, drafts in texts]
         counts = account.plan(paces, rows, left)
         by_key: dict[object, tuple[Drafted, TextDrafts]] = {drafts: (text, drafts) for text, drafts in texts}
         asked = [Ask(text.itself, count, drafts) for (text, drafts), count in zip(texts, counts, strict=True) if count]

@@ -11,7 +11,7 @@ __all__ = ["PassTimes"]
 _STALE = 128  # passes; in so many a text grows by few tokens beside those that it has
 _SHARED = 0.5  # of a change of one count, as a power: longer texts make passes of all counts longer
 _SLOPE = 0.25  # of a row's share: between 0, of products bound by memory, and 1, of those bound by operations
-_HOPE = 0.95  # of the time of counts beside those measured: so they are tried where they may be better
+_HOPE = 0.75  # of the time of a count that was not measured twice: so it is, where it may be better than others
 _BEYOND = 16  # rows behind those measured
 
 
@@ -34,7 +34,7 @@ class PassTimes:
         self._newest[rows] = self._passes
         own = self._measured.setdefault(rows, TypicalSeconds())
         before = own.value
-        own.observe(seconds)
+        own.observe(max(0.0, seconds))  # a caller's clock may go back
         if before and own.value and own.count > 2:
             for each in self._measured.values():
                 if each is not own:
@@ -63,13 +63,13 @@ class PassTimes:
 
     def _drawn(self, stop: int) -> list[float]:
         """The line up to `stop` rows or more."""
-        known = sorted((rows, each.value) for rows, each in self._measured.items())
+        known = sorted(
+            (rows, each.value * (_HOPE if each.count == 1 else 1.0)) for rows, each in self._measured.items()
+        )
         (first, least), (last, most) = known[0], known[-1]
         line = [least] * (first + 1)
         for (left, low), (right, high) in pairwise(known):
             line += [_HOPE * (low + (high - low) * i / (right - left)) for i in range(1, right - left)]
             line.append(high)
         slope = _SLOPE * most / last
-        if last > first:
-            slope = max(slope, (most - least) / (last - first))
         return line + [_HOPE * (most + slope * i) for i in range(1, max(_BEYOND, stop - last) + 1)]

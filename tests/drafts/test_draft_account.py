@@ -1,11 +1,11 @@
 """The time that a source may take: whatever it does, an engine is hardly slower with it; where it pays, it is asked."""
 
 import pytest
-from drafted_engine import COMPUTE_BOUND, MEMORY_BOUND, STEPS, DraftedEngine, KnownSource
+from drafted_engine import COMPUTE_BOUND, MEMORY_BOUND, TILES, DraftedEngine, KnownSource
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
-PASSES = {"memory": MEMORY_BOUND, "compute": COMPUTE_BOUND, "steps": STEPS}
+PASSES = {"memory": MEMORY_BOUND, "compute": COMPUTE_BOUND, "tiles": TILES}
 LOAN, NOISY = 32, 1.005  # passes; the mean of the noise of a tenth
 
 
@@ -18,7 +18,7 @@ def source(chance, passes=0.0, unread=0, seconds=10e-3):
 BAD = {
     "nothing holds": ("memory", 1, source(0.0)), "nothing holds of four": ("compute", 4, source(0.0)),
     "all holds and costs a pass": ("memory", 1, source(1.0, 1.0)), "costs three": ("memory", 4, source(1.0, 3.0)),
-    "nothing holds and costs": ("memory", 4, source(0.0, 0.3)), "two": ("steps", 4, source(0.3), source(0.3)),
+    "nothing holds and costs": ("memory", 4, source(0.0, 0.3)), "two": ("tiles", 4, source(0.3), source(0.3)),
     "reads": ("memory", 1, source(0.3, 0.1, unread=300)), "reads much": ("compute", 4, source(1.0, 0.05, unread=2000)),
     "nothing from the middle on": ("memory", 1, source(lambda n: n < 1000)),
     "turns": ("compute", 1, source(lambda n: n // 50 % 2)),
@@ -40,7 +40,7 @@ def test_never_much_slower_than_without(name):
 
 PAYS = [
     ("memory", 0.3, 0.0, 1, 0), ("memory", 0.6, 0.0, 4, 0), ("memory", 0.9, 0.0, 4, 0), ("memory", 0.6, 0.1, 1, 0),
-    ("memory", 0.9, 0.02, 1, 100), ("steps", 0.6, 0.0, 1, 0), ("steps", 0.9, 0.0, 4, 0), ("compute", 0.9, 0.0, 4, 0),
+    ("memory", 0.9, 0.02, 1, 100), ("tiles", 0.6, 0.0, 1, 0), ("tiles", 0.9, 0.0, 4, 0), ("compute", 0.9, 0.0, 4, 0),
 ]
 
 

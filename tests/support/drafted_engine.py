@@ -5,9 +5,20 @@ from serving import Clock
 
 from kvcache.drafts.drafter import Drafter
 
-MEMORY_BOUND, COMPUTE_BOUND, STEPS = (
-    lambda rows: 10e-3 + 0.3e-3 * rows, lambda rows: 1e-3 + 9e-3 * rows, lambda rows: 8e-3 + 4e-3 * -(-rows // 4),
-)
+MOST = 8  # draft tokens of a text
+
+
+def MEMORY_BOUND(rows):
+    return 10e-3 + 0.3e-3 * rows
+
+
+def COMPUTE_BOUND(rows):
+    return 1e-3 + 9e-3 * rows
+
+
+def TILES(rows):
+    """Products run four rows at once, and others one by one."""
+    return 4e-3 + 0.8e-3 * rows + 1.5e-3 * (rows // 4 + rows % 4)
 
 
 class KnownSource:
@@ -77,7 +88,7 @@ class DraftedEngine:
     def __init__(self, seconds, *make, texts=1, noise=0.0, length=200):
         self.clock, self.seconds, self.noise, self.length = Clock(), seconds, noise, length
         self.sources = [each(self.clock) for each in make]
-        self.drafter = Drafter(self.sources, 8, self.clock)
+        self.drafter = Drafter(self.sources, MOST, self.clock)
         self.texts = [KnownText(self.drafter.begin()) for _ in range(texts)]
         self.rng, self.tokens, self.passes = np.random.default_rng(3), 0, 0
 
@@ -86,14 +97,15 @@ class DraftedEngine:
         for source in self.sources:
             source.passes = self.passes
         self.drafter.give(self.texts, 16 - len(self.texts))
-        rows = len(self.texts) + sum(len(text.itself.draft) for text in self.texts)
+        drafted = [len(text.draft) for text in self.texts]
+        assert max(drafted) <= MOST
+        rows = len(self.texts) + sum(drafted)
         took = self.seconds(rows) * np.exp(self.noise * self.rng.standard_normal())
         self.clock.now += took
         self.passes += 1
         for i, text in enumerate(self.texts):
-            held = text.itself.held if len(text.itself.draft) else 0
-            held = min(held, len(text.itself.draft))
-            text.drafts.learn(len(text.itself.draft), held)
+            held = min(text.held, drafted[i])
+            text.drafts.learn(drafted[i], held)
             text.tokens += 1 + held
             self.tokens += 1 + held
             if text.tokens >= self.length:
@@ -114,5 +126,5 @@ class DraftedEngine:
         return max(
             (1 + sum(chance**j for j in range(1, k + 1))) * self.seconds(count)
             / (self.seconds(count + count * k) + count * k * each)
-            for k in range(0, (16 - count) // count + 1) if k <= 8
+            for k in range(min(MOST, (16 - count) // count) + 1)
         )
