@@ -24,8 +24,14 @@ MOST = 1 << 21  # tokens, and merges; the largest vocabularies have an eighth of
 _ENDS = frozenset(
     {
         "<EOT>",
+        "[EOS]",
+        "[EOT]",
+        "[e~[",
+        "<｜end▁of▁sentence｜>",
         "<turn|>",
         "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
         "<eos>",
         "<end_of_turn>",
         "<|end_of_text|>",
@@ -230,8 +236,9 @@ def end_tokens(file: GgufFile) -> list[int] | None:
         texts = read.strings("tokens")
         kinds = read.numbers("token_type", len(texts), np.dtype(np.int32), NORMAL)
         special = {texts[i]: int(i) for i in np.flatnonzero((kinds == CONTROL) | (kinds == USER_DEFINED))}
-        # In gpt-oss the end of a message, not that of an answer.
-        inner = {"<|end|>"} if {"<|return|>", "<|call|>"} <= special.keys() else set()
+        # In gpt-oss and Solar Open the end of a message, not that of an answer.
+        messages = {"<|return|>", "<|call|>"} <= special.keys() or {"<|flush|>", "<|calls|>"} <= special.keys()
+        inner = {"<|end|>"} if messages else set()
         ids += [special[text] for text in special if text in _ENDS - inner]
         ids += [id for id in (special.get(_HTML_END),) if id is not None and kinds[id] == CONTROL]
     return ids or None

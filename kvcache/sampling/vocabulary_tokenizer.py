@@ -32,6 +32,13 @@ _CASED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
     r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Kimi K2: Han characters are words of their own.
+_OTHER_UPPER, _OTHER_LOWER = (kinds[:-1] + r"&&[^\p{Han}]]" for kinds in (_UPPER, _LOWER))
+_HAN = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_OTHER_UPPER}*{_OTHER_LOWER}+{_ENDINGS}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_OTHER_UPPER}+{_OTHER_LOWER}*{_ENDINGS}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CASED_LETTERS = (
     "[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ"
     "-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿ"
@@ -41,6 +48,14 @@ _EAST_ASIAN = "[一-龥ࠀ-一가-퟿]+"
 _DIGITS, _PLAIN = [r"\p{N}", _GPT2], [_GPT2]
 _LLAMA3, _QWEN2 = [_CASELESS % (r"\p{L}", "{1,3}", r"\p{L}")], [_CASELESS % (r"\p{L}", "", r"\p{L}")]
 _GPT4O = [_CASED % (_ENDINGS, _ENDINGS, "{1,3}")]
+_DEEPSEEK = [
+    r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+]
+_BAILING = [
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+]
 _PRE = {
     "default": [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
     "falcon": [r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"],
@@ -53,11 +68,12 @@ _PRE = {
     "seed-coder": [
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
     ],
-    "hunyuan-dense": [
-        r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
-        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ],
+    "kimi-k2": [_HAN],
+    "superbpe": [r"\p{N}+", r"(?=(\d{3})+(?!\d))"],
+    "tiny_aya": [r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT4O],
+    "minicpm5": [r"\p{N}{1,3}", _CASELESS % (r"\p{L}", "+", r"\p{L}")],
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),
+    **dict.fromkeys(("deepseek-v3", "joyai-llm", "hunyuan-dense"), _DEEPSEEK),  # DeepSeek V3, V3.1 and R1
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"), _PLAIN),
     # Granite is refact.
     **dict.fromkeys(
@@ -66,14 +82,15 @@ _PRE = {
     **dict.fromkeys(
         ("llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
     ),
-    **dict.fromkeys(("chatglm-bpe", "glm4"), _LLAMA3),
+    **dict.fromkeys(("chatglm-bpe", "glm4", "glm5"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _LLAMA3),  # OLMo 2 and 3, SmolLM3
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan"), _QWEN2),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),  # gpt-oss, Phi-4-mini
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan", "solar-open"), _QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),  # gpt-oss, Phi-4-mini
 }
 # A part that is a token is not merged up to it.
 _WHOLE = (
     "llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "glm4",
+    "glm5", "minicpm5",
 )
 _COMPOSED = ("qwen2", "qwen35", "command-r", "mpt", "olmo")  # texts are brought to Unicode NFC first
 

@@ -198,7 +198,10 @@ def enumerate_bytes():
 VARIANTS = {
     "as it is": {},
     "with bos and eos": {"tokenizer.ggml.add_bos_token": (BOOL, True), "tokenizer.ggml.add_eos_token": (BOOL, True)},
-    **{pre: {"tokenizer.ggml.pre": (STRING, pre)} for pre in ("default", "gpt-2", "llama-bpe", "qwen2")},
+    **{
+        pre: {"tokenizer.ggml.pre": (STRING, pre)}
+        for pre in ("default", "gpt-2", "llama-bpe", "qwen2", "deepseek-v3", "kimi-k2")
+    },
     "sentencepiece": None,
     "sentencepiece, no space": {"tokenizer.ggml.add_space_prefix": (BOOL, False)},
 }

@@ -98,17 +98,17 @@ def test_no_file(tmp_path):
 
 def test_end_tokens(tmp_path):
     """The file names end tokens; special tokens with usual texts are some too, normal tokens of such texts are not."""
-    texts = ["<|im_end|>", "a", "<|endoftext|>", "<|end|>", "<|eot_id|>", "b"]
+    texts = ["<|im_end|>", "a", "<|endoftext|>", "<|end|>", "<|eot_id|>", "b", "[EOT]", "[e~[", "<｜end▁of▁sentence｜>"]
     path = convert(
         GOLDEN / "llama",
         tmp_path / "x.gguf",
         tokenizer__ggml__model=(STRING, "gpt2"),
         tokenizer__ggml__tokens=(ARRAY, texts, STRING),
-        tokenizer__ggml__token_type=(ARRAY, [3, 1, 3, 1, 4, 1], I32),
+        tokenizer__ggml__token_type=(ARRAY, [3, 1, 3, 1, 4, 1, 3, 3, 3], I32),
         tokenizer__ggml__eos_token_id=(U32, 5),
         tokenizer__ggml__eot_token_id=(U32, 1),
     )
-    assert Transformer.from_pretrained(path).config.eos_token_ids == (0, 1, 2, 4, 5)
+    assert Transformer.from_pretrained(path).config.eos_token_ids == (0, 1, 2, 4, 5, 6, 7, 8)
 
 
 def test_an_end_that_is_a_tag_of_html(tmp_path):
@@ -126,9 +126,11 @@ def test_an_end_that_is_a_tag_of_html(tmp_path):
 
 
 def test_end_tokens_of_harmony(tmp_path):
-    """<|end|> ends a message of gpt-oss, not its answer."""
-    texts = ["<|return|>", "<|call|>", "<|end|>", "a"]
-    for kinds, ends in (([3, 3, 3, 1], (0, 1)), ([3, 1, 3, 1], (0, 2))):
+    """<|end|> ends a message of gpt-oss and of Solar Open, not its answer."""
+    harmony, solar = ["<|return|>", "<|call|>", "<|end|>", "a"], ["<|flush|>", "<|calls|>", "<|end|>", "a"]
+    for texts, kinds, ends in (
+        (harmony, [3, 3, 3, 1], (0, 1)), (harmony, [3, 1, 3, 1], (0, 2)), (solar, [3, 3, 3, 1], (0, 1))
+    ):
         path = convert(
             GOLDEN / "llama",
             tmp_path / "x.gguf",

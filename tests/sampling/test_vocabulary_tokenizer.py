@@ -99,6 +99,11 @@ PIECES = {
     "deepseek-llm": [
         "I", "'", "LL", " say", " don", "'", "t", ":", " ", "1234", "  ", " x", "!?", "\n", "\n", "y",
     ],
+    "kimi-k2": ["I'LL", " say", " don't", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
+    "superbpe": ["I'LL say don't: ", "1", "234", "   x!?\n\ny"],
+    "tiny_aya": ["I'LL", " say", " don't", ":", " ", "1", "234", "  ", " x", "!?\n\n", "y"],
+    "minicpm5": ["I", "'LL", " say", " don", "'t", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
+    "bailingmoe": ["I", "'LL", " say", " don", "'t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
     "glm4": ["I", "'LL", " say", " don", "'t", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
     "seed-coder": ["I", "'LL", " say", " don", "'t", ":", " ", "1", "2", "3", "4", "  ", " x", "!?", "\n\n", "y"],
     "hunyuan-dense": ["I", "'LL", " say", " don", "'t", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
@@ -140,6 +145,12 @@ def test_marks_belong_to_their_letters(bytewise):
     for pre, expected in (("qwen35", [text]), ("qwen2", ["a", "\u0330b"])):
         found = [text[start:stop] for _, (start, stop) in bytewise(pre).pre_tokenizer.pre_tokenize_str(text)]
         assert found == expected
+
+
+def test_kimi_has_han_characters_apart(bytewise):
+    text = "abc中文def你好。\nHTTPServer iPhone's /\n"
+    found = [text[start:stop] for _, (start, stop) in bytewise("kimi-k2").pre_tokenizer.pre_tokenize_str(text)]
+    assert found == ["abc", "中文", "def", "你好", "。\n", "HTTPServer", " i", "Phone's", " /\n"]
 
 
 def test_tekken_divides_at_changes_of_case(bytewise):
