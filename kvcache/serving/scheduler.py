@@ -429,7 +429,7 @@ class Scheduler:
         self._waiting = sorted(work for work in self.works.values() if work.seq_id < 0 and work.leader is None)
         self._deadlines = sorted((w.deadline, w.key[1]) for w in self.works.values() if w.deadline is not None)
         self._blocked = None
-        for work in self.running:
+        for work in list(self.works.values()):  # one that has drawn its last token may have lost its sequence too
             if (reason := work.ending()) is not None:
                 self.end(work, reason)
 

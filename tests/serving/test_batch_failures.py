@@ -3,11 +3,13 @@
 import asyncio
 import gc
 import traceback
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from engines import Failing
 from serving import GREEDY, Alone, Clock, prompts, repeating, run, same, sampled, settled
+from state_networks import StateNetwork
 from subjects.interrupts import Lines, places
 from windowed_networks import Windowed
 
@@ -204,6 +206,28 @@ def test_an_interrupt_of_the_callers_own_thread_is_one(network):
     with pytest.raises(KeyboardInterrupt):
         request.result()
     assert request.result() == Alone(network)(np.array([1, 2, 3]), SamplingParams(temperature=0.0, max_tokens=4)).tokens
+    settled(engine)
+
+
+@pytest.mark.parametrize("kind", ["plain", "state"])
+def test_an_interrupt_behind_the_last_draw(network, kind):
+    """Nothing more is drawn, also where the layers have lost their state and the text would run again."""
+    model = StateNetwork("one of each") if kind == "state" else network
+    engine, params = BatchEngine(model, num_blocks=60), replace(GREEDY, max_tokens=3)
+    asked, ran, raised = [np.arange(3, 9), np.arange(4, 20)], engine._pool.ran, []
+
+    def interrupted(text, *counts):
+        if text.num_tokens == text.num_prompt + 3 and not raised:
+            raised.append(1)
+            raise KeyboardInterrupt
+        ran(text, *counts)
+
+    engine._pool.ran = interrupted
+    requests = [engine.submit(prompt, params) for prompt in asked]
+    with pytest.raises(KeyboardInterrupt):
+        requests[0].result()
+    for request, prompt in zip(requests, asked, strict=True):
+        assert request.result() == Alone(model)(prompt.astype(np.uint32), params).tokens
     settled(engine)
 
 
