@@ -43,16 +43,15 @@ def cached(network):
 # -- the answer ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [7, 512])
-def test_cold_warm_and_off_are_the_same(golden, chunk):
+def test_cold_warm_and_off_are_the_same(golden):
     model, arrays = golden
-    cached = PrefixCachedEngine(InferenceEngine(model, prefill_chunk=chunk), 64)
+    cached = PrefixCachedEngine(InferenceEngine(model, prefill_chunk=7), 64)
     for length in (*LENGTHS, *reversed(LENGTHS)):
         assert cached.generate(arrays[f"prompt_{length}"], GREEDY) == arrays[f"greedy_{length}"].tolist()
         settled(cached)
 
 
-@pytest.mark.parametrize("split", [1, 16, 20, 40, 199])
+@pytest.mark.parametrize("split", [1, 16, 40, 199])
 def test_a_prompt_that_shares_a_head(golden, split):
     model, arrays = golden
     other = np.concatenate([arrays["prompt_200"][:split], arrays["prompt_33"]])

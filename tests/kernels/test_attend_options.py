@@ -70,7 +70,7 @@ def grown(rng, n):
 @pytest.mark.parametrize("block_size", half([5, 64, 16, 33]))
 def test_windows(simd, rng, formats, block_size):
     s = Scattered(rng, [700, 1, 130, 64], block_size=block_size, key_format=formats[0], value_format=formats[1])
-    for window in rng.choice(WINDOWS, 2 if FAST else 4, replace=False).tolist():
+    for window in rng.choice(WINDOWS, 2, replace=False).tolist():
         for num_queries in ([1, 1, 1, 1], [1, 0, 130, 9]):
             starts = rng.integers(0, 3000, 4).tolist()
             compare(rng, s, num_queries, window=window, starts=starts, threads=int(rng.integers(1, 4)))
@@ -188,7 +188,7 @@ def test_queries_that_see_everything(simd, rng, formats, block_size):
 def test_trees(simd, rng, formats, block_size):
     s = Scattered(rng, [1050, 7, 300], block_size=block_size, key_format=formats[0], value_format=formats[1])
     for counts in ([1, 7, 5], [40, 3, 0], [9, 0, 50 if FAST else 200]):
-        for window in rng.choice((0, 1, 3, 20, 130), 1 if FAST else 3, replace=False).tolist():
+        for window in rng.choice((0, 1, 3, 20, 130), 1, replace=False).tolist():
             parents = [grown(rng, n) for n in counts]
             compare(rng, s, counts, parents=parents, window=window, threads=int(rng.integers(1, 4)))
     parents = [grown(rng, n) for n in (30, 5, 9)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from oracles.kernels import attend
-from pace import FAST, half
+from pace import half
 
 from kvcache import PagedKvCache, get_num_threads, set_num_threads
 from kvcache.kernels import kernels
@@ -103,8 +103,7 @@ def check(text, window, tries):
 @pytest.mark.parametrize("block_size", half([5, 1, 16, 24, 33, 64, 256]))
 def test_what_has_left_changes_no_bit(simd, rng, formats, block_size):
     text = Text(rng, int(rng.integers(1100, 1400)), block_size, formats)
-    for window in rng.choice(WINDOWS, 1 if FAST else 2, replace=False).tolist():
-        check(text, window, 4)
+    check(text, int(rng.choice(WINDOWS)), 4)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
