@@ -3,7 +3,8 @@
  * A level defines one vector type f32v of KVC_LANES floats and these functions on it:
  *   load, store, load_half, store_half, load_bf16, zero, set1, add, sub, mul, div, fma, min, max, round (half to even), abs,
  *   scale2(p, n) = p * 2^n for whole n in [-127, 127], zero_below(r, x, limit) = x < limit ? 0 : r,
- *   pick(x, limit, below, other) = x < limit ? below : other, store_bytes: rounded as by round, 0 to 255,
+ *   pick(x, limit, below, other) = x < limit ? below : other, below(x, limit): a bit for each lane with x < limit,
+ *   store_bytes: rounded as by round, 0 to 255,
  *   store_signed32: 32 rounded floats, -128 to 127,
  *   max_of, sum_of (over the lanes), first_not_below(x, limit): the first lane without |x| < limit, or -1,
  *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i is the sum of the lanes of row i, adding
@@ -17,6 +18,8 @@
  *   (floats / 256); and units of 64 codes, u8x64, and 16 sums, i32x16:
  *   u8x64_load, and, or, shr, shl, table(16 bytes), lookup(table, x of 0 to 15), weights: the form of 8-bit codes that
  *   dot_x takes; dot_x adds the products of codes 4i .. 4i+3 with 4 signed bytes to sum i; set1, zero, next_digit(x, more) = x * 128 + more, to_floats,
+ *   dot_bytes(sums, codes, x): sum i += the products of codes 4i .. 4i+3, of 0 to 15, with signed bytes 4i .. 4i+3 of x;
+ *   store_sums(x[16], to[16]): to[4r + n] = all sums of x[4n + r], as floats;
  *   scaled(x, scale, less): (x - KVC_SUM_START) * scale as floats (kvc_matrix.h).
  * Other codes are added to a part of such sums, part16, which a level may keep in fewer bits: begin(sums), dot_q (codes
  *   times signed bytes), and end(part, sums), the sums with the part added. KVC_PART_UNITS(code, byte) units fit a part

@@ -1,4 +1,4 @@
-/* kvc_sparse_parallel.c - divides an attention call whose queries choose their tokens (kvc_choice.h) among the threads.
+/* kvc_sparse_parallel.c - divides an attention call to some of the tokens (kvc_choice.h) among the threads.
  *
  *   queries that have too few tokens to choose from     kvc_attend, for each stretch of neighbouring sequences with some
  *   bounds of pages that none was made of               in pieces of neighbouring pages
@@ -11,54 +11,6 @@
 #include "kvc_sparse.h"
 #include "kvc_threads.h"
 
-#include <string.h>
-
-extern const kvc_sparse_kernels kvc_sparse_scalar;
-#if defined(KVC_HAVE_AVX2)
-extern const kvc_sparse_kernels kvc_sparse_avx2;
-#endif
-#if defined(KVC_HAVE_AVXVNNI)
-extern const kvc_sparse_kernels kvc_sparse_avxvnni;
-#endif
-#if defined(KVC_HAVE_AVX512)
-extern const kvc_sparse_kernels kvc_sparse_avx512;
-#endif
-#if defined(KVC_HAVE_AMX)
-extern const kvc_sparse_kernels kvc_sparse_amx;
-#endif
-#if defined(KVC_HAVE_NEON)
-extern const kvc_sparse_kernels kvc_sparse_neon;
-#endif
-
-static const struct {
-    const char *name;
-    const kvc_sparse_kernels *kernels;
-} levels[] = {
-#if defined(KVC_HAVE_AVX2)
-    {"avx2", &kvc_sparse_avx2},
-#endif
-#if defined(KVC_HAVE_AVXVNNI)
-    {"avxvnni", &kvc_sparse_avxvnni},
-#endif
-#if defined(KVC_HAVE_AVX512)
-    {"avx512", &kvc_sparse_avx512},
-#endif
-#if defined(KVC_HAVE_AMX)
-    {"amx", &kvc_sparse_amx},
-#endif
-#if defined(KVC_HAVE_NEON)
-    {"neon", &kvc_sparse_neon},
-    {"i8mm", &kvc_sparse_neon},
-#endif
-};
-
-const kvc_sparse_kernels *kvc_sparse_of(const kvc_kernels *kernels) {
-    for (size_t i = 0; i < sizeof levels / sizeof *levels; i++) {
-        if (strcmp(levels[i].name, kernels->name) == 0) return levels[i].kernels;
-    }
-    return &kvc_sparse_scalar;
-}
-
 enum { PAGES_OF_ITEM = 8, MOST_MISSING = 4096 };
 
 /* A page of a block without bounds. */
@@ -67,7 +19,7 @@ typedef struct missing_page {
 } missing_page;
 
 typedef struct call {
-    const kvc_sparse_kernels *kernels;
+    const kvc_kernels *kernels;
     const kvc_attend_args *args;
     kvc_sparse_args sparse;
     missing_page *missing;
@@ -78,19 +30,19 @@ typedef struct call {
 
 static size_t align64(size_t n) { return (n + 63) & ~(size_t)63; }
 
-/* One thread's scratch; 0 where no query chooses. Sets the columns. */
+/* One thread's scratch; 0 where all queries attend to all. Sets the columns. */
 static size_t thread_bytes(const kvc_attend_args *args, kvc_sparse_args *sparse) {
     int64_t beside;
     sparse->columns = kvc_ranked_columns(args, sparse, &beside);
-    if (!sparse->columns) return 0;
+    if (!sparse->columns && !sparse->listed) return 0;
     const int64_t floats = kvc_thread_scratch_floats(args->layout) + kvc_sparse_scratch_floats(args, sparse, beside);
     return align64((size_t)floats * sizeof(float));
 }
 
 /* The next sequences, from `from` on, that have queries of the first kind: returns the first one, and *stop. */
-static int64_t next_dense(const kvc_attend_args *args, int64_t top_tokens, int64_t from, int64_t *stop) {
-    while (from < args->num_seqs && !kvc_first_sparse(args->seqs + from, top_tokens)) from++;
-    for (*stop = from; *stop < args->num_seqs && kvc_first_sparse(args->seqs + *stop, top_tokens);) ++*stop;
+static int64_t next_dense(const kvc_attend_args *args, const kvc_sparse_args *sparse, int64_t from, int64_t *stop) {
+    while (from < args->num_seqs && !kvc_first_sparse(args->seqs + from, sparse)) from++;
+    for (*stop = from; *stop < args->num_seqs && kvc_first_sparse(args->seqs + *stop, sparse);) ++*stop;
     return from;
 }
 
@@ -111,7 +63,7 @@ size_t kvc_sparse_scratch_bytes(const kvc_attend_args *args, const kvc_sparse_ar
     kvc_sparse_args own = *sparse;
     size_t most = (size_t)num_threads * thread_bytes(args, &own), missing = MOST_MISSING * sizeof(missing_page);
     if (most < missing) most = missing;
-    for (int64_t first = 0, stop; (first = next_dense(args, sparse->top_tokens, first, &stop)) < args->num_seqs; first = stop) {
+    for (int64_t first = 0, stop; (first = next_dense(args, sparse, first, &stop)) < args->num_seqs; first = stop) {
         const kvc_seq *residuals = args->residuals ? args->residuals + first : NULL;
         const size_t bytes = kvc_attend_scratch_bytes(args->layout, args->seqs + first, residuals, stop - first,
                                                       args->num_query_heads, num_threads);
@@ -146,14 +98,14 @@ static void make_bounds(call *c, const kvc_seq *seq, int threads) {
     }
 }
 
-/* One KV head of one query that chooses. */
+/* One KV head of one query that does not attend to all. */
 static void attend_at(void *context, int64_t index, int thread) {
     const call *c = context;
     const kvc_attend_args *args = c->args;
     const int64_t heads = args->layout->num_heads, group = args->num_query_heads / heads;
     int64_t query = index / heads, first_query = 0, seq = 0, dense;
     for (;; seq++) {
-        dense = kvc_first_sparse(args->seqs + seq, c->sparse.top_tokens);
+        dense = kvc_first_sparse(args->seqs + seq, &c->sparse);
         if (query < args->seqs[seq].num_queries - dense) break;
         query -= args->seqs[seq].num_queries - dense;
         first_query += args->seqs[seq].num_queries;
@@ -169,16 +121,16 @@ static void attend_at(void *context, int64_t index, int thread) {
 void kvc_attend_sparse(const kvc_kernels *kernels, const kvc_attend_args *args, const kvc_sparse_args *sparse, void *scratch,
                        int num_threads) {
     unsigned char *base = (unsigned char *)align64((size_t)scratch);
-    call c = {.kernels = kvc_sparse_of(kvc_permitted(kernels)), .args = args, .sparse = *sparse, .missing = (missing_page *)(void *)base};
+    call c = {.kernels = kvc_permitted(kernels), .args = args, .sparse = *sparse, .missing = (missing_page *)(void *)base};
     int64_t query = 0, seq = 0, choosing = 0;
-    for (int64_t first = 0, stop; (first = next_dense(args, sparse->top_tokens, first, &stop)) < args->num_seqs; first = stop) {
+    for (int64_t first = 0, stop; (first = next_dense(args, sparse, first, &stop)) < args->num_seqs; first = stop) {
         for (; seq < first; seq++) query += args->seqs[seq].num_queries;
         const kvc_attend_args part = part_of(args, first, stop, query);
         kvc_attend(kernels, &part, scratch, num_threads);
     }
     for (seq = 0; seq < args->num_seqs; seq++) {
-        const int64_t count = args->seqs[seq].num_queries - kvc_first_sparse(args->seqs + seq, sparse->top_tokens);
-        if (count) make_bounds(&c, args->seqs + seq, num_threads);
+        const int64_t count = args->seqs[seq].num_queries - kvc_first_sparse(args->seqs + seq, sparse);
+        if (count && !sparse->listed) make_bounds(&c, args->seqs + seq, num_threads);
         choosing += count;
     }
     if (c.num_missing) make_missing(&c, num_threads);

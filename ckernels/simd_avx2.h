@@ -60,6 +60,7 @@ INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
 INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) {
     return _mm256_blendv_ps(other, below, _mm256_cmp_ps(x, limit, _CMP_LT_OQ));
 }
+INLINE unsigned f32v_below(f32v x, f32v limit) { return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ)); }
 INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
     const __m256i x_i32x8 = _mm256_cvtps_epi32(x);
     const __m128i x_u16x8 =
@@ -255,6 +256,7 @@ INLINE part16 part16_dot_q(part16 part, u8x64 codes, int32_t q) {
 INLINE u8x64 u8x64_weights(u8x64 codes) { return codes; }
 INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) { return part16_dot_q(sums, codes, x); }
 INLINE __m256i i32x8_dot_pairs(__m256i sums, __m256i a, __m256i b) { return dpwssd(sums, a, b); }
+INLINE __m256i i32x8_dot(__m256i sums, __m256i u8, __m256i s8) { return dpbusd(sums, u8, s8); }
 #else
 INLINE __m256i i32x8_dot_pairs(__m256i sums, __m256i a, __m256i b) {
     return added(_mm256_add_epi32(sums, _mm256_madd_epi16(a, b)));
@@ -291,6 +293,22 @@ INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) {
                     i32x8_dot(sums.b, _mm256_abs_epi8(codes.b), _mm256_sign_epi8(x_v, codes.b))};
 }
 #endif
+INLINE i32x16 i32x16_dot_bytes(i32x16 sums, u8x64 codes, u8x64 x) {
+    return (i32x16){i32x8_dot(sums.a, codes.a, x.a), i32x8_dot(sums.b, codes.b, x.b)};
+}
+INLINE void i32x16_store_sums(const i32x16 x[16], float to[16]) {
+    __m128 of[4];
+    UNROLL
+    for (int i = 0; i < 4; i++, x += 4) {
+        const __m256i a = _mm256_hadd_epi32(_mm256_add_epi32(x[0].a, x[0].b), _mm256_add_epi32(x[1].a, x[1].b));
+        const __m256i b = _mm256_hadd_epi32(_mm256_add_epi32(x[2].a, x[2].b), _mm256_add_epi32(x[3].a, x[3].b));
+        const __m256i all = _mm256_hadd_epi32(a, b);
+        of[i] = _mm_cvtepi32_ps(_mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
+    }
+    _MM_TRANSPOSE4_PS(of[0], of[1], of[2], of[3]);
+    UNROLL
+    for (int i = 0; i < 4; i++) _mm_storeu_ps(to + 4 * i, of[i]);
+}
 INLINE i32x16 i32x16_set1(int32_t x) { return (i32x16){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
     const __m256i more_v = _mm256_set1_epi32(more);

@@ -65,6 +65,7 @@ INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
 INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) {
     return _mm512_mask_mov_ps(other, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), below);
 }
+INLINE unsigned f32v_below(f32v x, f32v limit) { return _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ); }
 INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
@@ -226,6 +227,21 @@ INLINE u8x64 u8x64_shl(u8x64 x, int n) { return _mm512_slli_epi16(x, (unsigned)n
 INLINE i32x16 i32x16_zero(void) { return _mm512_setzero_si512(); }
 INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
     return _mm512_dpbusd_epi32(sums, codes, _mm512_set1_epi32(q));
+}
+INLINE i32x16 i32x16_dot_bytes(i32x16 sums, u8x64 codes, u8x64 x) { return _mm512_dpbusd_epi32(sums, codes, x); }
+INLINE void i32x16_store_sums(const i32x16 x[16], float to[16]) {
+    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i of[4]; /* of each four: their sums, in each quarter a part of them */
+    UNROLL
+    for (int i = 0; i < 4; i++, x += 4) {
+        const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+        const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+        of[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+    }
+    const __m512i a = _mm512_add_epi32(_mm512_shuffle_i32x4(of[0], of[1], 0x44), _mm512_shuffle_i32x4(of[0], of[1], 0xee));
+    const __m512i b = _mm512_add_epi32(_mm512_shuffle_i32x4(of[2], of[3], 0x44), _mm512_shuffle_i32x4(of[2], of[3], 0xee));
+    const __m512i all = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+    _mm512_storeu_ps(to, _mm512_cvtepi32_ps(_mm512_permutexvar_epi32(in_order, all)));
 }
 typedef i32x16 part16;
 #define KVC_PART_UNITS(code, byte) KVC_MANY_UNITS

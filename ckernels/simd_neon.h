@@ -58,6 +58,10 @@ INLINE f32v f32v_scale2(f32v p, f32v n) {
 INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(r), vcltq_f32(x, limit)));
 }
+INLINE unsigned f32v_below(f32v x, f32v limit) {
+    const uint32_t bits[4] = {1, 2, 4, 8};
+    return vaddvq_u32(vandq_u32(vcltq_f32(x, limit), vld1q_u32(bits)));
+}
 INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) {
     return vbslq_f32(vcltq_f32(x, limit), below, other);
 }
@@ -201,6 +205,26 @@ INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
         sums.val[i] = vdotq_s32(sums.val[i], vreinterpretq_s8_u8(codes.val[i]), q_v);
     }
     return sums;
+}
+INLINE i32x16 i32x16_dot_bytes(i32x16 sums, u8x64 codes, u8x64 x) {
+    UNROLL
+    for (int i = 0; i < 4; i++)
+        sums.val[i] = vdotq_s32(sums.val[i], vreinterpretq_s8_u8(codes.val[i]), vreinterpretq_s8_u8(x.val[i]));
+    return sums;
+}
+INLINE void i32x16_store_sums(const i32x16 x[16], float to[16]) {
+    f32v of[4];
+    UNROLL
+    for (int i = 0; i < 4; i++, x += 4) {
+        int32x4_t parts[4];
+        UNROLL
+        for (int r = 0; r < 4; r++)
+            parts[r] = vaddq_s32(vaddq_s32(x[r].val[0], x[r].val[1]), vaddq_s32(x[r].val[2], x[r].val[3]));
+        of[i] = vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(parts[0], parts[1]), vpaddq_s32(parts[2], parts[3])));
+    }
+    f32v_transpose(of);
+    UNROLL
+    for (int i = 0; i < 4; i++) vst1q_f32(to + 4 * i, of[i]);
 }
 typedef i32x16 part16;
 #define KVC_PART_UNITS(code, byte) KVC_MANY_UNITS

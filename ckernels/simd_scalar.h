@@ -44,6 +44,7 @@ INLINE f32v f32v_scale2(f32v p, f32v n) {
 }
 INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) { return x < limit ? 0.0f : r; }
 INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) { return x < limit ? below : other; }
+INLINE unsigned f32v_below(f32v x, f32v limit) { return x < limit; }
 INLINE void f32v_store_bytes(unsigned char *p, f32v x) { *p = (unsigned char)(int)f32v_round(x); }
 INLINE void f32v_store_signed32(unsigned char *p, const f32v x[32]) {
     for (int i = 0; i < 32; i++) f32v_store_bytes(p + i, x[i]);
@@ -143,6 +144,17 @@ INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) {
     return sums;
 }
 
+INLINE i32x16 i32x16_dot_bytes(i32x16 sums, u8x64 codes, u8x64 x) {
+    for (int i = 0; i < 64; i++) sums.sum[i / 4] += codes.byte[i] * (int8_t)x.byte[i];
+    return sums;
+}
+INLINE void i32x16_store_sums(const i32x16 x[16], float to[16]) {
+    for (int i = 0; i < 16; i++) {
+        int32_t sum = 0;
+        for (int t = 0; t < 16; t++) sum += x[i].sum[t];
+        to[i % 4 * 4 + i / 4] = (float)sum;
+    }
+}
 typedef i32x16 part16;
 #define KVC_PART_UNITS(code, byte) KVC_MANY_UNITS
 INLINE part16 part16_begin(i32x16 sums) { return sums; }

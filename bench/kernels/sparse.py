@@ -4,10 +4,12 @@ Time: the attention of one decode step of the 1B shape (32 query heads, 8 KV hea
 random and in q4. Each round calls both in turn, so that what the machine does meets both; a ratio is of two calls of
 one round.
 
-Recall: over the keys and queries of a network that reads a text, how many of the tokens that a KV head wants most are
-attended to, and how much of the attention of all tokens they have. *bounds alone* attends to the pages with the best
-bounds; *two stages* scores the keys of three times as many and takes the best: what `top_tokens` does. What that costs
-in perplexity and in answers to questions: `python -m bench quality --model smollm2 --sparse`, and with `--tasks`.
+Recall: over the keys and queries of a network that reads a text, how many of the `top_tokens` tokens that a KV head
+wants most are attended to, and how much of the attention of all tokens is. *chosen pages* are what is read: all
+tokens of pages that hold two and a half times as many. *the best tokens of them* are what a second choice, by the
+scores of their keys, would leave; *pages by bounds* are as many pages, ranked by bounds that no key exceeds (Quest's).
+What that costs in perplexity and in answers to questions: `python -m bench quality --model smollm2 --sparse`, and with
+`--tasks`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
 LAYERS, HEADS, GROUP, DIM = 16, 8, 4, 64  # of the 1B shape
-PAGE, NEWEST, CANDIDATES = 16, 64, 3  # of the choice, as in ckernels/kvc_sparse.h
+PAGE, NEWEST, OTHER = 16, 64, 0.25  # of the choice, as in ckernels/kvc_sparse.h
 GOALS = {32768: 3.0, 131072: 6.0}  # context -> times dense decode in q4, with 2,048 tokens
 GOAL_TOKENS = 2048
 
@@ -140,20 +142,22 @@ def recall(queries: Float32, keys: Float32, scale: float, seen: int, top: int) -
     own = scores[:, PAGE : end * PAGE]
     losses, best = (own.max(1, keepdims=True) - own).min(0), np.zeros(own.shape[1], bool)
     best[_best(losses, top)] = True
-    bounds = (np.maximum(queries, 0) @ pages.max(1).T + np.minimum(queries, 0) @ pages.min(1).T) * scale
-    ranks = (bounds.max(1, keepdims=True) - bounds).min(0)
+
+    def share(held: npt.NDArray[np.bool_]) -> tuple[float, float]:
+        mass = weights.sum(1) - (weights[:, PAGE : end * PAGE] * ~held).sum(1)
+        return float((held & best).sum() / best.sum()), float(mass.mean())
+
+    most, least = pages.max(1).T, pages.min(1).T
+    above, below = np.maximum(queries, 0) * scale, np.minimum(queries, 0) * scale
     found = {}
-    for name, count in (("bounds alone", 1), ("two stages", CANDIDATES)):
+    for name, other in (("pages by bounds", 0.0), ("chosen pages", OTHER)):
+        estimates = (above + other * below) @ most + (below + other * above) @ least
         taken = np.zeros((len(pages), PAGE), bool)
-        taken[_best(ranks, -(-count * top // PAGE))] = True
-        flat = taken.ravel()
-        if count > 1:
-            flat = np.zeros_like(flat)
-            flat[_best(np.where(taken.ravel(), losses, np.inf), top)] = True
-        mass = weights.sum(1) - (weights[:, PAGE : end * PAGE] * ~flat).sum(1)
-        found[name] = float((flat & best).sum() / best.sum()), float(mass.mean())
-    mass = weights.sum(1) - (weights[:, PAGE : end * PAGE] * ~best).sum(1)
-    return found | {"the best themselves": (1.0, float(mass.mean()))}
+        taken[_best((estimates.max(1, keepdims=True) - estimates).min(0), -(-5 * top // (2 * PAGE)))] = True
+        found[name] = share(taken.ravel())
+    tokens = np.zeros(own.shape[1], bool)
+    tokens[_best(np.where(taken.ravel(), losses, np.inf), top)] = True
+    return found | {"the best tokens of them": share(tokens), "the best tokens of all": share(best)}
 
 
 def _recalls(options: argparse.Namespace) -> None:

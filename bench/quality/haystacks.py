@@ -17,8 +17,10 @@ the most likely one, and their mean log-probability.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,9 +30,10 @@ import numpy.typing as npt
 
 from bench.quality.network import log_softmax
 from kvcache import EvictionPolicy, InferenceEngine
+from kvcache.engine import Transformer
 from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, KVzip, SnapKV
 
-__all__ = ["HEADER", "POLICIES", "TASKS", "Question", "make_questions", "measure", "rows", "run"]
+__all__ = ["HEADER", "POLICIES", "TASKS", "Question", "make_questions", "measure", "rows", "run", "stretched"]
 
 PIECE, SINKS = 256, 4
 KEYS = (
@@ -152,6 +155,25 @@ def make_questions(task: str, tokenizer: Any, length: int, count: int) -> list[Q
             prose.insert(place, line)
         text = begin + [token for sentence in prose for token in sentence] + end
         found.append(Question(np.array(text + wanted, np.uint32), len(text) - len(end), len(text)))
+    return found
+
+
+def stretched(engine: InferenceEngine, factor: float) -> InferenceEngine:
+    """An engine whose positions go `factor` times as far, by YaRN (arXiv 2309.00071) without further training.
+
+    Raises:
+        SystemExit: the checkpoint has another RoPE than the plain one.
+    """
+    model, config = engine.model, engine.config
+    if not isinstance(model, Transformer) or config.rope.kind != "default" or config.window_rope is not None:
+        raise SystemExit(f"--stretch: expected a checkpoint with plain RoPE, got {config.rope.kind}")
+    before = config.max_position_embeddings
+    rope = replace(
+        config.rope, kind="yarn", factor=factor, original_positions=before, attention_factor=0.1 * math.log(factor) + 1
+    )
+    config = replace(config, rope=rope, max_position_embeddings=int(factor * before))
+    found = InferenceEngine(Transformer(config, model.weights, model.activations), num_blocks=1)
+    found.requests.text = engine.requests.text
     return found
 
 

@@ -75,6 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="--model: also rows whose queries choose so many tokens (`sparse_tokens`), over f32 and over q4",
     )
     parser.add_argument("--questions", type=_count, default=10, help="--tasks: questions of each task (default 10)")
+    parser.add_argument(
+        "--stretch", type=_factor, default=1.0, metavar="X", help="--tasks: positions X times as far, by YaRN"
+    )
     parser.add_argument("--keep", type=Path, help="--model: a folder of what was measured, from which a call goes on")
     parser.add_argument(
         "--rows", nargs="+", metavar="ROW", help="--model (by default the demo's): these rows, by name, and f32"
@@ -87,6 +90,13 @@ def _share(text: str) -> float:
     value = float(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"expected a share above 0 and below 1, got {text}")
+    return value
+
+
+def _factor(text: str) -> float:
+    value = float(text)
+    if not 1 <= value <= 64:
+        raise argparse.ArgumentTypeError(f"expected a factor of 1 to 64, got {text}")
     return value
 
 
@@ -254,6 +264,8 @@ def _tasks(options: argparse.Namespace) -> int:
     if unknown := set(options.rows or ()) - set(policies):
         raise SystemExit(f"--rows: expected some of {'; '.join(policies)}, got {'; '.join(sorted(unknown))}")
     chosen = {name: each for name, each in policies.items() if not options.rows or name in options.rows}
+    if options.stretch > 1:
+        engine = haystacks.stretched(engine, options.stretch)
     length = min(options.context, engine.config.max_position_embeddings - 16)
     count = min(2, options.questions) if options.quick else options.questions
     tasks, shares = options.tasks or list(haystacks.TASKS), options.budgets or checkpoint.SHARES
@@ -261,7 +273,8 @@ def _tasks(options: argparse.Namespace) -> int:
     checkpoint.progress("")
     if not found:
         raise SystemExit("stopped before the first policy was done")
-    text = f"{path.name}, {count} texts of {length:,} tokens for each task"
+    stretch = f", positions {options.stretch:g} times as far by YaRN" if options.stretch > 1 else ""
+    text = f"{path.name}{stretch}, {count} texts of {length:,} tokens for each task"
     note = "right answers, and the mean log-probability of their tokens"
     show(options.markdown, f"Questions about {text}", [*haystacks.HEADER, *tasks], haystacks.rows(found), note)
     if options.plot:

@@ -19,6 +19,8 @@ cdef class AttentionCall:
     cdef float factor, cap               # the scale, 0 where it is the default; the softcap, 0: none
     cdef bint has_factor, is_kept
 
+    # ValueError for a window, causal, skip_tokens or return_scores other than by default, beside this argument.
+    cdef int check_plain_(self, str name) except -1
     cdef float factor_(self, int head_dim) noexcept
     # Sinks for these queries, float32 per head or per (query, head), or None; runs any code unless the call is kept.
     cdef cnp.ndarray sinks_(self, cnp.ndarray queries)

@@ -45,10 +45,7 @@ cdef class AttentionCall:
         self.causal, self.sinks = causal, sinks
         if top_tokens is not None:
             self.top_tokens = as_count(top_tokens, "top_tokens", 1)
-            for name, fixed, value in (("window", None, self.window), ("causal", True, causal),
-                                       ("skip_tokens", 0, self.skip_tokens), ("return_scores", 0, self.return_scores)):
-                if value != fixed:
-                    raise ValueError(f"{name}: expected {fixed or None} beside top_tokens, got {value}")
+            self.check_plain_("top_tokens")
 
     def kept(self):
         """The call, for later calls too: with a copy of `sinks`, which must be finite floats."""
@@ -57,6 +54,13 @@ cdef class AttentionCall:
             self.sinks.flags.writeable = False
         self.is_kept = True
         return self
+
+    cdef int check_plain_(self, str name) except -1:
+        for other, fixed, value in (("window", None, self.window), ("causal", True, self.causal),
+                                    ("skip_tokens", 0, self.skip_tokens), ("return_scores", 0, self.return_scores)):
+            if value != fixed:
+                raise ValueError(f"{other}: expected {fixed or None} beside {name}, got {value}")
+        return 0
 
     cdef float factor_(self, int head_dim) noexcept:
         return self.factor if self.has_factor else <float>(1.0 / sqrt(<double>head_dim))

@@ -1,7 +1,7 @@
 """Attention over the blocks of a store; see core/block_attention.pxd. The kernels are in ckernels/kvc_attend.c."""
 
 cimport numpy as cnp
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcmp, memset
 
@@ -21,8 +21,6 @@ from kvcache.errors import OutOfMemoryError
 from kvcache.support.arguments import as_stored, described
 
 __all__ = ["Attention"]
-
-cdef int64_t CANDIDATES = 3    # keys that are scored for each chosen one: with 2 a fifth of the best are missed
 
 cnp.import_array()
 
@@ -122,7 +120,7 @@ cdef class Attention:
 
     cdef int attend_(self, int64_t layer, int64_t num_seqs, AttentionCall call, cnp.ndarray queries,
                      cnp.ndarray sink_queries, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
-                     cnp.ndarray lse) except -1:
+                     cnp.ndarray lse, cnp.ndarray tokens=None) except -1:
         cdef kvc_attend_args args
         cdef int heads = <int>queries.shape[1], threads = kernels.num_threads()
         if queries.shape[0] == 0 or num_seqs == 0:
@@ -150,17 +148,22 @@ cdef class Attention:
             args.score_stride = scores.shape[1] if cnp.PyArray_NDIM(scores) == 2 else 0
         if lse is not None:
             args.lse = <float *>cnp.PyArray_DATA(lse)
-        if call.top_tokens:
-            return self.attend_chosen_(0 if self.store.separate else layer, &args, call.top_tokens, threads)
+        if call.top_tokens or tokens is not None:
+            return self.attend_chosen_(0 if self.store.separate else layer, &args, call.top_tokens, tokens, threads)
         self.reserve_scratch(kernels.attend_scratch_bytes(layout, self.seqs, self.residuals, num_seqs, heads, threads))
         with nogil:
             kernels.attend(&args, self.scratch, threads)
         return 0
 
-    cdef int attend_chosen_(self, int64_t layer, kvc_attend_args *args, int64_t top_tokens, int threads) except -1:
+    cdef int attend_chosen_(self, int64_t layer, kvc_attend_args *args, int64_t top_tokens, cnp.ndarray tokens,
+                            int threads) except -1:
         cdef kvc_sparse_args sparse
-        self.store.reserve_bounds()
-        sparse.bounds, sparse.top_tokens, sparse.candidates = self.store.bounds.of_(layer), top_tokens, CANDIDATES
+        memset(&sparse, 0, sizeof(kvc_sparse_args))
+        if tokens is not None:
+            sparse.listed, sparse.num_listed = <const int32_t *>cnp.PyArray_DATA(tokens), tokens.shape[2]
+        else:
+            self.store.reserve_bounds()
+            sparse.bounds, sparse.top_tokens = self.store.bounds.of_(layer), top_tokens
         self.reserve_scratch(kernels.sparse_scratch_bytes(args, &sparse, threads))
         with nogil:
             kernels.attend_sparse(args, &sparse, self.scratch, threads)

@@ -14,7 +14,6 @@ from kvcache.core.layouts cimport Layouts
 from kvcache.core.page_bounds cimport PageBounds
 from kvcache.kernels cimport kernels
 from kvcache.kernels.kernels cimport kvc_format, kvc_head_keys, kvc_layout, kvc_run
-from kvcache.kernels.sparse cimport KVC_PAGE
 from kvcache.support.mapped cimport MappedMemory
 from kvcache.support.recycled cimport new_floats
 
@@ -272,16 +271,10 @@ cdef class BlockStore:
         """Make room for the bounds of keys that attention to `top_tokens` needs; once, until blocks are added.
 
         Raises:
-            ValueError: the block size is no multiple of 16; the store is latent.
             OutOfMemoryError: the system refuses the memory (in bytes).
         """
         if self.bounds is not None:
             return
-        if self.layout.latent:
-            raise ValueError("top_tokens: expected None with latent, got a number")
-        if self.layout.block_size % KVC_PAGE:
-            raise ValueError(f"block_size: expected a multiple of {KVC_PAGE} with top_tokens, "
-                             f"got {self.layout.block_size}")
         self.bounds = PageBounds(self.layouts, self.num_blocks)
 
     def check_bounds(self):

@@ -31,6 +31,7 @@ cdef extern from "kvc.h" nogil:
         void (*decays)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float, float *,
                        float *) noexcept nogil
         void (*digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *) noexcept nogil
+        void (*bound_page)(const kvc_layout *, const unsigned char *, int32_t, int, const void *) noexcept nogil
 
     int kvc_num_levels() noexcept
     const kvc_kernels *kvc_level(int index) noexcept
@@ -82,14 +83,9 @@ cdef extern from "kvc_matrix.h" nogil:
     void kvc_bf16_of_floats(int64_t n, const float *x, uint16_t *words) noexcept
 
 cdef extern from "kvc_sparse.h" nogil:
-    ctypedef struct kvc_bounds:
-        pass
     ctypedef struct kvc_sparse_args:
         pass
-    ctypedef struct kvc_sparse_kernels:
-        void (*bound_page)(const kvc_layout *, const unsigned char *, int32_t, int, const kvc_bounds *) noexcept nogil
 
-    const kvc_sparse_kernels *kvc_sparse_of(const kvc_kernels *kernels) noexcept
     size_t kvc_sparse_scratch_bytes(const kvc_attend_args *args, const kvc_sparse_args *sparse,
                                     int num_threads) noexcept
     void kvc_attend_sparse(const kvc_kernels *kernels, const kvc_attend_args *args, const kvc_sparse_args *sparse,
@@ -177,7 +173,7 @@ cdef void attend_sparse(const kvc_attend_args *args, const void *sparse, void *s
 
 cdef void bound_page(const kvc_layout *layout, const unsigned char *arena, int32_t block, int page,
                      const void *bounds) noexcept nogil:
-    kvc_sparse_of(_active).bound_page(layout, arena, block, page, <const kvc_bounds *>bounds)
+    _active.bound_page(layout, arena, block, page, bounds)
 
 
 cdef int matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept nogil:

@@ -1,6 +1,6 @@
 """The types of sparse attention; kernels/kernels.pxd has its functions, and ckernels/kvc_sparse.h explains both."""
 
-from libc.stdint cimport int64_t, uint16_t
+from libc.stdint cimport int32_t, int64_t, uint16_t
 
 
 cdef extern from "kvc_sparse.h" nogil:
@@ -15,4 +15,6 @@ cdef extern from "kvc_sparse.h" nogil:
 
     ctypedef struct kvc_sparse_args:
         kvc_bounds bounds
-        int64_t top_tokens, candidates
+        int64_t top_tokens
+        const int32_t *listed           # tokens that each KV head attends to; NULL: it chooses them
+        int64_t num_listed

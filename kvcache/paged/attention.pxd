@@ -32,9 +32,11 @@ cdef class SequenceAttention:
     cdef object _attend(self, int64_t layer, QueriedSequences sequences, AttentionCall call, cnp.ndarray q,
                         cnp.ndarray sink_queries, cnp.ndarray tree, cnp.ndarray sinks, cnp.ndarray result,
                         object given)
-    # ValueError for what excludes top_tokens; the sequences are described.
+    # ValueError for what excludes top_tokens, or tokens that are listed, and for lists of other tokens than each query
+    # sees, ascending; the sequences are described.
     cdef int _refuse_sparse(self, QueriedSequences sequences, AttentionCall call, cnp.ndarray q, object sink_queries,
                             int64_t num_seqs) except -1
+    cdef int _check_listed(self, cnp.ndarray tokens, cnp.ndarray q, int64_t num_seqs) except -1
     cdef void _touch(self, int64_t n) noexcept                   # the n picked sequences
     # Describes the sequences to `attention` and checks that the queries add up; leaves their rows in `table.picked`.
     cdef int _describe(self, QueriedSequences sequences, AttentionCall call, cnp.ndarray tree,

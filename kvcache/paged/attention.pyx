@@ -1,7 +1,7 @@
 """Attention over sequences of a table; see paged/attention.pxd."""
 
 cimport numpy as cnp
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, realloc
 
 from kvcache.core.attention_call cimport BY_HEAD, AttentionCall
@@ -10,7 +10,7 @@ from kvcache.core.counts cimport saturating_sum
 from kvcache.core.locks cimport CallLock
 from kvcache.core.store cimport BlockStore
 from kvcache.kernels.kernels cimport kvc_seq
-from kvcache.kernels.sparse cimport KVC_ITEM_ROWS
+from kvcache.kernels.sparse cimport KVC_ITEM_ROWS, KVC_PAGE
 from kvcache.paged.queried cimport QueriedSequences
 from kvcache.paged.records cimport RunList, Sequence
 from kvcache.paged.residual cimport row_of
@@ -97,7 +97,7 @@ cdef class SequenceAttention:
         if out is not None:
             for name, other in (("queries", q), ("sink_queries", sink_q), ("seq_ids", sequences.ids),
                                 ("query_lens", sequences.lens), ("context_lens", sequences.shown), ("sinks", logits),
-                                ("starts", sequences.starts), ("mask", parents)):
+                                ("starts", sequences.starts), ("mask", parents), ("tokens", sequences.tokens)):
                 if other is not None and overlap(result, other):
                     raise ValueError(f"out: expected memory apart from {name}, got the same memory")
         self.lock.enter()
@@ -120,7 +120,7 @@ cdef class SequenceAttention:
         else:
             self._describe_groups(sequences.ids, sequences.lens, sequences.shown, q.shape[0])
             num_seqs = self.num_groups
-        if call.top_tokens:
+        if call.top_tokens or sequences.tokens is not None:
             self._refuse_sparse(sequences, call, q, sink_queries, num_seqs)
         if call.return_scores:
             for i in range(num_seqs):
@@ -131,7 +131,7 @@ cdef class SequenceAttention:
             scores = np.zeros(shape, np.float32)
         if call.return_lse:
             lse = cnp.PyArray_EMPTY(2, q.shape, cnp.NPY_FLOAT32, 0)
-        attention.attend_(layer, num_seqs, call, q, sink_queries, sinks, result, scores, lse)
+        attention.attend_(layer, num_seqs, call, q, sink_queries, sinks, result, scores, lse, sequences.tokens)
         if call.return_scores and self.residual is not None:
             scores = self._collect_masses(scores, sequences.shown, n)
         self._touch(n)
@@ -143,19 +143,52 @@ cdef class SequenceAttention:
                             int64_t num_seqs) except -1:
         cdef int64_t i, size = self.attention.store.layout.block_size, heads = self.attention.store.num_heads
         cdef const kvc_seq *seq
+        cdef str own = "top_tokens" if sequences.tokens is None else "tokens"
+        got = call.top_tokens if sequences.tokens is None else "an array"
+        if call.top_tokens and sequences.tokens is not None:
+            raise ValueError(f"top_tokens: expected None beside tokens, got {call.top_tokens}")
+        call.check_plain_(own)
         for name, value in (("sink_queries", sink_queries), ("starts", sequences.starts), ("mask", sequences.parents)):
             if value is not None:
-                raise ValueError(f"{name}: expected None beside top_tokens, got {short(value.tolist())}")
+                raise ValueError(f"{name}: expected None beside {own}, got {short(value.tolist())}")
+        if self.attention.store.layout.latent:
+            raise ValueError(f"{own}: expected None with latent, got {got}")
+        if size % KVC_PAGE:
+            raise ValueError(f"block_size: expected a multiple of {KVC_PAGE} with {own}, got {size}")
         if q.shape[1] > KVC_ITEM_ROWS * heads:
-            raise ValueError(f"top_tokens: expected None with more than {KVC_ITEM_ROWS} query heads of a KV head, got "
-                             f"{call.top_tokens}")
+            raise ValueError(f"{own}: expected None with more than {KVC_ITEM_ROWS} query heads of a KV head, got {got}")
         for i in range(num_seqs):
             seq = &self.attention.seqs[i]
             # All blocks but the last are full, and there was no StreamingLLM hole: tokens are text positions.
             if seq.num_tokens and (seq.runs[0].first or seq.sink_tokens or seq.num_tokens >= 2**31 or
                                    seq.num_runs * size != seq.num_tokens + size - seq.runs[seq.num_runs - 1].stop):
-                raise ValueError("top_tokens: expected None for sequences that lost tokens to eviction, got "
-                                 f"{call.top_tokens}")
+                raise ValueError(f"{own}: expected None for sequences that lost tokens to eviction, got {got}")
+        if sequences.tokens is not None:
+            self._check_listed(sequences.tokens, q, num_seqs)
+        return 0
+
+    cdef int _check_listed(self, cnp.ndarray tokens, cnp.ndarray q, int64_t num_seqs) except -1:
+        cdef int64_t i, j, h, k, seen, shown, heads = self.attention.store.num_heads, n = tokens.shape[2]
+        cdef const int32_t *row = <const int32_t *>cnp.PyArray_DATA(tokens)
+        cdef const kvc_seq *seq
+        cdef int64_t last
+        if tokens.shape[0] != q.shape[0] or tokens.shape[1] != heads:
+            raise ValueError(f"tokens: expected shape {(q.shape[0], heads, n)}, got {np.shape(tokens)}")
+        for i in range(num_seqs):
+            seq = &self.attention.seqs[i]
+            shown = seq.num_tokens - seq.hidden_tokens
+            for j in range(seq.num_queries):
+                seen = min(shown, seq.num_tokens - seq.num_queries + j + 1)
+                for h in range(heads):
+                    last = -1
+                    for k in range(n):
+                        if row[k] < 0 and (k == n - 1 or row[k + 1] < 0):
+                            continue
+                        if not last < row[k] < seen:
+                            raise ValueError(f"tokens: expected ascending ones below {seen} for query {j} of sequence "
+                                             f"{i} of the call, then -1, got {row[k]} behind {last}")
+                        last = row[k]
+                    row += n
         return 0
 
     cdef void _touch(self, int64_t n) noexcept:
@@ -219,10 +252,11 @@ cdef class SequenceAttention:
     cdef int _refuse(self, QueriedSequences sequences, AttentionCall call, object sink_queries) except -1:
         for name, fixed, value in (("sink_queries", None, sink_queries), ("window", None, call.window),
                                    ("starts", None, sequences.starts), ("causal", True, call.causal),
-                                   ("mask", None, sequences.parents), ("skip_tokens", 0, call.skip_tokens)):
+                                   ("mask", None, sequences.parents), ("skip_tokens", 0, call.skip_tokens),
+                                   ("tokens", None, sequences.tokens)):
             if value is not fixed and (fixed is None or value != fixed):
                 lengths = f"residual_length {self.residual.length} and first_tokens {self.residual.firsts}"
-                got = short(value.tolist() if name in ("starts", "mask") else value)
+                got = short(value.tolist() if name in ("starts", "mask", "tokens") else value)
                 raise ValueError(f"{name}: expected {fixed} with {lengths}, got {got}")
         return 0
 

@@ -77,6 +77,7 @@ class AttentionOptions(TypedDict, total=False):
     mask: npt.ArrayLike | None
     skip_tokens: int
     top_tokens: int | None
+    tokens: npt.ArrayLike | None
 
 
 class PagedKvCache:
@@ -513,7 +514,7 @@ class PagedKvCache:
         return_lse: bool = False, window: int | None = None, softcap: float | None = None,
         sinks: npt.ArrayLike | None = None, starts: npt.ArrayLike | None = None,
         causal: bool = True, mask: npt.ArrayLike | None = None, skip_tokens: int = 0,
-        top_tokens: int | None = None,
+        top_tokens: int | None = None, tokens: npt.ArrayLike | None = None,
     ) -> Any:
         """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
 
@@ -568,20 +569,24 @@ class PagedKvCache:
                 sequence, or -1. A query sees the tokens before the queries', its ancestors' and its own; its position
                 is the first behind those tokens plus the number of its ancestors. If each parent is the query before,
                 bits are those without `mask`.
-            top_tokens: each KV head attends to so many tokens that its query heads choose, to the first 16 and to the
-                newest 64 to 79; by default, and where there are less than four times as many, to all. It ranks pages
-                of 16 tokens by bounds of their keys, kept beside the blocks (1/16 of packed K and V in q4), scores
-                the keys of the best pages, three for each token, and takes the best. What is chosen is a function of
-                the tokens that the query sees and of its position. The block size is a multiple of 16. Without
-                evicted tokens, `latent`, `window`, `starts`, `mask`, `sink_queries`, `skip_tokens` and
-                `return_scores`: ValueError.
+            top_tokens: each KV head attends to the pages of 16 tokens that its query heads choose, to the first 16 and
+                to the newest 64 to 79; by default, and where there are less than four times as many, to all. Bounds
+                of the keys of each page, kept beside the blocks (1/16 of packed K and V in q4), rank them. Those that
+                are read hold two and a half times `top_tokens` tokens, so that they have most of the best ones; all are
+                attended. What is chosen is a function of the tokens that the query sees and of its position. The block
+                size is a multiple of 16. Without evicted tokens, `latent`, `window`, `starts`, `mask`, `sink_queries`,
+                `skip_tokens` and `return_scores`: ValueError.
+            tokens: integers `(total_queries, num_heads, n)`: the tokens that each KV head attends to for a query, and
+                no others: ascending, seen by the query, then -1 up to n. Without tokens the output is 0. For networks
+                whose own indexer chooses. Without `top_tokens`, what that excludes, `residual_length` and
+                `first_tokens`: ValueError.
 
         Returns:
             float32 `(total_queries, num_query_heads, value_head_dim)`; a tuple if more is asked for, in this order:
             `return_scores`: float32 `(total tokens shown,)`, one sequence after another; "head": `(num_heads, ...)`;
             `return_lse`: float32 `(total_queries, num_query_heads)`, natural logarithms.
         """
-        sequences = QueriedSequences(seq_ids, query_lens, context_lens, starts, mask)
+        sequences = QueriedSequences(seq_ids, query_lens, context_lens, starts, mask, tokens)
         call = AttentionCall(
             scale, window, softcap, sinks, bool(causal), skip_tokens, return_scores, bool(return_lse), top_tokens
         )

@@ -12,6 +12,7 @@ class QueriedSequences:
     shown: Int64 | None
     starts: Int64 | None
     parents: Int64 | None
+    tokens: npt.NDArray[np.int32] | None
     def __init__(
         self,
         seq_ids: npt.ArrayLike,
@@ -19,5 +20,6 @@ class QueriedSequences:
         context_lens: npt.ArrayLike | None = None,
         starts: npt.ArrayLike | None = None,
         mask: npt.ArrayLike | None = None,
+        tokens: npt.ArrayLike | None = None,
     ) -> None: ...
     def kept(self: Self) -> Self: ...

@@ -342,6 +342,13 @@ def test_answers_are_scored_like_the_whole_text(demo, model):
     once = haystacks.measure(asking, questions, 300, haystacks.POLICIES["once: KVzip"], 0.3, lambda text: None, True)
     assert 0.25 < once["size"] < 0.45
     assert whole["size"] == 1 > once["size"]
+    further = haystacks.stretched(asking, 2.0)
+    assert further.config.max_position_embeddings == 2 * asking.config.max_position_embeddings
+    ids = questions["needle"][0].tokens
+    changed = np.abs(InferenceEngine(further.model).score(ids) - asking.score(ids))
+    assert 0 < changed.mean() < 1  # distances are shorter, nothing else
+    with pytest.raises(SystemExit, match="--stretch: expected a checkpoint with plain RoPE, got yarn"):
+        haystacks.stretched(further, 2.0)
 
 
 def test_tasks_have_a_table_and_a_picture(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 /* sparse.h - attention to tokens that queries choose: bounds and output of every level, beside a twin in plain C.
  *
- *   whole numbers   f32: scores are exact, so the twin chooses the same tokens, of equal ones the first; it attends in float64
+ *   whole numbers   f32: estimates are exact, so the twin chooses the same pages, of equal ones the first; it attends in float64
+ *   listed          some calls list the tokens of each KV head: the twin attends to these
  *   any bytes       any format: the call ends and stays inside its memory; bounds of finite keys are equal at all levels
  *   one query       alone, with another number of threads: the same bits
  */
@@ -14,10 +15,10 @@ enum { MOST_TEXTS = 3 };
 
 typedef struct sparse_question {
     kvc_layout layout;
-    memory arena, runs[MOST_TEXTS], q;
+    memory arena, runs[MOST_TEXTS], q, lists; /* lists: (queries, KV heads, listed), where not 0 */
     kvc_seq seqs[MOST_TEXTS];
     int num_blocks, num_seqs, query_heads;
-    int64_t queries, top_tokens, candidates;
+    int64_t queries, top_tokens, listed;
     float scale;
 } sparse_question;
 
@@ -48,7 +49,9 @@ static memory ask_sparse(const kvc_kernels *kernels, const sparse_question *q, c
                                   .scale = q->scale,
                                   .queries = {(unsigned char *)q->q.at + row * bytes, bytes, 4 * dim, KVC_ELEMENT_F32},
                                   .out = out.at};
-    const kvc_sparse_args sparse = {.bounds = bounds_in(b), .top_tokens = q->top_tokens, .candidates = q->candidates};
+    kvc_sparse_args sparse = {.bounds = bounds_in(b), .top_tokens = q->top_tokens};
+    const int32_t *lists = q->lists.at;
+    if (q->listed) sparse = (kvc_sparse_args){.listed = lists + row * q->layout.num_heads * q->listed, .num_listed = q->listed};
     memory scratch = take(kvc_sparse_scratch_bytes(&args, &sparse, threads), 16, 1);
     kvc_attend_sparse(kernels, &args, &sparse, scratch.at, threads);
     give_back(&scratch);
@@ -102,49 +105,43 @@ static float bound_of(const sparse_question *q, const kvc_seq *seq, int64_t page
     int64_t sum = 0, all = 0;
     for (int d = 0; most > 0.0f && d < dim; d++) {
         const float x = query[d] * factor * (127.0f / most);
-        const int whole = (int)(x < 0.0f ? x - 0.5f : x + 0.5f);
-        float end = key_at(q, seq, page * KVC_PAGE, head)[d];
-        for (int t = 1; t < KVC_PAGE; t++) {
+        float least = INFINITY, greatest = -INFINITY;
+        for (int t = 0; t < KVC_PAGE; t++) {
             const float key = key_at(q, seq, page * KVC_PAGE + t, head)[d];
-            end = whole < 0 ? fminf(end, key) : fmaxf(end, key);
+            least = fminf(least, key), greatest = fmaxf(greatest, key);
         }
-        const int code = (int)(end * step + 8.0f);
-        sum += (int64_t)whole * (code < 15 ? code : 15), all += whole;
+        for (int other = 0; other < 2; other++) {
+            const float share = other ? x * KVC_SPARSE_OTHER : x;
+            const int whole = (int)(share < 0.0f ? share - 0.5f : share + 0.5f);
+            const int code = (int)(((x > 0.0f) != other ? greatest : least) * step + 8.0f);
+            sum += (int64_t)whole * (code < 15 ? code : 15), all += whole;
+        }
     }
     return ((float)sum - 7.5f * (float)all) * scale * (most / 127.0f);
 }
 
-/* The tokens of one query and KV head, ascending; returns how many. */
-static int64_t choose_twin(const sparse_question *q, const kvc_seq *seq, int head, const float *query, int64_t seen, int64_t *list) {
+/* The tokens of one query and KV head, ascending; returns how many. `row`: of the query in the call. */
+static int64_t choose_twin(const sparse_question *q, const kvc_seq *seq, int64_t row, int head, const float *query, int64_t seen,
+                           int64_t *list) {
     const int dim = q->layout.head_dim, group = q->query_heads / q->layout.num_heads;
     const int64_t stop = seen < KVC_SPARSE_NEWEST ? 0 : (seen - KVC_SPARSE_NEWEST) / KVC_PAGE, pages = stop - 1;
+    const int32_t *listed = (const int32_t *)q->lists.at + (row * q->layout.num_heads + head) * q->listed;
     int64_t count = 0;
+    for (; count < q->listed && listed[count] >= 0; count++) list[count] = listed[count];
+    if (q->listed) return count;
     if (pages < 1 || pages * KVC_PAGE / KVC_SPARSE_LEAST < q->top_tokens) {
         for (; count < seen; count++) list[count] = count;
         return count;
     }
-    float *scores = calloc((size_t)(group * pages * KVC_PAGE), sizeof *scores);
-    ranked *best = malloc((size_t)(pages * KVC_PAGE) * sizeof *best), *chosen = malloc((size_t)pages * sizeof *chosen);
+    float *scores = calloc((size_t)(group * pages), sizeof *scores);
+    ranked *best = malloc((size_t)pages * sizeof *best);
     for (int r = 0; r < group; r++)
         for (int64_t p = 0; p < pages; p++) scores[r * pages + p] = bound_of(q, seq, p + 1, head, query + r * dim);
-    const int every = q->top_tokens / KVC_PAGE >= pages / q->candidates; /* of too few pages all are scored */
-    const int64_t wanted = every ? pages : (q->candidates * q->top_tokens + KVC_PAGE - 1) / KVC_PAGE;
-    const int64_t candidates = best_of(scores, group, pages, wanted, best);
-    memcpy(chosen, best, (size_t)candidates * sizeof *chosen);
-    for (int r = 0; r < group; r++) {
-        for (int64_t i = 0; i < candidates * KVC_PAGE; i++) {
-            const float *key = key_at(q, seq, (chosen[i / KVC_PAGE].index + 1) * KVC_PAGE + i % KVC_PAGE, head);
-            float score = 0.0f;
-            for (int d = 0; d < dim; d++) score += query[r * dim + d] * key[d];
-            scores[r * candidates * KVC_PAGE + i] = score;
-        }
-    }
-    const int64_t taken = best_of(scores, group, candidates * KVC_PAGE, q->top_tokens, best);
+    const int64_t chosen = best_of(scores, group, pages, (int64_t)ceil(2.5 * (double)q->top_tokens / KVC_PAGE), best);
     for (; count < KVC_PAGE; count++) list[count] = count;
-    for (int64_t i = 0; i < taken; i++)
-        list[count++] = (chosen[best[i].index / KVC_PAGE].index + 1) * KVC_PAGE + best[i].index % KVC_PAGE;
+    for (int64_t i = 0; i < chosen * KVC_PAGE; i++) list[count++] = (best[i / KVC_PAGE].index + 1) * KVC_PAGE + i % KVC_PAGE;
     for (int64_t t = stop * KVC_PAGE; t < seen; t++) list[count++] = t;
-    free(scores), free(best), free(chosen);
+    free(scores), free(best);
     return count;
 }
 
@@ -158,8 +155,8 @@ static void expect_chosen(const sparse_question *q, const memory *answers) {
             for (int h = 0; h < q->query_heads; h++) {
                 const int head = h / group;
                 const float *query = (const float *)q->q.at + (row * q->query_heads + h) * dim, *first = query - h % group * dim;
-                const int64_t count = choose_twin(q, seq, head, first, seq->num_tokens - seq->num_queries + j + 1, list);
-                double out[KVC_MAX_HEAD_DIM] = {0}, all = 0, most = -INFINITY, largest = 1;
+                const int64_t count = choose_twin(q, seq, row, head, first, seq->num_tokens - seq->num_queries + j + 1, list);
+                double out[KVC_MAX_HEAD_DIM] = {0}, all = count ? 0 : 1, most = -INFINITY, largest = 1;
                 for (int64_t i = 0; i < 2 * count; i++) {
                     const float *key = key_at(q, seq, list[i % count], head);
                     const kvc_run run = seq->runs[list[i % count] / size];
@@ -191,12 +188,26 @@ static void expect_chosen(const sparse_question *q, const memory *answers) {
 
 /* ---- The step. */
 
+/* Lists of tokens that each query sees: ascending, with gaps, then -1. */
+static void draw_lists(source *s, sparse_question *q) {
+    q->listed = draw_between(s, 1, 200);
+    q->lists = take((size_t)(q->queries * q->layout.num_heads * q->listed) * sizeof(int32_t), 4, 1);
+    int32_t *to = q->lists.at;
+    for (int i = 0; i < q->num_seqs; i++) {
+        for (int64_t j = 0; j < q->seqs[i].num_queries * q->layout.num_heads; j++) {
+            const int64_t seen = q->seqs[i].num_tokens - q->seqs[i].num_queries + j / q->layout.num_heads + 1;
+            const int gap = DRAW_OF(s, 1, 1, 2, 30);
+            int64_t token = draw(s, gap);
+            for (int64_t n = 0; n < q->listed; n++, token += 1 + draw(s, gap)) *to++ = token < seen ? (int32_t)token : -1;
+        }
+    }
+}
+
 static float whole_number(source *s, int most) { return (float)(draw(s, 2 * most + 1) - most); }
 
 /* Whole numbers in f32, with a scale that makes scores whole too, or any bytes in any format. */
 static sparse_question draw_sparse(source *s, int whole) {
-    sparse_question q = {.num_seqs = draw_between(s, 1, MOST_TEXTS), .top_tokens = DRAW_OF(s, 1, 15, 16, 17, 33, 64, 70),
-                         .candidates = DRAW_OF(s, 1, 2, 3, 3)};
+    sparse_question q = {.num_seqs = draw_between(s, 1, MOST_TEXTS), .top_tokens = DRAW_OF(s, 1, 15, 16, 17, 33, 64, 70)};
     const int size = DRAW_OF(s, 16, 32, 48, 256), dim = DRAW_OF(s, 8, 32, 64, 72), heads = draw_between(s, 1, 2);
     const kvc_format key = whole ? KVC_F32 : (kvc_format)draw(s, KVC_NUM_FORMATS);
     const kvc_format value = whole ? KVC_F32 : (kvc_format)draw(s, KVC_NUM_FORMATS);
@@ -225,6 +236,7 @@ static sparse_question draw_sparse(source *s, int whole) {
         for (size_t i = 0; i < q.q.size / 4; i++) ((float *)q.q.at)[i] = whole_number(s, 2);
     else
         draw_floats(s, draw(s, NUM_KINDS), q.q.at, q.q.size / 4);
+    if (draw(s, 4) == 3) draw_lists(s, &q);
     return q;
 }
 
@@ -246,8 +258,8 @@ static void step_sparse(source *s) {
     sparse_question q = draw_sparse(s, whole);
     memory answers[KVC_MOST_LEVELS];
     bound_memory bounds[KVC_MOST_LEVELS];
-    say("sparse, %d blocks of %d, %d of %d heads, dim %d, top %d, whole %d", q.num_blocks, q.layout.block_size, q.query_heads,
-        q.layout.num_heads, q.layout.head_dim, (int)q.top_tokens, whole);
+    say("sparse, %d blocks of %d, %d of %d heads, dim %d, top %d, listed %d, whole %d", q.num_blocks, q.layout.block_size,
+        q.query_heads, q.layout.num_heads, q.layout.head_dim, (int)q.top_tokens, (int)q.listed, whole);
     for (int level = 0; level < num_levels(); level++) {
         bounds[level] = take_bounds(&q);
         answers[level] = ask_sparse(level_at(level), &q, q.seqs, q.num_seqs, 0, q.queries, &bounds[level], DRAW_OF(s, 1, 2, 3, 8));
@@ -270,6 +282,7 @@ static void step_sparse(source *s) {
     for (int level = 0; level < num_levels(); level++) give_back(&answers[level]), give_bounds(&bounds[level]);
     for (int i = 0; i < q.num_seqs; i++) give_back(&q.runs[i]);
     give_back(&q.arena), give_back(&q.q);
+    if (q.listed) give_back(&q.lists);
 }
 
 #endif

@@ -135,6 +135,54 @@ def test_a_calibration_changes_what_is_stored_alone(rng):
     assert np.linalg.norm(found[1] - found[0]) < 0.02 * np.linalg.norm(found[0])
 
 
+@pytest.mark.parametrize("formats", [("f32", "f32"), ("q4", "q4"), ("q8", "f16")])
+def test_listed_tokens_are_attended_and_no_others(simd, rng, formats):
+    """Lists of any lengths, of none and of all; the bits of a query are those that it has alone."""
+    cache, *_ = filled(rng, 300, key_dtype=formats[0], value_dtype=formats[1])
+    keys, values = cache.read(0, 1)
+    queries, tokens = rng.standard_normal((5, 4, 64)).astype(np.float32), np.full((5, 2, 300), -1)
+    picked = {}
+    for j in range(5):
+        for head, count in enumerate([(0, 1), (296, 40), (150, 2), (7, 299), (33, 300)][j]):
+            picked[j, head] = np.sort(rng.choice(296 + j, min(count, 296 + j), replace=False))
+            tokens[j, head, : len(picked[j, head])] = picked[j, head]
+    found, lse = cache.attention(0, queries, [1], query_lens=[5], tokens=tokens, return_lse=True)
+    for (j, head), own in picked.items():
+        scores = np.float64(queries[j, 2 * head : 2 * head + 2]) @ np.float64(keys[own, head]).T / 8
+        if not len(own):
+            assert not found[j, :2].any()
+            assert (lse[j, :2] == -np.inf).all()
+            continue
+        sums = np.exp(scores).sum(1, keepdims=True)
+        expected = np.exp(scores) / sums @ values[own, head]
+        assert np.linalg.norm(found[j, 2 * head : 2 * head + 2] - expected) < 0.01 * np.linalg.norm(expected)
+        np.testing.assert_allclose(lse[j, 2 * head : 2 * head + 2], np.log(sums[:, 0]), rtol=0.01)
+    alone = cache.attention(0, queries[2:3], [1], tokens=tokens[2:3, :, :160], context_lens=[298])
+    np.testing.assert_array_equal(alone[0].view(np.uint32), found[2].view(np.uint32))
+
+
+def test_lists_that_no_query_could_have_are_refused(rng):
+    cache, *_ = filled(rng, 200)
+    queries, tokens = rng.standard_normal((2, 4, 64)).astype(np.float32), np.tile(np.int32([0, 7, 198]), (2, 2, 1))
+    assert np.isfinite(cache.attention(0, queries, [1], query_lens=[2], tokens=tokens)).all()
+    for place, wrong in (((0, 1, 2), 199), ((1, 0, 1), 0), ((1, 1, 2), 7), ((1, 0, 0), -1)):
+        false = tokens.copy()
+        false[place] = wrong
+        with pytest.raises(ValueError, match="tokens: expected ascending ones below"):
+            cache.attention(0, queries, [1], query_lens=[2], tokens=false)
+    for false in (tokens[:1], tokens[:, :1], tokens[0], np.int64(tokens) + 2**40):
+        with pytest.raises(ValueError, match="tokens: expected"):
+            cache.attention(0, queries, [1], query_lens=[2], tokens=false)
+    with pytest.raises(TypeError, match="tokens: expected integers"):
+        cache.attention(0, queries, [1], query_lens=[2], tokens=tokens * 1.0)
+    with pytest.raises(ValueError, match="top_tokens: expected None beside tokens"):
+        cache.attention(0, queries, [1], query_lens=[2], tokens=tokens, top_tokens=16)
+    other = PagedKvCache(8, 32, 2, 64, residual_length=32)
+    other.allocate(1, 40)
+    with pytest.raises(ValueError, match="tokens: expected None with residual_length 32"):
+        other.attention(0, queries[:1], [1], tokens=tokens[:1])
+
+
 @pytest.mark.parametrize("dtype", ["q4", "f32"])
 def test_bounds_are_those_of_the_stored_keys_whatever_happens(rng, dtype):
     """After forks, cuts, copies and growth a cache chooses what a fresh one chooses."""
@@ -217,12 +265,14 @@ def test_bounds_take_six_hundredths_of_packed_rows_at_most(dim):
 def test_what_is_excluded_is_named(rng):
     cache, *_ = filled(rng, 200)
     queries = rng.standard_normal((1, 2, 64)).astype(np.float32)
+    lists = np.zeros((1, 2, 1), np.int32)
     for options in (
         {"window": 10}, {"causal": False}, {"skip_tokens": 1}, {"return_scores": True}, {"sink_queries": queries},
         {"starts": [1]}, {"mask": [-1]}, {"top_tokens": 0},
     ):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            cache.attention(0, queries, [1], **{"top_tokens": 64, **options})
+        for own in ({"top_tokens": 64}, {"tokens": lists}):
+            with pytest.raises(ValueError, match=next(iter(options))):
+                cache.attention(0, queries, [1], **{**own, **options})
     cache.keep_tokens(1, np.arange(0, 200, 2))
     with pytest.raises(ValueError, match="top_tokens: expected None for sequences that lost tokens"):
         cache.attention(0, queries, [1], top_tokens=64)

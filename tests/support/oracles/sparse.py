@@ -1,8 +1,8 @@
-"""Sparse attention in NumPy: which tokens each KV head chooses for a query, and attention to these (kvc_sparse.h)."""
+"""Sparse attention in NumPy: which pages each KV head chooses for a query, and attention to these (kvc_sparse.h)."""
 
 import numpy as np
 
-PAGE, NEWEST, LEAST, CANDIDATES = 16, 64, 4, 3
+PAGE, NEWEST, LEAST, OTHER = 16, 64, 4, 0.25
 F32 = np.float32
 
 
@@ -25,10 +25,10 @@ def bound_scores(query, codes, scale):
     factor = F32(scale) * F32(1.4426950408889634)
     most = np.abs(query).max() * np.abs(factor)
     x = query * factor * (F32(127) / most)
-    whole = np.trunc(np.where(x < 0, x - F32(0.5), x + F32(0.5))).astype(np.int64)
+    own, other = (np.trunc(np.where(x < 0, y - F32(0.5), y + F32(0.5))).astype(np.int64) for y in (x, x * F32(OTHER)))
     above, below, scales = codes
-    sums = (above * np.maximum(whole, 0) + below * np.minimum(whole, 0)).sum(1)
-    return (F32(sums) - F32(7.5) * F32(whole.sum())) * scales * (most / F32(127))
+    sums = (above * np.where(x > 0, own, other) + below * np.where(x > 0, other, own)).sum(1)
+    return (F32(sums) - F32(7.5) * F32((own + other).sum())) * scales * (most / F32(127))
 
 
 def losses_of(scores):
@@ -53,11 +53,8 @@ def choose(queries, keys, seen, top_tokens, scale, first=0):
         return np.arange(first, seen)
     codes = bounds_of(keys[begin * PAGE : end * PAGE])
     ranks = losses_of(np.array([bound_scores(query, codes, scale) for query in queries]))
-    every = top_tokens // PAGE >= (end - begin) // CANDIDATES  # of too few pages all are scored
-    pages = least_of(ranks, end - begin if every else -(-CANDIDATES * top_tokens // PAGE)) + begin
-    tokens = (pages[:, None] * PAGE + np.arange(PAGE)).ravel()
-    scores = np.float64(np.asarray(queries, F32) * F32(scale * 1.4426950408889634)) @ np.float64(keys)[tokens].T
-    chosen = tokens[least_of(losses_of(scores), top_tokens)]
+    pages = least_of(ranks, -(-5 * top_tokens // (2 * PAGE))) + begin
+    chosen = (pages[:, None] * PAGE + np.arange(PAGE)).ravel()
     return np.concatenate([np.arange(first, begin * PAGE), chosen, np.arange(end * PAGE, seen)])
 
 
