@@ -16,13 +16,13 @@ import numpy as np
 from kvcache.errors import CheckpointError
 from kvcache.gguf.vocabulary import CONTROL, MOST, NORMAL, USER_DEFINED, Vocabulary
 from kvcache.networks.files import read_json
+from kvcache.sampling.byte_ranks import MAX_TOKEN_BYTES, merges_by_rank, written_bytes
 from kvcache.sampling.vocabulary_tokenizer import TEKKEN_PATTERN
 from kvcache.support.arguments import short
 
 __all__ = ["tekken_vocabulary"]
 
 _MAX_BYTES = 32 * 2**20  # files of 150 000 tokens take 15 MB
-_MAX_TOKEN = 256  # bytes of a token: each place in it is tried for merges; the longest has 128
 # The special tokens of files that list none.
 _SPECIAL = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
@@ -37,8 +37,7 @@ def tekken_vocabulary(path: Path) -> Vocabulary:
     read = _File(path)
     special = read.special_tokens()
     ranks = read.ranks(read.size("default_vocab_size") - len(special))
-    letters = _letters()
-    words = ["".join(letters[byte] for byte in token) for token in ranks]
+    words = written_bytes(ranks)
     texts = [text for text, _ in special] + words
     if len(set(texts)) != len(texts):
         read.fail("vocab", "each token once", "one twice")
@@ -49,7 +48,7 @@ def tekken_vocabulary(path: Path) -> Vocabulary:
         texts=texts,
         kinds=np.array(kinds, np.int32),
         scores=np.zeros(len(texts), np.float32),
-        merges=_merges(ranks, words),
+        merges=merges_by_rank(ranks, words),
         bos=_BOS,
         eos=_EOS,
         unknown=_UNKNOWN,
@@ -105,7 +104,7 @@ class _File:
         found = []
         for i, token in enumerate(listed[:count]):
             stored = token.get("token_bytes") if isinstance(token, dict) and token.get("rank") == i else None
-            if not isinstance(stored, str) or len(stored) > 2 * _MAX_TOKEN:
+            if not isinstance(stored, str) or len(stored) > 2 * MAX_TOKEN_BYTES:
                 self.fail("vocab", f"the bytes of the token of rank {i}", short(token))
             try:
                 found.append(base64.b64decode(stored, validate=True))
@@ -114,24 +113,3 @@ class _File:
         if found[:256] != [bytes([i]) for i in range(256)]:
             self.fail("vocab", "each byte first", "other tokens")
         return found
-
-
-def _letters() -> list[str]:
-    """The characters by which byte-level BPE writes bytes: printable ones stand for themselves."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-def _merges(ranks: list[bytes], words: list[str]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, the lowest rank first; ties in the order of the ranks of the parts."""
-    ids = {token: rank for rank, token in enumerate(ranks)}
-    found = []
-    for token, word in zip(ranks, words, strict=True):
-        pairs = []
-        for i in range(1, len(token)):
-            left, right = ids.get(token[:i]), ids.get(token[i:])
-            if left is not None and right is not None:
-                pairs.append((left, right, i))
-        found += [(word[:i], word[i:]) for _, _, i in sorted(pairs)]
-    return found

@@ -11,6 +11,7 @@ from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import Vocabulary, chat_template
 from kvcache.networks.files import MAX_CONFIG_BYTES, read_file, read_json
 from kvcache.sampling.tekken import tekken_vocabulary
+from kvcache.sampling.tiktoken_model import kimi_vocabulary
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
 from kvcache.sampling.tokenizer_json import check_tokenizer_json
 from kvcache.sampling.vocabulary_tokenizer import build_tokenizer, tokenizer_of
@@ -31,7 +32,7 @@ class CheckpointText:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The `tokenizers.Tokenizer` of `tokenizer.json`, else of `tekken.json`, or None without such a file.
+        """The `tokenizers.Tokenizer` of `tokenizer.json`, else of `tekken.json` or `tiktoken.model`; None without one.
 
         Raises:
             ImportError: the package is not installed.
@@ -39,7 +40,7 @@ class CheckpointText:
         """
         path = self._directory / "tokenizer.json"
         if not path.exists():
-            return None if self._tekken is None else tokenizer_of(self._tekken, self._directory / "tekken.json")
+            return None if self._ranked is None else tokenizer_of(self._ranked, self._directory)
         data = bytes(read_file(path, _MAX_BYTES))
         try:
             from tokenizers import Tokenizer
@@ -54,11 +55,14 @@ class CheckpointText:
         return tokenizer
 
     @cached_property
-    def _tekken(self) -> Vocabulary | None:
-        """The vocabulary of `tekken.json`, where no other file has one."""
-        path = self._directory / "tekken.json"
-        others = (self._directory / "tokenizer.json").exists()
-        return None if others or not path.exists() else tekken_vocabulary(path)
+    def _ranked(self) -> Vocabulary | None:
+        """The vocabulary of `tekken.json` or `tiktoken.model`, where no other file has one."""
+        if (self._directory / "tokenizer.json").exists():
+            return None
+        if (path := self._directory / "tekken.json").exists():
+            return tekken_vocabulary(path)
+        path = self._directory / "tiktoken.model"
+        return kimi_vocabulary(path, self._config) if path.exists() else None
 
     @property
     def chat_template(self) -> str | None:
@@ -89,8 +93,8 @@ class CheckpointText:
         found = _special_tokens(self._directory / "tokenizer_config.json", self._config)
         if "added_tokens_decoder" in self._config:
             return found
-        if not self._config and self._tekken is not None:
-            return _tokens_by_id(self._tekken)
+        if not self._config and self._ranked is not None:
+            return _tokens_by_id(self._ranked)
         path = self._directory / "special_tokens_map.json"
         return found | _special_tokens(path, _json_of(path))
 

@@ -13,7 +13,7 @@ from kvcache.gguf.vocabulary import CONTROL, MOST, UNKNOWN, USER_DEFINED, Vocabu
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
 from kvcache.support.arguments import short
 
-__all__ = ["TEKKEN_PATTERN", "build_tokenizer", "tokenizer_of"]
+__all__ = ["KIMI_PATTERN", "TEKKEN_PATTERN", "build_tokenizer", "tokenizer_of"]
 
 # Characters of a SentencePiece token, and of all: the search for merges tries each place in each token.
 _MAX_PIECE = 512
@@ -34,10 +34,11 @@ _CASED = (
 )
 # Kimi K2: Han characters are words of their own.
 _OTHER_UPPER, _OTHER_LOWER = (kinds[:-1] + r"&&[^\p{Han}]]" for kinds in (_UPPER, _LOWER))
-_HAN = (
-    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_OTHER_UPPER}*{_OTHER_LOWER}+{_ENDINGS}"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_OTHER_UPPER}+{_OTHER_LOWER}*{_ENDINGS}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+KIMI_PATTERN = (
+    r"[\p{Han}]+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_OTHER_UPPER}*{_OTHER_LOWER}+{_ENDINGS}",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_OTHER_UPPER}+{_OTHER_LOWER}*{_ENDINGS}",
+    r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
 )
 _CASED_LETTERS = (
     "[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ"
@@ -68,7 +69,7 @@ _PRE = {
     "seed-coder": [
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
     ],
-    "kimi-k2": [_HAN],
+    "kimi-k2": ["|".join(KIMI_PATTERN)],
     "superbpe": [r"\p{N}+", r"(?=(\d{3})+(?!\d))"],
     "tiny_aya": [r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT4O],
     "minicpm5": [r"\p{N}{1,3}", _CASELESS % (r"\p{L}", "+", r"\p{L}")],
@@ -90,7 +91,7 @@ _PRE = {
 # A part that is a token is not merged up to it.
 _WHOLE = (
     "llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "glm4",
-    "glm5", "minicpm5",
+    "glm5", "minicpm5", "kimi-k2",
 )
 _COMPOSED = ("qwen2", "qwen35", "command-r", "mpt", "olmo")  # texts are brought to Unicode NFC first
 
