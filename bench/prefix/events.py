@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from msgspec.msgpack import encode
 
 from bench.support.report import show
 from kvcache import BatchEngine, PagedKvCache, PrefixCache, get_num_threads, set_num_threads
@@ -65,6 +64,8 @@ def index_rows(blocks: int, rounds: int) -> list[list[str]]:
 
 def thread_rows(blocks: int) -> tuple[float, list[list[str]]]:
     """Seconds of a block in the publisher's thread, of texts of 20 blocks; and what else a block takes there."""
+    from msgspec.msgpack import encode  # of the extra `cluster`, which other benches do without
+
     cached, sent = Cached(blocks, True), [0]
 
     def send(number: int, batch: bytes) -> None:

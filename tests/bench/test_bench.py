@@ -1,8 +1,12 @@
 """The bench package: its trace replay against the trie, its bounds, its command line."""
 
+import ast
+import importlib.util
 import json
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +14,7 @@ import pytest
 
 pytest.importorskip("bench.support.common")
 
-from bench.__main__ import main
+from bench.__main__ import BENCHES, main
 from bench.prefix.policies import POLICIES, lru, optimal, replay
 from bench.prefix.trace import through_trie
 from bench.prefix.workloads import Mix, from_mooncake, synthetic
@@ -42,6 +46,23 @@ def test_no_policy_beats_the_optimum():
         best = optimal(trace, capacity).hits
         assert all(replay(trace, capacity, rank).hits <= best for rank in POLICIES.values())
     assert replay(trace, trace.num_pages, lru).hits == optimal(trace, trace.num_pages).hits
+
+
+def test_benches_need_no_more_than_numpy_until_they_run():
+    """The command line imports all of them, also where a person wants another one; packages come when they are used."""
+    known, waiting = {"numpy", "kvcache", *sys.stdlib_module_names}, [module for module, _ in BENCHES.values()]
+    seen, needed = set(waiting), set()
+    while waiting:
+        module = waiting.pop()
+        for line in ast.parse(Path(importlib.util.find_spec(module).origin).read_text()).body:
+            own = [line.module] if isinstance(line, ast.ImportFrom) else []
+            names = [each.name for each in line.names] if isinstance(line, ast.Import) else own
+            mine = {name for name in names if name.startswith("bench.")} - seen
+            needed.update((module, name) for name in names if name.split(".")[0] not in {"bench", *known})
+            waiting += mine
+            seen |= mine
+    assert len(seen) > 2 * len(BENCHES)
+    assert not needed
 
 
 def test_traces_repeat():
