@@ -62,6 +62,7 @@ class ModelConfig:
         attention_softcap: scores become `cap * tanh(score / cap)`; None: they stay.
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
         attention_gate: whether each head of queries is followed by a gate, whose sigmoid its results are multiplied by.
+        head_gates: whether the results of each head are multiplied by the sigmoid of one number.
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
         value_norm: whether values pass through an RMSNorm without a weight.
         qk_norm: how queries and keys pass through an RMSNorm before RoPE: not, each head alone, or all heads at once;
@@ -111,6 +112,7 @@ class ModelConfig:
     attention_softcap: float | None
     sinks: bool
     attention_gate: bool
+    head_gates: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -196,9 +198,12 @@ class ModelConfig:
         listed = layer_types_of(config, family.recurrence)
         num_layers = read.size("num_hidden_layers", len(listed or ()) or None, most=_MAX_LAYERS)
         _refuse_unsupported(config, family, read)
+        if family.recurrence and family.windows != "none":
+            listed, config = _without_windows(listed), {**config, "layer_types": _windows_alone(listed)}
         mixers, recurrence = mixers_of(config, listed, family.recurrence, num_layers), None
         if family.recurrence:
             recurrence = RecurrentSizes.of(family.recurrence, read, hidden_size) if "state" in mixers else None
+        if family.recurrence and family.windows == "none":
             config = {key: value for key, value in config.items() if key != "layer_types"}  # which name no windows
         windows = _windows(config, family, read, positions, num_layers)
         qkv_bias, output_bias, mlp_bias = _biases(read, family)
@@ -234,6 +239,7 @@ class ModelConfig:
             attention_softcap=_cap(read, family, "attn_logit_softcapping"),
             sinks=family.sinks,
             attention_gate=family.attention_gate,
+            head_gates=family.head_gates,
             qkv_bias=qkv_bias,
             output_bias=output_bias,
             mlp_bias=mlp_bias,
@@ -280,6 +286,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, read: Entries
         raise CheckpointError(f"quantization_config: expected mxfp4 for gpt_oss alone, got it for {family.model_type}")
     if family.attention_gate and not read.flag("attn_output_gate", True):
         raise CheckpointError("attn_output_gate: expected true, got false")
+    for key in ("use_attention_gate", "use_sandwich_norm") if family.head_gates else ():
+        if not read.flag(key, True):
+            raise CheckpointError(f"{key}: expected true, got false")
     if family.model_type == "minicpm" and read.get("sparse_config") is not None:
         raise CheckpointError(f"sparse_config: expected null, got {short(read.get('sparse_config'))}")
     if read.get("clip_qkv") is not None:
@@ -388,6 +397,19 @@ def _rotated_by_list(read: Entries, num_layers: int) -> tuple[bool, ...]:
     if not isinstance(listed, list) or len(listed) < num_layers or not all(value in (0, 1) for value in listed):
         raise CheckpointError(f"no_rope_layers: expected 0 or 1 for each of {num_layers} layers, got {short(listed)}")
     return tuple(bool(value) for value in listed[:num_layers])
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _without_windows(listed: list[Any] | None) -> list[Any] | None:
+    """The kinds of layers, of which some keep a state, without their windows."""
+    return listed and [_FULL if each == _SLIDING else each for each in listed]
+
+
+def _windows_alone(listed: list[Any] | None) -> list[Any] | None:
+    """The kinds of layers, of which some keep a state, as far as they say which have a window."""
+    return listed and [each if each == _SLIDING else _FULL for each in listed]
 
 
 def _windows(

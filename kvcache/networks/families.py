@@ -36,6 +36,7 @@ class Family:
         mlp_gate: whether an MLP has a gate.
         prefix: what names of tensors begin with.
         attention_gate: whether each head of queries is followed by a gate of its results.
+        head_gates: whether the results of each head have a gate, one number.
         rope_in_windows: which layers have no rotary embedding: none ("all" have one), those without a window
             ("windows" have one), or the latter unless `sliding_window` is null ("mixed").
         neighbours: whether folders have the rows of queries and keys in the order of rotary embeddings that turn
@@ -81,6 +82,7 @@ class Family:
     mlp_gate: bool = True
     prefix: str = "model."
     attention_gate: bool = False
+    head_gates: bool = False
     rope_in_windows: Literal["all", "windows", "mixed"] = "all"
     neighbours: bool = False
     recurrence: Kind | Literal[""] = ""
@@ -125,6 +127,13 @@ _LFM2 = {
     "self_attn.k_norm": "self_attn.k_layernorm", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2", "mlp.gate": "feed_forward.gate",
     "mlp.expert_bias": "feed_forward.expert_bias", "mixer.in_proj": "conv.in_proj", "mixer.conv1d": "conv.conv",
+    "mixer.out_proj": "conv.out_proj",
+}
+_LFM3 = {
+    "model.norm": "model.embedding_norm", "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "post_operator_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffn_norm", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2", "mixer.in_proj": "conv.in_proj", "mixer.conv1d": "conv.conv",
     "mixer.out_proj": "conv.out_proj",
 }
 _QWEN3_5 = {
@@ -221,6 +230,19 @@ FAMILIES = {
         defaults={
             "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True,
             "block_multiple_of": 256,
+        },
+    ),
+    "Lfm3ForCausalLM": Family(
+        "lfm3", qk_norm="head", recurrence="conv",
+        norms="both", eps_key="norm_eps", head_gates=True, windows="types", rope_per_kind=True, names=_LFM3,
+        defaults={
+            "num_key_value_heads": 4, "head_dim": 128, "norm_eps": 1e-5, "tie_word_embeddings": True,
+            "conv_L_cache": 7, "sliding_window": 256, "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {
+                    "rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5,
+                },
+            },
         },
     ),
     "Lfm2MoeForCausalLM": Family(

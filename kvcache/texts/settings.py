@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any, NamedTuple
 
 from kvcache.calibration.residual import most_unpacked
@@ -481,6 +482,8 @@ class CacheSettings:
         """The group of the layers that keep a state, beside a prefix cache of so many blocks."""
         sizes, pages = [each.size for each in self.recurrences.values()], self.state_pages(blocks) if shares else 0
         unit = (self.storage.residual_length or self.block_size) if self.keeps_f16 else 1
+        if self.windows:  # which are cached in whole blocks
+            unit = lcm(unit, self.block_size)
         per_token = -(-self.block_bytes(self.whole) // self.block_size)
         # As far apart as K and V of as many bytes are long.
         spacing = max(_SPACING, self.page_bytes // per_token) if per_token else _SPACING_ALONE

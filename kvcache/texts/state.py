@@ -339,7 +339,7 @@ class StateLayers:
             found.update((length // unit * unit, length // self.ends * self.ends))
         if self.spacing:
             found.update(range(start - start % self.spacing, stop + 1, self.spacing))
-        if self.ends > 1 and stop > text.num_prompt:  # an answer's end is seldom such a place: the last one before it
+        if self.ends > 1 and stop >= text.num_prompt:  # an answer's end is seldom such a place: the last one before it
             found.add(stop // self.ends * self.ends)
         return sorted(length for length in found if start < length <= stop)
 

@@ -35,7 +35,7 @@ SPECIAL = ("<|startoftext|>", "<|im_start|>", "<|im_end|>", "<|start_of_role|>",
            "<think>", "</think>")
 LETTERS = string.ascii_lowercase
 SYSTEM = {"role": "system", "content": "answer in short words"}
-HYBRIDS = [name for name in SEEDED if name.startswith(("lfm2", "nemotron", "qwen3_5"))]
+HYBRIDS = [name for name in SEEDED if name.startswith(("lfm", "nemotron", "qwen3_5"))]
 
 
 def text_side(template):
@@ -90,7 +90,8 @@ def test_five_turns_run_their_last_messages_alone(network, name):
             ended = len(before) == shared
             assert ended == (name in KEEPS_ANSWERS)
             for found in (answer.cached_tokens, request.completions()[0].cached_tokens):
-                assert shared - 1 <= found <= shared
+                unit = 16 if any(getattr(network.config, "windows", ())) else 1  # which are cached in whole blocks
+                assert (shared - 1) // unit * unit <= found <= shared
         else:
             assert answer.cached_tokens == 0
         before = [*prompt, *answer.tokens[:-1]]  # the last one has not run

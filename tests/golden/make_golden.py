@@ -56,6 +56,7 @@ from transformers import (
     HunYuanDenseV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
+    Lfm3Config,
     LlamaConfig,
     MellumConfig,
     MiniMaxM2Config,
@@ -605,6 +606,10 @@ VARIANTS = {
         rope_parameters={
             "full_attention": DEFAULT_ROPE | {"rope_theta": 5e5}, "sliding_attention": DEFAULT_ROPE | {},
         },
+    )),
+    "lfm3": seeded(Lfm3Config(
+        **SMALL | {"num_hidden_layers": 5}, layer_types=["conv", "full_attention", "sliding_attention", "conv",
+        "sliding_attention"], sliding_window=20, conv_L_cache=5, conv_bias=True,
     )),
     "minimax_m2": seeded(MiniMaxM2Config(
         **SMALL | {"intermediate_size": 40}, num_local_experts=7, num_experts_per_tok=3,

@@ -30,7 +30,7 @@ def index_of(engine):
     return engine._pool.prefixes[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3_longrope", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3_longrope", "lfm3", "qwen3_next"])
 def test_a_mirror_of_each_kind_of_network(name, tmp_path):
     """Evictions, samples, namespaces, states, windows, regimes; a file that is loaded, and a clear."""
     engine = make(Transformer.from_pretrained(golden_folder(name)))
