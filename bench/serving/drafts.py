@@ -53,19 +53,20 @@ def compare(model: Any, sources: dict[str, Any], prompts: list[Any], new: int, r
     """A row for each source; its answers are those without."""
     engines = {name: BatchEngine(model, dtype="f16", draft=each) for name, each in sources.items()}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    for turn in range(rounds + 1):
+    for _ in range(rounds + 1):
         want: list[list[int]] | None = None
         for name, engine in engines.items():
             speed, drawn, answers = rate(engine, prompts, new)
             want = answers if want is None else want
             if answers != want:
                 raise AssertionError(f"{name}: the answers differ")
-            if turn:  # the first one measures what passes take, and uses up what a source may take at first
-                found[name].append((speed, drawn))
-    plain = [speed for speed, _ in found["none"]]
+            found[name].append((speed, drawn))
+    # The first turn measures what passes take, and uses up what a source may take at first.
+    first, plain = {name: each.pop(0)[0] for name, each in found.items()}, [speed for speed, _ in found["none"]]
     return [
         [
             name, f"{median(speed for speed, _ in each):.1f}", f"{median(drawn for _, drawn in each):.2f}",
+            f"{first[name] / first['none']:.2f}",
             f"{(ratio := median(a / b for (a, _), b in zip(each, plain, strict=True))):.2f}",
             "yes" if ratio >= _LEAST else "no",
         ]
@@ -104,7 +105,8 @@ def main(options: argparse.Namespace) -> int:
                     rows = compare(model, sources, [ids] * count, new, rounds)
                     figures[f"{title}, {kind}, {count}"] = rows
                     print(f"\n{title}, {kind}, {count} requests, {get_num_threads()} threads\n")
-                    print(layout(["drafts", "tokens/s", "drawn per step", "of none", f"at least {_LEAST}"], rows))
+                    heads = ["drafts", "tokens/s", "drawn per step", "first turn", "of none", f"at least {_LEAST}"]
+                    print(layout(heads, rows))
     if options.json:
         Path(options.json).write_text(json.dumps(figures))
     return 0

@@ -88,11 +88,11 @@ class DraftAccount:
         heap = [(-chance, 1, i) for i, chance in enumerate(chances) if texts[i][1] > 0]
         heapify(heap)
         seconds, order, best = self._times.curve(base, left + 1), list[int](), 0
-        drawn, rate = float(base), _MARGIN * base / max(seconds[0], _SOONEST)
+        least, drawn, rate = min(seconds), float(base), _MARGIN * base / max(seconds[0], _SOONEST)
         while heap and len(order) < left:
             chance, depth, i = heappop(heap)
-            if drawn - chance * (left - len(order)) < rate * seconds[0] / _MARGIN:
-                break  # as many of them would not pay if they took no time
+            if drawn - chance * (left - len(order)) < rate * least:
+                break  # as many of them would not pay in the shortest pass
             order.append(i)
             drawn -= chance
             taken = seconds[len(order)] + len(order) * self._each.value

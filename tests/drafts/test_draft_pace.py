@@ -1,6 +1,10 @@
 """How likely draft tokens hold, and how many are asked for."""
 
+from itertools import product
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcache.drafts.draft_account import DraftAccount
 from kvcache.drafts.draft_pace import DraftPace
@@ -62,3 +66,31 @@ def test_what_gives_most_tokens_in_a_second():
     assert planned([(9, 0), (1, 8)], flat, left=9) == [8, 1]
     assert planned([(0, 9)], steep) == [1], "nothing pays, and one is tried"
     assert planned([(9, 0), (0, 9)], steep, left=4)[1] == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3),
+    st.lists(st.floats(0.5, 4.0), min_size=12, max_size=12), st.integers(1, 6),
+)
+def test_a_plan_is_the_best_of_all(chances, seconds, left):
+    """The twin tries every number of draft tokens for every text."""
+    times, base = PassTimes(), len(chances)
+    for _ in range(2):
+        for rows, each in enumerate(seconds, 1):
+            times.observe(rows, each)
+    account = DraftAccount(times, 1.0)
+    paces = [DraftPace(account.pace) for _ in chances]
+    for pace, (held, failed) in zip(paces, chances, strict=True):
+        pace.learn(held, held)
+        pace.learn(failed, 0)
+    account.proposed(1, 0.05)
+    found = account.plan([(pace, 3) for pace in paces], base, left)
+
+    def rate(counts):
+        drawn = sum(pace.likely**j for pace, count in zip(paces, counts, strict=True) for j in range(1, count + 1))
+        return (base + drawn) / (times.seconds(base + sum(counts)) + 0.05 * sum(counts))
+
+    best = max(rate(counts) for counts in product(range(4), repeat=base) if sum(counts) <= left)
+    if sum(found) > 1 or best > 1.04 * rate([0] * base):  # one may be a trial, and less is not worth it
+        assert rate(found) == pytest.approx(best)
+    assert sum(found) <= left
