@@ -205,6 +205,8 @@ class ModelConfig:
             recurrence = RecurrentSizes.of(family.recurrence, read, hidden_size) if "state" in mixers else None
         if family.recurrence and family.windows == "none":
             config = {key: value for key, value in config.items() if key != "layer_types"}  # which name no windows
+        if "layer_rope_theta" in family.defaults:
+            config = _with_bases(config, num_layers)
         windows = _windows(config, family, read, positions, num_layers)
         qkv_bias, output_bias, mlp_bias = _biases(read, family)
         num_experts, size = _experts(read, family, has_experts="moe" in (listed or ()))
@@ -231,7 +233,7 @@ class ModelConfig:
             window_rope=ropes.window_rope,
             rotary_dim=ropes.rotary_dim,
             window_rotary_dim=ropes.window_rotary_dim,
-            rotated=_rotated(read, family, windows),
+            rotated=_rotated(Entries(config, defaults=family.defaults), family, windows),
             mixers=mixers,
             recurrence=recurrence,
             windows=windows,
@@ -366,6 +368,25 @@ def _biases(read: Entries, family: Family) -> tuple[bool, bool, bool]:
     )
 
 
+def _with_bases(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The entries of Granite with windows: the base of each layer's RoPE, 0 for none, as one for each kind of layer."""
+    kinds = config.get("layer_types") or [_SLIDING if i % 4 else _FULL for i in range(num_layers)]
+    flat = config.get("rope_parameters") or {}
+    usual = flat.get("rope_theta", config.get("rope_theta", 10000.0)) if isinstance(flat, dict) else 0
+    bases = config.get("layer_rope_theta") or [usual] * num_layers
+    if not isinstance(bases, list) or len(bases) != num_layers or not all(type(x) in (int, float) for x in bases):
+        expected = f"a number for each of {num_layers} layers"
+        raise CheckpointError(f"layer_rope_theta: expected {expected}, got {short(bases)}")
+    found = {}
+    for kind in (_FULL, _SLIDING):
+        own = {base for base, each in zip(bases, kinds, strict=False) if each == kind and base}
+        if len(own) > 1:
+            raise CheckpointError(f"layer_rope_theta: expected one base for each kind of layer, got {short(bases)}")
+        found[kind] = {"rope_type": "default", **flat, "rope_theta": (*own, usual)[0]}
+    turned = [int(base != 0) for base in bases]
+    return {**config, "layer_types": kinds, "rope_parameters": found, "no_rope_layers": turned}
+
+
 def _rotated(read: Entries, family: Family, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
     """Which layers have a rotary embedding."""
     if family.rope_in_windows == "windows" or (
@@ -388,7 +409,7 @@ def _position_type(read: Entries) -> str:
 def _rotated_by_list(read: Entries, num_layers: int) -> tuple[bool, ...]:
     """The layers that `no_rope_layers` lists by a 1 (it has one) or 0; all in families without it."""
     interval = read.default("no_rope_layer_interval")
-    if interval is None:
+    if interval is None and read.default("layer_rope_theta") is None:
         return (_position_type(read) == "rope",) * num_layers
     listed = read.get("no_rope_layers")
     if listed is None:

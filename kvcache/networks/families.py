@@ -59,8 +59,8 @@ class Family:
             "": they are those of layers behind the last one.
         next_names: what folders call the tensors that only they have.
         defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`. Soft caps,
-            factors, `partial_rotary_factor`, `rotary_dim`, `use_qk_norm`, `llama_4_scaling_beta` and `alpha` are read
-            only where they are here. Files have to say what is None.
+            factors, `partial_rotary_factor`, `rotary_dim`, `use_qk_norm`, `layer_rope_theta`, `llama_4_scaling_beta`
+            and `alpha` are read only where they are here. Files have to say what is None.
     """
 
     model_type: str
@@ -204,6 +204,13 @@ FAMILIES = {
     "GraniteForCausalLM": Family(
         "granite", qkv_bias=None, mlp_bias=None,
         defaults=_GRANITE,
+    ),
+    "GraniteSWAForCausalLM": Family(
+        "granite_swa", qkv_bias=None, mlp_bias=None, windows="types", rope_per_kind=True, sinks=True,
+        defaults=_GRANITE | {
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "sliding_window": 128,
+            "layer_rope_theta": (),
+        },
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2", qkv_bias=None, qk_norm="all", norms="after", defaults={"rms_norm_eps": 1e-5}

@@ -53,6 +53,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    GraniteSWAConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -610,6 +611,11 @@ VARIANTS = {
     "lfm3": seeded(Lfm3Config(
         **SMALL | {"num_hidden_layers": 5}, layer_types=["conv", "full_attention", "sliding_attention", "conv",
         "sliding_attention"], sliding_window=20, conv_L_cache=5, conv_bias=True,
+    )),
+    "granite_swa": seeded(GraniteSWAConfig(
+        **SMALL | {"num_hidden_layers": 5}, sliding_window=20, embedding_multiplier=3.0, residual_multiplier=0.7,
+        attention_multiplier=0.3, logits_scaling=2.0, tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE | {},
+        layer_rope_theta=[0, 10000.0, 10000.0, 10000.0, 500000.0],
     )),
     "minimax_m2": seeded(MiniMaxM2Config(
         **SMALL | {"intermediate_size": 40}, num_local_experts=7, num_experts_per_tok=3,

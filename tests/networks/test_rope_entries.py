@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 
 import numpy as np
 import pytest
 from configs import GEMMA3, GPT_OSS, LLAMA, MINISTRAL3, OLMO3, PHI3, parse
+from seeded_weights import seeded
 
+from kvcache.engine import ModelConfig
 from kvcache.errors import CheckpointError
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -170,3 +174,19 @@ def test_yarn_attention_factor():
 def test_yarn_factor_from_the_context():
     rope = {"rope_type": "yarn", "original_max_position_embeddings": 64}
     assert parse(LLAMA, rope_parameters=rope).rope.factor == 8.0
+
+
+def test_bases_of_layers():
+    """Granite with windows: a base for each kind of layer, 0 for none; absent ones are those of the whole network."""
+    config = json.loads((seeded("granite_swa") / "config.json").read_text())
+    found = ModelConfig.from_dict(config)
+    assert (found.rope.theta, found.window_rope.theta) == (500000.0, 10000.0)
+    assert (found.rotated, found.windows) == ((False, True, True, True, True), (None, 20, 20, 20, None))
+    plain = ModelConfig.from_dict(config | {"layer_rope_theta": None, "layer_types": None})
+    assert (plain.rope.theta, plain.window_rope, plain.rotated) == (10000.0, None, (True,) * 5)
+    for bases, message in (
+        ([1e4, 1e4, 2e4, 1e4, 1e4], "one base for each kind of layer, got [10000.0, 10000.0, 20000.0, 10000.0,"),
+        ([1e4] * 4, "a number for each of 5 layers, got [10000.0, 10000.0, 10000.0, 10000.0]"),
+    ):
+        with pytest.raises(CheckpointError, match=re.escape(f"layer_rope_theta: expected {message}")):
+            ModelConfig.from_dict(config | {"layer_rope_theta": bases})
