@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+from kvcache.engine.call_ids import with_counted_ids
 from kvcache.engine.completion import FinishReason, Request
 from kvcache.errors import CheckpointError
 from kvcache.sampling.text_tokens import encoded
@@ -29,6 +30,7 @@ _THOUGHTS = {
 }
 # Variables that are not a caller's to give.
 _GIVEN = {"add_generation_prompt", "chat_template", "documents", "messages", "tools", *SPECIAL_TOKENS}
+_COUNTED = "<|tool_calls_section_begin|>"  # the mark of a template whose network counts calls
 _NEEDS = "a chat template needs the package jinja2, 3.1.6 or later: pip install 'kvcache-cpu[text]'"
 
 
@@ -97,6 +99,8 @@ def render(
     if text is None or (source := text.template("tool_use" if tools else "default")) is None:
         raise ValueError("messages: expected an engine whose checkpoint has a chat template, got none")
     conversation = [_with_thoughts(source, _in_words_of(source, each)) for each in _messages(messages)]
+    if _COUNTED in source:
+        conversation = with_counted_ids(conversation)
     known = None if tools is None else _tools(tools)
     more = {} if template is None else template_arguments(template, "template")
     compiled = _compiled(source)
@@ -130,7 +134,9 @@ _KNOWS_PARTS = re.compile(rf"\bfor\s+\w+\s+in\s+{_CONTENT}\s*(?:\||-?%}}|\bif\b)
 
 # A template that asks whether arguments are a text, or adds them to one, takes texts; the others write objects.
 _ARGUMENTS = r"\barguments\b(?:['\"]\s*\])?"
-_KNOWS_TEXTS = re.compile(rf"{_ARGUMENTS}\s+is\s+(?:not\s+)?string\b|\+\s*[\w.\[\]'\"]*{_ARGUMENTS}|{_ARGUMENTS}\s*\+")
+_KNOWS_TEXTS = re.compile(
+    rf"{_ARGUMENTS}\s+is\s+(?:not\s+)?string\b|\+\s*[\w.\[\]'\"]*{_ARGUMENTS}(?!['\"\]\s]*\|\s*tojson)|{_ARGUMENTS}\s*\+"
+)
 
 
 def _in_words_of(template: str, message: dict[str, Any]) -> dict[str, Any]:

@@ -175,6 +175,7 @@ def test_variables_of_the_template(folder, tmp_path, cached):
         ("{% for name, value in c.arguments | items %}{{ name }}={{ value }}{% endfor %}", "a=1"),
         ("{% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}", '{"a":1}'),
         ("{{ 'x' + c['arguments'] + 'y' }}", 'x{"a":1}y'),
+        ("{{ 'x' + c['arguments'] | tojson + 'y' }}", 'x{"a": 1}y'),
     ],
 )
 def test_arguments_of_calls_are_objects_or_texts(tmp_path, template, text):
@@ -195,6 +196,27 @@ def test_arguments_of_calls_are_objects_or_texts(tmp_path, template, text):
     if template.endswith("c.arguments | tojson }}{% endfor %}{% endfor %}"):
         for odd in ("[1]", "{", "[" * 100_000):
             assert json.loads(engine.apply_chat_template([call(odd)])) == odd
+
+
+def test_templates_of_kimi_count_calls(tmp_path):
+    """The ids of a client would be what the network goes on with; results have those of their calls."""
+    template = (
+        "{# <|tool_calls_section_begin|> #}{% for m in messages %}{% for t in m.tool_calls %}{{ t.id }} {% endfor %}"
+        "{{ m.tool_call_id }};{% endfor %}"
+    )
+
+    def call(id, name):
+        return {"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+    talk = [
+        {"role": "assistant", "tool_calls": [call("call_a", "f"), call("call_b", "g")]},
+        {"role": "tool", "tool_call_id": "call_b", "content": ""}, {"role": "tool", "tool_call_id": "x", "content": ""},
+        {"role": "assistant", "tool_calls": [call("call_a", "f")]}, {"role": "tool", "tool_call_id": "call_a"},
+    ]
+    wanted = "functions.f:0 functions.g:1 ;functions.g:1;x;functions.f:2 ;functions.f:2;"
+    assert written(tmp_path, template, talk) == wanted
+    (tmp_path / "y").mkdir()
+    assert written(tmp_path / "y", template.replace("section", ""), talk).startswith("call_a call_b ;call_b;")
 
 
 def test_values_of_subclasses_are_plain(tmp_path):

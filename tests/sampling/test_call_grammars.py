@@ -258,6 +258,7 @@ def test_an_answer_in_json_behind_thoughts(name, thinks, may_think, good, bad, s
 CALLS = {  # in the words of each dialect
     "hermes": '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=place>\nhere\n</parameter>\n</function>\n</tool_call>",
+    "ernie": '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>',
     "minimax": '<minimax:tool_call>\n<invoke name="look">\n<parameter name="place">here</parameter>\n</invoke>\n'
     "</minimax:tool_call>",
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"

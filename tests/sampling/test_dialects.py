@@ -194,6 +194,10 @@ ANSWERS = [
     ("lfm2", "<|tool_call_start|>[f(1)]<|tool_call_end|>", ("", "<|tool_call_start|>[f(1)]<|tool_call_end|>", [])),
     ("granite", '<think>a</think><response>b</response><|tool_call|>[{"name": "f", "arguments": {}}]',
      ("a", "b", [("f", {})])),
+    ("ernie", '<think>\na\n</think>\n\n<response>\nHi <b>\n</response>\n\n'
+     '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+     ("a", "Hi <b>", [("f", {})])),
+    ("ernie", "a\n</response>\n", ("", "a", [])),
     ("none", '<think>a</think><tool_call>{"name": "f"}</tool_call>',
      ("a", '<tool_call>{"name": "f"}</tool_call>', [])),
 ]
@@ -438,6 +442,7 @@ def test_several_objects_with_semicolons():
         ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi"),
         ("begin = '<minimax:tool_call>'\n<invoke name=", "minimax"),
         ("<tool_call>{name}\n<arg_key>{key}</arg_key>", "glm"),
+        ('<response>x</response>\n<tool_call>{"name"', "ernie"),
         ('<tool_call>{"name"', "hermes"), ("<|python_tag|>", "llama3"), ("plain", "none"),
     ],
 )

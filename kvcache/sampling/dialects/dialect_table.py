@@ -17,6 +17,7 @@ from kvcache.sampling.dialects.tagged_reader import TaggedReader
 __all__ = ["DIALECTS", "dialect_of"]
 
 _THOUGHTS = ("<think>", "</think>")
+_RESPONSE = ("<response>", "</response>")
 _TAG = ("<tool_call>", "</tool_call>")
 
 DIALECTS = {
@@ -51,9 +52,10 @@ DIALECTS = {
         more=("<|tool_call_argument_begin|>",), section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),  # K2 and K2.5
     "granite": Dialect(
-        TaggedReader, ("<|tool_call|>", ""), ObjectCalls, json_calls, _THOUGHTS, silent=("<response>", "</response>")
+        TaggedReader, ("<|tool_call|>", ""), ObjectCalls, json_calls, _THOUGHTS, silent=_RESPONSE
     ),
     "hermes": Dialect(TaggedReader, _TAG, ObjectCalls, json_calls, _THOUGHTS),  # and Qwen2.5, Qwen3, SmolLM3, Granite 4
+    "ernie": Dialect(TaggedReader, _TAG, ObjectCalls, json_calls, _THOUGHTS, silent=_RESPONSE),  # 4.5 that thinks
     "llama3": Dialect(TaggedReader, ("<|python_tag|>", ""), ObjectCalls, pythonic_calls, _THOUGHTS, leads=True),
     "none": Dialect(TaggedReader),
 }
@@ -63,7 +65,8 @@ _SIGNS = {
     "<start_function_call>": "functiongemma", "[TOOL_CALLS]": "mistral", "<|tool_call_start|>": "lfm2",
     "<｜tool▁call▁begin｜>": "deepseek", "<|tool_calls_section_begin|>": "kimi", "<minimax:tool_call>": "minimax",
     "<|tool_list_start|>": "lfm2", "<function=": "qwen3_coder", "<arg_key>": "glm", "<|tool_call|>": "granite",
-    "<tool_call>": "hermes", "<|python_tag|>": "llama3", '"parameters": dictionary of argument': "llama3",
+    "<response>": "ernie", "<tool_call>": "hermes", "<|python_tag|>": "llama3",
+    '"parameters": dictionary of argument': "llama3",
 }
 
 

@@ -74,6 +74,8 @@ class TaggedReader:
                 self._end_calls()
             return
         if mark in self._dialect.silent and self._state != "call":
+            if not self.is_thinking:
+                self._transcript.drop_space()
             return
         if self.is_thinking and mark == self._end_thought:
             self._transcript.end_thought()

@@ -61,7 +61,12 @@ class Transcript:
 
     def end_thought(self) -> None:
         """End the thoughts; content follows."""
-        self._thinks, self._trims, self._held = False, True, ""
+        self._thinks = False
+        self.drop_space()
+
+    def drop_space(self) -> None:
+        """Drop the white space that waits, and that which comes next."""
+        self._trims, self._held = True, ""
 
     def say(self, text: str) -> None:
         """Add to the content."""
