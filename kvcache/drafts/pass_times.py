@@ -47,7 +47,8 @@ class PassTimes:
 
     def seconds(self, rows: int) -> float:
         """The time of a pass of so many rows, as expected; 0: nothing is known."""
-        return self.curve(rows, 1)[0]
+        found = self._measured.get(rows)
+        return found.value if found is not None and found.count > 1 else self.curve(rows, 1)[0]
 
     def clipped(self, rows: int, seconds: float) -> float:
         """The seconds of a pass that `observe` has noted, without those of a disturbance."""

@@ -51,6 +51,17 @@ def test_nearly_the_best_where_it_pays(kind, chance, passes, texts, unread):
     assert worth / took > 0.9 * engine.best(chance, passes * 10e-3)
 
 
+def test_prompts_are_read_where_there_is_time_for_them():
+    """A source that would have to read for too long reads one piece, and then knows."""
+    for unread, texts in ((2000, 1), (2000, 4), (100, 4)):
+        engine, read = DraftedEngine(MEMORY_BOUND, source(0.9, 0.05, unread), texts=texts, length=100), 0
+        for _ in range(300):
+            engine.step()
+            read = max(read, *engine.sources[0].read.values(), 0)
+        assert read == (unread if unread < 1000 else 64)
+        assert (len(engine.sources[0].asked) > 30) == (unread < 1000)
+
+
 def test_it_is_asked_again_when_it_pays_again():
     """One of four texts tries a token now and then; the first that holds is followed by others."""
     engine = DraftedEngine(MEMORY_BOUND, source(lambda n: 0.9 if n >= 1000 else 0.0, 0.05), texts=4, noise=0.05)
