@@ -199,6 +199,13 @@ def test_thoughts_come_first(special):
         assert "content" not in found
 
 
+def test_answers_of_glm_begin_with_a_new_line():
+    marks = MarkTokens(tokenizer_of(()), DIALECTS["glm"])
+    grammar = calls_grammar(marks, STRICT, parallel=False, thinks=False)
+    for begin in ("", "\n", "<think>a</think>", "\n<think>a</think>\n"):
+        assert follows(marks.tokenizer, grammar, begin + CALLS["glm"]), begin
+
+
 @pytest.mark.parametrize("special", [(), ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")])
 def test_thoughts_of_messages_come_first(special):
     tokenizer = tokenizer_of(special)

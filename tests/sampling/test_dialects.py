@@ -133,9 +133,9 @@ ANSWERS = [
      ("", '<tool_call>{"name": "f"}</tool_call> <tool_call>f', [])),
     ("minimax", '<think>\nhm\n</think>\n\nHi\n<minimax:tool_call>\n<invoke name="f">\n'
      '<parameter name="a">7</parameter>\n<parameter name="s">\n1</parameter>\n'
-     '<parameter name="l">["</parameter>"]</parameter>\n</invoke>\n'
+     '<parameter name="u">null</parameter>\n<parameter name="l">["</parameter>"]</parameter>\n</invoke>\n'
      '<invoke name="g">\n</invoke>\n</minimax:tool_call>',
-     ("hm", "Hi", [("f", {"a": 7, "s": "\n1", "l": ["</parameter>"]}), ("g", {})])),
+     ("hm", "Hi", [("f", {"a": 7, "s": "\n1", "u": None, "l": ["</parameter>"]}), ("g", {})])),
     ("minimax", '<minimax:tool_call><invoke name="f"><parameter>',
      ("", '<minimax:tool_call><invoke name="f"><parameter>', [])),
     ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜>\n"

@@ -57,7 +57,7 @@ def calls_grammar(
         if free:
             start = _free(words, written, parallel, thinks)
         else:
-            start = f"{words.thought(thinks)} {_alone(words, written, parallel)}"
+            start = f"{words.thought(thinks)} {words.first} {_alone(words, written, parallel)}"
     return lark("\n".join([f"start: {start}", *words.rules]))
 
 

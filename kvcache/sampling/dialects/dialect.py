@@ -47,6 +47,7 @@ class Dialect(NamedTuple):
         more: marks that count within calls and thoughts, such as quotes, if they are special tokens.
         silent: marks that say nothing.
         leads: whether an answer that begins as calls do, without a mark, is calls.
+        spaced: whether an answer may begin with a new line.
         reader: makes the reader of an answer, of the dialect, a transcript, whether calls count, their schemas, and
             whether the answer begins with a thought.
     """
@@ -60,6 +61,7 @@ class Dialect(NamedTuple):
     more: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
     leads: bool = False
+    spaced: bool = False
     style: TagStyle | NameStyle | None = None
     section: tuple[str, str] | None = None
 

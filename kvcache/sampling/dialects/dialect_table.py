@@ -38,7 +38,8 @@ DIALECTS = {
     ),
     "qwen3_coder": Dialect(TaggedReader, _TAG, TagCalls, None, _THOUGHTS, style=QWEN_TAGS),  # and Qwen3.5
     "glm": Dialect(
-        TaggedReader, _TAG, TagCalls, None, _THOUGHTS, style=GLM_TAGS, more=(*GLM_TAGS.key, *GLM_TAGS.value)
+        TaggedReader, _TAG, TagCalls, None, _THOUGHTS, style=GLM_TAGS, more=(*GLM_TAGS.key, *GLM_TAGS.value),
+        spaced=True,
     ),  # 4.5 to 4.7
     "minimax": Dialect(
         TaggedReader, ("<minimax:tool_call>", "</minimax:tool_call>"), TagCalls, None, _THOUGHTS, style=MINIMAX_TAGS

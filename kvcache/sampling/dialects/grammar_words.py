@@ -114,6 +114,11 @@ class GrammarWords:
         """A new line, two, or none."""
         return _GAP
 
+    @property
+    def first(self) -> str:
+        """The new lines with which an answer may begin."""
+        return _GAP if self.marks.dialect.spaced else ""
+
     def json(self, schema: Any, *, strict: bool) -> str:
         """JSON of a schema. GrammarError: it is none, or beyond a limit."""
         found = json_schema(schema, strict=strict)
@@ -137,7 +142,7 @@ class GrammarWords:
         begin, end = dialect.thoughts
         rest = f"{self.text_until(end)} {_GAP}"
         title = r'"thought\n"' if dialect.titled else ""
-        return rest if prompt_opens else f"({self.mark(begin)} {title} {rest})?"
+        return rest if prompt_opens else f"({self.first} {self.mark(begin)} {title} {rest})?"
 
 
 def checked_keywords(schema: Mapping[str, Any], known: set[str], *, strict: bool) -> None:

@@ -74,5 +74,5 @@ GLM_TAGS = TagStyle(
 # MiniMax-M2.
 MINIMAX_TAGS = TagStyle(
     ('<invoke name="', '">'), ('<parameter name="', '">'), ("", "</parameter>"), "</invoke>", in_lines=True,
-    several=True,
+    several=True, guesses=True,
 )
