@@ -95,7 +95,10 @@ def main(arguments: list[str] | None = None) -> int:
         importlib.import_module(module).add_arguments(one)
     options = parser.parse_args(arguments)
     print(", ".join(f"{key} {value}" for key, value in environment().items()))
-    return int(importlib.import_module(BENCHES[options.bench][0]).main(options))
+    try:
+        return int(importlib.import_module(BENCHES[options.bench][0]).main(options))
+    except ImportError as error:
+        raise SystemExit(f"python -m bench {options.bench}: {error}") from error
 
 
 if __name__ == "__main__":

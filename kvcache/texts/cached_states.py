@@ -78,7 +78,7 @@ class CachedStates:
         self._ranks: list[tuple[tuple[float, int], Name]] = []  # a heap, with places that entries had before
         self._held: dict[int, Name] = {}  # the state of each page that was held last
         self._holds: Counter[Name] = Counter()  # how often each is held now
-        self._age = 0.0
+        self._age, self._is_stale = 0.0, False  # whether an exception may have left any of these half changed
 
     # -- lookups --------------------------------------------------------------------------------------------
 
@@ -175,6 +175,7 @@ class CachedStates:
 
     def settle(self) -> None:
         """Free all pages that are being written, after an exception too."""
+        self._is_stale = True
         self._begun.clear()
         self._holds = Counter()  # holds of before count off the old one, however late they end
         for number in self._paged.sequence_ids():
@@ -248,7 +249,7 @@ class CachedStates:
 
     def _sync(self) -> None:
         """Know the pages that the index has, where it was cleared or loaded, or an exception came between."""
-        if len(self._entries) == len(self.index):
+        if len(self._entries) == len(self.index) and not self._is_stale:
             return
         names: list[Any] = [*self.index.namespace_tokens()]
         self._entries = {name: self._entries.get(name) or _Entry(name[1]) for name in names}
@@ -256,6 +257,7 @@ class CachedStates:
         for name, entry in self._entries.items():
             insort(self._lengths.setdefault(name[0], []), name[1])
             self._push(name, entry)
+        self._is_stale = False
 
     # -- reports --------------------------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
 """Cached states that texts and pins hold stay where others leave."""
 
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from kvcache.texts.cached_states import CachedStates
+from kvcache.texts.cached_states import CachedStates, name_of
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -50,3 +51,19 @@ def test_holds_of_a_state_end_one_by_one():
             assert not states.store(tokens_of(1), None, other)
         assert not states.store(tokens_of(1), None, other)
     assert states.store(tokens_of(1), None, other)
+
+
+@pytest.mark.parametrize("place", ["heapq.heappush", "insort"])
+def test_an_interrupt_within_a_change_is_mended(monkeypatch, place):
+    """Every state that is cached is found and can leave, wherever the change of another one ended."""
+    states = stored(3)
+    states.index.forget(name_of(tokens_of(1), None))
+    with monkeypatch.context() as patched:
+        patched.setattr(f"kvcache.texts.cached_states.{place}", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            states.store(tokens_of(3), None, [np.zeros(size, np.float32) for size in (6, 4)])
+    states.settle()
+    states.check()
+    for number in range(5, 8):
+        assert states.store(tokens_of(number), None, [np.zeros(size, np.float32) for size in (6, 4)])
+    assert [states.longest(tokens_of(number), 8, None) for number in range(8)] == [0] * 5 + [8] * 3
