@@ -339,8 +339,9 @@ class StateLayers:
             found.update((length // unit * unit, length // self.ends * self.ends))
         if self.spacing:
             found.update(range(start - start % self.spacing, stop + 1, self.spacing))
-        if self.ends > 1 and stop >= text.num_prompt:  # an answer's end is seldom such a place: the last one before it
-            found.add(stop // self.ends * self.ends)
+        if self.ends > 1:  # the end of a prompt, or of an answer, is seldom such a place: the last one before it
+            found.add(max(stop, text.num_prompt) // self.ends * self.ends)
+            found.add(text.num_prompt // self.ends * self.ends)
         return sorted(length for length in found if start < length <= stop)
 
     def _begin_pages(self, text: Text, lengths: Sequence[int]) -> list[tuple[int, int]]:
