@@ -37,7 +37,7 @@ def ran(engine, tokens, alone=None, params=FOUR):
 @pytest.mark.parametrize("kind", KINDS)
 def test_alone_in_a_batch_and_after_a_hit_a_text_has_the_same_bits(kind):
     model = StateNetwork(kind)
-    alone, engine, one = Alone(model), BatchEngine(model, clock=Clock()), cached(model=model)
+    alone, engine, one = Alone(model), BatchEngine(model, draft=("ngram", model), clock=Clock()), cached(model=model)
     asked = [(np.r_[prompt(0, 40 + i), prompt(i, 9)], repeating(i, 12, logprobs=1)) for i in range(6)]
     for _ in range(2):
         requests = [engine.submit(*each) for each in asked]
