@@ -21,8 +21,8 @@ __all__ = ["DraftAccount"]
 
 _LOAN = 32  # passes: enough to draft for a few texts, or to read a short prompt
 _ALLOWANCE = 0.02  # of the time of passes: what a source may take that saves nothing
-_MARGIN = 1.03  # of the rate without draft tokens: less is lost among the errors of what is measured
 _TRIALS = 0.01  # likewise, for tokens that are not expected to pay
+_MARGINS = 1.03, 1.2  # of the rate without draft tokens, with a full bucket and an empty one: less may be an error
 _TURN = 64  # passes without a trial weigh as much as a token that surely holds
 _IDLE = 5  # passes: a decision takes some 50 us
 _SOONEST = 1e-12  # seconds of a pass at least, where a clock stands still
@@ -88,7 +88,7 @@ class DraftAccount:
         heap = [(-chance, 1, i) for i, chance in enumerate(chances) if texts[i][1] > 0]
         heapify(heap)
         seconds, order, best = self._times.curve(base, left + 1), list[int](), 0
-        least, drawn, rate = min(seconds), float(base), _MARGIN * base / max(seconds[0], _SOONEST)
+        least, drawn, rate = min(seconds), float(base), self._margin(base) * base / max(seconds[0], _SOONEST)
         while heap and len(order) < left:
             chance, depth, i = heappop(heap)
             if drawn - chance * (left - len(order)) < rate * least:
@@ -104,6 +104,12 @@ class DraftAccount:
         for i in order[:best]:
             counts[i] += 1
         return counts
+
+    def _margin(self, base: int) -> float:
+        """How much better than without draft tokens is worth it: the best of many estimates is mostly too good."""
+        full = _LOAN * self._share * self._times.seconds(base)
+        left = min(1.0, (self._balance or 0.0) / full) if full > 0.0 else 1.0
+        return _MARGINS[1] + (_MARGINS[0] - _MARGINS[1]) * left
 
     def _trial(self, texts: Sequence[tuple[DraftPace, int]]) -> list[int]:
         """One token of one text: the one whose prompt is being read, else the likeliest of those that waited long."""

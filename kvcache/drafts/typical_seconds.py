@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["TypicalSeconds"]
 
-_WEIGHT = 0.125  # of the newest measurement
+_WEIGHT = 0.125  # of the newest measurement, behind as many that count alike
 _MOST = 2.0  # times as long as expected: what took longer was disturbed
 
 
@@ -20,12 +20,12 @@ class TypicalSeconds:
         self.value, self.count = 0.0, 0
 
     def observe(self, seconds: float) -> None:
-        """Note a measurement. The first may be of cold memory: the second stands for both, where it is less."""
+        """Note a measurement. The first may be of cold memory: the second stands for both, where it is far less."""
         self.count += 1
-        if self.count <= 2:
-            self.value = seconds if self.count == 1 else min(self.value, seconds)
+        if self.count == 1 or (self.count == 2 and self.value > _MOST * seconds):
+            self.value = seconds
         else:
-            self.value += _WEIGHT * (min(seconds, _MOST * self.value) - self.value)
+            self.value += max(1 / self.count, _WEIGHT) * (min(seconds, _MOST * self.value) - self.value)
 
     def clipped(self, seconds: float) -> float:
         """A measurement as far as it counts."""

@@ -84,6 +84,7 @@ def test_a_plan_is_the_best_of_all(chances, seconds, left):
         pace.learn(held, held)
         pace.learn(failed, 0)
     account.proposed(1, 0.05)
+    assert account.may_ask(base)
     found = account.plan([(pace, 3) for pace in paces], base, left)
 
     def rate(counts):
