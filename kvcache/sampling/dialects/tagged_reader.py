@@ -34,6 +34,7 @@ class TaggedReader:
     ) -> None:
         self._dialect, self._transcript, self._schemas = dialect, transcript, schemas
         self._open, self._close = dialect.calls if calls and dialect.calls else ("", "")
+        self._section = dialect.section or () if calls else ()
         self._state: Literal["content", "title", "thought", "call", "lead"] = "content"
         self._begin_thought, self._end_thought = dialect.thoughts or ("", "")
         self._calls: CallStream | None = None  # reads calls that have not ended
@@ -69,7 +70,7 @@ class TaggedReader:
 
     def mark(self, mark: str, special: bool) -> None:
         begins = mark == self._begin_thought
-        if mark in (self._dialect.section or ()):
+        if mark in self._section:
             if self._state == "call":
                 self._end_calls()
             return
