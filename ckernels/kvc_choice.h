@@ -248,12 +248,11 @@ static void score_bounds(const job *j, const kvc_sparse_args *sparse, const kvc_
 
 /* ---- Attention over a list of tokens. */
 
-/* Puts a token of a sequence whose blocks are full into a chunk, and with `whole` those behind it up to the end of its page. */
-static void list_token(const job *j, const kvc_seq *seq, int64_t token, int whole, chunk *c) {
-    const int64_t size = j->layout->block_size;
-    const kvc_run run = seq->runs[token / size];
-    const cursor at = {&run, 0, (int)(token % size), 0};
-    add_piece(j, &at, whole ? KVC_PAGE : 1, c);
+/* Puts tokens of one page into a chunk; blocks of the sequence are full. */
+static void list_tokens(const job *j, const kvc_seq *seq, int64_t token, int count, chunk *c) {
+    const uint32_t size = (uint32_t)j->layout->block_size, block = (uint32_t)token / size;
+    const cursor at = {seq->runs + block, 0, (int)((uint32_t)token - block * size), 0};
+    add_piece(j, &at, count, c);
 }
 
 static void begin_chunk(chunk *c) {
@@ -268,13 +267,13 @@ static void end_chunk(const job *j, chunk *c) {
 }
 
 /* Fills a chunk with the next tokens of a list and returns how many. Tokens of one tile are one piece. */
-static int64_t list_chunk(const job *j, const kvc_seq *seq, const int32_t *tokens, int64_t count, chunk *c) {
+static int64_t list_chunk(const job *j, const kvc_seq *seq, const kvc_span *seen, const int32_t *tokens, int64_t count, chunk *c) {
     int64_t i = 0;
+    (void)seen;
     begin_chunk(c);
     while (i < count && c->lanes < KVC_CHUNK) {
-        list_token(j, seq, tokens[i], 0, c);
+        list_tokens(j, seq, tokens[i], 1, c);
         piece *last = &c->piece[c->pieces - 1];
-        last->first = 0;
         const int32_t begin = tokens[i], page = begin / KVC_PAGE;
         do {
             last->count = tokens[i] - begin + 1;
@@ -287,27 +286,37 @@ static int64_t list_chunk(const job *j, const kvc_seq *seq, const int32_t *token
     return i;
 }
 
-/* The same of pages, which are whole. */
-static int64_t page_chunk(const job *j, const kvc_seq *seq, const int32_t *pages, int64_t count, chunk *c) {
+/* The same of pages: of their tokens those that are seen. */
+static int64_t page_chunk(const job *j, const kvc_seq *seq, const kvc_span *seen, const int32_t *pages, int64_t count, chunk *c) {
     int64_t i = 0;
-    c->lanes = c->pieces = c->sink = 0;
-    c->segment = 0, c->even = 1;
-    for (; i < count && c->lanes < KVC_CHUNK; i++) list_token(j, seq, (int64_t)pages[i] * KVC_PAGE, 1, c);
-    c->count = c->lanes;
+    c->lanes = c->pieces = c->sink = c->count = 0;
+    c->segment = 0;
+    for (; i < count && c->lanes <= KVC_CHUNK - KVC_PAGE; i++) {
+        const int64_t page = (int64_t)pages[i] * KVC_PAGE, first = page < seen->first ? seen->first : page;
+        const int64_t stop = page + KVC_PAGE < seen->stop ? page + KVC_PAGE : seen->stop;
+        list_tokens(j, seq, first, (int)(stop - first), c);
+        c->count += (int)(stop - first);
+    }
+    c->even = c->count == c->lanes;
+    if (!c->even) mark_gaps(c);
     end_chunk(j, c);
     return i;
 }
 
-typedef int64_t fill_chunk(const job *, const kvc_seq *, const int32_t *list, int64_t count, chunk *);
+typedef int64_t fill_chunk(const job *, const kvc_seq *, const kvc_span *seen, const int32_t *list, int64_t count, chunk *);
 
 /* Attends to the tokens or pages of a list, ascending, with the queries that are packed. */
-INLINE void attend_list(const job *j, const kvc_seq *seq, fill_chunk *fill, const int32_t *list, int64_t count) {
+INLINE void attend_list(job *j, const kvc_seq *seq, const kvc_span *seen, fill_chunk *fill, const int32_t *list, int64_t count) {
+    const kvc_seq all = {.num_tokens = INT32_MAX, .whole = 1}; /* chunks mask their lanes */
     chunk chunks[2];
-    int64_t at = fill(j, seq, list, count, &chunks[0]);
+    int64_t at = fill(j, seq, seen, list, count, &chunks[0]);
+    j->seq = &all;
+    begin_segment(j, 0);
     for (int turn = 0; chunks[turn].lanes; turn ^= 1) {
-        at += fill(j, seq, list + at, count - at, &chunks[turn ^ 1]);
+        at += fill(j, seq, seen, list + at, count - at, &chunks[turn ^ 1]);
         attend_chunk(j, &chunks[turn], &chunks[turn ^ 1], 0);
     }
+    end_segment(j, 0);
 }
 
 /* ---- The choice. */
@@ -315,7 +324,7 @@ INLINE void attend_list(const job *j, const kvc_seq *seq, fill_chunk *fill, cons
 typedef struct choice { /* in the scratch of a thread, see kvc_sparse_scratch_floats */
     float *scores, *losses;
     bound_query *q; /* of each row */
-    int32_t *pages, *tokens;
+    int32_t *pages;
 } choice;
 
 static choice choice_at(float *free, int rows, int64_t columns) {
@@ -323,49 +332,40 @@ static choice choice_at(float *free, int rows, int64_t columns) {
     c.q = (bound_query *)(((uintptr_t)free + 63) / 64 * 64), free = (float *)(c.q + rows);
     c.scores = free, free += rows * columns;
     c.losses = free, free += columns;
-    c.pages = (int32_t *)free, free += columns;
-    c.tokens = (int32_t *)free;
+    c.pages = (int32_t *)free;
     return c;
 }
 
-/* The pages that the rows choose, in text order; returns how many. */
-static int64_t choose_pages(const job *j, const kvc_sparse_args *sparse, const kvc_seq *seq, const kvc_sparse_span *of, choice c) {
+/* Writes the pages that the rows choose, in text order; returns how many. */
+static int64_t choose_pages(const job *j, const kvc_sparse_args *sparse, const kvc_seq *seq, const kvc_sparse_span *of, choice c,
+                            int32_t *pages) {
     const int head = j->item->head;
     const int64_t ranked = of->stop - of->first, stride = sparse->columns;
     for (int r = 0; r < j->rows; r++) make_bound_query(j, head, j->item->row + r, &c.q[r]);
     score_bounds(j, sparse, seq, head, c.q, of->first, of->stop, c.scores, stride);
     const float most = find_losses(c.scores, stride, j->rows, ranked, c.losses);
-    const int64_t count = list_least(c.losses, ranked, kvc_num_chosen(sparse), most, c.pages);
-    for (int64_t i = 0; i < count; i++) c.pages[i] += (int32_t)of->first;
+    const int64_t count = list_least(c.losses, ranked, kvc_num_chosen(sparse), most, pages);
+    for (int64_t i = 0; i < count; i++) pages[i] += (int32_t)of->first;
     return count;
 }
 
-/* Attends to the tokens before the pages that are ranked, to those behind them, and to the chosen pages. */
+/* Attends to the pages before those that are ranked, to the chosen ones, and to those behind. */
 static void attend_some(job *j, const kvc_sparse_args *sparse, const kvc_seq *seq, choice c) {
     const kvc_sparse_span of = kvc_sparse_span_of(seq, j->item->row / j->group);
-    const kvc_seq all = {.num_tokens = INT32_MAX, .whole = 1}; /* lanes are masked by the chunks */
-    const int64_t pages = choose_pages(j, sparse, seq, &of, c);
     int64_t count = 0;
-    j->seq = &all;
-    begin_segment(j, 0);
-    attend_list(j, seq, page_chunk, c.pages, pages);
-    for (int64_t t = of.seen.first; t < of.first * KVC_PAGE; t++) c.tokens[count++] = (int32_t)t;
-    for (int64_t t = of.stop * KVC_PAGE; t < of.seen.stop; t++) c.tokens[count++] = (int32_t)t;
-    attend_list(j, seq, list_chunk, c.tokens, count);
-    end_segment(j, 0);
+    for (int64_t page = of.seen.first / KVC_PAGE; page < of.first; page++) c.pages[count++] = (int32_t)page;
+    count += choose_pages(j, sparse, seq, &of, c, c.pages + count);
+    for (int64_t page = of.stop; page * KVC_PAGE < of.seen.stop; page++) c.pages[count++] = (int32_t)page;
+    attend_list(j, seq, &of.seen, page_chunk, c.pages, count);
 }
 
 /* Attends to the tokens that the call lists. */
 static void attend_listed(job *j, const kvc_sparse_args *sparse, const kvc_seq *seq) {
     const int64_t query = j->item->first_query + j->item->row / j->group;
     const int32_t *tokens = sparse->listed + (query * j->layout->num_heads + j->item->head) * sparse->num_listed;
-    const kvc_seq all = {.num_tokens = INT32_MAX, .whole = 1};
     int64_t count = 0;
     while (count < sparse->num_listed && tokens[count] >= 0) count++;
-    j->seq = &all;
-    begin_segment(j, 0);
-    attend_list(j, seq, list_chunk, tokens, count);
-    end_segment(j, 0);
+    attend_list(j, seq, NULL, list_chunk, tokens, count);
 }
 
 void KVC_OWN(attend_chosen)(const kvc_attend_args *args, const kvc_sparse_args *sparse, const kvc_item *item, void *scratch) {

@@ -2,7 +2,7 @@
  *
  * A page is 16 tokens whose text positions begin with a multiple of 16. A query that sees tokens up to position p attends to
  * the first page, to those from the page of position p - 63 on, and of the pages in between to those that it chooses, others for
- * each KV head (kvc_choice.h): they hold two and a half times top_tokens tokens. If all of them have no more than
+ * each KV head (kvc_choice.h): they hold two and a quarter times top_tokens tokens. If all of them have no more than
  * KVC_SPARSE_LEAST times top_tokens, it attends to all, as without: a choice would take longer.
  */
 #ifndef KVC_SPARSE_H
@@ -69,19 +69,16 @@ static inline int64_t kvc_first_sparse(const kvc_seq *seq, const kvc_sparse_args
 }
 
 /* Pages that a KV head chooses; fewer than are ranked. */
-static inline int64_t kvc_num_chosen(const kvc_sparse_args *sparse) { return (5 * sparse->top_tokens + 2 * KVC_PAGE - 1) / (2 * KVC_PAGE); }
+static inline int64_t kvc_num_chosen(const kvc_sparse_args *sparse) { return (9 * sparse->top_tokens + 4 * KVC_PAGE - 1) / (4 * KVC_PAGE); }
 
-/* Pages that one query of a call ranks at most, in whole chunks; 0: no query chooses. And the most tokens that it sees beside
- * those. */
-static inline int64_t kvc_ranked_columns(const kvc_attend_args *args, const kvc_sparse_args *sparse, int64_t *beside) {
+/* Pages that one query of a call ranks at most, in whole chunks; 0: no query chooses. */
+static inline int64_t kvc_ranked_columns(const kvc_attend_args *args, const kvc_sparse_args *sparse) {
     int64_t most = 0;
-    *beside = 0;
     for (int64_t i = 0; i < args->num_seqs && !sparse->listed; i++) {
         const kvc_seq *seq = args->seqs + i;
         if (kvc_first_sparse(seq, sparse) == seq->num_queries) continue;
         const kvc_sparse_span of = kvc_sparse_span_of(seq, seq->num_queries - 1);
         if (most < of.stop - of.first) most = of.stop - of.first;
-        if (*beside < of.first * KVC_PAGE + KVC_SPARSE_NEWEST + KVC_PAGE) *beside = of.first * KVC_PAGE + KVC_SPARSE_NEWEST + KVC_PAGE;
     }
     return (most + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK;
 }
@@ -94,11 +91,11 @@ typedef struct bound_query {
 } bound_query;
 _Static_assert(sizeof(bound_query) % 64 == 0, "64 bytes lie in one line");
 
-/* One thread's scratch of a sparse call in floats, behind that of a dense one: for each row the query in bytes and scores, then
- * losses, chosen pages, and a list of tokens. */
-static inline int64_t kvc_sparse_scratch_floats(const kvc_attend_args *args, const kvc_sparse_args *sparse, int64_t beside) {
+/* One thread's scratch of a sparse call in floats, behind that of a dense one: for each row the query in bytes and estimates, then
+ * losses, and the pages to attend to: those before the ranked ones, the chosen ones, and the newest. */
+static inline int64_t kvc_sparse_scratch_floats(const kvc_attend_args *args, const kvc_sparse_args *sparse) {
     const int64_t rows = args->num_query_heads / args->layout->num_heads, query = (int64_t)(sizeof(bound_query) / sizeof(float));
-    return rows * (query + sparse->columns) + 2 * sparse->columns + beside + 16;
+    return rows * (query + sparse->columns) + 2 * sparse->columns + KVC_SPARSE_NEWEST / KVC_PAGE + 3 + 16;
 }
 
 #endif

@@ -32,10 +32,9 @@ static size_t align64(size_t n) { return (n + 63) & ~(size_t)63; }
 
 /* One thread's scratch; 0 where all queries attend to all. Sets the columns. */
 static size_t thread_bytes(const kvc_attend_args *args, kvc_sparse_args *sparse) {
-    int64_t beside;
-    sparse->columns = kvc_ranked_columns(args, sparse, &beside);
+    sparse->columns = kvc_ranked_columns(args, sparse);
     if (!sparse->columns && !sparse->listed) return 0;
-    const int64_t floats = kvc_thread_scratch_floats(args->layout) + kvc_sparse_scratch_floats(args, sparse, beside);
+    const int64_t floats = kvc_thread_scratch_floats(args->layout) + kvc_sparse_scratch_floats(args, sparse);
     return align64((size_t)floats * sizeof(float));
 }
 

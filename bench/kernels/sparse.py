@@ -6,7 +6,7 @@ one round.
 
 Recall: over the keys and queries of a network that reads a text, how many of the `top_tokens` tokens that a KV head
 wants most are attended to, and how much of the attention of all tokens is. *chosen pages* are what is read: all
-tokens of pages that hold two and a half times as many. *the best tokens of them* are what a second choice, by the
+tokens of pages that hold two and a quarter times as many. *the best tokens of them* are what a second choice, by the
 scores of their keys, would leave; *pages by bounds* are as many pages, ranked by bounds that no key exceeds (Quest's).
 What that costs in perplexity and in answers to questions: `python -m bench quality --model smollm2 --sparse`, and with
 `--tasks`.
@@ -153,7 +153,7 @@ def recall(queries: Float32, keys: Float32, scale: float, seen: int, top: int) -
     for name, other in (("pages by bounds", 0.0), ("chosen pages", OTHER)):
         estimates = (above + other * below) @ most + (below + other * above) @ least
         taken = np.zeros((len(pages), PAGE), bool)
-        taken[_best((estimates.max(1, keepdims=True) - estimates).min(0), -(-5 * top // (2 * PAGE)))] = True
+        taken[_best((estimates.max(1, keepdims=True) - estimates).min(0), -(-9 * top // (4 * PAGE)))] = True
         found[name] = share(taken.ravel())
     tokens = np.zeros(own.shape[1], bool)
     tokens[_best(np.where(taken.ravel(), losses, np.inf), top)] = True

@@ -79,10 +79,10 @@ class InferenceEngine:
         draft, draft_tokens: as of `BatchEngine`, but None by default, and with an `eviction_policy`. Tokens that were
             drawn from one pass are in the cache when the first of them is given.
         sparse_tokens: in layers that keep all tokens, each KV head attends to pages that the query chooses, with two
-            and a half times so many tokens, beside the first 16 and the newest 64 to 79, where the text has four times
-            so many; see `top_tokens` of `PagedKvCache.attention`. Every position does so, in prompts too: an answer
-            does not depend on pieces, prefix hits or preemptions, but it is another one than without. Saved caches and
-            tiers keep both apart. Block sizes are multiples of 16. None: to all.
+            and a quarter times so many tokens, beside the first 16 and the newest 64 to 79, where the text has four
+            times so many; see `top_tokens` of `PagedKvCache.attention`. Every position does so, in prompts too: an
+            answer does not depend on pieces, prefix hits or preemptions, but it is another one than without. Saved
+            caches and tiers keep both apart. Block sizes are multiples of 16. None: to all.
 
     Under `EvictionPolicy.StreamingLLM` the length of a text is not limited: distances count within the cache, so
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window

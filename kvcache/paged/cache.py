@@ -572,10 +572,10 @@ class PagedKvCache:
             top_tokens: each KV head attends to the pages of 16 tokens that its query heads choose, to the first 16 and
                 to the newest 64 to 79; by default, and where there are less than four times as many, to all. Bounds
                 of the keys of each page, kept beside the blocks (1/16 of packed K and V in q4), rank them. Those that
-                are read hold two and a half times `top_tokens` tokens, so that they have most of the best ones; all are
-                attended. What is chosen is a function of the tokens that the query sees and of its position. The block
-                size is a multiple of 16. Without evicted tokens, `latent`, `window`, `starts`, `mask`, `sink_queries`,
-                `skip_tokens` and `return_scores`: ValueError.
+                are read hold two and a quarter times `top_tokens` tokens, so that they have most of the best ones; all
+                are attended. What is chosen is a function of the tokens that the query sees and of its position. The
+                block size is a multiple of 16. Without evicted tokens, `latent`, `window`, `starts`, `mask`,
+                `sink_queries`, `skip_tokens` and `return_scores`: ValueError.
             tokens: integers `(total_queries, num_heads, n)`: the tokens that each KV head attends to for a query, and
                 no others: ascending, seen by the query, then -1 up to n. Without tokens the output is 0. For networks
                 whose own indexer chooses. Without `top_tokens`, what that excludes, `residual_length` and

@@ -137,7 +137,7 @@ static int64_t choose_twin(const sparse_question *q, const kvc_seq *seq, int64_t
     ranked *best = malloc((size_t)pages * sizeof *best);
     for (int r = 0; r < group; r++)
         for (int64_t p = 0; p < pages; p++) scores[r * pages + p] = bound_of(q, seq, p + 1, head, query + r * dim);
-    const int64_t chosen = best_of(scores, group, pages, (int64_t)ceil(2.5 * (double)q->top_tokens / KVC_PAGE), best);
+    const int64_t chosen = best_of(scores, group, pages, (int64_t)ceil(2.25 * (double)q->top_tokens / KVC_PAGE), best);
     for (; count < KVC_PAGE; count++) list[count] = count;
     for (int64_t i = 0; i < chosen * KVC_PAGE; i++) list[count++] = (best[i / KVC_PAGE].index + 1) * KVC_PAGE + i % KVC_PAGE;
     for (int64_t t = stop * KVC_PAGE; t < seen; t++) list[count++] = t;

@@ -53,7 +53,7 @@ def choose(queries, keys, seen, top_tokens, scale, first=0):
         return np.arange(first, seen)
     codes = bounds_of(keys[begin * PAGE : end * PAGE])
     ranks = losses_of(np.array([bound_scores(query, codes, scale) for query in queries]))
-    pages = least_of(ranks, -(-5 * top_tokens // (2 * PAGE))) + begin
+    pages = least_of(ranks, -(-9 * top_tokens // (4 * PAGE))) + begin
     chosen = (pages[:, None] * PAGE + np.arange(PAGE)).ravel()
     return np.concatenate([np.arange(first, begin * PAGE), chosen, np.arange(end * PAGE, seen)])
 
