@@ -106,7 +106,7 @@ def typed(text: str, schema: Any, *, guesses: bool = False) -> Any:
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(name)
+    raise ValueError(f"value: expected one of JSON, got {name}")
 
 
 def types_of(schema: Any) -> set[str]:
