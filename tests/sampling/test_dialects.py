@@ -334,6 +334,7 @@ HOSTILE = [
     "a" * 60_000, " " * 60_000, "{}" * 20_000, '{"name": "f", "arguments": {' + '"a": 1,' * 8_000,
     "<function=f>" + "<parameter=a>" * 5_000, "<function=f><parameter=s>" + "\n</param" * 7_000,
     "<function=f>" + "<parameter=a>1</parameter>" * 2_500, "call:f{" + "a" * 60_000, 'call:f{a:<|"|>' + "x<" * 30_000,
+    '<function=f><parameter=l>["' + "</parameter>" * 5_000,
     "call:f{a:" + "9" * 5000 + "}", "call:f" + "{a:" * 30_000, "<function=f>" * 3_000, " " * 60_000 + "<function=f>",
     "call:f{" + "a:1," * 15_000, "call:f{a:[" + "1," * 30_000, "f" * 30_000 + "[CALL_ID]" * 3_000, "[" * 60_000,
     '{"name": "f", "arguments": {"a": "' + "\\u0041" * 10_000, "f[ARGS]{" + '"a": -0.5e+3, ' * 4_000,
@@ -347,7 +348,7 @@ def test_streams_of_calls_take_linear_time(name, text):
     dialect = DIALECTS[name]
     transcript = Transcript(True)
     began = time.process_time()
-    stream = dialect.reader_of_calls(CallSpan(transcript, dialect.read, {}, dialect.calls[0]))
+    stream = dialect.reader_of_calls(CallSpan(transcript, dialect.read, SCHEMAS, dialect.calls[0]))
     for start in range(0, len(text), 100):
         stream.add(text[start : start + 100])
     stream.end("")

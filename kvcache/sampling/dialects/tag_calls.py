@@ -94,15 +94,15 @@ class TagCalls:
         if end < 0:
             self._searched = max(0, len(self._text) - len(close))
             return False
-        text = self._text[:end]
-        if self._style.wraps:
-            text = text.removeprefix("\n").removesuffix("\n")
         with suppress(ValueError, TypeError, RecursionError):  # of a schema too
             properties = self._schema.get("properties")
             schema = resolved(properties.get(key) if isinstance(properties, dict) else None, self._schema)
             if self._is_quoted(end, schema):
                 self._searched = end + 1
                 return True
+            text = self._text[:end]
+            if self._style.wraps:
+                text = text.removeprefix("\n").removesuffix("\n")
             value = typed(text, schema, guesses=self._style.guesses)
             member = json.dumps({key: value}, ensure_ascii=False, allow_nan=False)[1:-1]
             member.encode()  # no lone surrogate: clients could not send the call back
