@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import fill, filled, random_parts, values_of
 from oracles.matrix import bf16_product, product, rounded, rounded_to_bf16
-from pace import examples
+from pace import examples, half
 
 from kvcache import get_num_threads, set_num_threads, simd_levels, use_simd
 from kvcache.kernels.kernels import bf16_order
@@ -152,10 +152,10 @@ def test_codes_of_others_are_kept(rng, format, shape):
 
 @pytest.mark.parametrize(("format", "activations"), MEETINGS)
 def test_products(rng, simd, threads, format, activations):
-    for shape in SHAPES if threads == 1 else SHAPES[-1:]:  # few products have one thread anyway
+    for shape in half(SHAPES) if threads == 1 else SHAPES[-1:]:  # few products have one thread anyway
         matrix = filled(rng, *shape, format)
         weights = matrix.to_float32()
-        for n in (0, 1, 2, 3, 7, 13, 29, 50):
+        for n in half((0, 1, 3, 2, 7, 13, 29, 50)):
             x = normal(rng, n, shape[1]) * np.float32(10.0 ** rng.integers(-3, 4))
             bias = normal(rng, shape[0]) if n % 2 else None
             before = x.copy()
@@ -226,7 +226,7 @@ def test_a_row_has_the_same_bits_in_any_company(format, data):
 
 
 @pytest.mark.parametrize(
-    ("format", "activations"), [how for how in MEETINGS if how[0] in (*FLOATS, *QUANTISED, "q6_k")]
+    ("format", "activations"), half([how for how in MEETINGS if how[0] in (*FLOATS, *QUANTISED, "q6_k")])
 )
 @pytest.mark.parametrize(("n", "shape"), [(131, (9, 16_000)), (250, (70, 520))])
 def test_many_rows_meet_a_matrix_in_chunks(rng, simd, format, activations, n, shape):
