@@ -68,7 +68,8 @@ cdef class PageBounds:
         cdef kvc_bounds bounds
         cdef size_t rows = <size_t>(self.num_blocks * self.pages) * self.layouts.first.num_heads
         cdef size_t layers = self.layouts.num_layers, marks = <size_t>(self.num_blocks * self.pages)
-        cdef size_t codes = layers * rows * self.layouts.first.head_dim    # first: those of 64 channels fill a cache line
+        # Codes are first: those of 64 channels fill a cache line.
+        cdef size_t codes = layers * rows * self.layouts.first.head_dim
         bounds.codes = self.memory.bytes + <size_t>layer * rows * self.layouts.first.head_dim
         bounds.scales = <uint16_t *>(self.memory.bytes + codes) + <size_t>layer * rows
         bounds.made = self.memory.bytes + codes + layers * rows * 2 + <size_t>layer * marks

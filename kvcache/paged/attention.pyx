@@ -168,7 +168,7 @@ cdef class SequenceAttention:
         return 0
 
     cdef int _check_listed(self, cnp.ndarray tokens, cnp.ndarray q, int64_t num_seqs) except -1:
-        cdef int64_t i, j, h, k, seen, shown, heads = self.attention.store.num_heads, n = tokens.shape[2]
+        cdef int64_t i, j, _h, k, seen, shown, heads = self.attention.store.num_heads, n = tokens.shape[2]
         cdef const int32_t *row = <const int32_t *>cnp.PyArray_DATA(tokens)
         cdef const kvc_seq *seq
         cdef int64_t last
@@ -179,7 +179,7 @@ cdef class SequenceAttention:
             shown = seq.num_tokens - seq.hidden_tokens
             for j in range(seq.num_queries):
                 seen = min(shown, seq.num_tokens - seq.num_queries + j + 1)
-                for h in range(heads):
+                for _h in range(heads):
                     last = -1
                     for k in range(n):
                         if row[k] < 0 and (k == n - 1 or row[k + 1] < 0):

@@ -180,7 +180,8 @@ def test_older_spelling_of_rope(name, tmp_path):
 def test_every_feature_has_a_model():
     configs = [ModelConfig.from_pretrained(golden_folder(name)) for name in MODELS + SEEDED]
     assert {config.rope.kind for config in configs} == {"default", "divided", "linear", "llama3", "yarn", "longrope"}
-    assert {config.architecture for config in configs} == set(FAMILIES)
+    elsewhere = {"BailingMoeV2ForCausalLM"}  # which transformers has not: test_chosen_experts.py
+    assert {config.architecture for config in configs} | elsewhere == set(FAMILIES)
     for flag in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "sinks", "value_norm",
                  "layer_scales"):
         assert {getattr(config, flag) for config in configs} == {True, False}, flag

@@ -21,7 +21,7 @@ from kvcache import SnapshotError
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.saved.snapshot import ARENA, HEADER, KINDS, MAGIC, VERSION
 
-ROOM = 1 << 28  # bytes that the process may allocate in addition: several times the largest tables that may be read
+ROOM = 1 << 30  # bytes that the process may allocate in addition: a sanitizer needs room too
 SECONDS = 300  # for one case; most take milliseconds, the slowest seconds
 NONE = 2**32 - 1
 WIDTH = HEADS * DIM
