@@ -71,7 +71,7 @@ static cut find_cut(const float *losses, int64_t n, int64_t count, float most) {
     return (cut){kvc_float_of_bits(low), kvc_float_of_bits(high), count - below};
 }
 
-/* Of a vector of losses those that a cut takes, a bit each. */
+/* The losses of a vector that a cut takes: one bit for each. */
 INLINE unsigned taken_of(cut *at, f32v losses) {
     unsigned lanes = f32v_below(losses, f32v_set1(at->limit));
     unsigned tied = at->ties ? f32v_below(losses, f32v_set1(at->next)) & ~lanes : 0;

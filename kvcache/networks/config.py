@@ -29,6 +29,7 @@ from kvcache.support.arguments import short
 __all__ = ["ModelConfig"]
 
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # what files call layers without a window and with one
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh",
 }
@@ -418,9 +419,6 @@ def _rotated_by_list(read: Entries, num_layers: int) -> tuple[bool, ...]:
     if not isinstance(listed, list) or len(listed) < num_layers or not all(value in (0, 1) for value in listed):
         raise CheckpointError(f"no_rope_layers: expected 0 or 1 for each of {num_layers} layers, got {short(listed)}")
     return tuple(bool(value) for value in listed[:num_layers])
-
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def _without_windows(listed: list[Any] | None) -> list[Any] | None:

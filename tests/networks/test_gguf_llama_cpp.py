@@ -14,7 +14,7 @@ from gguf_files import ARRAY, CONVERTIBLE, I32, STRING, as_converted, convert
 from places import GOLDEN
 from seeded_weights import golden_folder, seeded
 
-from kvcache.engine import Transformer
+from kvcache.engine import ModelConfig, Transformer
 
 llama_cpp = pytest.importorskip("llama_cpp")
 pytestmark = pytest.mark.no_level
@@ -35,21 +35,25 @@ OTHERS = {
 }
 
 
+def logits_of_both(path, ids):
+    """The logits `(len(ids), vocab)` of this library and of llama.cpp, whose K and V are float32."""
+    options = {"type_k": 0, "type_v": 0, "flash_attn": False, "n_threads": 1, "n_ctx": 512, "verbose": False}
+    llama = llama_cpp.Llama(str(path), logits_all=True, **options)
+    llama.eval(ids.tolist())
+    return run_dense(Transformer.from_pretrained(path), ids.astype(np.uint32)), llama.scores[: len(ids)]
+
+
 @pytest.mark.parametrize("name", [name for name in CONVERTIBLE if name not in OTHERS])
 def test_logits(tmp_path, name):
     folder = as_converted(golden_folder(name), tmp_path / name, **CHANGES.get(name, {}))
     path = convert(folder, tmp_path / "x.gguf", tokenizer__ggml__model=(STRING, "none"))
-    network = Transformer.from_pretrained(path)
     # In longer texts of Gemma 4 the errors of llama.cpp's GELU grow, and choose another expert where two are near.
     seed, count = (0, 40) if name.startswith("gemma4") else (5, 256)
-    ids = np.random.default_rng(seed).integers(0, network.config.vocab_size, count)
-    options = {"type_k": 0, "type_v": 0, "flash_attn": False, "n_threads": 1, "n_ctx": 512, "verbose": False}
-    llama = llama_cpp.Llama(str(path), logits_all=True, **options)
-    llama.eval(ids.tolist())
-    logits = run_dense(network, ids.astype(np.uint32))
+    ids = np.random.default_rng(seed).integers(0, ModelConfig.from_pretrained(folder).vocab_size, count)
+    logits, theirs = logits_of_both(path, ids)
     # llama.cpp computes the angles of RoPE in float32; its GELU is a table in float16.
     tolerance = 1e-1 if name.startswith("gemma4") else 3e-2 if name.startswith(("gemma", "starcoder2")) else 1e-3
-    np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(logits, theirs, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
@@ -58,11 +62,8 @@ def test_texts_of_towers(tmp_path, name):
     more = {"tokenizer.ggml.model": (STRING, "none"), "qwen3vl.rope.dimension_sections": (ARRAY, [3, 3, 2, 0], I32)}
     path = convert(GOLDEN / "towers" / name, tmp_path / "x.gguf", **more)
     ids = np.random.default_rng(5).integers(0, 256, 200)
-    options = {"type_k": 0, "type_v": 0, "flash_attn": False, "n_threads": 1, "n_ctx": 256, "verbose": False}
-    llama = llama_cpp.Llama(str(path), logits_all=True, **options)
-    llama.eval(ids.tolist())
-    logits = run_dense(Transformer.from_pretrained(path), ids.astype(np.uint32))
-    np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=5e-3)
+    logits, theirs = logits_of_both(path, ids)
+    np.testing.assert_allclose(logits, theirs, rtol=0, atol=5e-3)
     folder = Transformer.from_pretrained(GOLDEN / "towers" / name)
     np.testing.assert_allclose(logits, run_dense(folder, ids.astype(np.uint32)), rtol=0, atol=2e-5)
 
@@ -71,20 +72,14 @@ def test_ling(tmp_path):
     _, folder = twins(tmp_path)
     path = convert(folder, tmp_path / "x.gguf", tokenizer__ggml__model=(STRING, "none"))
     ids = np.random.default_rng(5).integers(0, 96, 200)
-    options = {"type_k": 0, "type_v": 0, "flash_attn": False, "n_threads": 1, "n_ctx": 256, "verbose": False}
-    llama = llama_cpp.Llama(str(path), logits_all=True, **options)
-    llama.eval(ids.tolist())
-    logits = run_dense(Transformer.from_pretrained(path), ids.astype(np.uint32))
-    np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=1e-3)
+    logits, theirs = logits_of_both(path, ids)
+    np.testing.assert_allclose(logits, theirs, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"])
 def test_latent_attention(tmp_path, name):
     path = latent_gguf.convert(latent_gguf.as_converted(seeded(name), tmp_path / "folder"), tmp_path / "x.gguf")
     ids = np.random.default_rng(5).integers(0, 96, 200)
-    options = {"type_k": 0, "type_v": 0, "flash_attn": False, "n_threads": 1, "n_ctx": 256, "verbose": False}
-    llama = llama_cpp.Llama(str(path), logits_all=True, **options)
-    llama.eval(ids.tolist())
-    logits = run_dense(Transformer.from_pretrained(path), ids.astype(np.uint32))
+    logits, theirs = logits_of_both(path, ids)
     # llama.cpp's norms of latents have the eps of the others, 1e-5 in GLM-4.7-Flash; those of transformers 1e-6.
-    np.testing.assert_allclose(logits, llama.scores[: len(ids)], rtol=0, atol=1e-3 if "glm" in name else 1e-4)
+    np.testing.assert_allclose(logits, theirs, rtol=0, atol=1e-3 if "glm" in name else 1e-4)
