@@ -4,153 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from kvcache.errors import CheckpointError
+from kvcache.gguf.architectures import ARCHITECTURES, CAPS, NEXT_LAYERS, SCALES, Architecture
 from kvcache.gguf.file import GgufFile
 from kvcache.support.arguments import short
 
-__all__ = ["ARCHITECTURES", "KEYS", "NEUTRAL", "NEXT_LAYERS", "Architecture", "architecture_of", "config_of"]
+__all__ = ["KEYS", "NEUTRAL", "architecture_of", "config_of"]
 
-
-class Architecture(NamedTuple):
-    """An architecture as `general.architecture` names it.
-
-    Attributes:
-        model_type: of the Hugging Face library.
-        permuted: whether rows of q and k are in the order of interleaved RoPE.
-        windows: whether the entry of a window is honoured.
-        layers_differ: whether layers may have sizes of their own, which entries with `_swa` and arrays say.
-        understood: entries of `NEUTRAL` that may have other values.
-        fixed: keys of `config.json` that files do not say.
-        post_attention_norm: whether the norm before the MLP has the name of one after attention.
-        states: the kind of its layers with a state, or "".
-        names: the entries of keys of `KEYS` where they are others.
-    """
-
-    model_type: str
-    permuted: bool
-    windows: bool = False
-    understood: tuple[str, ...] = ()
-    fixed: Mapping[str, Any] = {}
-    post_attention_norm: bool = False
-    states: str = ""
-    names: Mapping[str, str] = {}
-    layers_differ: bool = False
-
-
-NEXT_LAYERS = "nextn_predict_layers"  # MTP layers, behind the last one
-_EXPERTS = ("expert_count", "expert_shared_count", "expert_group_count", "expert_gating_func")
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _SOFTMAX, _SIGMOID = 1, 2  # of `expert_gating_func`
-_SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
-ARCHITECTURES = {
-    "llama": Architecture("llama", True, understood=("expert_count",)),  # Mistral, Mixtral and SmolLM2 too
-    "mistral3": Architecture(
-        "ministral3", True, True, ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")
-    ),  # some files of Mistral Small too
-    "qwen2": Architecture("qwen2", False),
-    "qwen3": Architecture("qwen3", False),
-    "qwen3moe": Architecture("qwen3_moe", False, understood=("expert_count",), fixed={"norm_topk_prob": True}),
-    # The text networks of Qwen2.5-VL and Qwen3-VL, which turn all channels of a text by one position.
-    "qwen2vl": Architecture("qwen2", False),
-    "qwen3vl": Architecture("qwen3", False),
-    "qwen3vlmoe": Architecture("qwen3_moe", False, understood=("expert_count",), fixed={"norm_topk_prob": True}),
-    "gemma2": Architecture("gemma2", False, True, _CAPS),
-    "gemma3": Architecture("gemma3_text", False, True, ("final_logit_softcapping",)),
-    "gemma4": Architecture(
-        "gemma4_text", False, True, ("final_logit_softcapping", "expert_count", "attention.shared_kv_layers"),
-        layers_differ=True,
-    ),
-    "phi3": Architecture("phi3", False, True, ("rope.scaling.attn_factor",)),
-    "smollm3": Architecture("smollm3", True),
-    "granite": Architecture("granite", True, understood=_SCALES),
-    "olmo2": Architecture("olmo2", False, True),  # OLMo 3 too
-    "gpt-oss": Architecture("gpt_oss", False, True, ("expert_count",), post_attention_norm=True),
-    "seed_oss": Architecture("seed_oss", False, fixed={"attention_bias": False}, post_attention_norm=True),
-    "exaone4": Architecture("exaone4", False, True),
-    "olmoe": Architecture("olmoe", False, understood=("expert_count",), fixed={"norm_topk_prob": False}),
-    "ernie4_5": Architecture("ernie4_5", True),
-}
-
-_GRANITE = {"num_local_experts": 0, "position_embedding_type": "rope"}  # unless files say more
-ARCHITECTURES |= {
-    "lfm2": Architecture("lfm2", False, fixed={"block_auto_adjust_ff_dim": False}, states="conv"),
-    "qwen35": Architecture(
-        "qwen3_5_text", False, understood=(NEXT_LAYERS,), post_attention_norm=True, states="delta"
-    ),
-    "lfm2moe": Architecture("lfm2_moe", False, understood=_EXPERTS, fixed={"norm_topk_prob": True}, states="conv"),
-    "qwen35moe": Architecture(
-        "qwen3_5_moe_text", False, understood=(NEXT_LAYERS, *_EXPERTS), post_attention_norm=True, states="delta"
-    ),
-    "qwen3next": Architecture(
-        "qwen3_next", False, understood=(NEXT_LAYERS, *_EXPERTS), post_attention_norm=True, states="delta"
-    ),
-    "granitehybrid": Architecture(
-        "granitemoehybrid", True, understood=(*_SCALES, *_EXPERTS), fixed=_GRANITE, states="mamba"
-    ),
-    "granitemoe": Architecture("granitemoehybrid", True, understood=(*_SCALES, *_EXPERTS), fixed=_GRANITE),
-    "nemotron_h_moe": Architecture(
-        "nemotron_h", True, understood=(NEXT_LAYERS, *_EXPERTS), states="mamba",
-        names={
-            "rms_norm_eps": "attention.layer_norm_epsilon", "num_local_experts": "", "n_routed_experts": "expert_count",
-        },
-    ),
-    "nemotron_h": Architecture(
-        "nemotron_h", True, states="mamba", names={"rms_norm_eps": "attention.layer_norm_epsilon"}
-    ),
-}
-
-_LAYER_NORM = "attention.layer_norm_epsilon"
-ARCHITECTURES |= {
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", False),
-    "glm4": Architecture("glm4", True, fixed={"attention_bias": False}),
-    "cohere2": Architecture(
-        "cohere2", True, True, ("logit_scale",),
-        names={"rms_norm_eps": _LAYER_NORM, "layer_norm_eps": _LAYER_NORM, "logit_scale": "logit_scale"},
-    ),
-    "starcoder2": Architecture(
-        "starcoder2", False, fixed={"use_bias": False},
-        names={"rms_norm_eps": _LAYER_NORM, "norm_epsilon": _LAYER_NORM},
-    ),
-    "apertus": Architecture("apertus", False),
-    "minicpm": Architecture("minicpm", True, understood=("embedding_scale", "residual_scale", "logit_scale")),
-}
-
-ARCHITECTURES |= {
-    "deepseek2": Architecture(  # DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash
-        "deepseek_v3", False, understood=(NEXT_LAYERS, *_EXPERTS, "rope.scaling.yarn_log_multiplier"),
-        names={"num_local_experts": "", "n_routed_experts": "expert_count", "head_dim": ""},
-    ),
-    "mistral4": Architecture(
-        "mistral4", False,
-        understood=(*_EXPERTS, "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"),
-        names={"num_local_experts": "", "n_routed_experts": "expert_count", "head_dim": ""},
-    ),
-}
-
-ARCHITECTURES |= {
-    "glm4moe": Architecture(
-        "glm4_moe", False, understood=(NEXT_LAYERS, *_EXPERTS), post_attention_norm=True,
-        names={"num_local_experts": "", "n_routed_experts": "expert_count"},
-    ),
-    "minimax-m2": Architecture("minimax_m2", False, understood=_EXPERTS),
-    "mellum": Architecture("mellum", False, True, ("expert_count",), fixed={"norm_topk_prob": True}),
-    "bailingmoe2": Architecture(
-        "bailing_moe_v2", False, understood=(NEXT_LAYERS, *_EXPERTS),
-        names={"num_local_experts": "", "num_experts": "expert_count"},
-    ),
-    "ernie4_5-moe": Architecture(
-        "ernie4_5_moe", True, understood=_EXPERTS,
-        names={
-            "num_local_experts": "", "moe_num_experts": "expert_count", "num_experts_per_tok": "",
-            "moe_k": "expert_used_count", "moe_num_shared_experts": "expert_shared_count",
-            "moe_layer_start_index": "leading_dense_block_count", "moe_layer_interval": "interleave_moe_layer_step",
-        },
-    ),
-}
 
 # From the keys of config.json to those of a file, after the architecture and a dot.
 KEYS = {
@@ -182,8 +47,9 @@ _PARTIAL = (
 )
 _ROPE_PER_KIND = ("gemma3_text", "gemma4_text", "olmo2", "mellum")  # OLMo 3 has the architecture of OLMo 2
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_TURNED = "attention.rope_pattern"
 _LAYER_INPUTS = "per_layer_token_embd.weight"
-_DEFAULT_WHERE_ZERO = (*_CAPS, *_SCALES, "expert_count")
+_DEFAULT_WHERE_ZERO = (*CAPS, *SCALES, "expert_count")
 _REQUIRED = ("num_attention_heads", "rms_norm_eps")  # those that config.json may leave out
 _HEAD_SIZES = {"delta": "linear_value_head_dim", "granite": "mamba_d_head", "mamba": "mamba_head_dim"}
 # What files say of experts, in the keys of LFM2 and Nemotron.
@@ -318,6 +184,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         read.fail("rope.scaling.type", "none")
     if architecture.model_type == "mellum":
         found.setdefault("rope_local_base_freq", found["rope_theta"])
+    if architecture.model_type == "granite_swa":
+        _set_bases(read, found)
     if growth := read.get("attention.temperature_scale"):
         found["rope_scaling"] = {**found["rope_scaling"], "llama_4_scaling_beta": growth}
     return found
@@ -431,6 +299,9 @@ def _set_latent(read: _Entries, file: GgufFile, found: dict[str, Any]) -> None:
     found |= {"qk_nope_head_dim": key - turned, "v_head_dim": value}
     found["q_lora_rank"] = read.get("attention.q_lora_rank") or None
     found["rope_interleave"] = True
+    if "n_routed_experts" not in found:
+        _set_youtu(read, found)
+        return
     layers = _set_chosen_experts(read, found)
     gating = read.get("expert_gating_func")
     if gating is None:
@@ -445,6 +316,16 @@ def _set_latent(read: _Entries, file: GgufFile, found: dict[str, Any]) -> None:
         found["topk_method"] = "greedy" if found["n_group"] == 1 else "group_limited_greedy"
         if found["norm_topk_prob"]:
             read.fail("expert_weights_norm", "false for a choice by softmax")
+
+
+def _set_youtu(read: _Entries, found: dict[str, Any]) -> None:
+    """Latent attention without experts."""
+    layers, dense = found.get("num_hidden_layers"), read.get("leading_dense_block_count", 0)
+    if found["model_type"] != "deepseek_v3" or _mtp_layers(read, layers if type(layers) is int else 0):
+        read.fail("expert_count", "experts")
+    if type(layers) is not int or type(dense) is not int or dense < layers:
+        read.fail("leading_dense_block_count", f"all {short(layers)} layers without experts", dense)
+    found["model_type"] = "youtu"
 
 
 def _set_chosen_experts(read: _Entries, found: dict[str, Any]) -> int:
@@ -584,6 +465,19 @@ def _set_windows(read: _Entries, architecture: Architecture, found: dict[str, An
             found["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern.tolist()]
     elif pattern is not None:
         found["sliding_window_pattern"] = pattern
+
+
+def _set_bases(read: _Entries, found: dict[str, Any]) -> None:
+    """The base of RoPE, which is one in such files, for each layer; 0 for layers that have none."""
+    kinds, base = found.get("layer_types"), found["rope_theta"]
+    if kinds is None:
+        read.fail(_PATTERN, "a bool for each layer, and a window", read.either(_PATTERN))
+    turned = read.either(_TURNED)
+    each = [True] * len(kinds) if turned is None else turned.tolist() if isinstance(turned, np.ndarray) else []
+    if len(each) != len(kinds) or not all(type(value) is bool for value in each):
+        read.fail(_TURNED, f"a bool for each of {len(kinds)} layers", turned)
+    found["layer_rope_theta"] = [base if value else 0 for value in each]
+    found["rope_parameters"] = {**found["rope_scaling"], "rope_theta": base}
 
 
 class _Entries:

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import CheckpointError
+from kvcache.gguf.architectures import NEXT_LAYERS
 from kvcache.gguf.blocks import FORMATS, LOADABLE, parts, row_bytes, values
-from kvcache.gguf.config import KEYS, NEXT_LAYERS, architecture_of, config_of
+from kvcache.gguf.config import KEYS, architecture_of, config_of
 from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import end_tokens
 from kvcache.networks.config import ModelConfig
@@ -159,9 +160,15 @@ class GgufCheckpoint:
             mlp_bias=config.mlp_bias or has_bias("ffn_down"),
             rope=self._rope(config),
             recurrence=config.recurrence and replace(config.recurrence, tiled=self._has_tiled_heads(config)),
-            # The divisors of Gemma 4 are those of layers without a window.
-            window_rope=config.window_rope or (config.rope if self._architecture.layers_differ else None),
+            window_rope=self._window_rope(config),
         )
+
+    def _window_rope(self, config: ModelConfig) -> Rope | None:
+        """The rotary embedding of layers with a window; None: that of the others."""
+        if self._architecture.model_type == "granite_swa":
+            return None  # its files have one for all
+        # The divisors of Gemma 4 are those of layers without a window.
+        return config.window_rope or (config.rope if self._architecture.layers_differ else None)
 
     def _has_tiled_heads(self, config: ModelConfig) -> bool:
         """Whether value heads are in the order of ggml's broadcasts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gguf_files import F32, STRING, U32, entry, pack
+from gguf_files import ARRAY, BOOL, F32, STRING, U32, array, entry, pack
 
 from kvcache.engine import ModelConfig
 from kvcache.errors import CheckpointError
@@ -82,3 +82,17 @@ def test_a_file_without_scaling_has_none(parse):
     scaling = {"rope__scaling__type": (STRING, "yarn"), "rope__scaling__factor": (F32, 32.0)}
     rope = parse("gpt-oss", **experts, **scaling).rope
     assert (rope.kind, rope.factor, rope.truncate) == ("yarn", 32.0, False)
+
+
+def test_granite_with_windows(parse):
+    """One base for all layers that turn; llama.cpp turns all where the file does not say which."""
+    pattern = {"attention__sliding_window_pattern": (ARRAY, array(BOOL, [False, True]))}
+    options = {"rope__freq_base": (F32, 5e5), "attention__sliding_window": (U32, 16), "logit_scale": (F32, 2.0)}
+    found = parse("granite_swa", **options, **pattern)
+    assert (found.windows, found.rotated, found.rope.theta, found.window_rope) == ((None, 16), (True, True), 5e5, None)
+    some = parse("granite_swa", **options, **pattern, attention__rope_pattern=(ARRAY, array(BOOL, [False, True])))
+    assert some.rotated == (False, True)
+    with pytest.raises(CheckpointError, match=r"sliding_window_pattern: expected a bool for each layer, and a window"):
+        parse("granite_swa", **options)
+    with pytest.raises(CheckpointError, match=r"^granite_swa.attention.rope_pattern: expected a bool for each of 2"):
+        parse("granite_swa", **options, **pattern, attention__rope_pattern=(ARRAY, array(BOOL, [True])))

@@ -5,7 +5,7 @@ import re
 import pytest
 from places import PROJECT
 
-from kvcache.gguf.config import ARCHITECTURES
+from kvcache.gguf.architectures import ARCHITECTURES
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.towers import TOWERS
 

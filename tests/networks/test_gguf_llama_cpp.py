@@ -76,7 +76,7 @@ def test_ling(tmp_path):
     np.testing.assert_allclose(logits, theirs, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"])
 def test_latent_attention(tmp_path, name):
     path = latent_gguf.convert(latent_gguf.as_converted(seeded(name), tmp_path / "folder"), tmp_path / "x.gguf")
     ids = np.random.default_rng(5).integers(0, 96, 200)

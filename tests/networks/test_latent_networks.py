@@ -77,7 +77,7 @@ def test_a_tower_of_kimi(tmp_path, architecture):
     np.testing.assert_array_equal(*(run_dense(model, ids) for model in models))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "mistral4"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "mistral4", "youtu"])
 def test_files_of_gguf_are_the_same_network(name, tmp_path):
     folder = as_converted(seeded(name), tmp_path / "folder")
     ids = np.random.default_rng(0).integers(0, 96, 70).astype(np.uint32)
@@ -94,6 +94,8 @@ def test_files_of_gguf_are_the_same_network(name, tmp_path):
         ("deepseek_v3", {"attention__kv_lora_rank": None}, "attention.kv_lora_rank: expected a number, got"),
         ("deepseek_v3", {"expert_gating_func": (U32, 3)}, "expert_gating_func: expected 1 or 2, got 3"),
         ("deepseek_v2", {"expert_weights_norm": (BOOL, True)}, "expert_weights_norm: expected false for a choice"),
+        ("mistral4", {"expert_count": None}, "expert_count: expected experts, got nothing"),
+        ("deepseek_v2", {"expert_count": None}, "dense_block_count: expected all 3 layers without experts, got 1"),
         ("deepseek_v2", {"nextn_predict_layers": (U32, 9)}, "nextn_predict_layers: expected a number below 3, got 9"),
     ],
 )

@@ -29,9 +29,10 @@ _LETTERS = {
     "hunyuan_v1_dense": "hunyuan-dense", "glm4": "glm4", "cohere2": "cohere2", "starcoder2": "starcoder2",
     "apertus": "apertus", "minicpm": "minicpm", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2",
     "ernie4_5_moe": "ernie4_5-moe", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe",
-    "bailing_moe_v2": "bailingmoe2", "mellum": "mellum",
+    "bailing_moe_v2": "bailingmoe2", "mellum": "mellum", "granite_swa": "granite_swa", "solar_open": "glm4moe",
 }
-_INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "minicpm")
+_NAMED_AS = {"mellum": "qwen3moe", "granite_swa": "granite"}  # which the package lacks
+_INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granite_swa", "minicpm")
 
 CONVERTIBLE = sorted(path.parent.name for path in GOLDEN.glob("*/config.json")) + [
     name for name in SEEDED
@@ -81,8 +82,8 @@ def with_rows_for_llama(rows, num_heads):
 def _names(model_type):
     """The names of a network of at most 16 layers, by the gguf package, which takes 20 ms to list them."""
     networks = {letters: arch for arch, letters in gguf.MODEL_ARCH_NAMES.items()}
-    known = networks.get(_LETTERS[model_type], networks["qwen3moe"])  # Mellum has the names of that one
-    return gguf.get_tensor_name_map(known, 16)
+    letters = _LETTERS[model_type]
+    return gguf.get_tensor_name_map(networks[_NAMED_AS.get(letters, letters)], 16)
 
 
 def name_of(name, model_type="llama"):
@@ -94,11 +95,11 @@ def name_of(name, model_type="llama"):
             return f"blk.{name.split('.')[2]}.{ours}"
     name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace("expert_bias", "expert_bias.bias")
     stem, _, kind = name.rpartition(".")
+    if kind == "sinks":  # which the list of some networks leaves out
+        return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     if stem == "lm_head":  # which the list of Gemma 2 leaves out
         return "output.weight"
-    if kind in ("weight", "bias"):
-        return f"{known.get_name(stem)}.{kind}"
-    return f"{known.get_name(name)}.weight"  # sinks
+    return f"{known.get_name(stem)}.{kind}"
 
 
 def write(path, architecture, entries, tensors, **options):
@@ -162,14 +163,16 @@ def entries_of(config, folder_config):
         found["attention.sliding_window"] = (U32, max(filter(None, config.windows)))
     if kind == "mellum":
         found["rope.freq_base_swa"] = (F32, (config.window_rope or config.rope).theta)
-    if kind in ("olmo3", "exaone4", "mellum") and any(config.windows):
+    if kind in ("olmo3", "exaone4", "mellum", "granite_swa") and any(config.windows):
         found["attention.sliding_window_pattern"] = (ARRAY, [window is not None for window in config.windows], BOOL)
     if kind == "gemma3_text":
         found["attention.sliding_window_pattern"] = (U32, config.windows.index(None) + 1)
     for key, cap in (("attn_", config.attention_softcap), ("final_", config.logit_softcap)):
         if cap:
             found[f"{key}logit_softcapping"] = (F32, cap)
-    if kind == "granite":
+    if kind == "granite_swa":
+        found["attention.rope_pattern"] = (ARRAY, list(config.rotated), BOOL)
+    if kind in ("granite", "granite_swa"):
         found["embedding_scale"] = (F32, config.embedding_scale)
         found["residual_scale"] = (F32, config.residual_scale)
         found["attention.scale"] = (F32, config.attention_scale)
@@ -226,7 +229,7 @@ def _of_chosen(config, kind):
         found["leading_dense_block_count"] = (U32, config.mlps.count("mlp"))
     if kind == "ernie4_5_moe":
         found["interleave_moe_layer_step"] = (U32, 1)
-    if kind in ("glm4_moe", "bailing_moe_v2"):
+    if kind in ("glm4_moe", "solar_open", "bailing_moe_v2"):
         found |= {
             "expert_weights_scale": (F32, choice.factor), "expert_weights_norm": (BOOL, choice.normalise),
             "expert_group_count": (U32, choice.groups), "expert_group_used_count": (U32, choice.kept),
@@ -325,6 +328,7 @@ _ASSUMED = {
     "gpt_oss": {"swiglu_limit": 7.0}, "qwen3_moe": {"norm_topk_prob": True},
     "olmoe_normalised": {"norm_topk_prob": False}, "cohere2_biases": {"layer_types": None},
     "starcoder2_window": {"sliding_window": None},
+    "granite_swa": {"layer_rope_theta": [0, *[500_000.0] * 4]},
 }
 
 

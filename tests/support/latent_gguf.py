@@ -82,7 +82,6 @@ def convert(folder, path, **more):
 def entries_of(config, given):
     """The entries of a network, as llama.cpp's converter writes them."""
     sizes, experts, rope = config.latent, config.experts, given.get("text_config", given)["rope_parameters"]
-    choice = experts.choice
     found = {
         "block_count": (U32, config.num_layers + config.next_layers),
         "context_length": (U32, config.max_position_embeddings),
@@ -93,14 +92,19 @@ def entries_of(config, given):
         "attention.q_lora_rank": (U32, sizes.queries), "attention.kv_lora_rank": (U32, sizes.latent),
         "attention.key_length": (U32, sizes.key), "attention.value_length": (U32, sizes.latent),
         "attention.key_length_mla": (U32, sizes.query), "attention.value_length_mla": (U32, sizes.value),
-        "leading_dense_block_count": (U32, config.mlps.count("mlp")),
-        "expert_feed_forward_length": (U32, experts.size), "expert_count": (U32, config.num_experts),
-        "expert_used_count": (U32, config.experts_per_token),
-        "expert_shared_count": (U32, experts.shared // experts.size),
-        "expert_gating_func": (U32, 2 if choice.sigmoid else 1), "expert_weights_scale": (F32, choice.factor),
-        "expert_weights_norm": (BOOL, choice.normalise), "expert_group_count": (U32, choice.groups),
-        "expert_group_used_count": (U32, choice.kept),
+        "leading_dense_block_count": (U32, config.mlps.count("mlp")), "expert_shared_count": (U32, 0),
+        "expert_feed_forward_length": (U32, config.intermediate_size),
     }
+    if experts is not None:
+        choice = experts.choice
+        found |= {
+            "expert_feed_forward_length": (U32, experts.size), "expert_count": (U32, config.num_experts),
+            "expert_used_count": (U32, config.experts_per_token),
+            "expert_shared_count": (U32, experts.shared // experts.size),
+            "expert_gating_func": (U32, 2 if choice.sigmoid else 1), "expert_weights_scale": (F32, choice.factor),
+            "expert_weights_norm": (BOOL, choice.normalise), "expert_group_count": (U32, choice.groups),
+            "expert_group_used_count": (U32, choice.kept),
+        }
     if rope["rope_type"] == "yarn":
         found |= {
             "rope.scaling.type": (STRING, "yarn"), "rope.scaling.factor": (F32, rope["factor"]),
