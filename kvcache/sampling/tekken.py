@@ -11,12 +11,10 @@ import binascii
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
 from kvcache.errors import CheckpointError
-from kvcache.gguf.vocabulary import CONTROL, MOST, NORMAL, USER_DEFINED, Vocabulary
+from kvcache.gguf.vocabulary import MOST, Vocabulary
 from kvcache.networks.files import read_json
-from kvcache.sampling.byte_ranks import MAX_TOKEN_BYTES, merges_by_rank, written_bytes
+from kvcache.sampling.byte_ranks import MAX_TOKEN_BYTES, rank_vocabulary
 from kvcache.sampling.vocabulary_tokenizer import TEKKEN_PATTERN
 from kvcache.support.arguments import short
 
@@ -37,26 +35,12 @@ def tekken_vocabulary(path: Path) -> Vocabulary:
     read = _File(path)
     special = read.special_tokens()
     ranks = read.ranks(read.size("default_vocab_size") - len(special))
-    words = written_bytes(ranks)
-    texts = [text for text, _ in special] + words
-    if len(set(texts)) != len(texts):
+    try:
+        return rank_vocabulary(
+            "tekken", ranks, special, special_first=True, add_bos=True, ends=(_BOS, _EOS, _UNKNOWN)
+        )
+    except ValueError:
         read.fail("vocab", "each token once", "one twice")
-    kinds = [CONTROL if control else USER_DEFINED for _, control in special] + [NORMAL] * len(words)
-    return Vocabulary(
-        model="gpt2",
-        pre="tekken",
-        texts=texts,
-        kinds=np.array(kinds, np.int32),
-        scores=np.zeros(len(texts), np.float32),
-        merges=merges_by_rank(ranks, words),
-        bos=_BOS,
-        eos=_EOS,
-        unknown=_UNKNOWN,
-        add_bos=True,
-        add_eos=False,
-        add_space_prefix=False,
-        strips=False,
-    )
 
 
 class _File:

@@ -11,12 +11,10 @@ import binascii
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from kvcache.errors import CheckpointError
-from kvcache.gguf.vocabulary import CONTROL, MOST, NORMAL, USER_DEFINED, Vocabulary
+from kvcache.gguf.vocabulary import MOST, Vocabulary
 from kvcache.networks.files import MAX_CONFIG_BYTES, read_file
-from kvcache.sampling.byte_ranks import MAX_TOKEN_BYTES, merges_by_rank, written_bytes
+from kvcache.sampling.byte_ranks import MAX_TOKEN_BYTES, rank_vocabulary
 from kvcache.sampling.vocabulary_tokenizer import KIMI_PATTERN
 from kvcache.support.arguments import short
 
@@ -40,28 +38,15 @@ def kimi_vocabulary(path: Path, config: dict[str, Any]) -> Vocabulary:
     beside = path.with_name("tokenizer_config.json")
     _check_pattern(path, beside, config)
     ranks = _ranks(path)
-    words = written_bytes(ranks)
     special = _special_tokens(beside, config, len(ranks))
-    texts = words + [text for text, _ in special]
-    if len(set(texts)) != len(texts):
+    ids = {text: id for id, (text, _) in enumerate(special, len(ranks))}
+    bos, eos, unknown = (ids.get(name) if isinstance(name := config.get(key), str) else None for key in _NAMES)
+    try:
+        return rank_vocabulary(
+            "kimi-k2", ranks, special, special_first=False, add_bos=False, ends=(bos, eos, unknown)
+        )
+    except ValueError:
         _fail(beside, "added_tokens_decoder", "texts that are no other tokens", "one twice")
-    named = {key: next((i for i, text in enumerate(texts) if text == config.get(key)), None) for key in _NAMES}
-    kinds = [NORMAL] * len(words) + [CONTROL if control else USER_DEFINED for _, control in special]
-    return Vocabulary(
-        model="gpt2",
-        pre="kimi-k2",
-        texts=texts,
-        kinds=np.array(kinds, np.int32),
-        scores=np.zeros(len(texts), np.float32),
-        merges=merges_by_rank(ranks, words),
-        bos=named["bos_token"],
-        eos=named["eos_token"],
-        unknown=named["unk_token"],
-        add_bos=False,
-        add_eos=False,
-        add_space_prefix=False,
-        strips=False,
-    )
 
 
 _NAMES = ("bos_token", "eos_token", "unk_token")

@@ -5,8 +5,8 @@ import re
 import pytest
 from places import PROJECT
 
-from kvcache.gguf.blocks import FORMATS, TYPES
 from kvcache.gguf.architectures import ARCHITECTURES
+from kvcache.gguf.blocks import FORMATS, TYPES
 from kvcache.kernels.matrix import Matrix
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.quantisation import METHODS
