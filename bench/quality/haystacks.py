@@ -2,6 +2,7 @@
 
     needle     one sentence with a number, at a depth of 5 to 95 % of the text, and a question for the number
     needles    eight such sentences with different keys, and a question for one of them
+    facts      ten such sentences, at depths of 5 to 95 %, and a question for each, behind one reading of the text
     variables  five lines "VAR a = b" that pass a number on, and a question for the value of the last one
     words      three words that each occur ten times among words that occur once, and a question for them
 
@@ -68,6 +69,7 @@ POLICIES: dict[str, Callable[[int, int], Any] | None] = {
 }
 HEADER = ["policy", "budget", "tokens kept", "K and V of them"]
 ONCE = "once: "  # rows that compress the text before the question
+Made = tuple[list[str], list[tuple[str, str]]]  # lines that a text has, and pairs of a question and its answer
 
 
 class Question(NamedTuple):
@@ -89,45 +91,43 @@ def _prose(rng: random.Random) -> Iterator[str]:
         yield " ".join((rng.choice(_WHO), rng.choice(_DID), rng.choice(_WHAT), rng.choice(_WHEN))) + "."
 
 
-def _needles(rng: random.Random, count: int) -> tuple[list[str], str, str]:
+def _facts(rng: random.Random, count: int = 10) -> Made:
     keys, number = rng.sample(KEYS, count), [str(rng.randrange(1000, 10000)) for _ in range(count)]
     lines = [f"The magic number of the {key} is {value}." for key, value in zip(keys, number, strict=True)]
-    asked = rng.randrange(count)
-    question = f"Question: what is the magic number of the {keys[asked]}?\nThe magic number of the {keys[asked]} is"
-    return lines, question, f" {number[asked]}"
+    asked = [f"Question: what is the magic number of the {key}?\nThe magic number of the {key} is" for key in keys]
+    return lines, [(question, f" {value}") for question, value in zip(asked, number, strict=True)]
 
 
-def _needle(rng: random.Random) -> tuple[list[str], str, str]:
-    return _needles(rng, 1)
+def _one_of_facts(rng: random.Random, count: int) -> Made:
+    lines, pairs = _facts(rng, count)
+    return lines, [rng.choice(pairs)]
 
 
-def _eight(rng: random.Random) -> tuple[list[str], str, str]:
-    return _needles(rng, 8)
-
-
-def _variables(rng: random.Random) -> tuple[list[str], str, str]:
+def _variables(rng: random.Random) -> Made:
     names, value = rng.sample("ABCDEFGHKLMNPRSTUVWXYZ", 5), rng.randrange(1000, 10000)
     lines = [f"VAR {names[0]} = {value}."]
     lines += [f"VAR {name} = VAR {before}." for before, name in pairwise(names)]
-    return lines, f"Question: what is the value of VAR {names[-1]}?\nThe value of VAR {names[-1]} is", f" {value}"
+    question = f"Question: what is the value of VAR {names[-1]}?\nThe value of VAR {names[-1]} is"
+    return lines, [(question, f" {value}")]
 
 
-def _words(rng: random.Random) -> tuple[list[str], str, str]:
+def _words(rng: random.Random) -> Made:
     chosen = rng.sample(_RARE, 3)
     lines = [f"Remember the word {word}." for word in chosen for _ in range(10)]
     rng.shuffle(lines)
     first, second, third = chosen
     question = f"Question: which three words were to be remembered?\nThe words are {first}, {second} and"
-    return lines, question, f" {third}"
+    return lines, [(question, f" {third}")]
 
 
-TASKS: dict[str, Callable[[random.Random], tuple[list[str], str, str]]] = {
-    "needle": _needle, "needles": _eight, "variables": _variables, "words": _words,
+TASKS: dict[str, Callable[[random.Random], Made]] = {
+    "needle": partial(_one_of_facts, count=1), "needles": partial(_one_of_facts, count=8), "facts": _facts,
+    "variables": _variables, "words": _words,
 }
 
 
 def make_questions(task: str, tokenizer: Any, length: int, count: int) -> list[Question]:
-    """Make `count` texts of about `length` tokens; depths of the lines are spread over them.
+    """Make the questions about `count` texts of about `length` tokens; depths of the lines are spread over them.
 
     Raises:
         SystemExit: a length that has no room for the lines.
@@ -135,27 +135,35 @@ def make_questions(task: str, tokenizer: Any, length: int, count: int) -> list[Q
     found = []
     for number in range(count):
         rng = random.Random(f"{task} {number}")
-        lines, asked, answer = TASKS[task](rng)
+        lines, pairs = TASKS[task](rng)
         encoded = [list(tokenizer.encode(f" {line}").ids) for line in lines]
         begin = list(tokenizer.encode("Read this text.\n").ids)
-        end, wanted = list(tokenizer.encode(f"\n{asked}").ids), list(tokenizer.encode(answer).ids)
-        room = length - sum(map(len, (begin, end, wanted, *encoded)))
+        ends = [tuple(list(tokenizer.encode(part).ids) for part in (f"\n{asked}", answer)) for asked, answer in pairs]
+        room = length - sum(map(len, (begin, *encoded))) - max(len(asked) + len(answer) for asked, answer in ends)
         if room < length // 8:
             raise SystemExit(f"--context: expected more than {length} tokens for the task {task}, got {length}")
         prose, source = [], _prose(rng)
         while sum(map(len, prose)) < room:
             prose.append(list(tokenizer.encode(f" {next(source)}").ids))
         prose.pop()
-        if len(lines) == 1:  # one line at each depth in turn
-            places = [round(len(prose) * (5 + 90 * number / max(1, count - 1)) / 100)]
-        else:
-            places = sorted(rng.sample(range(len(prose) + 1), min(len(lines), len(prose) + 1)))
-            places += [len(prose)] * (len(lines) - len(places))
+        places = _places(task, rng, len(prose), len(lines), number / max(1, count - 1))
         for place, line in reversed(list(zip(places, encoded, strict=True))):
             prose.insert(place, line)
-        text = begin + [token for sentence in prose for token in sentence] + end
-        found.append(Question(np.array(text + wanted, np.uint32), len(text) - len(end), len(text)))
+        text = begin + [token for sentence in prose for token in sentence]
+        found += [
+            Question(np.array(text + asked + answer, np.uint32), len(text), len(text + asked)) for asked, answer in ends
+        ]
     return found
+
+
+def _places(task: str, rng: random.Random, sentences: int, lines: int, turn: float) -> list[int]:
+    """The sentences before which the lines of a text stand, ascending; `turn`: its number among the texts, 0 to 1."""
+    if lines == 1:  # one line at each depth in turn
+        return [round(sentences * (5 + 90 * turn) / 100)]
+    if task == "facts":
+        return [round(sentences * (5 + 90 * line / (lines - 1)) / 100) for line in range(lines)]
+    places = sorted(rng.sample(range(sentences + 1), min(lines, sentences + 1)))
+    return places + [sentences] * (lines - len(places))
 
 
 def stretched(engine: InferenceEngine, factor: float) -> InferenceEngine:
@@ -198,9 +206,9 @@ def measure(
         options |= {"eviction_policy": chosen, "kv_budget": budget}
     engine, tasks, kept = InferenceEngine(model, **options), {}, []
     engine.requests.text = asking.requests.text  # a policy may say something
-    before, after = 0, 0
+    before, after, repeats = 0, 0, chosen is None or isinstance(chosen, int)  # texts that lose no token
     for task, asked in questions.items():
-        right, nats = 0, list[float]()
+        right, nats, text = 0, list[float](), np.empty(0, np.uint32)
         for number, question in enumerate(asked):
             say(f"{task}, question {number + 1} of {len(asked)}")
             answer, rows, start = question.tokens[question.answer :], [], 0
@@ -208,8 +216,11 @@ def measure(
                 prefix, start = engine.compress(question.tokens[: question.asked], chosen, ratio=share), question.asked
                 before, after = before + prefix.whole_nbytes, after + prefix.nbytes
                 engine.reset(prefix)
+            elif repeats and np.array_equal(text, question.tokens[: question.asked]):
+                start = question.asked
             else:
                 engine.reset()
+            text = question.tokens[: question.asked]
             rows.append(engine.prefill_from_pos(question.tokens[start : question.answer], start))
             layers, heads = range(model.config.num_layers), range(model.config.num_kv_heads)
             kept.append(np.mean([engine.alive_tokens(layer, head) for layer in layers for head in heads]))

@@ -317,7 +317,7 @@ def test_questions_hold_their_answers(demo, task):
         assert body.count(wanted) == (10 if task == "words" else 1)
         assert wanted not in asked
         starts.append(body.index(wanted))
-    assert len(set(starts)) == 3
+    assert len(set(starts)) == len(questions) == (30 if task == "facts" else 3)
     again = haystacks.make_questions(task, tokenizer, 900, 3)
     assert all((a.tokens == b.tokens).all() for a, b in zip(questions, again, strict=True))
     if task == "needle":
@@ -335,6 +335,12 @@ def test_answers_are_scored_like_the_whole_text(demo, model):
     for question in questions["needle"]:
         nats += InferenceEngine(model).score(question.tokens)[question.answer - 1 :].tolist()
     assert found["tasks"]["needle"]["nats"] == pytest.approx(np.mean(nats), rel=1e-4)
+    facts = {"facts": haystacks.make_questions("facts", demo[1], 400, 1)[:2]}  # of one text, which is read once
+    at_once = haystacks.measure(asking, facts, 400, None, 1.0, lambda text: None)
+    engine, nats_of_facts = InferenceEngine(model), []
+    for question in facts["facts"]:
+        nats_of_facts += engine.score(question.tokens)[question.answer - 1 :].tolist()
+    assert at_once["tasks"]["facts"]["nats"] == pytest.approx(np.mean(nats_of_facts), rel=1e-4)
     kept = haystacks.measure(asking, questions, 300, haystacks.POLICIES["AdaKV of SnapKV"], 0.3, lambda text: None)
     assert kept["kept"] == pytest.approx(90, abs=25)  # of a layer's heads together
     whole = haystacks.measure(asking, questions, 300, haystacks.POLICIES["once: KVzip"], 1.0, lambda text: None, True)
