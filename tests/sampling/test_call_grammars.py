@@ -99,7 +99,7 @@ def drawn(grammar, tokenizer, seed, most=400, closer=""):
 
 def names_of(name):
     """Functions whose names the words of a dialect can say."""
-    odd = DIALECTS[name].stream in (MemberCalls, TagCalls) or name in ("harmony", "deepseek", "kimi")
+    odd = DIALECTS[name].stream in (MemberCalls, TagCalls) or name in ("harmony", "deepseek", "kimi", "functionary")
     return [FUNCTIONS[0], FUNCTIONS[1] | {"name": "say"}] if odd else FUNCTIONS
 
 
@@ -277,6 +277,10 @@ CALLS = {  # in the words of each dialect
     "mistral": '[TOOL_CALLS][{"name": "look", "arguments": {"place": "here"}}]',
     "granite": '<|tool_call|>[{"name": "look", "arguments": {"place": "here"}}]',
     "lfm2": '<|tool_call_start|>\n{"name": "look", "arguments": {"place": "here"}}\n<|tool_call_end|>',
+    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look", "parameters": {"place": "here"}}]'
+    "<|END_ACTION|>",
+    "apertus": '<|tools_prefix|>[{"look": {"place": "here"}}]<|tools_suffix|>',
+    "functionary": '<function=look>{"place": "here"}</function>',
     "llama3": '{"name": "look", "parameters": {"place": "here"}}',
     "harmony": '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"place": "here"}',
 }

@@ -23,7 +23,8 @@ MARKS = sorted({mark for dialect in DIALECTS.values() for mark in dialect.marks}
 # These are no special tokens in the vocabularies of their families.
 PLAIN = {
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<response>", "</response>", "<arg_key>", "</arg_key>",
-    "<arg_value>", "</arg_value>",
+    "<arg_value>", "</arg_value>", "<function=", "</function>", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>",
+    "</tool_calls>",
 }
 TYPES = {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "string"]}, "l": {"type": "array"}}
 SCHEMAS = {"f": {"properties": TYPES}}
@@ -199,6 +200,23 @@ ANSWERS = [
      '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
      ("a", "Hi <b>", [("f", {})])),
     ("ernie", "a\n</response>\n", ("", "a", [])),
+    ("seed_oss", "<seed:think>hm</seed:think>Hi\n<seed:tool_call>\n<function=f>\n<parameter=a>7</parameter>\n"
+     "<parameter=s>\n1</parameter>\n</function>\n</seed:tool_call>", ("hm", "Hi", [("f", {"a": 7, "s": "\n1"})])),
+    ("nemotron", '<think>hm</think><TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+     "</TOOLCALL>", ("hm", "", [("f", {"a": 1}), ("g", {})])),
+    ("cohere", '<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", '
+     '"parameters": {"a": 1}},\n    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+     ("hm", "", [("f", {"a": 1}), ("g", {})])),
+    ("cohere", "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Hi<|END_RESPONSE|>", ("hm", "Hi", [])),
+    ("apertus", 'Hi<|tools_prefix|>[{"f": {"a": 1}}, {"g": {}}]<|tools_suffix|>',
+     ("", "Hi", [("f", {"a": 1}), ("g", {})])),
+    ("apertus", '<|inner_prefix|>hm<|inner_suffix|><|tools_prefix|>[{"f": 1}]<|tools_suffix|>',
+     ("hm", '<|tools_prefix|>[{"f": 1}]<|tools_suffix|>', [])),
+    ("apriel", 'Hi\n<tool_calls>[{"name": "f", "arguments": {"a": 1}, "id": "x"}]</tool_calls>',
+     ("", "Hi", [("f", {"a": 1})])),
+    ("functionary", '<function=f>{"a": 1}</function><function=g>{}</function>', ("", "", [("f", {"a": 1}), ("g", {})])),
+    ("functionary", "<function=f>\n<parameter=a>1</parameter></function>",
+     ("", "<function=f>\n<parameter=a>1</parameter></function>", [])),
     ("none", '<think>a</think><tool_call>{"name": "f"}</tool_call>',
      ("a", '<tool_call>{"name": "f"}</tool_call>', [])),
 ]
@@ -218,7 +236,7 @@ BITS = st.sampled_from([
     "<|channel|>commentary to=functions.f<|message|>{}", '{"name": "f", "arguments": ', '{"a": "', "\\ud83d", "1e", ",",
     "call:f{", 's:<|"|>', "<parameter=s>", "</parameter>",
     "<arg_key>a</arg_key>\n<arg_value>", "functions.f:0", "f<｜tool▁sep｜>{", "function<｜tool▁sep｜>",
-    "```json\n", "```", '<invoke name="f">', '<parameter name="l">["', "</invoke>",
+    '[{"f": ', "f>{", "```json\n", "```", '<invoke name="f">', '<parameter name="l">["', "</invoke>",
 ])
 
 
@@ -442,12 +460,18 @@ def test_several_objects_with_semicolons():
     [
         ("<|start|>{{ x }}<|channel|>commentary to=functions.{{ n }} <|constrain|>json", "harmony"),
         ("<|tool_call>call:", "gemma4"), ("<start_function_call>call:", "functiongemma"), ("[TOOL_CALLS]", "mistral"),
-        ("<|tool_call_start|>", "lfm2"), ("<tool_call>\n<function=x>", "qwen3_coder"), ("<|tool_call|>", "granite"),
+        ("<|tool_call_start|>", "lfm2"), ("'List of tools: ['", "lfm2"),
+        ("<tool_call>\n<function=x>", "qwen3_coder"), ("<|tool_call|>", "granite"),
         ("'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'", "deepseek"),
         ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi"),
         ("begin = '<minimax:tool_call>'\n<invoke name=", "minimax"),
         ("<tool_call>{name}\n<arg_key>{key}</arg_key>", "glm"),
         ('<response>x</response>\n<tool_call>{"name"', "ernie"),
+        ("'<|start|>assistant to=' + 'functions.' + name + '<|channel|>commentary '", "harmony"),
+        ("begin = '<seed:tool_call>'\n<function=x>", "seed_oss"), ("'<TOOLCALL>['", "nemotron"),
+        ("<|START_ACTION|>[", "cohere"), ("token = '<|tools_prefix|>'", "apertus"),
+        ("within <tool_call></tool_call> XML tags\n<tool_calls>[", "apriel"),
+        ("start_tag => `<function`\n<function=example>", "functionary"),
         ('<tool_call>{"name"', "hermes"), ("<|python_tag|>", "llama3"), ("plain", "none"),
     ],
 )

@@ -16,6 +16,7 @@ from kvcache.sampling.dialects.member_grammar import MemberGrammar
 from kvcache.sampling.dialects.name_style import NameStyle
 from kvcache.sampling.dialects.named_calls import NamedCalls
 from kvcache.sampling.dialects.object_calls import ObjectCalls
+from kvcache.sampling.dialects.object_style import LISTED_OBJECTS, LONE_OBJECTS, ObjectStyle
 from kvcache.sampling.dialects.spoken_answer import MarkTokens
 from kvcache.sampling.dialects.tag_calls import TagCalls
 from kvcache.sampling.dialects.tag_grammar import TagGrammar
@@ -152,19 +153,19 @@ def _json_of(words: GrammarWords, function: Function) -> str:
 
 def _objects(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
     dialect = words.marks.dialect
-    key = "parameters" if dialect.leads else "arguments"
+    style = dialect.style if isinstance(dialect.style, ObjectStyle) else LONE_OBJECTS
+    if isinstance(dialect.style, NameStyle):  # of a family whose older networks write lists
+        style = LISTED_OBJECTS
     some = []
     for function in functions:
         arguments = _json_of(words, function)
-        head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": '
+        head = f"{style.before}{json.dumps(function['name'], ensure_ascii=False)}{style.behind}"
         some.append(words.rule(f'{json.dumps(head, ensure_ascii=False)} {arguments} "}}"'))
     one = f"({' | '.join(some)})"
-    if dialect.leads:
-        return one
-    if dialect.calls is not None and dialect.calls[1]:
-        return f'"\\n" {one} "\\n"'
-    more = f'(", " {one})*' if parallel else ""
-    return f'"[" {one} {more} "]"'
+    if style.listed:
+        more = f'(", " {one})*' if parallel else ""
+        return f'"[" {one} {more} "]"'
+    return one if dialect.leads else f'"\\n" {one} "\\n"'
 
 
 # -- names --------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def _of_object(found: Any) -> ToolCall:
     if isinstance(function := found.get("function"), dict):
         found = function
     arguments = found.get("arguments", found.get("parameters"))
-    return tool_call(found.get("name", function), {} if arguments is None else arguments)
+    return tool_call(found.get("name", found.get("tool_name", function)), {} if arguments is None else arguments)
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:

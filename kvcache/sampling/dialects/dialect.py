@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from kvcache.sampling.dialects.call_span import CallSpan, CallStream
 from kvcache.sampling.dialects.call_texts import WholeReader
 from kvcache.sampling.dialects.name_style import NameStyle
+from kvcache.sampling.dialects.object_style import ObjectStyle
 from kvcache.sampling.dialects.tag_style import TagStyle
 from kvcache.sampling.dialects.transcript import Transcript
 
@@ -62,7 +63,7 @@ class Dialect(NamedTuple):
     silent: tuple[str, ...] = ()
     leads: bool = False
     spaced: bool = False
-    style: TagStyle | NameStyle | None = None
+    style: TagStyle | NameStyle | ObjectStyle | None = None
     section: tuple[str, str] | None = None
 
     def reader_of_calls(self, span: CallSpan) -> CallStream:

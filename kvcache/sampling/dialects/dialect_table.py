@@ -7,11 +7,12 @@ from kvcache.sampling.dialects.call_texts import json_calls, pythonic_calls
 from kvcache.sampling.dialects.dialect import Dialect
 from kvcache.sampling.dialects.harmony_reader import HARMONY_MARKS, HarmonyReader
 from kvcache.sampling.dialects.member_calls import MemberCalls
-from kvcache.sampling.dialects.name_style import DEEPSEEK_NAMES, KIMI_NAMES, MISTRAL_NAMES
+from kvcache.sampling.dialects.name_style import DEEPSEEK_NAMES, FUNCTIONARY_NAMES, KIMI_NAMES, MISTRAL_NAMES
 from kvcache.sampling.dialects.named_calls import NamedCalls
 from kvcache.sampling.dialects.object_calls import ObjectCalls
+from kvcache.sampling.dialects.object_style import APERTUS_OBJECTS, COHERE_OBJECTS, LISTED_OBJECTS, LLAMA_OBJECTS
 from kvcache.sampling.dialects.tag_calls import TagCalls
-from kvcache.sampling.dialects.tag_style import GLM_TAGS, MINIMAX_TAGS, QWEN_TAGS
+from kvcache.sampling.dialects.tag_style import GLM_TAGS, MINIMAX_TAGS, QWEN_TAGS, SEED_TAGS
 from kvcache.sampling.dialects.tagged_reader import TaggedReader
 
 __all__ = ["DIALECTS", "dialect_of"]
@@ -53,21 +54,47 @@ DIALECTS = {
         more=("<|tool_call_argument_begin|>",), section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),  # K2 and K2.5
     "granite": Dialect(
-        TaggedReader, ("<|tool_call|>", ""), ObjectCalls, json_calls, _THOUGHTS, silent=_RESPONSE
+        TaggedReader, ("<|tool_call|>", ""), ObjectCalls, json_calls, _THOUGHTS, silent=_RESPONSE, style=LISTED_OBJECTS
     ),
+    "seed_oss": Dialect(
+        TaggedReader, ("<seed:tool_call>", "</seed:tool_call>"), TagCalls, None, ("<seed:think>", "</seed:think>"),
+        style=SEED_TAGS,
+    ),
+    "nemotron": Dialect(
+        TaggedReader, ("<TOOLCALL>", "</TOOLCALL>"), ObjectCalls, json_calls, _THOUGHTS, style=LISTED_OBJECTS
+    ),  # Nano 2
+    "cohere": Dialect(
+        TaggedReader, ("<|START_ACTION|>", "<|END_ACTION|>"), ObjectCalls, json_calls,
+        ("<|START_THINKING|>", "<|END_THINKING|>"), style=COHERE_OBJECTS,
+        silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),  # Command R7B and A
+    "apertus": Dialect(
+        TaggedReader, ("<|tools_prefix|>", "<|tools_suffix|>"), ObjectCalls, None,
+        ("<|inner_prefix|>", "<|inner_suffix|>"), style=APERTUS_OBJECTS,
+    ),
+    "apriel": Dialect(
+        TaggedReader, ("<tool_calls>", "</tool_calls>"), ObjectCalls, json_calls, _THOUGHTS, style=LISTED_OBJECTS
+    ),
+    "functionary": Dialect(
+        TaggedReader, ("<function=", "</function>"), NamedCalls, None, _THOUGHTS, style=FUNCTIONARY_NAMES
+    ),  # 3.1
     "hermes": Dialect(TaggedReader, _TAG, ObjectCalls, json_calls, _THOUGHTS),  # and Qwen2.5, Qwen3, SmolLM3, Granite 4
     "ernie": Dialect(TaggedReader, _TAG, ObjectCalls, json_calls, _THOUGHTS, silent=_RESPONSE),  # 4.5 that thinks
-    "llama3": Dialect(TaggedReader, ("<|python_tag|>", ""), ObjectCalls, pythonic_calls, _THOUGHTS, leads=True),
+    "llama3": Dialect(
+        TaggedReader, ("<|python_tag|>", ""), ObjectCalls, pythonic_calls, _THOUGHTS, leads=True, style=LLAMA_OBJECTS
+    ),
     "none": Dialect(TaggedReader),
 }
 # The marks of a template that tell its dialect, in the order in which they are looked for.
 _SIGNS = {
-    "<|constrain|>": "harmony", "to=functions.": "harmony", "<|tool_call>": "gemma4",
-    "<start_function_call>": "functiongemma", "[TOOL_CALLS]": "mistral", "<|tool_call_start|>": "lfm2",
-    "<｜tool▁call▁begin｜>": "deepseek", "<|tool_calls_section_begin|>": "kimi", "<minimax:tool_call>": "minimax",
-    "<|tool_list_start|>": "lfm2", "<function=": "qwen3_coder", "<arg_key>": "glm", "<|tool_call|>": "granite",
-    "<response>": "ernie", "<tool_call>": "hermes", "<|python_tag|>": "llama3",
-    '"parameters": dictionary of argument': "llama3",
+    "<|constrain|>": "harmony", "to=functions.": "harmony", "<|channel|>commentary": "harmony",
+    "<|tool_call>": "gemma4", "<start_function_call>": "functiongemma", "[TOOL_CALLS]": "mistral",
+    "<|tool_call_start|>": "lfm2", "<seed:tool_call>": "seed_oss", "<TOOLCALL>": "nemotron",
+    "<|START_ACTION|>": "cohere", "<|tools_prefix|>": "apertus", "<tool_calls>[": "apriel",
+    "`<function`": "functionary", "<｜tool▁call▁begin｜>": "deepseek", "<|tool_calls_section_begin|>": "kimi",
+    "<minimax:tool_call>": "minimax", "<|tool_list_start|>": "lfm2", "<function=": "qwen3_coder", "<arg_key>": "glm",
+    "<|tool_call|>": "granite", "List of tools: [": "lfm2", "<response>": "ernie", "<tool_call>": "hermes",
+    "<|python_tag|>": "llama3", '"parameters": dictionary of argument': "llama3",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["DEEPSEEK_NAMES", "KIMI_NAMES", "MISTRAL_NAMES", "NameForm", "NameStyle"]
+__all__ = ["DEEPSEEK_NAMES", "FUNCTIONARY_NAMES", "KIMI_NAMES", "MISTRAL_NAMES", "NameForm", "NameStyle"]
 
 _NAME = r"([^\s<\[{:]+)"
 
@@ -53,3 +53,4 @@ KIMI_NAMES = NameStyle(
 MISTRAL_NAMES = NameStyle(
     (NameForm(rf"\s*{_NAME}\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\]\s*)?"),), is_written=False
 )
+FUNCTIONARY_NAMES = NameStyle((NameForm(rf"{_NAME}>\s*", "", ">"),))

@@ -8,11 +8,13 @@ from typing import Any, Literal
 from kvcache.sampling.dialects.call_span import CallSpan
 from kvcache.sampling.dialects.call_texts import json_calls
 from kvcache.sampling.dialects.json_scan import JsonScan
+from kvcache.sampling.dialects.object_style import LONE_OBJECTS, ObjectStyle
 
 __all__ = ["ObjectCalls"]
 
 _SPACE = " \t\n\r"
 _BETWEEN = _SPACE + "[],;"  # between objects, and around them
+_NAMES = ("name", "tool_name")  # the keys of names
 
 
 class ObjectCalls:
@@ -23,10 +25,11 @@ class ObjectCalls:
 
     Args:
         span: that they are in.
+        style: of the objects.
     """
 
-    def __init__(self, span: CallSpan) -> None:
-        self._span = span
+    def __init__(self, span: CallSpan, style: ObjectStyle = LONE_OBJECTS) -> None:
+        self._span, self._keyed = span, style.keyed
         self._state: Literal["between", "head", "arguments", "tail", "other", "rest"] = "between"
         self._scan = JsonScan()  # of the object that is read
         self._object: list[str] = []  # its characters before its arguments
@@ -84,7 +87,11 @@ class ObjectCalls:
 
     def _begins_arguments(self, character: str) -> bool:
         scan = self._scan
-        if character != "{" or scan.need != "value" or scan.level != 1 or not self._name:
+        if character != "{" or scan.need != "value" or scan.level != 1:
+            return False
+        if self._keyed:
+            return self._key != "" and self._span.begin(self._key)
+        if not self._name:
             return False
         return self._key in ("arguments", "parameters") and self._span.begin(self._name)
 
@@ -109,7 +116,7 @@ class ObjectCalls:
             found: Any = json.loads(f'"{"".join(self._string)}"')
             if self._scan.need == "colon":
                 self._key = found
-            elif self._key == "name" or (self._key == "function" and not self._name):
+            elif self._key in _NAMES or (self._key == "function" and not self._name):
                 self._name = found
             self._string = None
         elif self._scan.level == 1 and self._scan.need == "string":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["GLM_TAGS", "MINIMAX_TAGS", "QWEN_TAGS", "TagStyle"]
+__all__ = ["GLM_TAGS", "MINIMAX_TAGS", "QWEN_TAGS", "SEED_TAGS", "TagStyle"]
 
 
 class TagStyle(NamedTuple):
@@ -67,6 +67,7 @@ def _head(begin: str, end: str, name: str) -> re.Pattern[str]:
 QWEN_TAGS = TagStyle(
     ("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>", in_lines=True, wraps=True
 )
+SEED_TAGS = QWEN_TAGS._replace(wraps=False)
 # GLM-4.5 and 4.6 write each tag on a line of its own, GLM-4.7 all on one.
 GLM_TAGS = TagStyle(
     ("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "", in_lines=False, guesses=True
