@@ -123,6 +123,12 @@ NOINLINE void add_sink(float sink, float largest, float sum, float *inverse, flo
     *lse = (float)(most * LN2 + log(all));
 }
 
+/* Adds the centre of latent rows, whose first channels are V, to V mixed by weights of this sum. */
+static void add_centre_of_values(const job *j, int head, float sum, float *x) {
+    const float *centre = j->args->known && j->args->layout->latent ? j->args->known[head].centre : NULL;
+    for (int d = 0; centre && d < j->v_rows.dim; d++) x[d] += sum * centre[d];
+}
+
 /* Writes acc / sum of one (head, row) to out. Adding 0 turns -0 into 0: its sign may come from a product with the
  * weight 0 of a token that the row does not see. Beside residuals acc and largest are of whole rows already. */
 static void write_row(const job *j, int head, int64_t row, const float *acc, float largest, float sum) {
@@ -142,6 +148,7 @@ static void write_row(const job *j, int head, int64_t row, const float *acc, flo
     for (int d = 0; d < dim; d++) out[d] = acc[d] * inverse + 0.0f;
     const int rotated = kvc_rows_of(args->layout, KVC_VALUES).rotated;
     if (rotated && !whole) KVC_FN(hadamard)(out, dim, rotated);
+    if (!whole) add_centre_of_values(j, head, sum * inverse, out);
     if (args->lse) args->lse[pair] = lse + centre;
     if (j->item->norms) {
         j->item->norms[2 * pair] = largest;
@@ -157,14 +164,17 @@ static void write_rows(const job *j, results total, int first, int stop) {
     }
 }
 
-/* Turns rows [first, stop) of the merged packed segments into what a residual is merged with: V without its rotation,
- * and scores of keys with their centre. */
+/* Turns rows [first, stop) of the merged packed segments into what a residual is merged with: V without its rotation, and
+ * with the centre of latent rows; scores of keys with their centre. */
 static void make_whole(const job *j, results total, int first, int stop) {
     const int rotated = kvc_rows_of(j->args->layout, KVC_VALUES).rotated;
     for (int i = first; i < stop; i++) {
         if (total.sum[i] == 0.0f) continue;
-        if (rotated) KVC_FN(hadamard)(total.acc + (size_t)i * (size_t)j->v_padded, j->v_rows.dim, rotated);
-        total.largest[i] += (float)(LOG2E * centre_score(j, j->item->head + i / j->rows, j->item->row + i % j->rows));
+        const int head = j->item->head + i / j->rows;
+        float *acc = total.acc + (size_t)i * (size_t)j->v_padded;
+        if (rotated) KVC_FN(hadamard)(acc, j->v_rows.dim, rotated);
+        add_centre_of_values(j, head, total.sum[i], acc);
+        total.largest[i] += (float)(LOG2E * centre_score(j, head, j->item->row + i % j->rows));
     }
 }
 

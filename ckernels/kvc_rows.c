@@ -70,13 +70,14 @@ static void read_head(kvc_rows rows, const unsigned char *head, int slot, int co
     }
 }
 
-/* V of latent rows, a few tokens at a time. */
-static void read_values(kvc_rows keys, int dim, const unsigned char *head, int slot, int count, float *x,
-                        size_t row_stride) {
+/* V of latent rows, a few tokens at a time; a centre is of whole rows. */
+static void read_values(kvc_rows keys, int dim, const unsigned char *head, int slot, int count, const float *centre,
+                        float *x, size_t row_stride) {
     float rows[KVC_TILE * (KVC_MAX_HEAD_DIM + KVC_LANES)];
     for (int n; count > 0; count -= n, slot += n) {
         n = KVC_TILE - slot % KVC_TILE < count ? KVC_TILE - slot % KVC_TILE : count;
         read_head(keys, head, slot, n, rows, (size_t)keys.dim);
+        if (centre) add_centre(keys, head, slot, n, centre, rows, (size_t)keys.dim);
         for (int i = 0; i < n; i++, x += row_stride) memcpy(x, rows + i * keys.dim, (size_t)dim * sizeof(float));
     }
 }
@@ -137,14 +138,14 @@ void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, con
         const unsigned char *v = k + kvc_values_at(layout);
         const int first = runs[i].first, count = runs[i].stop - first;
         for (size_t h = 0; h < heads; h++) {
+            const float *centre = known ? known[h].centre : NULL;
             if (keys) {
                 const unsigned char *head = k + h * layout->key_head_bytes;
                 read_head(k_rows, head, first, count, keys + h * head_stride, token_stride);
-                if (known && known[h].centre)
-                    add_centre(k_rows, head, first, count, known[h].centre, keys + h * head_stride, token_stride);
+                if (centre) add_centre(k_rows, head, first, count, centre, keys + h * head_stride, token_stride);
             }
             if (values && layout->latent)
-                read_values(k_rows, v_rows.dim, k, first, count, values, token_stride);
+                read_values(k_rows, v_rows.dim, k, first, count, centre, values, token_stride);
             else if (values)
                 read_head(v_rows, v + h * layout->value_head_bytes, first, count, values + h * head_stride,
                           token_stride);

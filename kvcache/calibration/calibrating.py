@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvcache.calibration.calibration_text import TEXT
 from kvcache.calibration.layer_losses import measure_losses
-from kvcache.calibration.passes import run_piece
+from kvcache.calibration.passes import new_cache, run_piece
 from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats, names_of
 from kvcache.errors import CheckpointError
@@ -27,7 +27,6 @@ from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Float32, Model, layer_attention
 from kvcache.networks.tokens import as_tokens
-from kvcache.paged.cache import PagedKvCache
 from kvcache.sampling.text_tokens import encoded
 from kvcache.support.arguments import short
 
@@ -40,6 +39,7 @@ __all__ = [
 # count for nothing: caches keep them in f16, and their keys are unlike all others.
 _WINDOW, _FIRSTS, _PIECE = 2048, 16, 256
 _LEAST = 64  # tokens of a text
+_MOST = 32752  # of a centre, see `Calibration`
 
 logger = logging.getLogger("kvcache")
 
@@ -178,50 +178,77 @@ def bias_centres(model: Model, without: Sequence[int] = ()) -> Calibration | Non
         return None
     centres = rows.mean(axis=1, dtype=np.float64).astype(np.float32)
     centres[list(without)] = 0
-    return Calibration(np.clip(centres, -32752, 32752)) if centres.any() else None
+    return Calibration(np.clip(centres, -_MOST, _MOST)) if centres.any() else None
 
 
 class _Sums:
-    """Sums over tokens of the keys, and of products of channels of the queries that read each KV head."""
+    """Sums over tokens of the keys of a layer, and of products of channels of the queries that read each KV head.
 
-    def __init__(self, layers: int, heads: int, dim: int) -> None:
-        self.keys = np.zeros((layers, heads, dim))
-        self.products = np.zeros((layers, heads, dim, dim))
-        self.tokens = 0
+    Args:
+        heads, dim: KV heads, and their channels.
+        latent: channels of a key that are V too, or None.
+    """
 
-    def add(self, skipped: int, layer: int, queries: Float32, keys: Float32) -> None:
-        """Add the tokens of a piece behind the first `skipped` ones."""
-        queries, keys = queries[skipped:], keys[skipped:]
+    def __init__(self, heads: int, dim: int, latent: int | None) -> None:
+        self.latent = latent
+        self.keys, self.products = np.zeros((heads, dim)), np.zeros((heads, dim, dim))
+        self.squares, self.tokens, self.readers = 0.0, 0, 0
+
+    def add(self, queries: Float32, keys: Float32) -> None:
+        """Add the tokens of a piece."""
         heads, dim = keys.shape[1:]
-        self.keys[layer] += keys.sum(axis=0, dtype=np.float64)
+        self.keys += keys.sum(axis=0, dtype=np.float64)
         for head, rows in enumerate(queries.reshape(len(queries), heads, -1, dim).swapaxes(0, 1)):
             flat = rows.reshape(-1, dim)
-            self.products[layer, head] += flat.T @ flat
-        self.tokens += len(keys) * (layer == 0)
+            self.products[head] += flat.T @ flat
+        self.squares += float(np.square(keys[..., : self.latent], dtype=np.float64).sum())
+        self.tokens, self.readers = self.tokens + len(keys), queries.shape[1]
+
+    def centres(self) -> Float32:
+        """The means of the keys, `(heads, dim)`."""
+        return np.clip(self.keys / self.tokens, -_MOST, _MOST).astype(np.float32)
+
+    def moments(self, scale: float) -> Float32:
+        """The cost of errors of a key, `(heads, dim, dim)`: see `measure`."""
+        found = self.products / self.tokens
+        if self.latent is not None:
+            means = self.keys[..., : self.latent] / self.tokens
+            spread = self.squares / self.tokens - float((means * means).sum())
+            found *= scale * scale * spread / self.readers
+            found[:, np.arange(self.latent), np.arange(self.latent)] += 1.0
+        return ((found + found.swapaxes(1, 2)) / 2).astype(np.float32)
 
 
 def measure(model: Model, tokens: NDArray[np.uint32]) -> Calibration:
-    """Run a text through a network with K and V in f32: the means of its keys, the second moments of its queries.
+    """Run a text through a network with K and V in f32: the means of its keys, and what errors of them cost.
+
+    An error e of a key moves the score of a query q by scale * q e: the moments are the means of q q'. Where V is a
+    part of K, the error moves the output of a head by  w (scale * (q e) (v - o) + e_v)  to first order, with its weight
+    w and the output o. Its mean square is  w w (scale^2 e' E[q q'] e E|v - o|^2 + |e_v|^2)  if q and v - o are
+    independent, so the moments are  scale^2 E[q q'] E|v - o|^2  and 1 more for channels of V. It is taken that channels
+    of outputs count alike, and that o is near the mean of v: E|v - o|^2 is the sum of the variances of V.
 
     Raises:
         ValueError: fewer than 64 tokens.
     """
-    config = model.config
+    config, attention = model.config, [each for each in layer_attention(model) if each is not None]
     window = min(_WINDOW, config.max_position_embeddings, len(tokens))
     if window < _LEAST:
         raise ValueError(f"calibrate: expected a text of at least {_LEAST} tokens and positions, got {window}")
-    sums = _Sums(config.num_layers, config.num_kv_heads, config.head_dim)
+    heads, dim = attention[0].num_kv_heads or config.num_kv_heads, attention[0].head_dim or config.head_dim
+    sums = [_Sums(heads, dim, each.latent) for each in attention]
+
+    def add(skipped: int, layer: int, queries: Float32, keys: Float32) -> None:
+        sums[layer].add(queries[skipped:], keys[skipped:])
+
     show, began = sys.stderr is not None and sys.stderr.isatty(), perf_counter()
     for start in range(0, len(tokens) - window + 1, window):
-        cache = PagedKvCache(
-            -(-window // 16), 16, config.num_kv_heads, config.head_dim, num_layers=config.num_layers, dtype="f32"
-        )
+        cache = new_cache(model, window, dtype="f32")
         cache.allocate(0, 0)
         for first in range(0, window, _PIECE):
             count = min(_PIECE, window - first)
-            skipped = max(0, _FIRSTS - first)
             piece = tokens[start + first : start + first + count]
-            run_piece(model, cache, piece, first, "none", window, partial(sums.add, skipped))
+            run_piece(model, cache, piece, first, "none", window, partial(add, max(0, _FIRSTS - first)))
             if start == first == 0:
                 seconds = (perf_counter() - began) * (len(tokens) // window * window) / count
                 logger.info("calibrating: takes about %d s", math.ceil(seconds))
@@ -230,8 +257,6 @@ def measure(model: Model, tokens: NDArray[np.uint32]) -> Calibration:
                 print(f"\rcalibrating: {done} of {len(tokens)} tokens", end="", file=sys.stderr, flush=True)
     if show:
         print(file=sys.stderr)
-    moments = sums.products / sums.tokens
-    return Calibration(
-        np.clip(sums.keys / sums.tokens, -32752, 32752).astype(np.float32),
-        ((moments + moments.swapaxes(2, 3)) / 2).astype(np.float32),
-    )
+    scales = [dim**-0.5 if each.scale is None else each.scale for each in attention]
+    moments = [each.moments(scale) for each, scale in zip(sums, scales, strict=True)]
+    return Calibration(np.stack([each.centres() for each in sums]), np.stack(moments))

@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.calibration.passes import run_piece
+from kvcache.calibration.passes import new_cache, run_piece
 from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats
 from kvcache.networks.protocols import Model
-from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["check_formats", "divergence", "promised"]
 
@@ -43,13 +42,10 @@ def divergence(
     Args:
         dtypes, calibration, residual_length, firsts: of an engine, see `Storage`.
     """
-    config = model.config
 
     def log_probabilities(key: Formats, value: Formats, known: Calibration | None, length: int, own: int) -> Float64:
-        cache = PagedKvCache(
-            -(-len(tokens) // 16) + 1, 16, config.num_kv_heads, config.head_dim, num_layers=config.num_layers,
-            key_dtype=key, value_dtype=value, calibration=known, residual_length=length, first_tokens=own,
-        )
+        options = {"calibration": known, "residual_length": length, "first_tokens": own}
+        cache = new_cache(model, len(tokens), key_dtype=key, value_dtype=value, **options)
         cache.allocate(0, 0)
         half = len(tokens) // 2
         run_piece(model, cache, tokens[:half], 0, "none", len(tokens))

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.calibration.passes import run_piece
+from kvcache.calibration.passes import new_cache, run_piece
 from kvcache.calibration.residual import FIRSTS
 from kvcache.core.calibration import Calibration
 from kvcache.kernels.kernels import FORMATS
 from kvcache.networks.protocols import Float32, Model
-from kvcache.paged.cache import PagedKvCache
 from kvcache.support.arguments import short
 
 __all__ = ["budget_of", "formats_within", "measure_losses"]
@@ -106,8 +105,8 @@ def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.ui
         calibration: of the keys.
         tokens: of a text; 512 of its middle are used. The first 16 of these are read unpacked and count for nothing.
     """
-    config, start = model.config, max(0, len(tokens) - _TOKENS) // 2
-    text, count = tokens[start : start + _TOKENS], config.num_layers
+    start, count = max(0, len(tokens) - _TOKENS) // 2, model.config.num_layers
+    text = tokens[start : start + _TOKENS]
     show = sys.stderr is not None and sys.stderr.isatty()
 
     def run(packed: int, side: int) -> NDArray[np.float64]:
@@ -115,9 +114,9 @@ def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.ui
         formats = [["f16"] * count, ["f16"] * count]
         if packed >= 0:
             formats[side][packed] = "q2"
-        cache = PagedKvCache(
-            -(-len(text) // 16) + 1, 16, config.num_kv_heads, config.head_dim, num_layers=count, key_dtype=formats[0],
-            value_dtype=formats[1], calibration=calibration, residual_length=_RESIDUAL, first_tokens=FIRSTS,
+        cache = new_cache(
+            model, len(text), key_dtype=formats[0], value_dtype=formats[1], calibration=calibration,
+            residual_length=_RESIDUAL, first_tokens=FIRSTS,
         )
         cache.allocate(0, 0)
         rows = run_piece(model, cache, text, 0, "all", len(text))[FIRSTS:].astype(np.float64)

@@ -11,7 +11,21 @@ from numpy.typing import NDArray
 from kvcache.networks.protocols import Float32, Logits, Model, layer_attention
 from kvcache.paged.cache import PagedKvCache
 
-__all__ = ["run_piece"]
+__all__ = ["new_cache", "run_piece"]
+
+
+def new_cache(model: Model, num_tokens: int, **options: Any) -> PagedKvCache:
+    """A cache of all layers of a network whose K and V have one size, with room for a text and a block more.
+
+    Args:
+        options: of `PagedKvCache`.
+    """
+    config, first = model.config, next(each for each in layer_attention(model) if each is not None)
+    heads, dim = first.num_kv_heads or config.num_kv_heads, first.head_dim or config.head_dim
+    sizes: dict[str, Any] = {"num_heads": heads, "head_dim": dim}
+    if first.latent is not None:
+        sizes = {"latent": (first.latent, dim - first.latent)}
+    return PagedKvCache(-(-num_tokens // 16) + 1, 16, **sizes, num_layers=config.num_layers, **options)
 
 
 def run_piece(

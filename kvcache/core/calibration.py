@@ -23,6 +23,7 @@ Float64 = npt.NDArray[np.float64]
 # A key of up to 65504 in f16 or a quantised format, less a centre of up to half of that, is checked to fit again.
 _MOST = 32752.0
 _DAMPING = 0.01  # of the mean of the diagonal, as GPTQ has it: directions without any query are not without cost
+_TOGETHER = 2**18  # numbers of moments whose factors are made together, in a cache of the CPU
 _MAGIC = b"kvcache calibration 1\n"
 
 
@@ -71,7 +72,7 @@ class Calibration:
             if not (np.isfinite(self.losses) & (self.losses >= 0)).all():
                 raise ValueError("losses: expected finite numbers of at least 0, got others")
             self.losses.flags.writeable = False
-        self._factors: dict[bool, Float32] = {}
+        self._factors: dict[int, Float32] = {}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -109,19 +110,26 @@ class Calibration:
         centres[layers] = 0
         return Calibration(centres, self.moments, self.losses)
 
-    def factors(self, rotated: bool) -> Float32 | None:
+    def factors(self, rotated: int) -> Float32 | None:
         """The factors of the encoder, float32 `(num_layers, num_heads, head_dim, head_dim)`; None without moments.
 
         The inverse of the unit upper triangular A of  H = A D A', where H are the moments and 1 % of damping. The
         arithmetic is elementwise float64 in one order: every machine finds the same bits.
 
         Args:
-            rotated: whether rows are stored under a Hadamard rotation; head_dim is a power of two then.
+            rotated: channels of each part of a row that is stored under a Hadamard rotation, a power of two that
+                divides head_dim; 0: none is.
         """
         if self.moments is None:
             return None
         if rotated not in self._factors:
-            self._factors[rotated] = _factors(self.moments.astype(np.float64), rotated)
+            shape, dim = self.moments.shape, self.shape[2]
+            found = np.empty((shape[0] * shape[1], dim, dim), np.float32)
+            flat, step = self.moments.reshape(found.shape), max(1, _TOGETHER // dim**2)
+            for first in range(0, len(flat), step):
+                here = slice(first, first + step)
+                found[here] = _factors(flat[here].astype(np.float64), rotated)
+            self._factors[rotated] = found.reshape(shape)
         return self._factors[rotated]
 
     def _check(self) -> bytes:
@@ -179,10 +187,10 @@ class Calibration:
         return f"Calibration({layers} layers, {heads} heads of {dim}{feedback}, {self.fingerprint[:8]})"
 
 
-def _factors(h: Float64, rotated: bool) -> Float32:
+def _factors(h: Float64, rotated: int) -> Float32:
     dim = h.shape[-1]
-    if rotated:  # a row x is stored as H x / dim and read as H y: its query is H q
-        h = _hadamard(_hadamard(h).swapaxes(2, 3))
+    if rotated:  # a part x is stored as H x / rotated and read as H y: its query is H q
+        h = _hadamard(_hadamard(h, rotated).swapaxes(-1, -2), rotated)
     diagonal = np.arange(dim)
     damping = _DAMPING * h[..., diagonal, diagonal].mean(axis=-1, keepdims=True)
     h[..., diagonal, diagonal] += np.where(damping > 0, damping, 1.0)
@@ -198,9 +206,9 @@ def _factors(h: Float64, rotated: bool) -> Float32:
     return np.ascontiguousarray(inverse, np.float32)
 
 
-def _hadamard(x: Float64) -> Float64:
-    """The transform of the last axis, unscaled."""
-    shape, step = x.shape, x.shape[-1] // 2
+def _hadamard(x: Float64, part: int) -> Float64:
+    """The transform of each part of the last axis, unscaled."""
+    shape, step = x.shape, part // 2
     while step:
         pairs = x.reshape(*shape[:-1], -1, 2, step)
         x = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], axis=-2).reshape(shape)

@@ -5,7 +5,7 @@ from libc.stdlib cimport calloc, free
 
 from kvcache.core.layouts cimport Layouts
 from kvcache.kernels cimport kernels
-from kvcache.kernels.kernels cimport kvc_head_keys
+from kvcache.kernels.kernels cimport kvc_head_keys, kvc_layout
 
 import numpy as np
 
@@ -27,6 +27,14 @@ cdef class KnownKeys:
         return self.calibration.fingerprint == other.calibration.fingerprint
 
 
+# Channels of each rotated part of a key, as `kvc_rows_of` (ckernels/kvc_quant.h) has them; 0: none is.
+cdef int rotated_part(const kvc_layout *layout) noexcept nogil:
+    cdef int dims = layout.head_dim
+    if layout.latent:
+        dims |= layout.value_head_dim
+    return dims & -dims if layout.rotate_keys else 0
+
+
 cdef KnownKeys known_keys(object calibration, Layouts layouts):
     cdef KnownKeys known = KnownKeys()
     cdef const float[:, :, ::1] centres
@@ -39,10 +47,11 @@ cdef KnownKeys known_keys(object calibration, Layouts layouts):
     if calibration.shape != shape:
         raise ValueError(f"calibration: expected one of {shape} layers, heads and channels, got {calibration.shape}")
     known.calibration, known.centres = calibration, calibration.centres
-    cdef bint rotated = False, quantised = False, narrow = False
+    cdef bint quantised = False, narrow = False
+    cdef int rotated = 0
     for layer in range(layouts.num_layers):    # quantised layers are rotated alike
         if kernels.kvc_format_of(layouts.of[layer].key_format).quantised:
-            quantised, rotated = True, layouts.of[layer].rotate_keys
+            quantised, rotated = True, rotated_part(&layouts.of[layer])
         narrow = narrow or kernels.kvc_format_of(layouts.of[layer].key_format).bits != 32
     if quantised:
         known.factors = calibration.factors(rotated)

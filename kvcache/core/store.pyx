@@ -43,7 +43,8 @@ cdef class BlockStore:
         separate_layers: a block holds K and V of one layer, whichever: there is one arena, and the store's `num_layers`
             is at most 1. Writes, reads and attention still name the layer whose keys they are.
         latent: V is the first `value_head_dim` channels of K, of one KV head, and takes no memory of its own.
-        calibration: of keys; a `Calibration` of these layers, heads and channels, or None. With `latent` None.
+        calibration: of keys; a `Calibration` of these layers, heads and channels, or None. With `latent` V lacks the
+            first channels of its centres too.
 
     Raises:
         ValueError: a size or format that is not supported.
@@ -53,8 +54,6 @@ cdef class BlockStore:
     def __cinit__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
                   value_dtype="f32", rotate="auto", value_head_dim=None, bint separate_layers=False, bint latent=False,
                   calibration=None):
-        if latent and calibration is not None:
-            raise ValueError(f"calibration: expected None with latent, got {calibration}")
         self.layouts = Layouts(num_layers, block_size, num_heads, head_dim, key_dtype, value_dtype, rotate,
                                value_head_dim, separate_layers, latent)
         self.layout, self.num_layers = self.layouts.first, self.layouts.num_layers

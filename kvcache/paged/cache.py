@@ -92,9 +92,8 @@ class PagedKvCache:
         latent: a pair of channels, of a latent and of the part that turns with the position, in place of `num_heads`,
             `head_dim` and `value_head_dim`: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in
             its absorbed form. A token has one row of both, which all query heads read: as their key whole, as V its
-            latent. `values` of writes are None. K and V have one format, and there is no `calibration`. Quantised rows
-            are rotated in equal parts, of the largest power of two that divides both, from 16 on. Both
-            together are at most 576.
+            latent. `values` of writes are None. K and V have one format. Quantised rows are rotated in equal parts, of
+            the largest power of two that divides both, from 16 on. Both together are at most 576.
         num_layers: layers; every block holds its tokens' K and V of all of them.
         separate_layers: a sequence, and so a block, holds tokens of one layer. A text has a sequence for each layer, so
             its layers may keep different tokens. Every call names the sequence's layer. All layers have one format.
@@ -107,9 +106,9 @@ class PagedKvCache:
         eviction_strategy: which sequence is evicted first, by default `EvictionStrategy.LRU()`.
         eviction_threshold: share of blocks in use from which `needs_eviction` is true, clamped to [0, 1].
         calibration: a `Calibration` of the keys of these layers, heads and channels. Keys are stored less their centre,
-            which `read` adds to tokens that were written, and quantised with feedback. Attention returns what it would
-            over the keys of `read`, log-sum-exps and masses too. A layer with a centre takes no softcap and no
-            sink_queries, whose scores would tell the constant: ValueError.
+            which `read` adds to tokens that were written, and quantised with feedback; with `latent` so is V. Attention
+            returns what it would over the rows of `read`, log-sum-exps and masses too. A layer with a centre takes no
+            softcap and no sink_queries, whose scores would tell the constant: ValueError.
         residual_length: tokens per group of KIVI's residual, 0 to 256. A query reads its own group of the text in f16,
             and all earlier ones packed. Each sequence keeps f16 rows from the group on in which its last `append`
             began; their memory grows with the sequences. Evicted tokens still count where a group begins and ends, so

@@ -198,6 +198,21 @@ static kvc_float_rows apart_rows(source *s, const world *w, const sequence *q, i
     return (kvc_float_rows){x ? to->at : NULL, (int64_t)stride};
 }
 
+/* V of latent rows is the first channels of their keys, with the centre that both lack, at every level. */
+static void expect_whole_values(const world *w, const sequence *q, const kvc_head_keys *known) {
+    const size_t dim = w->row[KVC_KEYS], values = w->row[KVC_VALUES], n = (size_t)q->num_tokens;
+    float *k = malloc((n * dim + 1) * sizeof *k), *v = malloc((n * values + 1) * sizeof *v);
+    for (int level = 0; level < num_levels(); level++) {
+        const kvc_kernels *kernels = level_at(level);
+        kernels->read_runs(&w->layout, w->arena, q->runs.at, q->num_runs, k, NULL, dim, dim, known);
+        kernels->read_runs(&w->layout, w->arena, q->runs.at, q->num_runs, NULL, v, values, values, known);
+        for (size_t t = 0; t < n; t++) {
+            if (memcmp(k + t * dim, v + t * values, values * sizeof *v)) fail("%s: V is no part of K", kernels->name);
+        }
+    }
+    free(k), free(v);
+}
+
 static void step_write(source *s, world *w) {
     sequence q = draw_runs(s, w, 1);
     const int sides = draw(s, 8), kind = draw(s, NUM_KINDS),
@@ -243,6 +258,7 @@ static void step_write(source *s, world *w) {
     }
     for (int64_t t = 0; t < q.num_tokens; t++)
         w->plain[q.slots[t]] = kind == GAUSSIAN && given[0] && (given[1] || w->layout.latent) && !steered;
+    if (steered && w->layout.latent) expect_whole_values(w, &q, known);
     give_back(&of_known), free(all);
     give_back(&before), give_back(&x[0]), give_back(&x[1]), give_back(&apart[0]), give_back(&apart[1]);
     drop_runs(&q);

@@ -78,7 +78,8 @@ static inline double norm_of(const float *x, int n) {
     return sqrt(sum);
 }
 
-/* Tokens of a context: the first ones in one world, whose keys lack a centre (NULL: none), the last `near` in another. */
+/* Tokens of a context: the first ones in one world, whose keys lack a centre (NULL: none), as latent rows do whole, the
+ * last `near` in another. */
 typedef struct context {
     const world *far, *close;
     const size_t *slots; /* of each token */
@@ -123,9 +124,10 @@ static inline row_answer attend_row(const context *c, int head, double scale, co
         const float *v = w->rows[KVC_VALUES] + slots[t] * w->row[KVC_VALUES] + (size_t)(head * v_dim);
         const size_t size = (size_t)w->layout.block_size;
         const int block = (int)(slots[t] / size), slot = (int)(slots[t] % size);
+        const float *centre = t < far && l->latent ? c->centre : NULL;
         weights[t] /= sum;
-        for (int d = 0; d < v_dim; d++) answer.out[d] += weights[t] * v[d];
-        v_norm = fmax(v_norm, norm_of(v, v_dim));
+        for (int d = 0; d < v_dim; d++) answer.out[d] += weights[t] * ((double)v[d] + (centre ? (double)centre[d] : 0));
+        v_norm = fmax(v_norm, norm_of(v, v_dim) + (centre ? norm_of(centre, v_dim) : 0));
         const kvc_rows k_rows = kvc_rows_of(&w->layout, KVC_KEYS), v_rows = kvc_rows_of(&w->layout, KVC_VALUES);
         const float k_scale = stored_scale(w, KVC_KEYS, block, slot, head);
         const double half =

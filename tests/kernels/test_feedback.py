@@ -53,7 +53,7 @@ def oracle_steered(row, bits, factor):
 @pytest.mark.parametrize("dim", [8, 24, 64])
 def test_codes_with_feedback_are_those_of_the_oracle(simd, rng, name, dim):
     rows = np.concatenate([hard_rows(rng, dim)[::4], rng.standard_normal((30, dim)).astype(np.float32)])[:, None]
-    factors = calibration(rng, 1, 1, dim).factors(False)[0]
+    factors = calibration(rng, 1, 1, dim).factors(0)[0]
     want = [oracle_steered(row.tobytes(), BITS[name], factors[0].tobytes()) for row in rows[:, 0]]
     np.testing.assert_array_equal(stored(rows, name, factors=factors)[1][:, 0], np.stack(want))
 
@@ -67,7 +67,7 @@ def test_every_level_and_every_division_into_calls_stores_the_same_bytes(rng, na
     rows = hard_rows(rng, dim)
     rows = rows[rng.integers(0, len(rows), (2 * block_size, heads))] / 2
     known = calibration(rng, 1, heads, dim)
-    options = {"centres": known.centres[0], "factors": known.factors(rotate)[0], "rotate": rotate}
+    options = {"centres": known.centres[0], "factors": known.factors(dim * rotate)[0], "rotate": rotate}
     starts = [0, *sorted(rng.choice(np.arange(1, block_size), 3, replace=False).tolist()), block_size]
     runs = [(b, a, z) for b in range(2) for a, z in itertools.pairwise(starts)]
     tokens = [(b, i, i + 1) for b in range(2) for i in range(block_size)]
@@ -86,7 +86,7 @@ def test_feedback_reduces_the_error_of_scores(simd, rng, name, rotate):
     rows = rng.standard_normal((100, 2, 64)).astype(np.float32)
     known = calibration(rng, 1, 2, 64)
     errors = []
-    for factors in (None, known.factors(rotate)[0]):
+    for factors in (None, known.factors(64 * rotate)[0]):
         error = stored(rows, name, rotate=rotate, factors=factors)[1].astype(np.float64) - rows
         errors.append(np.einsum("thd,hde,the->", error, known.moments[0].astype(np.float64), error))
     assert errors[1] < 0.75 * errors[0]
@@ -114,15 +114,15 @@ def test_read_adds_the_centre_to_what_was_written_alone(simd, rng, name, rotate,
 
 def test_factors_are_those_of_the_definition(rng):
     known = calibration(rng, 2, 3, 32)
-    h = oracle.hadamard(32)
-    for rotated in (False, True):
+    for rotated in (0, 8, 32):  # channels of a part
+        h = np.kron(np.eye(32 // rotated), oracle.hadamard(rotated)) if rotated else np.eye(32)
         factors = known.factors(rotated)
         for layer, head in np.ndindex(2, 3):
             one = known.moments[layer, head]
-            expected = oracle.factor(h @ one @ h if rotated else one)
+            expected = oracle.factor(h @ one @ h)
             np.testing.assert_allclose(np.triu(factors[layer, head]), expected, rtol=1e-4, atol=1e-5)
-    assert Calibration(known.centres).factors(True) is None
-    none = Calibration(np.zeros((1, 1, 8)), np.zeros((1, 1, 8, 8))).factors(False)
+    assert Calibration(known.centres).factors(32) is None
+    none = Calibration(np.zeros((1, 1, 8)), np.zeros((1, 1, 8, 8))).factors(0)
     np.testing.assert_array_equal(none[0, 0], np.eye(8))
 
 

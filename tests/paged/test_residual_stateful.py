@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from oracles import kernels as oracle
 from residual_caches import DIM, HEADS, LAYERS, make
 
+from kvcache import Calibration
 from kvcache.errors import InvalidOperationError, OutOfMemoryError, SequenceNotFoundError
 
 IDS = st.integers(0, 3)
@@ -83,16 +84,29 @@ class Naive:
 
 class ResidualMachine(RuleBasedStateMachine):
     length, firsts, block_size = 4, 2, 3
+    heads, dim, value_dim, latent, calibration = HEADS, DIM, DIM, None, None
 
     def __init__(self):
         super().__init__()
-        self.real = make(self.length, self.firsts, block_size=self.block_size, num_blocks=60)
+        self.real = make(
+            self.length, self.firsts, block_size=self.block_size, num_blocks=60, latent=self.latent,
+            calibration=self.calibration,
+        )
         self.naive = {}
         self.rng = np.random.default_rng(0)
 
     def rows(self, count):
-        rows = self.rng.standard_normal((2, count, HEADS, DIM)) * 3
-        return rows.astype(np.float16).astype(np.float32)
+        """K and V."""
+        rows = (self.rng.standard_normal((2, count, self.heads, self.dim)) * 3).astype(np.float16).astype(np.float32)
+        return rows[0], rows[1]
+
+    def written(self, keys, values):
+        """The rows as the cache takes them."""
+        return keys, values
+
+    def read(self, layer, seq):
+        """Packed rows as attention reads them."""
+        return self.real.read(layer, seq)
 
     def both(self, act, twin):
         """Both change, or, where blocks are missing, neither."""
@@ -104,7 +118,7 @@ class ResidualMachine(RuleBasedStateMachine):
 
     def write(self, seq, layer, start, count):
         keys, values = self.rows(count)
-        self.real.write(layer, seq, keys, values, start=start)
+        self.real.write(layer, seq, *self.written(keys, values), start=start)
         for token, key, value in zip(self.naive[seq].tokens[start : start + count], keys, values, strict=True):
             token[layer] = (key, value)
 
@@ -147,7 +161,7 @@ class ResidualMachine(RuleBasedStateMachine):
 
         def twin():
             rows = self.rows(sum(counts))
-            self.real.write_ragged(layer, ids, counts, *rows)
+            self.real.write_ragged(layer, ids, counts, *self.written(*rows))
             row = iter(zip(*rows, strict=True))
             for seq, count in zip(ids, counts, strict=True):
                 text = self.naive[seq]
@@ -283,23 +297,23 @@ class ResidualMachine(RuleBasedStateMachine):
             own = kept.index(False) if False in kept else len(kept)
             own = own if self.length else len(self.naive[seq].tokens)
             lens.append(round(share * own))
-        queries = self.rng.standard_normal((sum(lens), 2 * HEADS, DIM)).astype(np.float32)
+        queries = self.rng.standard_normal((sum(lens), 2 * self.heads, self.dim)).astype(np.float32)
         out, *masses, lse = self.real.attention(
             layer, queries, ids, query_lens=lens, return_lse=True, return_scores=by, scale=0.7
         )
         row, expected_masses = 0, []
         for seq, count in zip(ids, lens, strict=True):
-            packed = self.real.read(layer, seq)
-            expected_masses.append(np.zeros((HEADS, len(packed[0]))))
+            packed = self.read(layer, seq)
+            expected_masses.append(np.zeros((self.heads, len(packed[0]))))
             for pos in range(len(self.naive[seq].tokens) - count, len(self.naive[seq].tokens)):
                 rows = self.naive[seq].seen(pos, packed, layer, self.length, self.firsts)
                 expected = oracle.attend(queries[row : row + 1], *rows, 0.7)
                 np.testing.assert_allclose(out[row], expected[0][0], atol=0.08)
                 np.testing.assert_allclose(lse[row], expected[2][0], atol=0.08)
-                expected_masses[-1][:, : pos + 1] += expected[1].reshape(HEADS, 2, -1).sum(1)
+                expected_masses[-1][:, : pos + 1] += expected[1].reshape(self.heads, 2, -1).sum(1)
                 row += 1
         if by:
-            expected = np.concatenate([np.zeros((HEADS, 0)), *expected_masses], axis=1)
+            expected = np.concatenate([np.zeros((self.heads, 0)), *expected_masses], axis=1)
             np.testing.assert_allclose(masses[0], expected if by == "head" else expected.sum(0), atol=0.2)
 
     @invariant()
@@ -312,11 +326,11 @@ class ResidualMachine(RuleBasedStateMachine):
             firsts, base, stop = self.real.unpacked_tokens(seq)
             assert [i < firsts or i >= base for i in range(stop)] == text.kept
             for layer in range(LAYERS):
-                zeros = np.zeros((2, HEADS, DIM))
-                expected = np.reshape([token.get(layer, zeros) for token in held], (-1, 2, HEADS, DIM))
                 got = self.real.read_unpacked(layer, seq)
-                np.testing.assert_array_equal(got[0], expected[:, 0])
-                np.testing.assert_array_equal(got[1], expected[:, 1])
+                for side, dim in enumerate((self.dim, self.value_dim)):
+                    zeros = np.zeros((2, self.heads, dim))
+                    expected = np.reshape([token.get(layer, zeros)[side] for token in held], (-1, self.heads, dim))
+                    np.testing.assert_array_equal(got[side], expected)
 
 
 class NoFirsts(ResidualMachine):
@@ -324,7 +338,25 @@ class NoFirsts(ResidualMachine):
 
 
 class AllFirsts(ResidualMachine):
+    """Latent rows, which are stored less a centre."""
+
     length, firsts, block_size = 3, 3, 1
+    heads, dim, value_dim = 1, 24, 16
+    centre = 3 * np.random.default_rng(1).standard_normal((1, dim)).astype(np.float32)
+    latent, calibration = (16, 8), Calibration([centre, 2 * centre])
+
+    def rows(self, count):
+        keys, _ = super().rows(count)
+        return keys, keys[..., : self.value_dim]
+
+    def written(self, keys, values):
+        return keys, None
+
+    def read(self, layer, seq):
+        """Packed rows as attention reads them: the centre where nothing was written."""
+        keys, _ = self.real.read(layer, seq)
+        keys[~keys.any(axis=(1, 2))] = (1 + layer) * self.centre
+        return keys, keys[..., : self.value_dim]
 
 
 class NoGroups(ResidualMachine):

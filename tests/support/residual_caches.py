@@ -5,9 +5,10 @@ from kvcache import PagedKvCache
 LAYERS, HEADS, DIM = 2, 2, 8
 
 
-def make(length, firsts, *, dtype="q2", num_blocks=400, block_size=4, **options):
+def make(length, firsts, *, dtype="q2", num_blocks=400, block_size=4, latent=None, **options):
+    sizes = {"latent": latent} if latent else {"num_heads": HEADS, "head_dim": DIM}
     return PagedKvCache(
-        num_blocks, block_size, HEADS, DIM, num_layers=LAYERS, dtype=dtype, residual_length=length,
+        num_blocks, block_size, **sizes, num_layers=LAYERS, dtype=dtype, residual_length=length,
         first_tokens=firsts, **options,
     )
 
