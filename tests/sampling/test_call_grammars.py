@@ -56,7 +56,11 @@ def tokenizer_of(special):
 
 def tokenizer_for(name, special):
     """One that can write the marks of a dialect: its bytes are those of ASCII."""
-    return tokenizer_of((*special, *(DIALECTS[name].marks if name == "deepseek" else ())))
+    if name == "deepseek":
+        return tokenizer_of((*special, *DIALECTS[name].marks))
+    parts = ("<|open|>", "<|sep|>", "<|close|>") if special else ()
+    word = ("｜DSML｜",)
+    return tokenizer_of({"kimi_k3": parts, "deepseek_v3_2": word, "deepseek_v4": word}.get(name, special))
 
 
 @cache
@@ -70,7 +74,7 @@ def compiled(tokenizer, grammar):
 
 CLOSERS = {
     "qwen3_coder": "</parameter>", "glm": "</arg_value>", "gemma4": '<|"|>', "functiongemma": "<escape>",
-    "harmony": "<|end|>",
+    "harmony": "<|end|>", "deepseek_v3_2": "/", "kimi_k3": "<|close|>argument<|sep|>",
 }
 
 
@@ -277,6 +281,10 @@ CALLS = {  # in the words of each dialect
     "mistral": '[TOOL_CALLS][{"name": "look", "arguments": {"place": "here"}}]',
     "granite": '<|tool_call|>[{"name": "look", "arguments": {"place": "here"}}]',
     "lfm2": '<|tool_call_start|>\n{"name": "look", "arguments": {"place": "here"}}\n<|tool_call_end|>',
+    "deepseek_v3_2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="look">\n<｜DSML｜parameter name="place" '
+    'string="true">here</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="look" index="1"<|sep|><|open|>argument key="place" type="string"'
+    "<|sep|>here<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
     "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look", "parameters": {"place": "here"}}]'
     "<|END_ACTION|>",
     "apertus": '<|tools_prefix|>[{"look": {"place": "here"}}]<|tools_suffix|>',

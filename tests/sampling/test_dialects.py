@@ -41,6 +41,17 @@ def tokenizer():
     return made
 
 
+@pytest.fixture(scope="module")
+def spelling_tokenizer():
+    """A token for each byte, and one for each part of marks that is a special token of its own."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    parts = ["｜DSML｜", "<|open|>", "<|sep|>", "<|close|>"]
+    made.add_special_tokens([AddedToken(part, special=True) for part in parts])
+    return made
+
+
 def read(tokenizer, name, text, cuts=(), prompt="", **options):
     """The thoughts, the content and the calls of an answer; its tokens come in pieces that begin at `cuts`."""
     answer = answer_of(tokenizer, name, prompt, **options)
@@ -217,6 +228,24 @@ ANSWERS = [
     ("functionary", '<function=f>{"a": 1}</function><function=g>{}</function>', ("", "", [("f", {"a": 1}), ("g", {})])),
     ("functionary", "<function=f>\n<parameter=a>1</parameter></function>",
      ("", "<function=f>\n<parameter=a>1</parameter></function>", [])),
+    ("deepseek_v3_2", 'hm</think>Hi\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter '
+     'name="s" string="true">1\n</｜DSML｜parameter>\n<｜DSML｜parameter name="l" string="false">'
+     '["</｜DSML｜parameter>"]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+     '<｜DSML｜invoke name="g">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+     ("", "hm</think>Hi", [("f", {"s": "1\n", "l": ["</｜DSML｜parameter>"]}), ("g", {})])),
+    ("deepseek_v3_2", '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a">1',
+     ("", '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a">1', [])),
+    ("deepseek_v4", '<think>hm</think>Hi<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="u" '
+     'string="false">null</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+     ("hm", "Hi", [("f", {"u": None})])),
+    ("deepseek_v4", '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="u" string="false">x'
+     "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>", ("", "", [("f", {"u": "x"})])),
+    ("kimi_k3", "<|open|>think<|sep|>hm<|close|>think<|sep|><|open|>response<|sep|>Hi<|close|>response<|sep|>"
+     '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="a&quot;b" type="string"<|sep|>1'
+     '<|close|>argument<|sep|><|open|>argument key="n" type="number"<|sep|>1.5<|close|>argument<|sep|><|close|>call'
+     '<|sep|><|open|>call tool="g" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>',
+     ("hm", "Hi", [("f", {'a"b': "1", "n": 1.5}), ("g", {})])),
+    ("kimi_k3", "<|open|>response<|sep|>Hi<|close|>response<|sep|><|close|>message<|sep|>", ("", "Hi", [])),
     ("none", '<think>a</think><tool_call>{"name": "f"}</tool_call>',
      ("a", '<tool_call>{"name": "f"}</tool_call>', [])),
 ]
@@ -229,6 +258,14 @@ def test_answers_of_the_families(tokenizer, name, text, want):
         assert read(tokenizer, name, text, range(0, 400, size)[: len(tokenizer.encode(text).ids)]) == want
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "want"), [each for each in ANSWERS if each[0] in ("deepseek_v3_2", "deepseek_v4", "kimi_k3")]
+)
+def test_marks_of_several_tokens(spelling_tokenizer, name, text, want):
+    assert read(spelling_tokenizer, name, text) == want
+    assert read(spelling_tokenizer, name, text, range(400)) == want
+
+
 BITS = st.sampled_from([
     *MARKS, "\n", " ", "x", "é🐈", "{", "}", "[", "]", '{"name": "f", "arguments": {"a": 1}}', "<function=f>",
     "</function>", "<parameter=a>\n1\n</parameter>", "call:f{a:1}", "[f(a=1)]", "f", "analysis", "final",
@@ -236,15 +273,21 @@ BITS = st.sampled_from([
     "<|channel|>commentary to=functions.f<|message|>{}", '{"name": "f", "arguments": ', '{"a": "', "\\ud83d", "1e", ",",
     "call:f{", 's:<|"|>', "<parameter=s>", "</parameter>",
     "<arg_key>a</arg_key>\n<arg_value>", "functions.f:0", "f<｜tool▁sep｜>{", "function<｜tool▁sep｜>",
-    '[{"f": ', "f>{", "```json\n", "```", '<invoke name="f">', '<parameter name="l">["', "</invoke>",
+    '[{"f": ', "f>{", '<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="a" string="false">',
+    "</｜DSML｜parameter>", '<|open|>call tool="f" index="1"<|sep|>', "<|open|>", "<|close|>call<|sep|>",
+    '<|open|>argument key="a" type="number"<|sep|>', "<|close|>argument<|sep|>", "```json\n", "```",
+    '<invoke name="f">', '<parameter name="l">["', "</invoke>",
 ])
 
 
 @given(name=st.sampled_from(sorted(DIALECTS)), bits=st.lists(BITS, max_size=12),
        cuts=st.lists(st.integers(0, 500), max_size=8),
        prompt=st.sampled_from(["", "a<think>\n", "🐈"]), calls=st.booleans(), parallel=st.booleans(),
-       stop=st.lists(st.sampled_from(["xf", "\n\n", "é", "}}"]), max_size=2))
-def test_any_cut_of_any_text_reads_the_same(tokenizer, name, bits, cuts, prompt, calls, parallel, stop):
+       stop=st.lists(st.sampled_from(["xf", "\n\n", "é", "}}"]), max_size=2), spells=st.booleans())
+def test_any_cut_of_any_text_reads_the_same(
+    tokenizer, spelling_tokenizer, name, bits, cuts, prompt, calls, parallel, stop, spells
+):
+    tokenizer = spelling_tokenizer if spells else tokenizer
     options = {"prompt": prompt, "calls": calls, "parallel": parallel, "stop": stop}
     whole = read(tokenizer, name, "".join(bits), **options)
     assert read(tokenizer, name, "".join(bits), cuts, **options) == whole
@@ -468,6 +511,8 @@ def test_several_objects_with_semicolons():
         ("<tool_call>{name}\n<arg_key>{key}</arg_key>", "glm"),
         ('<response>x</response>\n<tool_call>{"name"', "ernie"),
         ("'<|start|>assistant to=' + 'functions.' + name + '<|channel|>commentary '", "harmony"),
+        ("'\\n\\n<' + dsml_token + 'function_calls>\\n'", "deepseek_v3_2"), ("<｜DSML｜tool_calls>", "deepseek_v4"),
+        ("'<' + dsml_token + 'tool_calls>'", "deepseek_v4"), ("<|close|>message<|sep|><|end_of_msg|>", "kimi_k3"),
         ("begin = '<seed:tool_call>'\n<function=x>", "seed_oss"), ("'<TOOLCALL>['", "nemotron"),
         ("<|START_ACTION|>[", "cohere"), ("token = '<|tools_prefix|>'", "apertus"),
         ("within <tool_call></tool_call> XML tags\n<tool_calls>[", "apriel"),

@@ -58,7 +58,7 @@ def calls_grammar(
         if free:
             start = _free(words, written, parallel, thinks)
         else:
-            start = f"{words.thought(thinks)} {words.first} {_alone(words, written, parallel)}"
+            start = f"{words.thought(thinks)} {words.first} {words.silence} {_alone(words, written, parallel)}"
     return lark("\n".join([f"start: {start}", *words.rules]))
 
 
@@ -113,7 +113,7 @@ def lead_of_answers(marks: MarkTokens, *, thinks: bool, may_think: bool) -> str:
         final = f'{words.mark("<|channel|>")} "final" {words.mark("<|message|>")}'
         lead = f"{_analysis(words) if may_think else ''} {final}"
     else:
-        lead = words.thought(thinks) if thinks or may_think else ""
+        lead = f"{words.thought(thinks) if thinks or may_think else ''} {words.silence}".strip()
     return "\n".join([f"lead: {lead}", *words.rules]) if lead else ""
 
 
@@ -197,9 +197,9 @@ def _tags(words: GrammarWords, functions: Sequence[Function], parallel: bool) ->
         TagGrammar(words, style, schema, strict=strict).call(function["name"], function.get("format"))
         for function, schema, strict in _of_members(functions)
     ]
-    call = f"({' | '.join(some)})"
+    call, line = f"({' | '.join(some)})", '"\\n"' if style.in_lines else ""
     if style.several and parallel:
-        call = f'{call} ("\\n" {call})*'
+        call = f'{call} ({line} {call})*'
     return f'"\\n" {call} "\\n"' if style.in_lines else call
 
 

@@ -12,7 +12,7 @@ from kvcache.sampling.dialects.named_calls import NamedCalls
 from kvcache.sampling.dialects.object_calls import ObjectCalls
 from kvcache.sampling.dialects.object_style import APERTUS_OBJECTS, COHERE_OBJECTS, LISTED_OBJECTS, LLAMA_OBJECTS
 from kvcache.sampling.dialects.tag_calls import TagCalls
-from kvcache.sampling.dialects.tag_style import GLM_TAGS, MINIMAX_TAGS, QWEN_TAGS, SEED_TAGS
+from kvcache.sampling.dialects.tag_style import DSML_TAGS, GLM_TAGS, KIMI_TAGS, MINIMAX_TAGS, QWEN_TAGS, SEED_TAGS
 from kvcache.sampling.dialects.tagged_reader import TaggedReader
 
 __all__ = ["DIALECTS", "dialect_of"]
@@ -53,6 +53,18 @@ DIALECTS = {
         TaggedReader, ("<|tool_call_begin|>", "<|tool_call_end|>"), NamedCalls, None, _THOUGHTS, style=KIMI_NAMES,
         more=("<|tool_call_argument_begin|>",), section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),  # K2 and K2.5
+    "deepseek_v3_2": Dialect(
+        TaggedReader, ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"), TagCalls, None, _THOUGHTS,
+        style=DSML_TAGS,
+    ),
+    "deepseek_v4": Dialect(
+        TaggedReader, ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"), TagCalls, None, _THOUGHTS, style=DSML_TAGS
+    ),
+    "kimi_k3": Dialect(
+        TaggedReader, ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"), TagCalls, None,
+        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"), style=KIMI_TAGS, framed=True,
+        silent=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
     "granite": Dialect(
         TaggedReader, ("<|tool_call|>", ""), ObjectCalls, json_calls, _THOUGHTS, silent=_RESPONSE, style=LISTED_OBJECTS
     ),
@@ -87,6 +99,8 @@ DIALECTS = {
 }
 # The marks of a template that tell its dialect, in the order in which they are looked for.
 _SIGNS = {
+    "｜DSML｜function_calls>": "deepseek_v3_2", "dsml_token + 'function_calls>": "deepseek_v3_2",
+    "｜DSML｜tool_calls>": "deepseek_v4", "dsml_token + 'tool_calls>": "deepseek_v4", "<|end_of_msg|>": "kimi_k3",
     "<|constrain|>": "harmony", "to=functions.": "harmony", "<|channel|>commentary": "harmony",
     "<|tool_call>": "gemma4", "<start_function_call>": "functiongemma", "[TOOL_CALLS]": "mistral",
     "<|tool_call_start|>": "lfm2", "<seed:tool_call>": "seed_oss", "<TOOLCALL>": "nemotron",

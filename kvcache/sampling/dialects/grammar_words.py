@@ -33,7 +33,8 @@ class GrammarWords:
 
     def __init__(self, marks: MarkTokens) -> None:
         self.marks = marks
-        self._ids = {mark: f"<[{id}]>" for id, mark in marks.by_id.items()}
+        self._ids = {text: f"<[{id}]>" for id, text in {**marks.spelled, **marks.by_id}.items()}
+        self._special = re.compile("|".join(map(re.escape, self._ids)) or "(?!)")
         self.rules: list[str] = []
         self._names = 0
 
@@ -54,17 +55,23 @@ class GrammarWords:
 
     def mark(self, mark: str) -> str:
         """A mark; "" is none."""
-        return self._ids.get(mark, json.dumps(mark, ensure_ascii=False)) if mark else ""
+        return self.literal(mark)
 
     def literal(self, text: str) -> str:
-        """A text, in which marks that are special tokens are these; "" is none."""
-        pattern = "|".join(map(re.escape, self._ids)) or "(?!)"
-        return " ".join(self.mark(part) for part in re.split(f"({pattern})", text) if part)
+        """A text, in which special tokens are these; "" is none."""
+        parts = re.split(f"({self._special.pattern})", text)
+        return " ".join(self._ids.get(part) or json.dumps(part, ensure_ascii=False) for part in parts if part)
+
+    def _token_in(self, mark: str) -> str:
+        """The first special token in a mark; "": there is none."""
+        found = self._special.search(mark)
+        return "" if found is None else found[0]
 
     def text_until(self, mark: str) -> str:
-        """Any text without a mark, and the mark."""
-        if mark in self._ids:
-            return f"{_TEXT} {self._ids[mark]}"
+        """Any text without a mark, or without its special token, and the mark."""
+        if token := self._token_in(mark):
+            before, _, _ = mark.partition(token)
+            return f"/{_ANY}{_escaped(before)}/ {self.literal(mark.removeprefix(before))}"
         return self._to(mark, _TEXT)
 
     def _to(self, mark: str, text: str) -> str:
@@ -73,41 +80,57 @@ class GrammarWords:
 
     def before(self, mark: str, others: Iterable[str] = (), opening: str = "") -> str:
         """Any text without some marks that does not begin as `opening`, and the first mark; see `without`."""
-        if mark in self._ids:
-            return f"{self.without(mark, others, opening)} {self._ids[mark]}"
-        unlike = [opening, *(_ANY + re.escape(other) for other in others if other not in self._ids)]
+        if (token := self._token_in(mark)) and mark.startswith(token):
+            return f"{self.without(mark, others, opening)} {self.literal(mark)}"
+        unlike = [opening, *(_ANY + re.escape(other) for other in others if not self._token_in(other))]
+        if token:
+            before, _, _ = mark.partition(token)
+            text = self._unlike(*unlike, end=_escaped(before)) if any(unlike) else f"/{_ANY}{_escaped(before)}/"
+            return f"{text} {self.literal(mark.removeprefix(before))}"
         return self._to(mark, self._unlike(*unlike) if any(unlike) else _TEXT)
 
     def without(self, mark: str, others: Iterable[str] = (), *openings: str) -> str:
         """Any text without a mark and others that does not begin as `openings`, regular expressions; "" is none.
 
-        Special tokens are text too, where all marks are some and all openings are "".
+        Special tokens are text too, where all marks begin with some and all openings are "".
         """
         marks = (mark, *others)
-        texts = [_ANY + re.escape(each) for each in marks if each not in self._ids]
-        if not texts and not any(openings):
-            return f"<[^{','.join(self._ids[each][2:-2] for each in marks)}]>*"
-        return self._unlike(*openings, *texts)
+        tokens = list(map(self._token_in, marks))
+        texts = [_ANY + re.escape(each) for each, token in zip(marks, tokens, strict=True) if not token]
+        if texts or any(openings):
+            return self._unlike(*openings, *texts)
+        if not all(each.startswith(token) for each, token in zip(marks, tokens, strict=True)):
+            return _TEXT  # which no special token is a part of
+        text = f"<[^{','.join(dict.fromkeys(self._ids[token][2:-2] for token in tokens))}]>*"
+        silent = [self.mark(each) for each in self.marks.dialect.silent if self._token_in(each) in tokens]
+        return self.rule(f"{text} (({' | '.join(silent)}) {text})*") if silent else text
 
-    def _unlike(self, *openings: str) -> str:
-        """A text that does not begin as some regular expressions."""
+    def _unlike(self, *openings: str, end: str = "") -> str:
+        """A text that does not begin as some regular expressions, and has an end."""
         self._names += 1
         some = "|".join(filter(None, openings)).replace("/", r"\/")
-        self.rules.append(f"T{self._names}: {_TEXT} & ~/({some}){_ANY}/")
+        self.rules.append(f"T{self._names}: /{_ANY}{end}/ & ~/({some}){_ANY}/")
         return f"T{self._names}"
+
+    @property
+    def silence(self) -> str:
+        """The marks of several tokens that say nothing, where an answer has some before anything else."""
+        silent = self.marks.dialect.silent if self.marks.dialect.framed else ()
+        return f"({' | '.join(map(self.mark, silent))}){{0,2}}" if silent else ""
 
     @property
     def opening(self) -> str:
         """A regular expression of how thoughts begin; "": as nothing that is a text of this grammar does."""
         begin = (self.marks.dialect.thoughts or ("",))[0]
-        return "" if begin in self._ids or not begin else r"\s*" + re.escape(begin)
+        return "" if self._token_in(begin) or not begin else r"\s*" + re.escape(begin)
 
     def text_from(self, opening: str, mark: str) -> str:
         """A text that begins as a regular expression, up to a mark, and a gap."""
-        text = f"/{opening.replace('/', chr(92) + '/')}{_ANY}/"
-        if mark in self._ids:
-            return f"{text} {self._ids[mark]} {_GAP}"
-        return f"{self._to(mark, text)} {_GAP}"
+        begin = opening.replace("/", r"\/")
+        if token := self._token_in(mark):
+            before, _, _ = mark.partition(token)
+            return f"/{begin}{_ANY}{_escaped(before)}/ {self.literal(mark.removeprefix(before))} {_GAP}"
+        return f"{self._to(mark, f'/{begin}{_ANY}/')} {_GAP}"
 
     @property
     def gap(self) -> str:
@@ -143,6 +166,11 @@ class GrammarWords:
         rest = f"{self.text_until(end)} {_GAP}"
         title = r'"thought\n"' if dialect.titled else ""
         return rest if prompt_opens else f"({self.first} {self.mark(begin)} {title} {rest})?"
+
+
+def _escaped(text: str) -> str:
+    """A text within a regular expression of Lark."""
+    return re.escape(text).replace("/", r"\/")
 
 
 def checked_keywords(schema: Mapping[str, Any], known: set[str], *, strict: bool) -> None:

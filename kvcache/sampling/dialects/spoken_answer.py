@@ -24,6 +24,11 @@ class MarkTokens:
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
         dialect: of the answers.
+
+    Attributes:
+        by_id: marks that are special tokens.
+        by_text: all others.
+        spelled: the texts of special tokens that are a part of these, by their ids.
     """
 
     def __init__(self, tokenizer: Any, dialect: Dialect) -> None:
@@ -31,6 +36,9 @@ class MarkTokens:
         special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self.by_id = {special[mark]: mark for mark in dialect.marks if mark in special}
         self.by_text = tuple(mark for mark in dialect.marks if mark not in special)
+        self.spelled = {
+            id: text for text, id in special.items() if text and any(text in mark for mark in self.by_text)
+        }
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends with the mark that begins thoughts."""
@@ -97,6 +105,10 @@ class SpokenAnswer:
                 self._read(self._text.end(), ended=True)
                 self._text = TextStream(self._marks.tokenizer, [*self._tokens, token], self._stop)
                 self._reader.mark(mark, True)
+            elif (text := self._marks.spelled.get(token)) is not None and not self._text.stopped:
+                self._read(self._text.end())
+                self._text = TextStream(self._marks.tokenizer, [*self._tokens, token], self._stop)
+                self._read(text)
             else:
                 self._read(self._text.add(token))
             self._tokens = [*self._tokens[1 - _TAIL :], token]

@@ -32,6 +32,7 @@ class TagCalls:
         self._scan, self._scanned = JsonScan(), 0  # of a value in JSON, and of how much of it
         self._name = ""  # of the function that is open; "": none
         self._key: str | None = None  # of the argument that is open
+        self._kind = ""  # what an attribute says of its value
         self._schema: Any = {}  # of its arguments
         self._count = -1  # arguments of the call; -1: it has not begun
         self._is_other = self._is_ended = False
@@ -82,9 +83,9 @@ class TagCalls:
             return False  # the name may go on
         self._read(head.end())
         if self._name:
-            self._key = head[1]
+            self._key, self._kind = self._style.named(head[1]), head[2]
         else:
-            self._name, self._count = head[1], -1
+            self._name, self._count = self._style.named(head[1]), -1
             self._schema = self._span.schemas.get(self._name, {})
         return True
 
@@ -95,8 +96,7 @@ class TagCalls:
             self._searched = max(0, len(self._text) - len(close))
             return False
         with suppress(ValueError, TypeError, RecursionError):  # of a schema too
-            properties = self._schema.get("properties")
-            schema = resolved(properties.get(key) if isinstance(properties, dict) else None, self._schema)
+            schema = self._schema_of(key)
             if self._is_quoted(end, schema):
                 self._searched = end + 1
                 return True
@@ -113,6 +113,14 @@ class TagCalls:
                 self._text = self._text[end + len(close) :]
                 return True
         return self._give_up()
+
+    def _schema_of(self, key: str) -> Any:
+        """The schema of a value, which an attribute says, or that of the function."""
+        if self._kind:
+            is_text = self._kind == self._style.kinds["string"]
+            return {"type": "string" if is_text else [each for each in self._style.kinds if each != "string"]}
+        properties = self._schema.get("properties")
+        return resolved(properties.get(key) if isinstance(properties, dict) else None, self._schema)
 
     def _is_quoted(self, end: int, schema: Any) -> bool:
         """Whether the tag at this place stands within a string of JSON."""

@@ -42,17 +42,34 @@ class TagGrammar:
         for key, each in properties.items():
             if not re.fullmatch(style.key_pattern, key):
                 raise GrammarError(f"grammar: expected keys that this network can write, got {short(key)}")
-            free = words.formed(form)
-            value = f"{free} {words.literal(self._close)}" if free else self._value(each)
-            head = f"{words.literal(style.key[0] + key + style.key[1])} {self._before_value}"
-            part = words.rule(f"{head} {value} {self._line}")
+            part = words.rule(f"({self._argument(key, each, words.formed(form))}) {self._line}")
             parts.append(part if key in required else f"{part}?")
         if not parts and self._schema.get("additionalProperties") is not False:
             inner = rf"[^{re.escape(style.key[1][0])}\s]+".replace("/", r"\/")
-            head = f"{words.literal(style.key[0])} /{inner}/ {words.literal(style.key[1])} {self._before_value}"
+            begin, end = style.tag_of_key("\0", "string").split("\0")
+            head = f"{words.literal(begin)} /{inner}/ {words.literal(end)} {self._before_value}"
             parts = [f"({head} {self._text()} {self._line})*"]
-        head = f"{words.literal(style.function[0] + name + style.function[1])} {self._line}"
-        return words.rule(f"{head} {' '.join(parts)} {words.literal(style.end)}")
+        begin, counted, end = style.tag_of_function(name, "\0").partition("\0")
+        head = f"{words.literal(begin)} {'/[1-9][0-9]*/' if counted else ''} {words.literal(end)}"
+        return words.rule(f"{head} {self._line} {' '.join(parts)} {words.literal(style.end)}")
+
+    def _argument(self, key: str, schema: Any, free: str) -> str:
+        """The tag of an argument, its value and the tag behind it; `free`: the rule of a text, or ""."""
+        words, style = self._words, self._style
+        found = resolved(schema, self._schema)
+        types, close = types_of(found), words.literal(self._close)
+
+        def tag(*kinds: str) -> str:
+            tags = dict.fromkeys(words.literal(style.tag_of_key(key, kind)) for kind in kinds)
+            return f"({' | '.join(tags)}) {self._before_value}"
+
+        others = sorted((types or set(style.kinds)) - {"string"})
+        if free or not style.attribute or types == {"string"}:
+            return f"{tag('string')} {f'{free} {close}' if free else self._value(schema)}"
+        if types and "string" not in types:
+            return f"{tag(*others)} {self._value(schema)}"
+        text = f"{tag('string')} {self._value(schema)}"
+        return f"{text} | {tag(*others)} {words.json({'type': others}, strict=False)} {close}"
 
     @property
     def _before_value(self) -> str:

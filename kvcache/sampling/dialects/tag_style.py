@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["GLM_TAGS", "MINIMAX_TAGS", "QWEN_TAGS", "SEED_TAGS", "TagStyle"]
+__all__ = ["DSML_TAGS", "GLM_TAGS", "KIMI_TAGS", "MINIMAX_TAGS", "QWEN_TAGS", "SEED_TAGS", "TagStyle"]
 
 
 class TagStyle(NamedTuple):
@@ -21,6 +22,10 @@ class TagStyle(NamedTuple):
         several: whether all calls stand between two marks, rather than each.
         guesses: whether a value whose schema names no type is JSON where it can be, and else a text; it is a text
             otherwise.
+        attribute: the attribute of keys that says of which type a value is; "": there is none.
+        kinds: what it says, by the types of JSON; what is no text is JSON.
+        counts: whether a number stands behind the name of a function, from 1 on.
+        escapes: whether names have `&quot;` and `&amp;`.
     """
 
     function: tuple[str, str]
@@ -31,6 +36,10 @@ class TagStyle(NamedTuple):
     wraps: bool = False
     several: bool = False
     guesses: bool = False
+    attribute: str = ""
+    kinds: Mapping[str, str] = {}
+    counts: bool = False
+    escapes: bool = False
 
     @property
     def name_pattern(self) -> str:
@@ -45,12 +54,30 @@ class TagStyle(NamedTuple):
 
     def head_of_function(self) -> re.Pattern[str]:
         """The beginning of a call; its group is the name of the function."""
-        return _head(*self.function, self.name_pattern)
+        return _head(*self.function, self.name_pattern, r'\s+index="[0-9]+"' if self.counts else "")
 
     def head_of_value(self) -> re.Pattern[str]:
-        """The words before a value; their group is the name of the argument."""
-        opening = re.escape(self.value[0])
-        return re.compile(_head(*self.key, self.key_pattern).pattern + (rf"\s*{opening}" if opening else ""))
+        """The words before a value; their groups are the name of the argument, and what its attribute says."""
+        opening, more = re.escape(self.value[0]), rf'\s+{self.attribute}="(\w+)"' if self.attribute else "()"
+        return re.compile(_head(*self.key, self.key_pattern, more).pattern + (rf"\s*{opening}" if opening else ""))
+
+    def named(self, text: str) -> str:
+        """A name that files write so."""
+        return text.replace("&quot;", '"').replace("&amp;", "&") if self.escapes else text
+
+    def written(self, name: str) -> str:
+        """How a name is written."""
+        return name.replace("&", "&amp;").replace('"', "&quot;") if self.escapes else name
+
+    def tag_of_function(self, name: str, number: str = "1") -> str:
+        """The tag of a function."""
+        begin, end = self.function
+        return begin + self.written(name) + (f'" index="{number}{end}' if self.counts else end)
+
+    def tag_of_key(self, name: str, kind: str) -> str:
+        """The tag of an argument whose value is of a type of JSON."""
+        begin, end = self.key
+        return begin + self.written(name) + (f'" {self.attribute}="{self.kinds[kind]}{end}' if self.attribute else end)
 
 
 def _between(close: str) -> str:
@@ -59,8 +86,13 @@ def _between(close: str) -> str:
     return rf"[^{inner}\s](?:[^{inner}]*[^{inner}\s])?"
 
 
-def _head(begin: str, end: str, name: str) -> re.Pattern[str]:
-    return re.compile(rf"{re.escape(begin)}[^\S\n]*({name})[^\S\n]*{re.escape(end)}" if end else f"({name})")
+def _head(begin: str, end: str, name: str, more: str = "") -> re.Pattern[str]:
+    """A tag with a name; `more`: attributes behind the quote that ends the name."""
+    if not end:
+        return re.compile(f"({name}){more}")
+    if more.startswith(r"\s"):
+        end, more = end[1:], f"{re.escape(end[0])}{more}"
+    return re.compile(rf"{re.escape(begin)}[^\S\n]*({name})[^\S\n]*{more}{re.escape(end)}")
 
 
 # Qwen3-Coder and Qwen3.5.
@@ -76,4 +108,16 @@ GLM_TAGS = TagStyle(
 MINIMAX_TAGS = TagStyle(
     ('<invoke name="', '">'), ('<parameter name="', '">'), ("", "</parameter>"), "</invoke>", in_lines=True,
     several=True, guesses=True,
+)
+# DeepSeek-V3.2 and V4.
+DSML_TAGS = TagStyle(
+    ('<｜DSML｜invoke name="', '">'), ('<｜DSML｜parameter name="', '">'), ("", "</｜DSML｜parameter>"),
+    "</｜DSML｜invoke>", in_lines=True, several=True, attribute="string",
+    kinds={"string": "true"} | dict.fromkeys(("integer", "number", "boolean", "null", "object", "array"), "false"),
+)
+# Kimi K3.
+KIMI_TAGS = TagStyle(
+    ('<|open|>call tool="', '"<|sep|>'), ('<|open|>argument key="', '"<|sep|>'), ("", "<|close|>argument<|sep|>"),
+    "<|close|>call<|sep|>", in_lines=False, several=True, attribute="type", counts=True, escapes=True,
+    kinds={each: each for each in ("string", "number", "boolean", "null", "object", "array")} | {"integer": "number"},
 )
