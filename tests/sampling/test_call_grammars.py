@@ -59,8 +59,9 @@ def tokenizer_for(name, special):
     if name == "deepseek":
         return tokenizer_of((*special, *DIALECTS[name].marks))
     parts = ("<|open|>", "<|sep|>", "<|close|>") if special else ()
-    word = ("｜DSML｜",)
-    return tokenizer_of({"kimi_k3": parts, "deepseek_v3_2": word, "deepseek_v4": word}.get(name, special))
+    word, nested = ("｜DSML｜",), ("]<]minimax[>[", "<tool_call>") if special else ()
+    own = {"kimi_k3": parts, "deepseek_v3_2": word, "deepseek_v4": word, "minimax_m3": nested}
+    return tokenizer_of(own.get(name, special))
 
 
 @cache
@@ -75,6 +76,7 @@ def compiled(tokenizer, grammar):
 CLOSERS = {
     "qwen3_coder": "</parameter>", "glm": "</arg_value>", "gemma4": '<|"|>', "functiongemma": "<escape>",
     "harmony": "<|end|>", "deepseek_v3_2": "/", "kimi_k3": "<|close|>argument<|sep|>",
+    "minimax_m3": "]<]minimax[>[</text>",
 }
 
 
@@ -94,7 +96,7 @@ def drawn(grammar, tokenizer, seed, most=400, closer=""):
         if token == END:
             break
         tokens.append(token)
-        text = (text + tokenizer.decode([token], skip_special_tokens=False))[-20:]
+        text = (text + tokenizer.decode([token], skip_special_tokens=False))[-40:]
         matcher.advance(token)
         if matcher.is_complete:
             break
@@ -151,12 +153,15 @@ TYPED = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "gemma4", "functiongemma"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "gemma4", "functiongemma", "kimi_k3", "minimax_m3"])
 def test_values_are_of_their_types(name):
     tokenizer, seen = tokenizer_of(()), set()
     marks = MarkTokens(tokenizer, DIALECTS[name]._replace(thoughts=None))
+    schema = {**TYPED, "properties": {**TYPED["properties"]}}
+    if name == "minimax_m3":  # where each text has an end of its own, and what is drawn has that of one
+        del schema["properties"]["any"]
     for seed in range(8):
-        function = {"name": "f", "parameters": TYPED, "strict": True}
+        function = {"name": "f", "parameters": schema, "strict": True}
         grammar = calls_grammar(marks, [function], parallel=False, thinks=False)
         tokens = drawn(grammar, tokenizer, seed, 600, CLOSERS[name])
         answer = SpokenAnswer(marks, [], calls=True, schemas={"f": TYPED}, parallel=False)
@@ -177,7 +182,34 @@ def test_values_are_of_their_types(name):
         while tree:
             tree = tree.get("down", {})
             assert isinstance(tree, dict)
-    assert len(seen) > 4
+    assert len(seen) > 4 - (name == "minimax_m3")
+
+
+def test_tags_within_tags():
+    """Objects, lists, a schema within itself, and what they may not be."""
+    tokenizer = tokenizer_of(("]<]minimax[>[",))
+    marks = MarkTokens(tokenizer, DIALECTS["minimax_m3"]._replace(thoughts=None))
+    grammar = calls_grammar(marks, [{"name": "f", "parameters": TYPED, "strict": True}], parallel=False, thinks=False)
+    good = (
+        '<tool_call>\n~<invoke name="f">~<first>null~</first>~<text>a~</text>~<list>~<item>a b~</item>~<item>7~</item>'
+        "~</list>~<o>~<deep key>1.5~</deep key>~</o>~<either>8~</either>~<tree>~<down>~<down>~</down>~</down>~</tree>"
+        "~</invoke>\n~</tool_call>"
+    )
+    wanted = {
+        "first": None, "text": "a", "list": ["a b", 7], "o": {"deep key": 1.5}, "either": 8,
+        "tree": {"down": {"down": {}}},
+    }
+    said = ("~" + good).replace("~", "]<]minimax[>[")
+    assert follows(tokenizer, grammar, said)
+    pieces = SpokenAnswer(marks, [], calls=True, schemas={"f": TYPED}).extend(tokenizer.encode(said).ids, ended=True)
+    assert json.loads("".join(piece.text for piece in pieces if piece.channel == "arguments")) == wanted
+    for old, new in (("a b", "ab"), ("8", "4"), ("down", "up"), ("~<item>7~</item>", ""), ("1.5", "x"), ("deep ", "")):
+        other = ("~" + good.replace(old, new)).replace("~", "]<]minimax[>[")
+        assert follows(tokenizer, grammar, other) is None, other
+    refused("minimax_m3", "keys that this network can write", {"properties": {"a>": {}}})
+    refused("minimax_m3", "a schema without", {"properties": {"a": {"const": "]<]minimax[>[</a>"}}})
+    refused("minimax_m3", "a schema that this network's calls can follow, got 'pattern'",
+            {"properties": {"a": {"type": "string", "pattern": "x"}}}, strict=True)
 
 
 @pytest.mark.parametrize("special", [(), SPECIAL], ids=["marks are text", "some are tokens"])
@@ -285,6 +317,8 @@ CALLS = {  # in the words of each dialect
     'string="true">here</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="look" index="1"<|sep|><|open|>argument key="place" type="string"'
     "<|sep|>here<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="look">]<]minimax[>[<place>here'
+    "]<]minimax[>[</place>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
     "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look", "parameters": {"place": "here"}}]'
     "<|END_ACTION|>",
     "apertus": '<|tools_prefix|>[{"look": {"place": "here"}}]<|tools_suffix|>',

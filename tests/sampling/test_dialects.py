@@ -47,7 +47,7 @@ def spelling_tokenizer():
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    parts = ["｜DSML｜", "<|open|>", "<|sep|>", "<|close|>"]
+    parts = ["｜DSML｜", "<|open|>", "<|sep|>", "<|close|>", "]<]minimax[>[", "<tool_call>"]
     made.add_special_tokens([AddedToken(part, special=True) for part in parts])
     return made
 
@@ -246,6 +246,16 @@ ANSWERS = [
      '<|sep|><|open|>call tool="g" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>',
      ("hm", "Hi", [("f", {'a"b': "1", "n": 1.5}), ("g", {})])),
     ("kimi_k3", "<|open|>response<|sep|>Hi<|close|>response<|sep|><|close|>message<|sep|>", ("", "Hi", [])),
+    ("minimax_m3", '<mm:think>hm</mm:think>Hi]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<a>7'
+     "]<]minimax[>[</a>]<]minimax[>[<s>1]<]minimax[>[<b>]<]minimax[>[</s>]<]minimax[>[<l>]<]minimax[>[<item>x"
+     "]<]minimax[>[</item>]<]minimax[>[<item>]<]minimax[>[<l>true]<]minimax[>[</l>]<]minimax[>[</item>"
+     "]<]minimax[>[</l>]<]minimax[>[</invoke>\n"
+     ']<]minimax[>[<invoke name="g">]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>',
+     ("hm", "Hi", [("f", {"a": 7, "s": "1]<]minimax[>[<b>", "l": ["x", {"l": True}]}), ("g", {})])),
+    ("minimax_m3", "</mm:think>Hi", ("", "Hi", [])),
+    ("minimax_m3", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">]<]minimax[>[<l>]<]minimax[>[</l>'
+     "]<]minimax[>[<u>]<]minimax[>[<x>1]<]minimax[>[</x>y]<]minimax[>[</u>]<]minimax[>[</invoke>]<]minimax[>[</tool_call>",
+     ("", "]<]minimax[>[<x>1]<]minimax[>[</x>y]<]minimax[>[</u>]<]minimax[>[</invoke>", [("f", '{"l": []')])),
     ("none", '<think>a</think><tool_call>{"name": "f"}</tool_call>',
      ("a", '<tool_call>{"name": "f"}</tool_call>', [])),
 ]
@@ -258,9 +268,10 @@ def test_answers_of_the_families(tokenizer, name, text, want):
         assert read(tokenizer, name, text, range(0, 400, size)[: len(tokenizer.encode(text).ids)]) == want
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "want"), [each for each in ANSWERS if each[0] in ("deepseek_v3_2", "deepseek_v4", "kimi_k3")]
-)
+SPELLED = ("deepseek_v3_2", "deepseek_v4", "kimi_k3", "minimax_m3")
+
+
+@pytest.mark.parametrize(("name", "text", "want"), [each for each in ANSWERS if each[0] in SPELLED])
 def test_marks_of_several_tokens(spelling_tokenizer, name, text, want):
     assert read(spelling_tokenizer, name, text) == want
     assert read(spelling_tokenizer, name, text, range(400)) == want
@@ -276,6 +287,7 @@ BITS = st.sampled_from([
     '[{"f": ', "f>{", '<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="a" string="false">',
     "</｜DSML｜parameter>", '<|open|>call tool="f" index="1"<|sep|>', "<|open|>", "<|close|>call<|sep|>",
     '<|open|>argument key="a" type="number"<|sep|>', "<|close|>argument<|sep|>", "```json\n", "```",
+    ']<]minimax[>[<invoke name="f">', "]<]minimax[>[<a>", "]<]minimax[>[</a>", "]<]minimax[>[", "<item>", "</item>",
     '<invoke name="f">', '<parameter name="l">["', "</invoke>",
 ])
 
@@ -418,6 +430,18 @@ def test_streams_of_calls_take_linear_time(name, text):
     assert transcript.take()
 
 
+@pytest.mark.parametrize("text", ["~<a>" * 5000, "~<a>" * 3000 + "~</a>" * 3000, "x~</b>" * 5000])
+def test_tags_within_tags_take_linear_time(text):
+    transcript, text = Transcript(True), text.replace("~", "]<]minimax[>[")
+    began = time.process_time()
+    stream = DIALECTS["minimax_m3"].reader_of_calls(CallSpan(transcript, None, SCHEMAS, ""))
+    for piece in (']<]minimax[>[<invoke name="f">', *(text[at : at + 100] for at in range(0, len(text), 100)), "."):
+        stream.add(piece)
+    stream.end("")
+    assert time.process_time() - began < 1.0, "quadratic time takes minutes"
+    assert transcript.take()
+
+
 def test_text_without_marks_stays_as_it_is(tokenizer):
     for name in set(DIALECTS) - {"harmony"}:
         for text in ("", "  a \n b\n\n", "{ x", "🐈 [no", "\n"):
@@ -513,6 +537,7 @@ def test_several_objects_with_semicolons():
         ("'<|start|>assistant to=' + 'functions.' + name + '<|channel|>commentary '", "harmony"),
         ("'\\n\\n<' + dsml_token + 'function_calls>\\n'", "deepseek_v3_2"), ("<｜DSML｜tool_calls>", "deepseek_v4"),
         ("'<' + dsml_token + 'tool_calls>'", "deepseek_v4"), ("<|close|>message<|sep|><|end_of_msg|>", "kimi_k3"),
+        ("ns = ']<]minimax[>['\n<tool_call>\n<response>", "minimax_m3"),
         ("begin = '<seed:tool_call>'\n<function=x>", "seed_oss"), ("'<TOOLCALL>['", "nemotron"),
         ("<|START_ACTION|>[", "cohere"), ("token = '<|tools_prefix|>'", "apertus"),
         ("within <tool_call></tool_call> XML tags\n<tool_calls>[", "apriel"),

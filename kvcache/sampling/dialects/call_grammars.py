@@ -197,10 +197,11 @@ def _tags(words: GrammarWords, functions: Sequence[Function], parallel: bool) ->
         TagGrammar(words, style, schema, strict=strict).call(function["name"], function.get("format"))
         for function, schema, strict in _of_members(functions)
     ]
-    call, line = f"({' | '.join(some)})", '"\\n"' if style.in_lines else ""
+    in_lines = style.in_lines or style.nests
+    call, line = f"({' | '.join(some)})", '"\\n"' if in_lines else ""
     if style.several and parallel:
         call = f'{call} ({line} {call})*'
-    return f'"\\n" {call} "\\n"' if style.in_lines else call
+    return f'"\\n" {call} "\\n"' if in_lines else call
 
 
 # -- members ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,16 @@ from kvcache.sampling.dialects.named_calls import NamedCalls
 from kvcache.sampling.dialects.object_calls import ObjectCalls
 from kvcache.sampling.dialects.object_style import APERTUS_OBJECTS, COHERE_OBJECTS, LISTED_OBJECTS, LLAMA_OBJECTS
 from kvcache.sampling.dialects.tag_calls import TagCalls
-from kvcache.sampling.dialects.tag_style import DSML_TAGS, GLM_TAGS, KIMI_TAGS, MINIMAX_TAGS, QWEN_TAGS, SEED_TAGS
+from kvcache.sampling.dialects.tag_style import (
+    DSML_TAGS,
+    GLM_TAGS,
+    KIMI_TAGS,
+    MINIMAX_M3_TAGS,
+    MINIMAX_TAGS,
+    NESTED_WORD,
+    QWEN_TAGS,
+    SEED_TAGS,
+)
 from kvcache.sampling.dialects.tagged_reader import TaggedReader
 
 __all__ = ["DIALECTS", "dialect_of"]
@@ -45,6 +54,10 @@ DIALECTS = {
     "minimax": Dialect(
         TaggedReader, ("<minimax:tool_call>", "</minimax:tool_call>"), TagCalls, None, _THOUGHTS, style=MINIMAX_TAGS
     ),  # M2
+    "minimax_m3": Dialect(
+        TaggedReader, (f"{NESTED_WORD}<tool_call>", f"{NESTED_WORD}</tool_call>"), TagCalls, None,
+        ("<mm:think>", "</mm:think>"), style=MINIMAX_M3_TAGS, silent=("</mm:think>",),
+    ),
     "deepseek": Dialect(
         TaggedReader, ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), NamedCalls, None, _THOUGHTS,
         style=DEEPSEEK_NAMES, more=("<｜tool▁sep｜>",), section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
@@ -101,9 +114,9 @@ DIALECTS = {
 _SIGNS = {
     "｜DSML｜function_calls>": "deepseek_v3_2", "dsml_token + 'function_calls>": "deepseek_v3_2",
     "｜DSML｜tool_calls>": "deepseek_v4", "dsml_token + 'tool_calls>": "deepseek_v4", "<|end_of_msg|>": "kimi_k3",
-    "<|constrain|>": "harmony", "to=functions.": "harmony", "<|channel|>commentary": "harmony",
-    "<|tool_call>": "gemma4", "<start_function_call>": "functiongemma", "[TOOL_CALLS]": "mistral",
-    "<|tool_call_start|>": "lfm2", "<seed:tool_call>": "seed_oss", "<TOOLCALL>": "nemotron",
+    NESTED_WORD: "minimax_m3", "<|constrain|>": "harmony", "to=functions.": "harmony",
+    "<|channel|>commentary": "harmony", "<|tool_call>": "gemma4", "<start_function_call>": "functiongemma",
+    "[TOOL_CALLS]": "mistral", "<|tool_call_start|>": "lfm2", "<seed:tool_call>": "seed_oss", "<TOOLCALL>": "nemotron",
     "<|START_ACTION|>": "cohere", "<|tools_prefix|>": "apertus", "<tool_calls>[": "apriel",
     "`<function`": "functionary", "<｜tool▁call▁begin｜>": "deepseek", "<|tool_calls_section_begin|>": "kimi",
     "<minimax:tool_call>": "minimax", "<|tool_list_start|>": "lfm2", "<function=": "qwen3_coder", "<arg_key>": "glm",

@@ -7,8 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 from kvcache.sampling.dialects.call_span import CallSpan
-from kvcache.sampling.dialects.call_texts import resolved, typed, types_of
+from kvcache.sampling.dialects.call_texts import NoCall, resolved, typed, types_of
 from kvcache.sampling.dialects.json_scan import JsonScan
+from kvcache.sampling.dialects.nested_values import nested_value
 from kvcache.sampling.dialects.tag_style import TagStyle
 
 __all__ = ["TagCalls"]
@@ -30,6 +31,7 @@ class TagCalls:
         self._text = ""  # what is not read
         self._searched = 0  # of it, where the end of a value is not
         self._scan, self._scanned = JsonScan(), 0  # of a value in JSON, and of how much of it
+        self._inner = 0  # tags within the value that have the name of its own
         self._name = ""  # of the function that is open; "": none
         self._key: str | None = None  # of the argument that is open
         self._kind = ""  # what an attribute says of its value
@@ -73,8 +75,8 @@ class TagCalls:
     def _head(self) -> bool:
         """Read what comes before a value, or before the first argument."""
         window, style = self._text[:_LONGEST], self._style
-        closes = (style.value[0] or style.key[1]) if self._name else style.function[1]
-        if closes not in window:
+        opens, closes = (style.key[0], style.value[0] or style.key[1]) if self._name else style.function
+        if closes not in window[len(opens) :]:
             return self._give_up() if len(self._text) > _LONGEST else False
         head = (self._argument if self._name else self._function).match(window)
         if head is None:
@@ -90,26 +92,29 @@ class TagCalls:
         return True
 
     def _value(self, key: str) -> bool:
-        close = self._style.value[1]
+        close = self._style.close_of(key)
         end = self._text.find(close, self._searched)
         if end < 0:
-            self._searched = max(0, len(self._text) - len(close))
+            self._searched = max(self._searched, len(self._text) - len(close) + 1)
             return False
-        with suppress(ValueError, TypeError, RecursionError):  # of a schema too
+        with suppress(NoCall, ValueError, TypeError, RecursionError):  # of a schema too
             schema = self._schema_of(key)
-            if self._is_quoted(end, schema):
+            if self._is_within(key, end, schema):
                 self._searched = end + 1
                 return True
             text = self._text[:end]
             if self._style.wraps:
                 text = text.removeprefix("\n").removesuffix("\n")
-            value = typed(text, schema, guesses=self._style.guesses)
+            if self._style.nests and "string" not in types_of(schema):
+                value = nested_value(text, schema, self._schema)
+            else:
+                value = typed(text, schema, guesses=self._style.guesses)
             member = json.dumps({key: value}, ensure_ascii=False, allow_nan=False)[1:-1]
             member.encode()  # no lone surrogate: clients could not send the call back
             if self._begin():
                 self._span.put(("{" if self._count == 0 else ", ") + member)
                 self._count, self._key, self._searched = self._count + 1, None, 0
-                self._scan, self._scanned = JsonScan(), 0
+                self._scan, self._scanned, self._inner = JsonScan(), 0, 0
                 self._text = self._text[end + len(close) :]
                 return True
         return self._give_up()
@@ -122,9 +127,14 @@ class TagCalls:
         properties = self._schema.get("properties")
         return resolved(properties.get(key) if isinstance(properties, dict) else None, self._schema)
 
-    def _is_quoted(self, end: int, schema: Any) -> bool:
-        """Whether the tag at this place stands within a string of JSON."""
+    def _is_within(self, key: str, end: int, schema: Any) -> bool:
+        """Whether the tag at this place stands within a string of JSON, or ends an inner tag of this name."""
         types = types_of(schema)
+        if self._style.nests:
+            if "string" not in types:
+                self._inner += self._text.count(self._style.tag_of_key(key, ""), self._scanned, end)
+            self._scanned, self._inner = end + 1, self._inner - 1
+            return self._inner >= 0
         if not types or "string" in types:
             return False
         self._scan.add(self._text[self._scanned : end])

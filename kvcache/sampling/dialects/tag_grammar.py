@@ -10,6 +10,7 @@ from typing import Any
 from kvcache.errors import GrammarError
 from kvcache.sampling.dialects.call_texts import resolved, types_of
 from kvcache.sampling.dialects.grammar_words import GrammarWords, checked_keywords, members_of
+from kvcache.sampling.dialects.nested_grammar import NestedGrammar
 from kvcache.sampling.dialects.tag_style import TagStyle
 from kvcache.support.arguments import short
 
@@ -33,6 +34,7 @@ class TagGrammar:
         self._line = '"\\n"' if style.in_lines else '"\\n"?'
         self._wrap = "\n" if style.wraps else ""
         self._close = self._wrap + style.value[1]
+        self._nested = NestedGrammar(words, style, schema, strict=strict)
 
     def call(self, name: str, form: tuple[str, str] | None) -> str:
         """The rule of a call of this function; `form`: of the one text that is all arguments, or None."""
@@ -48,7 +50,7 @@ class TagGrammar:
             inner = rf"[^{re.escape(style.key[1][0])}\s]+".replace("/", r"\/")
             begin, end = style.tag_of_key("\0", "string").split("\0")
             head = f"{words.literal(begin)} /{inner}/ {words.literal(end)} {self._before_value}"
-            parts = [f"({head} {self._text()} {self._line})*"]
+            parts = [] if style.nests else [f"({head} {self._text()} {self._line})*"]
         begin, counted, end = style.tag_of_function(name, "\0").partition("\0")
         head = f"{words.literal(begin)} {'/[1-9][0-9]*/' if counted else ''} {words.literal(end)}"
         return words.rule(f"{head} {self._line} {' '.join(parts)} {words.literal(style.end)}")
@@ -56,6 +58,8 @@ class TagGrammar:
     def _argument(self, key: str, schema: Any, free: str) -> str:
         """The tag of an argument, its value and the tag behind it; `free`: the rule of a text, or ""."""
         words, style = self._words, self._style
+        if style.nests:
+            return self._nested.element(key, schema, free)
         found = resolved(schema, self._schema)
         types, close = types_of(found), words.literal(self._close)
 

@@ -6,7 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["DSML_TAGS", "GLM_TAGS", "KIMI_TAGS", "MINIMAX_TAGS", "QWEN_TAGS", "SEED_TAGS", "TagStyle"]
+__all__ = [
+    "DSML_TAGS", "GLM_TAGS", "KIMI_TAGS", "MINIMAX_M3_TAGS", "MINIMAX_TAGS", "NESTED_WORD",
+    "QWEN_TAGS", "SEED_TAGS", "TagStyle",
+]
+
+NESTED_WORD = "]<]minimax[>["  # before each tag of MiniMax-M3
 
 
 class TagStyle(NamedTuple):
@@ -26,6 +31,7 @@ class TagStyle(NamedTuple):
         kinds: what it says, by the types of JSON; what is no text is JSON.
         counts: whether a number stands behind the name of a function, from 1 on.
         escapes: whether names have `&quot;` and `&amp;`.
+        nests: whether the tag behind a value has the name of the argument, and objects and lists are tags within tags.
     """
 
     function: tuple[str, str]
@@ -40,6 +46,7 @@ class TagStyle(NamedTuple):
     kinds: Mapping[str, str] = {}
     counts: bool = False
     escapes: bool = False
+    nests: bool = False
 
     @property
     def name_pattern(self) -> str:
@@ -50,6 +57,8 @@ class TagStyle(NamedTuple):
     @property
     def key_pattern(self) -> str:
         """A regular expression of the names of arguments."""
+        if self.nests:
+            return r"[^<>/\s](?:[^<>\n]*[^<>\s])?"
         return _between(self.key[1])
 
     def head_of_function(self) -> re.Pattern[str]:
@@ -60,6 +69,10 @@ class TagStyle(NamedTuple):
         """The words before a value; their groups are the name of the argument, and what its attribute says."""
         opening, more = re.escape(self.value[0]), rf'\s+{self.attribute}="(\w+)"' if self.attribute else "()"
         return re.compile(_head(*self.key, self.key_pattern, more).pattern + (rf"\s*{opening}" if opening else ""))
+
+    def close_of(self, key: str) -> str:
+        """The tag behind the value of an argument."""
+        return f"{self.value[1]}{key}>" if self.nests else self.value[1]
 
     def named(self, text: str) -> str:
         """A name that files write so."""
@@ -120,4 +133,9 @@ KIMI_TAGS = TagStyle(
     ('<|open|>call tool="', '"<|sep|>'), ('<|open|>argument key="', '"<|sep|>'), ("", "<|close|>argument<|sep|>"),
     "<|close|>call<|sep|>", in_lines=False, several=True, attribute="type", counts=True, escapes=True,
     kinds={each: each for each in ("string", "number", "boolean", "null", "object", "array")} | {"integer": "number"},
+)
+# MiniMax-M3.
+MINIMAX_M3_TAGS = TagStyle(
+    (f'{NESTED_WORD}<invoke name="', '">'), (f"{NESTED_WORD}<", ">"), ("", f"{NESTED_WORD}</"),
+    f"{NESTED_WORD}</invoke>", in_lines=False, several=True, guesses=True, nests=True,
 )

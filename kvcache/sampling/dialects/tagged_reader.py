@@ -74,13 +74,12 @@ class TaggedReader:
             if self._state == "call":
                 self._end_calls()
             return
-        if mark in self._dialect.silent and self._state != "call":
-            if not self.is_thinking:
-                self._transcript.drop_space()
-            return
         if self.is_thinking and mark == self._end_thought:
             self._transcript.end_thought()
             self._state = "content"
+        elif mark in self._dialect.silent and self._state != "call":
+            if not self.is_thinking:
+                self._transcript.drop_space()
         elif self._state == "call" and mark == self._close:
             self._end_calls(mark)
         elif mark == self._open and (special or not self.is_thinking):
