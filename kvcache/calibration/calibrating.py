@@ -78,11 +78,16 @@ def as_calibration(
     found = calibrate if isinstance(calibrate, Calibration) else calibration_of(model, calibrate, with_losses)
     if with_losses and found.losses is None:
         raise ValueError(f"calibrate: expected one with losses for dtype {short(key_dtype)}, or tokens, got {found}")
-    config = model.config
-    shape = config.num_layers, config.num_kv_heads, config.head_dim
+    shape = _shape_of(model)
     if found.shape != shape:
         raise ValueError(f"calibrate: expected one of {shape} layers, heads and channels, got {found.shape}")
     return found.without_centres(tell) if tell else found
+
+
+def _shape_of(model: Model) -> tuple[int, int, int]:
+    """Layers, KV heads and channels of a network whose K and V have one size."""
+    config, first = model.config, next(each for each in layer_attention(model) if each is not None)
+    return config.num_layers, first.num_kv_heads or config.num_kv_heads, first.head_dim or config.head_dim
 
 
 def text_or_calibration(calibrate: Any, load: Callable[[], Any]) -> Any:
@@ -131,9 +136,7 @@ def calibration_of(model: Model, tokens: Any, with_losses: bool = False) -> Cali
     ids = as_tokens(tokens, model.config.vocab_size)
     if not isinstance(model, Transformer):
         return _with_losses(model, measure(model, ids), ids, with_losses)
-    path = path_of(model, ids)
-    config = model.config
-    shape = config.num_layers, config.num_kv_heads, config.head_dim
+    path, shape = path_of(model, ids), _shape_of(model)
     found = None
     try:
         found = Calibration.load(path)
@@ -184,6 +187,8 @@ def bias_centres(model: Model, without: Sequence[int] = ()) -> Calibration | Non
 class _Sums:
     """Sums over tokens of the keys of a layer, and of products of channels of the queries that read each KV head.
 
+    A layer that predicts draft tokens sees none here: its centres and products are zeros.
+
     Args:
         heads, dim: KV heads, and their channels.
         latent: channels of a key that are V too, or None.
@@ -192,7 +197,7 @@ class _Sums:
     def __init__(self, heads: int, dim: int, latent: int | None) -> None:
         self.latent = latent
         self.keys, self.products = np.zeros((heads, dim)), np.zeros((heads, dim, dim))
-        self.squares, self.tokens, self.readers = 0.0, 0, 0
+        self.squares, self.tokens, self.readers = 0.0, 0, 1
 
     def add(self, queries: Float32, keys: Float32) -> None:
         """Add the tokens of a piece."""
@@ -206,14 +211,15 @@ class _Sums:
 
     def centres(self) -> Float32:
         """The means of the keys, `(heads, dim)`."""
-        return np.clip(self.keys / self.tokens, -_MOST, _MOST).astype(np.float32)
+        return np.clip(self.keys / max(1, self.tokens), -_MOST, _MOST).astype(np.float32)
 
     def moments(self, scale: float) -> Float32:
         """The cost of errors of a key, `(heads, dim, dim)`: see `measure`."""
-        found = self.products / self.tokens
+        tokens = max(1, self.tokens)
+        found = self.products / tokens
         if self.latent is not None:
-            means = self.keys[..., : self.latent] / self.tokens
-            spread = self.squares / self.tokens - float((means * means).sum())
+            means = self.keys[..., : self.latent] / tokens
+            spread = self.squares / tokens - float((means * means).sum())
             found *= scale * scale * spread / self.readers
             found[:, np.arange(self.latent), np.arange(self.latent)] += 1.0
         return ((found + found.swapaxes(1, 2)) / 2).astype(np.float32)
@@ -235,7 +241,7 @@ def measure(model: Model, tokens: NDArray[np.uint32]) -> Calibration:
     window = min(_WINDOW, config.max_position_embeddings, len(tokens))
     if window < _LEAST:
         raise ValueError(f"calibrate: expected a text of at least {_LEAST} tokens and positions, got {window}")
-    heads, dim = attention[0].num_kv_heads or config.num_kv_heads, attention[0].head_dim or config.head_dim
+    _, heads, dim = _shape_of(model)
     sums = [_Sums(heads, dim, each.latent) for each in attention]
 
     def add(skipped: int, layer: int, queries: Float32, keys: Float32) -> None:

@@ -22,7 +22,7 @@ from kvcache.calibration.passes import new_cache, run_piece
 from kvcache.calibration.residual import FIRSTS
 from kvcache.core.calibration import Calibration
 from kvcache.kernels.kernels import FORMATS
-from kvcache.networks.protocols import Float32, Model
+from kvcache.networks.protocols import Float32, Model, latent_layers
 from kvcache.support.arguments import short
 
 __all__ = ["budget_of", "formats_within", "measure_losses"]
@@ -54,7 +54,7 @@ def formats_within(losses: Float32, head_dim: int, bits: float) -> tuple[list[st
     """Formats of K and V of each layer, whose rows have at most so many bits per value on average, scales included.
 
     Args:
-        losses: `(num_layers, 2)`, as `measure_losses` returns them.
+        losses: `(num_layers, 2)`, as `measure_losses` returns them; `(num_layers, 1)`: K and V are one row.
 
     Raises:
         ValueError: fewer bits than q2 has, more than q8 has, or NaN.
@@ -67,7 +67,7 @@ def formats_within(losses: Float32, head_dim: int, bits: float) -> tuple[list[st
     chosen = np.zeros(losses.shape, np.int64)
     left = losses.size * (bits - cost[steps[0]]) + 1e-9
     waiting: list[_Step] = []
-    for layer, side in np.ndindex(losses.shape[0], 2):
+    for layer, side in np.ndindex(losses.shape):
         _add(waiting, losses, layer, side, 0, steps, cost)
     while waiting:
         step = heapq.heappop(waiting)
@@ -75,7 +75,7 @@ def formats_within(losses: Float32, head_dim: int, bits: float) -> tuple[list[st
             left -= step.bits
             chosen[step.layer, step.side] = step.format
             _add(waiting, losses, step.layer, step.side, step.format, steps, cost)
-    return [steps[i] for i in chosen[:, 0]], [steps[i] for i in chosen[:, 1]]
+    return [steps[i] for i in chosen[:, 0]], [steps[i] for i in chosen[:, -1]]
 
 
 class _Step(NamedTuple):
@@ -101,19 +101,22 @@ def _add(
 def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.uint32]) -> Float32:
     """The KL divergence that each layer causes alone in q2, its keys and its values: float32 `(num_layers, 2)`.
 
+    Where V is a part of K, the first of both is that of the row, and the second one 0.
+
     Args:
         calibration: of the keys.
         tokens: of a text; 512 of its middle are used. The first 16 of these are read unpacked and count for nothing.
     """
     start, count = max(0, len(tokens) - _TOKENS) // 2, model.config.num_layers
-    text = tokens[start : start + _TOKENS]
+    text, sides = tokens[start : start + _TOKENS], 1 if latent_layers(model) else 2
     show = sys.stderr is not None and sys.stderr.isatty()
 
     def run(packed: int, side: int) -> NDArray[np.float64]:
         """Log-probabilities with one layer packed; -1: none."""
         formats = [["f16"] * count, ["f16"] * count]
         if packed >= 0:
-            formats[side][packed] = "q2"
+            for each in formats[side : side + 3 - sides]:
+                each[packed] = "q2"
         cache = new_cache(
             model, len(text), key_dtype=formats[0], value_dtype=formats[1], calibration=calibration,
             residual_length=_RESIDUAL, first_tokens=FIRSTS,
@@ -126,14 +129,14 @@ def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.ui
 
     exact = run(-1, 0)
     likely, losses, began = np.exp(exact), np.zeros((count, 2), np.float32), perf_counter()
-    for layer, side in np.ndindex(count, 2):
+    for layer, side in np.ndindex(count, sides):
         losses[layer, side] = max(0.0, float((likely * (exact - run(layer, side))).sum(axis=1).mean()))
         if layer == side == 0:
-            seconds = (perf_counter() - began) * losses.size
+            seconds = (perf_counter() - began) * count * sides
             logger.info("calibrating: the losses of %d layers take about %d s", count, math.ceil(seconds))
         if show:
-            done = 2 * layer + side + 1
-            print(f"\rmeasuring layers: {done} of {losses.size}", end="", file=sys.stderr, flush=True)
+            done = sides * layer + side + 1
+            print(f"\rmeasuring layers: {done} of {count * sides}", end="", file=sys.stderr, flush=True)
     if show:
         print(file=sys.stderr)
     return losses

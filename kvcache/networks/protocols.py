@@ -24,6 +24,7 @@ __all__ = [
     "Recur",
     "Recurrence",
     "StreamingModel",
+    "latent_layers",
     "layer_attention",
     "layer_recurrences",
     "other_layers",
@@ -243,14 +244,19 @@ def other_layers(model: Model) -> str:
     return "layers that do not attend" if None in layer_attention(model) else ""
 
 
+def latent_layers(model: Model) -> str:
+    """A name of layers with latent rows, for messages; empty: there are none."""
+    latent = any(each is not None and each.latent for each in layer_attention(model))
+    return "layers whose V is a part of K" if latent else ""
+
+
 def unlike_layers(model: Model) -> str:
     """The differences from layers with K and V of one size, for messages; empty: there are none."""
     attention = [each for each in layer_attention(model) if each is not None]
-    if any(each.latent for each in attention):
-        return "layers whose V is a part of K"
     if any(each.kv_layer is not None for each in attention):
         return "layers that read K and V of others"
-    return "layers of several sizes" if len({(each.num_kv_heads, each.head_dim) for each in attention}) > 1 else ""
+    sizes = {(each.num_kv_heads, each.head_dim, each.latent) for each in attention}
+    return "layers of several sizes" if len(sizes) > 1 else ""
 
 
 def _check_owner(found: list[LayerAttention | None], layer: int) -> None:

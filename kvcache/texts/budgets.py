@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvcache.eviction import EvictionPolicy, Rule
 from kvcache.lists.kept_tokens import KeptTokens
-from kvcache.networks.protocols import Model, layer_attention, other_layers, unlike_layers
+from kvcache.networks.protocols import Model, latent_layers, layer_attention, other_layers, unlike_layers
 from kvcache.support.arguments import as_count
 from kvcache.texts.policy import Policy, as_budgets, as_kept, as_kept_by_head, as_num_queries, is_policy, of_network
 from kvcache.texts.scores import Alive, Scoring
@@ -161,7 +161,9 @@ class Budgets:
 def expect_alike(model: Model, name: str, policy: object) -> None:
     """Raise ValueError unless all layers of a network keep K and V of all tokens, alike, at positions that stay."""
     windows = [each.window for each in layer_attention(model) if each is not None and each.window is not None]
-    unlike = f"layers that have a window (of {windows[0]})" if windows else other_layers(model) or unlike_layers(model)
+    unlike = other_layers(model) or latent_layers(model) or unlike_layers(model)
+    if windows:
+        unlike = f"layers that have a window (of {windows[0]})"
     regime: Callable[[int], int] | None = getattr(model, "regime", None)
     if not unlike and regime is not None and regime(1) != regime(model.config.max_position_embeddings):
         unlike = "positions that depend on the length of the text"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from math import gcd
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,9 +47,11 @@ def _length(cache: PagedKvCache) -> int:
 def _rows(source: PagedKvCache, num_blocks: int, block_size: int) -> PagedKvCache:
     """A cache for the unpacked tokens of another one."""
     key_dtype, value_dtype = unpacked(source.key_dtype), unpacked(source.value_dtype)
+    sizes: dict[str, Any] = {"num_heads": source.num_heads, "head_dim": source.head_dim}
+    if source.latent is not None:
+        sizes = {"latent": source.latent}
     return PagedKvCache(
-        num_blocks, block_size, source.num_heads, source.head_dim, num_layers=source.num_layers, key_dtype=key_dtype,
-        value_dtype=value_dtype,
+        num_blocks, block_size, **sizes, num_layers=source.num_layers, key_dtype=key_dtype, value_dtype=value_dtype
     )
 
 
@@ -101,7 +104,8 @@ class NewestGroups:
             self._paged.allocate(own, len(group))
             for layer in range(self._paged.num_layers):
                 keys, values = self._source.read_unpacked(layer, seq_id)
-                self._paged.write(layer, own, keys[row : row + len(group)], values[row : row + len(group)])
+                own_rows = slice(row, row + len(group))
+                self._paged.write(layer, own, keys[own_rows], None if self._paged.latent else values[own_rows])
             self.cache.adopt(group, self._paged.block_table([own]).block_ids, name)
 
     def recall(self, tokens: Tokens, namespace: Hashable) -> tuple[int, list[tuple[Float32, Float32]]]:

@@ -70,6 +70,7 @@ class LayerKind(NamedTuple):
     window: int
     num_kv_heads: int
     head_dim: int
+    latent: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,8 +521,8 @@ def _groups_of(
         if each is None or each.kv_layer is not None:
             continue
         first = attention[whole[0]] or each if whole else each
-        sizes = each.num_kv_heads or 0, each.head_dim or 0
-        if each.window is None and sizes == (first.num_kv_heads, first.head_dim):
+        sizes = each.num_kv_heads or 0, each.head_dim or 0, each.latent or 0
+        if each.window is None and sizes == (first.num_kv_heads, first.head_dim, first.latent or 0):
             whole.append(layer)
             continue
         kind = LayerKind(each.window or positions, *sizes)

@@ -13,7 +13,7 @@ from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats, formats_of_layers, is_mixed
 from kvcache.core.rowformat import Format, stored_dtypes
 from kvcache.networks.model import Transformer
-from kvcache.networks.protocols import Model, layer_attention, other_layers, unlike_layers
+from kvcache.networks.protocols import Model, latent_layers, layer_attention, other_layers, unlike_layers
 from kvcache.networks.tokens import as_tokens
 from kvcache.support.arguments import short
 from kvcache.texts.budgets import Budgets
@@ -70,7 +70,8 @@ class Storage(NamedTuple):
         one_format = without or ("an eviction_policy" if budgets is not None else "")
         calibration = as_calibration(model, calibrate, dtypes[0], one_format, bits is not None, centred=not without)
         if bits is not None and calibration is not None and calibration.losses is not None:
-            formats = dtypes = formats_within(calibration.losses, model.config.head_dim, bits)
+            losses = calibration.losses[:, : 1 if latent_layers(model) else 2]
+            formats = dtypes = formats_within(losses, attention[0].head_dim or model.config.head_dim, bits)
         measured = calibration is not None and calibrate is not False
         if residual_length is None and budgets is not None:
             residual_length = 0

@@ -12,6 +12,7 @@ from seeded_weights import seeded
 from serving import GREEDY, penalised, prompts, repeating, sampled
 
 from kvcache import EvictionPolicy, InferenceEngine, PrefixCachedEngine
+from kvcache.calibration.calibrating import measure
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
 
@@ -36,13 +37,16 @@ def opened(name):
 
 CASES = [
     ("llama_odd", "same", {"dtype": "q4", "residual_length": 12}), ("starcoder2_window", "ngram", {}),
-    ("qwen3_5", "same", {}), ("next qwen3_5", "mtp", {}), ("next deepseek_v3", "mtp", {}),
+    ("qwen3_5", "same", {}), ("next qwen3_5", "mtp", {}),
+    ("next deepseek_v3", "mtp", {"dtype": "q4", "residual_length": 12, "calibrate": "measured"}),
 ]
 
 
 @pytest.mark.parametrize(("name", "draft", "options"), CASES, ids=lambda value: str(value)[:20])
 def test_answers_are_those_without(name, draft, options):
     model = opened(name)
+    if "calibrate" in options:
+        options = options | {"calibrate": measure(model, np.arange(90, dtype=np.uint32))}
     sources = ("ngram", model) if draft == "same" else draft
     plain, drafted = (InferenceEngine(model, seed=3, draft=each, **options) for each in (None, sources))
     cached = PrefixCachedEngine(InferenceEngine(model, draft=sources, **options), 60)

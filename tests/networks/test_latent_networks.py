@@ -12,9 +12,14 @@ from gguf_files import BOOL, U32
 from latent_gguf import as_converted, convert
 from seeded_weights import seeded, tensors_of, write
 
-from kvcache import BatchEngine, CheckpointError, InferenceEngine, PrefixCachedEngine
+from kvcache import BatchEngine, Calibration, CheckpointError, InferenceEngine, PrefixCachedEngine
+from kvcache.calibration.calibrating import measure
+from kvcache.calibration.layer_losses import measure_losses
+from kvcache.calibration.passes import new_cache, run_piece
 from kvcache.engine import SamplingParams, Transformer
+from kvcache.errors import SnapshotError
 from kvcache.eviction import EvictionPolicy
+from kvcache.kernels.kernels import FORMATS
 from kvcache.networks.config import ModelConfig
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -105,38 +110,109 @@ def test_files_of_gguf_that_are_refused(name, entries, message, tmp_path):
         Transformer.from_pretrained(path)
 
 
-@pytest.mark.parametrize("dtype", ["f16", "q4"])
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2"])
-def test_every_engine_gives_the_tokens_of_a_text_alone(name, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "storage"),
+    [("deepseek_v2", "f16"), ("deepseek_v3", "q4"), ("deepseek_v3", "calibrated"), ("glm4_moe_lite", "calibrated")],
+)
+def test_every_engine_gives_the_tokens_of_a_text_alone(name, storage, tmp_path, known):
+    """A residual of 16 has groups that end within prompts, and a pool of few blocks preempts."""
     model, rng = Transformer.from_pretrained(seeded(name)), np.random.default_rng(0)
+    options = {"dtype": storage}
+    if storage == "calibrated":
+        options = {"dtype": "q4", "calibrate": known(name), "residual_length": 16}
     first, second, third = (rng.integers(0, 96, count).tolist() for count in (50, 21, 7))
     prompts = [first, first + second, second, first + third]
-    alone = [InferenceEngine(model, dtype=dtype).generate(prompt, DRAWN) for prompt in prompts]
+    alone = [InferenceEngine(model, **options).generate(prompt, DRAWN) for prompt in prompts]
+    assert InferenceEngine(model, prefill_chunk=9, **options).generate(prompts[1], DRAWN) == alone[1]
 
     def cached():
-        return PrefixCachedEngine(InferenceEngine(model, dtype=dtype), 40)
+        return PrefixCachedEngine(InferenceEngine(model, **options), 40)
 
     engine, again = cached(), cached()
     assert [engine.generate(prompt, DRAWN) for prompt in prompts] == alone
+    assert engine.complete(prompts[1], DRAWN).cached_tokens >= 64
     engine.save(tmp_path / "saved")
     assert again.load(tmp_path / "saved")
     for prompt, want in zip(prompts, alone, strict=True):
         result = again.complete(prompt, DRAWN)
         assert result.tokens == want
-    batch = BatchEngine(model, num_blocks=14, dtype=dtype)
+    batch = BatchEngine(model, num_blocks=7, **options)
     requests = [batch.submit(prompt, DRAWN) for prompt in prompts]
     while batch.step():
         pass
     assert [list(request.tokens) for request in requests] == alone
+    assert batch.stats().preemptions > 0
     batch.check()
+    if storage == "calibrated":
+        with pytest.raises(SnapshotError, match="expected model"):
+            PrefixCachedEngine(InferenceEngine(model, dtype="q4", residual_length=16), 40).load(tmp_path / "saved")
+
+
+def test_a_calibration_has_what_errors_of_rows_cost(known):
+    """Means of the rows of a text, and moments that steer errors away from what queries and V see."""
+    model, text = Transformer.from_pretrained(seeded("glm4_moe_lite")), np.random.default_rng(5).integers(0, 96, 150)
+    found, rows, queries = known("glm4_moe_lite"), [], []
+
+    def note(layer, queried, keys):
+        rows.append(keys[16:, 0].astype(np.float64)), queries.append(queried[16:].astype(np.float64))
+
+    cache = new_cache(model, 150, dtype="f32")
+    cache.allocate(0, 0)
+    run_piece(model, cache, text.astype(np.uint32), 0, "none", 150, note)
+    assert cache.latent == (40, 16)
+    for layer, (keys, queried) in enumerate(zip(rows, queries, strict=True)):
+        np.testing.assert_allclose(found.centres[layer, 0], keys.mean(0), atol=1e-5)
+        spread = keys[:, :40].var(axis=0).sum()
+        want = spread * model.attention[layer].scale ** 2 * np.einsum("nhd,nhe->de", queried, queried)
+        want = want / queried.shape[0] / queried.shape[1] + np.diag([1.0] * 40 + [0.0] * 16)
+        np.testing.assert_allclose(found.moments[layer, 0], want, rtol=1e-4, atol=1e-5)
+
+
+def test_less_is_lost_with_a_calibration(known):
+    model, text = Transformer.from_pretrained(seeded("deepseek_v3")), np.random.default_rng(7).integers(0, 96, 200)
+    exact, errors = InferenceEngine(model).score(text), []
+    for each, length in ((False, 0), (known("deepseek_v3"), 0), (known("deepseek_v3"), None)):
+        engine = InferenceEngine(model, dtype="q4", calibrate=each, residual_length=length)
+        errors.append(np.abs(engine.score(text) - exact).mean())
+    assert errors[2] < 0.8 * errors[1] < 0.7 * errors[0]
+    assert (engine.residual_length, engine.cache.first_tokens) == (64, 16)
+    assert InferenceEngine(model, dtype="q4").residual_length == 64
+
+
+def test_a_budget_of_bits_is_one_of_rows(known):
+    """Each layer has one format, which takes its bits and a scale; the largest loss gets most of them."""
+    model, found = Transformer.from_pretrained(seeded("deepseek_v3")), known("deepseek_v3")
+    losses = measure_losses(model, found, np.random.default_rng(5).integers(0, 96, 150).astype(np.uint32))
+    assert (losses[:, 0] > 0).all()
+    assert not losses[:, 1].any()
+    for count, want in ((7.0, 8), (3.1, 3)):
+        whole = Calibration(found.centres, found.moments, np.array([[1.0, 9], [8, 9], [2, 9]]))
+        cache = InferenceEngine(model, dtype=f"auto:{count}", calibrate=whole).cache
+        assert cache.key_dtype == cache.value_dtype
+        names = [cache.key_dtype] * 3 if isinstance(cache.key_dtype, str) else cache.key_dtype
+        assert max(FORMATS[name].bits for name in names) == FORMATS[names[1]].bits == want
+        assert sum(FORMATS[name].bits + 32 / 96 for name in names) <= 3 * count
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """Calibrations of networks by a text of 150 tokens."""
+    found = {}
+
+    def of(name):
+        if name not in found:
+            text = np.random.default_rng(5).integers(0, 96, 150).astype(np.uint32)
+            found[name] = measure(Transformer.from_pretrained(seeded(name)), text)
+        return found[name]
+
+    return of
 
 
 def test_settings_that_do_not_fit_are_refused():
     model = Transformer.from_pretrained(seeded("deepseek_v3"))
-    for name, value in (
-        ("calibrate", "auto"), ("residual_length", 16), ("eviction_policy", EvictionPolicy.StreamingLLM(4, 12)),
-    ):
-        with pytest.raises(ValueError, match=rf"^{name}: expected .* layers whose V is a part of K"):
-            InferenceEngine(model, dtype="q4", **{name: value})
+    with pytest.raises(ValueError, match=r"^eviction_policy: expected .* layers whose V is a part of K"):
+        InferenceEngine(model, dtype="q4", eviction_policy=EvictionPolicy.StreamingLLM(4, 12))
     with pytest.raises(ValueError, match=r"^value_dtype: expected q8, as of keys, with latent, got q4"):
         InferenceEngine(model, key_dtype="q8", value_dtype="q4")
+    with pytest.raises(ValueError, match=r"^calibrate: expected one of \(3, 1, 96\) layers, heads and channels, got"):
+        InferenceEngine(model, dtype="q4", calibrate=Calibration(np.zeros((3, 4, 96))))

@@ -14,8 +14,10 @@ from state_networks import StateNetwork
 from windowed_networks import Windowed
 
 from kvcache import BatchEngine, OutOfMemoryError, QueueFullError
+from kvcache.calibration.calibrating import measure
 from kvcache.engine import Transformer
 
+LATENT = Transformer.from_pretrained(golden_folder("deepseek_v3"))
 NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
 PROMPTS = prompts(0, 24, 60)
 OPTIONS = {
@@ -31,10 +33,14 @@ OPTIONS = {
     "a state, groups of 12": {"dtype": "q4", "residual_length": 12},
     "states alone": {},
     "several sizes": {"dtype": "q8"},
+    "latent rows, groups of 12": {
+        "dtype": "q4", "residual_length": 12, "calibrate": measure(LATENT, np.arange(70, dtype=np.uint32)),
+    },
 }
 NETWORKS = {
     "a window": Windowed(NETWORK, 10), "two windows": Windowed(NETWORK, 30, 5), "a state": StateNetwork("one of each"),
     "a state, groups of 12": StateNetwork("one of each"), "states alone": StateNetwork("states alone"),
+    "latent rows, groups of 12": LATENT,
     "several sizes": Transformer.from_pretrained(golden_folder("gemma4")),  # and layers that read K and V of others
 }
 ALONE = {kind: Alone(NETWORKS.get(kind, NETWORK), block_size=8, **options) for kind, options in OPTIONS.items()}
