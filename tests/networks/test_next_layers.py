@@ -134,6 +134,40 @@ def test_files_of_gguf_have_it(folder, tmp_path):
     assert Transformer.from_pretrained(path).draft_layers == 0
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe", "deepseek_v3"])
+def test_a_second_layer_is_left_out(name, tmp_path):
+    """Published files have one. Of several the first is loaded, which proposes all draft tokens, in GGUF files too."""
+    folder = with_next_layer(name, tmp_path / name)
+    qwen, config, stored = name.startswith("qwen"), json.loads((folder / "config.json").read_text()), {}
+    first = 0 if qwen else config["num_hidden_layers"]
+    prefix = "mtp.layers" if qwen else "model.layers"
+    checkpoint = Checkpoint(folder)
+    for each in checkpoint.names():
+        stored[each] = ("F32", checkpoint.read(each), None)
+        if each.startswith(f"{prefix}.{first}."):
+            stored[each.replace(f"{prefix}.{first}.", f"{prefix}.{first + 1}.")] = ("F32", -2 * stored[each][1], None)
+    key = "mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers"
+    more = tmp_path / "more"
+    more.mkdir()
+    (more / "config.json").write_text(json.dumps(config | {key: 2}))
+    write(more / "model.safetensors", stored)
+    paths = [more]
+    if not qwen:
+        converting = convert if name == "glm4_moe" else convert_latent
+        paths.append(converting(as_converted(more, tmp_path / "folder"), tmp_path / "x.gguf"))
+        folder = as_converted(folder, tmp_path / "one")
+    want = list(Transformer.from_pretrained(folder, draft_layer=True, weights="f32").weights.layers[-1].arrays())
+    for path in paths:
+        found = Transformer.from_pretrained(path, draft_layer=True, weights="f32")
+        assert (found.draft_layers, found.config.next_layers) == (1, 2)
+        assert Transformer.from_pretrained(path).draft_layers == 0
+        for ours, theirs in zip(found.weights.layers[-1].arrays(), want, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                ours, theirs = (each if isinstance(each, np.ndarray) else each.to_float32() for each in (ours, theirs))
+                np.testing.assert_array_equal(ours, theirs)
+
+
 def test_stacked_experts_and_towers_and_files_without(tmp_path):
     """Qwen3.5 as it is published, with stacked experts; a folder that says it has a layer, but has not."""
     folder = with_next_layer("qwen3_5_moe", tmp_path / "x")
