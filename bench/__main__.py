@@ -58,6 +58,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench structures --quick               small sizes, few rounds
   python -m bench structures --only evict          the tables with this word in their titles
   python -m bench weights --folder FOLDER           a quarter of an hour; 4.7 GB of GGUF files in FOLDER
+  python -m bench weights --only rows --threads 1   times of products of 1 to 16 rows; a minute
   python -m bench tiles                            on a CPU with AMX; two or three minutes
   python -m bench calls                            counts, seconds
   python -m bench turns                            uses llama-cpp-python; a quarter of an hour

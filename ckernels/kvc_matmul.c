@@ -66,10 +66,11 @@ INLINE void float_tile(const block *weights, kvc_matrix_format format, int rows,
         float_tile(weights, KVC_MATRIX_##format, rows, PANELS(rows), x, t);                \
     }
 #if KVC_FLOAT_ROWS == 12
-#define FLOAT_BLOCKS(X, format) \
-    X(format, , 1) X(format, , 2) X(format, , 3) X(format, , 4) X(format, , 6) X(format, , 8) X(format, , 12)
+#define FLOAT_BLOCKS(X, format)                                                                     \
+    X(format, , 1) X(format, , 2) X(format, , 3) X(format, , 4) X(format, , 5) X(format, , 6) X(format, , 7) \
+    X(format, , 8) X(format, , 9) X(format, , 10) X(format, , 11) X(format, , 12)
 #elif KVC_FLOAT_ROWS == 6
-#define FLOAT_BLOCKS(X, format) X(format, , 1) X(format, , 2) X(format, , 3) X(format, , 4) X(format, , 6)
+#define FLOAT_BLOCKS(X, format) X(format, , 1) X(format, , 2) X(format, , 3) X(format, , 4) X(format, , 5) X(format, , 6)
 #else
 #define FLOAT_BLOCKS(X, format) X(format, , 1) X(format, , 2)
 #endif

@@ -127,8 +127,8 @@ static int64_t panels_of(int rows) { return rows <= 2 ? 2 : 1; }
 
 #define QUADS(rows) \
     NOINLINE void quads_##rows(const block *weights, const void *x, tile *t) { quad_tile(weights, rows, rows <= 2 ? 2 : 1, x, t); }
-QUADS(1) QUADS(2) QUADS(3) QUADS(4) QUADS(6)
-static float_fn *const tiles[MOST_ROWS + 1] = {NULL, quads_1, quads_2, quads_3, quads_4, NULL, quads_6};
+QUADS(1) QUADS(2) QUADS(3) QUADS(4) QUADS(5) QUADS(6)
+static float_fn *const tiles[MOST_ROWS + 1] = {NULL, quads_1, quads_2, quads_3, quads_4, quads_5, quads_6};
 
 static void configure(int rows) { (void)rows; }
 static void release(void) {}

@@ -70,8 +70,8 @@ INLINE void multiply_block(const kvc_matmul_args *args, const meeting *how, int6
         for (int64_t q = panel; q < panel_stop; q += step, sums += rows * step * KVC_PANEL) {
             const block here = {weights.data + (size_t)(q - panel) * weights.stride, weights.stride, channels};
             tile t;
-            begin(&t, args, row, rows, q, step, panel_stop, row == start && !how->changed, k > 0 ? sums : NULL,
-                  channels < left ? sums : NULL);
+            begin(&t, args, row, rows, q, step, panel_stop, row % KVC_CHUNK_ROWS == 0 && !how->changed,
+                  k > 0 ? sums : NULL, channels < left ? sums : NULL);
             t.block_rows = how->rows(args->n), t.read_stop = read_stop, t.skipped = (size_t)step * matrix->panel_bytes - read_stop;
             how->tiles[rows](&here, x + row * filled * how->bytes, &t);
             give(args, &t);
@@ -80,10 +80,23 @@ INLINE void multiply_block(const kvc_matmul_args *args, const meeting *how, int6
     }
 }
 
+/* A block of channels of panels [panel, panel_stop), four at most, and rows [start, stop) of a chunk. Tiles of few rows are four
+ * panels wide: so the rows behind the last whole tile meet all four together, unless two at a time are converted. */
+INLINE void multiply_four(const kvc_matmul_args *args, const meeting *how, int most, int64_t start, int64_t stop, int64_t panel,
+                          int64_t panel_stop, int64_t k, float *sums, float *floats) {
+    const int few = args->n <= FEW_ROWS;
+    const int64_t wide = few ? 4 : how->panels(most);
+    const int64_t whole = few || how->changed ? stop : start + (stop - start) / most * most;
+    const int64_t each = (whole - start + KVC_SPARE_ROWS) * KVC_PANEL; /* sums of a panel; behind four, those of the last rows */
+    for (int64_t p = panel; p < panel_stop; p += wide)
+        multiply_block(args, how, start, whole, p, p + wide < panel_stop ? p + wide : panel_stop, k, sums + (p - panel) * each,
+                       floats);
+    if (whole < stop) multiply_block(args, how, whole, stop, panel, panel_stop, k, sums + 4 * each, floats);
+}
+
 /* The results of panels [panel, panel_stop) for all rows, which meet them in blocks of up to so many. */
 INLINE void multiply_blocks(const kvc_matmul_args *args, const meeting *how, int most, int64_t panel, int64_t panel_stop,
                             float *scratch) {
-    const int64_t wide = args->n <= FEW_ROWS ? 4 : how->panels(most);
     const int64_t group = args->n <= FEW_ROWS ? 4 : KVC_GROUP_PANELS;
     float *sums = scratch + (how->changed ? KVC_WIDE_FLOATS : 0);
     for (int64_t start = 0; start < args->n; start += KVC_CHUNK_ROWS) {
@@ -91,9 +104,9 @@ INLINE void multiply_blocks(const kvc_matmul_args *args, const meeting *how, int
         for (int64_t first = panel; first < panel_stop; first += group) {
             const int64_t last = first + group < panel_stop ? first + group : panel_stop;
             for (int64_t k = 0; k < args->matrix->columns; k += KVC_CHANNEL_BLOCK) {
-                for (int64_t p = first; p < last; p += wide)
-                    multiply_block(args, how, start, stop, p, p + wide < last ? p + wide : last, k,
-                                   sums + (p - first) * (stop - start + KVC_SPARE_ROWS) * KVC_PANEL, scratch);
+                for (int64_t p = first; p < last; p += 4)
+                    multiply_four(args, how, most, start, stop, p, p + 4 < last ? p + 4 : last, k,
+                                  sums + (p - first) * (stop - start + KVC_SPARE_ROWS) * KVC_PANEL, scratch);
             }
         }
     }

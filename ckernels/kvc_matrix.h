@@ -313,12 +313,8 @@ static inline size_t kvc_thread_floats(const kvc_matmul_args *args) {
            (sums ? (size_t)(rows + KVC_SPARE_ROWS) * KVC_GROUP_PANELS * KVC_PANEL : 0);
 }
 
-/* Rows of the next block, but for tiled ones: the largest of 12, 8, 6, 4, 3, 2, 1 that is at most `most` and `left`. */
-static inline int kvc_block_rows(int most, int64_t left) {
-    static const int sizes[] = {12, 8, 6, 4, 3, 2, 1};
-    int i = 0;
-    while (sizes[i] > most || sizes[i] > left) i++;
-    return sizes[i];
-}
+/* Rows of the next block, but for tiled ones: as many as are left, up to `most`. Each count has a tile of its own, since a tile
+ * of one row beside another one takes as long as two or three rows of a larger one. */
+static inline int kvc_block_rows(int most, int64_t left) { return left < most ? (int)left : most; }
 
 #endif

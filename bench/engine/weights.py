@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.engine.matrices import Products
+from bench.engine.rows import rows_table
 from bench.engine.shapes import SHAPES, VOCABULARY, Shape
 from bench.engine.weight_rivals import COMMON_FILES, GGUF_FILES, RIVALS, OpenVino, availability, write_files
 from bench.support.blas import set_threads
@@ -30,66 +32,16 @@ from bench.support.plot import plot_table
 from bench.support.rates import Columns, print_rates
 from bench.support.report import save_json
 from kvcache.engine import InferenceEngine
-from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
+from kvcache.kernels.matrix import MATRIX_FORMATS
 
 __all__ = ["add_arguments", "main", "network_tables"]
 
-Float32 = npt.NDArray[np.float32]
-
 SHAPE = (8192, 2048)  # outputs, inputs: about the mean of the network's matrices
 COLD_BYTES = 160 << 20  # matrices in turn take so much at least
+ROWS_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k")  # of the times by rows, unless others are named
 FEW, MANY = (1, 2, 4, 8, 16), 512
 READ, FMA, DOTS = "plain read", "FMA peak", "int8 peak"
 PROMPT, CONTEXT, STEPS = 512, 1024, 16
-
-
-class Products:
-    """Matrices of one format, enough of them to be cold, and products of `n` rows with one after another."""
-
-    def __init__(self, format: str, shape: tuple[int, int], cold_bytes: int) -> None:
-        rng = np.random.default_rng(0)
-        first = Matrix(*shape, format)
-        if MATRIX_FORMATS[format].quantises:
-            first.put(0, rng.standard_normal(shape, np.float32))
-        else:
-            first.put_codes(0, *_random_parts(rng, first))
-        size = Matrix.num_bytes(*shape, format)
-        memory = huge_array(size * max(2, -(-cold_bytes // size)))
-        self.matrices = [
-            Matrix(*shape, format, memory=memory[at : at + size]) for at in range(0, len(memory) - size + 1, size)
-        ]
-        rows = np.random.default_rng(1).standard_normal(shape, np.float32)
-        for matrix in self.matrices:
-            if MATRIX_FORMATS[format].packed:
-                self._copy(first, matrix)
-            else:
-                matrix.put(0, rows)
-        self.nbytes, self._turn = first.nbytes, 0
-
-    @staticmethod
-    def _copy(source: Matrix, target: Matrix) -> None:
-        """The codes of 64 rows again and again: products take the same time whatever they are."""
-        count = min(64, len(source))
-        stored = zip(*(source.codes(row) for row in range(count)), strict=True)
-        parts = [None if part[0] is None else np.stack(part) for part in stored]
-        for row in range(0, len(target), count):
-            part = slice(0, min(count, len(target) - row))
-            target.put_codes(row, *(None if each is None else each[part] for each in parts))
-
-    def run(self, x: Float32, activations: str = "int8") -> None:
-        """One product with the next matrix."""
-        self._turn = (self._turn + 1) % len(self.matrices)
-        self.matrices[self._turn].multiply(x, activations=activations)
-
-
-def _random_parts(rng: np.random.Generator, matrix: Matrix) -> list[npt.NDArray[Any] | None]:
-    """Random codes for a matrix that no floats become: its scales are all the same."""
-    line, rows = MATRIX_FORMATS[matrix.format], len(matrix)
-    codes, *others = matrix.codes(0)
-    same = [None if other is None else np.full((rows, *other.shape), 7, other.dtype) for other in others]
-    if line.scales == "e8m0" and same[0] is not None:
-        same[0] += 110  # 2**-11
-    return [rng.integers(0, 1 << line.bits, (rows, len(codes))).astype(codes.dtype), *same]
 
 
 def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads: int) -> Iterator[Case]:
@@ -251,7 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     parser.add_argument("--rounds", type=int, default=7, help="rounds per case (default 7)")
     parser.add_argument("--threads", type=counts, default=[1, 2], metavar="N,N", help="threads (default 1,2)")
-    parser.add_argument("--only", choices=("products", "network"), help="one of both parts")
+    parser.add_argument("--only", choices=("products", "rows", "network"), help="one of the parts")
     formats = list(MATRIX_FORMATS)
     parser.add_argument("--formats", nargs="+", choices=formats, default=formats, help="formats of the products")
     parser.add_argument("--network", choices=("1b", *SHAPES), default="1b", help="another network than Llama's 1B")
@@ -270,7 +222,7 @@ def main(options: argparse.Namespace) -> int:
     shape, cold = ((256, 512), 1 << 20) if options.quick else (SHAPE, COLD_BYTES)
     missed, done = 0, []
     for threads in options.threads:
-        for format in () if options.only == "network" else options.formats:
+        for format in options.formats if options.only in (None, "products") else ():
             results = [
                 run_case(case, rounds, threaded=True, settle=SETTLE)
                 for case in product_cases(format, shape, cold, threads)
@@ -280,7 +232,12 @@ def main(options: argparse.Namespace) -> int:
             title = f"9a. Products with {format} weights, {shape[0]} x {shape[1]}, {threads} thr"
             missed += print_rates(title, columns, results, as_markdown=options.markdown)
             done.append((Table(title, ()), results))
-    if options.only != "products":
+        if options.only in (None, "rows"):
+            formats = [name for name in ROWS_FORMATS if name in options.formats] or options.formats
+            for bytes_, where in ((cold, "memory"), (0, "the cache")):
+                sizes = shape if bytes_ else (shape[0] // 16, shape[1])
+                done.append(rows_table(formats, sizes, bytes_, threads, rounds, where, as_markdown=options.markdown))
+    if options.only in (None, "network"):
         size = SHAPES.get(options.network) or SIZES["tiny" if options.quick else "1b"]
         tables = network_tables(
             size, options.threads, rounds, options.folder, not options.no_rivals, options.engines,

@@ -18,7 +18,7 @@ _BEYOND = 16  # rows behind those measured
 class PassTimes:
     """A typical time for each count of rows, and about a straight line between those that were measured.
 
-    More rows may take less time: products run some rows at once, and seven take longer than eight.
+    More rows may take less time: a product runs some rows at once, and one behind them alone.
     """
 
     def __init__(self) -> None:

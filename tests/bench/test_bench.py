@@ -148,6 +148,8 @@ def test_the_tables_of_weights(capsys):
     shown = capsys.readouterr().out
     assert all(f"9a. Products with {format} weights" in shown for format in formats)
     assert "kvcache f16.gguf" in shown
+    assert all(f"weights from {place}, 1 thr" in shown for place in ("memory", "the cache"))
+    assert "16 rows " in shown
 
 
 def test_the_tables_of_tiles(capsys):
