@@ -441,7 +441,8 @@ FAMILIES = {
     ),
     "BailingMoeV2ForCausalLM": Family(
         "bailing_moe_v2", qkv_bias=None, bias_keys=("use_qkv_bias", "use_bias", ""), qk_norm="head", experts="bailing",
-        names=_BAILING, fused=("attention.query_key_value", ""),
+        names=_BAILING, fused=("attention.query_key_value", ""), next_layers="num_nextn_predict_layers",
+        next_names={"head_norm": "final_layernorm"},
         defaults={
             "num_key_value_heads": 4, "partial_rotary_factor": 0.5, "use_qk_norm": True, "score_function": "sigmoid",
             "rope_theta": 600000.0, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,

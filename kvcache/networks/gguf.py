@@ -53,6 +53,7 @@ _OTHERS = ("a.", "v.", "mm.")
 _ROPE, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _SHORT_CONVOLUTION = {"mixer.in_proj": "shortconv.in_proj", "mixer.conv1d": "shortconv.conv",
                       "mixer.out_proj": "shortconv.out_proj", "model.norm": "token_embd_norm"}
+_OF_BAILING = {"head_norm": "layer_output_norm"}
 _COPIES = (".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight")  # matrices of the network, once more
 _CURVE = re.compile(r"model\.layers\.(\d+)\.mlp\.act_fn\.(\w+)")  # of xIELU: entries of the metadata
 _BY_KEY_HEADS = ("ssm_ba.weight", "ssm_in.weight")  # of Qwen3-Next; the second one in its older files
@@ -368,6 +369,7 @@ class GgufCheckpoint:
     def _named(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
         own = _SHORT_CONVOLUTION if self.config.recurrence and self.config.recurrence.kind == "conv" else {}
+        own = _OF_BAILING if self._architecture.model_type == "bailing_moe_v2" else own
         return f"{own.get(stem) or _NAMES[stem]}.{kind}"
 
 

@@ -69,7 +69,7 @@ def test_texts_of_towers(tmp_path, name):
 
 
 def test_ling(tmp_path):
-    _, folder = twins(tmp_path)
+    _, folder = twins(tmp_path, next_layer=True)
     path = convert(folder, tmp_path / "x.gguf", tokenizer__ggml__model=(STRING, "none"))
     ids = np.random.default_rng(5).integers(0, 96, 200)
     logits, theirs = logits_of_both(path, ids)

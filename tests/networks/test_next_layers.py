@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bailing import twins
 from dense_runs import run_dense
 from gguf_files import ARRAY, BOOL, U32, convert
 from latent_gguf import as_converted
@@ -132,6 +133,18 @@ def test_files_of_gguf_have_it(folder, tmp_path):
         logits.append(model.draft(TOKENS[5:6], np.array([30]), dense.attend, rows[-1:])[0])
     assert np.abs(logits[0] - logits[1]).max() < 1e-4 * np.abs(logits[0]).max()
     assert Transformer.from_pretrained(path).draft_layers == 0
+
+
+def test_ling_calls_it_otherwise(tmp_path):
+    glm, ling = twins(tmp_path, next_layer=True)
+    logits = []
+    for path in (glm, ling, convert(ling, tmp_path / "x.gguf")):
+        model = Transformer.from_pretrained(path, draft_layer=True)
+        dense = Dense(model)
+        _, rows = dense.run(TOKENS, 0)
+        logits.append(model.draft(TOKENS[5:6], np.array([30]), dense.attend, rows[-1:])[0])
+        assert Transformer.from_pretrained(path).draft_layers == 0
+    np.testing.assert_allclose(logits[1:], logits[:1] * 2, atol=1e-4 * np.abs(logits[0]).max())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe", "deepseek_v3"])

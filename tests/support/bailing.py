@@ -3,20 +3,29 @@
 import json
 
 import numpy as np
+from next_layers import add_next_layer
 from seeded_weights import seeded, tensors_of, write
 
 HEAD = 8  # channels, with which all heads are as wide as the network: llama.cpp wants that of this one
 _NAMES = {
+    "shared_head.norm": "final_layernorm",
     "model.embed_tokens": "model.word_embeddings", "self_attn.o_proj": "attention.dense",
     "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
     "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
 }
 
 
-def twins(place):
-    """Write folders of two networks with the same numbers, of GLM-4.5 and of Ling 2.0; returns both."""
+def twins(place, next_layer=False):
+    """Write folders of two networks with the same numbers, of GLM-4.5 and of Ling 2.0; returns both.
+
+    Args:
+        next_layer: whether they have an MTP layer, of sizes as their last one.
+    """
     golden = seeded("glm4_moe")
     config, spec = (json.loads((golden / f"{each}.json").read_text()) for each in ("config", "weights"))
+    if next_layer:
+        add_next_layer("glm4_moe", config, spec)
+    config["num_nextn_predict_layers"] = int(next_layer)
     before = config["head_dim"]
     config |= {"head_dim": HEAD, "attention_bias": False, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
     for name, (shape, *_) in list(spec["tensors"].items()):
@@ -35,7 +44,7 @@ def twins(place):
     (folders[0] / "config.json").write_text(json.dumps(config))
     write(folders[0] / "model.safetensors", tensors)
     (folders[1] / "config.json").write_text(json.dumps(_as_ling(config)))
-    write(folders[1] / "model.safetensors", _renamed(tensors, config["num_hidden_layers"]))
+    write(folders[1] / "model.safetensors", _renamed(tensors))
     return folders
 
 
@@ -49,13 +58,15 @@ def _as_ling(config):
     }
 
 
-def _renamed(tensors, layers):
+def _renamed(tensors):
     found = {}
     for name, content in tensors.items():
+        if name.endswith(("shared_head.head.weight", "embed_tokens.weight")) and ".layers." in name:
+            continue
         for old, new in _NAMES.items():
             name = name.replace(old, new)
         found[name] = content
-    for layer in range(layers):
+    for layer in sorted({name.split(".")[2] for name in found if name.endswith("self_attn.q_proj.weight")}):
         parts = [found.pop(f"model.layers.{layer}.self_attn.{part}_proj.weight") for part in "qkv"]
         dtype, rows = parts[0][0], np.concatenate([bits for _, bits, _ in parts])
         found[f"model.layers.{layer}.attention.query_key_value.weight"] = dtype, rows, None

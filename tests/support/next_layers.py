@@ -4,6 +4,7 @@ transformers reads none, so no golden data has one. Its own tensors are drawn fr
 others are like those of the layer that it is made after.
 """
 
+import copy
 import json
 import shutil
 
@@ -29,28 +30,13 @@ def with_next_layer(name, folder, knows=False, vocab_size=None):
     """
     shutil.copytree(seeded(name), folder)
     config, spec = (json.loads((folder / f"{each}.json").read_text()) for each in ("config", "weights"))
-    layers, hidden, like = config["num_hidden_layers"], config["hidden_size"], MADE_AFTER[name]
-    qwen = name.startswith("qwen")
-    if name != "qwen3_next":  # whose files do not say how many there are
-        config["mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers"] = 1
     if vocab_size is not None:
         config["vocab_size"] = vocab_size
         for each in {"model.embed_tokens.weight", "lm_head.weight"} & set(spec["tensors"]):
             spec["tensors"][each][0][0] = vocab_size
+    own, joint, norms = add_next_layer(name, config, spec)
     (folder / "config.json").write_text(json.dumps(config))
-    prefix = "mtp.layers.0." if qwen else f"model.layers.{layers}."
-    for old in [each for each in spec["tensors"] if each.startswith(f"model.layers.{like}.")]:
-        spec["tensors"][prefix + old.removeprefix(f"model.layers.{like}.")] = spec["tensors"][old]
-    joint, *norms = OWN["qwen" if qwen else ""]
-    own = "" if qwen else prefix
-    spec["tensors"][own + joint] = [[hidden, 2 * hidden], hidden**-0.5, 0.0]
-    for each in norms:
-        spec["tensors"][own + each] = [[hidden], 0.2, 0.0 if qwen else 1.0]
-    if not qwen:  # published files have copies of these, which nothing reads
-        spec["tensors"] |= {
-            f"{prefix}embed_tokens.weight": spec["tensors"]["model.embed_tokens.weight"],
-            f"{prefix}shared_head.head.weight": spec["tensors"]["lm_head.weight"],
-        }
+    qwen, hidden = name.startswith("qwen"), config["hidden_size"]
     tensors = tensors_of(spec)
     if knows:
         for each, (dtype, bits, _) in tensors.items():
@@ -64,3 +50,26 @@ def with_next_layer(name, folder, knows=False, vocab_size=None):
             tensors[own + each] = tensors[same] if same else (spec["dtype"], *stored(flat, spec["dtype"]))
     write(folder / "model.safetensors", tensors)
     return folder
+
+
+def add_next_layer(name, config, spec):
+    """Add such a layer to a configuration and to what its tensors are drawn by; what names of its own begin with, those
+    of its matrix and of its norms."""
+    layers, hidden, like = config["num_hidden_layers"], config["hidden_size"], MADE_AFTER[name]
+    qwen = name.startswith("qwen")
+    if name != "qwen3_next":  # whose files do not say how many there are
+        config["mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers"] = 1
+    prefix = "mtp.layers.0." if qwen else f"model.layers.{layers}."
+    for old in [each for each in spec["tensors"] if each.startswith(f"model.layers.{like}.")]:
+        spec["tensors"][prefix + old.removeprefix(f"model.layers.{like}.")] = copy.deepcopy(spec["tensors"][old])
+    joint, *norms = OWN["qwen" if qwen else ""]
+    own = "" if qwen else prefix
+    spec["tensors"][own + joint] = [[hidden, 2 * hidden], hidden**-0.5, 0.0]
+    for each in norms:
+        spec["tensors"][own + each] = [[hidden], 0.2, 0.0 if qwen else 1.0]
+    if not qwen:  # published files have copies of these, which nothing reads
+        spec["tensors"] |= {
+            f"{prefix}embed_tokens.weight": spec["tensors"]["model.embed_tokens.weight"],
+            f"{prefix}shared_head.head.weight": spec["tensors"]["lm_head.weight"],
+        }
+    return own, joint, norms
