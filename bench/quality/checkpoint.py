@@ -15,6 +15,8 @@ them with a slash between, the first is for keys. Bits are those that it says. `
 `kvcache.engine.Policy` over f32, which attends to an eighth of a window, at most 256 tokens, and to what it
 has kept of those before; `--budgets` says how much it keeps. `--sparse N` adds rows with N
 tokens that each query chooses.
+
+Rows *as latents* run if `--rows` names them: V and K of all KV heads of a token are one latent row (`AsLatents`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,6 +37,7 @@ from bench.engine.smollm2 import find_file
 from bench.quality import llamacpp
 from bench.quality.divergence import Divergence
 from bench.quality.kept import Windows
+from bench.quality.latents import AsLatents, fits, like_factors
 from bench.quality.network import Recorder
 from bench.quality.rivals import HF, Kivi, hf_missing, hf_rows, hf_runs, is_plain
 from bench.quality.texts import kinds_of, windows
@@ -52,6 +55,7 @@ __all__ = ["HEADER", "RUNS", "Biased", "absent", "load_own", "measure", "own_run
 Tokens = npt.NDArray[np.uint32]
 
 CALIBRATED, BIASED, BARE = ", calibrated", ", biased keys", ", no residual"
+LATENT, CENTRED = ", as latents", ", centred"
 OF_16, OF_128 = ", residual of 16", ", residual of 128"
 NAMES = ("q8", "q6", "q8/q4", "q4", "q4/q2", "q3", "q2")
 MIXES = ("auto:5.0", "auto:3.5", "auto:3.0")  # formats of each layer
@@ -59,6 +63,9 @@ RUNS = (
     *NAMES, "q4" + BARE, *(name + CALIBRATED for name in NAMES), "q4" + BARE + CALIBRATED,
     "q4" + OF_16 + CALIBRATED, "q4" + OF_128 + CALIBRATED, *(name + CALIBRATED for name in MIXES), "q8" + BIASED,
     "q4" + BIASED, "q8" + CALIBRATED + BIASED, "q4" + CALIBRATED + BIASED,
+)
+LATENTS = tuple(
+    name + more + LATENT for more in ("", CENTRED, CALIBRATED) for name in ("q8", "q6", "q4", "q3", "q2", "q4" + BARE)
 )
 WINDOW = ", window of a fifth"  # what is left of a text that evicts; compared with the same window over f32
 EVICTING = (
@@ -151,6 +158,8 @@ def _options(name: str, calibration: Calibration | None, own: dict[str, dict[str
             options["residual_length"] = length
     if CALIBRATED in name:
         options["calibrate"] = calibration
+    if CENTRED in name and calibration is not None:
+        options["calibrate"] = Calibration(calibration.centres)
     return options
 
 
@@ -164,7 +173,7 @@ class _Run:
         cache, config = self._engine.cache, self._engine.config
         length = self._engine.residual_length
         layers = 1 if cache.separate_layers else config.num_layers  # a block has one layer, or one head of it
-        per_token = 2 * layers * cache.num_heads * config.head_dim
+        per_token = (1 if cache.latent else 2) * layers * cache.num_heads * config.head_dim
         packed = 8 * cache.block_memory_bytes / cache.block_size / per_token
         own = [each.bits for each in cache.formats.pair if each is not None]  # of both, or of none
         packed = sum(own) / len(own) if own else packed
@@ -207,6 +216,8 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     model, names = engine.model, (*(QUICK if options.quick else RUNS), *own, *(KIVI if is_plain(engine.model) else ()))
     every = (*names, *(EVICTING if is_plain(model) and not options.quick else ()))
     every = (*every, *(() if options.quick else _rival_names(path)))
+    latents = LATENTS if options.rows and fits(model) else ()
+    names, every = (*names, *latents), (*every, *latents)
     if unknown := set(options.rows or ()) - set(every):
         told = "".join(f"\n{line}" for line in absent(path))
         raise SystemExit(f"--rows: expected some of {'; '.join(every)}, got {'; '.join(sorted(unknown))}{told}")
@@ -215,21 +226,16 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     known = text_or_calibration(options.calibrate, lambda: engine.tokenizer)
     total = options.tokens or (3 * context if options.quick else 40_960)
     say("calibrating")
-    dtype = "q4" if options.quick else MIXES[0]  # which needs more of it
-    plain = {"calibration": InferenceEngine(model, dtype=dtype, calibrate=known, num_blocks=1).cache.calibration}
-    if any(BIASED in name for name in names):
-        other = Biased(model, np.copy)
-        ids = known if not isinstance(known, Calibration) else next(windows(engine, context, context, kinds[:1]))
-        plain["biased"] = InferenceEngine(other, dtype="q4", calibrate=ids, num_blocks=1).cache.calibration
+    networks = _networks(engine, known, names, partial(windows, engine, context, context, kinds[:1]))
     runs: dict[str, Any] = {"f32": _Run(Recorder(model, np.copy), context, {})}
     for name in names:
         if name in KIVI:
             runs[name] = Kivi(model, KIVI[name], context)
             continue
-        kind, key = (Biased, "biased") if BIASED in name else (Recorder, "calibration")
-        runs[name] = _Run(kind(model, np.copy), context, _options(name, plain[key], own))
+        make, calibration = networks[next((kind for kind in (BIASED, LATENT) if kind in name), "")]
+        runs[name] = _Run(make(), context, _options(name, calibration, own))
     with TemporaryDirectory() as folder:
-        groups = [runs, *_evicting(model, plain["calibration"], context, [name for name in every if name in chosen])]
+        groups = [runs, *_evicting(model, networks[""][1], context, [name for name in every if name in chosen])]
         groups += [] if options.quick else _rivals(path, Path(folder), context, chosen)
         bits = {name: run.bits for group in groups for name, run in group.items()}
         found, count, kept = {name: Divergence() for name in bits}, 0, Windows(options.keep)
@@ -249,6 +255,32 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
     named = ", ".join(Path(kind).name for kind in kinds)
     text = f"{path.name}, {count} windows of {context:,} tokens of {named}"
     return {name: one.figures() | {"bits": bits[name]} for name, one in found.items()}, text
+
+
+def _networks(
+    engine: InferenceEngine, known: Any, names: Sequence[str], texts: Callable[[], Iterator[Tokens]]
+) -> dict[str, tuple[Callable[[], Recorder], Calibration | None]]:
+    """The network as it is, "", and in the other forms that rows ask for: what makes it, and its calibration.
+
+    Args:
+        known: a text, or a calibration of the network as it is.
+        texts: gives one that calibrates other forms in its place.
+    """
+    model, dtype = engine.model, MIXES[0] if any(name.startswith(MIXES) for name in names) else "q4"
+    made: dict[str, tuple[Callable[[], Recorder], Any]] = {"": (partial(Recorder, model, np.copy), known)}
+    ids = known
+    if isinstance(known, Calibration) and any(kind in name for name in names for kind in (BIASED, LATENT)):
+        ids = next(texts())
+    if any(BIASED in name for name in names):
+        made[BIASED] = partial(Biased, model, np.copy), ids
+    if any(LATENT in name for name in names):
+        made[LATENT] = partial(AsLatents, model, np.copy, like_factors(model, ids)), ids
+    found = {}
+    for kind, (make, calibrate) in made.items():
+        network = make() if kind else model  # which has a name, so that its calibration is kept
+        one = InferenceEngine(network, dtype="q4" if kind else dtype, calibrate=calibrate, num_blocks=1)
+        found[kind] = make, one.cache.calibration
+    return found
 
 
 def _evicting(

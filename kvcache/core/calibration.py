@@ -32,7 +32,8 @@ class Calibration:
 
     The centre is subtracted from keys before they are stored: softmax cannot tell a constant that all keys share, and
     much of the range of a quantised row goes into it. The moments say how much an error of each channel changes scores:
-    quantised keys are rounded so that errors cancel in them (ckernels/kvc_feedback.h).
+    quantised keys are rounded so that errors cancel in them (ckernels/kvc_feedback.h). Where V is a part of K, as in
+    latent rows, V lacks the centre too, and the moments count what an error of it changes.
 
     Args:
         centres: `(num_layers, num_heads, head_dim)`, after the rotation of RoPE, of magnitudes up to 32752. Zeros:

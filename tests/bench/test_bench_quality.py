@@ -20,6 +20,7 @@ from bench.quality import (
     formats,
     haystacks,
     heldout,
+    latents,
     pictures,
     reuse,
     rivals,
@@ -164,17 +165,27 @@ def test_formats_and_policies_in_python_have_their_rows(tmp_path, monkeypatch, c
         main(["quality", "--quick", "--rows", "q9"])  # the demo's model too
 
 
-def test_formats_beside_a_window_are_compared_with_that_window(tmp_path, monkeypatch, capsys):
+def test_rows_as_latents_are_those_of_the_network(model, text):
+    ids = text.tokens[:80]
+    whole = latents.AsLatents(model, np.copy, latents.like_factors(model, ids))
+    found, wanted = (InferenceEngine(each, block_size=8) for each in (whole, model))
+    assert found.cache.latent is not None
+    np.testing.assert_array_equal(found.prefill_from_pos(ids, 0), wanted.prefill_from_pos(ids, 0))
+
+
+def test_formats_beside_a_window_are_compared_with_that_window(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    rows = ["q8", "q4, window of a fifth", "q4, window of a fifth, calibrated"]
+    rows = ["q8", "q4, centred, as latents", "q4, window of a fifth", "q4, window of a fifth, calibrated"]
     (tmp_path / "text").write_text("one two three four five six seven eight nine ten " * 40)
     options = ["--calibrate", str(tmp_path / "text"), "--tokens", "240", "--context", "120", "--texts", "code"]
     assert main(["quality", "--model", str(DIRECTORY), *options, "--rows", *rows]) == 0
     shown = capsys.readouterr().out
     found = re.findall(r"^(\S.*?)  +([\d.]+)  +\S+ ± \S+ %  +(\S+) ± ", shown, re.MULTILINE)
     bits, kl = ({name: float(each[i]) for name, *each in found} for i in (0, 1))
-    assert [*kl] == ["f32", "q8", "f32, window of a fifth", *rows[1:]]
-    assert [bits[name] for name in ("f32, window of a fifth", *rows[1:])] == [6.4, 0.9, 0.9]
+    assert [*kl] == ["f32", *rows[:2], "f32, window of a fifth", *rows[2:]]
+    assert [bits[name] for name in ("f32, window of a fifth", *rows[2:])] == [6.4, 0.9, 0.9]
+    row = 2 * model.config.num_kv_heads * model.config.head_dim
+    assert bits[rows[1]] == round(4 + 32 / row + 16 * 80 / 120, 2)
     assert kl["f32, window of a fifth"] == 0 < min(kl[name] for name in rows)
 
 
