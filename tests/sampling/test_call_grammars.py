@@ -105,7 +105,8 @@ def drawn(grammar, tokenizer, seed, most=400, closer=""):
 
 def names_of(name):
     """Functions whose names the words of a dialect can say."""
-    odd = DIALECTS[name].stream in (MemberCalls, TagCalls) or name in ("harmony", "deepseek", "kimi", "functionary")
+    others = ("harmony", "deepseek", "kimi", "functionary", "solar_open")
+    odd = DIALECTS[name].stream in (MemberCalls, TagCalls) or name in others
     return [FUNCTIONS[0], FUNCTIONS[1] | {"name": "say"}] if odd else FUNCTIONS
 
 
@@ -319,6 +320,10 @@ CALLS = {  # in the words of each dialect
     "<|sep|>here<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
     "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="look">]<]minimax[>[<place>here'
     "]<]minimax[>[</place>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+    "solar_open": "<|tool_calls|><|tool_call:begin|>a-1<|tool_call:name|>look<|tool_call:args|>"
+    '{"place": "here"}<|tool_call:end|><|calls|>',
+    "minicpm5": '<function name="look"><param name="place">here</param></function>',
+    "gigachat3": '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "look", "arguments": {"place": "here"}}',
     "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look", "parameters": {"place": "here"}}]'
     "<|END_ACTION|>",
     "apertus": '<|tools_prefix|>[{"look": {"place": "here"}}]<|tools_suffix|>',

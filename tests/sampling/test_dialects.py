@@ -24,7 +24,7 @@ MARKS = sorted({mark for dialect in DIALECTS.values() for mark in dialect.marks}
 PLAIN = {
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<response>", "</response>", "<arg_key>", "</arg_key>",
     "<arg_value>", "</arg_value>", "<function=", "</function>", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>",
-    "</tool_calls>",
+    "</tool_calls>", '<function name="',
 }
 TYPES = {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "string"]}, "l": {"type": "array"}}
 SCHEMAS = {"f": {"properties": TYPES}}
@@ -47,7 +47,10 @@ def spelling_tokenizer():
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    parts = ["｜DSML｜", "<|open|>", "<|sep|>", "<|close|>", "]<]minimax[>[", "<tool_call>"]
+    parts = [
+        "｜DSML｜", "<|open|>", "<|sep|>", "<|close|>", "]<]minimax[>[", "<tool_call>", "<|message_sep|>",
+        "<|role_sep|>",
+    ]
     made.add_special_tokens([AddedToken(part, special=True) for part in parts])
     return made
 
@@ -256,6 +259,19 @@ ANSWERS = [
     ("minimax_m3", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">]<]minimax[>[<l>]<]minimax[>[</l>'
      "]<]minimax[>[<u>]<]minimax[>[<x>1]<]minimax[>[</x>y]<]minimax[>[</u>]<]minimax[>[</invoke>]<]minimax[>[</tool_call>",
      ("", "]<]minimax[>[<x>1]<]minimax[>[</x>y]<]minimax[>[</u>]<]minimax[>[</invoke>", [("f", '{"l": []')])),
+    ("solar_open", '<|think|>hm<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>call_1<|tool_call:name|>f'
+     '<|tool_call:args|>{"a": 1}<|tool_call:end|><|tool_call:begin|>x<|tool_call:name|>g<|tool_call:args|>{}'
+     "<|tool_call:end|><|calls|>", ("hm", "", [("f", {"a": 1}), ("g", {})])),
+    ("solar_open", "<|think|>hm<|end|><|begin|>assistant<|content|>Hi<|end|>", ("hm", "Hi", [])),
+    ("minicpm5", '<think>hm</think>Hi\n<function name="f"><param name="a">7</param><param name="s">'
+     '<![CDATA[a</param>\n<b]]></param></function><function name="g"></function>',
+     ("hm", "Hi", [("f", {"a": 7, "s": "a</param>\n<b"}), ("g", {})])),
+    ("minicpm5", '<function name="f"><param name="s"><![CDATA[a</param></function>',
+     ("", '<function name="f"><param name="s"><![CDATA[a</param></function>', [])),
+    ("gigachat3", 'Hi<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {"a": 1}}',
+     ("", "Hi", [("f", {"a": 1})])),
+    ("gigachat3", "Hi, a function call", ("", "Hi, a function call", [])),
+    ("gigachat3_1", 'Hi<|function_call|>{"name": "f", "arguments": {"a": 1}}', ("", "Hi", [("f", {"a": 1})])),
     ("none", '<think>a</think><tool_call>{"name": "f"}</tool_call>',
      ("a", '<tool_call>{"name": "f"}</tool_call>', [])),
 ]
@@ -268,13 +284,21 @@ def test_answers_of_the_families(tokenizer, name, text, want):
         assert read(tokenizer, name, text, range(0, 400, size)[: len(tokenizer.encode(text).ids)]) == want
 
 
-SPELLED = ("deepseek_v3_2", "deepseek_v4", "kimi_k3", "minimax_m3")
+SPELLED = ("deepseek_v3_2", "deepseek_v4", "kimi_k3", "minimax_m3", "gigachat3")
 
 
 @pytest.mark.parametrize(("name", "text", "want"), [each for each in ANSWERS if each[0] in SPELLED])
 def test_marks_of_several_tokens(spelling_tokenizer, name, text, want):
     assert read(spelling_tokenizer, name, text) == want
     assert read(spelling_tokenizer, name, text, range(400)) == want
+
+
+def test_tokens_of_marks_without_a_meaning(spelling_tokenizer):
+    ids = [id for character in "<|open|>tools<|sep|>" for id in spelling_tokenizer.encode(character).ids]
+    answer = answer_of(spelling_tokenizer, "kimi_k3")
+    assert collected(answer.extend(ids, ended=True)) == ("", "<|open|>tools<|sep|>", [])
+    assert read(spelling_tokenizer, "kimi_k3", "a<|sep|>b<|open|>") == ("", "ab", [])
+    assert read(spelling_tokenizer, "gigachat3", "a<|message_sep|>\n\nfunction") == ("", "a\n\nfunction", [])
 
 
 BITS = st.sampled_from([
@@ -288,6 +312,7 @@ BITS = st.sampled_from([
     "</｜DSML｜parameter>", '<|open|>call tool="f" index="1"<|sep|>', "<|open|>", "<|close|>call<|sep|>",
     '<|open|>argument key="a" type="number"<|sep|>', "<|close|>argument<|sep|>", "```json\n", "```",
     ']<]minimax[>[<invoke name="f">', "]<]minimax[>[<a>", "]<]minimax[>[</a>", "]<]minimax[>[", "<item>", "</item>",
+    '<function name="f">', '<function name="f"><param name="s"><![CDATA[', "]]>", "</param>", "<|role_sep|>",
     '<invoke name="f">', '<parameter name="l">["', "</invoke>",
 ])
 
@@ -540,6 +565,8 @@ def test_several_objects_with_semicolons():
         ("ns = ']<]minimax[>['\n<tool_call>\n<response>", "minimax_m3"),
         ("begin = '<seed:tool_call>'\n<function=x>", "seed_oss"), ("'<TOOLCALL>['", "nemotron"),
         ("<|START_ACTION|>[", "cohere"), ("token = '<|tools_prefix|>'", "apertus"),
+        ("<|tool_call:begin|><tool-call-id>", "solar_open"), ('<function name="function-name"><param', "minicpm5"),
+        ('function_call="<|function_call|>"', "gigachat3_1"), ("{'role': 'function call', 'content': x}", "gigachat3"),
         ("within <tool_call></tool_call> XML tags\n<tool_calls>[", "apriel"),
         ("start_tag => `<function`\n<function=example>", "functionary"),
         ('<tool_call>{"name"', "hermes"), ("<|python_tag|>", "llama3"), ("plain", "none"),

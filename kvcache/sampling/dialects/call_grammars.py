@@ -27,6 +27,7 @@ from kvcache.support.arguments import short
 __all__ = ["calls_grammar", "lead_of_answers"]
 
 Function = Mapping[str, Any]
+_ID = "[A-Za-z0-9_-]{1,12}"
 _OBJECT = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
 
@@ -165,7 +166,8 @@ def _objects(words: GrammarWords, functions: Sequence[Function], parallel: bool)
     if style.listed:
         more = f'(", " {one})*' if parallel else ""
         return f'"[" {one} {more} "]"'
-    return one if dialect.leads else f'"\\n" {one} "\\n"'
+    gap = words.literal(style.gap)
+    return f"{gap} {one} {gap}"
 
 
 # -- names --------------------------------------------------------------------------------------------------------
@@ -177,11 +179,11 @@ def _named(words: GrammarWords, functions: Sequence[Function], parallel: bool) -
     if not style.is_written:
         return _objects(words, functions, parallel)
     _names(functions, r"[^\s<\[{:]+")
-    some, number = [], '":" /[0-9]+/' if style.counts else ""
+    some, number, id = [], '":" /[0-9]+/' if style.counts else "", f"/{_ID}/" if style.has_ids else ""
     for function in functions:
         arguments = _json_of(words, function)
         for _, before, behind, close in style.forms:
-            head = f"{words.literal(before + function['name'])} {number} {words.literal(behind)}"
+            head = f"{id} {words.literal(before + function['name'])} {number} {words.literal(behind)}"
             some.append(words.rule(f"{head} {arguments} {words.literal(close)}"))
     return f"({' | '.join(some)})"
 

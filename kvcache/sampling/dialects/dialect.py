@@ -49,7 +49,7 @@ class Dialect(NamedTuple):
         silent: marks that say nothing.
         leads: whether an answer that begins as calls do, without a mark, is calls.
         spaced: whether an answer may begin with a new line.
-        framed: whether silent marks are around content, which is empty before calls.
+        framed: how many of the silent marks, the first ones, may stand before calls without content.
         reader: makes the reader of an answer, of the dialect, a transcript, whether calls count, their schemas, and
             whether the answer begins with a thought.
     """
@@ -64,7 +64,7 @@ class Dialect(NamedTuple):
     silent: tuple[str, ...] = ()
     leads: bool = False
     spaced: bool = False
-    framed: bool = False
+    framed: int = 0
     style: TagStyle | NameStyle | ObjectStyle | None = None
     section: tuple[str, str] | None = None
 

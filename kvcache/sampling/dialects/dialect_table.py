@@ -7,15 +7,28 @@ from kvcache.sampling.dialects.call_texts import json_calls, pythonic_calls
 from kvcache.sampling.dialects.dialect import Dialect
 from kvcache.sampling.dialects.harmony_reader import HARMONY_MARKS, HarmonyReader
 from kvcache.sampling.dialects.member_calls import MemberCalls
-from kvcache.sampling.dialects.name_style import DEEPSEEK_NAMES, FUNCTIONARY_NAMES, KIMI_NAMES, MISTRAL_NAMES
+from kvcache.sampling.dialects.name_style import (
+    DEEPSEEK_NAMES,
+    FUNCTIONARY_NAMES,
+    KIMI_NAMES,
+    MISTRAL_NAMES,
+    SOLAR_NAMES,
+)
 from kvcache.sampling.dialects.named_calls import NamedCalls
 from kvcache.sampling.dialects.object_calls import ObjectCalls
-from kvcache.sampling.dialects.object_style import APERTUS_OBJECTS, COHERE_OBJECTS, LISTED_OBJECTS, LLAMA_OBJECTS
+from kvcache.sampling.dialects.object_style import (
+    APERTUS_OBJECTS,
+    BARE_OBJECTS,
+    COHERE_OBJECTS,
+    LISTED_OBJECTS,
+    LLAMA_OBJECTS,
+)
 from kvcache.sampling.dialects.tag_calls import TagCalls
 from kvcache.sampling.dialects.tag_style import (
     DSML_TAGS,
     GLM_TAGS,
     KIMI_TAGS,
+    MINICPM_TAGS,
     MINIMAX_M3_TAGS,
     MINIMAX_TAGS,
     NESTED_WORD,
@@ -75,7 +88,7 @@ DIALECTS = {
     ),
     "kimi_k3": Dialect(
         TaggedReader, ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"), TagCalls, None,
-        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"), style=KIMI_TAGS, framed=True,
+        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"), style=KIMI_TAGS, framed=2,
         silent=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),
     "granite": Dialect(
@@ -100,6 +113,22 @@ DIALECTS = {
     "apriel": Dialect(
         TaggedReader, ("<tool_calls>", "</tool_calls>"), ObjectCalls, json_calls, _THOUGHTS, style=LISTED_OBJECTS
     ),
+    "solar_open": Dialect(
+        TaggedReader, ("<|tool_call:begin|>", "<|tool_call:end|>"), NamedCalls, None, ("<|think|>", "<|end|>"),
+        style=SOLAR_NAMES, more=("<|tool_call:name|>", "<|tool_call:args|>"), framed=1,
+        section=("<|tool_calls|>", "<|calls|>"), silent=("<|begin|>assistant", "<|content|>", "<|flush|>"),
+    ),
+    "minicpm5": Dialect(
+        TaggedReader, ('<function name="', "</function>"), TagCalls, None, _THOUGHTS, style=MINICPM_TAGS
+    ),
+    "gigachat3": Dialect(
+        TaggedReader, ("<|message_sep|>\n\nfunction call<|role_sep|>\n", ""), ObjectCalls, json_calls,
+        style=BARE_OBJECTS,
+    ),
+    "gigachat3_1": Dialect(
+        TaggedReader, ("<|function_call|>", ""), ObjectCalls, json_calls, style=BARE_OBJECTS,
+        silent=("<|message_sep|>",),
+    ),
     "functionary": Dialect(
         TaggedReader, ("<function=", "</function>"), NamedCalls, None, _THOUGHTS, style=FUNCTIONARY_NAMES
     ),  # 3.1
@@ -118,7 +147,9 @@ _SIGNS = {
     "<|channel|>commentary": "harmony", "<|tool_call>": "gemma4", "<start_function_call>": "functiongemma",
     "[TOOL_CALLS]": "mistral", "<|tool_call_start|>": "lfm2", "<seed:tool_call>": "seed_oss", "<TOOLCALL>": "nemotron",
     "<|START_ACTION|>": "cohere", "<|tools_prefix|>": "apertus", "<tool_calls>[": "apriel",
-    "`<function`": "functionary", "<｜tool▁call▁begin｜>": "deepseek", "<|tool_calls_section_begin|>": "kimi",
+    "`<function`": "functionary", "<|tool_call:begin|>": "solar_open", "<|function_call|>": "gigachat3_1",
+    "'role': 'function call'": "gigachat3", '<function name="': "minicpm5",
+    "<｜tool▁call▁begin｜>": "deepseek", "<|tool_calls_section_begin|>": "kimi",
     "<minimax:tool_call>": "minimax", "<|tool_list_start|>": "lfm2", "<function=": "qwen3_coder", "<arg_key>": "glm",
     "<|tool_call|>": "granite", "List of tools: [": "lfm2", "<response>": "ernie", "<tool_call>": "hermes",
     "<|python_tag|>": "llama3", '"parameters": dictionary of argument': "llama3",

@@ -82,7 +82,7 @@ class GrammarWords:
         """Any text without some marks that does not begin as `opening`, and the first mark; see `without`."""
         if (token := self._token_in(mark)) and mark.startswith(token):
             return f"{self.without(mark, others, opening)} {self.literal(mark)}"
-        unlike = [opening, *(_ANY + re.escape(other) for other in others if not self._token_in(other))]
+        unlike = [opening, *(_ANY + _pattern(other) for other in others if not self._token_in(other))]
         if token:
             before, _, _ = mark.partition(token)
             text = self._unlike(*unlike, end=_escaped(before)) if any(unlike) else f"/{_ANY}{_escaped(before)}/"
@@ -96,7 +96,7 @@ class GrammarWords:
         """
         marks = (mark, *others)
         tokens = list(map(self._token_in, marks))
-        texts = [_ANY + re.escape(each) for each, token in zip(marks, tokens, strict=True) if not token]
+        texts = [_ANY + _pattern(each) for each, token in zip(marks, tokens, strict=True) if not token]
         if texts or any(openings):
             return self._unlike(*openings, *texts)
         if not all(each.startswith(token) for each, token in zip(marks, tokens, strict=True)):
@@ -114,15 +114,15 @@ class GrammarWords:
 
     @property
     def silence(self) -> str:
-        """The marks of several tokens that say nothing, where an answer has some before anything else."""
-        silent = self.marks.dialect.silent if self.marks.dialect.framed else ()
+        """The marks that say nothing, where an answer has some before anything else."""
+        silent = self.marks.dialect.silent[: self.marks.dialect.framed]
         return f"({' | '.join(map(self.mark, silent))}){{0,2}}" if silent else ""
 
     @property
     def opening(self) -> str:
         """A regular expression of how thoughts begin; "": as nothing that is a text of this grammar does."""
         begin = (self.marks.dialect.thoughts or ("",))[0]
-        return "" if self._token_in(begin) or not begin else r"\s*" + re.escape(begin)
+        return "" if self._token_in(begin) or not begin else r"\s*" + _pattern(begin)
 
     def text_from(self, opening: str, mark: str) -> str:
         """A text that begins as a regular expression, up to a mark, and a gap."""
@@ -168,9 +168,14 @@ class GrammarWords:
         return rest if prompt_opens else f"({self.first} {self.mark(begin)} {title} {rest})?"
 
 
+def _pattern(text: str) -> str:
+    """The regular expression of a text, in one line."""
+    return re.escape(text).replace("\\\n", r"\n")
+
+
 def _escaped(text: str) -> str:
     """A text within a regular expression of Lark."""
-    return re.escape(text).replace("/", r"\/")
+    return _pattern(text).replace("/", r"\/")
 
 
 def checked_keywords(schema: Mapping[str, Any], known: set[str], *, strict: bool) -> None:

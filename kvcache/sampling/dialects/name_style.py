@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["DEEPSEEK_NAMES", "FUNCTIONARY_NAMES", "KIMI_NAMES", "MISTRAL_NAMES", "NameForm", "NameStyle"]
+__all__ = ["DEEPSEEK_NAMES", "FUNCTIONARY_NAMES", "KIMI_NAMES", "MISTRAL_NAMES", "SOLAR_NAMES", "NameForm", "NameStyle"]
 
 _NAME = r"([^\s<\[{:]+)"
 
@@ -32,11 +32,13 @@ class NameStyle(NamedTuple):
     Attributes:
         forms: one or several.
         counts: whether a grammar writes a colon and a number behind the name.
+        has_ids: whether an id stands before it all.
         is_written: whether a grammar writes these; objects of JSON otherwise.
     """
 
     forms: tuple[NameForm, ...]
     counts: bool = False
+    has_ids: bool = False
     is_written: bool = True
 
 
@@ -54,3 +56,7 @@ MISTRAL_NAMES = NameStyle(
     (NameForm(rf"\s*{_NAME}\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\]\s*)?"),), is_written=False
 )
 FUNCTIONARY_NAMES = NameStyle((NameForm(rf"{_NAME}>\s*", "", ">"),))
+_SOLAR = "<|tool_call:name|>", "<|tool_call:args|>"
+SOLAR_NAMES = NameStyle(
+    (NameForm(rf"[^<]*{re.escape(_SOLAR[0])}\s*{_NAME}\s*{re.escape(_SOLAR[1])}\s*", *_SOLAR),), has_ids=True
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,6 +16,7 @@ from kvcache.sampling.tokenizer_errors import decoded
 
 __all__ = ["MarkTokens", "SpokenAnswer"]
 
+_SURROGATES = 0xD800
 _TAIL = 16  # tokens of a prompt that may open a thought
 
 
@@ -27,18 +29,25 @@ class MarkTokens:
 
     Attributes:
         by_id: marks that are special tokens.
-        by_text: all others.
-        spelled: the texts of special tokens that are a part of these, by their ids.
+        spelled: the texts of special tokens that are a part of other marks, by their ids.
+        by_text: the other marks, by themselves with a lone surrogate in place of each such token, which no text has.
+        tokens: these texts, by their surrogates.
     """
 
     def __init__(self, tokenizer: Any, dialect: Dialect) -> None:
         self.tokenizer, self.dialect = tokenizer, dialect
         special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self.by_id = {special[mark]: mark for mark in dialect.marks if mark in special}
-        self.by_text = tuple(mark for mark in dialect.marks if mark not in special)
-        self.spelled = {
-            id: text for text, id in special.items() if text and any(text in mark for mark in self.by_text)
-        }
+        others = [mark for mark in dialect.marks if mark not in special]
+        self.spelled = {id: text for text, id in special.items() if text and any(text in mark for mark in others)}
+        self.tokens = {chr(_SURROGATES + i): text for i, text in enumerate(self.spelled.values())}
+        self.by_text = {self.with_tokens(mark): mark for mark in others}
+
+    def with_tokens(self, text: str) -> str:
+        """A text with a surrogate in place of each token of `spelled`."""
+        for surrogate, token in self.tokens.items():
+            text = text.replace(token, surrogate)
+        return text
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends with the mark that begins thoughts."""
@@ -108,7 +117,7 @@ class SpokenAnswer:
             elif (text := self._marks.spelled.get(token)) is not None and not self._text.stopped:
                 self._read(self._text.end())
                 self._text = TextStream(self._marks.tokenizer, [*self._tokens, token], self._stop)
-                self._read(text)
+                self._read(self._marks.with_tokens(text))
             else:
                 self._read(self._text.add(token))
             self._tokens = [*self._tokens[1 - _TAIL :], token]
@@ -144,9 +153,17 @@ class SpokenAnswer:
     def _read(self, text: str, ended: bool = False) -> None:
         for part, is_mark in [*self._search.add(text), *(self._search.end() if ended else ())]:
             if is_mark:
-                self._reader.mark(part, False)
-            else:
-                self._reader.text(part)
+                self._reader.mark(self._marks.by_text[part], False)
+                continue
+            for text in self._tokens_apart(part):
+                if text in self._marks.tokens:
+                    self._reader.mark(self._marks.tokens[text], True)
+                elif text:
+                    self._reader.text(text)
+
+    def _tokens_apart(self, text: str) -> list[str]:
+        """A text, divided at special tokens that are no part of a mark."""
+        return re.split(f"([{''.join(self._marks.tokens)}])", text) if self._marks.tokens else [text]
 
 
 def _merged(pieces: list[ChannelPiece]) -> list[ChannelPiece]:

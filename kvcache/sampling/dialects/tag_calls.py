@@ -105,6 +105,9 @@ class TagCalls:
             text = self._text[:end]
             if self._style.wraps:
                 text = text.removeprefix("\n").removesuffix("\n")
+            begin, end_of_quote = self._style.quotes
+            if begin and text.startswith(begin):
+                text = text.removeprefix(begin).removesuffix(end_of_quote)
             if self._style.nests and "string" not in types_of(schema):
                 value = nested_value(text, schema, self._schema)
             else:
@@ -129,7 +132,9 @@ class TagCalls:
 
     def _is_within(self, key: str, end: int, schema: Any) -> bool:
         """Whether the tag at this place stands within a string of JSON, or ends an inner tag of this name."""
-        types = types_of(schema)
+        types, (begin, close) = types_of(schema), self._style.quotes
+        if begin and self._text.startswith(begin):
+            return not self._text.endswith(close, len(begin), end)
         if self._style.nests:
             if "string" not in types:
                 self._inner += self._text.count(self._style.tag_of_key(key, ""), self._scanned, end)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 __all__ = [
-    "DSML_TAGS", "GLM_TAGS", "KIMI_TAGS", "MINIMAX_M3_TAGS", "MINIMAX_TAGS", "NESTED_WORD",
+    "DSML_TAGS", "GLM_TAGS", "KIMI_TAGS", "MINICPM_TAGS", "MINIMAX_M3_TAGS", "MINIMAX_TAGS", "NESTED_WORD",
     "QWEN_TAGS", "SEED_TAGS", "TagStyle",
 ]
 
@@ -31,6 +31,7 @@ class TagStyle(NamedTuple):
         kinds: what it says, by the types of JSON; what is no text is JSON.
         counts: whether a number stands behind the name of a function, from 1 on.
         escapes: whether names have `&quot;` and `&amp;`.
+        quotes: what may be around a text, in which the tag behind it is text; "" twice: nothing.
         nests: whether the tag behind a value has the name of the argument, and objects and lists are tags within tags.
     """
 
@@ -46,6 +47,7 @@ class TagStyle(NamedTuple):
     kinds: Mapping[str, str] = {}
     counts: bool = False
     escapes: bool = False
+    quotes: tuple[str, str] = ("", "")
     nests: bool = False
 
     @property
@@ -133,6 +135,10 @@ KIMI_TAGS = TagStyle(
     ('<|open|>call tool="', '"<|sep|>'), ('<|open|>argument key="', '"<|sep|>'), ("", "<|close|>argument<|sep|>"),
     "<|close|>call<|sep|>", in_lines=False, several=True, attribute="type", counts=True, escapes=True,
     kinds={each: each for each in ("string", "number", "boolean", "null", "object", "array")} | {"integer": "number"},
+)
+# MiniCPM5; the mark of calls has the beginning of the first tag.
+MINICPM_TAGS = TagStyle(
+    ("", '">'), ('<param name="', '">'), ("", "</param>"), "", in_lines=False, quotes=("<![CDATA[", "]]>")
 )
 # MiniMax-M3.
 MINIMAX_M3_TAGS = TagStyle(
