@@ -70,12 +70,17 @@ _PRE = {
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
     ],
     "kimi-k2": ["|".join(KIMI_PATTERN)],
+    "youtu": [
+        "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+", _CASED % (_ENDINGS, _ENDINGS, ""),
+    ],
+    "viking": [r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}"],
     "superbpe": [r"\p{N}+", r"(?=(\d{3})+(?!\d))"],
     "tiny_aya": [r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT4O],
     "minicpm5": [r"\p{N}{1,3}", _CASELESS % (r"\p{L}", "+", r"\p{L}")],
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),
     **dict.fromkeys(("deepseek-v3", "joyai-llm", "hunyuan-dense"), _DEEPSEEK),  # DeepSeek V3, V3.1 and R1
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"), _PLAIN),
+    **dict.fromkeys(("gigachat", "mellum", "a.x-4.0"), _PLAIN),
     # Granite is refact.
     **dict.fromkeys(
         ("smollm", "refact", "command-r", "starcoder", "codeshell", "exaone", "minerva-7b", "mellum2"), _DIGITS
@@ -91,7 +96,7 @@ _PRE = {
 # A part that is a token is not merged up to it.
 _WHOLE = (
     "llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "glm4",
-    "glm5", "minicpm5", "kimi-k2",
+    "glm5", "minicpm5", "kimi-k2", "youtu",
 )
 _COMPOSED = ("qwen2", "qwen35", "command-r", "mpt", "olmo")  # texts are brought to Unicode NFC first
 

@@ -100,6 +100,8 @@ PIECES = {
         "I", "'", "LL", " say", " don", "'", "t", ":", " ", "1234", "  ", " x", "!?", "\n", "\n", "y",
     ],
     "kimi-k2": ["I'LL", " say", " don't", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
+    "youtu": ["I'LL", " say", " don't", ":", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
+    "viking": ["I'LL", " say", " don't:", " ", "1", "2", "3", "4", "  ", " x", "!?\n\n", "y"],
     "superbpe": ["I'LL say don't: ", "1", "234", "   x!?\n\ny"],
     "tiny_aya": ["I'LL", " say", " don't", ":", " ", "1", "234", "  ", " x", "!?\n\n", "y"],
     "minicpm5": ["I", "'LL", " say", " don", "'t", ":", " ", "123", "4", "  ", " x", "!?\n\n", "y"],
@@ -151,6 +153,12 @@ def test_kimi_has_han_characters_apart(bytewise):
     text = "abc中文def你好。\nHTTPServer iPhone's /\n"
     found = [text[start:stop] for _, (start, stop) in bytewise("kimi-k2").pre_tokenizer.pre_tokenize_str(text)]
     assert found == ["abc", "中文", "def", "你好", "。\n", "HTTPServer", " i", "Phone's", " /\n"]
+
+
+def test_youtu_has_scripts_apart(bytewise):
+    text = "abc中文def한글。。ㄅㄆx"
+    found = [text[start:stop] for _, (start, stop) in bytewise("youtu").pre_tokenizer.pre_tokenize_str(text)]
+    assert found == ["abc", "中文", "def", "한글", "。。", "ㄅㄆ", "x"]
 
 
 def test_tekken_divides_at_changes_of_case(bytewise):
