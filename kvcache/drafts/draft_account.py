@@ -23,6 +23,7 @@ _LOAN = 32  # passes: enough to draft for a few texts, or to read a short prompt
 _ALLOWANCE = 0.02  # of the time of passes: what a source may take that saves nothing
 _TRIALS = 0.01  # likewise, for tokens that are not expected to pay
 _MARGINS = 1.03, 1.2  # of the rate without draft tokens, with a full bucket and an empty one: less may be an error
+_SURE = 0.9  # expected to hold: one more token that holds changes no decision
 _TURN = 64  # passes without a trial weigh as much as a token that surely holds
 _IDLE = 5  # passes: a decision takes some 50 us
 _SOONEST = 1e-12  # seconds of a pass at least, where a clock stands still
@@ -168,7 +169,8 @@ class DraftAccount:
         self._idle = max(0, self._idle - 1)
         self._rest = max(0.0, self._rest - plain)
         if self._is_trial:
-            self._rest = 0.0 if rows and drawn == rows else self._rest + (self._paid + seconds) / _TRIALS
+            teaches = rows and drawn == rows and self.pace.likely < _SURE
+            self._rest = 0.0 if teaches else self._rest + (self._paid + seconds) / _TRIALS
         if self._balance is not None:
             change = drawn * plain / base + _ALLOWANCE * self._share * plain - self._paid - seconds
             full = _LOAN * self._share * plain

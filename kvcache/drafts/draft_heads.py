@@ -13,7 +13,7 @@ import numpy as np
 from kvcache.drafts.proposer import Ask
 from kvcache.errors import KvCacheError
 from kvcache.texts.forward import Forward
-from kvcache.texts.text import Tokens
+from kvcache.texts.text import Text, Tokens
 
 __all__ = ["DraftHeads"]
 
@@ -29,6 +29,9 @@ class DraftHeads:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
+
+    def knows(self, text: Text) -> bool:
+        return True
 
     def behind(self, ask: Ask) -> int:
         return 0

@@ -48,6 +48,9 @@ class DraftNetwork:
 
     # -- shadows --------------------------------------------------------------------------------------------
 
+    def knows(self, text: Text) -> bool:
+        return True
+
     def behind(self, ask: Ask) -> int:
         shadow = self._shadows.get(ask.key)
         if ask.key in self._strange:

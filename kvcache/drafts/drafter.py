@@ -102,12 +102,16 @@ class Drafter:
     def _ask(self, number: int, texts: Sequence[tuple[Drafted, TextDrafts]], left: int, rows: int) -> int:
         """Give texts draft tokens of one source, beside so many rows; how many."""
         account, began, given, is_reading = self._accounts[number], self._clock(), 0, False
-        most = min(left, self.most)
+        proposer, most = self._proposers[number], min(left, self.most)
+        texts = [each for each in texts if proposer.knows(each[0].itself)]
+        if not texts:
+            account.pay(self._clock() - began, is_asked=True, is_reading=False)
+            return 0
         paces = [(drafts.paces[number], text.most_drafts(most)) for text, drafts in texts]
         counts = account.plan(paces, rows, left)
         by_key: dict[object, tuple[Drafted, TextDrafts]] = {drafts: (text, drafts) for text, drafts in texts}
         asked = [Ask(text.itself, count, drafts) for (text, drafts), count in zip(texts, counts, strict=True) if count]
-        proposer, ready, found = self._proposers[number], list[Ask](), list[Tokens]()
+        ready, found = list[Ask](), list[Tokens]()
         try:
             asked = [ask for ask in asked if account.may_read(proposer.behind(ask))]
             if asked:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvcache.drafts.proposer import NO_DRAFT, Ask
-from kvcache.texts.text import Tokens
+from kvcache.texts.text import Text, Tokens
 
 __all__ = ["NGrams"]
 
@@ -23,6 +21,9 @@ class NGrams:
 
     name = "ngram"
 
+    def knows(self, text: Text) -> bool:
+        return _place(text.tokens) > 0
+
     def behind(self, ask: Ask) -> int:
         return 0
 
@@ -34,17 +35,8 @@ class NGrams:
 
     def follow(self, tokens: Tokens, most: int) -> Tokens:
         """At most `most` tokens that may follow others."""
-        if most <= 0 or len(tokens) <= _GRAM:
-            return NO_DRAFT
-        seen = tokens[-_REACH:]
-        ends = seen[_GRAM - 1 : -1] == seen[-1]
-        for back in range(1, _GRAM):
-            ends &= seen[_GRAM - 1 - back : -1 - back] == seen[-1 - back]
-        found = np.flatnonzero(ends)
-        if not len(found):
-            return NO_DRAFT
-        first = int(found[-1]) + _GRAM  # behind the newest place
-        return seen[first : first + most].copy()
+        place = _place(tokens)
+        return tokens[place : place + most].copy() if most > 0 and place > 0 else NO_DRAFT
 
     def end(self, key: object) -> None:
         """Do nothing: nothing is kept."""
@@ -57,3 +49,17 @@ class NGrams:
 
     def check(self) -> None:
         """Do nothing: there are no invariants."""
+
+
+def _place(tokens: Tokens) -> int:
+    """Where the newest place of the last tokens before the end ends; 0: there is none.
+
+    A search in bytes takes a microsecond for a text of a thousand tokens, less than one operation over arrays.
+    """
+    first = max(0, len(tokens) - _REACH)
+    seen, size = tokens[first:].tobytes(), tokens.itemsize
+    last = seen[-_GRAM * size :]
+    at = seen.rfind(last, 0, -size) if len(tokens) > _GRAM else -1
+    while at % size and at > 0:  # it lies across tokens
+        at = seen.rfind(last, 0, at + len(last) - 1)
+    return 0 if at < 0 else first + at // size + _GRAM

@@ -36,9 +36,10 @@ class PassTimes:
         before = own.value
         own.observe(max(0.0, seconds))  # a caller's clock may go back
         if before and own.value and own.count > 2:
+            change = (own.value / before) ** _SHARED
             for each in self._measured.values():
                 if each is not own:
-                    each.value *= (own.value / before) ** _SHARED
+                    each.value *= change
 
     def is_known(self, rows: int) -> bool:
         """Whether passes of so many rows were measured, more than once and lately."""

@@ -42,6 +42,10 @@ class Proposer(Protocol):
     @property
     def name(self) -> str: ...
 
+    def knows(self, text: Text) -> bool:
+        """Whether it may have something to go by in a text: asked in each pass, before anything is decided."""
+        ...
+
     def behind(self, ask: Ask) -> int:
         """How many tokens of a text, about, `prepare` is to read before `propose` may be called."""
         ...

@@ -16,6 +16,8 @@ class TypicalSeconds:
         count: measurements.
     """
 
+    __slots__ = ("count", "value")  # many are visited behind each pass, which has emptied the caches
+
     def __init__(self) -> None:
         self.value, self.count = 0.0, 0
 

@@ -74,6 +74,14 @@ def test_it_is_asked_again_when_it_pays_again():
     assert worth / took > 0.9 * engine.best(0.9, 0.5e-3)
 
 
+def test_what_surely_holds_and_does_not_pay_is_seldom_tried():
+    """A network as its own draft: a token that holds once more is no reason for the next trial."""
+    engine = DraftedEngine(MEMORY_BOUND, source(1.0, 0.3), texts=4, noise=0.03)
+    engine.run(200)
+    worth, took = engine.run(1000)
+    assert worth / took > 0.985
+
+
 def test_a_pass_without_drafts_is_measured_now_and_then():
     """The network becomes five times as slow, and nothing but that shows what the rows of draft tokens take."""
     engine = DraftedEngine(MEMORY_BOUND, source(0.9))
