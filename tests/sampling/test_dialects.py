@@ -248,6 +248,8 @@ ANSWERS = [
      '<|close|>argument<|sep|><|open|>argument key="n" type="number"<|sep|>1.5<|close|>argument<|sep|><|close|>call'
      '<|sep|><|open|>call tool="g" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>',
      ("hm", "Hi", [("f", {'a"b': "1", "n": 1.5}), ("g", {})])),
+    ("kimi_k3", '<|open|>think<|sep|>hm<|open|>tools<|sep|><|open|>call tool="g" index="1"<|sep|><|close|>call<|sep|>'
+     "<|close|>tools<|sep|>", ("hm", "", [("g", {})])),
     ("kimi_k3", "<|open|>response<|sep|>Hi<|close|>response<|sep|><|close|>message<|sep|>", ("", "Hi", [])),
     ("minimax_m3", '<mm:think>hm</mm:think>Hi]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<a>7'
      "]<]minimax[>[</a>]<]minimax[>[<s>1]<]minimax[>[<b>]<]minimax[>[</s>]<]minimax[>[<l>]<]minimax[>[<item>x"
@@ -440,7 +442,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm", "gemma4", "mistral", "llama3", "deepseek"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm", "gemma4", "mistral", "llama3"])
 def test_streams_of_calls_take_linear_time(name, text):
     """The text of a network that writes anything comes in small pieces."""
     dialect = DIALECTS[name]

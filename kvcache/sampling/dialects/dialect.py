@@ -26,7 +26,7 @@ class AnswerReader(Protocol):
         """Read a text without marks."""
 
     def mark(self, mark: str, special: bool) -> None:
-        """Read a mark; `special`: it is no text where it has no meaning."""
+        """Read a mark; `special`: it has special tokens, and is no text where it has no meaning."""
 
     def end(self) -> None:
         """Note that no more follows."""

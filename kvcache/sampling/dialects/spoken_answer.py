@@ -153,7 +153,8 @@ class SpokenAnswer:
     def _read(self, text: str, ended: bool = False) -> None:
         for part, is_mark in [*self._search.add(text), *(self._search.end() if ended else ())]:
             if is_mark:
-                self._reader.mark(self._marks.by_text[part], False)
+                mark = self._marks.by_text[part]
+                self._reader.mark(mark, part != mark)
                 continue
             for text in self._tokens_apart(part):
                 if text in self._marks.tokens:
