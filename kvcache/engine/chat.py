@@ -132,11 +132,22 @@ _KNOWS_NONE = re.compile(rf"{_CONTENT}\s+is\s+(?:not\s+)?none\b", re.IGNORECASE)
 _KNOWS_PARTS = re.compile(rf"\bfor\s+\w+\s+in\s+{_CONTENT}\s*(?:\||-?%}}|\bif\b)")
 
 
-# A template that asks whether arguments are a text, or adds them to one, takes texts; the others write objects.
+# A template that asks whether arguments are a text, or adds them to one, takes texts; the others write objects. One
+# that goes through the members of an object, or writes arguments by `tojson` without a question, takes objects too.
 _ARGUMENTS = r"\barguments\b(?:['\"]\s*\])?"
 _KNOWS_TEXTS = re.compile(
     rf"{_ARGUMENTS}\s+is\s+(?:not\s+)?string\b|\+\s*[\w.\[\]'\"]*{_ARGUMENTS}(?!['\"\]\s]*\|\s*tojson)|{_ARGUMENTS}\s*\+"
 )
+_KNOWS_OBJECTS = re.compile(rf"{_ARGUMENTS}\s*(?:\|\s*(?:dictsort|items)\b|\.items\()")
+_ASKS = re.compile(rf"{_ARGUMENTS}\s+is\s+(?:not\s+)?string\b")
+_WRITES_JSON = re.compile(rf"{_ARGUMENTS}\s*\|\s*tojson")
+
+
+def _takes_objects(template: str) -> bool:
+    """Whether a template takes arguments as objects, rather than as texts of JSON."""
+    if not _KNOWS_TEXTS.search(template) or _KNOWS_OBJECTS.search(template):
+        return True
+    return _WRITES_JSON.search(template) is not None and _ASKS.search(template) is None
 
 
 def _in_words_of(template: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +159,7 @@ def _in_words_of(template: str, message: dict[str, Any]) -> dict[str, Any]:
     knows better.
     """
     kept = {key: value for key, value in message.items() if value is not None}
-    if isinstance(calls := message.get("tool_calls"), list) and not _KNOWS_TEXTS.search(template):
+    if isinstance(calls := message.get("tool_calls"), list) and _takes_objects(template):
         kept["tool_calls"] = [_with_object(call) for call in calls]
     if "content" not in message:
         return kept

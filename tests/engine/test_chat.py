@@ -176,6 +176,9 @@ def test_variables_of_the_template(folder, tmp_path, cached):
         ("{% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}", '{"a":1}'),
         ("{{ 'x' + c['arguments'] + 'y' }}", 'x{"a":1}y'),
         ("{{ 'x' + c['arguments'] | tojson + 'y' }}", 'x{"a": 1}y'),
+        ("{% if c.old %}{{ 'x' + c.arguments }}{% else %}{{ 'x' + c.arguments | tojson }}{% endif %}", 'x{"a": 1}'),
+        ("{% if c['arguments'] is mapping %}{% for name, value in c['arguments'] | dictsort %}{{ name }}:{{ value }}"
+         "{% endfor %}{% elif c['arguments'] is string %}{{ c['arguments'] }}{% endif %}", "a:1"),
     ],
 )
 def test_arguments_of_calls_are_objects_or_texts(tmp_path, template, text):

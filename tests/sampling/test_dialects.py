@@ -216,6 +216,10 @@ ANSWERS = [
     ("ernie", "a\n</response>\n", ("", "a", [])),
     ("seed_oss", "<seed:think>hm</seed:think>Hi\n<seed:tool_call>\n<function=f>\n<parameter=a>7</parameter>\n"
      "<parameter=s>\n1</parameter>\n</function>\n</seed:tool_call>", ("hm", "Hi", [("f", {"a": 7, "s": "\n1"})])),
+    ("seed_oss", "<seed:tool_call><function=f><parameter=l>[{'k': True, 'n': None}]</parameter></function>"
+     "</seed:tool_call>", ("", "", [("f", {"l": [{"k": True, "n": None}]})])),
+    ("seed_oss", "<seed:tool_call><function=f><parameter=l>[{1, 2}]</parameter></function></seed:tool_call>",
+     ("", "", [("f", {"l": "[{1, 2}]"})])),
     ("nemotron", '<think>hm</think><TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
      "</TOOLCALL>", ("hm", "", [("f", {"a": 1}), ("g", {})])),
     ("cohere", '<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", '

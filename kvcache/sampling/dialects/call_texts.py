@@ -90,7 +90,8 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def typed(text: str, schema: Any, *, guesses: bool = False) -> Any:
-    """A value of the type that a schema says: a text, unless it is JSON of another type that may be.
+    """A value of the type that a schema says: a text, unless it is JSON of another type that may be, or such a list or
+    object in Python's words where no text may be.
 
     Args:
         guesses: whether any type may be where it says none.
@@ -101,6 +102,11 @@ def typed(text: str, schema: Any, *, guesses: bool = False) -> Any:
     with suppress(ValueError, RecursionError):
         value = json.loads(text, parse_constant=_no_number)
         if "string" not in types or any(_is_of(value, kind) for kind in types - {"string"}):
+            return value
+    if "string" not in types and text.lstrip()[:1] in ("[", "{") and len(text) <= _MAX_EXPRESSION:
+        with suppress(*_ERRORS):  # templates that write a list without tojson write Python's words for it
+            value = _literal(ast.parse(text.strip(), mode="eval").body)
+            json.dumps(value, allow_nan=False)
             return value
     return text
 
