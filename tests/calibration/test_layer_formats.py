@@ -136,7 +136,7 @@ def test_bits_go_where_they_take_most_off_the_loss(rng, bits):
 
 def test_a_budget_of_bits(model, rng, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    text = rng.integers(0, model.config.vocab_size, 300).astype(np.uint32)
+    text = rng.integers(0, model.config.vocab_size, 200).astype(np.uint32)
     rows = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim
     for bits in (3.0, 4.0, 5.0):
         engine = InferenceEngine(model, dtype=f"auto:{bits}", calibrate=text)
