@@ -104,3 +104,17 @@ def test_no_page_says_that_an_index_has_it():
         for line in page.read_text(encoding="utf-8").splitlines():
             if "pip install" in line and "kvcache-cpu" in line:
                 assert "--find-links" in line, (page, line)
+
+
+def test_extras_that_are_named_are_there():
+    """In commands of pages, docstrings and errors, which name each one but for those of developers."""
+    project = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    files = [*PROJECT.glob("*.md"), *(PROJECT / "kvcache").rglob("*.md"), *(PROJECT / "kvcache").rglob("*.py")]
+    named = set()
+    for file in files:
+        commands = re.findall(r"pip install.*", file.read_text(encoding="utf-8"))
+        for names in re.findall(r"'(?:\.|kvcache-cpu)\[([\w,]+)\]'", "\n".join(commands)):
+            named |= set(names.split(","))
+    assert named <= set(re.findall(r"^(\w+) = \[", table, re.MULTILINE))
+    assert named >= {"text", "serve", "redis", "encryption", "grammar", "cluster", "otel", "hf"}

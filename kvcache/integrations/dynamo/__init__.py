@@ -1,6 +1,6 @@
 """A worker for NVIDIA Dynamo on CPUs: `BatchEngine` behind its frontend, which routes requests to cached prefixes.
 
-    pip install 'kvcache-cpu[cluster,grammar,text]' 'pydantic<2.14' uvloop aiohttp transformers prometheus-client
+    pip install '.[cluster,grammar,text]' 'pydantic<2.14' uvloop aiohttp transformers prometheus-client  # in a clone
     pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
     export DYN_FILE_KV=/tmp/dynamo
     python -m kvcache.integrations.dynamo --model FOLDER --store /var/cache/kvcache
