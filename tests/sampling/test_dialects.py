@@ -207,6 +207,8 @@ ANSWERS = [
      ("", "", [("f", {"s": "a, b"})])),
     ("lfm2", '<|tool_call_start|>[f(a=1), g(s="x")]<|tool_call_end|>Done.',
      ("", "Done.", [("f", {"a": 1}), ("g", {"s": "x"})])),
+    ("lfm2", "<|tool_call_start|>[f(s='a \"b\nc\", \\'d\\n', a=1)]<|tool_call_end|>",
+     ("", "", [("f", {"s": 'a "b\nc", \'d\n', "a": 1})])),
     ("lfm2", "<|tool_call_start|>[f(1)]<|tool_call_end|>", ("", "<|tool_call_start|>[f(1)]<|tool_call_end|>", [])),
     ("granite", '<think>a</think><response>b</response><|tool_call|>[{"name": "f", "arguments": {}}]',
      ("a", "b", [("f", {})])),

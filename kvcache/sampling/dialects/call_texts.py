@@ -22,6 +22,7 @@ _DECODER = json.JSONDecoder()
 _MOST_REFERENCES = 16  # from one to the next
 _MOST = 256  # calls of one text
 _BETWEEN = re.compile(r"\s*(?:;\s*)?")  # objects of JSON
+_ENDS = {"\n": "\\n", "\r": "\\r"}  # of lines
 _TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict, "array": list,
 }
@@ -138,12 +139,28 @@ def _is_of(value: Any, kind: str) -> bool:
     return found is not None and isinstance(value, found) and (kind == "boolean" or not isinstance(value, bool))
 
 
+def _in_one_line(text: str) -> str:
+    """An expression with the ends of lines in quotes as Python writes them; some templates leave them as they are."""
+    found, quote, is_escaped = list[str](), "", False
+    for each in text:
+        if quote and not is_escaped and each in _ENDS:
+            found.append(_ENDS[each])
+            continue
+        found.append(each)
+        if not quote:
+            quote = each if each in "'\"" else ""
+        elif each == quote and not is_escaped:
+            quote = ""
+        is_escaped = each == "\\" and not is_escaped
+    return "".join(found)
+
+
 def pythonic_calls(text: str) -> list[ToolCall] | None:
     """Python's list of calls with literals by name, `[f(a=1), g()]`; or JSON."""
     if (found := json_calls(text)) is not None or len(text) > _MAX_EXPRESSION:
         return found
     with suppress(*_ERRORS):
-        body = ast.parse(text.strip(), mode="eval").body
+        body = ast.parse(_in_one_line(text.strip()), mode="eval").body
         calls = body.elts if isinstance(body, (ast.List, ast.Tuple)) else [body]
         if calls and all(isinstance(call, ast.Call) for call in calls):
             return [_of_expression(call) for call in calls]
