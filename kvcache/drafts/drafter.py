@@ -103,12 +103,12 @@ class Drafter:
         """Give texts draft tokens of one source, beside so many rows; how many."""
         account, began, given, is_reading = self._accounts[number], self._clock(), 0, False
         proposer, most = self._proposers[number], min(left, self.most)
-        texts = [each for each in texts if proposer.knows(each[0].itself)]
-        if not texts:
-            account.pay(self._clock() - began, is_asked=True, is_reading=False)
-            return 0
+        try:
+            texts = [each for each in texts if proposer.knows(each[0].itself)]
+        except Exception as error:  # of memory
+            return self._give_up(number, error)
         paces = [(drafts.paces[number], text.most_drafts(most)) for text, drafts in texts]
-        counts = account.plan(paces, rows, left)
+        counts = account.plan(paces, rows, left) if texts else []
         by_key: dict[object, tuple[Drafted, TextDrafts]] = {drafts: (text, drafts) for text, drafts in texts}
         asked = [Ask(text.itself, count, drafts) for (text, drafts), count in zip(texts, counts, strict=True) if count]
         ready, found = list[Ask](), list[Tokens]()
@@ -119,10 +119,7 @@ class Drafter:
             if ready:
                 found = self._propose(proposer, account, ready)
         except Exception as error:  # of a network, or of memory
-            self._proposers.pop(number)
-            logger.warning("draft: %s has failed, and is not asked again: %s", proposer.name, short(error))
-            proposer.settle()
-            return 0
+            return self._give_up(number, error)
         for ask, tokens in zip(ready, found, strict=True):
             text, drafts = by_key[ask.key]
             kept = tokens[: left - given]
@@ -135,9 +132,16 @@ class Drafter:
                 ask.text.draft, drafts.source = kept, number
             given += len(kept)
         seconds = self._clock() - began
-        account.pay(seconds, is_asked=bool(asked), is_reading=is_reading)
+        account.pay(seconds, is_asked=bool(asked) or not texts, is_reading=is_reading)
         self.seconds += seconds
         return given
+
+    def _give_up(self, number: int, error: Exception) -> int:
+        """Ask a source no more: it has given no draft tokens."""
+        proposer = self._proposers.pop(number)
+        logger.warning("draft: %s has failed, and is not asked again: %s", proposer.name, short(error))
+        proposer.settle()
+        return 0
 
     def _prepare(self, proposer: Proposer, account: DraftAccount, asked: Sequence[Ask]) -> tuple[list[Ask], bool]:
         """Let a source read; the texts that it may propose for, and whether there are none since it still reads."""

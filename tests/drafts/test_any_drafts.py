@@ -15,6 +15,7 @@ from seeded_weights import seeded
 from serving import GREEDY, Clock, penalised, prompts, repeating, run, same, sampled, settled
 
 from kvcache import BatchEngine, EvictionPolicy, KvCacheError, SamplingParams
+from kvcache.drafts.ngrams import NGrams
 from kvcache.engine import Transformer
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
@@ -165,7 +166,7 @@ def test_ends_among_draft_tokens(network):
             settled(engines[0])
 
 
-def test_a_source_that_fails_is_given_up(caplog):
+def test_a_source_that_fails_is_given_up(caplog, monkeypatch):
     model = opened("llama_odd")
 
     class Failing:
@@ -182,6 +183,12 @@ def test_a_source_that_fails_is_given_up(caplog):
     assert [each.result() for each in requests] == [want.submit(*each).result() for each in asked]
     assert caplog.text.count("draft: the network has failed, and is not asked again: FloatingPointError") == 1
     assert engine.stats().draft_tokens > 0, "n-grams go on"
+    monkeypatch.setattr(NGrams, "knows", Failing.forward)
+    engine = BatchEngine(model, draft="ngram", clock=Clock())
+    requests = [engine.submit(*each) for each in asked]
+    run(engine)
+    assert [each.result() for each in requests] == [want.submit(*each).result() for each in asked]
+    assert caplog.text.count("draft: ngram has failed, and is not asked again: FloatingPointError") == 1
 
 
 def test_memory_is_shared_with_the_draft():
