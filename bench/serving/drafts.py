@@ -80,7 +80,7 @@ def run(engine: BatchEngine, prompts: list[Any], new: int) -> Run:
 def compare(model: Any, sources: dict[str, Any], prompts: list[Any], new: int, rounds: int) -> list[list[str]]:
     """A row for each source, whose answers are those without. Each run lies between two without draft tokens."""
     engines = {name: BatchEngine(model, dtype="f16", draft=each) for name, each in sources.items()}
-    plain = BatchEngine(model, dtype="f16")
+    plain = BatchEngine(model, dtype="f16", draft=None)
     found: dict[str, list[tuple[Run, Run, Run]]] = {name: [] for name in engines}
     for _ in range(rounds + 1):
         before = run(plain, prompts, new)
