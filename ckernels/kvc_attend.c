@@ -69,6 +69,13 @@ NOINLINE void cap_row(const job *j, int lanes, float *w) {
     }
 }
 
+/* Whether all of some rows see a token on every lane. */
+static int see_all(const job *j, const chunk *c, int64_t row, int rows, int lanes) {
+    const int64_t begin = c->piece[0].first;
+    if (!c->even || c->count != lanes || j->seq->parents) return 0;
+    return visible(j, row + rows - 1).first <= begin && visible(j, row).stop >= begin + lanes;
+}
+
 /* The scores of a row, capped, and -inf where it sees no token. */
 static void finish_scores(const job *j, const chunk *c, int64_t row, int lanes, float *w) {
     if (j->cap > 0.0f) cap_row(j, lanes, w);
@@ -77,14 +84,17 @@ static void finish_scores(const job *j, const chunk *c, int64_t row, int lanes, 
 }
 
 /* Turns scores of at most KVC_LANES rows into masked weights 2^(score - largest), and updates their largest, sum and alpha.
- * Each step is done for all rows before the next one: in one row a step waits for the one before. */
-INLINE void softmax_few(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *weights, float *alpha,
-                        float *largest, float *sum) {
+ * Each step is done for all rows before the next one: in one row a step waits for the one before. With units (a constant) the
+ * weights are multiplied by the scales of V in the same pass (scale_weights). */
+INLINE void softmax_few(int units, const job *j, const chunk *c, int64_t row, int rows, int lanes, const v_scales *v,
+                        float *weights, float *alpha, float *largest, float *sum, unit_weights *to) {
+    const int all = see_all(j, c, row, rows, lanes);
+    (void)v, (void)to;
     for (int r = 0; r < rows; r++) {
         float *w = weights + r * KVC_CHUNK;
-        finish_scores(j, c, row + r, tokens, w);
+        if (!all || j->cap > 0.0f) finish_scores(j, c, row + r, lanes, w);
         f32v max_v = f32v_set1(largest[r]);
-        for (int t = 0; t < tokens; t += KVC_LANES) max_v = f32v_max(max_v, f32v_load(w + t));
+        for (int t = 0; t < lanes; t += KVC_LANES) max_v = f32v_max(max_v, f32v_load(w + t));
         const float max = f32v_max_of(max_v);
         alpha[r] = largest[r] - max;
         largest[r] = max;
@@ -92,22 +102,38 @@ INLINE void softmax_few(const job *j, const chunk *c, int64_t row, int rows, int
     f32v_store(alpha, f32v_exp2(f32v_load(alpha)));
     for (int r = 0; r < rows; r++) {
         float *w = weights + r * KVC_CHUNK;
-        f32v sum_v = f32v_zero();
-        for (int t = 0; t < tokens; t += KVC_LANES) {
-            const f32v w_v = f32v_exp2(f32v_sub(f32v_load(w + t), f32v_set1(largest[r])));
-            f32v_store(w + t, w_v);
+        const f32v largest_score = f32v_set1(largest[r]);
+        f32v sum_v = f32v_zero(), largest_v = f32v_zero(), base_v = f32v_zero();
+        for (int t = 0; t < lanes; t += KVC_LANES) {
+            const f32v power = f32v_sub(f32v_load(w + t), largest_score);
+            f32v w_v = units ? f32v_exp2_short(power) : f32v_exp2(power);
             sum_v = f32v_add(sum_v, w_v);
+#if defined(KVC_HAVE_DOTS)
+            if (units) w_v = scaled_weights(v, t, w_v, &largest_v, &base_v);
+#endif
+            f32v_store(w + t, w_v);
         }
         sum[r] = sum[r] * alpha[r] + f32v_sum_of(sum_v);
+#if defined(KVC_HAVE_DOTS)
+        if (units) end_scaled(lanes, w, largest_v, base_v, to + r);
+#endif
     }
 }
 
-/* Does that for any number of rows. */
-NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int tokens, float *largest,
+/* Does that for any number of rows; with units the weights become digits. */
+NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, int lanes, const v_scales *v, float *largest,
                          float *sum) {
     for (int r = 0; r < rows; r += KVC_LANES) {
-        softmax_few(j, c, row + r, rows - r < KVC_LANES ? rows - r : KVC_LANES, tokens, j->weights + r * KVC_CHUNK,
-                    j->alpha + r, largest + r, sum + r);
+        const int few = rows - r < KVC_LANES ? rows - r : KVC_LANES;
+        float *w = j->weights + r * KVC_CHUNK;
+#if defined(KVC_HAVE_DOTS)
+        if (j->units) {
+            softmax_few(1, j, c, row + r, few, lanes, v, w, j->alpha + r, largest + r, sum + r, j->unit_w + r);
+            round_weights(j->v_rows.bits, r < tiled_rows(rows), few, lanes, w, j->unit_w + r);
+            continue;
+        }
+#endif
+        softmax_few(0, j, c, row + r, few, lanes, v, w, j->alpha + r, largest + r, sum + r, NULL);
     }
 }
 
@@ -229,7 +255,9 @@ static void attend_chunk(const job *j, const chunk *now, const chunk *next, int 
     const ahead_rows v = {now->v, (size_t)head * j->layout->value_head_bytes, (size_t)j->v_rows.bits / 8};
     const ahead_rows k = {then->lanes ? then->k : NULL, k_offset, (size_t)j->k_rows.bits / 8};
     const int lanes = score_chunk(j, now, head, index, j->rows, v, next);
-    softmax_rows(j, now, item->row, j->rows, lanes, j->segment.largest + index, j->segment.sum + index);
+    v_scales scales;
+    if (j->units) load_scales(j, now, head, &scales);
+    softmax_rows(j, now, item->row, j->rows, lanes, &scales, j->segment.largest + index, j->segment.sum + index);
     mix_values(j, now, head, j->rows, lanes, j->segment.acc + index * (size_t)j->v_padded, k, next);
 }
 

@@ -77,6 +77,10 @@ typedef struct unit_weights {
     float rounded;     /* the sum of the numbers, exact */
     float unused[13];
 } unit_weights;
+/* Scales of V of the lanes of a chunk, and the values in the middle of the codes' range. */
+typedef struct v_scales {
+    float scales[KVC_CHUNK], middles[KVC_CHUNK];
+} v_scales;
 _Static_assert(sizeof(unit_query) % 64 == 0 && sizeof(unit_weights) % 64 == 0, "64 digits lie in one line");
 
 /* Most (head, row) pairs of one item. */

@@ -115,10 +115,9 @@ static int score_tiles(const job *j, const chunk *c, int head, const unit_query 
     return c->lanes;
 }
 
-/* Loads scales, and the values in the middle of the codes' range. Lanes of a tile without a token of the piece have
- * weight 0 but arbitrary bytes as scale and minimum, so these become 0. */
-static void load_scales(const piece *p, const unsigned char *tile, float centre, float *scales,
-                        float *middles) {
+/* Loads the scales of a tile. Lanes of a tile without a token of the piece have weight 0 but arbitrary bytes as scale and
+ * minimum, so these become 0. */
+static void tile_scales(const piece *p, const unsigned char *tile, float centre, float *scales, float *middles) {
     const uint16_t *halves = (const uint16_t *)tile;
     for (int t = 0; t < KVC_TILE; t += KVC_LANES) {
         const f32v scale_v = f32v_load_half(halves + t), minimum_v = f32v_load_half(halves + KVC_TILE + t);
@@ -147,14 +146,9 @@ static void turn_tiles(const job *j, int tiles, const unsigned char **tile) {
 
 static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *acc, const chunk *next) {
     const unsigned char *tile[KVC_CHUNK / KVC_TILE], *ahead[KVC_CHUNK / KVC_TILE];
-    float scales[KVC_CHUNK], middles[KVC_CHUNK];
-    const float centre = centre_of(j->v_rows.bits);
     const int more = list_tiles(c->v, next ? next->v : NULL, c->pieces, next ? next->pieces : 0,
                                 (size_t)head * j->layout->value_head_bytes, tile, ahead);
-    for (int i = 0; i < c->pieces; i++)
-        load_scales(&c->piece[i], tile[i], centre, scales + KVC_TILE * i, middles + KVC_TILE * i);
     if (j->layout->latent) turn_tiles(j, c->pieces, tile);
-    quantise_weights(j->v_rows.bits, rows, c->lanes, j->weights, scales, middles, j->unit_w);
     const int tiled = tiled_rows(rows);
 #if KVC_TILES
     if (tiled)
@@ -165,6 +159,17 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
              acc + (size_t)tiled * (size_t)j->v_padded, j->v_padded, more && !tiled ? ahead : NULL);
 }
 #endif
+
+/* Loads the scales of a head's V in a chunk. */
+static void load_scales(const job *j, const chunk *c, int head, v_scales *v) {
+    (void)j, (void)c, (void)head, (void)v;
+#if defined(KVC_HAVE_DOTS)
+    const size_t offset = (size_t)head * j->layout->value_head_bytes;
+    const float centre = centre_of(j->v_rows.bits);
+    for (int i = 0; i < c->pieces; i++)
+        tile_scales(&c->piece[i], c->v[i] + offset, centre, v->scales + KVC_TILE * i, v->middles + KVC_TILE * i);
+#endif
+}
 
 /* Writes the scores of the chunk for the rows packed at index to weights. Lanes without a token have undefined scores.
  * Returns the number of lanes written. */

@@ -28,19 +28,21 @@ _Static_assert(KVC_CHUNK % KVC_PANEL == 0, "a chunk is whole panels");
 _Static_assert(KVC_DOT_TOKENS % KVC_DOT_SUMS == 0,
                "a step of dot products is whole tiles for every row count");
 
-/* Rows of the next product. While a product reads a line of token t, it prefetches the same line of the next one's, also
- * where those rows are shorter or longer. */
+/* Rows of the next product. While a product reads a line of token t, it prefetches what lies there in the next one's, also where
+ * those rows are shorter or longer. */
 typedef struct ahead_rows {
     const unsigned char *const *rows; /* KVC_POINTERS of them, or NULL */
     size_t offset;                    /* from each of them */
     size_t bytes;                     /* of a value */
 } ahead_rows;
 
-/* Prefetches into the L2 cache: a chunk of K or V is larger than the L1 cache, and prefetching there measured twice as
- * slow. One line at a time, between the multiplications: a burst fills the miss buffers and stalls the core. */
-INLINE void fetch_ahead(ahead_rows ahead, int token, int d) {
-    const size_t at = (size_t)d * ahead.bytes;
-    if (at % 64 == 0) __builtin_prefetch(ahead.rows[token] + ahead.offset + at, 0, 2);
+/* Prefetches what lies as far in the next product's row as a line of so many values (a constant) from d on lies in its own. Into
+ * the L2 cache: a chunk of K or V is larger than the L1 cache, and prefetching there measured twice as slow. One line at a time,
+ * between the multiplications: a burst fills the miss buffers and stalls the core. */
+INLINE void fetch_ahead(ahead_rows ahead, int token, int d, int line) {
+    const unsigned char *p = ahead.rows[token] + ahead.offset + (size_t)d * ahead.bytes;
+    __builtin_prefetch(p, 0, 2);
+    if ((size_t)line * ahead.bytes > 64) __builtin_prefetch(p + 64, 0, 2);
 }
 
 /* Prefetches from there into the L1 cache, some tokens ahead. The hardware prefetcher follows one row at a time and is
@@ -70,7 +72,7 @@ INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q
             for (int t = 0; t < tokens; t++) {
                 const f32v k_v = load_row(format, k[t] + offset, d, dim);
                 if (i == 0) fetch_near(k[t + tokens] + offset + (size_t)d * (64 / (size_t)line));
-                if (ahead.rows && i % 16 == 0) fetch_ahead(ahead, first + t, d);
+                if (i == 0 && ahead.rows) fetch_ahead(ahead, first + t, d, line);
                 UNROLL
                 for (int r = 0; r < rows; r++)
                     sums[r * tokens + t] = f32v_fma(q_v[r], k_v, sums[r * tokens + t]);
@@ -232,9 +234,10 @@ INLINE void mix_tile(int rows, int vecs, kvc_format format, int dim, int d, int 
         UNROLL
         for (int i = 0; i < vecs; i++) {
             v_v[i] = load_row(format, v[t] + offset, d + i * KVC_LANES, dim);
-            const size_t at = (size_t)((d + i * KVC_LANES) * kvc_format_of(format)->bits / 8);
-            if (at % 64 == 0) fetch_near(v[t + KVC_NEAR_VALUES] + offset + at);
-            if (ahead.rows) fetch_ahead(ahead, t, d + i * KVC_LANES);
+            const int at = d + i * KVC_LANES, line = 512 / kvc_format_of(format)->bits; /* values of a cache line */
+            if (at % line) continue;
+            fetch_near(v[t + KVC_NEAR_VALUES] + offset + (size_t)at * (64 / (size_t)line));
+            if (ahead.rows) fetch_ahead(ahead, t, at, line);
         }
         UNROLL
         for (int r = 0; r < rows; r++) {

@@ -2,7 +2,7 @@
  *
  * A level defines one vector type f32v of KVC_LANES floats and these functions on it:
  *   load, store, load_half, store_half, load_bf16, zero, set1, add, sub, mul, div, fma, min, max, round (half to even), abs,
- *   scale2(p, n) = p * 2^n for whole n in [-127, 127], zero_below(r, x, limit) = x < limit ? 0 : r,
+ *   scale2(p, n) = p * 2^n for whole n in [-127, 127], with KVC_SCALE2_ANY for any n; zero_below(r, x, limit) = x < limit ? 0 : r,
  *   pick(x, limit, below, other) = x < limit ? below : other, below(x, limit): a bit for each lane with x < limit,
  *   store_bytes: rounded as by round, 0 to 255,
  *   store_signed32: 32 rounded floats, -128 to 127,
@@ -98,6 +98,9 @@ enum { KVC_MANY_UNITS = 1 << 20 }; /* of a part without a limit: more than any c
 #else
 #include "simd_scalar.h"
 #endif
+#if !defined(KVC_SCALE2_ANY)
+#define KVC_SCALE2_ANY 0 /* 1: numbers of that size, infinite ones too, are powers of two as they are */
+#endif
 #if !defined(KVC_TILES)
 #define KVC_TILES 0 /* 1: the level has those of simd_amx.h */
 #endif
@@ -144,19 +147,26 @@ INLINE void store_row(kvc_format format, unsigned char *row, int d, int dim, f32
         store_dims_half((uint16_t *)row, d, dim, x);
 }
 
-/* 2^x for x <= 127, within 1 ulp; 0 below 2^-126 and for -inf; NaN for NaN, since f32v_max and f32v_min return their second
- * argument if it is NaN. x = n + f with |f| <= 1/2; 2^f is the polynomial of degree 6 with the least maximal relative error on
- * [-1/2, 1/2] (1.9e-9, Remez). */
-INLINE f32v f32v_exp2(f32v x) {
-    const f32v clamped = f32v_max(f32v_set1(-127.0f), x), n = f32v_round(clamped), f = f32v_sub(clamped, n);
-    f32v p = f32v_set1(0x1.41d334p-13f);
-    p = f32v_fma(p, f, f32v_set1(0x1.5f456ap-10f));
-    p = f32v_fma(p, f, f32v_set1(0x1.3b2dbcp-7f));
-    p = f32v_fma(p, f, f32v_set1(0x1.c6aed4p-5f));
-    p = f32v_fma(p, f, f32v_set1(0x1.ebfbdap-3f));
-    p = f32v_fma(p, f, f32v_set1(0x1.62e430p-1f));
-    p = f32v_fma(p, f, f32v_set1(1.0f));
+/* 2^x for x <= 127; 0 below 2^-126 and for -inf; NaN for NaN, since f32v_max returns its second argument if it is NaN.
+ * x = n + f with |f| <= 1/2; 2^f is a polynomial, its coefficients from the highest degree down to 0 (constants). */
+INLINE f32v f32v_exp2_by(int degree, const float *coefficients, f32v x) {
+    const f32v near = KVC_SCALE2_ANY ? x : f32v_max(f32v_set1(-127.0f), x), n = f32v_round(near), f = f32v_sub(near, n);
+    f32v p = f32v_set1(coefficients[0]);
+    UNROLL
+    for (int i = 1; i <= degree; i++) p = f32v_fma(p, f, f32v_set1(coefficients[i]));
     return f32v_zero_below(f32v_scale2(p, n), x, f32v_set1(-126.0f));
+}
+
+/* Within 1 ulp. Of degree 6, with the least maximal relative error (1.9e-9, Remez). */
+INLINE f32v f32v_exp2(f32v x) {
+    static const float by[] = {0x1.41d334p-13f, 0x1.5f456ap-10f, 0x1.3b2dbcp-7f, 0x1.c6aed4p-5f, 0x1.ebfbdap-3f, 0x1.62e430p-1f, 1.0f};
+    return f32v_exp2_by(6, by, x);
+}
+
+/* Within 4e-6 of it, relatively: weights that become whole numbers of 14 bits need no more. Likewise of degree 4 and 1 at 0. */
+INLINE f32v f32v_exp2_short(f32v x) {
+    static const float by[] = {0x1.409104p-7f, 0x1.ca9008p-5f, 0x1.ebf1b4p-3f, 0x1.62dfcap-1f, 1.0f};
+    return f32v_exp2_by(4, by, x);
 }
 
 /* tanh(x), relative error at most 3e-7. Below 5/8 an odd polynomial of degree 11 (Cephes, tanhf; 1.3e-8 without rounding), from

@@ -256,16 +256,16 @@ NOINLINE void unit_dot(int bits, int dim, int rows, int tiles, const unit_query 
 #undef DOT
 }
 
-/* One row's weights times the scales of V, in their place; the largest of them as the scale, and the term of every channel
- * but for the centre of the codes. */
-INLINE void scale_row(int lanes, float *w, const float *scales, const float *middles, unit_weights *to) {
-    f32v largest_v = f32v_zero(), base_v = f32v_zero();
-    for (int t = 0; t < lanes; t += KVC_LANES) {
-        const f32v w_v = f32v_load(w + t), u_v = f32v_mul(w_v, f32v_load(scales + t));
-        largest_v = f32v_max(largest_v, u_v);
-        base_v = f32v_fma(w_v, f32v_load(middles + t), base_v);
-        f32v_store(w + t, u_v);
-    }
+/* Weights of the lanes from t on times the scales of V; the largest of a row and the term of every channel, but for the
+ * centre of the codes, lane by lane. */
+INLINE f32v scaled_weights(const v_scales *v, int t, f32v w_v, f32v *largest_v, f32v *base_v) {
+    const f32v u_v = f32v_mul(w_v, f32v_load(v->scales + t));
+    *largest_v = f32v_max(*largest_v, u_v);
+    *base_v = f32v_fma(w_v, f32v_load(v->middles + t), *base_v);
+    return u_v;
+}
+
+INLINE void end_scaled(int lanes, float *w, f32v largest_v, f32v base_v, unit_weights *to) {
     for (int t = lanes; t % 32; t++) w[t] = 0.0f;
     to->scale = f32v_max_of(largest_v), to->base = f32v_sum_of(base_v);
 }
@@ -280,20 +280,14 @@ INLINE void round_row(int bits, int is_tiled, int lanes, const float *u, unit_we
     if (bits != 8) to->base -= centre_of(bits) * to->scale * sum;
 }
 
-/* Each step is done for some rows before the next one: in one row a step waits for the one before. */
-NOINLINE void quantise_weights(int bits, int rows, int lanes, float *w, const float *scales, const float *middles,
-                               unit_weights *to) {
-    for (int first = 0; first < rows; first += KVC_LANES) {
-        const int stop = rows - first < KVC_LANES ? rows : first + KVC_LANES;
-        for (int r = first; r < stop; r++) scale_row(lanes, w + r * KVC_CHUNK, scales, middles, to + r);
-#define ROWS(symbol, name, bits, ...)                                                                \
-    case bits:                                                                                       \
-        for (int r = first; r < stop; r++)                                                           \
-            round_row(bits, r < tiled_rows(rows), lanes, w + r * KVC_CHUNK, to + r);                 \
+/* Rounds the scaled weights of some rows. */
+INLINE void round_weights(int bits, int is_tiled, int rows, int lanes, const float *u, unit_weights *to) {
+#define ROWS(symbol, name, bits, ...)                                                                            \
+    case bits:                                                                                                   \
+        for (int r = 0; r < rows; r++) round_row(bits, is_tiled, lanes, u + r * KVC_CHUNK, to + r); \
         break;
-        switch (bits) { KVC_QUANTISED_FORMATS(ROWS) }
+    switch (bits) { KVC_QUANTISED_FORMATS(ROWS) }
 #undef ROWS
-    }
 }
 
 /* acc = acc * alpha + the sums of codes times weights, for rows and blocks of 16 channels (constants). */

@@ -58,6 +58,7 @@ INLINE f32v f32v_abs(f32v x) { return _mm512_abs_ps(x); }
 INLINE f32v f32v_round(f32v x) {
     return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+#define KVC_SCALE2_ANY 1
 INLINE f32v f32v_scale2(f32v p, f32v n) { return _mm512_scalef_ps(p, n); }
 INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), r);
@@ -262,33 +263,33 @@ INLINE void i32x16_to_floats(i32x16 x, f32v out[16 / KVC_LANES]) { out[0] = _mm5
 INLINE i32x16 i32x16_joined(i32x16 high, i32x16 low, int bits) {
     return _mm512_add_epi32(_mm512_slli_epi32(high, (unsigned)bits), low);
 }
-/* Packing interleaves the fours of the four vectors, and `in_order` restores their order. */
-INLINE i32v f32v_seven_bits(const f32v x[2], int centre, int8_t *high, int8_t *low) {
+/* Writes 32 whole numbers of 8 bits from each of two vectors of words as f32v_seven_bits packs them: fours of both halves of
+ * numbers alternate. */
+INLINE void store_digits(__m512i high_words, __m512i low_words, int8_t *high, int8_t *low) {
     const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i whole = _mm512_packs_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
-    const __m512i digit = _mm512_srai_epi16(_mm512_add_epi16(whole, _mm512_set1_epi16((short)centre)), 7);
-    const __m512i both = _mm512_packs_epi16(digit, _mm512_sub_epi16(whole, _mm512_slli_epi16(digit, 7)));
-    const __m512i bytes = _mm512_permutexvar_epi32(in_order, both);
+    const __m512i bytes = _mm512_permutexvar_epi32(in_order, _mm512_packs_epi16(high_words, low_words));
     _mm256_storeu_si256((__m256i *)high, _mm512_castsi512_si256(bytes));
     _mm256_storeu_si256((__m256i *)low, _mm512_extracti64x4_epi64(bytes, 1));
+}
+INLINE i32v f32v_seven_bits(const f32v x[2], int centre, int8_t *high, int8_t *low) {
+    const __m512i whole = _mm512_packs_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
+    const __m512i digit = _mm512_srai_epi16(_mm512_add_epi16(whole, _mm512_set1_epi16((short)centre)), 7);
+    const __m512i rest = centre ? _mm512_sub_epi16(whole, _mm512_slli_epi16(digit, 7)) : _mm512_and_si512(whole, _mm512_set1_epi16(127));
+    store_digits(digit, rest, high, low);
     return _mm512_madd_epi16(whole, _mm512_set1_epi16(1));
 }
 /* Splits 32 numbers, |x| <= 1791, into shared digits (kvc_tiles.h): of 8, the first four are x_a, the others
- * x_b. With r the low digit of x_a alone, low_a = r + 16 m for the m that makes x_b - 16 low_a a byte. Computed in
- * 16-bit lanes; packing interleaves the fours of the two vectors, and `in_order` restores their order. */
+ * x_b. With r = x_a modulo 16, low_a = r + 16 m for the m that makes x_b - 16 low_a a byte. Computed in
+ * 16-bit lanes. */
 INLINE i32v f32v_shared_digits(const f32v numbers[2], int8_t *high, int8_t *low) {
-    const __m256i in_order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
     const __m512i x = _mm512_packs_epi32(_mm512_cvtps_epi32(numbers[0]), _mm512_cvtps_epi32(numbers[1]));
     const __m512i other = _mm512_shuffle_i32x4(x, x, 0xb1);
-    const __m512i r16 = _mm512_srai_epi16(_mm512_slli_epi16(x, 12), 8);
+    const __m512i r16 = _mm512_and_si512(_mm512_slli_epi16(x, 4), _mm512_set1_epi16(0xf0));
     const __m512i rest = _mm512_add_epi16(_mm512_sub_epi16(other, r16), _mm512_set1_epi16(128));
     const __m512i low16 = _mm512_add_epi16(r16, _mm512_and_si512(rest, _mm512_set1_epi16(-256)));
-    const __m512i low_a = _mm512_srai_epi16(low16, 4),
-                  high_a = _mm512_srai_epi16(_mm512_sub_epi16(x, low_a), 4);
+    const __m512i low_a = _mm512_srai_epi16(low16, 4), high_a = _mm512_srai_epi16(_mm512_sub_epi16(x, low_a), 4);
     const __m512i low_b = _mm512_sub_epi16(x, _mm512_shuffle_i32x4(low16, low16, 0xb1));
-    const __m512i lows = _mm512_mask_mov_epi64(low_a, 0xcc, low_b);
-    _mm256_storeu_si256((__m256i *)low, _mm256_permutevar8x32_epi32(_mm512_cvtepi16_epi8(lows), in_order));
-    _mm256_storeu_si256((__m256i *)high, _mm256_permutevar8x32_epi32(_mm512_cvtepi16_epi8(high_a), in_order));
+    store_digits(high_a, _mm512_mask_mov_epi64(low_a, 0xcc, low_b), high, low);
     return _mm512_madd_epi16(x, _mm512_set1_epi16(1));
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import kvcache
-from bench.kernels import attention_rivals, chunks, decode, overhead, recurrence, writes
+from bench.kernels import attention_rivals, chunks, decode, overhead, parts, recurrence, writes
 from bench.kernels.roofline import plot_kernels
 from bench.support.blas import blas_found
 from bench.support.ceilings import kind
@@ -121,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="rounds per case (default 9)")
     words = ", ".join(item.word for item in ITEMS)
     parser.add_argument("--only", metavar="WORD", nargs="+", default=[], help=f"run some items of {words}")
+    parser.add_argument("--parts", action="store_true", help="only what parts of a chunk take, by Linux's perf")
     for name, default, quick in (
         ("context", "1k,4k,16k,32k", "1k,4k"), ("batch", "1,8", "1"), ("head-dim", "128,64", "128"),
         ("block-size", "16,32", "16"), ("threads", "1,2", "1,2"),
@@ -141,6 +142,9 @@ def _complete(options: argparse.Namespace) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print every table; returns 1 if a bound was missed."""
     _complete(options)
+    if options.parts:
+        parts.print_parts(options)
+        return 0
     rounds = 3 if options.quick else options.rounds
     print(f"{kind()}; {'; '.join(attention_rivals.availability())}")
     if not blas_found():
