@@ -147,7 +147,7 @@ typedef struct kvc_float_rows {
     int64_t stride;    /* floats from token to token */
 } kvc_float_rows;
 
-struct kvc_bounds;
+struct kvc_summaries;
 struct kvc_sparse_args;
 
 /* The kernels of one SIMD level. Immutable; `name` is the compiled level, not the requested one. */
@@ -204,9 +204,9 @@ typedef struct kvc_kernels {
                    float least, float most, float *steps, float *decays);
     /* kvc_digest.c: 4 sums for each 1024 of n bytes, or part of them, under a key of 262 words. */
     void (*digest)(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out);
-    /* kvc_sparse.h: the bounds of a page of a block, which is full, but for `made`; attention of the rows of one query and KV
+    /* kvc_sparse.h: the summaries of a page of a block, which is full, but for `made`; attention of the rows of one query and KV
      * head, which choose their tokens, with one thread's scratch. */
-    void (*bound_page)(const kvc_layout *, const unsigned char *arena, int32_t block, int page, const struct kvc_bounds *);
+    void (*summarise_page)(const kvc_layout *, const unsigned char *arena, int32_t block, int page, const struct kvc_summaries *);
     void (*attend_chosen)(const kvc_attend_args *, const struct kvc_sparse_args *, const kvc_item *, void *scratch);
 } kvc_kernels;
 

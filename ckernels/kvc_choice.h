@@ -1,7 +1,7 @@
 /* kvc_choice.h - attention of the rows of one query and KV head to pages that they choose, or to tokens that are listed.
  *
  *   pages       first | those that are ranked                | the newest
- *   estimates           . . 3 . . . 7 . 2 . . . . 9 . . .          of the largest score in a page, from its bounds (kvc_bounds.c)
+ *   estimates           . . 3 . . . 7 . 2 . . . . 9 . . .          of the largest score in a page, by its summary (kvc_summaries.c)
  *   attended    all         k       k   k         k            all
  *
  * Rows are the query heads of the KV head. Pages are ranked by their loss: how far the estimate lies below the best one of a row,
@@ -11,7 +11,9 @@
  * All keys of a chosen page are scored, and all its tokens attended. A second choice, of tokens by these scores, would read as many
  * pages of V but for a few: the best tokens lie in nearly all pages that are worth a look.
  *
- * The estimate: no key is at the bound in all channels, so each channel counts its other bound too, by KVC_SPARSE_OTHER.
+ * The estimate of the largest score in a page is  q . mean + KVC_SPARSE_DEVIATIONS sqrt(sum of q_d^2 variance_d):  the keys of a
+ * page are taken for independent in each channel. Bounds of channels (Quest, Tang et al., 2024, section 3.3), which no key has in
+ * all channels at once, rank the page of a single fact that is asked for behind dozens of others (bench/pages/sparse.md).
  */
 #ifndef KVC_CHOICE_H
 #define KVC_CHOICE_H
@@ -120,12 +122,12 @@ static float find_losses(const float *scores, int64_t stride, int rows, int64_t 
     return f32v_max_of(most_v);
 }
 
-/* ---- Scores of pages by their bounds. */
+/* ---- Scores of pages by their summaries. */
 
 /* Half away from 0. */
 static int rounded(float x) { return (int)(x < 0.0f ? x - 0.5f : x + 0.5f); }
 
-static void make_bound_query(const job *j, int head, int64_t row, bound_query *to) {
+static void make_summary_query(const job *j, int head, int64_t row, summary_query *to) {
     float widened[KVC_MAX_HEAD_DIM], largest = 0.0f;
     const float *q = query_row(j, &j->args->queries, head, row, widened), scale = j->args->scale * (float)LOG2E;
     const int dim = j->k_rows.dim;
@@ -136,69 +138,69 @@ static void make_bound_query(const job *j, int head, int64_t row, bound_query *t
     }
     const float most = largest * fabsf(scale);
     usable &= most <= FLT_MAX && most >= 0x1p-100f;
-    memset(to->above, 0, sizeof to->above);
-    memset(to->below, 0, sizeof to->below);
+    memset(to->q, 0, sizeof to->q);
+    memset(to->squares, 0, sizeof to->squares);
     for (int d = 0; usable && d < dim; d++) {
         const float x = q[d] * scale * (127.0f / most);
-        const int own = rounded(x), other = rounded(x * KVC_SPARSE_OTHER);
-        to->above[d] = (int8_t)(x > 0.0f ? own : other);
-        to->below[d] = (int8_t)(x > 0.0f ? other : own);
-        sum += own + other;
+        const int own = rounded(x);
+        to->q[d] = (int8_t)own;
+        to->squares[d] = (int8_t)rounded(x * x / 127.0f);
+        sum += own;
     }
     to->scale = usable ? most / 127.0f : 0.0f;
-    to->middle = 7.5f * (float)sum;
+    to->middle = 15.5f * (float)sum;
+    to->spread = usable ? KVC_SPARSE_DEVIATIONS * 0.088735651f * most : 0.0f;
 }
 
-enum { BOUND_PAGES = 16 }; /* pages whose bounds are scored together */
+enum { SUMMARY_PAGES = 16 }; /* pages whose summaries are scored together */
 
-typedef struct bound_pages {
-    const unsigned char *codes[BOUND_PAGES];
-    float scales[BOUND_PAGES];
-} bound_pages;
+typedef struct summary_pages {
+    const unsigned char *codes[SUMMARY_PAGES];
+    float scales[SUMMARY_PAGES], variances[SUMMARY_PAGES];
+} summary_pages;
+
+/* Sums of rows (a constant) over a page: the products of its means with q, and of its variances with the squares of q. */
+INLINE void sum_page(int rows, int dim, const unsigned char *codes, const summary_query *q, i32x16 *means, i32x16 *variances) {
+    for (int d = 0; d < dim; d += KVC_UNIT) {
+        const u8x64 both = u8x64_load(codes + d), mean = u8x64_and(both, 31), variance = u8x64_and(u8x64_shr(both, 5), 7);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            means[r] = i32x16_dot_bytes(means[r], mean, u8x64_load((const unsigned char *)q[r].q + d));
+            variances[r] = i32x16_dot_bytes(variances[r], variance, u8x64_load((const unsigned char *)q[r].squares + d));
+        }
+    }
+}
 
 /* Estimates of so many rows (a constant), 1 to 4. The sums are exact, each below 2^24. */
-INLINE void score_rows(int rows, int dim, const bound_pages *p, const bound_query *q, float *scores, int64_t stride) {
-    u8x64 above[4], below[4]; /* the first unit of each row: for 64 channels the only one */
-    UNROLL
-    for (int r = 0; r < rows; r++) above[r] = u8x64_load((const unsigned char *)q[r].above), below[r] = u8x64_load((const unsigned char *)q[r].below);
-    for (int i = 0; i < BOUND_PAGES; i += 4) {
-        i32x16 sums[16]; /* [page][row] */
-        float whole[16]; /* [row][page] */
+INLINE void score_rows(int rows, int dim, const summary_pages *p, const summary_query *q, float *scores, int64_t stride) {
+    float variances[4 * SUMMARY_PAGES]; /* [row][page] */
+    for (int i = 0; i < SUMMARY_PAGES; i += 2) {
+        i32x16 sums[16]; /* [means of two pages, variances of them][row] */
+        float whole[16]; /* [row][those four] */
         UNROLL
-        for (int n = 0; n < 4; n++) {
-            const u8x64 both = u8x64_load(p->codes[i + n]), high = u8x64_and(both, 15), low = u8x64_and(u8x64_shr(both, 4), 15);
-            UNROLL
-            for (int r = 0; r < 4; r++) {
-                sums[4 * n + r] = i32x16_zero();
-                if (r < rows) sums[4 * n + r] = i32x16_dot_bytes(i32x16_dot_bytes(sums[4 * n + r], high, above[r]), low, below[r]);
-            }
-        }
-        for (int d = KVC_UNIT; d < dim; d += KVC_UNIT) {
-            UNROLL
-            for (int n = 0; n < 4; n++) {
-                const u8x64 both = u8x64_load(p->codes[i + n] + d), high = u8x64_and(both, 15), low = u8x64_and(u8x64_shr(both, 4), 15);
-                UNROLL
-                for (int r = 0; r < rows; r++) {
-                    const u8x64 more = u8x64_load((const unsigned char *)q[r].above + d), less = u8x64_load((const unsigned char *)q[r].below + d);
-                    sums[4 * n + r] = i32x16_dot_bytes(i32x16_dot_bytes(sums[4 * n + r], high, more), low, less);
-                }
-            }
-        }
+        for (int n = 0; n < 16; n++) sums[n] = i32x16_zero();
+        UNROLL
+        for (int n = 0; n < 2; n++) sum_page(rows, dim, p->codes[i + n], q, sums + 4 * n, sums + 8 + 4 * n);
         i32x16_store_sums(sums, whole);
         UNROLL
-        for (int r = 0; r < rows; r++) memcpy(scores + r * stride + i, whole + 4 * r, 4 * sizeof(float));
+        for (int r = 0; r < rows; r++) {
+            memcpy(scores + r * stride + i, whole + 4 * r, 2 * sizeof(float));
+            memcpy(variances + r * SUMMARY_PAGES + i, whole + 4 * r + 2, 2 * sizeof(float));
+        }
     }
     UNROLL
     for (int r = 0; r < rows; r++) {
         float *own = scores + r * stride;
-        for (int i = 0; i < BOUND_PAGES; i += KVC_LANES) {
+        for (int i = 0; i < SUMMARY_PAGES; i += KVC_LANES) {
             const f32v from_middle = f32v_sub(f32v_load(own + i), f32v_set1(q[r].middle));
-            f32v_store(own + i, f32v_mul(f32v_mul(from_middle, f32v_load(p->scales + i)), f32v_set1(q[r].scale)));
+            const f32v mean = f32v_mul(f32v_mul(from_middle, f32v_load(p->scales + i)), f32v_set1(q[r].scale));
+            const f32v variance = f32v_mul(f32v_load(variances + r * SUMMARY_PAGES + i), f32v_load(p->variances + i));
+            f32v_store(own + i, f32v_add(mean, f32v_mul(f32v_sqrt(variance), f32v_set1(q[r].spread))));
         }
     }
 }
 
-enum { BOUNDS_AHEAD = 32 }; /* pages from those that are scored to those that are prefetched */
+enum { SUMMARIES_AHEAD = 32 }; /* pages from those that are scored to those that are prefetched */
 
 /* A page of a sequence, from one to the next one: a division for each would take as long as its scores. */
 typedef struct page_cursor {
@@ -216,25 +218,26 @@ INLINE size_t next_page(page_cursor *at) { /* its place among all pages */
     return place;
 }
 
-/* Estimates of pages [first, stop): [row][stride], and numbers up to a multiple of BOUND_PAGES. */
-static void score_bounds(const job *j, const kvc_sparse_args *sparse, const kvc_seq *seq, int head, const bound_query *q,
+/* Estimates of pages [first, stop): [row][stride], and numbers up to a multiple of SUMMARY_PAGES. */
+static void score_summaries(const job *j, const kvc_sparse_args *sparse, const kvc_seq *seq, int head, const summary_query *q,
                          int64_t first, int64_t stop, float *scores, int64_t stride) {
     const size_t dim = (size_t)j->k_rows.dim, heads = (size_t)j->layout->num_heads;
-    const int64_t last = stop - BOUNDS_AHEAD;
-    page_cursor at = seek_page(j, seq, first), ahead = seek_page(j, seq, first + BOUNDS_AHEAD < stop ? first + BOUNDS_AHEAD : first);
-    for (int64_t page = first; page < stop; page += BOUND_PAGES, scores += BOUND_PAGES) {
-        const int count = stop - page < BOUND_PAGES ? (int)(stop - page) : BOUND_PAGES;
-        bound_pages p;
+    const int64_t last = stop - SUMMARIES_AHEAD;
+    page_cursor at = seek_page(j, seq, first), ahead = seek_page(j, seq, first + SUMMARIES_AHEAD < stop ? first + SUMMARIES_AHEAD : first);
+    for (int64_t page = first; page < stop; page += SUMMARY_PAGES, scores += SUMMARY_PAGES) {
+        const int count = stop - page < SUMMARY_PAGES ? (int)(stop - page) : SUMMARY_PAGES;
+        summary_pages p;
         for (int i = 0; i < count; i++) {
             const size_t row = next_page(&at) * heads + (size_t)head;
-            p.codes[i] = sparse->bounds.codes + row * dim;
-            p.scales[i] = kvc_float_of_bits((uint32_t)sparse->bounds.scales[row] << 16);
+            p.codes[i] = sparse->summaries.codes + row * dim;
+            p.scales[i] = kvc_float_of_bits((uint32_t)(sparse->summaries.scales[row] & 255) << 23);
+            p.variances[i] = kvc_float_of_bits((uint32_t)(sparse->summaries.scales[row] >> 8) << 23);
             if (page + i >= last) continue;
             const size_t then = next_page(&ahead) * heads + (size_t)head;
-            for (size_t d = 0; d < dim; d += 64) __builtin_prefetch(sparse->bounds.codes + then * dim + d);
-            __builtin_prefetch(sparse->bounds.scales + then);
+            for (size_t d = 0; d < dim; d += 64) __builtin_prefetch(sparse->summaries.codes + then * dim + d);
+            __builtin_prefetch(sparse->summaries.scales + then);
         }
-        for (int i = count; i < BOUND_PAGES; i++) p.codes[i] = p.codes[0], p.scales[i] = 0.0f;
+        for (int i = count; i < SUMMARY_PAGES; i++) p.codes[i] = p.codes[0], p.scales[i] = p.variances[i] = 0.0f;
         int r = 0;
 #define SCORE_ROWS(n) \
     for (; r + (n) <= j->rows; r += (n)) score_rows(n, (int)dim, &p, q + r, scores + r * stride, stride);
@@ -323,13 +326,13 @@ INLINE void attend_list(job *j, const kvc_seq *seq, const kvc_span *seen, fill_c
 
 typedef struct choice { /* in the scratch of a thread, see kvc_sparse_scratch_floats */
     float *scores, *losses;
-    bound_query *q; /* of each row */
+    summary_query *q; /* of each row */
     int32_t *pages;
 } choice;
 
 static choice choice_at(float *free, int rows, int64_t columns) {
     choice c;
-    c.q = (bound_query *)(((uintptr_t)free + 63) / 64 * 64), free = (float *)(c.q + rows);
+    c.q = (summary_query *)(((uintptr_t)free + 63) / 64 * 64), free = (float *)(c.q + rows);
     c.scores = free, free += rows * columns;
     c.losses = free, free += columns;
     c.pages = (int32_t *)free;
@@ -341,8 +344,8 @@ static int64_t choose_pages(const job *j, const kvc_sparse_args *sparse, const k
                             int32_t *pages) {
     const int head = j->item->head;
     const int64_t ranked = of->stop - of->first, stride = sparse->columns;
-    for (int r = 0; r < j->rows; r++) make_bound_query(j, head, j->item->row + r, &c.q[r]);
-    score_bounds(j, sparse, seq, head, c.q, of->first, of->stop, c.scores, stride);
+    for (int r = 0; r < j->rows; r++) make_summary_query(j, head, j->item->row + r, &c.q[r]);
+    score_summaries(j, sparse, seq, head, c.q, of->first, of->stop, c.scores, stride);
     const float most = find_losses(c.scores, stride, j->rows, ranked, c.losses);
     const int64_t count = list_least(c.losses, ranked, kvc_num_chosen(sparse), most, pages);
     for (int64_t i = 0; i < count; i++) pages[i] += (int32_t)of->first;

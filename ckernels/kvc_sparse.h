@@ -2,7 +2,7 @@
  *
  * A page is 16 tokens whose text positions begin with a multiple of 16. A query that sees tokens up to position p attends to
  * the first page, to those from the page of position p - 63 on, and of the pages in between to those that it chooses, others for
- * each KV head (kvc_choice.h): they hold two and a quarter times top_tokens tokens. If all of them have no more than
+ * each KV head (kvc_choice.h): they hold 1.75 times top_tokens tokens. If all of them have no more than
  * KVC_SPARSE_LEAST times top_tokens, it attends to all, as without: a choice would take longer.
  */
 #ifndef KVC_SPARSE_H
@@ -12,20 +12,21 @@
 
 enum { KVC_PAGE = 16, KVC_SPARSE_NEWEST = 64, KVC_SPARSE_LEAST = 4 };
 
-/* What the other bound of a channel counts in the estimate of a page: between 1/8 and 1/3 the best tokens are found as often. */
-#define KVC_SPARSE_OTHER 0.25f
+/* The standard deviations of a page's scores between their mean and the estimate of the largest one: of 16 numbers that are
+ * normally distributed the largest lies 1.77 above the mean. */
+#define KVC_SPARSE_DEVIATIONS 2.0f
 
-/* Bounds of the keys of each page of one layer's arena: per channel the smallest and the largest, as codes of 4 bits. They are
+/* Summaries of the keys of each page of one layer's arena: per channel their mean in 5 bits and their variance in 3. They are
  * those of the stored keys, without rotation and centre, and serve to rank pages alone. Codes may be read up to 63 bytes
  * behind the last row. */
-typedef struct kvc_bounds {
+typedef struct kvc_summaries {
     unsigned char *made;  /* (blocks, pages of a block): 1 where the next two are those of the stored keys */
-    unsigned char *codes; /* (blocks, pages of a block, num_heads, head_dim): the largest in the lower bits */
-    uint16_t *scales;     /* (blocks, pages of a block, num_heads), bf16: a code c is (c - 7.5) * scale */
-} kvc_bounds;
+    unsigned char *codes; /* (blocks, pages of a block, num_heads, head_dim): the mean in the lower bits */
+    uint16_t *scales;     /* (blocks, pages of a block, num_heads): exponents of two, of means, (c - 15.5) * scale, and of variances << 8 */
+} kvc_summaries;
 
 typedef struct kvc_sparse_args {
-    kvc_bounds bounds;
+    kvc_summaries summaries;
     int64_t top_tokens; /* at least 1 */
     int64_t columns;    /* kvc_attend_sparse sets it: kvc_ranked_columns */
     /* NULL, or (total queries, KV heads, num_listed): the tokens that each KV head attends to, ascending and seen by the query, then
@@ -37,7 +38,7 @@ typedef struct kvc_sparse_args {
 /* kvc_sparse_parallel.c: kvc_attend where queries attend to some tokens. Sequences start at position 0, see all tokens but
  * skipped and hidden ones, and have each page in one block: block_size is a multiple of KVC_PAGE, all runs but the last fill their
  * blocks, and they have fewer than 2^31 tokens. There are no scores and no sink queries, and at most KVC_ITEM_ROWS query heads for
- * each KV head. Makes the bounds that are missing. */
+ * each KV head. Makes the summaries that are missing. */
 size_t kvc_sparse_scratch_bytes(const kvc_attend_args *, const kvc_sparse_args *, int num_threads);
 void kvc_attend_sparse(const kvc_kernels *, const kvc_attend_args *, const kvc_sparse_args *, void *scratch, int num_threads);
 
@@ -69,7 +70,7 @@ static inline int64_t kvc_first_sparse(const kvc_seq *seq, const kvc_sparse_args
 }
 
 /* Pages that a KV head chooses; fewer than are ranked. */
-static inline int64_t kvc_num_chosen(const kvc_sparse_args *sparse) { return (9 * sparse->top_tokens + 4 * KVC_PAGE - 1) / (4 * KVC_PAGE); }
+static inline int64_t kvc_num_chosen(const kvc_sparse_args *sparse) { return (7 * sparse->top_tokens + 4 * KVC_PAGE - 1) / (4 * KVC_PAGE); }
 
 /* Pages that one query of a call ranks at most, in whole chunks; 0: no query chooses. */
 static inline int64_t kvc_ranked_columns(const kvc_attend_args *args, const kvc_sparse_args *sparse) {
@@ -83,18 +84,18 @@ static inline int64_t kvc_ranked_columns(const kvc_attend_args *args, const kvc_
     return (most + KVC_CHUNK - 1) / KVC_CHUNK * KVC_CHUNK;
 }
 
-/* A row of q in bytes, whole units of 64: what meets the largest keys and what meets the smallest. */
-typedef struct bound_query {
-    int8_t above[KVC_MAX_HEAD_DIM + 64], below[KVC_MAX_HEAD_DIM + 64];
-    float scale, middle; /* the step; 7.5 times the sum of all */
-    float unused[14];    /* up to a whole cache line */
-} bound_query;
-_Static_assert(sizeof(bound_query) % 64 == 0, "64 bytes lie in one line");
+/* A row of q in bytes, whole units of 64, that meets the means, and its squares / 127, that meet the variances. */
+typedef struct summary_query {
+    int8_t q[KVC_MAX_HEAD_DIM + 64], squares[KVC_MAX_HEAD_DIM + 64];
+    float scale, middle, spread; /* the step; 15.5 times the sum of all; 127 steps / sqrt(127), deviations */
+    float unused[13];            /* up to a whole cache line */
+} summary_query;
+_Static_assert(sizeof(summary_query) % 64 == 0, "64 bytes lie in one line");
 
 /* One thread's scratch of a sparse call in floats, behind that of a dense one: for each row the query in bytes and estimates, then
  * losses, and the pages to attend to: those before the ranked ones, the chosen ones, and the newest. */
 static inline int64_t kvc_sparse_scratch_floats(const kvc_attend_args *args, const kvc_sparse_args *sparse) {
-    const int64_t rows = args->num_query_heads / args->layout->num_heads, query = (int64_t)(sizeof(bound_query) / sizeof(float));
+    const int64_t rows = args->num_query_heads / args->layout->num_heads, query = (int64_t)(sizeof(summary_query) / sizeof(float));
     return rows * (query + sparse->columns) + 2 * sparse->columns + KVC_SPARSE_NEWEST / KVC_PAGE + 3 + 16;
 }
 

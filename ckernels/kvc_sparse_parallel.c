@@ -1,7 +1,7 @@
 /* kvc_sparse_parallel.c - divides an attention call to some of the tokens (kvc_choice.h) among the threads.
  *
  *   queries that have too few tokens to choose from     kvc_attend, for each stretch of neighbouring sequences with some
- *   bounds of pages that none was made of               in pieces of neighbouring pages
+ *   summaries of pages that none was made of               in pieces of neighbouring pages
  *   the others                                          one item for each KV head of each query
  *
  * In a sequence the first kind comes first. Where it has both, kvc_attend has all its queries, and the rest is written over:
@@ -13,7 +13,7 @@
 
 enum { PAGES_OF_ITEM = 8, MOST_MISSING = 4096 };
 
-/* A page of a block without bounds. */
+/* A page of a block without summaries. */
 typedef struct missing_page {
     int32_t block, page;
 } missing_page;
@@ -71,25 +71,25 @@ size_t kvc_sparse_scratch_bytes(const kvc_attend_args *args, const kvc_sparse_ar
     return most + 64;
 }
 
-static void bound_pages(void *context, int64_t index, int thread) {
+static void summarise_pages(void *context, int64_t index, int thread) {
     const call *c = context;
     (void)thread;
     for (int64_t i = index * PAGES_OF_ITEM; i < (index + 1) * PAGES_OF_ITEM && i < c->num_missing; i++)
-        c->kernels->bound_page(c->args->layout, c->args->arena, c->missing[i].block, c->missing[i].page, &c->sparse.bounds);
+        c->kernels->summarise_page(c->args->layout, c->args->arena, c->missing[i].block, c->missing[i].page, &c->sparse.summaries);
 }
 
 static void make_missing(call *c, int threads) {
-    kvc_run_items((c->num_missing + PAGES_OF_ITEM - 1) / PAGES_OF_ITEM, threads, bound_pages, c);
+    kvc_run_items((c->num_missing + PAGES_OF_ITEM - 1) / PAGES_OF_ITEM, threads, summarise_pages, c);
     c->num_missing = 0;
 }
 
-/* Makes the bounds that the queries of a sequence need. */
-static void make_bounds(call *c, const kvc_seq *seq, int threads) {
+/* Makes the summaries that the queries of a sequence need. */
+static void make_summaries(call *c, const kvc_seq *seq, int threads) {
     const int64_t pages = c->args->layout->block_size / KVC_PAGE;
     const kvc_sparse_span of = kvc_sparse_span_of(seq, seq->num_queries - 1);
     for (int64_t page = of.first; page < of.stop; page++) {
         const int32_t block = seq->runs[page / pages].block;
-        unsigned char *made = &c->sparse.bounds.made[block * pages + page % pages];
+        unsigned char *made = &c->sparse.summaries.made[block * pages + page % pages];
         if (*made) continue;
         *made = 1;
         c->missing[c->num_missing++] = (missing_page){block, (int32_t)(page % pages)};
@@ -129,7 +129,7 @@ void kvc_attend_sparse(const kvc_kernels *kernels, const kvc_attend_args *args, 
     }
     for (seq = 0; seq < args->num_seqs; seq++) {
         const int64_t count = args->seqs[seq].num_queries - kvc_first_sparse(args->seqs + seq, sparse);
-        if (count && !sparse->listed) make_bounds(&c, args->seqs + seq, num_threads);
+        if (count && !sparse->listed) make_summaries(&c, args->seqs + seq, num_threads);
         choosing += count;
     }
     if (c.num_missing) make_missing(&c, num_threads);

@@ -42,7 +42,7 @@ void KVC_FN(convolve)(const kvc_convolution *, int64_t, int64_t, int64_t);
 void KVC_FN(scan)(const kvc_scan *, int64_t, int64_t, int64_t, int);
 void KVC_FN(decays)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float, float *, float *);
 void KVC_FN(digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *);
-void KVC_FN(bound_page)(const kvc_layout *, const unsigned char *, int32_t, int, const struct kvc_bounds *);
+void KVC_FN(summarise_page)(const kvc_layout *, const unsigned char *, int32_t, int, const struct kvc_summaries *);
 void ATTENTION(attend_chosen)(const kvc_attend_args *, const struct kvc_sparse_args *, const kvc_item *, void *);
 
 extern const kvc_kernels KVC_OWN(kernels);
@@ -78,6 +78,6 @@ const kvc_kernels KVC_OWN(kernels) = {
     .scan = KVC_FN(scan),
     .decays = KVC_FN(decays),
     .digest = KVC_FN(digest),
-    .bound_page = KVC_FN(bound_page),
+    .summarise_page = KVC_FN(summarise_page),
     .attend_chosen = ATTENTION(attend_chosen),
 };

@@ -48,6 +48,7 @@ INLINE f32v f32v_div(f32v a, f32v b) { return _mm256_div_ps(a, b); }
 INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE f32v f32v_min(f32v a, f32v b) { return _mm256_min_ps(a, b); }
 INLINE f32v f32v_max(f32v a, f32v b) { return _mm256_max_ps(a, b); }
+INLINE f32v f32v_sqrt(f32v x) { return _mm256_sqrt_ps(x); }
 INLINE f32v f32v_abs(f32v x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 INLINE f32v f32v_round(f32v x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE f32v f32v_scale2(f32v p, f32v n) {

@@ -54,6 +54,7 @@ INLINE f32v f32v_div(f32v a, f32v b) { return _mm512_div_ps(a, b); }
 INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE f32v f32v_min(f32v a, f32v b) { return _mm512_min_ps(a, b); }
 INLINE f32v f32v_max(f32v a, f32v b) { return _mm512_max_ps(a, b); }
+INLINE f32v f32v_sqrt(f32v x) { return _mm512_sqrt_ps(x); }
 INLINE f32v f32v_abs(f32v x) { return _mm512_abs_ps(x); }
 INLINE f32v f32v_round(f32v x) {
     return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

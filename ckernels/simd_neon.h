@@ -50,6 +50,7 @@ INLINE f32v f32v_div(f32v a, f32v b) { return vdivq_f32(a, b); }
 INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return vfmaq_f32(c, a, b); }
 INLINE f32v f32v_min(f32v a, f32v b) { return vminq_f32(a, b); }
 INLINE f32v f32v_max(f32v a, f32v b) { return vmaxq_f32(a, b); }
+INLINE f32v f32v_sqrt(f32v x) { return vsqrtq_f32(x); }
 INLINE f32v f32v_abs(f32v x) { return vabsq_f32(x); }
 INLINE f32v f32v_round(f32v x) { return vrndnq_f32(x); }
 INLINE f32v f32v_scale2(f32v p, f32v n) {

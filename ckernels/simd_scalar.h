@@ -34,6 +34,7 @@ INLINE f32v f32v_div(f32v a, f32v b) { return a / b; }
 INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return a * b + c; }
 INLINE f32v f32v_min(f32v a, f32v b) { return a < b ? a : b; }
 INLINE f32v f32v_max(f32v a, f32v b) { return a > b ? a : b; }
+INLINE f32v f32v_sqrt(f32v x) { return sqrtf(x); }
 INLINE f32v f32v_abs(f32v x) { return fabsf(x); }
 /* Adding 1.5 * 2^23 leaves no bits below the point; |x| < 2^22. */
 INLINE f32v f32v_round(f32v x) { return (x + 0x1.8p23f) - 0x1.8p23f; }

@@ -6,7 +6,7 @@ one round.
 
 Recall: over the keys and queries of a network that reads a text, how many of the `top_tokens` tokens that a KV head
 wants most are attended to, and how much of the attention of all tokens is. *chosen pages* are what is read: all
-tokens of pages that hold two and a quarter times as many. *the best tokens of them* are what a second choice, by the
+tokens of pages that hold 1.75 times as many. *the best tokens of them* are what a second choice, by the
 scores of their keys, would leave; *pages by bounds* are as many pages, ranked by bounds that no key exceeds (Quest's).
 What that costs in perplexity and in answers to questions: `python -m bench quality --model smollm2 --sparse`, and with
 `--tasks`.
@@ -36,7 +36,7 @@ Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
 LAYERS, HEADS, GROUP, DIM = 16, 8, 4, 64  # of the 1B shape
-PAGE, NEWEST, OTHER = 16, 64, 0.25  # of the choice, as in ckernels/kvc_sparse.h
+PAGE, NEWEST, DEVIATIONS = 16, 64, 2.0  # of the choice, as in ckernels/kvc_sparse.h
 GOALS = {32768: 3.0, 131072: 6.0}  # context -> times dense decode in q4, with 2,048 tokens
 GOAL_TOKENS = 2048
 
@@ -147,13 +147,13 @@ def recall(queries: Float32, keys: Float32, scale: float, seen: int, top: int) -
         mass = weights.sum(1) - (weights[:, PAGE : end * PAGE] * ~held).sum(1)
         return float((held & best).sum() / best.sum()), float(mass.mean())
 
-    most, least = pages.max(1).T, pages.min(1).T
-    above, below = np.maximum(queries, 0) * scale, np.minimum(queries, 0) * scale
+    bounds = np.maximum(queries, 0) @ pages.max(1).T + np.minimum(queries, 0) @ pages.min(1).T
+    spread = np.sqrt(queries**2 @ pages.var(1).T)
+    ranks = {"pages by bounds": bounds, "chosen pages": queries @ pages.mean(1).T + DEVIATIONS * spread}
     found = {}
-    for name, other in (("pages by bounds", 0.0), ("chosen pages", OTHER)):
-        estimates = (above + other * below) @ most + (below + other * above) @ least
+    for name, estimates in ranks.items():
         taken = np.zeros((len(pages), PAGE), bool)
-        taken[_best((estimates.max(1, keepdims=True) - estimates).min(0), -(-9 * top // (4 * PAGE)))] = True
+        taken[_best((estimates.max(1, keepdims=True) - estimates).min(0), -(-7 * top // (4 * PAGE)))] = True
         found[name] = share(taken.ravel())
     tokens = np.zeros(own.shape[1], bool)
     tokens[_best(np.where(taken.ravel(), losses, np.inf), top)] = True

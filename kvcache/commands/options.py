@@ -73,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
         help="how rows meet them: int8, exact, or bf16, which is faster for weights in bf16 on CPUs that multiply it "
         "(%(default)s)")
     add("--sparse-tokens", type=int, metavar="N",
-        help="each KV head attends to pages with 2.25 N tokens that a query chooses, to the first and to the newest "
+        help="each KV head attends to pages with 1.75 N tokens that a query chooses, to the first and to the newest "
         "tokens: faster behind long texts, with other answers (all)")
     add("--draft", action="append", default=[], metavar="SOURCE",
         help="of draft tokens, which change no answer: ngram, mtp, auto, none, or the path of a smaller model with the "

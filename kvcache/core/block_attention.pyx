@@ -162,8 +162,8 @@ cdef class Attention:
         if tokens is not None:
             sparse.listed, sparse.num_listed = <const int32_t *>cnp.PyArray_DATA(tokens), tokens.shape[2]
         else:
-            self.store.reserve_bounds()
-            sparse.bounds, sparse.top_tokens = self.store.bounds.of_(layer), top_tokens
+            self.store.reserve_summaries()
+            sparse.summaries, sparse.top_tokens = self.store.summaries.of_(layer), top_tokens
         self.reserve_scratch(kernels.sparse_scratch_bytes(args, &sparse, threads))
         with nogil:
             kernels.attend_sparse(args, &sparse, self.scratch, threads)

@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 from kvcache.core.knownkeys cimport KnownKeys
 from kvcache.core.kvrows cimport KvRows
 from kvcache.core.layouts cimport Layouts
-from kvcache.core.page_bounds cimport PageBounds
+from kvcache.core.page_summaries cimport PageSummaries
 from kvcache.kernels.kernels cimport kvc_head_keys, kvc_layout, kvc_run
 from kvcache.support.mapped cimport MappedMemory
 
@@ -24,7 +24,7 @@ cdef class BlockStore:
     # holds: a slot below it is cleared when it becomes the slot of a new token.
     cdef uint16_t *written_slots
     cdef KnownKeys known               # of the keys, by a calibration
-    cdef readonly PageBounds bounds    # of the keys, for sparse attention; None until some are reserved
+    cdef readonly PageSummaries summaries    # of the keys, for sparse attention; None until some are reserved
 
     # Of a layer that a call names, in range: where its blocks lie, and what is known of the keys of each head; NULL
     # without a calibration.

@@ -11,7 +11,7 @@ from libc.string cimport memcmp, memcpy
 from kvcache.core.knownkeys cimport known_keys
 from kvcache.core.kvrows cimport STEP, KvRows
 from kvcache.core.layouts cimport Layouts
-from kvcache.core.page_bounds cimport PageBounds
+from kvcache.core.page_summaries cimport PageSummaries
 from kvcache.kernels cimport kernels
 from kvcache.kernels.kernels cimport kvc_format, kvc_head_keys, kvc_layout, kvc_run
 from kvcache.support.mapped cimport MappedMemory
@@ -266,20 +266,20 @@ cdef class BlockStore:
         self.forget_(<int32_t>block, 0, self.layout.block_size)
         return views
 
-    def reserve_bounds(self):
-        """Make room for the bounds of keys that attention to `top_tokens` needs; once, until blocks are added.
+    def reserve_summaries(self):
+        """Make room for the summaries of keys that attention to `top_tokens` needs; once, until blocks are added.
 
         Raises:
             OutOfMemoryError: the system refuses the memory (in bytes).
         """
-        if self.bounds is not None:
+        if self.summaries is not None:
             return
-        self.bounds = PageBounds(self.layouts, self.num_blocks)
+        self.summaries = PageSummaries(self.layouts, self.num_blocks)
 
-    def check_bounds(self):
-        """Verify that the bounds of keys are those of the stored keys; AssertionError: naming which are not."""
-        if self.bounds is not None:
-            self.bounds.check(PageBounds(self.layouts, self.num_blocks), <size_t>self.arena)
+    def check_summaries(self):
+        """Verify that the summaries of keys are those of the stored keys; AssertionError: naming which are not."""
+        if self.summaries is not None:
+            self.summaries.check(PageSummaries(self.layouts, self.num_blocks), <size_t>self.arena)
 
     # -- below the shell ------------------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ cdef class BlockStore:
         cdef size_t size, first, offset
         cdef int32_t layer, block, count = self.num_blocks
         self._take(memory, num_blocks)
-        self.bounds = None    # of fewer blocks
+        self.summaries = None    # of fewer blocks
         with nogil:
             for layer in range(self.num_layers):
                 size, first = self.layouts.of[layer].block_bytes, self.layouts.starts[layer] * <size_t>count
@@ -380,12 +380,12 @@ cdef class BlockStore:
         cdef int64_t i
         for i in range(num_runs):
             self.written_slots[runs[i].block] = max(self.written_slots[runs[i].block], runs[i].stop)
-            if self.bounds is not None:
-                self.bounds.forget_(0 if self.separate else layer, runs[i].block, runs[i].first, runs[i].stop)
+            if self.summaries is not None:
+                self.summaries.forget_(0 if self.separate else layer, runs[i].block, runs[i].first, runs[i].stop)
 
     cdef void forget_(self, int32_t block, int first, int stop) noexcept nogil:
-        if self.bounds is not None:
-            self.bounds.forget_(-1, block, first, stop)
+        if self.summaries is not None:
+            self.summaries.forget_(-1, block, first, stop)
 
     cdef int check_values_(self, KvRows rows, int64_t layer) except -1:
         cdef const kvc_layout *layout = self.layouts.of_(layer)

@@ -78,8 +78,8 @@ class InferenceEngine:
             a layer has a window, keys are rounded with feedback alone, and no tokens are in f16.
         draft, draft_tokens: as of `BatchEngine`, but None by default, and with an `eviction_policy`. Tokens that were
             drawn from one pass are in the cache when the first of them is given.
-        sparse_tokens: in layers that keep all tokens, each KV head attends to pages that the query chooses, with two
-            and a quarter times so many tokens, beside the first 16 and the newest 64 to 79, where the text has four
+        sparse_tokens: in layers that keep all tokens, each KV head attends to pages that the query chooses, with
+            1.75 times so many tokens, beside the first 16 and the newest 64 to 79, where the text has four
             times so many; see `top_tokens` of `PagedKvCache.attention`. Every position does so, in prompts too: an
             answer does not depend on pieces, prefix hits or preemptions, but it is another one than without. Saved
             caches and tiers keep both apart. Block sizes are multiples of 16. None: to all.

@@ -282,9 +282,9 @@ cdef class Layout:
     cdef kvc_layout c
 
 
-# Attention where queries choose tokens, and bounds of keys: over the types of kernels/sparse.pxd, kvc_sparse_args and
-# kvc_bounds. Scratch has sparse_scratch_bytes. Makes bounds that are missing.
+# Attention where queries choose tokens, and summaries of keys: over the types of kernels/sparse.pxd,
+# kvc_sparse_args and kvc_summaries. Scratch has sparse_scratch_bytes. Makes summaries that are missing.
 cdef size_t sparse_scratch_bytes(const kvc_attend_args *args, const void *sparse, int num_threads) noexcept nogil
 cdef void attend_sparse(const kvc_attend_args *args, const void *sparse, void *scratch, int num_threads) noexcept nogil
-cdef void bound_page(const kvc_layout *layout, const unsigned char *arena, int32_t block, int page,
-                     const void *bounds) noexcept nogil
+cdef void summarise_page(const kvc_layout *layout, const unsigned char *arena, int32_t block, int page,
+                         const void *summaries) noexcept nogil

@@ -31,7 +31,7 @@ cdef extern from "kvc.h" nogil:
         void (*decays)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float, float *,
                        float *) noexcept nogil
         void (*digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *) noexcept nogil
-        void (*bound_page)(const kvc_layout *, const unsigned char *, int32_t, int, const void *) noexcept nogil
+        void (*summarise_page)(const kvc_layout *, const unsigned char *, int32_t, int, const void *) noexcept nogil
 
     int kvc_num_levels() noexcept
     const kvc_kernels *kvc_level(int index) noexcept
@@ -171,9 +171,9 @@ cdef void attend_sparse(const kvc_attend_args *args, const void *sparse, void *s
     kvc_attend_sparse(_active, args, <const kvc_sparse_args *>sparse, scratch, num_threads)
 
 
-cdef void bound_page(const kvc_layout *layout, const unsigned char *arena, int32_t block, int page,
-                     const void *bounds) noexcept nogil:
-    _active.bound_page(layout, arena, block, page, bounds)
+cdef void summarise_page(const kvc_layout *layout, const unsigned char *arena, int32_t block, int page,
+                         const void *summaries) noexcept nogil:
+    _active.summarise_page(layout, arena, block, page, summaries)
 
 
 cdef int matrix_init(kvc_matrix *matrix, kvc_matrix_format format, int64_t rows, int64_t columns) noexcept nogil:

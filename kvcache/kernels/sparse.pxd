@@ -8,13 +8,13 @@ cdef extern from "kvc_sparse.h" nogil:
         KVC_PAGE                        # tokens of a page
         KVC_ITEM_ROWS                   # most query heads of a KV head that choose their tokens
 
-    ctypedef struct kvc_bounds:         # of the keys of the pages of one layer
+    ctypedef struct kvc_summaries:      # of the keys of the pages of one layer
         unsigned char *made
         unsigned char *codes
         uint16_t *scales
 
     ctypedef struct kvc_sparse_args:
-        kvc_bounds bounds
+        kvc_summaries summaries
         int64_t top_tokens
         const int32_t *listed           # tokens that each KV head attends to; NULL: it chooses them
         int64_t num_listed

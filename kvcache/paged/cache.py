@@ -273,9 +273,9 @@ class PagedKvCache:
 
     @property
     def total_memory_bytes(self) -> int:
-        """Bytes of K and V of all blocks, those of rows in f16 and of bounds for `top_tokens` included."""
-        bounds, residual = self._store.bounds, self._residual
-        beside = (0 if bounds is None else bounds.nbytes) + (0 if residual is None else residual.store.nbytes)
+        """Bytes of K and V of all blocks, those of rows in f16 and of summaries for `top_tokens` included."""
+        summaries, residual = self._store.summaries, self._residual
+        beside = (0 if summaries is None else summaries.nbytes) + (0 if residual is None else residual.store.nbytes)
         return self._store.nbytes + beside
 
     @property
@@ -569,12 +569,12 @@ class PagedKvCache:
                 is the first behind those tokens plus the number of its ancestors. If each parent is the query before,
                 bits are those without `mask`.
             top_tokens: each KV head attends to the pages of 16 tokens that its query heads choose, to the first 16 and
-                to the newest 64 to 79; by default, and where there are less than four times as many, to all. Bounds
-                of the keys of each page, kept beside the blocks (1/16 of packed K and V in q4), rank them. Those that
-                are read hold two and a quarter times `top_tokens` tokens, so that they have most of the best ones; all
-                are attended. What is chosen is a function of the tokens that the query sees and of its position. The
-                block size is a multiple of 16. Without evicted tokens, `latent`, `window`, `starts`, `mask`,
-                `sink_queries`, `skip_tokens` and `return_scores`: ValueError.
+                to the newest 64 to 79; by default, and where there are less than four times as many, to all. The
+                mean and the variance of the keys of each page, kept beside the blocks (1/16 of packed K and V in q4),
+                rank them. Those that are read hold 1.75 times `top_tokens` tokens, so that they have most of the best
+                ones; all are attended. What is chosen is a function of the tokens that the query sees and of its
+                position. The block size is a multiple of 16. Without evicted tokens, `latent`, `window`, `starts`,
+                `mask`, `sink_queries`, `skip_tokens` and `return_scores`: ValueError.
             tokens: integers `(total_queries, num_heads, n)`: the tokens that each KV head attends to for a query, and
                 no others: ascending, seen by the query, then -1 up to n. Without tokens the output is 0. For networks
                 whose own indexer chooses. Without `top_tokens`, what that excludes, `residual_length` and
@@ -655,10 +655,10 @@ class PagedKvCache:
         self._expect_residual()
         self._sequences.reserve_unpacked(as_count(num_tokens, "num_tokens"))
 
-    def reserve_bounds(self) -> None:
-        """Map the bounds of keys that `top_tokens` needs, now rather than in the first call; touched when made."""
+    def reserve_summaries(self) -> None:
+        """Map the summaries of keys that `top_tokens` needs, now rather than in the first call; touched when made."""
         with self._lock:
-            self._store.reserve_bounds()
+            self._store.reserve_summaries()
 
     def _expect_residual(self) -> Residual:
         if self._residual is None:
@@ -765,7 +765,7 @@ class PagedKvCache:
         with self._lock:
             self._blocks.check()
             self._table.check()
-            self._store.check_bounds()
+            self._store.check_summaries()
 
     # -- reports ------------------------------------------------------------------------------------------------
 

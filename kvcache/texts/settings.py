@@ -232,22 +232,23 @@ class CacheSettings:
         return 1 if self.budgets is None else self.budgets.lists
 
     def _store_bytes(
-        self, num_layers: int, layers: Sequence[int], block_size: int, formats: Sequence[Formats], bounds: bool = False
+        self, num_layers: int, layers: Sequence[int], block_size: int, formats: Sequence[Formats],
+        summaries: bool = False,
     ) -> int:
-        """Bytes of K and V of a block of so many layers with the sizes of these, and of the bounds of its keys."""
+        """Bytes of K and V of a block of so many layers with the sizes of these, and of the summaries of its keys."""
         (heads, dim, latent), (key, value) = self._sizes(layers), formats
         store = BlockStore(
             num_layers, 0, block_size, heads, dim, key, value, self.rotate, latent, latent=latent is not None
         )
-        if bounds:
-            store.reserve_bounds()
-        return store.block_bytes + (0 if store.bounds is None else store.bounds.block_bytes)
+        if summaries:
+            store.reserve_summaries()
+        return store.block_bytes + (0 if store.summaries is None else store.summaries.block_bytes)
 
     def block_bytes(self, layers: Sequence[int]) -> int:
-        """Bytes of K and V of a block of these layers, and of the bounds of its keys where queries choose tokens."""
+        """Bytes of K and V of a block of these layers, and of the summaries of its keys where queries choose tokens."""
         formats = [formats_of_layers(each, layers) for each in self.storage.dtypes]
-        bounds = self.sparse_tokens is not None and layers == self.whole
-        return self._store_bytes(len(layers), layers, self.block_size, formats, bounds)
+        summaries = self.sparse_tokens is not None and layers == self.whole
+        return self._store_bytes(len(layers), layers, self.block_size, formats, summaries)
 
     @property
     def _f16_bytes(self) -> int:
@@ -458,7 +459,7 @@ class CacheSettings:
         if self._most_f16:
             cache.reserve_unpacked(self._most_f16)
         if self.sparse_tokens is not None:
-            cache.reserve_bounds()
+            cache.reserve_summaries()
         own_ids = None if load.texts else (0, 1)
         newest, (number, _) = None, self._newest(cached or 0)
         if number:

@@ -1,8 +1,8 @@
-/* sparse.h - attention to tokens that queries choose: bounds and output of every level, beside a twin in plain C.
+/* sparse.h - attention to tokens that queries choose: summaries and output of every level, beside a twin in plain C.
  *
  *   whole numbers   f32: estimates are exact, so the twin chooses the same pages, of equal ones the first; it attends in float64
  *   listed          some calls list the tokens of each KV head: the twin attends to these
- *   any bytes       any format: the call ends and stays inside its memory; bounds of finite keys are equal at all levels
+ *   any bytes       any format: the call ends and stays inside its memory; summaries of finite keys are equal at all levels
  *   one query       alone, with another number of threads: the same bits
  */
 #ifndef SPARSE_H
@@ -22,23 +22,23 @@ typedef struct sparse_question {
     float scale;
 } sparse_question;
 
-/* The bounds of all pages, as exactly as many bytes as kernels may touch. */
-typedef struct bound_memory {
+/* The summaries of all pages, as exactly as many bytes as kernels may touch. */
+typedef struct summary_memory {
     memory made, codes, scales;
-} bound_memory;
+} summary_memory;
 
-static bound_memory take_bounds(const sparse_question *q) {
+static summary_memory take_summaries(const sparse_question *q) {
     const size_t pages = (size_t)(q->num_blocks * (q->layout.block_size / KVC_PAGE)), rows = pages * (size_t)q->layout.num_heads;
-    bound_memory b = {take(pages, 1, 1), take(rows * (size_t)q->layout.head_dim + 63, 1, 1), take(rows * 2, 2, 1)};
+    summary_memory b = {take(pages, 1, 1), take(rows * (size_t)q->layout.head_dim + 63, 1, 1), take(rows * 2, 2, 1)};
     memset(b.made.at, 0, pages);
     return b;
 }
-static kvc_bounds bounds_in(const bound_memory *b) { return (kvc_bounds){b->made.at, b->codes.at, b->scales.at}; }
-static void give_bounds(bound_memory *b) { give_back(&b->made), give_back(&b->codes), give_back(&b->scales); }
+static kvc_summaries summaries_in(const summary_memory *b) { return (kvc_summaries){b->made.at, b->codes.at, b->scales.at}; }
+static void give_summaries(summary_memory *b) { give_back(&b->made), give_back(&b->codes), give_back(&b->scales); }
 
 /* Attends with sequences [first, ...) of a question whose queries begin at a row. */
 static memory ask_sparse(const kvc_kernels *kernels, const sparse_question *q, const kvc_seq *seqs, int count, int64_t row,
-                         int64_t queries, const bound_memory *b, int threads) {
+                         int64_t queries, const summary_memory *b, int threads) {
     const int64_t dim = q->layout.head_dim, bytes = 4 * dim * q->query_heads;
     memory out = take((size_t)(queries * q->query_heads * q->layout.value_head_dim) * sizeof(float), 4, 1);
     const kvc_attend_args args = {.layout = &q->layout,
@@ -49,7 +49,7 @@ static memory ask_sparse(const kvc_kernels *kernels, const sparse_question *q, c
                                   .scale = q->scale,
                                   .queries = {(unsigned char *)q->q.at + row * bytes, bytes, 4 * dim, KVC_ELEMENT_F32},
                                   .out = out.at};
-    kvc_sparse_args sparse = {.bounds = bounds_in(b), .top_tokens = q->top_tokens};
+    kvc_sparse_args sparse = {.summaries = summaries_in(b), .top_tokens = q->top_tokens};
     const int32_t *lists = q->lists.at;
     if (q->listed) sparse = (kvc_sparse_args){.listed = lists + row * q->layout.num_heads * q->listed, .num_listed = q->listed};
     memory scratch = take(kvc_sparse_scratch_bytes(&args, &sparse, threads), 16, 1);
@@ -93,31 +93,32 @@ static const float *key_at(const sparse_question *q, const kvc_seq *seq, int64_t
            token % q->layout.block_size * q->layout.head_dim;
 }
 
-static float bound_of(const sparse_question *q, const kvc_seq *seq, int64_t page, int head, const float *query) {
+static float estimate_of(const sparse_question *q, const kvc_seq *seq, int64_t page, int head, const float *query) {
     const int dim = q->layout.head_dim;
     const float factor = q->scale * 1.4426950408889634f;
-    float largest = 0.0f, most = 0.0f;
-    for (int t = 0; t < KVC_PAGE; t++)
-        for (int d = 0; d < dim; d++) largest = fmaxf(largest, fabsf(key_at(q, seq, page * KVC_PAGE + t, head)[d]));
-    for (int d = 0; d < dim; d++) most = fmaxf(most, fabsf(query[d]));
+    float means[KVC_MAX_HEAD_DIM], variances[KVC_MAX_HEAD_DIM], largest = 0.0f, widest = 0.0f, most = 0.0f;
+    for (int d = 0; d < dim; d++) { /* all of it exact */
+        means[d] = variances[d] = 0.0f;
+        for (int t = 0; t < KVC_PAGE; t++) means[d] += key_at(q, seq, page * KVC_PAGE + t, head)[d] / KVC_PAGE;
+        for (int t = 0; t < KVC_PAGE; t++) {
+            const float away = key_at(q, seq, page * KVC_PAGE + t, head)[d] - means[d];
+            variances[d] += away * away / KVC_PAGE;
+        }
+        largest = fmaxf(largest, fabsf(means[d])), widest = fmaxf(widest, variances[d]), most = fmaxf(most, fabsf(query[d]));
+    }
     most *= fabsf(factor);
-    const float scale = kvc_float_of_bits((kvc_float_bits(largest / 7.5f) + 0xffff) >> 16 << 16), step = scale > 0 ? 1.0f / scale : 0;
-    int64_t sum = 0, all = 0;
+    const float scale = kvc_float_of_bits((kvc_float_bits(largest / 15.5f) + 0x7fffff) >> 23 << 23), step = scale > 0 ? 1.0f / scale : 0;
+    const float wide = kvc_float_of_bits((kvc_float_bits(widest / 7.0f) + 0x7fffff) >> 23 << 23), inverse = wide > 0 ? 1.0f / wide : 0;
+    int64_t sum = 0, all = 0, spread = 0;
     for (int d = 0; most > 0.0f && d < dim; d++) {
         const float x = query[d] * factor * (127.0f / most);
-        float least = INFINITY, greatest = -INFINITY;
-        for (int t = 0; t < KVC_PAGE; t++) {
-            const float key = key_at(q, seq, page * KVC_PAGE + t, head)[d];
-            least = fminf(least, key), greatest = fmaxf(greatest, key);
-        }
-        for (int other = 0; other < 2; other++) {
-            const float share = other ? x * KVC_SPARSE_OTHER : x;
-            const int whole = (int)(share < 0.0f ? share - 0.5f : share + 0.5f);
-            const int code = (int)(((x > 0.0f) != other ? greatest : least) * step + 8.0f);
-            sum += (int64_t)whole * (code < 15 ? code : 15), all += whole;
-        }
+        const int whole = (int)(x < 0.0f ? x - 0.5f : x + 0.5f), square = (int)(x * x / 127.0f + 0.5f);
+        const int mean = (int)(means[d] * step + 16.0f), variance = (int)(variances[d] * inverse + 0.5f);
+        sum += (int64_t)whole * (mean < 31 ? mean : 31), all += whole;
+        spread += (int64_t)square * (variance < 7 ? variance : 7);
     }
-    return ((float)sum - 7.5f * (float)all) * scale * (most / 127.0f);
+    const float mean = ((float)sum - 15.5f * (float)all) * scale * (most / 127.0f);
+    return mean + sqrtf((float)spread * wide) * (KVC_SPARSE_DEVIATIONS * 0.088735651f * most);
 }
 
 /* The tokens of one query and KV head, ascending; returns how many. `row`: of the query in the call. */
@@ -136,8 +137,8 @@ static int64_t choose_twin(const sparse_question *q, const kvc_seq *seq, int64_t
     float *scores = calloc((size_t)(group * pages), sizeof *scores);
     ranked *best = malloc((size_t)pages * sizeof *best);
     for (int r = 0; r < group; r++)
-        for (int64_t p = 0; p < pages; p++) scores[r * pages + p] = bound_of(q, seq, p + 1, head, query + r * dim);
-    const int64_t chosen = best_of(scores, group, pages, (int64_t)ceil(2.25 * (double)q->top_tokens / KVC_PAGE), best);
+        for (int64_t p = 0; p < pages; p++) scores[r * pages + p] = estimate_of(q, seq, p + 1, head, query + r * dim);
+    const int64_t chosen = best_of(scores, group, pages, (int64_t)ceil(1.75 * (double)q->top_tokens / KVC_PAGE), best);
     for (; count < KVC_PAGE; count++) list[count] = count;
     for (int64_t i = 0; i < chosen * KVC_PAGE; i++) list[count++] = (best[i / KVC_PAGE].index + 1) * KVC_PAGE + i % KVC_PAGE;
     for (int64_t t = stop * KVC_PAGE; t < seen; t++) list[count++] = t;
@@ -240,15 +241,15 @@ static sparse_question draw_sparse(source *s, int whole) {
     return q;
 }
 
-/* Bounds of whole numbers are the same at all levels; of any bytes, where keys are no NaN, whose place in a minimum differs. */
-static void expect_bounds(const bound_memory *a, const bound_memory *b, const sparse_question *q) {
+/* Summaries of whole numbers are the same at all levels; of any bytes, where keys are no NaN, whose place in a minimum differs. */
+static void expect_summaries(const summary_memory *a, const summary_memory *b, const sparse_question *q) {
     const unsigned char *made = a->made.at;
     const size_t heads = (size_t)q->layout.num_heads, dim = (size_t)q->layout.head_dim;
     for (size_t page = 0; page < a->made.size; page++) {
         for (size_t row = page * heads; made[page] && row < (page + 1) * heads; row++) {
             if (((uint16_t *)a->scales.at)[row] != ((uint16_t *)b->scales.at)[row] ||
                 memcmp((char *)a->codes.at + row * dim, (char *)b->codes.at + row * dim, dim))
-                fail("page %d: other bounds", (int)page);
+                fail("page %d: other summaries", (int)page);
         }
     }
 }
@@ -257,13 +258,13 @@ static void step_sparse(source *s) {
     const int whole = draw(s, 2);
     sparse_question q = draw_sparse(s, whole);
     memory answers[KVC_MOST_LEVELS];
-    bound_memory bounds[KVC_MOST_LEVELS];
+    summary_memory summaries[KVC_MOST_LEVELS];
     say("sparse, %d blocks of %d, %d of %d heads, dim %d, top %d, listed %d, whole %d", q.num_blocks, q.layout.block_size,
         q.query_heads, q.layout.num_heads, q.layout.head_dim, (int)q.top_tokens, (int)q.listed, whole);
     for (int level = 0; level < num_levels(); level++) {
-        bounds[level] = take_bounds(&q);
-        answers[level] = ask_sparse(level_at(level), &q, q.seqs, q.num_seqs, 0, q.queries, &bounds[level], DRAW_OF(s, 1, 2, 3, 8));
-        expect_bounds(&bounds[level], &bounds[0], &q);
+        summaries[level] = take_summaries(&q);
+        answers[level] = ask_sparse(level_at(level), &q, q.seqs, q.num_seqs, 0, q.queries, &summaries[level], DRAW_OF(s, 1, 2, 3, 8));
+        expect_summaries(&summaries[level], &summaries[0], &q);
     }
     if (whole) expect_chosen(&q, answers);
     int64_t row = 0;
@@ -272,14 +273,14 @@ static void step_sparse(source *s) {
         const int64_t last = row + alone.num_queries - 1, floats = q.query_heads * (int64_t)q.layout.value_head_dim;
         alone.num_queries = 1;
         for (int level = 0; level < num_levels(); level++) {
-            bound_memory fresh = take_bounds(&q);
-            memory again = ask_sparse(level_at(level), &q, &alone, 1, last, 1, i ? &fresh : &bounds[level], 1);
+            summary_memory fresh = take_summaries(&q);
+            memory again = ask_sparse(level_at(level), &q, &alone, 1, last, 1, i ? &fresh : &summaries[level], 1);
             memory before = {.at = (float *)answers[level].at + last * floats, .size = again.size};
             if (!have_same_bits(again, before)) fail("%s: a sparse query has other bits alone", level_at(level)->name);
-            give_back(&again), give_bounds(&fresh);
+            give_back(&again), give_summaries(&fresh);
         }
     }
-    for (int level = 0; level < num_levels(); level++) give_back(&answers[level]), give_bounds(&bounds[level]);
+    for (int level = 0; level < num_levels(); level++) give_back(&answers[level]), give_summaries(&summaries[level]);
     for (int i = 0; i < q.num_seqs; i++) give_back(&q.runs[i]);
     give_back(&q.arena), give_back(&q.q);
     if (q.listed) give_back(&q.lists);

@@ -1,4 +1,4 @@
-"""`PagedKvCache.attention(top_tokens=)`: its twin in NumPy; the same bits in any company; bounds that stay true."""
+"""`PagedKvCache.attention(top_tokens=)`: its twin in NumPy; the same bits in any company; summaries that stay true."""
 
 import numpy as np
 import pytest
@@ -184,7 +184,7 @@ def test_lists_that_no_query_could_have_are_refused(rng):
 
 
 @pytest.mark.parametrize("dtype", ["q4", "f32"])
-def test_bounds_are_those_of_the_stored_keys_whatever_happens(rng, dtype):
+def test_summaries_are_those_of_the_stored_keys_whatever_happens(rng, dtype):
     """After forks, cuts, copies and growth a cache chooses what a fresh one chooses."""
     cache = make(2500, heads=1, dim=8, block_size=32, dtype=dtype, num_layers=2)
     texts = {0: (np.zeros((2, 0, 1, 8), np.float32),) * 2}
@@ -232,7 +232,7 @@ def test_bounds_are_those_of_the_stored_keys_whatever_happens(rng, dtype):
         cache.check()
 
 
-def test_copied_and_moved_blocks_have_their_own_bounds(rng):
+def test_copied_and_moved_blocks_have_their_own_summaries(rng):
     cache, *_ = filled(rng, 256, dtype="q4", block_size=32)
     cache.allocate(2, 256)
     queries = rng.standard_normal((1, 2, 64)).astype(np.float32)
@@ -254,7 +254,7 @@ def test_copied_and_moved_blocks_have_their_own_bounds(rng):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_bounds_take_six_hundredths_of_packed_rows_at_most(dim):
+def test_summaries_take_six_hundredths_of_packed_rows_at_most(dim):
     cache = make(512, dim=dim, dtype="q4", block_size=16)
     before = cache.total_memory_bytes
     cache.allocate(1, 512)

@@ -60,7 +60,7 @@ def test_pieces_and_cached_prefixes_change_no_answer(rng, network, tmp_path, dty
             PrefixCachedEngine(InferenceEngine(network, **options, **other), 64).load(tmp_path / "saved")
 
 
-def test_bounds_count_as_memory(network):
+def test_summaries_count_as_memory(network):
     limit = 200_000
     for sparse in (None, 16):
         engine = BatchEngine(network, dtype="q4", residual_length=0, max_memory_bytes=limit, sparse_tokens=sparse)

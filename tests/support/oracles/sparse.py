@@ -2,33 +2,42 @@
 
 import numpy as np
 
-PAGE, NEWEST, LEAST, OTHER = 16, 64, 4, 0.25
+PAGE, NEWEST, LEAST, DEVIATIONS = 16, 64, 4, 2.0
 F32 = np.float32
 
 
-def bounds_of(keys):
-    """The bounds of pages: codes of the largest and the smallest, uint8 `(pages, dim)` each, and scales `(pages,)`.
+def _codes(x, top, middle):
+    """Codes of rows up to `top`, a step of each row's scale apart, and the scales, powers of two."""
+    steps = np.abs(x).max(1) / F32(top - middle)
+    scales = ((steps.view(np.uint32) + 0x7FFFFF) >> 23 << 23).astype(np.uint32).view(F32)
+    inverse = np.divide(F32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+    return np.minimum(x * inverse[:, None] + F32(middle + 0.5), F32(top)).astype(np.uint8), scales
+
+
+def summaries_of(keys):
+    """The summaries of pages: codes and scales of the means, uint8 `(pages, dim)` and `(pages,)`, and of the variances.
 
     keys: float32 `(tokens, dim)` of one head, whole pages.
     """
-    pages = np.asarray(keys, F32).reshape(-1, PAGE, np.shape(keys)[-1])
-    most, least = pages.max(1), pages.min(1)
-    steps = np.maximum(np.abs(most), np.abs(least)).max(1) / F32(7.5)
-    scales = ((steps.view(np.uint32) + 0xFFFF) >> 16 << 16).astype(np.uint32).view(F32)
-    inverse = np.divide(F32(1), scales, out=np.zeros_like(scales), where=scales > 0)
-    return *((np.minimum(x * inverse[:, None] + F32(8), F32(15))).astype(np.uint8) for x in (most, least)), scales
+    pages, share = np.asarray(keys, F32).reshape(-1, PAGE, np.shape(keys)[-1]), F32(1 / PAGE)
+    means, variances = np.zeros((2, len(pages), pages.shape[2]), F32)
+    for t in range(PAGE):  # in the order of the kernels
+        means += pages[:, t] * share
+    for t in range(PAGE):
+        variances += (pages[:, t] - means) ** 2 * share
+    return *_codes(means, 31, 15.5), *_codes(variances, 7, 0)
 
 
-def bound_scores(query, codes, scale):
+def estimates(query, summaries, scale):
     """Scores of pages for one query row, float32, in powers of two; the query is rounded to bytes."""
     query = np.asarray(query, F32)
     factor = F32(scale) * F32(1.4426950408889634)
     most = np.abs(query).max() * np.abs(factor)
     x = query * factor * (F32(127) / most)
-    own, other = (np.trunc(np.where(x < 0, y - F32(0.5), y + F32(0.5))).astype(np.int64) for y in (x, x * F32(OTHER)))
-    above, below, scales = codes
-    sums = (above * np.where(x > 0, own, other) + below * np.where(x > 0, other, own)).sum(1)
-    return (F32(sums) - F32(7.5) * F32((own + other).sum())) * scales * (most / F32(127))
+    own, squares = (np.trunc(y + np.copysign(F32(0.5), y)).astype(np.int64) for y in (x, x * x / F32(127)))
+    means, scales, variances, wide = summaries
+    mean = (F32((means * own).sum(1)) - F32(15.5) * F32(own.sum())) * scales * (most / F32(127))
+    return mean + np.sqrt(F32((variances * squares).sum(1)) * wide) * (F32(DEVIATIONS) * F32(0.088735651) * most)
 
 
 def losses_of(scores):
@@ -51,9 +60,9 @@ def choose(queries, keys, seen, top_tokens, scale, first=0):
     begin, end = max(1, -(-first // PAGE)), (seen - NEWEST) // PAGE
     if end <= begin or (end - begin) * PAGE // LEAST < top_tokens:
         return np.arange(first, seen)
-    codes = bounds_of(keys[begin * PAGE : end * PAGE])
-    ranks = losses_of(np.array([bound_scores(query, codes, scale) for query in queries]))
-    pages = least_of(ranks, -(-9 * top_tokens // (4 * PAGE))) + begin
+    codes = summaries_of(keys[begin * PAGE : end * PAGE])
+    ranks = losses_of(np.array([estimates(query, codes, scale) for query in queries]))
+    pages = least_of(ranks, -(-7 * top_tokens // (4 * PAGE))) + begin
     chosen = (pages[:, None] * PAGE + np.arange(PAGE)).ravel()
     return np.concatenate([np.arange(first, begin * PAGE), chosen, np.arange(end * PAGE, seen)])
 

@@ -1,20 +1,20 @@
-"""Bounds of keys for sparse attention; see core/page_bounds.pxd."""
+"""Summaries of keys for sparse attention; see core/page_summaries.pxd."""
 
 from libc.stdint cimport int32_t, int64_t, uint16_t
 from libc.string cimport memcmp, memset
 
 from kvcache.core.layouts cimport Layouts
 from kvcache.kernels cimport kernels
-from kvcache.kernels.sparse cimport KVC_PAGE, kvc_bounds
+from kvcache.kernels.sparse cimport KVC_PAGE, kvc_summaries
 from kvcache.support.mapped cimport MappedMemory
 
-__all__ = ["PageBounds"]
+__all__ = ["PageSummaries"]
 
 cdef int SLACK = 64    # bytes behind the last row that kernels may read
 
 
-cdef class PageBounds:
-    """Room for the bounds of `num_blocks` blocks in all layers, mapped now and touched when first made.
+cdef class PageSummaries:
+    """Room for the summaries of `num_blocks` blocks in all layers, mapped now and touched when first made.
 
     Args:
         layouts: of the blocks, whose size is a multiple of 16; without `latent`.
@@ -30,26 +30,26 @@ cdef class PageBounds:
 
     @property
     def block_bytes(self):
-        """Bytes of the bounds of a block in all layers."""
+        """Bytes of the summaries of a block in all layers."""
         cdef int64_t heads = self.layouts.first.num_heads, dim = self.layouts.first.head_dim
         return int(self.layouts.num_layers) * int(self.pages) * int(1 + heads * (dim + 2))
 
     @property
     def nbytes(self):
-        """Bytes of all bounds."""
+        """Bytes of all summaries."""
         return int(self.num_blocks) * self.block_bytes
 
-    def check(self, PageBounds other not None, size_t arena):
-        """Verify that all bounds are those of the keys at this address.
+    def check(self, PageSummaries other not None, size_t arena):
+        """Verify that all summaries are those of the keys at this address.
 
         Args:
-            other: room for the same blocks, in which the bounds are made anew.
+            other: room for the same blocks, in which the summaries are made anew.
 
         Raises:
             AssertionError: naming which are not.
         """
         cdef int64_t layer, heads = self.layouts.first.num_heads, dim = self.layouts.first.head_dim, at
-        cdef kvc_bounds own, new
+        cdef kvc_summaries own, new
         cdef int32_t block, page
         cdef size_t start
         for layer in range(self.layouts.num_layers):
@@ -58,22 +58,22 @@ cdef class PageBounds:
                 for page in range(self.pages):
                     at = block * self.pages + page
                     if own.made[at]:
-                        kernels.bound_page(&self.layouts.of[layer], <const unsigned char *>arena + start, block,
-                                           page, &new)
+                        kernels.summarise_page(&self.layouts.of[layer], <const unsigned char *>arena + start, block,
+                                               page, &new)
                         same = (memcmp(own.codes + at * heads * dim, new.codes + at * heads * dim, heads * dim) == 0
                                 and memcmp(own.scales + at * heads, new.scales + at * heads, heads * 2) == 0)
-                        assert same, f"layer {layer}, block {block}, page {page}: bounds of other keys"
+                        assert same, f"layer {layer}, block {block}, page {page}: summaries of other keys"
 
-    cdef kvc_bounds of_(self, int64_t layer) noexcept nogil:
-        cdef kvc_bounds bounds
+    cdef kvc_summaries of_(self, int64_t layer) noexcept nogil:
+        cdef kvc_summaries summaries
         cdef size_t rows = <size_t>(self.num_blocks * self.pages) * self.layouts.first.num_heads
         cdef size_t layers = self.layouts.num_layers, marks = <size_t>(self.num_blocks * self.pages)
         # Codes are first: those of 64 channels fill a cache line.
         cdef size_t codes = layers * rows * self.layouts.first.head_dim
-        bounds.codes = self.memory.bytes + <size_t>layer * rows * self.layouts.first.head_dim
-        bounds.scales = <uint16_t *>(self.memory.bytes + codes) + <size_t>layer * rows
-        bounds.made = self.memory.bytes + codes + layers * rows * 2 + <size_t>layer * marks
-        return bounds
+        summaries.codes = self.memory.bytes + <size_t>layer * rows * self.layouts.first.head_dim
+        summaries.scales = <uint16_t *>(self.memory.bytes + codes) + <size_t>layer * rows
+        summaries.made = self.memory.bytes + codes + layers * rows * 2 + <size_t>layer * marks
+        return summaries
 
     cdef void forget_(self, int64_t layer, int32_t block, int first, int stop) noexcept nogil:
         cdef int page = first // KVC_PAGE
