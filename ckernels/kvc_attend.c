@@ -104,6 +104,7 @@ INLINE void softmax_few(int units, const job *j, const chunk *c, int64_t row, in
         float *w = weights + r * KVC_CHUNK;
         const f32v largest_score = f32v_set1(largest[r]);
         f32v sum_v = f32v_zero(), largest_v = f32v_zero(), base_v = f32v_zero();
+        (void)largest_v, (void)base_v; /* of levels with dots */
         for (int t = 0; t < lanes; t += KVC_LANES) {
             const f32v power = f32v_sub(f32v_load(w + t), largest_score);
             f32v w_v = units ? f32v_exp2_short(power) : f32v_exp2(power);

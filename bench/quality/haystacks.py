@@ -200,6 +200,8 @@ def measure(
     model = asking.model
     budget, options = max(2 * SINKS, round(share * length)), dict[str, Any](prefill_chunk=PIECE)
     chosen = None if policy is None else policy(budget, model.config.num_layers)
+    if chosen is None or isinstance(chosen, int):
+        options["num_blocks"] = -(-length // 16) + 1  # every token stays
     if isinstance(chosen, int):
         options["sparse_tokens"] = chosen
     elif chosen is not None and not once:
