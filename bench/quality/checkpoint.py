@@ -65,7 +65,9 @@ RUNS = (
     "q4" + BIASED, "q8" + CALIBRATED + BIASED, "q4" + CALIBRATED + BIASED,
 )
 LATENTS = tuple(
-    name + more + LATENT for more in ("", CENTRED, CALIBRATED) for name in ("q8", "q6", "q4", "q3", "q2", "q4" + BARE)
+    name + more + LATENT
+    for more in ("", CENTRED, CALIBRATED)
+    for name in (*(name for name in NAMES if "/" not in name), "q4" + BARE)
 )
 WINDOW = ", window of a fifth"  # what is left of a text that evicts; compared with the same window over f32
 EVICTING = (

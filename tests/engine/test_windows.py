@@ -115,7 +115,7 @@ def test_the_groups_of_a_network():
 def test_the_groups_of_layers_of_several_sizes():
     settings = InferenceEngine(network("two sizes"))._settings
     assert settings.whole == (0,)
-    assert settings.windows == {(20, 1, 16): (3,), (20, 2, 16): (1,), (TOKENS, 2, 16): (2,)}
+    assert settings.windows == {(20, 1, 16, 0): (3,), (20, 2, 16, 0): (1,), (TOKENS, 2, 16, 0): (2,)}
     pool = InferenceEngine(network("shared"))._sequence.pool
     assert [group.layers for group in pool.groups] == [(1, 5), (0, 3), (2, 4)]
     assert [(c.num_layers, c.num_heads, c.head_dim) for group in pool.groups for c in group.caches] == [
