@@ -22,7 +22,7 @@ enum { KVC_PAGE = 16, KVC_SPARSE_NEWEST = 64, KVC_SPARSE_LEAST = 4 };
 typedef struct kvc_summaries {
     unsigned char *made;  /* (blocks, pages of a block): 1 where the next two are those of the stored keys */
     unsigned char *codes; /* (blocks, pages of a block, num_heads, head_dim): the mean in the lower bits */
-    uint16_t *scales;     /* (blocks, pages of a block, num_heads): exponents of two, of means, (c - 15.5) * scale, and of variances << 8 */
+    uint16_t *scales;     /* (blocks, pages of a block, num_heads): exponents of both scales (kvc_summaries.c), variances << 8 */
 } kvc_summaries;
 
 typedef struct kvc_sparse_args {
@@ -87,7 +87,7 @@ static inline int64_t kvc_ranked_columns(const kvc_attend_args *args, const kvc_
 /* A row of q in bytes, whole units of 64, that meets the means, and its squares / 127, that meet the variances. */
 typedef struct summary_query {
     int8_t q[KVC_MAX_HEAD_DIM + 64], squares[KVC_MAX_HEAD_DIM + 64];
-    float scale, middle, spread; /* the step; 15.5 times the sum of all; 127 steps / sqrt(127), deviations */
+    float scale, middle, spread; /* the step; 15.5 times the sum of q; the factor of a root of sums */
     float unused[13];            /* up to a whole cache line */
 } summary_query;
 _Static_assert(sizeof(summary_query) % 64 == 0, "64 bytes lie in one line");

@@ -73,7 +73,7 @@ def step_times(context: int, tops: list[int], rounds: int, dtype: str) -> tuple[
     dense: list[float] = []
     sparse: dict[int, list[float]] = {top: [] for top in tops}
     for top in (None, *tops):
-        step(top)  # makes the bounds
+        step(top)  # makes the summaries
     for _ in range(rounds):
         dense.append(step(None))
         for top in tops:
