@@ -13,7 +13,7 @@
  *
  * The estimate of the largest score in a page is  q . mean + KVC_SPARSE_DEVIATIONS sqrt(sum of q_d^2 variance_d):  the keys of a
  * page are taken for independent in each channel. Bounds of channels (Quest, Tang et al., 2024, section 3.3), which no key has in
- * all channels at once, rank the page of a single fact that is asked for behind dozens of others (bench/pages/sparse.md).
+ * all channels at once, lead to fewer of the facts that a text has planted in it (bench/pages/sparse.md).
  */
 #ifndef KVC_CHOICE_H
 #define KVC_CHOICE_H
