@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import kvcache
-from bench.kernels import attention_rivals, chunks, decode, overhead, parts, recurrence, writes
+from bench.kernels import attention_rivals, chunks, decode, latent_forms, overhead, parts, recurrence, writes
 from bench.kernels.roofline import plot_kernels
 from bench.support.blas import blas_found
 from bench.support.ceilings import kind
@@ -18,7 +18,6 @@ from bench.support.rates import Columns, print_rates
 from bench.support.report import save_json
 
 __all__ = ["add_arguments", "main"]
-
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,13 @@ ITEMS = (
         "recurrence",
         (("8. The recurrence of layers with a state", lambda: recurrence.RECURRENCE),),
         lambda o: recurrence.recurrence_cases((1, 64) if o.quick else (1, 512), o.threads),
+    ),
+    Item(
+        "latent",
+        ((latent_forms.latent_title(), lambda: latent_forms.LATENT),),
+        lambda o: latent_forms.latent_cases(
+            o.prefill[:1], (1, 64) if o.quick else (1, 16, 64, 256, 512, 1024, 2048), ("f16", "q4"), o.threads
+        ),
     ),
     Item(
         "overhead",

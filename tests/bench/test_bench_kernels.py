@@ -5,6 +5,7 @@ import pytest
 
 pytest.importorskip("bench.support.common")
 
+from bench.kernels.latent_forms import Forms
 from bench.support import ceilings
 from bench.support.checkpoints import SIZES, write_checkpoint, write_gguf
 from bench.support.common import Candidate, Case, Result, at_most, run_case, share_of
@@ -44,6 +45,14 @@ def test_scattered_blocks_are_a_permutation_that_attention_reads_right():
     scattered.attend(queries, out)
     assert relative_error(scattered, queries, out) < 1e-5
     scattered.cache.check()
+
+
+def test_both_forms_of_latent_attention_give_the_same():
+    forms = Forms(70, 5, "f32", "f32")
+    right = forms.absorbed()
+    assert np.abs(right).max() > 0.1
+    for other in (forms.kept(), forms.made()):
+        np.testing.assert_allclose(other, right, atol=1e-4)
 
 
 def test_verdicts_and_ratios_are_those_of_the_rounds():
