@@ -105,7 +105,7 @@ ITEMS = (
         "latent",
         ((latent_forms.latent_title(), lambda: latent_forms.LATENT),),
         lambda o: latent_forms.latent_cases(
-            o.prefill[:1], (1, 64) if o.quick else (1, 16, 64, 256, 512, 1024, 2048), ("f16", "q4"), o.threads
+            o.prefill[:1], (1, 64) if o.quick else (1, 16, 64, 256, 512, 1024), ("f16", "q4"), o.threads
         ),
     ),
     Item(
