@@ -45,9 +45,10 @@ class DraftHeads:
     def propose(self, asked: Sequence[Ask]) -> list[Tokens]:
         pool, drafts = self._forward.pool, [[int(ask.text.tokens[-1])] for ask in asked]
         hidden = [ask.text.hidden_before() for ask in asked]
+        most = [pool.in_residual_group(ask.text, ask.most) for ask in asked]
         ahead = 0
         try:
-            while running := [i for i, ask in enumerate(asked) if ahead < ask.most]:
+            while running := [i for i, count in enumerate(most) if ahead < count]:
                 texts = [asked[i].text for i in running]
                 try:
                     pool.append([(text, 1) for text in texts])

@@ -46,7 +46,8 @@ class DrawnTokens:
 
     def most_drafts(self, most: int) -> int:
         """See `Drafted`."""
-        positions = self._sequence.settings.max_positions or 0
+        sequence, positions = self._sequence, self._sequence.settings.max_positions or 0
+        most = sequence.pool.in_residual_group(sequence.text, most + 1) - 1  # a stream that is closed drops some
         return min(most, self._left - 1, positions - self.itself.num_tokens)
 
     def take(self, logits: Float32, tokens: list[int]) -> None:

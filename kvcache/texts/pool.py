@@ -205,6 +205,14 @@ class Pool:
             pos = min(pos, group.nearest(text, i, pos))
         return pos
 
+    def in_residual_group(self, text: Text, most: int) -> int:
+        """How many of the next tokens, at most `most`, are in one group of a residual, the next one's.
+
+        As many may run one by one, and some of them may be cut again: what the others read in f16 is still there.
+        """
+        length = max((cache.residual_length for group in self.groups for cache in group.caches), default=0)
+        return min(most, length - text.computed % length) if length else most
+
     def expect(self, text: Text, pos: int) -> None:
         """Raise InvalidOperationError if a token that the query at `pos` reads has left."""
         for i, group in enumerate(self.groups):

@@ -124,6 +124,18 @@ def test_mtp_layers_that_know_what_follows(target):
     settled(engine)
 
 
+@pytest.mark.parametrize("target", ["qwen3_5 anything", "deepseek_v3 anything"])
+def test_mtp_layers_keep_the_group_that_a_text_is_in(target):
+    """Draft tokens are appended one by one; one in another group of the residual would pack what the text reads."""
+    model, asked = opened(target), [(prompt, replace(GREEDY, max_tokens=20)) for prompt in prompts(5, 2, 60, 96)]
+    engine, plain = (
+        BatchEngine(model, draft=each, dtype="q2", residual_length=12, clock=Clock()) for each in ("mtp", None)
+    )
+    requests = [engine.submit(*each) for each in asked]
+    run(engine)
+    assert [each.result() for each in requests] == [plain.submit(*each).result() for each in asked]
+
+
 def test_the_mtp_layer_may_be_absent():
     model = opened("llama_odd")
     with pytest.raises(ValueError, match="draft: expected a network with an MTP layer for mtp"):

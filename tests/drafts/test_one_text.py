@@ -98,6 +98,25 @@ def test_a_stream_that_is_closed_leaves_what_it_gave():
         assert found[0] == found[1]
 
 
+def test_a_stream_that_is_closed_reads_its_group_in_f16():
+    """No draft token is in another group of the residual than the token before it, which would pack that one's."""
+    model = opened("llama_odd")
+
+    def circle(text, logits):
+        logits[40 + (text[-1] + 1) % 5] += 1000
+
+    params, prompt = replace(GREEDY, max_tokens=40, logits_processor=circle), [40, 41, 42, 43, 44] * 4
+    for given in (4, 14, 15, 25):
+        found = []
+        for draft in ("ngram", None):
+            engine = InferenceEngine(model, dtype="q2", residual_length=12, draft=draft)
+            stream = engine.stream(prompt, params)
+            tokens = [next(stream) for _ in range(given)]
+            stream.close()
+            found.append((tokens, engine.decode_step(tokens[-1], engine.num_tokens).tobytes()))
+        assert found[0] == found[1]
+
+
 def test_stop_strings_and_pieces_of_text():
     """Pieces come one by one, and end at the stop string, however many tokens one pass has drawn."""
     model = "class Reader:\n    def read(self"
