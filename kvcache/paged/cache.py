@@ -159,14 +159,17 @@ class PagedKvCache:
     ) -> None:
         length, firsts = as_lengths(residual_length, first_tokens, max_memory_bytes)
         formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
-        dtypes = stored_dtypes(formats, calibration, "calibration")
+        dtypes, written = stored_dtypes(formats, calibration, "calibration"), RowFormats(*formats)
         if latent is not None:
             num_heads, head_dim, value_head_dim = _latent_sizes(latent, num_heads, head_dim, value_head_dim)
+            if written.pair[0] is not written.pair[1]:
+                keys, values = map(short, formats)
+                raise ValueError(f"value_dtype: expected {keys}, as of keys, with latent, got {values}")
         separate, has_latent = bool(separate_layers), latent is not None
         settings = block_size, num_heads, head_dim, *dtypes, rotate, value_head_dim, separate, has_latent
         total = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings)
         store = BlockStore(num_layers, total, *settings, calibration)
-        self._blocks = PagedBlocks(store, RowFormats(*formats))
+        self._blocks = PagedBlocks(store, written)
         self._store, self._pool, self._lock = store, self._blocks.pool, self._blocks.lock
         self._residual = Residual(store, length, firsts) if length or firsts else None
         self._table = BlockTables(self._pool, store.block_size, self._residual)

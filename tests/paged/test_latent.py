@@ -15,6 +15,18 @@ SIZES = [(64, 32), (32, 16), (40, 8)]  # tiled and rotated; tiled of a block of 
 TOKENS = 45
 
 
+class Halves:
+    """A format in Python."""
+
+    bits = 4.0
+
+    def encode(self, rows):
+        return np.round(2 * rows)
+
+    def decode(self, codes):
+        return codes / 2
+
+
 def filled(latent, dtype, *, tokens=TOKENS, block_size=16, **options):
     """A cache with one sequence, and its rows as they are read."""
     cache = PagedKvCache(8, block_size, latent=latent, dtype=dtype, **options)
@@ -214,6 +226,13 @@ def test_what_is_refused():
             PagedKvCache(4, 16, latent=(64, 32), **{name: 64})
     with pytest.raises(ValueError, match=r"^value_dtype: expected q8, as of keys, with latent, got q4"):
         PagedKvCache(4, 16, latent=(64, 32), key_dtype="q8", value_dtype="q4")
+    for formats in ({"key_dtype": "f32", "value_dtype": Halves()}, {"key_dtype": Halves(), "value_dtype": Halves()}):
+        with pytest.raises(ValueError, match=r"^value_dtype: expected .* as of keys, with latent, got <.*Halves"):
+            PagedKvCache(4, 16, latent=(64, 32), **formats)
+    halves = PagedKvCache(4, 16, latent=(64, 32), dtype=Halves())
+    halves.allocate(0, TOKENS)
+    halves.write(0, 0, rows)
+    assert np.array_equal(halves.read(0, 0)[1], np.round(2 * rows)[:, :, :64] / 2)
     with pytest.raises(ValueError, match=r"^head_dim: expected a multiple of 8, at most 576, got 580$"):
         PagedKvCache(4, 16, latent=(512, 68))
     with pytest.raises(ValueError, match=r"^calibration: expected one of \(1, 1, 96\) layers, heads and channels, got"):
