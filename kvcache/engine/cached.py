@@ -16,7 +16,6 @@ from kvcache.engine.inference import InferenceEngine
 from kvcache.engine.partings import partings
 from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
-from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32
 from kvcache.networks.weights import Progress
 from kvcache.prefix.prefill import PrefixAwarePrefill
@@ -265,25 +264,20 @@ class PrefixCachedEngine:
             OSError: an error of the file system; the old file is kept.
         """
         self._check_cache()
-        self._pool.save(path, self._name(model))
+        self._pool.save(path, self._sequence.settings.named(model))
 
     def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
         """Add the blocks of a saved file to the cache and return their number; K and V are read at the first match.
-
-        A file of an engine with another `residual_length` loads too. Its blocks are what that engine computed: with
-        them an answer is that engine's, which may differ from a cold run of this one.
 
         Args:
             model: as in `save`.
 
         Raises:
-            as `PrefixCache.load`: SnapshotError for the file of another model or a damaged one.
+            as `PrefixCache.load`: SnapshotError for a damaged file, or one whose K and V this engine would not compute:
+                of another model, calibration, `residual_length`, `sparse_tokens` or SIMD level.
         """
         self._check_cache()
-        return self._pool.load(path, self._name(model))
-
-    def _name(self, model: str | None) -> str:
-        return self._sequence.settings.named(fingerprint(self.inner.model) if model is None else model)
+        return self._pool.load(path, self._sequence.settings.named(model))
 
     __reduce_ex__ = refuse_copies("`save` writes its cache to a file")
 

@@ -23,7 +23,6 @@ from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.grammar.grammar import Grammar
-from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.prefix.prefix_stats import PrefixCacheStats
@@ -503,7 +502,7 @@ class BatchEngine:
     def save(self, path: str | os.PathLike[str], model: str | None = None) -> None:
         """Write the cached prefixes to a file; see `PrefixCachedEngine.save`, which writes the same format."""
         self._expect_all_kept("save")
-        self._pool.save(path, self._name(model))
+        self._pool.save(path, self._settings.named(model))
 
     def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
         """Add the blocks of a saved file to the cached prefixes; see `PrefixCachedEngine.load`.
@@ -512,15 +511,12 @@ class BatchEngine:
             InvalidOperationError: prefixes are cached already.
         """
         self._expect_all_kept("load")
-        return self._pool.load(path, self._name(model))
+        return self._pool.load(path, self._settings.named(model))
 
     def _expect_all_kept(self, call: str) -> None:
         budgets = self._settings.budgets
         if budgets is not None:
             raise InvalidOperationError(f"{call}: expected an engine that keeps all tokens, got {budgets.policy}")
-
-    def _name(self, model: str | None) -> str:
-        return self._settings.named(fingerprint(self.model) if model is None else model)
 
     def memory(self) -> dict[str, int]:
         """Bytes: "weights" (0 for a model that does not say), "kv", "bookkeeping", "scratch", "huge"."""

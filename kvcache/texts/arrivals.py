@@ -14,11 +14,11 @@ from math import lcm
 
 from kvcache.core.calibration import Calibration
 from kvcache.core.rowformat import RowFormats
-from kvcache.kernels.kernels import bf16_order
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Model
 from kvcache.texts.pool import Pool
 from kvcache.texts.state import StateLayers
+from kvcache.texts.storage import computed_with
 from kvcache.texts.text import Text
 from kvcache.texts.whole import WholeLayers
 from kvcache.texts.window import WindowLayers
@@ -63,11 +63,9 @@ def model_name(
     sparse_tokens: int | None = None,
 ) -> str:
     """The name of all that K and V depend on beside the library's formats and level; all engines share values."""
-    order = f", bf16 in {bf16_order()}" if getattr(model, "activations", "") == "bf16" else ""
     calibrated = "" if calibration is None else f", calibrated {calibration.fingerprint}"
     named = f", {formats.fingerprint}" if formats.fingerprint else ""
-    sparse = "" if sparse_tokens is None else f", sparse_tokens {sparse_tokens}"
-    return f"{fingerprint(model)}, residual_length {residual_length}{calibrated}{named}{sparse}{order}"
+    return f"{fingerprint(model)}{computed_with(model, residual_length, sparse_tokens)}{calibrated}{named}"
 
 
 class Arrivals:

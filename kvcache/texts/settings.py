@@ -13,6 +13,8 @@ from kvcache.core.layer_formats import Formats, formats_of_layers, is_mixed, unp
 from kvcache.core.rowformat import Format
 from kvcache.core.store import BlockStore
 from kvcache.eviction import EvictionPolicy
+from kvcache.kernels.kernels import level_of_bits, simd_level
+from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import LayerAttention, Model, Recurrence, layer_attention, layer_recurrences
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.residual import row_block
@@ -28,7 +30,7 @@ from kvcache.texts.newest import NewestGroups, num_newest
 from kvcache.texts.policy import Policy
 from kvcache.texts.pool import Pool
 from kvcache.texts.state import StateLayers
-from kvcache.texts.storage import Storage
+from kvcache.texts.storage import Storage, computed_with
 from kvcache.texts.whole import WholeLayers
 from kvcache.texts.window import WindowLayers, num_kept, num_pages
 
@@ -197,9 +199,15 @@ class CacheSettings:
             raise ValueError(f"block_size: expected a multiple of 16 with sparse_tokens, got {self.block_size}")
         return replace(self, sparse_tokens=count)
 
-    def named(self, network: str) -> str:
-        """The name of a network in saved caches, with what else its K and V depend on."""
-        return network if self.sparse_tokens is None else f"{network}, sparse_tokens {self.sparse_tokens}"
+    def named(self, network: str | None) -> str:
+        """The name of a network in saved caches, with what else its K and V depend on.
+
+        Args:
+            network: its name; None: its `fingerprint`, or a TypeError.
+        """
+        name = fingerprint(self.model) if network is None else network
+        made = computed_with(self.model, self.storage.residual_length, self.sparse_tokens)
+        return f"{name}{made}, {level_of_bits(simd_level())}"
 
     @property
     def piece(self) -> int:

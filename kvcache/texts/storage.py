@@ -12,13 +12,14 @@ from kvcache.calibration.residual import as_length, num_firsts
 from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats, formats_of_layers, is_mixed
 from kvcache.core.rowformat import Format, stored_dtypes
+from kvcache.kernels.kernels import bf16_order
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Model, latent_layers, layer_attention, other_layers, unlike_layers
 from kvcache.networks.tokens import as_tokens
 from kvcache.support.arguments import short
 from kvcache.texts.budgets import Budgets
 
-__all__ = ["Storage"]
+__all__ = ["Storage", "computed_with"]
 
 # What excludes a residual and centred keys: the two sets of queries that StreamingLLM has in one softmax tell a
 # constant, and attend in one call; beside windows centres are not measured.
@@ -94,3 +95,11 @@ class Storage(NamedTuple):
         """The formats of K and V of a cache of these layers."""
         keys, values = (formats_of_layers(each, layers) for each in self.formats)
         return keys, values
+
+
+def computed_with(model: Model, residual_length: int, sparse_tokens: int | None) -> str:
+    """The words, in names of saved K and V, for what decides them beside weights, inputs and formats."""
+    residual = f", residual_length {residual_length}" if residual_length else ""
+    sparse = "" if sparse_tokens is None else f", sparse_tokens {sparse_tokens}"
+    order = f", bf16 in {bf16_order()}" if getattr(model, "activations", "") == "bf16" else ""
+    return residual + sparse + order

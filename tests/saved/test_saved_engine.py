@@ -8,6 +8,7 @@ from places import GOLDEN, MODELS, in_every_build
 
 from kvcache import SnapshotError
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
+from kvcache.kernels.kernels import level_of_bits, simd_level
 from kvcache.networks.fingerprint import fingerprint
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
@@ -72,7 +73,8 @@ def test_another_models_file_is_refused_by_name(tmp_path, network):
     loaded = engine(other)
     with pytest.raises(SnapshotError) as caught:
         loaded.load(tmp_path / "cache")
-    assert f"expected model '{fingerprint(other)}', got '{fingerprint(network)}'" in str(caught.value)
+    level = level_of_bits(simd_level())
+    assert f"model '{fingerprint(other)}, {level}', got '{fingerprint(network)}, {level}'" in str(caught.value)
     assert "Qwen3ForCausalLM" in fingerprint(other)
     assert "LlamaForCausalLM" in fingerprint(network)
     assert loaded.cache_stats().cached_blocks == 0
@@ -84,11 +86,27 @@ def test_another_format_is_refused(tmp_path, network):
     saved.save(tmp_path / "cache")
     for options, message in (
         ({"dtype": "f16"}, "expected key_dtype f16, got f32"),
-        ({"value_dtype": "q4"}, "expected value_dtype q4, got f32"),
+        ({"value_dtype": "q4", "residual_length": 0}, "expected value_dtype q4, got f32"),
         ({"block_size": 32}, "expected page_tokens 32, got 16"),
     ):
         with pytest.raises(SnapshotError, match=message):
             engine(network, **options).load(tmp_path / "cache")
+
+
+def test_rows_that_an_engine_would_not_compute_are_refused(tmp_path, network, monkeypatch):
+    """Which tokens queries read in f16, and the order of sums, change K and V of all layers but the first."""
+    saved = engine(network, dtype="q4", residual_length=16)
+    saved.generate(prompt(0, 40), SHORT)
+    saved.save(tmp_path / "cache")
+    for length in (0, 32):
+        with pytest.raises(SnapshotError, match=r"expected model .*, got .*, residual_length 16, "):
+            engine(network, dtype="q4", residual_length=length).load(tmp_path / "cache")
+    same = engine(network, dtype="q4", residual_length=16)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcache.texts.settings.level_of_bits", lambda level: "another")
+        with pytest.raises(SnapshotError, match=r"expected model .*, another', got "):
+            same.load(tmp_path / "cache")
+    assert same.load(tmp_path / "cache") == 2
 
 
 def test_what_a_fingerprint_sees(network):
@@ -152,7 +170,7 @@ def test_a_network_without_a_fingerprint_needs_a_name(tmp_path, network):
             call(tmp_path / "cache")
     saved.save(tmp_path / "cache", model="mine")
     loaded = engine(Other(network))
-    with pytest.raises(SnapshotError, match="expected model 'yours', got 'mine'"):
+    with pytest.raises(SnapshotError, match=r"expected model 'yours, .*', got 'mine, "):
         loaded.load(tmp_path / "cache", model="yours")
     assert loaded.load(tmp_path / "cache", model="mine") == 2
     assert loaded.generate(prompt(0, 40), SHORT) == want

@@ -347,7 +347,7 @@ def test_files_are_logged_and_closed(network, tmp_path, caplog):
     ]
     sizes = network.config
     with PrefixCache(24, SIZE, sizes.num_layers, sizes.num_kv_heads, sizes.head_dim) as cache, other:
-        cache.load(path, again._name(None))
+        cache.load(path, again._settings.named(None))
         assert len(cache) == 16
         if Path("/proc/self/fd").exists():
             assert {path, tmp_path / "entries"} <= open_files()
