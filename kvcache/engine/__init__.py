@@ -11,7 +11,7 @@ from kvcache.networks.protocols import Attend, LayerAttention, Model, NetworkCon
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.policy import Policy
-from kvcache.texts.prefix_policy import PrefixPolicy
+from kvcache.texts.prefix_policy import PrefixPolicy, Probe
 
 __all__ = [
     "Answer",
@@ -27,6 +27,7 @@ __all__ = [
     "Policy",
     "PrefixCachedEngine",
     "PrefixPolicy",
+    "Probe",
     "SamplingParams",
     "TokenLogprobs",
     "Transformer",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.texts.budgets import Budgets, expect_alike
 from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
 from kvcache.texts.policy import Policy, is_policy
-from kvcache.texts.prefix_policy import Encode, PrefixPolicy, as_kept_in_all, is_prefix_policy
+from kvcache.texts.prefix_policy import Asking, Encode, PrefixPolicy, Probe, as_kept_in_all, as_probes, is_prefix_policy
 from kvcache.texts.text import Text, Tokens
 
 __all__ = ["compressed"]
@@ -42,12 +43,11 @@ def compressed(
     if current.settings.sparse_tokens is not None:  # no text may stand behind it there
         raise ValueError(f"engine: expected one without sparse_tokens, got {current.settings.sparse_tokens}")
     expect_alike(model, "policy", policy)
-    choose = _kept_by_probes if is_prefix_policy(policy) else _kept_by_last if is_policy(policy) else None
-    if choose is None:
-        raise TypeError(f"policy: expected an object with `keep` or `probes`, got {type(policy).__name__}")
+    storing.make_cache(model.config, 0)  # raises for formats that are not supported
+    choose = _choice(current, tokens, policy, budget, encode)
     current.clear()
     try:
-        kept = choose(current, tokens, policy, budget, encode)  # type: ignore[arg-type]
+        kept = choose()
         whole = -(-len(tokens) // size) * cache.block_memory_bytes
         prefix = CompressedPrefix(model, tokens, kept, whole, storing)
         for layer in range(model.config.num_layers):
@@ -58,28 +58,36 @@ def compressed(
         current.clear()
 
 
+def _choice(
+    current: CurrentText, tokens: Tokens, policy: Policy | PrefixPolicy, budget: int, encode: Encode
+) -> Callable[[], list[list[Int64]]]:
+    """Check a policy; return the function that runs the prefix and returns the tokens that stay in each head."""
+    model = current.settings.model
+    if is_prefix_policy(policy):
+        asking = as_probes(policy, tokens, encode, model.config)
+        return partial(_kept_by_probes, current, tokens, policy, budget, asking)
+    if not is_policy(policy):
+        raise TypeError(f"policy: expected an object with `keep` or `probes`, got {type(policy).__name__}")
+    budgets = Budgets.of(policy, budget, model)
+    assert budgets is not None
+    return partial(_kept_by_last, current, tokens, budgets)
+
+
 def _kept_by_probes(
-    current: CurrentText, tokens: Tokens, policy: PrefixPolicy, budget: int, encode: Encode
+    current: CurrentText, tokens: Tokens, policy: PrefixPolicy, budget: int, asking: Asking
 ) -> list[list[Int64]]:
     config, count = current.settings.model.config, len(tokens)
-    probes, most = policy.probes(tokens, encode), config.max_position_embeddings
-    longest = max((len(probe.tokens) for probe in probes), default=0)
-    if count + longest > most:
-        raise ValueError(
-            f"prompt: expected at most {most - longest} tokens before {longest} that ask about them, got {count}"
-        )
     current.extend(tokens, 0)
     scores = np.zeros((config.num_layers, config.num_kv_heads, count), np.float32)
     attention = [each or LayerAttention() for each in layer_attention(current.settings.model)]
-    for probe in probes:
-        part = slice(probe.start, probe.stop)
-        sinks = min(policy.sinks, probe.start)
+    for probe in asking.probes:
+        sinks = min(asking.sinks, probe.start)
 
-        def watch(text: Text, layer: int, queries: Float32, part: slice = part, sinks: int = sinks) -> None:
-            keys, _ = current.cache.read(layer, text.seq_id)
-            keys = np.concatenate([keys[:sinks], keys[part], keys[count:]])
+        def watch(text: Text, layer: int, queries: Float32, probe: Probe = probe, sinks: int = sinks) -> None:
+            seen = (0, sinks), (probe.start, probe.stop), (count, None)
+            keys = np.concatenate([current.cache.read(layer, text.seq_id, *each)[0] for each in seen])
             for head, logs in _log_weights(queries, keys, attention[layer]):
-                best = scores[layer, head, part]
+                best = scores[layer, head, probe.start : probe.stop]
                 own = logs[..., sinks : sinks + len(best)].max(axis=(0, 1))
                 np.maximum(best, np.exp(own), out=best)
 
@@ -88,12 +96,8 @@ def _kept_by_probes(
     return as_kept_in_all(policy.keep_in_all(scores, budget), scores.shape, budget)
 
 
-def _kept_by_last(
-    current: CurrentText, tokens: Tokens, policy: Policy, budget: int, encode: Encode
-) -> list[list[Int64]]:
+def _kept_by_last(current: CurrentText, tokens: Tokens, budgets: Budgets) -> list[list[Int64]]:
     model, count = current.settings.model, len(tokens)
-    budgets = Budgets.of(policy, budget, model)
-    assert budgets is not None
     last = _LastQueries(budgets, current.cache, [each or LayerAttention() for each in layer_attention(model)], count)
     current.forward.watch = last.see
     current.extend(tokens, 0)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.support.arguments import as_count
+from kvcache.support.token_ids import as_tokens
 from kvcache.texts.prefix_policy import Encode, Probe
 
 __all__ = ["KVzip"]
@@ -29,7 +30,7 @@ class KVzip:
 
     Args:
         part: tokens that are read again at a time, 1 to 4,096; the paper has 2,048.
-        sinks: first tokens, which stay in every head.
+        sinks: first tokens, which stay in every head; at most as many as the budget of a head.
         layerwise: whether each layer keeps as many tokens; if not, layers divide the budget as heads do.
         prompt: what is said before the first part; before the others `later`, and the 8 tokens before the part.
         suffix: what stands between the prompt and the part. Where a chat template would begin an answer, say so here.
@@ -45,12 +46,14 @@ class KVzip:
         later: Words = "\n\nRepeat the part of the previous context exactly, starting with", suffix: Words = "\n",
     ) -> None:
         self.part, self.sinks = as_count(part, "part", 1, 4096), as_count(sinks, "sinks")
-        self.layerwise, self.prompt, self.later, self.suffix = bool(layerwise), prompt, later, suffix
+        words = (each if isinstance(each, str) else as_tokens(each) for each in (prompt, later, suffix))
+        self.prompt, self.later, self.suffix = words
+        self.layerwise = bool(layerwise)
 
     def probes(self, tokens: npt.NDArray[np.uint32], encode: Encode, /) -> list[Probe]:
         """See `PrefixPolicy.probes`."""
         prompt, later, suffix = (
-            np.asarray(encode(each) if isinstance(each, str) else each, np.uint32)
+            np.asarray(encode(each), np.uint32) if isinstance(each, str) else each
             for each in (self.prompt, self.later, self.suffix)
         )
         found = []
@@ -63,7 +66,7 @@ class KVzip:
     def keep_in_all(self, scores: npt.NDArray[np.float32], budget: int, /) -> list[list[Int64]]:
         """See `PrefixPolicy.keep_in_all`."""
         worth: Any = scores.copy()
-        worth[..., : self.sinks] = np.inf
+        worth[..., : min(self.sinks, budget)] = np.inf
         groups = worth.reshape(len(worth) if self.layerwise else 1, -1)
         count = len(worth) * worth.shape[1] * budget // len(groups)
         stays = np.zeros(groups.shape, bool)

@@ -25,11 +25,12 @@ from kvcache.core.calibration import Calibration
 from kvcache.errors import SnapshotError
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.model import Transformer
-from kvcache.networks.protocols import Float32, LayerAttention, Model, layer_attention
+from kvcache.networks.protocols import Float32, LayerAttention, Model, NetworkConfig, layer_attention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.saved.file_tables import Arena
 from kvcache.saved.segments import Segments
 from kvcache.saved.snapshot import Snapshot, write_snapshot
+from kvcache.support.arguments import as_index
 from kvcache.support.copies import refuse_copies
 
 __all__ = ["CompressedPrefix", "Storing", "is_behind"]
@@ -50,6 +51,20 @@ class Storing(NamedTuple):
     rotate: bool | str = "auto"
     block_size: int = 16
     calibration: Calibration | None = None
+
+    def make_cache(self, config: NetworkConfig, num_blocks: int) -> PagedKvCache:
+        """Make a cache in which each KV head of each layer has a sequence of its own.
+
+        Raises:
+            TypeError, ValueError: no such formats or sizes.
+            OutOfMemoryError: the system refuses the memory.
+        """
+        known = self.calibration
+        return PagedKvCache(
+            num_blocks, self.block_size, 1, config.head_dim, num_layers=config.num_layers * config.num_kv_heads,
+            separate_layers=True, key_dtype=self.key_dtype, value_dtype=self.value_dtype, rotate=self.rotate,
+            calibration=None if known is None else known.by_head(),
+        )
 
     @property
     def suffix(self) -> str:
@@ -80,13 +95,7 @@ class CompressedPrefix:
         self._options = [_without_sinks(each) for each in layer_attention(model)]
         self._known: list[Model] = [model]
         counts = np.array([len(each) for layer in self._kept for each in layer])
-        blocks, size = -(-counts // storing.block_size), storing.block_size
-        known = storing.calibration
-        self.cache = PagedKvCache(
-            int(blocks.sum()), size, 1, model.config.head_dim, num_layers=len(counts), separate_layers=True,
-            key_dtype=storing.key_dtype, value_dtype=storing.value_dtype, rotate=storing.rotate,
-            calibration=None if known is None else known.by_head(),
-        )
+        self.cache = storing.make_cache(model.config, int((-(-counts // storing.block_size)).sum()))
         self.cache.allocate_batch(np.arange(len(counts)), counts)
         self.tokens.flags.writeable = False
         self._name: bytes | None = None
@@ -127,9 +136,13 @@ class CompressedPrefix:
         return (_BEHIND, self.name, namespace)
 
     def positions(self, layer: int, head: int | None = None) -> Int64:
-        """The positions that a KV head of a layer has, ascending, int64 `(m,)`; None: any head."""
-        each = self._kept[layer]
-        return np.unique(np.concatenate(each)) if head is None else each[head].copy()
+        """The positions that a KV head of a layer has, ascending, int64 `(m,)`; None: any head.
+
+        Raises:
+            TypeError, IndexError: no such layer or head.
+        """
+        each = self._kept[as_index(layer, "layer", len(self._kept))]
+        return np.unique(np.concatenate(each)) if head is None else each[as_index(head, "head", len(each))].copy()
 
     def memory(self) -> dict[str, int]:
         """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +77,7 @@ class Policy(Protocol):
         return self
 
 
-def is_policy(value: Any) -> bool:
+def is_policy(value: Any) -> TypeGuard[Policy]:
     """Whether it is an object with a method `keep`."""
     return not isinstance(value, type) and callable(getattr(value, "keep", None))
 
@@ -106,7 +106,7 @@ def of_network(policy: Policy, model: Model) -> Policy:
     found: Any = own(model)
     if not is_policy(found):
         raise TypeError(f"of_network: expected an object with `keep`, got {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def as_budgets(policy: Policy, kv_budget: int, num_layers: int) -> list[int]:

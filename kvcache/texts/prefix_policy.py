@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.support.arguments import short
+from kvcache.networks.protocols import NetworkConfig
+from kvcache.networks.tokens import as_tokens
+from kvcache.support.arguments import as_count, short
 from kvcache.texts.policy import as_kept
 
-__all__ = ["Encode", "PrefixPolicy", "Probe", "as_kept_in_all", "is_prefix_policy"]
+__all__ = ["Asking", "Encode", "PrefixPolicy", "Probe", "as_kept_in_all", "as_probes", "is_prefix_policy"]
 
 Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
@@ -31,6 +33,13 @@ class Probe(NamedTuple):
     start: int
     stop: int
     tokens: Tokens
+
+
+class Asking(NamedTuple):
+    """Probes of a prefix, and the sinks that they attend to, as `as_probes` has checked them."""
+
+    probes: list[Probe]
+    sinks: int
 
 
 class PrefixPolicy(Protocol):
@@ -64,10 +73,41 @@ class PrefixPolicy(Protocol):
         ...
 
 
-def is_prefix_policy(value: Any) -> bool:
+def is_prefix_policy(value: Any) -> TypeGuard[PrefixPolicy]:
     """Whether it is an object with the methods of a `PrefixPolicy`."""
     methods = [getattr(value, name, None) for name in ("probes", "keep_in_all")]
     return not isinstance(value, type) and all(map(callable, methods))
+
+
+def as_probes(policy: PrefixPolicy, tokens: Tokens, encode: Encode, config: NetworkConfig) -> Asking:
+    """Ask a policy for the probes of a prefix, and check them.
+
+    Raises:
+        TypeError, ValueError: `sinks` is no number from 0 on; no probes of parts of the prefix, or token ids that the
+            network does not have; more tokens than positions, those of the prefix counted.
+    """
+    sinks, found, count = as_count(policy.sinks, "sinks"), policy.probes(tokens, encode), len(tokens)
+    if not isinstance(found, Sequence) or not all(isinstance(each, Probe) for each in found):
+        raise TypeError(f"probes: expected a list of Probe, got {short(found)}")
+    probes = []
+    for i, each in enumerate(found):
+        name = f"probes[{i}]"
+        start, stop = as_count(each.start, f"{name}.start"), as_count(each.stop, f"{name}.stop")
+        if not start < stop <= count:
+            raise ValueError(f"{name}: expected a part of {count} tokens, got {start} to {stop}")
+        try:
+            own = as_tokens(each.tokens, config.vocab_size)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}.{error}") from None
+        if not len(own):
+            raise ValueError(f"{name}.tokens: expected at least one, got none")
+        probes.append(Probe(start, stop, own))
+    longest, most = max((len(each.tokens) for each in probes), default=0), config.max_position_embeddings
+    if count + longest > most:
+        raise ValueError(
+            f"prompt: expected at most {most - longest} tokens before {longest} that ask about them, got {count}"
+        )
+    return Asking(probes, sinks)
 
 
 def as_kept_in_all(found: Any, shape: tuple[int, int, int], budget: int) -> list[list[Int64]]:

@@ -10,7 +10,7 @@ from oracles.compressed import DensePrefix, best_of
 from places import GOLDEN
 
 from kvcache import BatchEngine, PrefixCachedEngine, SamplingParams
-from kvcache.engine import InferenceEngine, LayerAttention, Transformer
+from kvcache.engine import InferenceEngine, LayerAttention, Probe, Transformer
 from kvcache.errors import InvalidOperationError, OutOfMemoryError, SnapshotError
 from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, KVzip, SnapKV
 from kvcache.texts.compressed_prefix import CompressedPrefix
@@ -210,13 +210,11 @@ def test_refusals(network, prefix, tmp_path):
 class Wrong:
     """A policy that returns `found`, or raises it."""
 
-    sinks = 0
-
-    def __init__(self, found):
-        self.found = found
+    def __init__(self, found, probes=(), sinks=0):
+        self.found, self.asked, self.sinks = found, probes, sinks
 
     def probes(self, tokens, encode):
-        return []
+        return self.asked
 
     def keep_in_all(self, scores, budget):
         if isinstance(self.found, Exception):
@@ -239,6 +237,41 @@ def test_a_wrong_policy_is_told(network, found, error, message):
         engine.compress(TOKENS, Wrong(found), ratio=0.5)
     engine.check()
     assert engine.num_tokens == 0
+
+
+@pytest.mark.one_build
+def test_what_is_wrong_before_the_prefix_runs_leaves_the_text(network):
+    engine = InferenceEngine(network)
+    engine.prefill_from_pos([5, 6, 7], 0)
+    for policy, error, message in [
+        (Wrong("", [Probe(0, 9, [10**6])]), ValueError, r"probes\[0\].tokens: expected ids from 0 to 255, got 1000000"),
+        (Wrong("", [Probe(0, 9, [3]), Probe(3, 9, [2.5])]), TypeError, r"probes\[1\].tokens: expected integers"),
+        (Wrong("", [Probe(0, 9, [])]), ValueError, r"probes\[0\].tokens: expected at least one, got none"),
+        (Wrong("", [Probe(9, 76, [3])]), ValueError, r"probes\[0\]: expected a part of 75 tokens, got 9 to 76"),
+        (Wrong("", [Probe(9, 9, [3])]), ValueError, r"probes\[0\]: expected a part of 75 tokens, got 9 to 9"),
+        (Wrong("", [Probe(-1, 9, [3])]), ValueError, r"probes\[0\].start: expected an int >= 0, got -1"),
+        (Wrong("", [(0, 9, [3])]), TypeError, "probes: expected a list of Probe, got"),
+        (Wrong("", 7), TypeError, "probes: expected a list of Probe, got 7"),
+        (Wrong("", [], -1), ValueError, "sinks: expected an int >= 0, got -1"),
+        (KVzip(), ValueError, "policy: expected one with token ids"),
+    ]:
+        with pytest.raises(error, match=message):
+            engine.compress(TOKENS, policy)
+    for wrong in ("q9", ("q4", "q8")):
+        with pytest.raises(ValueError, match="dtype: expected one"):
+            engine.compress(TOKENS, kvzip(), dtype=wrong)
+    assert engine.num_tokens == 3
+    for words in ([2.5], [-1], [2**32]):
+        with pytest.raises((TypeError, ValueError), match="tokens: expected"):
+            KVzip(prompt=words)
+
+
+def test_first_tokens_stay_in_every_head_as_far_as_its_budget_goes(network):
+    found = InferenceEngine(network).compress(TOKENS, kvzip(sinks=4), ratio=2 / 75)
+    assert positions(found, network.config) == [[[0, 1]] * network.config.num_kv_heads] * network.config.num_layers
+    for layer, head in ((network.config.num_layers, 0), (0, -1), (-1, None)):
+        with pytest.raises(IndexError, match="expected an int in"):
+            found.positions(layer, head)
 
 
 def test_an_interrupted_call_leaves_nobody_watching(network):
