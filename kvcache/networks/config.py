@@ -211,6 +211,8 @@ class ModelConfig:
         windows = _windows(config, family, read, positions, num_layers)
         qkv_bias, output_bias, mlp_bias = _biases(read, family)
         num_experts, size = _experts(read, family, has_experts="moe" in (listed or ()))
+        experts = ExpertSizes.of(family.experts, read, size) if num_experts else None
+        most_experts = 0 if experts is None else experts.choice.open_to(num_experts)
         sizes = sizes_of(config, family, windows, num_heads, LayerSizes(num_kv_heads, head_dim, size))
         dims = {window is None: layer.head_dim for layer, window in zip(sizes, windows, strict=True)}
         if latent is not None:
@@ -257,8 +259,8 @@ class ModelConfig:
             clamped_alpha=read.number("swiglu_alpha", 1.702),
             clamped_limit=read.number("swiglu_limit", 7.0),
             num_experts=num_experts,
-            experts_per_token=read.size(_per_token_key(family), most=num_experts) if num_experts else 0,
-            experts=ExpertSizes.of(family.experts, read, size) if num_experts else None,
+            experts_per_token=read.size(_per_token_key(family), most=most_experts) if num_experts else 0,
+            experts=experts,
             layer_inputs=_layer_inputs(read),
             layer_scales=family.layer_scales,
             embedding_scale=_embedding_scale(read, family, hidden_size),

@@ -34,6 +34,10 @@ class ExpertChoice:
     kept: int = 1
     best: int = 2
 
+    def open_to(self, experts: int) -> int:
+        """How many of so many experts a token is left to choose from, in the groups that are kept."""
+        return experts // self.groups * self.kept
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:

@@ -38,6 +38,7 @@ def config_of(name, **changes):
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: expected greedy or group_limited_greedy, got 'noa"),
         ("deepseek_v2_groups", {"topk_group": 5}, "topk_group: expected a positive whole number up to 4, got 5"),
         ("deepseek_v3", {"n_group": 3}, "n_group: expected a divisor of 8 experts, got 3"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok: expected a positive whole number up to 4, g"),
         ("deepseek_v3", {"qk_rope_head_dim": 31}, "qk_rope_head_dim: expected an even number"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected dense or sparse for each of 3"),
         ("glm4_moe_lite", {"rope_interleave": "yes"}, "rope_interleave: expected true or false, got 'yes'"),
