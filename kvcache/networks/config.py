@@ -375,7 +375,11 @@ def _with_bases(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """The entries of Granite with windows: the base of each layer's RoPE, 0 for none, as one for each kind of layer."""
     kinds = config.get("layer_types") or [_SLIDING if i % 4 else _FULL for i in range(num_layers)]
     flat = config.get("rope_parameters") or {}
-    usual = flat.get("rope_theta", config.get("rope_theta", 10000.0)) if isinstance(flat, dict) else 0
+    if not isinstance(kinds, list):
+        raise CheckpointError(f"layer_types: expected a list, got {short(kinds)}")
+    if not isinstance(flat, dict):
+        raise CheckpointError(f"rope_parameters: expected an object, got {short(flat)}")
+    usual = flat.get("rope_theta", config.get("rope_theta", 10000.0))
     bases = config.get("layer_rope_theta") or [usual] * num_layers
     if not isinstance(bases, list) or len(bases) != num_layers or not all(type(x) in (int, float) for x in bases):
         expected = f"a number for each of {num_layers} layers"

@@ -190,3 +190,6 @@ def test_bases_of_layers():
     ):
         with pytest.raises(CheckpointError, match=re.escape(f"layer_rope_theta: expected {message}")):
             ModelConfig.from_dict(config | {"layer_rope_theta": bases})
+    for name, value, expected in (("layer_types", 3, "a list, got 3"), ("rope_parameters", [1], "an object, got [1]")):
+        with pytest.raises(CheckpointError, match=re.escape(f"{name}: expected {expected}")):
+            ModelConfig.from_dict(config | {name: value})
