@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvcache.core.rowformat import RowFormats
 from kvcache.core.runs import RUN
 from kvcache.core.store import BlockStore
-from kvcache.support.arguments import as_flat, as_floats
+from kvcache.support.arguments import as_flat, as_floats, short
 
 __all__ = ["Dims", "block_rows", "checked_rows", "read_block", "write_blocks"]
 
@@ -19,10 +19,11 @@ Float32 = npt.NDArray[np.float32]
 Dims = tuple[int, int]  # channels per head of K and of V that a caller has; the store may have more
 
 
-def block_rows(store: BlockStore, blocks: list[Any], head_dim: int, stored_dim: int) -> list[Float32]:
+def block_rows(store: BlockStore, name: str, blocks: Sequence[Any], head_dim: int, stored_dim: int) -> list[Float32]:
     """Per layer the rows of all blocks, float32 `(len(blocks) * block_size, num_heads, stored_dim)`.
 
     Args:
+        name: what messages call them.
         blocks: each per layer `(num_heads * block_size * head_dim,)`.
         stored_dim: channels of the store, as many or more; those behind are 0.
 
@@ -31,11 +32,12 @@ def block_rows(store: BlockStore, blocks: list[Any], head_dim: int, stored_dim: 
     """
     heads, size = store.num_heads, store.block_size
     for block in blocks:
-        if len(block) != store.num_layers:
-            raise ValueError(f"keys, values: expected {store.num_layers} layers in a block, got {len(block)}")
+        got = len(block) if hasattr(block, "__len__") else short(block)
+        if got != store.num_layers:
+            raise ValueError(f"{name}: expected rows of {store.num_layers} layers in a block, got {got}")
     layers = []
     for layer in range(store.num_layers):
-        flat = [as_floats(as_flat(block[layer], "a layer"), (heads * size * head_dim,), "a layer") for block in blocks]
+        flat = [as_floats(as_flat(block[layer], name), (heads * size * head_dim,), name) for block in blocks]
         rows = np.zeros((len(blocks), size, heads, stored_dim), np.float32)
         rows[..., :head_dim] = np.reshape(flat, (len(blocks), heads, size, head_dim)).swapaxes(1, 2)
         layers.append(rows.reshape(-1, heads, stored_dim))
@@ -46,8 +48,12 @@ def checked_rows(
     store: BlockStore, pairs: Sequence[Any], dims: Dims, formats: RowFormats
 ) -> tuple[list[Float32], list[Float32]]:
     """Per layer the rows of K and of V of `(keys, values)` of blocks; ValueError unless the store can hold them."""
-    stored = store.head_dim, store.value_head_dim
-    keys, values = (block_rows(store, [pair[i] for pair in pairs], dims[i], stored[i]) for i in (0, 1))
+    for pair in pairs:
+        if not hasattr(pair, "__len__") or len(pair) != 2:
+            raise TypeError(f"pairs: expected keys and values of each block, got {short(pair)}")
+    sides = zip(*pairs, strict=True)
+    stored = zip(("keys", "values"), sides, dims, (store.head_dim, store.value_head_dim), strict=True)
+    keys, values = (block_rows(store, *side) for side in stored)
     keys = [formats.rows(0, rows, rows.shape, "keys") for rows in keys]
     values = [formats.rows(1, rows, rows.shape, "values") for rows in values]
     for k, v in zip(keys, values, strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from kvcache.prefix.index.event_buffer import EventBuffer, Noted
 from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.indexed_cache import IndexedCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.support.arguments import REQUIRED, as_count, as_instance, as_integer, check_integers
+from kvcache.support.arguments import REQUIRED, as_count, as_instance, as_integer, check_integers, short
 from kvcache.support.copies import refuse_copies
 from kvcache.support.strip import strip
 from kvcache.support.token_ids import as_tokens
@@ -239,7 +239,10 @@ class PrefixCache(IndexedCache):
         ids, size, start = as_tokens(token_ids), self.block_size, as_integer(block_start, "block_start")
         if start < 0 or start % size:
             raise ValueError(f"block_start: expected a multiple of {size}, got {start}")
-        count = min(len(pairs := list(pairs)), (len(ids) - start) // size)
+        if not isinstance(pairs, Iterable):
+            raise TypeError(f"pairs: expected keys and values of each block, got {short(pairs)}")
+        pairs = list(pairs)
+        count = min(len(pairs), (len(ids) - start) // size)
         if count <= 0:
             return 0
         keys, values = checked_rows(self._store, pairs[:count], self._cached.dims, self._cached.formats)

@@ -183,6 +183,6 @@ def test_blocks_as_flat_vectors(rng):
     np.testing.assert_array_equal(block.keys, k)
     np.testing.assert_array_equal(block.values, v)
     assert block.memory_bytes == 2 * HEADS * SIZE * (24 + 40) * 4
-    with pytest.raises(ValueError, match=r"^a layer: expected shape \(768\), got \(1280,\)$"):
+    with pytest.raises(ValueError, match=r"^keys: expected shape \(768\), got \(1280,\)$"):
         prefixes.insert(TEXT[:SIZE], 0, v, v)
     prefixes.check()

@@ -370,6 +370,13 @@ def test_bad_input_changes_nothing() -> None:
     ]:
         with pytest.raises(error):
             call()
+    for pairs, message in (
+        (None, "pairs: expected keys and values of each block, got None"), ([(keys,)], "pairs: expected keys and val"),
+        ([(keys, None)], "values: expected rows of 2 layers in a block, got None"),
+        ([(keys[:1], values)], "keys: expected rows of 2 layers in a block, got 1"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            cache.store(EIGHT, 0, pairs)
     cache.check()
     assert cache.is_empty
 
