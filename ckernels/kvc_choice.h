@@ -5,8 +5,8 @@
  *   attended    all         k       k   k         k            all
  *
  * Rows are the query heads of the KV head. Pages are ranked by their loss: how far the estimate lies below the best one of a row,
- * for the row that wants the page most. Equal losses are taken in text order. So what is chosen is a function of the query, of the
- * tokens that it sees and of their positions, and of the level.
+ * for the row that wants the page most. A row of zeros, or one that is not finite, wants none. Equal losses are taken in text order.
+ * So what is chosen is a function of the query, of the tokens that it sees and of their positions, and of the level.
  *
  * All keys of a chosen page are scored, and all its tokens attended. A second choice, of tokens by these scores, would read as many
  * pages of V but for a few: the best tokens lie in nearly all pages that are worth a look.
@@ -147,7 +147,7 @@ static void make_summary_query(const job *j, int head, int64_t row, summary_quer
         to->squares[d] = (int8_t)rounded(x * x / 127.0f);
         sum += own;
     }
-    to->scale = usable ? most / 127.0f : 0.0f;
+    to->scale = usable ? most / 127.0f : NAN; /* the worst scores: the other rows choose */
     to->middle = 15.5f * (float)sum;
     to->spread = usable ? KVC_SPARSE_DEVIATIONS * 0.088735651f * most : 0.0f;
 }

@@ -2,7 +2,7 @@
  *
  * A page is 16 tokens whose text positions begin with a multiple of 16. A query that sees tokens up to position p attends to
  * the first page, to those from the page of position p - 63 on, and of the pages in between to those that it chooses, others for
- * each KV head (kvc_choice.h): they hold 1.75 times top_tokens tokens. If all of them have no more than
+ * each KV head (kvc_choice.h): they hold 1.75 times top_tokens tokens. If all of them have fewer than
  * KVC_SPARSE_LEAST times top_tokens, it attends to all, as without: a choice would take longer.
  */
 #ifndef KVC_SPARSE_H

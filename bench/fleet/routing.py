@@ -212,6 +212,8 @@ def main(options: argparse.Namespace) -> int:
             cells.append(f"{share:.1%} ({'+'.join(map(str, sorted(spread)))})")
             found[f"{engine.name}; {name}"] = {"cached": share, "requests": spread}
         rows.append([engine.name, *cells])
+    if not rows:
+        raise SystemExit(f"--only: expected a word of an engine's name, got {options.only!r}")
     show(
         options.markdown, "Cached tokens of prompts (requests of the workers)", ["", *columns], rows,
         f"{texts.num_requests} prompts of {texts.count} conversations, {texts.clients} at a time; blocks of 16 tokens "

@@ -125,8 +125,7 @@ def _numbers(text: str) -> list[int]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
     parser.add_argument("--rounds", type=int, default=9, help="rounds per case (default 9)")
-    words = ", ".join(item.word for item in ITEMS)
-    parser.add_argument("--only", metavar="WORD", nargs="+", default=[], help=f"run some items of {words}")
+    parser.add_argument("--only", choices=[item.word for item in ITEMS], nargs="+", default=[], help="run some items")
     parser.add_argument("--parts", action="store_true", help="only what parts of a chunk take, by Linux's perf")
     for name, default, quick in (
         ("context", "1k,4k,16k,32k", "1k,4k"), ("batch", "1,8", "1"), ("head-dim", "128,64", "128"),
@@ -160,7 +159,7 @@ def main(options: argparse.Namespace) -> int:
     more: dict[str, Any] = {}
     missed = 0
     for item in ITEMS:
-        if options.only and not any(word.lower() in item.word for word in options.only):
+        if options.only and item.word not in options.only:
             continue
         results = [
             run_case(case, rounds, threaded=not (item.serial or case.what.endswith(", 1 thr")), settle=SETTLE)

@@ -307,6 +307,8 @@ def main(options: argparse.Namespace) -> int:
                     print(f"\n{title}: a prompt of {tokens} tokens, {network}, "
                           f"K and V {options.dtype}, median of {rounds}\n")
                     print((markdown if options.markdown else text_table)(header, tables[-1][2]), flush=True)
+    if not tables:
+        raise SystemExit(f"--only: expected a word of a title, got {options.only!r}")
     if options.json:
         Path(options.json).write_text(json.dumps({"environment": environment(), "tables": tables}, indent=1) + "\n")
     return int(not options.quick and any("MISSED" in row for _, _, rows in tables for row in rows))

@@ -38,6 +38,8 @@ def main(options: argparse.Namespace) -> int:
             if options.plot:
                 print(f"\n{plot_table(table, results, options.plot)}")
     overhead = memory.report(sizes) if options.only.lower() in memory.TITLE.lower() else []
+    if not done and not overhead:
+        raise SystemExit(f"--only: expected a word of a title, got {options.only!r}")
     missed += memory.print_report(overhead, as_markdown=options.markdown)
     if options.json:
         save_json(options.json, done, memory=overhead)

@@ -140,6 +140,14 @@ def test_the_tables_of_structures(capsys):
     assert "2048 nodes" in capsys.readouterr().out
 
 
+def test_words_that_select_nothing_are_refused(capsys):
+    """They would print no table, and that every bound is met."""
+    for bench in ("kernels", "routing"):
+        with pytest.raises(SystemExit) as error:
+            main([bench, "--quick", "--only", "zzz"])
+        assert "zzz" in f"{error.value} {capsys.readouterr().err}"
+
+
 def test_the_tables_of_weights(capsys):
     formats = ["f32", "q4_1"]
     options = ["--quick", "--no-rivals", "--threads", "1", "--formats", *formats]

@@ -107,10 +107,11 @@ static float estimate_of(const sparse_question *q, const kvc_seq *seq, int64_t p
         largest = fmaxf(largest, fabsf(means[d])), widest = fmaxf(widest, variances[d]), most = fmaxf(most, fabsf(query[d]));
     }
     most *= fabsf(factor);
+    if (!(most > 0.0f)) return NAN; /* a row that wants none */
     const float scale = kvc_float_of_bits((kvc_float_bits(largest / 15.5f) + 0x7fffff) >> 23 << 23), step = scale > 0 ? 1.0f / scale : 0;
     const float wide = kvc_float_of_bits((kvc_float_bits(widest / 7.0f) + 0x7fffff) >> 23 << 23), inverse = wide > 0 ? 1.0f / wide : 0;
     int64_t sum = 0, all = 0, spread = 0;
-    for (int d = 0; most > 0.0f && d < dim; d++) {
+    for (int d = 0; d < dim; d++) {
         const float x = query[d] * factor * (127.0f / most);
         const int whole = (int)(x < 0.0f ? x - 0.5f : x + 0.5f), square = (int)(x * x / 127.0f + 0.5f);
         const int mean = (int)(means[d] * step + 16.0f), variance = (int)(variances[d] * inverse + 0.5f);

@@ -29,10 +29,15 @@ def summaries_of(keys):
 
 
 def estimates(query, summaries, scale):
-    """Scores of pages for one query row, float32, in powers of two; the query is rounded to bytes."""
+    """Scores of pages for one query row, float32, in powers of two; NaN for a row that wants none.
+
+    The query is rounded to bytes.
+    """
     query = np.asarray(query, F32)
     factor = F32(scale) * F32(1.4426950408889634)
     most = np.abs(query).max() * np.abs(factor)
+    if not 2**-100 <= most < np.inf:
+        return np.full(len(summaries[0]), np.nan, F32)
     x = query * factor * (F32(127) / most)
     own, squares = (np.trunc(y + np.copysign(F32(0.5), y)).astype(np.int64) for y in (x, x * x / F32(127)))
     means, scales, variances, wide = summaries
@@ -42,7 +47,7 @@ def estimates(query, summaries, scale):
 
 def losses_of(scores):
     """How far each column lies below the best of a row, for the row that wants it most."""
-    return (scores.max(1, keepdims=True) - scores).min(0)
+    return np.nan_to_num(scores.max(1, keepdims=True) - scores, nan=np.finfo(F32).max).min(0)
 
 
 def least_of(losses, count):
