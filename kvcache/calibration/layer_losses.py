@@ -22,7 +22,7 @@ from kvcache.calibration.passes import new_cache, run_piece
 from kvcache.calibration.residual import FIRSTS
 from kvcache.core.calibration import Calibration
 from kvcache.kernels.kernels import FORMATS
-from kvcache.networks.protocols import Float32, Model, latent_layers
+from kvcache.networks.protocols import Float32, Model, draft_layers, latent_layers
 from kvcache.support.arguments import short
 
 __all__ = ["budget_of", "formats_within", "measure_losses"]
@@ -50,11 +50,13 @@ def budget_of(dtype: Any) -> float | None:
         raise ValueError(f'dtype: expected a number of bits after "{_PREFIX}", got {short(dtype)}') from None
 
 
-def formats_within(losses: Float32, head_dim: int, bits: float) -> tuple[list[str], list[str]]:
+def formats_within(losses: Float32, head_dim: int, bits: float, drafts: int = 0) -> tuple[list[str], list[str]]:
     """Formats of K and V of each layer, whose rows have at most so many bits per value on average, scales included.
 
     Args:
         losses: `(num_layers, 2)`, as `measure_losses` returns them; `(num_layers, 1)`: K and V are one row.
+        drafts: how many of the last layers predict draft tokens alone. Others have the formats that they have without
+            these, which have the one of fewest bits among them.
 
     Raises:
         ValueError: fewer bits than q2 has, more than q8 has, or NaN.
@@ -64,6 +66,7 @@ def formats_within(losses: Float32, head_dim: int, bits: float) -> tuple[list[st
     least, most = cost[steps[0]], cost[steps[-1]]
     if not least <= bits <= most:
         raise ValueError(f"dtype: expected {least:g} (q2) to {most:g} bits (q8) at head_dim {head_dim}, got {bits:g}")
+    losses = losses[: len(losses) - drafts]
     chosen = np.zeros(losses.shape, np.int64)
     left = losses.size * (bits - cost[steps[0]]) + 1e-9
     waiting: list[_Step] = []
@@ -75,6 +78,7 @@ def formats_within(losses: Float32, head_dim: int, bits: float) -> tuple[list[st
             left -= step.bits
             chosen[step.layer, step.side] = step.format
             _add(waiting, losses, step.layer, step.side, step.format, steps, cost)
+    chosen = np.concatenate([chosen, chosen.min(axis=0, keepdims=True).repeat(drafts, axis=0)])
     return [steps[i] for i in chosen[:, 0]], [steps[i] for i in chosen[:, -1]]
 
 
@@ -101,7 +105,7 @@ def _add(
 def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.uint32]) -> Float32:
     """The KL divergence that each layer causes alone in q2, its keys and its values: float32 `(num_layers, 2)`.
 
-    Where V is a part of K, the first of both is that of the row, and the second one 0.
+    Where V is a part of K, the first of both is that of the row, and the second one 0. Those of MTP layers are 0.
 
     Args:
         calibration: of the keys.
@@ -129,14 +133,15 @@ def measure_losses(model: Model, calibration: Calibration, tokens: NDArray[np.ui
 
     exact = run(-1, 0)
     likely, losses, began = np.exp(exact), np.zeros((count, 2), np.float32), perf_counter()
-    for layer, side in np.ndindex(count, sides):
+    measured = count - draft_layers(model)
+    for layer, side in np.ndindex(measured, sides):
         losses[layer, side] = max(0.0, float((likely * (exact - run(layer, side))).sum(axis=1).mean()))
         if layer == side == 0:
-            seconds = (perf_counter() - began) * count * sides
-            logger.info("calibrating: the losses of %d layers take about %d s", count, math.ceil(seconds))
+            seconds = (perf_counter() - began) * measured * sides
+            logger.info("calibrating: the losses of %d layers take about %d s", measured, math.ceil(seconds))
         if show:
             done = sides * layer + side + 1
-            print(f"\rmeasuring layers: {done} of {count * sides}", end="", file=sys.stderr, flush=True)
+            print(f"\rmeasuring layers: {done} of {measured * sides}", end="", file=sys.stderr, flush=True)
     if show:
         print(file=sys.stderr)
     return losses

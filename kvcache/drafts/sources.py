@@ -10,7 +10,7 @@ from kvcache.drafts.draft_network import DraftNetwork
 from kvcache.drafts.drafter import Drafter
 from kvcache.drafts.ngrams import NGrams
 from kvcache.drafts.proposer import Proposer
-from kvcache.networks.protocols import Model
+from kvcache.networks.protocols import Model, draft_layers
 from kvcache.support.arguments import as_bytes, short
 from kvcache.texts.forward import Forward
 from kvcache.texts.settings import CacheSettings, Load
@@ -36,7 +36,7 @@ class DraftSources:
     """
 
     def __init__(self, draft: Any, model: Model, load: Load, block_size: int) -> None:
-        self._sources, has_mtp = list[Any](), getattr(model, "draft_layers", 0) > 0
+        self._sources, has_mtp = list[Any](), draft_layers(model) > 0
         self._vocab_size = model.config.vocab_size
         for each in each_source(draft):
             names = ["ngram", "mtp"][: 1 + has_mtp] if isinstance(each, str) and each == "auto" else [each]

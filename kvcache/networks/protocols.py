@@ -24,6 +24,7 @@ __all__ = [
     "Recur",
     "Recurrence",
     "StreamingModel",
+    "draft_layers",
     "latent_layers",
     "layer_attention",
     "layer_recurrences",
@@ -242,6 +243,12 @@ def other_layers(model: Model) -> str:
     if layer_recurrences(model):
         return "layers that keep a state"
     return "layers that do not attend" if None in layer_attention(model) else ""
+
+
+def draft_layers(model: Model) -> int:
+    """How many of the last layers are MTP layers, see `Model`."""
+    found: int = getattr(model, "draft_layers", 0)
+    return found
 
 
 def latent_layers(model: Model) -> str:

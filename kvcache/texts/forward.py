@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.networks.hidden_rows import HiddenRows
-from kvcache.networks.protocols import Attend, Float32, Model, layer_attention
+from kvcache.networks.protocols import Attend, Float32, Model, draft_layers, layer_attention
 from kvcache.texts.compressed_prefix import is_behind
 from kvcache.texts.group import Lens
 from kvcache.texts.pool import Pool
@@ -38,7 +38,7 @@ class Forward:
 
     def __init__(self, model: Model, pool: Pool) -> None:
         self._model, self.pool, self._vocab_size = model, pool, model.config.vocab_size
-        self._drafts = getattr(model, "draft_layers", 0) > 0
+        self._drafts = draft_layers(model) > 0
         self._width: int = getattr(model.config, "hidden_size", 0)
         self._selects = bool(getattr(model, "selects_rows", False))
         attention = layer_attention(model)

@@ -14,7 +14,14 @@ from kvcache.core.layer_formats import Formats, formats_of_layers, is_mixed
 from kvcache.core.rowformat import Format, stored_dtypes
 from kvcache.kernels.kernels import bf16_order
 from kvcache.networks.model import Transformer
-from kvcache.networks.protocols import Model, latent_layers, layer_attention, other_layers, unlike_layers
+from kvcache.networks.protocols import (
+    Model,
+    draft_layers,
+    latent_layers,
+    layer_attention,
+    other_layers,
+    unlike_layers,
+)
 from kvcache.networks.tokens import as_tokens
 from kvcache.support.arguments import short
 from kvcache.texts.budgets import Budgets
@@ -72,7 +79,8 @@ class Storage(NamedTuple):
         calibration = as_calibration(model, calibrate, dtypes[0], one_format, bits is not None, centred=not without)
         if bits is not None and calibration is not None and calibration.losses is not None:
             losses = calibration.losses[:, : 1 if latent_layers(model) else 2]
-            formats = dtypes = formats_within(losses, attention[0].head_dim or model.config.head_dim, bits)
+            dim = attention[0].head_dim or model.config.head_dim
+            formats = dtypes = formats_within(losses, dim, bits, draft_layers(model))
         measured = calibration is not None and calibrate is not False
         if residual_length is None and budgets is not None:
             residual_length = 0

@@ -14,7 +14,7 @@ from places import GOLDEN
 from seeded_weights import seeded
 from serving import GREEDY, Clock, penalised, prompts, repeating, run, same, sampled, settled
 
-from kvcache import BatchEngine, EvictionPolicy, KvCacheError, SamplingParams
+from kvcache import BatchEngine, Calibration, EvictionPolicy, KvCacheError, SamplingParams
 from kvcache.drafts.ngrams import NGrams
 from kvcache.engine import Transformer
 
@@ -134,6 +134,20 @@ def test_mtp_layers_keep_the_group_that_a_text_is_in(target):
     requests = [engine.submit(*each) for each in asked]
     run(engine)
     assert [each.result() for each in requests] == [plain.submit(*each).result() for each in asked]
+
+
+def test_a_budget_of_bits_is_divided_as_without_the_layer():
+    """Else a network with an MTP layer would have other formats, another residual by default, and other texts."""
+    losses, asked, found = np.array([[1.0, 0], [8, 0], [0.02, 0]]), prompts(5, 2, 60, 96), []
+    for name, draft in (("deepseek_v3", None), ("deepseek_v3 anything", "mtp")):
+        more = draft is not None
+        known = Calibration(np.zeros((3 + more, 1, 96)), losses=np.pad(losses, ((0, more), (0, 0))))
+        engine = BatchEngine(opened(name), dtype="auto:3.4", calibrate=known, draft=draft, clock=Clock())
+        texts = [engine.submit(prompt, replace(GREEDY, max_tokens=20, logprobs=0)).completions()[0] for prompt in asked]
+        found.append((engine._settings.storage.dtypes[0], engine.residual_length, texts))
+    (plain, *want), (formats, *given) = found
+    assert (given, formats) == (want, [*plain, min(plain)])
+    assert len({*plain}) > 1
 
 
 def test_the_mtp_layer_may_be_absent():
