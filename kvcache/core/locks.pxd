@@ -9,8 +9,8 @@ thread:
     a second call    of the thread that holds the lock raises InvalidOperationError; nothing has changed
     a wait           that could last for ever raises InvalidOperationError: a thread that holds a lock may wait for
                      locks of a lower level and, on its own level, for locks made later (`CallLock`)
-    a release        never raises for that reason: during another call it is queued, and runs when that call ends
-                     (`when_free`)
+    a release        never raises for that reason: during another call, of its object or of one on a lower level, it is
+                     queued, and runs when that call ends (`when_free`)
     an exception     that ends a call is followed by `mend`, which restores a consistent state; if `mend` fails, it runs
                      again before the next call
 
@@ -33,13 +33,16 @@ cdef class CallLock:
     cdef readonly long long calls    # how often it was taken: the number of the call that has it
     cdef void *outer                 # the lock that its owner took before this one and still holds, or NULL
     cdef object dues            # a deque of functions: releases to run when the current call ends
+    cdef object behind          # a deque of `CallLock`s of higher levels: their releases wait for the end of this call
     cdef list torn              # the `MendingLock`s on this one whose `mend` must run
 
     cdef bint take(self, bint wait) except -1    # False: another has it; InvalidOperationError: must not wait
     cdef bint comes_before(self, CallLock other)
     cdef int enter(self) except -1      # or InvalidOperationError; mends and runs the due releases first
     cdef int run_dues(self) except -1   # run the releases that are due
-    cdef int leave(self) except -1      # the same, then release the lock
+    cdef int leave(self) except -1      # the same, then release the lock, then `settle` those behind it
+    cdef int settle(self) except -1     # run the releases that are due, unless another call does when it ends
+    cdef CallLock outermost_below(self)    # the lock of a lower level that this thread took first of those it holds
     cdef int make_good(self) except -1  # run `mend` of all in `torn`
     cdef object attempt(self, object due)    # run a release; the exception that it raised, or None
     cdef bint enter_to_release(self, object release, bint wait) except -1    # False: it is queued

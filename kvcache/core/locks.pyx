@@ -73,7 +73,7 @@ cdef class CallLock:
         self.lock = PyThread_allocate_lock()
         if self.lock == NULL:
             raise MemoryError("no memory for a lock")
-        self.dues, self.torn = deque(), []
+        self.dues, self.behind, self.torn = deque(), deque(), []
         _locks_made += 1
         self.order = _locks_made
 
@@ -157,7 +157,23 @@ cdef class CallLock:
             set_innermost(self.outer)
             self.owner = 0
             PyThread_release_lock(self.lock)
+            while self.behind:
+                (<CallLock>self.behind.popleft()).settle()
         return 0
+
+    cdef int settle(self) except -1:
+        if not self.inside and self.take(False):
+            self.leave()
+        return 0
+
+    cdef CallLock outermost_below(self):
+        cdef void *held = innermost()
+        cdef CallLock found = None
+        while held != NULL:
+            if (<CallLock>held).level < self.level:
+                found = <CallLock>held
+            held = (<CallLock>held).outer
+        return found
 
     cdef object attempt(self, object due):
         try:
@@ -171,6 +187,11 @@ cdef class CallLock:
         """A release of nothing: `attempt` then only mends."""
 
     cdef bint enter_to_release(self, object release, bint wait) except -1:
+        cdef CallLock below = None if self.inside else self.outermost_below()
+        if below is not None:    # a release takes the locks of its parts, of which this thread is in a call
+            self.dues.append(release)
+            below.behind.append(self)
+            return False
         try:
             taken = self.take(wait)
         except InvalidOperationError:
@@ -179,8 +200,10 @@ cdef class CallLock:
             return True
         self.dues.append(release)
         # The thread that holds the lock runs the queue when it leaves. If it has left meanwhile, this thread does.
-        if taken or (not self.inside and self.take(False)):
+        if taken:
             self.leave()
+        else:
+            self.settle()
         return False
 
     def __enter__(self):
@@ -190,7 +213,7 @@ cdef class CallLock:
         self.leave()
 
     def when_free(self, release):
-        """Run `release()` with the lock held: now, or at the end of the call that this thread is in.
+        """Run `release()` with the lock held: now, or at the end of the call that this thread is in, of a part too.
 
         `release` may run a second time if it raises. If it runs now, its exception is raised here. If it runs later and
         raises twice, a `KvCacheError` is ignored, and any other goes to `sys.unraisablehook`.
@@ -198,7 +221,7 @@ cdef class CallLock:
         self.run_to_release(release, True)
 
     def hand_over(self, release):
-        """`when_free` without waiting: now if the lock is free, else at the end of the running call.
+        """`when_free` without waiting: now if the lock is free, else at the end of the call that has it.
 
         For finalisers: their thread may hold a lock for which the owner of this one waits.
         """

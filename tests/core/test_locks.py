@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -66,6 +67,37 @@ def test_a_release_inside_a_call_is_done_when_the_call_ends():
     lock.hand_over(lambda: done.append(lock.inside))
     assert done == [True] * 4
     assert not lock.inside
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_release_inside_a_call_of_a_part_is_done_when_that_call_ends(fails):
+    """A signal handler may cancel a request of an engine while a report reads its cache, without the engine's lock."""
+    engine, cache, part, done = CallLock(2), CallLock(1), CallLock(0), []
+
+    def release():
+        with cache, part:
+            done.append(engine.inside)
+
+    def call():
+        with cache:
+            with part:
+                engine.hand_over(release)
+                engine.when_free(release)
+            assert not done
+            if fails:
+                raise TimeoutError
+
+    with pytest.raises(TimeoutError) if fails else nullcontext():
+        call()
+    assert done == [True, True]
+    with engine:
+        with cache, part:
+            engine.hand_over(release)
+        assert len(done) == 2
+    with part:
+        CallLock(0).hand_over(lambda: done.append(part.inside))
+    assert done == [True] * 4
+    assert not any(lock.inside for lock in (engine, cache, part))
 
 
 def test_a_release_of_another_thread_is_queued():
