@@ -49,25 +49,26 @@ def test_means_and_moments_are_those_of_the_text_but_its_first_tokens(model, rng
 
 
 def test_a_calibration_is_kept_in_the_users_folder(folder, tmp_path, caplog):
-    first = InferenceEngine.from_pretrained(DIRECTORY, dtype="q4", calibrate="auto")
+    (tmp_path / "text").write_text("def walk(path):\n    return path\n" * 40)
+    own = {"dtype": "q4", "calibrate": str(tmp_path / "text")}
+    first = InferenceEngine.from_pretrained(DIRECTORY, **own)
     (path,) = folder.glob("*.calibration")
     known = Calibration.load(path)
     assert first.cache.calibration.fingerprint == known.fingerprint
     # The file is what counts from now on; a damaged one is measured again.
     other = Calibration(known.centres + 1, known.moments)
     other.save(path)
-    again = InferenceEngine.from_pretrained(DIRECTORY, dtype="q4", calibrate="auto")
+    again = InferenceEngine.from_pretrained(DIRECTORY, **own)
     assert again.cache.calibration.fingerprint == other.fingerprint
     path.write_bytes(path.read_bytes()[:-9])
-    again = InferenceEngine.from_pretrained(DIRECTORY, dtype="q4", calibrate="auto")
+    again = InferenceEngine.from_pretrained(DIRECTORY, **own)
     assert again.cache.calibration.fingerprint == known.fingerprint == Calibration.load(path).fingerprint
     assert "measuring again" in caplog.text
-    # Paths: of a calibration, of a text.
+    # Paths of calibrations, and the text of the library.
     other.save(tmp_path / "saved")
-    (tmp_path / "text").write_text("def walk(path):\n    return path\n" * 40)
     loaded = InferenceEngine.from_pretrained(DIRECTORY, dtype="q4", calibrate=tmp_path / "saved")
     assert loaded.cache.calibration.fingerprint == other.fingerprint
-    InferenceEngine.from_pretrained(DIRECTORY, dtype="q8", calibrate=str(tmp_path / "text"))
+    InferenceEngine.from_pretrained(DIRECTORY, dtype="q8", calibrate="auto")
     assert len(list(folder.glob("*.calibration"))) == 2
 
 
