@@ -53,6 +53,7 @@ def short(value: Any) -> str:
         text = _shortened.repr(value)
     except (ValueError, RecursionError):  # an int of thousands of digits
         text = f"<{type(value).__name__}>"
+    text = " ".join(map(str.strip, text.splitlines()))  # of a large array
     return text if len(text) <= 120 else text[:117] + "..."
 
 

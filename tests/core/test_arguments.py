@@ -24,6 +24,7 @@ from kvcache import (
 )
 from kvcache.eviction import pyramid_budgets
 from kvcache.kernels.matrix import Matrix
+from kvcache.support.arguments import short
 
 pytestmark = pytest.mark.no_level
 
@@ -301,3 +302,9 @@ def test_larger_values_are_refused(bad):
         with pytest.raises(ValueError, match=r"that f32 can hold, up to 2\*\*96, got .* in row 2"):
             cache.write(0, 1, *pair)
     np.testing.assert_array_equal(cache.read(0, 1), before)
+
+
+def test_values_in_messages_are_one_line():
+    with pytest.raises(TypeError, match=r"^latent: expected a pair of channels, got array\(.*\)\Z"):
+        PagedKvCache(1, 16, latent=np.eye(9))
+    assert short("a\n  b") == r"'a\n  b'"
