@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from matrices import filled
+from pace import half
 from tensors import Bfloat16, Elsewhere, Tensor, floats_of, words_of
 
 from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
@@ -28,7 +29,7 @@ def capsules(tensor, arrays):
 
 @pytest.mark.parametrize("format", MATRIX_FORMATS)
 @pytest.mark.parametrize("sizes", [[40], [16, 32, 5], [48, 16]])
-@pytest.mark.parametrize("shape", [(1,), (2, 3), (1, 17), (3, 0)])
+@pytest.mark.parametrize("shape", half([(2, 3), (1,), (1, 17), (3, 0)]))
 def test_tensors_get_the_bits_of_a_product(rng, simd, format, sizes, shape):
     matrix, bias = filled(rng, sum(sizes), 70, format), rng.standard_normal(sum(sizes)).astype(np.float32)
     for biases in (None, bias):

@@ -146,7 +146,7 @@ def _attend(cache, ids, queries, lens, options):
     return np.concatenate([out.ravel(), scores.ravel()])
 
 
-@pytest.mark.parametrize("formats", ["q8 q8", "q4 q4", "q6 q3", "q2 q6", "q3 q8", "f16 q8"])
+@pytest.mark.parametrize("formats", half(["q8 q8", "q4 q4", "q6 q3", "q2 q6", "q3 q8", "f16 q8"]))
 @pytest.mark.parametrize("dims", half([(64, 64), (72, 64), (96, 256), (32, 96), (128, 32)]))
 def test_attention(rng, threads, formats, dims):
     """Sequences of few rows and of many beside each other: in blocks of 16 rows, and what is left of them."""

@@ -86,7 +86,7 @@ def quietly():
 
 @pytest.mark.parametrize(("subject", "name"), OPERATIONS)
 def test_a_call_that_is_interrupted_has_done_all_or_nothing(long, subject, name):
-    most = 4 if issubclass(subject, Paged) else 6 if FAST else 12  # a paged cache runs each call in compiled code
+    most = 3 if issubclass(subject, Paged) else 4 if FAST else 9  # a paged cache runs each call in compiled code
     runs = [(most, True, False), (most // 3, True, True)]
     if long:
         runs = [(None, False, False), (500, True, False), (500, True, True)]
@@ -139,7 +139,7 @@ def handled_at(call, stop, again=None):
 def stops(call, long):
     with Lines(None, True, PYTHON) as lines:
         call()
-    return spread(places(lines.seen, every=long), 2500 if long else 15 if FAST else 30)
+    return spread(places(lines.seen, every=long), 2500 if long else 10 if FAST else 20)
 
 
 KINDS = pytest.mark.parametrize("subject", [SavedPrefix, SavedPackedPrefix, SavedBlocks])

@@ -32,7 +32,7 @@ def forks(tmp_path_factory):
 @pytest.mark.skipif(not hasattr(__import__("signal"), "setitimer"), reason="needs timers")
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_nested_calls(forks, tmp_path, long, system):
-    rounds, seconds = (30, 20) if long else (0.25, 0.1) if FAST else (0.5, 0.2)
+    rounds, seconds = (30, 20) if long else (0.25, 0.05) if FAST else (0.35, 0.1)
     status, printed = forks.run("systems.reentry", system, rounds, seconds, str(tmp_path), timeout=3600)
     print(printed[-2000:])
     assert status == 0, printed[-8000:]
