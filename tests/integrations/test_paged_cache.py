@@ -42,7 +42,7 @@ class BesideDynamicCache(RuleBasedStateMachine):
         self.start(False)
 
     def start(self, recording):
-        self.recording = recording
+        self.recording, self.gone = recording, 0  # tokens that a crop has dropped before the window of 5
         self.caches = [DynamicCache(config=config()), PagedCache(config(), dtype="f32", block_size=4)]
         self.batch = 0
         if recording:
@@ -75,6 +75,11 @@ class BesideDynamicCache(RuleBasedStateMachine):
                 with pytest.raises(RuntimeError, match="past"):
                     copy.deepcopy(cache).crop(-count)
             return
+        if count and self.gone > max(0, self.length() - count - 4):  # `DynamicCache` then has less than its window
+            with pytest.raises(RuntimeError, match="past"):
+                self.caches[1].crop(-count)
+            return
+        self.gone = max(self.gone, self.length() - count - 4)
         for cache in self.caches:
             cache.crop(-count)
             outcomes.append(cache.get_seq_length())
@@ -105,7 +110,7 @@ class BesideDynamicCache(RuleBasedStateMachine):
     def reset(self):
         for cache in self.caches:
             cache.reset()
-        self.batch = 0
+        self.batch = self.gone = 0
 
     @rule()
     def go_on_with_a_copy(self):

@@ -36,7 +36,7 @@ def forks(tmp_path_factory):
         pytest.skip("needs Linux and a C compiler")
     folder = tmp_path_factory.mktemp("faults")
     library = folder / "failing_malloc.so"
-    made = [compiler, "-shared", "-fPIC", "-O2", f"-I{sysconfig.get_path('include')}"]
+    made = [compiler, "-shared", "-fPIC", "-O2", "-Werror", f"-I{sysconfig.get_path('include')}"]
     made += [str(SUPPORT / "subjects" / "failing_malloc.c"), "-o", str(library), "-ldl"]
     subprocess.run(made, check=True)
     environment = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": search_path(), "KVCACHE_NUM_THREADS": "1"}

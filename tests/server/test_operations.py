@@ -136,6 +136,19 @@ def started(*options):
     return process, line, f"http://127.0.0.1:{port}"
 
 
+toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 11), reason="for Python 3.10")
+def test_a_file_of_options_needs_a_later_python(tmp_path, capsys):
+    from kvcache.__main__ import main
+
+    (tmp_path / "server.toml").write_text("port = 1\n")
+    assert main(["serve", "--config", str(tmp_path / "server.toml")]) == 2
+    assert "--config: expected Python 3.11 or later" in capsys.readouterr().err
+
+
+@toml
 def test_a_file_of_options_and_the_end_that_is_told_first(tmp_path):
     """Options on the command line win. After SIGTERM the server is not ready, and still answers, for a while."""
     file = tmp_path / "server.toml"
@@ -176,6 +189,7 @@ def until(url, status):
         time.sleep(0.01)
 
 
+@toml
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -204,6 +204,7 @@ class PagedCache(DynamicCache):
                     "crop: expected a cache that records the past (activate_past_recording), got one that drops "
                     f"tokens before its window of {window}"
                 )
+            each.expect_past(-tokens_to_remove)
         for each in self.state.rows.values():
             each.crop(-tokens_to_remove, trim=True)
         for layer in self._paged():

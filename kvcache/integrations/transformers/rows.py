@@ -170,19 +170,19 @@ class Rows:
         self.first, self.dropped = np.maximum(self.first, start), start
         self.plans.clear()
 
-    def crop(self, count: int, *, trim: bool) -> None:
-        """Remove the last `count` tokens, then drop those before the window.
+    def expect_past(self, count: int) -> None:
+        """Raise RuntimeError if the next token, without the last `count` ones, has dropped tokens in its window."""
+        window = self.kind.window
+        if count and window is not None and self.dropped > max(0, self.length - count - window + 1):
+            raise RuntimeError(
+                "crop: expected a cache that records the past (activate_past_recording) from before its tokens "
+                f"reached the window of {window}, got one that has dropped them"
+            )
 
-        Raises:
-            RuntimeError: the window of the next token reaches back to tokens that are gone.
-        """
+    def crop(self, count: int, *, trim: bool) -> None:
+        """Remove the last `count` tokens, of which `expect_past` approves, then drop those before the window."""
         length = max(0, self.length - count)
         if count:
-            if self.kind.window is not None and self.dropped > max(0, length - self.kind.window + 1):
-                raise RuntimeError(
-                    "crop: expected a cache that records the past (activate_past_recording) from before its tokens "
-                    f"reached the window of {self.kind.window}, got one that has dropped them"
-                )
             kept = [int(np.searchsorted(self.positions_of(row), length)) for row in range(self.batch)]
             self.paged.truncate_batch(self.ids, np.array(kept, np.int64))
             if self.positions is not None:

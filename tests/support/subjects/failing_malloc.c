@@ -7,6 +7,8 @@
 #define _GNU_SOURCE
 #include <Python.h>
 
+#include <frameobject.h> /* of Python 3.10 */
+
 #include <dlfcn.h>
 #include <errno.h>
 #include <execinfo.h>
