@@ -4,7 +4,6 @@
  * folder FAULTS_IN, and the data of every NumPy array, whose allocator is faults_handler(). Other allocations of NumPy
  * and CPython never fail, since some of NumPy's loops do not survive that.
  */
-#define _GNU_SOURCE
 #include <Python.h>
 
 #include <frameobject.h> /* of Python 3.10 */
