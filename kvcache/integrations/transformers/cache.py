@@ -205,11 +205,11 @@ class PagedCache(DynamicCache):
                     f"tokens before its window of {window}"
                 )
             each.expect_past(-tokens_to_remove)
+        self._others("crop", tokens_to_remove)  # theirs may raise, too
         for each in self.state.rows.values():
             each.crop(-tokens_to_remove, trim=True)
         for layer in self._paged():
             layer.seen = max(0, layer.seen + tokens_to_remove)
-        self._others("crop", tokens_to_remove)
 
     def reset(self) -> None:
         """Empty the cache; its blocks are free."""
