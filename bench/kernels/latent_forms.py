@@ -17,8 +17,8 @@ from bench.support.blas import set_threads
 from bench.support.common import Candidate, Case
 from bench.support.rates import Columns
 from bench.support.scattered import scatter
-from kvcache.kernels.grouped import multiply_groups
 from kvcache.kernels.matrix import Matrix
+from kvcache.networks.latent import times_heads
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["ABSORBED", "KEPT", "LATENT", "MADE", "Forms", "latent_cases", "latent_title"]
@@ -76,9 +76,9 @@ class Forms:
         """Attention over the latents; `(rows, HEADS, VALUE)`."""
         rows = len(self.queries)
         queries = np.empty((rows, HEADS, LATENT_SIZE + TURNED), np.float32)
-        queries[:, :, :LATENT_SIZE] = _times_heads(self.queries[:, :, :PLAIN], self._absorbing)
+        queries[:, :, :LATENT_SIZE] = times_heads(self.queries[:, :, :PLAIN], self._absorbing, "int8")
         queries[:, :, LATENT_SIZE:] = self.queries[:, :, PLAIN:]
-        return _times_heads(self._attend(self._short, queries), self._values)
+        return times_heads(self._attend(self._short, queries), self._values, "int8")
 
     def make(self) -> None:
         """K and V of each head of all tokens, written to a cache of theirs."""
@@ -103,15 +103,6 @@ def _matrix(weights: Float32, dtype: str) -> Matrix:
     matrix = Matrix(*weights.shape, dtype)
     matrix.put(0, weights)
     return matrix
-
-
-def _times_heads(x: Float32, matrices: list[Matrix]) -> Float32:
-    """`(rows, HEADS, columns)` times a matrix of each head."""
-    rows = np.ascontiguousarray(x.transpose(1, 0, 2))
-    out = np.empty((*rows.shape[:2], len(matrices[0])), np.float32)
-    flat = rows.reshape(-1, rows.shape[2]), out.reshape(-1, out.shape[2])
-    multiply_groups(matrices, [len(x)] * HEADS, *(each.__dlpack__() for each in flat))
-    return out.transpose(1, 0, 2)
 
 
 def latent_cases(

@@ -14,7 +14,7 @@ from kvcache.kernels.matrix import Matrix
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.linear import MatrixStack
 
-__all__ = ["LatentWeights", "latent_results", "latent_rows"]
+__all__ = ["LatentWeights", "latent_results", "latent_rows", "times_heads"]
 
 Float32 = NDArray[np.float32]
 Weight = Matrix | MatrixStack
@@ -67,7 +67,7 @@ def latent_rows(
     by_head = queries.reshape(n, heads, sizes.query)
     keys = np.empty((n, 1, sizes.key), np.float32)
     keys[:, 0, : sizes.latent] = rms_norm(projected[:, first : first + sizes.latent], weights.norm, _EPS)
-    met = _times_heads(by_head[:, :, : sizes.plain], weights.keys, activations)
+    met = times_heads(by_head[:, :, : sizes.plain], weights.keys, activations)
     found = [keys]
     for turn in turns:
         whole = np.empty((n, heads, sizes.key), np.float32)
@@ -84,11 +84,11 @@ def latent_rows(
 
 def latent_results(mixed: Float32, weights: LatentWeights, activations: str) -> Float32:
     """The results of all heads, `(n, heads * value)`, of what attention gives, `(n, heads, latent)`."""
-    return _times_heads(mixed, weights.values, activations).reshape(len(mixed), -1)
+    return times_heads(mixed, weights.values, activations).reshape(len(mixed), -1)
 
 
-def _times_heads(x: Float32, matrices: Sequence[Matrix], activations: str) -> Float32:
-    """`(n, heads, columns)` times a matrix of each head; `(n, heads, rows)`."""
+def times_heads(x: Float32, matrices: Sequence[Matrix], activations: str) -> Float32:
+    """Multiply float32 `(n, heads, columns)` by a matrix of each head, each `(rows, columns)`; `(n, heads, rows)`."""
     n, heads = len(x), len(matrices)
     rows = np.ascontiguousarray(x.transpose(1, 0, 2)).reshape(heads * n, -1)
     out = np.empty((heads * n, len(matrices[0])), np.float32)
