@@ -1,5 +1,7 @@
 """Build data: the Cython modules, and the C kernels once per SIMD level of the target machine.
 
+KVCACHE_LEVELS=all  kernels for all CPUs of this architecture; or levels by name: "avx2,avx512". Without it, builds of
+                    developers (`pip install -e .`) have scalar and what this CPU runs best, all others every level
 KVCACHE_DEBUG=1     bounds checks and assertions in Cython, -Og -g in C
 KVCACHE_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer in everything that is compiled
 KVCACHE_EVEX=1      for tests, what CPUs with AVX-512 run of other levels: avxvnni as AVX-512 encodes its instructions,
@@ -17,7 +19,7 @@ import numpy
 from setuptools import Extension, setup
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # an isolated build does not have it there
-from ckernels.build import Plan, build_kernels, check_machine, compiles
+from ckernels.build import Plan, best_level, build_kernels, check_machine, compiles, is_for_developers
 
 check_machine()
 DEBUG, SANITIZE, COVERAGE, EVEX = (
@@ -30,6 +32,7 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")] + ["-mprefer-vector-width=512"]
 AVXVNNI = ["-mavx512f", "-mavx512vl", "-mavx512vnni", "-DKVC_EVEX=1"] if EVEX else ["-mavxvnni"]
 AMX = ["-DKVC_EMULATED_TILES=1"] if EVEX else ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
+EVEX_FLAGS = ["-DKVC_EVEX=1", "-DKVC_EMULATED_TILES=1"]
 LEVELS = {"scalar": []}
 # The machine that runs what is built: another one than this where Python's variable for cross builds is set.
 MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).split("-")[-1]
@@ -47,13 +50,25 @@ if MACHINE in ("aarch64", "arm64"):
     if compiles([NEON + "+i8mm+bf16"]):  # gcc 10, clang 11
         LEVELS["i8mm"] = [NEON + "+i8mm+bf16"]
 
+# Levels without which another one cannot be.
+NEEDS = {"amx": "avx512", "avxvnni": "avx2", "i8mm": "neon"}
+KNOWN = [level for level in LEVELS if level != "scalar"]
+asked = os.environ.get("KVCACHE_LEVELS", "")
+if asked == "all" or (not asked and not is_for_developers()):
+    BUILT = [*LEVELS]
+else:
+    chosen = [level.strip() for level in asked.split(",")] if asked else [best_level(KNOWN, EVEX_FLAGS * EVEX)]
+    if unknown := {*chosen} - {*LEVELS}:
+        sys.exit(f"KVCACHE_LEVELS: expected all, or some of {', '.join(LEVELS)}, got {', '.join(sorted(unknown))}")
+    BUILT = [level for level in LEVELS if level in {"scalar", *chosen, *(NEEDS.get(each) for each in chosen)}]
+
 # -g0: Python's -g takes a quarter of the compile time.
 # No a * b + c in one rounding where the source has two: clang's default, at the mercy of what it inlines where.
 FLAGS = ["-std=c11", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"]
 FLAGS += ["-Og", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-g0", "-DNDEBUG"]
 
-# The modules have no loops that -O3 makes faster, and -O2 takes three quarters of its time.
-MODULES = [] if DEBUG else ["-O2"]
+# The modules have no loops that -O3 makes faster, and -O1 takes half of its time.
+MODULES = [] if DEBUG else ["-O1"]
 
 # -g1: the line numbers of a report. -Og: half of the compile time of -O1, with the same checks; kernels run too slowly.
 # -fno-wrapv: Python's -fwrapv hides overflows, and gcc takes three times as long over kernels with checks.
@@ -74,19 +89,19 @@ ONCE = [f"ckernels/kvc_{part}.c" for part in PARTS.split()]
 # amx and avxvnni have products, attention and a table of their own, the rest of avx512 and avx2; i8mm products alone.
 OWN = {
     "amx": "matmul_tiles matmul_bf16 attend table",
-    "avxvnni": "matmul_packed activations attend table",
-    "i8mm": "matmul_packed matmul_bf16 activations table",
+    "avxvnni": "matmul_packed packed_plain packed_k packed_looked_up activations attend attend_units table",
+    "i8mm": "matmul_packed packed_plain packed_k packed_looked_up matmul_bf16 activations table",
 }
 FEW = {level: [f"ckernels/kvc_{part}.c" for part in parts.split()] for level, parts in OWN.items()}
 EACH = sorted({*glob("ckernels/kvc_*.c")} - {*ONCE, "ckernels/kvc_matmul_tiles.c", "ckernels/kvc_matmul_bf16.c"})
-HAVE = [f"-DKVC_HAVE_{level.upper()}=1" for level in LEVELS] + ["-DKVC_EVEX=1", "-DKVC_EMULATED_TILES=1"] * EVEX
+HAVE = [f"-DKVC_HAVE_{level.upper()}={int(level in BUILT)}" for level in KNOWN] + EVEX_FLAGS * EVEX
 UNITS = [(source, "once", HAVE) for source in ONCE]
-for level, flags in LEVELS.items():
+for level in BUILT:
     defines = [f"-DKVC_LEVEL={level}", f"-DKVC_{level.upper()}=1"]
     checks = []
     if SANITIZE and level != "scalar":  # one level checks pointer arithmetic, which takes half as long again to compile
         checks = ["-fno-sanitize=null,object-size,pointer-overflow"]
-    UNITS += [(source, level, defines + flags + checks) for source in FEW.get(level, EACH)]
+    UNITS += [(source, level, defines + LEVELS[level] + checks) for source in FEW.get(level, EACH)]
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one
 
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}

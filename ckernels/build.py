@@ -12,9 +12,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import Cython
 import numpy
@@ -49,6 +51,22 @@ def compiles(flags):
         source.write_text("typedef int nothing;\n")
         command = [*compiler, *flags, "-c", source, "-o", source.with_suffix(".o")]
         return bool(shutil.which(compiler[0])) and not subprocess.run(command, capture_output=True).returncode
+
+
+def is_for_developers():
+    """Whether the build is for the machine that it runs on, and stays in the clone."""
+    editable = {"develop", "editable_wheel", "--inplace", "-i"} & set(sys.argv)
+    return bool(editable) and "_PYTHON_HOST_PLATFORM" not in os.environ
+
+
+def best_level(known, flags):
+    """The level that this CPU runs best, of those that the compiler knows, as ckernels/kvc_dispatch.c finds it."""
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "probe")
+        have = [f"-DKVC_HAVE_{level.upper()}=0" for level in known]
+        subprocess.run([*compiler, *have, *flags, "ckernels/probe_level.c", "-o", program], check=True)
+        return subprocess.run([program], check=True, capture_output=True, text=True).stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -115,6 +133,20 @@ def translate(plan, extensions, processes):
         extension.sources = module.sources
 
 
+class Progress:
+    """Lines of how much is compiled, one a second at most. pip shows them with -v."""
+
+    def __init__(self, count):
+        self._count, self._done, self._said, self._lock = count, 0, 0.0, Lock()
+
+    def step(self, name):
+        with self._lock:
+            self._done += 1
+            if (now := time.monotonic()) - self._said >= 1 or self._done == self._count:
+                self._said = now
+                print(f"kvcache: {self._done} of {self._count} compiled, {name}", flush=True)
+
+
 class build_kernels(build_ext):
     """build_ext, with Cython and with the kernels compiled per SIMD level. A subclass has the `plan`."""
 
@@ -129,9 +161,11 @@ class build_kernels(build_ext):
             self.build_lib, self.build_temp = f"build/lib.{tag}", f"build/temp.{tag}"
 
     def build_extensions(self):
-        translate(self.plan, self.extensions, self.parallel)
-        with ThreadPoolExecutor(self.parallel) as pool:
-            kernels = list(pool.map(lambda unit: self._kernel(*unit), self.plan.units))
+        self._progress = Progress(len(self.plan.units) + len(self.extensions))
+        with ThreadPoolExecutor(self.parallel) as pool:  # kernels need nothing of what Cython makes meanwhile
+            kernels = pool.map(lambda unit: self._kernel(*unit), self.plan.units)
+            translate(self.plan, self.extensions, self.parallel)
+            kernels = list(kernels)
         for extension in self.extensions:
             extension.extra_compile_args += self.plan.module_flags
             extension.extra_link_args += self.plan.link_flags
@@ -145,6 +179,7 @@ class build_kernels(build_ext):
         flags = [*self.plan.kernel_flags, "-fPIC", *special]
         made = Made(target, [source, *self.plan.headers], self.compiler.compiler_so, flags)
         made.by(lambda: self.compiler.compile([source], folder, extra_postargs=flags))
+        self._progress.step(target)
         return target
 
     def build_extension(self, extension):
@@ -152,3 +187,4 @@ class build_kernels(build_ext):
         sources = [*extension.sources, *extension.extra_objects, *self.plan.headers]
         made = Made(self.get_ext_fullpath(extension.name), sources, settings, sys.version, numpy.__version__)
         made.by(super().build_extension, extension)
+        self._progress.step(extension.name)

@@ -223,6 +223,7 @@ static inline void kvc_multiply_panels(const kvc_kernels *kernels, const kvc_mat
 
 /* kvc_dispatch.c: the levels that this build has and this CPU can run, best first. */
 enum { KVC_MOST_LEVELS = 8 };
+const char *kvc_best_level(void);                /* of this CPU, also where the build has left it out */
 int kvc_num_levels(void);                        /* at least 1 */
 const kvc_kernels *kvc_level(int index);         /* 0 is the best */
 const kvc_kernels *kvc_find_level(const char *); /* by name, or NULL */

@@ -190,10 +190,11 @@ void KVC_OWN(prepare_rows)(const kvc_matmul_args *args, int64_t first, int64_t s
     const size_t row_bytes = kvc_prepared_row_bytes(args);
     const int packed = kvc_matrix_format_of(args->matrix->format)->packed, words = kvc_word_channels(args);
     while (first < stop) {
-        const int most = packed ? KVC_PACKED_ROWS(args->n) : KVC_FLOAT_ROWS;
         const int tiled = first < args->tiled || words == KVC_TILE_CHANNELS;
         const int64_t left = args->n - first, room = kvc_prepared_rows(args) - first;
-        const int rows = !tiled ? kvc_block_rows(most, left) : left < KVC_TILED_ROWS ? (int)left : KVC_TILED_ROWS;
+        const int rows = tiled    ? kvc_block_rows(KVC_TILED_ROWS, left)
+                         : packed ? kvc_packed_block_rows(KVC_PACKED_ROWS(args->n), args->digits, left)
+                                  : kvc_block_rows(KVC_FLOAT_ROWS, left);
         unsigned char *to = args->prepared + (size_t)first * row_bytes;
         if (words == KVC_TILE_CHANNELS)
             put_words(args, first, rows, room < KVC_TILED_ROWS ? (int)room : KVC_TILED_ROWS, KVC_TILE_CHANNELS);

@@ -31,63 +31,6 @@ static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, co
     }
 }
 
-/* One function per float format and head_dim: 64 and 128 as constants, the rest as a bound. */
-#define WITH_DIM(call, ...)                  \
-    switch (dim) {                           \
-    case 64: call(64, __VA_ARGS__); break;   \
-    case 128: call(128, __VA_ARGS__); break; \
-    default: call(dim, __VA_ARGS__); break;  \
-    }
-
-#define DOT_CHUNK(dim, format) dot_chunk(format, dim, rows, tokens, q, q_stride, k, offset, s, ahead)
-#define DOTS(symbol, ...)                                                                                   \
-    NOINLINE void dots_##symbol(int dim, int rows, int tokens, const float *q, int q_stride,                \
-                                const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead) { \
-        WITH_DIM(DOT_CHUNK, KVC_##symbol)                                                                   \
-    }
-KVC_FLOAT_FORMATS(DOTS)
-
-INLINE void dots(kvc_format format, int dim, int rows, int tokens, const float *q, int q_stride,
-                 const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead) {
-#define DOTS_OF(symbol, ...) \
-    case KVC_##symbol: dots_##symbol(dim, rows, tokens, q, q_stride, k, offset, s, ahead); break;
-    switch (format) {
-        KVC_FLOAT_FORMATS(DOTS_OF)
-    default: break;
-    }
-}
-
-#define PANEL_CHUNK(dim, space)                 \
-    pack_panels(dim, tokens, k, offset, space); \
-    panel_chunk(dim, rows, tokens, q, q_stride, space, s)
-NOINLINE void panels(int dim, int rows, int tokens, const float *q, int q_stride,
-                     const unsigned char *const *k, size_t offset, float *space, float *s) {
-    WITH_DIM(PANEL_CHUNK, space)
-}
-
-#define MIX_CHUNK(dim, tile_rows, format) \
-    mix_chunk(tile_rows, format, dim, rows, tokens, s, v, offset, alpha, acc, acc_stride, ahead)
-#define MIX(name, tile_rows, format)                                                                       \
-    NOINLINE void mix_##name(int dim, int rows, int tokens, const float *s, const unsigned char *const *v, \
-                             size_t offset, const float *alpha, float *acc, int acc_stride,                \
-                             ahead_rows ahead) {                                                           \
-        WITH_DIM(MIX_CHUNK, tile_rows, format)                                                             \
-    }
-#define MIX_FEW(symbol, ...) MIX(symbol, 0, KVC_##symbol)
-KVC_FLOAT_FORMATS(MIX_FEW)
-MIX(many, KVC_TILE_ROWS, KVC_F32)
-
-INLINE void mix_few(kvc_format format, int dim, int rows, int tokens, const float *s,
-                    const unsigned char *const *v, size_t offset, const float *alpha, float *acc,
-                    int acc_stride, ahead_rows ahead) {
-#define MIX_OF(symbol, ...) \
-    case KVC_##symbol: mix_##symbol(dim, rows, tokens, s, v, offset, alpha, acc, acc_stride, ahead); break;
-    switch (format) {
-        KVC_FLOAT_FORMATS(MIX_OF)
-    default: break;
-    }
-}
-
 #if defined(KVC_HAVE_DOTS)
 /* The tiles of a head's rows in a chunk, and those of the next chunk to prefetch; where it has fewer, the same again.
  * `offset`: of the head in a block, from head 0 on. Returns whether there is a next chunk. */
@@ -110,7 +53,7 @@ static int score_tiles(const job *j, const chunk *c, int head, const unit_query 
 #if KVC_TILES
     if (tiled) dot_tiled(j->k_rows.bits, j->k_rows.dim, tiled, c->pieces, q, tile, j->weights, more ? ahead : NULL);
 #endif
-    unit_dot(j->k_rows.bits, j->k_rows.dim, rows - tiled, c->pieces, q + tiled, tile, j->weights + tiled * KVC_CHUNK,
+    UNITS(unit_dot)(j->k_rows.bits, j->k_rows.dim, rows - tiled, c->pieces, q + tiled, tile, j->weights + tiled * KVC_CHUNK,
              more && !tiled ? ahead : NULL);
     return c->lanes;
 }
@@ -155,7 +98,7 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
         mix_tiled(j->v_rows.bits, j->v_rows.dim, tiled, c->pieces, depth_of(j->k_rows.dim), j->unit_w, tile, j->alpha, acc,
                   j->v_padded, more ? ahead : NULL);
 #endif
-    unit_mix(j->v_rows.bits, j->v_rows.dim, rows - tiled, c->pieces, j->unit_w + tiled, tile, j->alpha + tiled,
+    UNITS(unit_mix)(j->v_rows.bits, j->v_rows.dim, rows - tiled, c->pieces, j->unit_w + tiled, tile, j->alpha + tiled,
              acc + (size_t)tiled * (size_t)j->v_padded, j->v_padded, more && !tiled ? ahead : NULL);
 }
 #endif
@@ -191,9 +134,9 @@ NOINLINE int score_chunk(const job *j, const chunk *c, int head, size_t index, i
         k = staged, offset = 0;
     }
     if (!few)
-        panels(j->k_rows.dim, rows, tokens, q, j->padded, k, offset, j->panels, j->weights);
+        KVC_FN(panels)(j->k_rows.dim, rows, tokens, q, j->padded, k, offset, j->panels, j->weights);
     else
-        dots(stage ? KVC_F32 : j->k_rows.format, j->k_rows.dim, rows, tokens, q, j->padded, k, offset, j->weights,
+        KVC_FN(dots)(stage ? KVC_F32 : j->k_rows.format, j->k_rows.dim, rows, tokens, q, j->padded, k, offset, j->weights,
              ahead);
     return tokens;
 }
@@ -218,9 +161,9 @@ NOINLINE void mix_values(const job *j, const chunk *c, int head, int rows, int t
     }
     if (!few) ahead.rows = NULL;
     if (!few)
-        mix_many(j->v_rows.dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->v_padded, ahead);
+        KVC_FN(mix_many)(j->v_rows.dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->v_padded, ahead);
     else
-        mix_few(stage ? KVC_F32 : j->v_rows.format, j->v_rows.dim, rows, tokens, j->weights, v, offset, j->alpha,
+        KVC_FN(mix_few)(stage ? KVC_F32 : j->v_rows.format, j->v_rows.dim, rows, tokens, j->weights, v, offset, j->alpha,
                 acc, j->v_padded, ahead);
 }
 

@@ -1,4 +1,7 @@
-/* kvc_dispatch.c - the levels that this build has and this CPU can run. Queries CPU and system, and keeps no state. */
+/* kvc_dispatch.c - the levels that this CPU can run, and which of them this build has. Queries CPU and system, and keeps no state.
+ *
+ * KVC_HAVE_<LEVEL> is 1 for a level of this build, 0 for one that was left out, and not defined for one that the machine or the
+ * compiler does not know. */
 #if defined(__linux__)
 #define _GNU_SOURCE /* syscall */
 #endif
@@ -47,7 +50,6 @@ static int cpu_runs_avx512(void) {
 #if defined(KVC_HAVE_AMX)
 #if defined(KVC_EMULATED_TILES) /* a build for tests */
 #include <signal.h>
-enum { TILES_ARE_FAST = 0 };
 static int cpu_runs_amx(void) { return cpu_runs_avx512(); }
 
 /* Refuses as the system does, in the one thread that it looks at: see below. */
@@ -59,7 +61,6 @@ static int are_tiles_permitted(void) {
 #else
 #include <sys/syscall.h>
 #include <unistd.h>
-enum { TILES_ARE_FAST = 1 };
 enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_TILEDATA = 18 };
 
 static int cpu_runs_amx(void) {
@@ -127,31 +128,53 @@ static int cpu_runs_i8mm(void) { return cpu_has("hw.optional.arm.FEAT_I8MM") && 
 #endif
 #endif
 
-/* Lists the levels, best first, and returns their number. */
-static int find_levels(const kvc_kernels *levels[KVC_MOST_LEVELS]) {
-    int count = 0;
-#if defined(KVC_HAVE_AMX)
-    if (TILES_ARE_FAST && cpu_runs_amx()) levels[count++] = &kvc_kernels_amx;
+static int cpu_runs_scalar(void) { return 1; }
+
+/* The levels that the machine knows, best first. */
+static const struct known_level {
+    const char *name;
+    int (*cpu_runs)(void);
+    const kvc_kernels *kernels; /* NULL: left out of this build */
+} known_levels[] = {
+#define KNOWN(level, have) {#level, cpu_runs_##level, have ? &kvc_kernels_##level : NULL}
+#if defined(KVC_HAVE_AMX) && !defined(KVC_EMULATED_TILES)
+    KNOWN(amx, KVC_HAVE_AMX),
 #endif
 #if defined(KVC_HAVE_AVX512)
-    if (cpu_runs_avx512()) levels[count++] = &kvc_kernels_avx512;
+    KNOWN(avx512, KVC_HAVE_AVX512),
 #endif
-#if defined(KVC_HAVE_AMX)
-    if (!TILES_ARE_FAST && cpu_runs_amx()) levels[count++] = &kvc_kernels_amx;
+#if defined(KVC_HAVE_AMX) && defined(KVC_EMULATED_TILES) /* which are slower */
+    KNOWN(amx, KVC_HAVE_AMX),
 #endif
 #if defined(KVC_HAVE_AVXVNNI)
-    if (cpu_runs_avxvnni()) levels[count++] = &kvc_kernels_avxvnni;
+    KNOWN(avxvnni, KVC_HAVE_AVXVNNI),
 #endif
 #if defined(KVC_HAVE_AVX2)
-    if (cpu_runs_avx2()) levels[count++] = &kvc_kernels_avx2;
+    KNOWN(avx2, KVC_HAVE_AVX2),
 #endif
 #if defined(KVC_HAVE_I8MM)
-    if (cpu_runs_i8mm()) levels[count++] = &kvc_kernels_i8mm;
+    KNOWN(i8mm, KVC_HAVE_I8MM),
 #endif
 #if defined(KVC_HAVE_NEON)
-    if (cpu_runs_neon()) levels[count++] = &kvc_kernels_neon;
+    KNOWN(neon, KVC_HAVE_NEON),
 #endif
-    levels[count++] = &kvc_kernels_scalar;
+    KNOWN(scalar, 1),
+};
+enum { NUM_KNOWN = sizeof known_levels / sizeof *known_levels };
+_Static_assert(NUM_KNOWN <= KVC_MOST_LEVELS, "callers have room for so many");
+
+const char *kvc_best_level(void) {
+    int i = 0;
+    while (!known_levels[i].cpu_runs()) i++;
+    return known_levels[i].name;
+}
+
+/* Lists the levels of this build and CPU, best first, and returns their number. */
+static int find_levels(const kvc_kernels *levels[NUM_KNOWN]) {
+    int count = 0;
+    for (int i = 0; i < NUM_KNOWN; i++) {
+        if (known_levels[i].kernels && known_levels[i].cpu_runs()) levels[count++] = known_levels[i].kernels;
+    }
     return count;
 }
 
@@ -165,17 +188,17 @@ kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *kernels) {
 }
 
 int kvc_num_levels(void) {
-    const kvc_kernels *levels[KVC_MOST_LEVELS];
+    const kvc_kernels *levels[NUM_KNOWN];
     return find_levels(levels);
 }
 
 const kvc_kernels *kvc_level(int index) {
-    const kvc_kernels *levels[KVC_MOST_LEVELS];
+    const kvc_kernels *levels[NUM_KNOWN];
     return index >= 0 && index < find_levels(levels) ? levels[index] : NULL;
 }
 
 const kvc_kernels *kvc_find_level(const char *name) {
-    const kvc_kernels *levels[KVC_MOST_LEVELS];
+    const kvc_kernels *levels[NUM_KNOWN];
     const int count = find_levels(levels);
     for (int i = 0; i < count; i++) {
         if (strcmp(levels[i]->name, name) == 0) return levels[i];
@@ -184,7 +207,7 @@ const kvc_kernels *kvc_find_level(const char *name) {
 }
 
 const kvc_kernels *kvc_permitted(const kvc_kernels *kernels) {
-#if defined(KVC_HAVE_AMX)
+#if KVC_HAVE_AMX
     if (kernels->tiles && !are_tiles_permitted()) return &kvc_kernels_avx512;
 #endif
     return kernels;

@@ -89,8 +89,8 @@ INLINE void keep(tile *t, int rows, int panels, const sums16 *sums) {
     for (int i = 0; i < rows; i++) keep_row(t, i, panels, sums + i * panels);
 }
 
-/* Sets `out` to the results, or adds them to it; then adds the bias. */
-NOINLINE void give(const kvc_matmul_args *args, const tile *t) {
+/* Sets `out` to the results, or adds them to it; then adds the bias. Files of tiles alone do not use it. */
+static __attribute__((noinline, unused)) void give(const kvc_matmul_args *args, const tile *t) {
     const float *bias = args->bias;
     if (t->out || t->partial) return;
     for (int i = 0; i < t->rows; i++) {

@@ -278,8 +278,8 @@ static inline size_t kvc_behind_numbers(const kvc_matrix_format_info *info, int 
     return 4 * (size_t)(1 + kvc_scales_per_group(info) + (digits == 1));
 }
 
-/* Bytes of one prepared row of x. Blocks of rows lie one behind another, as kvc_block_rows divides them; floats do so for
- * each block of 256 channels, packed rows for all channels:
+/* Bytes of one prepared row of x. Blocks of rows lie one behind another, as kvc_block_rows and kvc_packed_block_rows divide them;
+ * floats do so for each block of 256 channels, packed rows for all channels:
  *
  *   floats     | channel 0 of each row of the block | channel 1 | ...
  *   words      | channels 0 and 1, or as many as kvc_word_channels says, of each row of the block | the next ones | ...
@@ -316,5 +316,11 @@ static inline size_t kvc_thread_floats(const kvc_matmul_args *args) {
 /* Rows of the next block, but for tiled ones: as many as are left, up to `most`. Each count has a tile of its own, since a tile
  * of one row beside another one takes as long as two or three rows of a larger one. */
 static inline int kvc_block_rows(int most, int64_t left) { return left < most ? (int)left : most; }
+
+/* The same of packed formats. With two digits blocks of fewer rows are powers of two: half of the tiles are not compiled. */
+static inline int kvc_packed_block_rows(int most, int digits, int64_t left) {
+    if (digits == 1 || left >= most) return kvc_block_rows(most, left);
+    return left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
 
 #endif

@@ -8,10 +8,28 @@
 
 enum { GROUP_UNITS = KVC_GROUP / 4 };
 
-/* The formats that have code of their own. Formats that differ in the numbers of their tables alone share it. */
-#define PACKED_FORMATS(X)                                                                                    \
-    X(Q8_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q4_K) X(Q5_K) X(Q6_K) X(Q3_K) X(Q2_K) X(IQ4_NL) X(IQ4_XS) X(IQ2)   \
-    X(MXFP4) X(NVFP4)
+/* The formats that have code of their own, by the file of their tiles (kvc_packed_tiles.h). Formats that differ in the numbers of
+ * their tables alone share it. */
+#define PLAIN_FORMATS(X) X(Q8_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1)
+#define K_FORMATS(X) X(Q4_K) X(Q5_K) X(Q6_K) X(Q3_K) X(Q2_K)
+#define LOOKED_UP_FORMATS(X) X(IQ4_NL) X(IQ4_XS) X(IQ2) X(MXFP4) X(NVFP4)
+#define PACKED_FORMATS(X) PLAIN_FORMATS(X) K_FORMATS(X) LOOKED_UP_FORMATS(X)
+
+/* The tiles of a format by their rows (kvc_packed_block_rows), for rows of one digit and of two. */
+#define PACKED_TILE(format, digits, rows) KVC_OWN(packed_##format##_##digits##_##rows)
+#if defined(KVC_AVX512)
+#define ONE_DIGIT(X, f) X(f, 1, 1) X(f, 1, 2) X(f, 1, 3) X(f, 1, 4) X(f, 1, 5) X(f, 1, 6) X(f, 1, 7) X(f, 1, 8)
+#define TWO_DIGITS(X, f) X(f, 2, 1) X(f, 2, 2) X(f, 2, 4) X(f, 2, 6) X(f, 2, 8)
+#elif defined(KVC_I8MM)
+#define ONE_DIGIT(X, f) X(f, 1, 1) X(f, 1, 2) X(f, 1, 3) X(f, 1, 4) X(f, 1, 5) X(f, 1, 6)
+#define TWO_DIGITS(X, f) X(f, 2, 1) X(f, 2, 2) X(f, 2, 4) X(f, 2, 6)
+#elif defined(KVC_AVX2) || defined(KVC_NEON)
+#define ONE_DIGIT(X, f) X(f, 1, 1) X(f, 1, 2) X(f, 1, 3) X(f, 1, 4)
+#define TWO_DIGITS(X, f) X(f, 2, 1) X(f, 2, 2) X(f, 2, 4)
+#else
+#define ONE_DIGIT(X, f) X(f, 1, 1)
+#define TWO_DIGITS(X, f) X(f, 2, 1)
+#endif
 
 INLINE int32_t load_i32(const unsigned char *p) {
     int32_t x;

@@ -36,6 +36,17 @@ typedef struct ahead_rows {
     size_t bytes;                     /* of a value */
 } ahead_rows;
 
+/* kvc_attend_floats.c: the products of kvc_products.h, compiled for each float format. `format` is of the rows that k or v
+ * points to; panels and mix_many have rows of f32. */
+void KVC_FN(dots)(kvc_format format, int dim, int rows, int tokens, const float *q, int q_stride, const unsigned char *const *k,
+                  size_t offset, float *s, ahead_rows ahead);
+void KVC_FN(panels)(int dim, int rows, int tokens, const float *q, int q_stride, const unsigned char *const *k, size_t offset,
+                    float *space, float *s);
+void KVC_FN(mix_few)(kvc_format format, int dim, int rows, int tokens, const float *s, const unsigned char *const *v,
+                     size_t offset, const float *alpha, float *acc, int acc_stride, ahead_rows ahead);
+void KVC_FN(mix_many)(int dim, int rows, int tokens, const float *s, const unsigned char *const *v, size_t offset,
+                      const float *alpha, float *acc, int acc_stride, ahead_rows ahead);
+
 /* Prefetches what lies as far in the next product's row as a line of so many values (a constant) from d on lies in its own. Into
  * the L2 cache: a chunk of K or V is larger than the L1 cache, and prefetching there measured twice as slow. One line at a time,
  * between the multiplications: a burst fills the miss buffers and stalls the core. */

@@ -87,7 +87,7 @@ INLINE f32v i32v_floats(i32v x) { return (float)x; }
 /* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_matmul.c). */
 
 #define KVC_UNSIGNED_WEIGHTS 0
-#define KVC_PACKED_ROWS(n) 2
+#define KVC_PACKED_ROWS(n) 1
 #define KVC_PACKED_PANELS(rows) 1
 #define KVC_FLOAT_ROWS 2
 #define KVC_FLOAT_SUMS 32

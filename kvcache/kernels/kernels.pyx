@@ -34,6 +34,7 @@ cdef extern from "kvc.h" nogil:
         void (*summarise_page)(const kvc_layout *, const unsigned char *, int32_t, int, const void *) noexcept nogil
 
     int kvc_num_levels() noexcept
+    const char *kvc_best_level() noexcept
     const kvc_kernels *kvc_level(int index) noexcept
     const kvc_kernels *kvc_find_level(const char *name) noexcept
     kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *kernels) noexcept
@@ -353,6 +354,11 @@ cdef class Layout:
 def simd_level():
     """The SIMD level in use, as the table of kernels in use names itself."""
     return _active.name.decode()
+
+
+def best_level():
+    """The level that this CPU runs best, also where this build has left it out: see setup.py, KVCACHE_LEVELS."""
+    return kvc_best_level().decode()
 
 
 def simd_levels():

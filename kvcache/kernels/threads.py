@@ -9,6 +9,7 @@ NumPy loads it. A variable that the user has set is obeyed, and the environment 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,9 @@ def preset(name: str, value: str, *others: str) -> Iterator[None]:
 with preset("OPENBLAS_THREAD_TIMEOUT", "17"):
     # Before NumPy, which says less clearly that it does not load in a subinterpreter.
     try:
-        from kvcache.kernels.kernels import get_num_threads, set_num_threads, simd_level, simd_levels, use_simd
+        from kvcache.kernels.kernels import (
+            best_level, get_num_threads, set_num_threads, simd_level, simd_levels, use_simd,
+        )
     except ModuleNotFoundError as error:
         if error.name != "kvcache.kernels.kernels":
             raise
@@ -43,3 +46,11 @@ with preset("OPENBLAS_THREAD_TIMEOUT", "17"):
             "installed kvcache, or build the modules here: pip install -e ."
         ) from None
     import numpy  # noqa: F401
+
+if best_level() not in simd_levels() and not os.environ.get("KVCACHE_SIMD"):
+    warnings.warn(
+        f"kvcache: expected a build with kernels for {best_level()}, which this CPU runs best, got {simd_level()}, which "
+        "is slower; to build them: KVCACHE_LEVELS=all pip install -e .",
+        RuntimeWarning,
+        stacklevel=2,
+    )
