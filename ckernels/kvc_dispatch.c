@@ -49,8 +49,10 @@ static int cpu_runs_avx512(void) {
 
 #if defined(KVC_HAVE_AMX)
 #if defined(KVC_EMULATED_TILES) /* a build for tests */
-#include <signal.h>
 static int cpu_runs_amx(void) { return cpu_runs_avx512(); }
+
+#if KVC_HAVE_AMX
+#include <signal.h>
 
 /* Refuses as the system does, in the one thread that it looks at: see below. */
 static int are_tiles_permitted(void) {
@@ -58,20 +60,23 @@ static int are_tiles_permitted(void) {
     stack_t own;
     return sigaltstack(NULL, &own) == 0 && (own.ss_flags & SS_DISABLE || own.ss_size >= LEAST_BYTES);
 }
+#endif
 #else
-#include <sys/syscall.h>
-#include <unistd.h>
-enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_TILEDATA = 18 };
-
 static int cpu_runs_amx(void) {
     unsigned eax, ebx, ecx, edx;
     if (!cpu_runs_avx512() || !has_all(saved_state(), TILES)) return 0;
     return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && has_all(edx, AMX_BF16 | AMX_TILE | AMX_INT8);
 }
 
+#if KVC_HAVE_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_TILEDATA = 18 };
+
 /* Asks for all threads of the process and its children. Where they have it already, the system says so at once. It refuses where
  * a thread has no room for the registers on its alternative stack of signals, and old systems do not know the call. */
 static int are_tiles_permitted(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_TILEDATA) == 0; }
+#endif
 #endif
 #endif
 
@@ -161,7 +166,7 @@ static const struct known_level {
     KNOWN(scalar, 1),
 };
 enum { NUM_KNOWN = sizeof known_levels / sizeof *known_levels };
-_Static_assert(NUM_KNOWN <= KVC_MOST_LEVELS, "callers have room for so many");
+_Static_assert((int)NUM_KNOWN <= (int)KVC_MOST_LEVELS, "callers have room for so many");
 
 const char *kvc_best_level(void) {
     int i = 0;

@@ -3,6 +3,7 @@
 --long              an hour's worth of random examples and of load
 KVCACHE_TESTS=fast  a tenth of most random examples, half of the failing allocations, every second value of some
                     parameters (pace.py), for builds that run slowly (sanitizers, bounds checks)
+KVCACHE_TESTS_AT    of the tests that run at every level, one level alone
 """
 
 import gc
@@ -52,9 +53,13 @@ def collect_only_what_is_new():
     gc.freeze()
 
 
-@pytest.fixture(params=[level for level in kernels.simd_levels() if kernels.level_of_bits(level) == level])
+AT = os.environ.get("KVCACHE_TESTS_AT")
+LEVELS = [level for level in kernels.simd_levels() if level == (AT or kernels.level_of_bits(level))]
+
+
+@pytest.fixture(params=LEVELS)
 def simd(request):
-    """Each SIMD level of this CPU in turn; the running level is read from the function table.
+    """Each SIMD level of this build and CPU in turn; the running level is read from the function table.
 
     But for levels that promise the bits of another one: tests/kernels/test_tiles.py compares them with it.
     """
