@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,29 +28,44 @@ from bench.support.report import markdown, text_table, time_text
 from kvcache import BatchEngine
 from kvcache.serving import Request
 
-__all__ = ["add_arguments", "main"]
+__all__ = ["AGENTS", "add_arguments", "configure", "main", "serving", "turn"]
 
 _TOLD, _ANSWER = "echo MAGIC$((100+23))", "The tool said MAGIC123."
 _HEAD = "<|im_start|>assistant\n"
+ASKED = "{}"
 
 
 @dataclass(frozen=True)
 class Agent:
-    """A program, how it is asked twice, and the call that it is told to make."""
+    """A program, how it is asked in a first turn and in later ones, and its shell.
+
+    Attributes:
+        first, again: words of its command line; ASKED stands for what the user says.
+        shell: the name of the function that runs commands.
+        arguments: makes the arguments of that function.
+    """
 
     program: str
     first: tuple[str, ...]
     again: tuple[str, ...]
-    call: tuple[str, dict[str, str]]
+    shell: str
+    arguments: Callable[[str], dict[str, str]]
+
+    def words(self, asked: str, is_first: bool) -> list[str]:
+        """The command line of a turn, without the program."""
+        return [asked if word == ASKED else word for word in (self.first if is_first else self.again)]
+
+
+def _bash(told: str) -> dict[str, str]:
+    return {"command": told, "description": "x"}
 
 
 _CODEX = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 _CLAUDE = ("--allowedTools", "Bash")
-_BASH = {"command": _TOLD, "description": "x"}
 AGENTS = (
-    Agent("codex", (*_CODEX, "Say hi"), (*_CODEX, "resume", "--last", "And again"), ("exec_command", {"cmd": _TOLD})),
-    Agent("claude", ("-p", "Say hi", *_CLAUDE), ("-p", "And again", "--continue", *_CLAUDE), ("Bash", _BASH)),
-    Agent("opencode", ("run", "Say hi"), ("run", "--continue", "And again"), ("bash", _BASH)),
+    Agent("codex", (*_CODEX, ASKED), (*_CODEX, "resume", "--last", ASKED), "exec_command", lambda told: {"cmd": told}),
+    Agent("claude", ("-p", ASKED, *_CLAUDE), ("-p", ASKED, "--continue", *_CLAUDE), "Bash", _bash),
+    Agent("opencode", ("run", ASKED), ("run", "--continue", ASKED), "bash", _bash),
 )
 
 
@@ -105,15 +120,15 @@ def unchanged(request: Request, earlier: Sequence[Request]) -> int:
 
 
 @contextmanager
-def serving(engine: BatchEngine) -> Iterator[str]:
-    """A server in this process: its address."""
+def serving(engine: BatchEngine, wrapped: Callable[[Any], Any] = lambda app: app) -> Iterator[str]:
+    """A server in this process: its address. `wrapped` makes what it runs from its application."""
     import uvicorn
 
     from kvcache.server.app import make_app
     from kvcache.server.served_model import ServedModel
 
     app = make_app([ServedModel(engine, "m", tool_parser="hermes")])
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+    server = uvicorn.Server(uvicorn.Config(wrapped(app), log_level="warning", lifespan="on"))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
@@ -124,8 +139,8 @@ def serving(engine: BatchEngine) -> Iterator[str]:
             thread.join()
 
 
-def configure(home: Path, url: str) -> dict[str, str]:
-    """Write what the programs read at home; returns their variables."""
+def configure(home: Path, url: str, context: int = 8192, output: int = 60) -> dict[str, str]:
+    """Write what the programs read at home; returns their variables. The tokens of a context and of an answer are said."""
     codex, work = home / ".codex", home / "work"
     codex.mkdir()
     work.mkdir()
@@ -135,7 +150,7 @@ def configure(home: Path, url: str) -> dict[str, str]:
     )
     provider = {
         "npm": "@ai-sdk/openai-compatible", "name": "local", "options": {"baseURL": f"{url}/v1"},
-        "models": {"m": {"name": "m", "limit": {"context": 8192, "output": 60}}},
+        "models": {"m": {"name": "m", "limit": {"context": context, "output": output}}},
     }
     options = {"provider": {"local": provider}, "model": "local/m", "small_model": "local/m"}
     (work / "opencode.json").write_text(json.dumps(options))
@@ -157,12 +172,13 @@ def turn(command: Sequence[str], home: Path, variables: dict[str, str], seconds:
 def rows_of(agent: Agent, program: str, url: str, script: Script, seen: Seen, seconds: float) -> list[list[str]]:
     """Two turns of an agent: a row for each request with tools."""
     rows = []
-    script.say(*agent.call)
+    script.say(agent.shell, agent.arguments(_TOLD))
     seen.requests.clear()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         variables = configure(home, url)
-        for number, words in enumerate((agent.first, agent.again), 1):
+        for number, asked in enumerate(("Say hi", "And again"), 1):
+            words = agent.words(asked, number == 1)
             before = len(seen.requests)
             wrote = turn([program, *words], home, variables, seconds)
             answered = "MAGIC123" in wrote
