@@ -140,7 +140,7 @@ def serving(engine: BatchEngine, wrapped: Callable[[Any], Any] = lambda app: app
 
 
 def configure(home: Path, url: str, context: int = 8192, output: int = 60) -> dict[str, str]:
-    """Write what the programs read at home; returns their variables. The tokens of a context and of an answer are said."""
+    """Write what the programs read at home, the tokens of a context and of an answer too; returns their variables."""
     codex, work = home / ".codex", home / "work"
     codex.mkdir()
     work.mkdir()

@@ -1,7 +1,7 @@
 """A scripted network for agents: a tiny checkpoint, and a script of answers for conversations of several turns.
 
-The user's message of turn N has the words `TURN-NN`. What the network says next follows from the conversation alone: the
-last turn that is named, and how many answers it has since then. Requests without tools, of titles say, get a text.
+The user's message of turn N has the words `TURN-NN`. What the network says next follows from the conversation alone:
+the last turn that is named, and how many answers it has since then. Requests without tools, of titles say, get a text.
 """
 
 from __future__ import annotations
