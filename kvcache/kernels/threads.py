@@ -35,7 +35,12 @@ with preset("OPENBLAS_THREAD_TIMEOUT", "17"):
     # Before NumPy, which says less clearly that it does not load in a subinterpreter.
     try:
         from kvcache.kernels.kernels import (
-            best_level, get_num_threads, set_num_threads, simd_level, simd_levels, use_simd,
+            best_level,
+            get_num_threads,
+            set_num_threads,
+            simd_level,
+            simd_levels,
+            use_simd,
         )
     except ModuleNotFoundError as error:
         if error.name != "kvcache.kernels.kernels":
@@ -49,8 +54,8 @@ with preset("OPENBLAS_THREAD_TIMEOUT", "17"):
 
 if best_level() not in simd_levels() and not os.environ.get("KVCACHE_SIMD"):
     warnings.warn(
-        f"kvcache: expected a build with kernels for {best_level()}, which this CPU runs best, got {simd_level()}, which "
-        "is slower; to build them: KVCACHE_LEVELS=all pip install -e .",
+        f"kvcache: expected a build with kernels for {best_level()}, which this CPU runs best, got {simd_level()}, "
+        "which is slower; to build them: KVCACHE_LEVELS=all pip install -e .",
         RuntimeWarning,
         stacklevel=2,
     )

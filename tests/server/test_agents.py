@@ -1,4 +1,4 @@
-"""Conversations of twelve turns over each interface: a scripted network's thoughts, calls and cuts come back as history.
+"""Conversations of twelve turns over each interface: a scripted network's thoughts, calls and cuts are history.
 
 Codex, Claude Code and opencode play the same script where their programs are: KVCACHE_AGENTS names the folder.
 """
