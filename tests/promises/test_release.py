@@ -26,6 +26,25 @@ def workflow():
     return yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))
 
 
+def test_actions_are_pinned_by_digest():
+    files = sorted(WORKFLOW.parent.glob("*.yml"))
+    assert [file.name for file in files] == ["ci.yml", "release.yml"]
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            assert "uses:" not in line or re.search(r"uses: [\w/-]+@[0-9a-f]{40} # \S", line), (file.name, line)
+
+
+def test_a_push_runs_the_commands_of_the_readme():
+    found = yaml.safe_load((WORKFLOW.parent / "ci.yml").read_text(encoding="utf-8"))
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    steps = found["jobs"]["test"]["steps"]
+    assert all(step["run"] in readme for step in steps if "run" in step)
+    assert {"push", "pull_request", "schedule"} <= set(found[True])
+    tested = {machine for _, machine in MACHINES.values()}
+    assert set(found["jobs"]["test"]["strategy"]["matrix"]["machine"]) == tested
+    assert [step["run"] for step in found["jobs"]["gates"]["steps"] if "run" in step][-1] == ".ci/run"
+
+
 @pytest.fixture(scope="module")
 def jobs():
     return workflow()["jobs"]
