@@ -1,5 +1,6 @@
 """Fixtures of all tests, and the amount of work of random tests.
 
+--all, --rest       every test; those that `pytest` leaves out by itself (tests/support/selection.py)
 --long              an hour's worth of random examples and of load
 KVCACHE_TESTS=fast  a tenth of most random examples, half of the failing allocations, every second value of some
                     parameters (pace.py), for builds that run slowly (sanitizers, bounds checks)
@@ -18,6 +19,7 @@ from engines import DenseEngine
 from hypothesis import HealthCheck, settings
 from pace import FAST
 from places import GOLDEN
+from selection import is_machine, select
 
 from kvcache.engine import InferenceEngine, Transformer
 from kvcache.kernels import kernels
@@ -32,13 +34,17 @@ LONGER = 30  # factor of the random examples with --long
 
 
 def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="every test, with every value of its parameters")
+    parser.addoption("--rest", action="store_true", help="the tests that pytest leaves out by itself")
     parser.addoption("--long", action="store_true", help="an hour's worth of random examples and of load")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark tests that the simd fixture runs at every level; scale the examples of state machines."""
-    machines = {item.cls for item in items if isinstance(getattr(item.cls, "settings", None), settings)}
-    times = LONGER if config.getoption("--long") else 0.1 if FAST else 1
+    """Leave out what was not asked for; scale the examples of state machines; mark tests of every level."""
+    select(config, items)
+    machines = {item.cls for item in items if is_machine(item.cls)}
+    is_short = not (config.getoption("--all") or config.getoption("--rest"))
+    times = LONGER if config.getoption("--long") else 0.1 if FAST else 0.2 if is_short else 1
     for machine in machines:
         examples = max(1, int(machine.settings.max_examples * times))
         machine.settings = settings(machine.settings, max_examples=examples)
