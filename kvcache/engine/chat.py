@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 from kvcache.engine.call_ids import with_counted_ids
 from kvcache.engine.completion import FinishReason, Request
 from kvcache.errors import CheckpointError
-from kvcache.sampling.text_tokens import encoded
+from kvcache.sampling.text_tokens import encoded, encoded_with_ends
 from kvcache.sampling.tokenizer import SPECIAL_TOKENS, CheckpointText, GgufText
 from kvcache.support.arguments import plain_int, short
 from kvcache.support.json_text import read_json_text
 
-__all__ = ["Answer", "chat_tokens", "render", "template_arguments"]
+__all__ = ["Answer", "chat_tokens", "chat_tokens_with_ends", "render", "template_arguments"]
 
 _OLDEST = (3, 1, 6)  # of jinja2: earlier sandboxes have known holes
 # The keys by which templates and interfaces know the thoughts of an assistant, and where a template reads them.
@@ -85,10 +85,20 @@ def chat_tokens(text: CheckpointText | GgufText | None, rendered: str, most: int
         TooManyTokens: the text certainly has more than `most` tokens.
         ImportError, CheckpointError: as `InferenceEngine.tokenizer`.
     """
-    tokenizer = None if text is None else text.tokenizer
-    if tokenizer is None:
+    return encoded(_tokenizer_of(text), rendered, "messages", most=most, add_special_tokens=False)
+
+
+def chat_tokens_with_ends(
+    text: CheckpointText | GgufText | None, rendered: str, ends: Iterable[int], most: int | None = None
+) -> tuple[list[int], list[int]]:
+    """What `chat_tokens` returns, and how many of the ids stand before each place; see `encoded_with_ends`."""
+    return encoded_with_ends(_tokenizer_of(text), rendered, "messages", ends, most=most)
+
+
+def _tokenizer_of(text: CheckpointText | GgufText | None) -> Any:
+    if text is None or (tokenizer := text.tokenizer) is None:
         raise ValueError("messages: expected an engine with a tokenizer, got one without")
-    return encoded(tokenizer, rendered, "messages", most=most, add_special_tokens=False)
+    return tokenizer
 
 
 def render(
