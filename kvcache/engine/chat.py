@@ -155,9 +155,15 @@ _WRITES_JSON = re.compile(rf"{_ARGUMENTS}\s*\|\s*tojson")
 
 def _takes_objects(template: str) -> bool:
     """Whether a template takes arguments as objects, rather than as texts of JSON."""
-    if not _KNOWS_TEXTS.search(template) or _KNOWS_OBJECTS.search(template):
+    if not _has(template, _KNOWS_TEXTS) or _has(template, _KNOWS_OBJECTS):
         return True
-    return _WRITES_JSON.search(template) is not None and _ASKS.search(template) is None
+    return _has(template, _WRITES_JSON) and not _has(template, _ASKS)
+
+
+@lru_cache(maxsize=64)
+def _has(template: str, pattern: re.Pattern[str]) -> bool:
+    """Whether a template has such a part. It is looked for once, which takes up to a millisecond, not in each message."""
+    return pattern.search(template) is not None
 
 
 def _in_words_of(template: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -175,8 +181,8 @@ def _in_words_of(template: str, message: dict[str, Any]) -> dict[str, Any]:
         return kept
     content = message["content"]
     if content is None:
-        content = None if _KNOWS_NONE.search(template) else ""
-    elif isinstance(content, list) and not _KNOWS_PARTS.search(template):
+        content = None if _has(template, _KNOWS_NONE) else ""
+    elif isinstance(content, list) and not _has(template, _KNOWS_PARTS):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise ValueError(f"messages: expected parts of type text, got {short(content)}")
         content = "".join(part["text"] for part in content)
@@ -203,7 +209,7 @@ def _with_thoughts(template: str, message: dict[str, Any]) -> dict[str, Any]:
     thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
     if thoughts is None:
         return message
-    return {key: thoughts for key, read in _THOUGHTS.items() if read.search(template)} | message
+    return {key: thoughts for key, read in _THOUGHTS.items() if _has(template, read)} | message
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:

@@ -108,17 +108,24 @@ class ChatText:
     # -- places ---------------------------------------------------------------------------------------------
 
     def _place_of(self, mark: CacheMark) -> _Place | None:
-        """Where a mark is; None: beside no character. What a message has beside its text is before the next one's."""
-        message, characters = mark.message, mark.characters
-        text = _said(self._messages[message])
+        """Where a mark is; None: beside no character.
+
+        The end of a message is the beginning of the next one, behind its calls, and behind tools.
+        """
+        number, characters, message = mark.message, mark.characters, self._messages[mark.message]
+        text = _said(message)
         if characters is None or not text[characters:].strip():
-            message, characters = message + 1, 0
-            if message == len(self._messages):
-                return _Place(message, 0, False)
-            text = _said(self._messages[message])
+            if number + 1 == len(self._messages):
+                return _Place(number + 1, 0, False)
+            following = _said(self._messages[number + 1])
+            if following.strip():
+                return _Place(number + 1, len(following) - len(following.lstrip()), False)
+            if message.get("tool_calls") or message.get("role") in _SYSTEM:
+                return None
+            characters = len(text)
         if before := len(text[:characters].rstrip()):
-            return _Place(message, before - 1, True)
-        return _Place(message, len(text) - len(text.lstrip()), False) if text.strip() else None
+            return _Place(number, before - 1, True)
+        return _Place(number, len(text) - len(text.lstrip()), False) if text.strip() else None
 
     def _located(self, places: Sequence[_Place | None]) -> dict[int, int]:
         """How many characters of the text are before each place, by its number; the last message, if it is continued,
