@@ -146,9 +146,9 @@ class ChatText:
         except (TypeError, ValueError):
             return {}
         texts, numbers = pieces[::2], [int(number) for number in pieces[1::2]]
-        if "".join(texts) != self.text and last in numbers:  # a template that trims leaves what is before the last end
-            before = len(numbers) - 1 - numbers[::-1].index(last)
-            texts[before] = texts[before].rstrip()
+        if "".join(texts) != self.text and last in numbers:  # the white space before a sentinel is not trimmed
+            said, before = self._messages[-1]["content"], len(numbers) - 1 - numbers[::-1].index(last)
+            texts[before] = texts[before].removesuffix(said[len(said.rstrip()) :])
         if "".join(texts) != self.text:
             return {}
         ends = [*zip(numbers, accumulate(map(len, texts)), strict=False)]
