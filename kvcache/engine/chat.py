@@ -91,7 +91,7 @@ def chat_tokens(text: CheckpointText | GgufText | None, rendered: str, most: int
 def chat_tokens_with_ends(
     text: CheckpointText | GgufText | None, rendered: str, ends: Iterable[int], most: int | None = None
 ) -> tuple[list[int], list[int]]:
-    """What `chat_tokens` returns, and how many of the ids stand before each place; see `encoded_with_ends`."""
+    """The ids of `chat_tokens`, and how many of them stand before each place; see `encoded_with_ends`."""
     return encoded_with_ends(_tokenizer_of(text), rendered, "messages", ends, most=most)
 
 
@@ -162,7 +162,7 @@ def _takes_objects(template: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _has(template: str, pattern: re.Pattern[str]) -> bool:
-    """Whether a template has such a part. It is looked for once, which takes up to a millisecond, not in each message."""
+    """Whether a template has such a part. The search takes up to a millisecond: one for all messages."""
     return pattern.search(template) is not None
 
 

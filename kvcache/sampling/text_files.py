@@ -62,7 +62,7 @@ class TextFiles:
         """The bytes of a file that is there. CheckpointError: no regular file, a larger one, or one not readable."""
         found = self._found[name]
         if isinstance(found, CheckpointError):
-            raise CheckpointError(str(found))
+            raise found.with_traceback(None)
         return found
 
     def json(self, name: str) -> dict[str, Any]:

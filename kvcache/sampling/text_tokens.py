@@ -98,7 +98,7 @@ def encoded_with_ends(
 def _encoding(
     tokenizer: Any, text: str, name: str, most: int | None, add_special_tokens: bool, method: str
 ) -> Any:
-    """What a tokenizer makes of a text.
+    """Encode a text; an `Encoding` of the tokenizers package.
 
     Args:
         method: of the tokenizer, for long texts: one without the places of tokens in the text is faster.

@@ -34,7 +34,7 @@ class CheckpointText:
         files = TextFiles(directory)
         config = Once(lambda: files.json("tokenizer_config.json"))
         ranked = Once(lambda: _RANKED[files.tokenizer](files) if files.tokenizer in _RANKED else None)
-        self._tokenizer = Once(lambda: _tokenizer_of(files, ranked))
+        self._tokenizer, self._drop = Once(lambda: _tokenizer_of(files, ranked)), Once(files.drop_tokenizer)
         self._templates = Once(lambda: _templates_of(files, config()))
         self._special = Once(lambda: _special_tokens_of(files, config(), ranked))
 
@@ -46,7 +46,9 @@ class CheckpointText:
             ImportError: the package is not installed.
             CheckpointError: not a regular file, too large, or damaged; a part that is not read, or not within bounds.
         """
-        return self._tokenizer()
+        made = self._tokenizer()
+        self._drop()  # not before, so that an interrupt loses nothing
+        return made
 
     @property
     def chat_template(self) -> str | None:
@@ -94,7 +96,6 @@ def _tokenizer_of(files: TextFiles, ranked: Once[Vocabulary | None]) -> Any:
         # The file may keep settings of its training, which would cut prompts or fill them up.
         made.no_truncation()
         made.no_padding()
-    files.drop_tokenizer()
     return made
 
 

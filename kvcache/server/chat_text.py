@@ -186,10 +186,7 @@ def _role(message: Any) -> Any:
 
 def _said(message: dict[str, Any]) -> str:
     """The text of a message; empty where it is none."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    return content if isinstance(content, str) else ""
+    return text_of(message) if isinstance(message.get("content"), (str, list)) else ""
 
 
 def _with(message: dict[str, Any], place: _Place, sentinel: str) -> dict[str, Any]:

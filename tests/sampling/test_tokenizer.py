@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
-import weakref
 
 import pytest
 from chat_folders import chat_folder
@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from kvcache.demo import DIRECTORY
 from kvcache.engine import InferenceEngine
 from kvcache.errors import CheckpointError
+from kvcache.sampling.text_files import TextFiles
 from kvcache.sampling.tokenizer import CheckpointText
 
 
@@ -137,11 +138,16 @@ def test_what_was_opened_stays(tmp_path):
 
 def test_a_text_is_made_once_and_what_it_is_made_of_is_freed(with_tokenizer):
     """A file that cannot be read is an error of what needs it, each time."""
+
+    def contents():
+        return [each for each in gc.get_objects() if type(each) is TextFiles and each.folder == with_tokenizer]
+
     text = CheckpointText(with_tokenizer)
-    data = weakref.ref(text._tokenizer._make.__closure__[0].cell_contents)
+    assert ["tokenizer.json" in each for each in contents()] == [True]
     assert text.tokenizer is text.tokenizer
+    assert ["tokenizer.json" in each for each in contents()] == [False]
     assert (text.chat_template, text.special_tokens) == (None, {})
-    assert data() is None, "files"
+    assert contents() == []
     (with_tokenizer / "chat_template.jinja").mkdir()
     text = CheckpointText(with_tokenizer)
     assert text.tokenizer.encode("b").ids == [1]

@@ -66,7 +66,7 @@ def model(tmp_path_factory):
 
 
 def made(model):
-    """What makes the answers and reports of bodies, by name: the renderings and the most calls of Python of each."""
+    """Functions that answer bodies, by what they do, with their renderings and the most calls of Python."""
     threads, strict = Threads(), {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
     alone = {name: CHAT[name] for name in ("model", "messages")}
     counted = {name: MESSAGES[name] for name in MESSAGES if name != "max_tokens"}
@@ -107,7 +107,7 @@ def test_a_prompt_is_made_once(model):
 
 
 def test_a_network_with_a_state_needs_two_texts_more(model):
-    """That of the next turn, and that of another conversation behind the same system prompt."""
+    """The text of the next turn, and of another conversation behind the same system prompt."""
     engine = BatchEngine(StateNetwork("one of each"))
     engine._text = model.engine._text
     stateful = ServedModel(engine, MODEL)
