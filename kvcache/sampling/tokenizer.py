@@ -28,9 +28,14 @@ class CheckpointText:
     """Tokenizer and chat template of a Hugging Face checkpoint directory.
 
     Its files are read now, and never again; each part is made of them at its first use, which raises their errors.
+
+    Args:
+        directory: of the checkpoint.
+        own_template: a Jinja template in place of all those of the checkpoint; None: there is none.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, own_template: str | None = None) -> None:
+        self._own_template = own_template
         files = TextFiles(directory)
         config = Once(lambda: files.json("tokenizer_config.json"))
         ranked = Once(lambda: _RANKED[files.tokenizer](files) if files.tokenizer in _RANKED else None)
@@ -64,6 +69,8 @@ class CheckpointText:
         Raises:
             CheckpointError: a damaged file.
         """
+        if self._own_template is not None:
+            return self._own_template
         templates = self._templates()
         return templates.get(name, templates.get("default"))
 
@@ -149,9 +156,11 @@ class GgufText:
 
     Args:
         file: its path; or the open file, which may be closed afterwards.
+        own_template: as of `CheckpointText`.
     """
 
-    def __init__(self, file: GgufFile | str | Path) -> None:
+    def __init__(self, file: GgufFile | str | Path, own_template: str | None = None) -> None:
+        self._own_template = own_template
         if not isinstance(file, GgufFile):
             file = GgufFile(file)
             file.close()
@@ -177,6 +186,8 @@ class GgufText:
 
     def template(self, name: str) -> str | None:
         """The Jinja template of this name, else `chat_template`."""
+        if self._own_template is not None:
+            return self._own_template
         keys = [key for key in (f"{TEMPLATE}.{name}", TEMPLATE) if key in self._templates]
         if not keys:
             return None

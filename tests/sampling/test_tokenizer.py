@@ -18,7 +18,7 @@ from kvcache.demo import DIRECTORY
 from kvcache.engine import InferenceEngine
 from kvcache.errors import CheckpointError
 from kvcache.sampling.text_files import TextFiles
-from kvcache.sampling.tokenizer import CheckpointText
+from kvcache.sampling.tokenizer import CheckpointText, GgufText
 
 
 @pytest.fixture
@@ -134,6 +134,12 @@ def test_what_was_opened_stays(tmp_path):
         assert engine.tokenizer.encode("a b").ids
         assert engine.apply_chat_template([{"role": "user", "content": "x"}]).startswith(bos)
         shutil.rmtree(moved) if moved.is_dir() else moved.unlink()
+
+
+def test_a_template_in_place_of_those_of_a_checkpoint(tmp_path):
+    path = convert(GOLDEN / "llama", tmp_path / "x.gguf", tokenizer__chat_template=(STRING, "{{ x }}"))
+    for text in (CheckpointText(chat_folder(tmp_path / "folder"), ""), GgufText(path, "")):
+        assert text.chat_template == text.template("tool_use") == ""
 
 
 def test_a_text_is_made_once_and_what_it_is_made_of_is_freed(with_tokenizer):
