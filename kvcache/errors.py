@@ -30,6 +30,7 @@ class OutOfMemoryError(KvCacheError, MemoryError):
         requested: the amount the call needed, in `unit`.
         available: the amount that was free, in `unit`.
         unit: "blocks", "bytes" or "tokens".
+        purpose: what it was for, such as "weights"; "": not told.
         idle: of a `PagedKvCache`, the blocks beside these that prefix caches alone hold.
         idle_of_each: the same of each prefix cache that holds some.
     """
@@ -39,6 +40,7 @@ class OutOfMemoryError(KvCacheError, MemoryError):
         self.requested = requested
         self.available = available
         self.unit = unit
+        self.purpose = ""
         self.idle_of_each: tuple[int, ...] = ()
 
     @property

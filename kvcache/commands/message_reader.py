@@ -37,14 +37,15 @@ class MessageReader:
             if message.strip():
                 return message
 
-    def confirm(self, question: str) -> bool:
-        """Whether a person says yes, or presses Enter alone; False where there is no person."""
+    def confirm(self, question: str, *, default: bool = True) -> bool:
+        """Whether a person says yes; Enter alone is the default. False where there is no person."""
         if not self.is_typed:
             return False
         try:
-            return self.line(f"{question} [Y/n] ").strip().lower() in ("", "y", "yes")
+            said = self.line(f"{question} {'[Y/n]' if default else '[y/N]'} ").strip().lower()
         except EOFError:
             return False
+        return said in ("y", "yes") or (default and not said)
 
     def line(self, prompt: str) -> str:
         """A line of a person; EOFError: Ctrl-D."""

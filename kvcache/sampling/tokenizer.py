@@ -25,10 +25,15 @@ _MAX_BYTES = 256 * 2**20  # vocabularies of 256 000 tokens take 40 MB
 
 
 class CheckpointText:
-    """Tokenizer and chat template of a Hugging Face checkpoint directory, each loaded on first use."""
+    """Tokenizer and chat template of a Hugging Face checkpoint directory, each loaded on first use.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    Args:
+        directory: of the checkpoint.
+        own_template: a Jinja template in place of all those of the checkpoint; None: there is none.
+    """
+
+    def __init__(self, directory: Path, own_template: str | None = None) -> None:
+        self._directory, self._own_template = directory, own_template
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -78,6 +83,8 @@ class CheckpointText:
         Raises:
             CheckpointError: a damaged file.
         """
+        if self._own_template is not None:
+            return self._own_template
         return self._templates.get(name, self._templates.get("default"))
 
     @cached_property
@@ -146,10 +153,10 @@ def _template_of(path: Path) -> str:
 
 
 class GgufText:
-    """Tokenizer and chat template of a GGUF file, each loaded on first use."""
+    """Tokenizer and chat template of a GGUF file, each loaded on first use; arguments as of `CheckpointText`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, own_template: str | None = None) -> None:
+        self._path, self._own_template = path, own_template
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -159,11 +166,11 @@ class GgufText:
     @cached_property
     def chat_template(self) -> str | None:
         """The Jinja template of the file, or None; raises as that of `CheckpointText`."""
-        return chat_template(GgufFile(self._path))
+        return self._own_template or chat_template(GgufFile(self._path))
 
     def template(self, name: str) -> str | None:
         """The Jinja template of this name, else `chat_template`."""
-        return chat_template(GgufFile(self._path), name) or self.chat_template
+        return self._own_template or chat_template(GgufFile(self._path), name) or self.chat_template
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:

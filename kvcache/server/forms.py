@@ -14,7 +14,7 @@ from starlette.responses import Response
 from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
 from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.server.bodies import Body
-from kvcache.server.refusals import ending, refusal
+from kvcache.server.refusals import BodyError, ending, refusal, too_large
 from kvcache.server.written import JsonObject, written
 from kvcache.serving import BatchEngine
 from kvcache.serving import Request as EngineRequest
@@ -71,10 +71,9 @@ class Form(ABC):
     def __init__(self, body: Body, engine: BatchEngine) -> None:
         self._body, self._engine = body, engine
 
-    @property
-    def field(self) -> str:
-        """The name of the field with the prompts."""
-        return self._body.field
+    def too_large(self, tokens: int) -> BodyError:
+        """The error of a prompt of so many tokens, which needs more memory than the engine has."""
+        return too_large(self._body.field, tokens, self._engine.max_prompt)
 
     def begin(self, requests: Sequence[EngineRequest]) -> Iterator[str]:
         """The events before any token; those that a request needs to be known are written when it has one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
+from datetime import datetime, timezone
 from threading import Event
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvcache.server.limits import Threads
 from kvcache.server.models import Models
 from kvcache.server.page import page
 from kvcache.server.process_metrics import process_metrics
+from kvcache.server.served_model import ServedModel
 from kvcache.serving.prometheus import expositions
 
 __all__ = ["ServerReports"]
@@ -57,13 +59,16 @@ class ServerReports:
     async def _list(self, request: Request) -> Response:
         """The models, under each of their names."""
         self._intake.namespace(request)
-        return JSONResponse({"object": "list", "data": list(map(_model, self._models.names))})
+        names = self._models.names
+        found = [_entry(name, self._models.named(name)) for name in names]
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # as Anthropic's client reads lists
+        return JSONResponse({"object": "list", "data": found, **ends})
 
     async def _one(self, request: Request) -> Response:
         """The model of one name."""
         self._intake.namespace(request)
-        self._models.named(asked := request.path_params["name"])
-        return JSONResponse(_model(asked))
+        model = self._models.named(asked := request.path_params["name"])
+        return JSONResponse(_entry(asked, model))
 
     # -- probes ---------------------------------------------------------------------------------------------
 
@@ -115,5 +120,11 @@ class ServerReports:
         return shown
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "kvcache"}
+def _entry(name: str, model: ServedModel) -> dict[str, Any]:
+    """A model as OpenAI's interface tells it, Anthropic's, and vLLM's, whose clients look for `max_model_len`."""
+    most = model.engine.max_prompt
+    since = datetime.fromtimestamp(model.created, timezone.utc).isoformat()
+    return {
+        "id": name, "object": "model", "created": model.created, "owned_by": "kvcache", "max_model_len": most,
+        "type": "model", "display_name": name, "created_at": since, "max_input_tokens": most,
+    }

@@ -318,7 +318,15 @@ def test_a_conversation_in_a_terminal(folder, tmp_path):
         assert "system: import re" in it.say("/system import re", "system: import re")
         assert "loaded: 4 messages; " in it.say(f"/load {tmp_path / 'talk.json'}", "2,048 tokens")
         (again_asked,) = reports(it.say("import os", prompt))
-        assert again_asked["cached"] >= pasted["prompt"] - 16, "the blocks of the saved conversation are still cached"
+        assert again_asked["cached"] == 0, "its blocks went with /clear"
+        before = (tmp_path / "talk.json").read_text()
+        it.say(f"/save {tmp_path / 'talk.json'}", r"talk.json exists. Overwrite it\? \[y/N\] ")
+        it.write("\r")
+        it.until("not saved")
+        assert (tmp_path / "talk.json").read_text() == before
+        it.say(f"/save {tmp_path / 'talk.json'}", r"\[y/N\] ")
+        it.write("y\r")
+        it.until("saved: 6 messages")
         assert "/load: " in it.say("/load nowhere.json", "nowhere.json'")
         assert "/nothing: expected a command" in it.say("/nothing", "lists them")
         assert "/undo" in it.say("/help", "keys and values")
