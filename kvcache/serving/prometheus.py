@@ -40,9 +40,9 @@ HELP = {
     "http_responses": "Answers over HTTP, by their status.",
     "namespace_cached_tokens": "Tokens of a namespace that are cached now.",
     "namespace_queries": "Requests of a namespace that began.",
-    "namespace_hits": "Those of them that found a part of their prompt.",
+    "namespace_hits": "Requests of a namespace that found a part of their prompt.",
     "namespace_query_tokens": "Tokens of the prompts of a namespace.",
-    "namespace_hit_tokens": "Those of them that were cached.",
+    "namespace_hit_tokens": "Tokens of the prompts of a namespace that were cached.",
     "namespace_evicted_tokens": "Tokens of a namespace that left the cache to make room.",
     "namespace_pinned_tokens": "Tokens of a namespace that are pinned now.",
 }

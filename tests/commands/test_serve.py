@@ -1,6 +1,7 @@
 """`kvcache serve`: what it refuses before the model loads, the name of the model, the file of keys."""
 
 import argparse
+import json
 import re
 import sys
 from functools import partial
@@ -8,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from event_reader import Reader
+from places import PROJECT
 
 from kvcache.__main__ import main
 from kvcache.commands.options import default_sizes
@@ -169,6 +171,32 @@ def test_tables_of_models_in_a_file(tmp_path, capsys):
         assert main(["serve", "--config", str(tmp_path / "server.toml")]) == 2
         said = capsys.readouterr().err
         assert said == f"kvcache: --config: expected a table [[model]] for each model, got {got}\n"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
+def test_the_files_of_agents_in_the_guide_fit_its_command():
+    """They ask the paths that a server has, for the model, the context and the tokens that the command says."""
+    import tomllib
+
+    guide = (PROJECT / "kvcache" / "guides" / "server.md").read_text("utf-8").partition("## Agents")[2]
+    command, codex, *others = re.findall(r"(?s)```(?:sh|toml|json)\n(.*?)```", guide.partition("\n## ")[0])
+    options = dict(re.findall(r"--(\S+) (\S+)", command))
+    name, context, most = options["name"], int(options["context"]), int(options["max-tokens"])
+    codex, (claude, opencode) = tomllib.loads(codex), map(json.loads, others)
+    base = "http://127.0.0.1:8000"
+    provider = codex["model_providers"][codex["model_provider"]]
+    assert (provider["base_url"], provider["wire_api"]) == (f"{base}/v1", "responses")
+    assert (codex["model"], codex["model_context_window"]) == (name, context)
+    assert codex["model_auto_compact_token_limit"] + most < context
+    claude = claude["env"]
+    assert claude["ANTHROPIC_BASE_URL"] == base
+    assert {value for variable, value in claude.items() if variable.endswith("_MODEL")} == {name}
+    assert int(claude["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == most
+    assert int(claude["CLAUDE_CODE_AUTO_COMPACT_WINDOW"]) + most < context
+    ((own, provider),) = opencode["provider"].items()
+    assert {opencode["model"], opencode["small_model"]} == {f"{own}/{name}"}
+    assert provider["options"]["baseURL"] == f"{base}/v1"
+    assert provider["models"][name]["limit"] == {"context": context, "output": most}
 
 
 def test_block_events(monkeypatch, capsys):
