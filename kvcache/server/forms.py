@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from secrets import token_hex
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from kvcache.serving import Request as EngineRequest
 from kvcache.serving.work import Work
 
 __all__ = [
-    "TIMED_OUT", "Choice", "Counts", "Form", "Whole", "call_id", "counts_of", "event", "now", "reason_of",
+    "TIMED_OUT", "Choice", "Counts", "Form", "Whole", "call_id", "counts_of", "date_of", "event", "now", "reason_of",
     "stop_reason", "unique", "written_tokens",
 ]
 
@@ -136,6 +137,11 @@ def call_id() -> str:
 def now() -> int:
     """The time of an answer, in seconds since 1970."""
     return int(time.time())
+
+
+def date_of(seconds: int) -> str:
+    """A time, in seconds since 1970, as RFC 3339 writes it."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
 
 def reason_of(reason: str | None, *, is_empty: bool) -> str | None:

@@ -8,7 +8,6 @@ import errno
 import logging
 import socket
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -119,10 +118,11 @@ class _Server(uvicorn.Server):
             self.force_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        count, since = len(self.server_state.tasks), time.monotonic()
+        count, loop = len(self.server_state.tasks), asyncio.get_running_loop()
+        since = loop.time()
         logger.warning("drain: %d requests run and have %s s; new ones are refused", count, self._drain)
         await super().shutdown(sockets)
-        logger.warning("drain: ended after %.1f s", time.monotonic() - since)
+        logger.warning("drain: ended after %.1f s", loop.time() - since)
 
     def _leave(self, sig: int) -> None:
         """Fail the probe of readiness, and end the server after the delay, in which a balancer sees it."""

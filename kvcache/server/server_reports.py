@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from datetime import datetime, timezone
 from threading import Event
 from typing import Any
 
@@ -14,6 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvcache.server.api_keys import Keys, Label
+from kvcache.server.forms import date_of
 from kvcache.server.intake import Intake
 from kvcache.server.limits import Threads
 from kvcache.server.models import Models
@@ -123,8 +123,7 @@ class ServerReports:
 def _entry(name: str, model: ServedModel) -> dict[str, Any]:
     """A model as OpenAI's interface tells it, Anthropic's, and vLLM's, whose clients look for `max_model_len`."""
     most = model.engine.max_prompt
-    since = datetime.fromtimestamp(model.created, timezone.utc).isoformat()
     return {
         "id": name, "object": "model", "created": model.created, "owned_by": "kvcache", "max_model_len": most,
-        "type": "model", "display_name": name, "created_at": since, "max_input_tokens": most,
+        "type": "model", "display_name": name, "created_at": date_of(model.created), "max_input_tokens": most,
     }

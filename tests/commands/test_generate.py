@@ -137,7 +137,7 @@ def test_memory_is_told_in_mebibytes(capsys):
 
 
 def test_memory_that_the_machine_has_not_is_told_with_its_option(capsys, monkeypatch):
-    """What is asked for, what there is, and what asks for less: of keys and values, and of weights."""
+    """The line has the bytes that are needed, those of the machine, and options that need less."""
     command = ["generate", "--model", str(DIRECTORY), "--prompt", "x"]
     has = r", this machine has [\d.]+ GiB, [\d,.]+ [GM]iB of it available; "
     said = one_line(capsys, main([*command, "--num-blocks", str(1 << 30)]))

@@ -108,7 +108,7 @@ def served(monkeypatch):
 
 
 def test_the_default_cache_is_as_large_as_contexts_and_memory_allow(served, capsys, monkeypatch):
-    """What it is and which option changes it is told at the start; several models share the memory."""
+    """A line at the start tells its size and the options that change it; several models share the memory."""
     available = 64 << 30
     for module in ("commands.serve", "support.machine_memory"):
         monkeypatch.setattr(f"kvcache.{module}.machine_memory", lambda: MachineMemory(64 << 30, available))
