@@ -10,6 +10,7 @@ import threading
 import time
 from urllib.request import Request, urlopen
 
+import anthropic
 import openai
 import pytest
 from http_servers import MODEL, Served, answer, fetched, post, tiny_file
@@ -151,10 +152,21 @@ def test_clients_that_leave_and_wrong_addresses_are_told(path, caplog):
 
 
 def test_further_names(path):
+    began = int(time.time())
     with Served(path, limits={"aliases": ("gpt-4o", "org/m")}) as served:
         client = served.client()
         assert [each.id for each in client.models.list()] == [MODEL, "gpt-4o", "org/m"]
-        assert client.models.retrieve("org/m").id == "org/m"
+        entry = client.models.retrieve("org/m")
+        assert (entry.id, entry.object, entry.max_model_len) == ("org/m", "model", served.engine.max_positions)
+        assert began <= entry.created <= time.time()
+        theirs = anthropic.Anthropic(base_url=served.url.removesuffix("/v1"), api_key="k").models.list()
+        assert [(each.id, each.type, each.display_name) for each in theirs] == [
+            (name, "model", name) for name in (MODEL, "gpt-4o", "org/m")
+        ]
+        assert {int(each.created_at.timestamp()) for each in theirs} == {entry.created}
+        response = client.responses.create(model=MODEL, input="x", max_output_tokens=1)
+        assert began <= response.created_at <= time.time()
+        assert response.completed_at is None, "it was cut"
         found = client.completions.create(model="gpt-4o", prompt="x", max_tokens=2, temperature=0)
         assert found.model == "gpt-4o"
         assert found.choices == client.completions.create(model=MODEL, prompt="x", max_tokens=2, temperature=0).choices
