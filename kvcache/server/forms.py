@@ -74,7 +74,8 @@ class Form(ABC):
 
     def too_large(self, tokens: int) -> BodyError:
         """The error of a prompt of so many tokens, which needs more memory than the engine has."""
-        return too_large(self._body.field, tokens, self._engine.max_prompt)
+        most = self._engine.max_prompt
+        return too_large(self._body.field, f"{tokens} tokens", None if most is None or most >= tokens else most)
 
     def begin(self, requests: Sequence[EngineRequest]) -> Iterator[str]:
         """The events before any token; those that a request needs to be known are written when it has one."""

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from kvcache.errors import GrammarError, OutOfMemoryError, QueueFullError
 from kvcache.grammar import Grammar
+from kvcache.sampling.text_tokens import TooManyTokens
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.answers import HttpAnswer
 from kvcache.server.bodies import Body, body_of, check_scores
@@ -152,9 +153,18 @@ class ServedModel:
             if isinstance(error, QueueFullError) and count > error.max_queue:  # there is never room for all of it
                 raise too_many(body.field, error.max_queue, count) from None
             if isinstance(error, OutOfMemoryError) and tokens is not None:
-                raise too_large(body.field, len(tokens), engine.max_prompt) from None
+                raise self._too_large(body.field, f"{len(tokens)} tokens") from None
             raise
         return answer
+
+    def too_many_tokens(self, error: TooManyTokens) -> ValueError:
+        """The error of a text with more tokens than the network has positions: of the memory where that has fewer."""
+        field, _, rest = str(error).partition(": ")
+        most = self.engine.max_prompt
+        return error if most in (None, error.most) else self._too_large(field, rest.rpartition(", got ")[2])
+
+    def _too_large(self, field: str, got: str) -> ValueError:
+        return too_large(field, got, self.engine.max_prompt)
 
     # -- tokens alone ---------------------------------------------------------------------------------------
 

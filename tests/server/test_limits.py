@@ -1,6 +1,7 @@
 """One request beside the others: bodies on their way, texts that cannot fit, long answers, errors in clients' words."""
 
 import json
+import re
 import threading
 import time
 
@@ -124,6 +125,18 @@ def test_a_text_that_does_not_fit_the_memory(path):
             "prompt: expected at most 320 tokens, got 400 tokens: this model's maximum context length is 320 tokens on "
             "this server; --context, --num-blocks or --max-memory of the server gives more"
         )
+        for path, body in (
+            ("/v1/completions", {"prompt": "x" * 600}), ("/v1/completions", {"prompt": "x" * 100_000}),
+            ("/v1/chat/completions", {"messages": [TALK[0] | {"content": "x" * 600}]}),
+            ("/v1/chat/completions", {"messages": [TALK[0] | {"content": "x" * 400}]}),
+            ("/v1/responses", {"input": "x" * 600}), ("/v1/messages", {"messages": [TALK[0] | {"content": "x" * 600}]}),
+        ):
+            status, error = asked(served, path, **body, **({"max_tokens": 1} if path == "/v1/messages" else {}))
+            assert status == 400
+            assert re.search(
+                r"(prompt|messages|input): expected at most 320 tokens, got .*: this model's maximum context length is "
+                "320 tokens on this server; --context, ", error["message"]
+            ), body
         assert asked(served, prompt="x" * 320, max_tokens=1)[0] == 200
         assert asked(served, prompt="x" * 321, max_tokens=1)[0] == 400
         (entry,) = served.client().models.list()
