@@ -30,7 +30,9 @@ class OutOfMemoryError(KvCacheError, MemoryError):
         requested: the amount the call needed, in `unit`.
         available: the amount that was free, in `unit`.
         unit: "blocks", "bytes" or "tokens".
+        purpose: what it was for, such as "weights"; "": not told.
         idle: of a `PagedKvCache`, the blocks beside these that prefix caches alone hold.
+        idle_of_each: the same of each prefix cache that holds some.
     """
 
     def __init__(self, requested: int, available: int, unit: str = "blocks") -> None:
@@ -38,14 +40,25 @@ class OutOfMemoryError(KvCacheError, MemoryError):
         self.requested = requested
         self.available = available
         self.unit = unit
-        self.idle = 0
+        self.purpose = ""
+        self.idle_of_each: tuple[int, ...] = ()
+
+    @property
+    def idle(self) -> int:
+        """See above."""
+        return sum(self.idle_of_each)
 
     def __str__(self) -> str:
         text = f"out of memory: requested {self.requested} {self.unit}, available {self.available}"
+        missing, caches = self.requested - self.available, len(self.idle_of_each)
         if not self.idle:
             return text
-        count = self.requested - self.available
-        return f"{text}, and {self.idle} that a PrefixCache alone holds; its evict({count}) frees as many"
+        if caches > 1:
+            return f"{text}, and {self.idle} that {caches} PrefixCaches alone hold; evict of each frees its own"
+        text += f", and {self.idle} that a PrefixCache alone holds; its evict"
+        if missing <= self.idle:
+            return f"{text}({missing}) frees as many"
+        return f"{text}({self.idle}) frees these, {missing - self.idle} too few"
 
 
 class SequenceNotFoundError(KvCacheError, KeyError):

@@ -197,13 +197,16 @@ def place_of(model: str) -> Path:
     return find_file() if model == "smollm2" else Path(model)
 
 
-def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[dict[str, Any], str]:
+def measure(
+    options: argparse.Namespace, say: Callable[[str], None], tell: Callable[[dict[str, Any], int], None]
+) -> tuple[dict[str, Any], str]:
     """All runs over all windows, or over those that were done at Ctrl-C; and what was measured, in words.
 
     Args:
         options: `model`, `calibrate`, `format`, `policy`, `rows`, `tokens`, `context`, `keep` and `quick` of the
             command line.
         say: takes the state, for a line that is overwritten.
+        tell: takes the figures after the first window and whenever there are twice as many, and how many there are.
     """
     path = place_of(options.model)
     say(f"loading {path.name}")
@@ -250,13 +253,19 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[di
                         for field, values in vars(one).items():
                             getattr(found[name], field).extend(values)
                 count += 1
+                if count & (count - 1) == 0 and count * context < total:
+                    tell(_figures(found, bits), count)
         except KeyboardInterrupt:
             say(f"stopped after {count} windows")
         if not count:
             raise SystemExit("stopped before the first window was done")
     named = ", ".join(Path(kind).name for kind in kinds)
     text = f"{path.name}, {count} windows of {context:,} tokens of {named}"
-    return {name: one.figures() | {"bits": bits[name]} for name, one in found.items()}, text
+    return _figures(found, bits), text
+
+
+def _figures(found: dict[str, Divergence], bits: dict[str, float]) -> dict[str, Any]:
+    return {name: one.figures() | {"bits": bits[name]} for name, one in found.items()}
 
 
 def _networks(

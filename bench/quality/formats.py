@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,18 +43,27 @@ class _Sums:
         self.kl: list[np.ndarray] = []
 
 
-def measure(model: Transformer, text: Heldout, context: int, total: int, names: list[str]) -> dict[str, Any]:
+def measure(
+    model: Transformer, text: Heldout, context: int, total: int, names: list[str],
+    tell: Callable[[dict[str, Any], int], None] = lambda figures, count: None,
+) -> dict[str, Any]:
     """All figures of all formats over windows of `context` tokens, about `total` tokens in all.
 
     Each window is scored with every format in turn; the f32 cache is the first. Attention reads the stored codes of
     the current piece too, apart from the residual, so no token is read with more precision than in decoding.
+    `tell` takes the figures after the first window and whenever there are twice as many, and how many there are.
     """
     engines = {}
     for name in names:
         recorder = Recorder(model, np.copy)  # the engine overwrites the logits
         engines[name] = InferenceEngine(recorder, num_blocks=context // 16 + 1, **FORMATS[name]), recorder
     sums = {name: _Sums() for name in names}
-    for window in text.windows(context, total):
+
+    def figures() -> dict[str, Any]:
+        return {name: _figures(engines[name][0], one, sums[names[0]]) for name, one in sums.items()}
+
+    chosen = text.windows(context, total)
+    for count, window in enumerate(chosen, 1):
         truth = sure = best = np.empty(0)
         for name, (engine, recorder) in engines.items():
             scores = engine.score(window)
@@ -65,7 +75,9 @@ def measure(model: Transformer, text: Heldout, context: int, total: int, names: 
             one.tokens += len(scores)
             one.same += int((found.argmax(axis=1) == best).sum())
             one.kl.append(np.einsum("tv,tv->t", sure, truth - found))
-    return {name: _figures(engines[name][0], one, sums[names[0]]) for name, one in sums.items()}
+        if count & (count - 1) == 0 and count < len(chosen):
+            tell(figures(), count)
+    return figures()
 
 
 def _figures(engine: InferenceEngine, one: _Sums, exact: _Sums) -> dict[str, float]:

@@ -253,17 +253,16 @@ def rows(figures: list[dict[str, Any]]) -> list[list[str]]:
 def run(
     engine: InferenceEngine, tasks: Sequence[str], length: int, count: int, shares: Sequence[float],
     policies: dict[str, Any], say: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """All policies at all shares; what was measured until Ctrl-C."""
+) -> Iterator[dict[str, Any]]:
+    """All policies at all shares, as they come; what was measured until Ctrl-C."""
     questions = {task: make_questions(task, engine.tokenizer, length, count) for task in tasks}
-    found: list[dict[str, Any]] = []
-    try:
-        for name, policy in policies.items():
-            for share in shares if policy is not None else (1.0,):
-                found.append({"policy": name})
-                told = partial(_said, say, f"{name}, {share:.0%}")
-                found[-1] |= measure(engine, questions, length, policy, share, told, name.startswith(ONCE))
-    except KeyboardInterrupt:
-        found.pop()
-        say("stopped")
-    return found
+    for name, policy in policies.items():
+        for share in shares if policy is not None else (1.0,):
+            told = partial(_said, say, f"{name}, {share:.0%}")
+            try:
+                figures = measure(engine, questions, length, policy, share, told, name.startswith(ONCE))
+            except KeyboardInterrupt:
+                say("stopped")
+                return
+            say("")
+            yield {"policy": name} | figures

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,12 @@ class _Run:
         speed = formats.speeds(self.model, self.text, 1024, names, 2 if self.quick else 6)
         found = {}
         for context in (1024,) if self.quick else (1024, 2048):
-            figures = found[str(context)] = formats.measure(self.model, self.text, context, total, names)
+
+            def tell(so_far: dict[str, Any], count: int, context: int = context) -> None:
+                title = f"Formats at context {context}, windows so far: {count}"
+                self.table(title, [*formats.HEADER, "decode tok/s"], formats.rows(so_far, speed))
+
+            figures = found[str(context)] = formats.measure(self.model, self.text, context, total, names, tell)
             tokens = figures["f32"]["tokens"]
             self.table(
                 f"Formats at context {context}, {tokens:,} tokens", [*formats.HEADER, "decode tok/s"],
@@ -157,18 +162,18 @@ class _Run:
     def eviction(self) -> None:
         count = self.options.prompts or (1 if self.quick else 8)
         prompts = make_prompts(self.text, self.tokenizer, count)
-        found = [eviction.measure(self.model, prompts, "all", 100, dtype) for dtype in ("f32", "q4")]
+        asked = [("all", 100, dtype) for dtype in ("f32", "q4")]
         budgets = (10, 40) if self.quick else eviction.BUDGETS
         for dtype, some in (("f32", budgets), ("q4", (20,) if self.quick else (10, 20, 40))):
             for policy in eviction.POLICIES:
                 if dtype == "f32" or not policy.startswith("random"):
-                    found += [eviction.measure(self.model, prompts, policy, percent, dtype) for percent in some]
-        one = found[0]
+                    asked += [(policy, percent, dtype) for percent in some]
+        found: list[dict[str, Any]] = []
         self.table(
             f"Eviction: {count} prompts of {eviction.LENGTH:,} tokens, pieces of {eviction.CHUNK}", eviction.HEADER,
-            eviction.rows(found),
-            f"perplexity: {one['tokens']:,} tokens of continuation; names: {one['names']}, each seen once. A piece "
-            f"attends before anything is evicted, so memory is that of the budget and one piece.",
+            _each(found, (eviction.measure(self.model, prompts, *each) for each in asked), eviction.rows),
+            lambda: f"perplexity: {found[0]['tokens']:,} tokens of continuation; names: {found[0]['names']}, each seen "
+            "once. A piece attends before anything is evicted, so memory is that of the budget and one piece.",
         )
         pieces = [] if self.quick else self._pieces(prompts[:3])
         survivors = eviction.survivors(self.model, prompts[0], 20)
@@ -185,25 +190,25 @@ class _Run:
 
     def _pieces(self, prompts: list[Any]) -> list[dict[str, Any]]:
         """The same budget with other lengths of a piece: in longer ones a token sees more before the eviction."""
-        found = [
+        found: list[dict[str, Any]] = []
+        new = (
             eviction.measure(self.model, prompts, policy, 20, chunk=chunk)
             for policy in ("H2O", "window")
             for chunk in (8, 32, 128, 512)
-        ]
-        rows = [[f["policy"], f"{f['chunk']}", f"{f['perplexity']:.3f}"] for f in found]
+        )
+        rows = _each(found, new, lambda all: [[f["policy"], f"{f['chunk']}", f"{f['perplexity']:.3f}"] for f in all])
         self.table("The length of a piece, budget 20 %", ["policy", "piece", "perplexity"], rows)
         return found
 
     def endless(self) -> None:
         total = self.options.stream or (8_192 if self.quick else 100_000)
         fresh = endless.reference(self.model, self.text.tokens[: total + 1])
-        runs = []
-        for name in endless.RUNS:
-            long = name.startswith("StreamingLLM")
-            runs.append(endless.measure(self.model, self.text, name, total if long else min(total, 32_768)))
+        lengths = {name: total if name.startswith("StreamingLLM") else min(total, 32_768) for name in endless.RUNS}
+        runs: list[dict[str, Any]] = []
+        new = (endless.measure(self.model, self.text, name, length) for name, length in lengths.items())
         self.table(
             f"Endless text: {endless.SINKS} sinks and {endless.WINDOW} tokens of window, pieces of {endless.CHUNK}",
-            endless.HEADER, endless.rows(runs, fresh),
+            endless.HEADER, _each(runs, new, lambda all: endless.rows(all, fresh)),
             f"fresh: windows of 2,048 tokens of the same text that overlap by half, perplexity "
             f"{np.exp(-fresh.mean(dtype=np.float64)):.2f} over all {len(fresh):,} tokens; a bin has "
             f"{endless.BIN:,} tokens.",
@@ -221,12 +226,14 @@ class _Run:
 
     def reuse(self) -> None:
         splits = 25 if self.quick else 120
-        figures = {dtype: reuse.measure(self.model, self.text, dtype, splits) for dtype in FORMATS}
-        self.data["reuse"] = figures
+        found: list[tuple[str, Any]] = []
+        new = ((dtype, reuse.measure(self.model, self.text, dtype, splits)) for dtype in FORMATS)
         self.table(
-            "Prefix reuse: logits and 32 greedy tokens of a hit and of a cold run", reuse.HEADER, reuse.rows(figures),
+            "Prefix reuse: logits and 32 greedy tokens of a hit and of a cold run", reuse.HEADER,
+            _each(found, new, lambda all: reuse.rows(dict(all))),
             "A row has the same bits whatever rows it is computed with, so a hit is the cold run.",
         )
+        self.data["reuse"] = dict(found)
 
     def kvpress(self) -> None:
         found = presses.measure(self.model, make_prompts(self.text, self.tokenizer, 1 if self.quick else 4))
@@ -237,8 +244,25 @@ class _Run:
             self.table("The same policies in kvpress, on transformers", presses.HEADER, presses.rows(found))
 
 
+def _each(found: list[Any], new: Iterable[Any], rows: Callable[[list[Any]], list[list[str]]]) -> Iterator[list[str]]:
+    """The row of each of some figures as it comes.
+
+    Args:
+        found: gets the figures.
+        new: makes them.
+        rows: the rows of all figures so far.
+    """
+    for one in new:
+        found.append(one)
+        yield rows(found)[-1]
+
+
 def _checkpoint(options: argparse.Namespace) -> int:
-    figures, text = checkpoint.measure(options, checkpoint.progress)
+    def tell(so_far: dict[str, Any], count: int) -> None:
+        checkpoint.progress("")
+        show(options.markdown, f"Windows so far: {count}", checkpoint.HEADER, checkpoint.rows(so_far))
+
+    figures, text = checkpoint.measure(options, checkpoint.progress, tell)
     checkpoint.progress("")
     show(options.markdown, f"K and V of {text}", checkpoint.HEADER, checkpoint.rows(figures))
     if not options.quick and not options.rows:
@@ -269,14 +293,15 @@ def _tasks(options: argparse.Namespace) -> int:
     length = min(options.context, engine.config.max_position_embeddings - 16)
     count = min(2, options.questions) if options.quick else options.questions
     tasks, shares = options.tasks or list(haystacks.TASKS), options.budgets or checkpoint.SHARES
-    found = haystacks.run(engine, tasks, length, count, shares, chosen, checkpoint.progress)
-    checkpoint.progress("")
-    if not found:
-        raise SystemExit("stopped before the first policy was done")
     stretch = f", positions {options.stretch:g} times as far by YaRN" if options.stretch > 1 else ""
     text = f"{path.name}{stretch}, {count} texts of {length:,} tokens for each task"
     note = "right answers, and the mean log-probability of their tokens"
-    show(options.markdown, f"Questions about {text}", [*haystacks.HEADER, *tasks], haystacks.rows(found), note)
+    found: list[dict[str, Any]] = []
+    new = haystacks.run(engine, tasks, length, count, shares, chosen, checkpoint.progress)
+    rows = _each(found, new, haystacks.rows)
+    show(options.markdown, f"Questions about {text}", [*haystacks.HEADER, *tasks], rows, note)
+    if not found:
+        raise SystemExit("stopped before the first policy was done")
     if options.plot:
         print(pictures.draw_tasks(found, options.plot, text))
     if options.json:

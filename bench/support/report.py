@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -67,6 +68,9 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+_FIRST, _OTHERS = 28, 12  # characters of a column whose rows are not known yet
+
+
 def text_table(header: list[str], rows: list[list[str]]) -> str:
     """Plain text columns: the first is left-aligned, the others right-aligned."""
     cells = [header, *rows]
@@ -116,13 +120,37 @@ def print_table(table: Table, results: list[Result], *, as_markdown: bool = Fals
     return sum(row[-1] == "MISSED" for row in rows)
 
 
-def show(as_markdown: bool, title: str, header: list[str], rows: list[list[str]], *notes: str) -> None:
-    """Print a table of text with its title and notes."""
-    layout = markdown if as_markdown else text_table
-    print(f"\n{'### ' if as_markdown else ''}{title}\n\n{layout(header, rows)}")
+def show(
+    as_markdown: bool, title: str, header: list[str], rows: Iterable[list[str]], *notes: str | Callable[[], str]
+) -> None:
+    """Print a table of text with its title and notes.
+
+    Args:
+        as_markdown: whether it is Markdown.
+        title, header: before the rows.
+        rows: a list; or an iterator, of which each is printed as it comes.
+        notes: behind them; functions are called when the rows are there.
+    """
+    print(f"\n{'### ' if as_markdown else ''}{title}\n", flush=True)
+    if isinstance(rows, list):
+        print((markdown if as_markdown else text_table)(header, rows))
+    else:
+        _show_each(as_markdown, header, rows)
     for note in notes:
-        print(f"\n{note}")
+        print(f"\n{note if isinstance(note, str) else note()}")
     print(flush=True)
+
+
+def _show_each(as_markdown: bool, header: list[str], rows: Iterable[list[str]]) -> None:
+    """Print rows as they come, in columns of a width that most cells have."""
+    if as_markdown:
+        print(markdown(header, []), flush=True)
+    else:
+        header = [header[0].ljust(_FIRST), *(cell.rjust(_OTHERS) for cell in header[1:])]
+        print(text_table(header, []), flush=True)
+    for row in rows:
+        padded = [row[0].ljust(len(header[0])), *(c.rjust(len(h)) for c, h in zip(row[1:], header[1:], strict=True))]
+        print("| " + " | ".join(row) + " |" if as_markdown else "  ".join(padded).rstrip(), flush=True)
 
 
 def save_json(path: str, tables: list[tuple[Table, list[Result]]], **more: Any) -> None:

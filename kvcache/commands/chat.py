@@ -12,7 +12,15 @@ from dataclasses import replace
 from kvcache.commands.answer_view import answer_view, note
 from kvcache.commands.conversation import Conversation, Messages
 from kvcache.commands.message_reader import MessageReader
-from kvcache.commands.options import add_options, expect_chat_template, explained, name_of, open_engine
+from kvcache.commands.options import (
+    add_chat_template,
+    add_options,
+    expect_chat_template,
+    explained,
+    memory_of,
+    name_of,
+    open_engine,
+)
 from kvcache.commands.slash_commands import SlashCommands
 from kvcache.engine import Answer, InferenceEngine, PrefixCachedEngine
 from kvcache.errors import OutOfMemoryError
@@ -26,6 +34,7 @@ PIECE = 128  # tokens of a prompt between two reports of progress: a piece takes
 def add_chat(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_options(parser, model_required=False, max_tokens=MAX_TOKENS)
+    add_chat_template(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message, which comes first")
     parser.add_argument("--plain", action="store_true", help="show answers as they come, without Markdown and colours")
 
@@ -38,10 +47,10 @@ def chat(options: argparse.Namespace, default: str) -> int:
         default: the model where the options name none.
     """
     options.model = options.model or default
-    expect_chat_template(options.model, options.system)
+    expect_chat_template(options, options.system)
     engine = open_engine(options, InferenceEngine.from_pretrained, prefill_chunk=PIECE)
     engine.reseed(secrets.randbits(63))  # `--seed` is one of `sampling_params`, and comes first
-    cached = PrefixCachedEngine(engine, shared=True, max_memory_bytes=options.max_memory)
+    cached = PrefixCachedEngine(engine, shared=True, max_memory_bytes=memory_of(options))
     Talk(cached, options).run()
     return 0
 
@@ -65,7 +74,7 @@ class Talk:
         context = max(1, min(inner.config.max_position_embeddings, options.context or room, room))
         self._talk = Conversation(engine, context, options.system)
         self._reader, self._view = MessageReader(), answer_view(options.plain)
-        self._commands, self._name = SlashCommands(self._talk, note), name_of(options.model)
+        self._commands, self._name = SlashCommands(self._talk, note, self._reader.confirm), name_of(options.model)
 
     def run(self) -> None:
         """Answer messages until there are no more."""

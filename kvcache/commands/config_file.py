@@ -14,11 +14,11 @@ __all__ = ["configured"]
 
 # What a table [[model]] may say beside its path, its name and its aliases: options that are about one model.
 _OF_A_MODEL = {
-    "activations", "autosave", "calibrate", "context", "draft", "draft_tokens", "dtype", "frequency_penalty",
-    "kv_events", "kv_events_medium", "kv_events_rank", "kv_events_replay", "kv_events_topic", "kv_events_unsalted",
-    "max_memory", "max_queue", "max_running", "max_tokens", "min_p", "num_blocks", "plain_special_tokens",
-    "presence_penalty", "redis", "repetition_penalty", "seed", "sparse_tokens", "stop", "temperature", "tier_secret",
-    "tool_parser", "top_k", "top_p", "weights",
+    "activations", "autosave", "calibrate", "chat_template", "context", "draft", "draft_tokens", "dtype",
+    "frequency_penalty", "kv_events", "kv_events_medium", "kv_events_rank", "kv_events_replay", "kv_events_topic",
+    "kv_events_unsalted", "max_memory", "max_queue", "max_running", "max_tokens", "min_p", "num_blocks",
+    "plain_special_tokens", "presence_penalty", "redis", "repetition_penalty", "seed", "sparse_tokens", "stop",
+    "temperature", "tier_secret", "tool_parser", "top_k", "top_p", "weights",
 }
 _NAMES = {"path": "model", "name": "name", "aliases": "served_name"}  # of a table, and the options that they are
 
@@ -42,6 +42,10 @@ def configured(
         ValueError: no TOML, an unknown option, or a value of another kind.
     """
     content, known = _content(path), vars(parser.parse_args([]))
+    for name in ("model", "models"):
+        if isinstance(content.get(name), dict) or (name == "models" and name in content):
+            got = f"[{name}]" if isinstance(content[name], dict) else name
+            raise ValueError(f"config: expected a table [[model]] for each model, got {got}")
     tables = content.pop("model") if isinstance(content.get("model"), list) else []
     places = {name: name for name in known if name not in ("config", "parser", "tables")}
     base = _options(content, known, places, "the command")

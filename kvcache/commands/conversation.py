@@ -73,8 +73,10 @@ class Conversation:
         return None
 
     def clear(self) -> None:
-        """Forget all messages but the system message."""
+        """Forget all messages but the system message, and the K and V of all of them."""
         self.messages = self._system()
+        self._engine.inner.reset()
+        self._engine.clear_cache()
 
     @property
     def system(self) -> str | None:

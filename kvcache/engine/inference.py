@@ -58,8 +58,9 @@ class InferenceEngine:
             are those of the network; an engine with an eviction policy has one format. "auto:4.0" chooses the formats
             of layers within so many bits per value, by what each loses (`layer_losses`); it needs `calibrate`.
         num_blocks: size of the cache; by default enough for the whole context, at most for 8192 tokens.
-        max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB"; with `num_blocks` the lower limit
-            counts, without it the whole context is the other limit. ValueError: too few for one block.
+        max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB", or "50%" of the memory that is
+            available when the engine is made; with `num_blocks` the lower limit counts, without it the whole context is
+            the other limit. ValueError: too few for one block.
         prefill_chunk: prompts run through the network in pieces of at most this many tokens, cut at its multiples.
         residual_length: the text is divided into groups of this many tokens (0 to 256). A query reads its own group in
             f16 and earlier groups as `dtype` packs them, see `PagedKvCache`. By default 64 if K or V is q6, q4 or
@@ -171,7 +172,7 @@ class InferenceEngine:
             calibrate: False, a `Calibration` or tokens, as for the constructor; "auto": measured on a text that the
                 library has; a path of a text or of a saved `Calibration`. What is measured is kept in the user's
                 cache folder (`kvcache` in XDG_CACHE_HOME) under the names of network and text.
-            seed, options: as for the constructor.
+            seed, options: as for the constructor; also `chat_template`, a Jinja template in place of the checkpoint's.
 
         Raises:
             FileNotFoundError: a file is missing.

@@ -10,14 +10,17 @@ from kvcache.calibration.calibrating import text_or_calibration
 from kvcache.drafts.sources import SOURCE_NAMES, each_source
 from kvcache.engine.hub import checkpoint_path
 from kvcache.gguf.file import GgufFile
-from kvcache.networks.gguf import is_gguf
+from kvcache.networks.config import ModelConfig
+from kvcache.networks.gguf import GgufCheckpoint, is_gguf
 from kvcache.networks.model import Transformer
 from kvcache.sampling.defaults import folder_defaults, gguf_defaults
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import short
 
-__all__ = ["Opened", "checkpoint_text", "open_checkpoint", "open_drafts", "open_gguf", "split_options"]
+__all__ = [
+    "Opened", "checkpoint_positions", "checkpoint_text", "open_checkpoint", "open_drafts", "open_gguf", "split_options",
+]
 
 
 class Opened(NamedTuple):
@@ -36,15 +39,26 @@ class Opened(NamedTuple):
     calibrate: Any
 
 
-def checkpoint_text(directory: str | Path) -> CheckpointText | GgufText:
+def checkpoint_positions(directory: str | Path) -> int:
+    """The positions of the network of a folder or a GGUF file, without its weights; errors as of `open_checkpoint`."""
+    path = checkpoint_path(directory)
+    config = GgufCheckpoint(path).config if is_gguf(path) else ModelConfig.from_pretrained(path)
+    return config.max_position_embeddings
+
+
+def checkpoint_text(directory: str | Path, chat_template: str | None = None) -> CheckpointText | GgufText:
     """The tokenizer and the chat template of a folder or a GGUF file, without its network.
+
+    Args:
+        directory: of the checkpoint.
+        chat_template: a Jinja template in place of the checkpoint's.
 
     FileNotFoundError: as `checkpoint_path`, and no such file or folder.
     """
     path = checkpoint_path(directory)
     if not path.exists() or (path.is_dir() and not (path / "config.json").exists()):
         raise FileNotFoundError(f"{directory}: expected a folder with config.json, or a GGUF file, got none")
-    return GgufText(path) if is_gguf(path) else CheckpointText(path)
+    return GgufText(path, chat_template) if is_gguf(path) else CheckpointText(path, chat_template)
 
 
 def open_checkpoint(
@@ -53,13 +67,13 @@ def open_checkpoint(
     """Open a folder, or a GGUF file; see `InferenceEngine.from_pretrained`.
 
     Args:
-        network: arguments of `Transformer.from_pretrained`.
+        network: arguments of `Transformer.from_pretrained`, and perhaps `chat_template`.
     """
     path = checkpoint_path(directory)
     if is_gguf(path):
         return open_gguf(path, sampling_params, calibrate, network)
     defaults = folder_defaults(path) if sampling_params is None else sampling_params
-    text = CheckpointText(path)
+    text = CheckpointText(path, network.pop("chat_template", None))
     known = calibrate if calibrate is False else text_or_calibration(calibrate, lambda: text.tokenizer)
     return Opened(Transformer.from_pretrained(path, **network), defaults, text, known)
 
@@ -70,7 +84,7 @@ def open_gguf(
     """Open a GGUF file of any name."""
     file = GgufFile(path)
     defaults = gguf_defaults(file) if sampling_params is None else sampling_params
-    text = GgufText(file)
+    text = GgufText(file, network.pop("chat_template", None))
     file.close()
     known = calibrate if calibrate is False else text_or_calibration(calibrate, lambda: text.tokenizer)
     return Opened(Transformer.from_gguf(path, **network), defaults, text, known)
@@ -115,7 +129,7 @@ def _expect_same_tokens(text: CheckpointText | GgufText, other: CheckpointText |
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Take the arguments of the network out of those of an engine: these, and `calibrate`."""
-    names = [name for name in options if name in ("weights", "activations", "progress")]
+    names = [name for name in options if name in ("weights", "activations", "chat_template", "progress")]
     network = {name: options.pop(name) for name in names}
     if any(isinstance(each, str) and each in ("mtp", "auto") for each in each_source(options.get("draft"))):
         network["draft_layer"] = True

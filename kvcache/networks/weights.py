@@ -7,7 +7,6 @@ not reach them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import groupby
@@ -46,6 +45,7 @@ from kvcache.networks.recurrent_sizes import Mixer, Mlp
 from kvcache.networks.tensors import Tensors
 from kvcache.support.arguments import short, spelled
 from kvcache.support.huge_pages import huge_bytes
+from kvcache.support.machine_memory import machine_memory
 
 __all__ = ["FORMATS", "LayerWeights", "MlpWeights", "Progress", "Weight", "Weights"]
 
@@ -298,6 +298,12 @@ class Weights:
         return max(array.scratch_bytes for array in self.arrays() if not isinstance(array, np.ndarray))
 
 
+def _too_large(size: int, available: int) -> OutOfMemoryError:
+    error = OutOfMemoryError(size, available, "bytes")
+    error.purpose = "weights"
+    return error
+
+
 class _Loader:
     """One load: plans all matrices, allocates them together, and fills one after another."""
 
@@ -333,9 +339,8 @@ class _Loader:
         shapes = [shape for plan in self._plans for _, shape in plan]
         size = sum(Matrix.num_bytes(*shape) for shape in shapes)
         # A sparse file costs nothing on disk; reading it could exhaust the memory of all processes.
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if size > memory:
-            raise OutOfMemoryError(size, memory, "bytes")
+        if size > (memory := machine_memory().total):
+            raise _too_large(size, memory)
         try:
             matrices = iter(self._fill(iter(empty_matrices(shapes)), size))
             embedding, inputs = next(matrices), None
@@ -344,7 +349,7 @@ class _Loader:
             layers = tuple(self._layer(i, matrices) for i in range(self._config.num_layers))
             weights = Weights(embedding, layers, self._norm(NORM), next(matrices, embedding), inputs)
         except MemoryError:
-            raise OutOfMemoryError(size, 0, "bytes") from None
+            raise _too_large(size, 0) from None
         for array in weights.arrays():
             if isinstance(array, np.ndarray):
                 array.flags.writeable = False

@@ -112,7 +112,7 @@ class PagedBlocks:
         except OutOfMemoryError as error:
             if self.idle and error.unit == "blocks":
                 with self.lock:
-                    error.idle = sum(count() for count in self.idle)
+                    error.idle_of_each = tuple(filter(None, (count() for count in self.idle)))
             raise
 
     # What follows is called with the lock held.

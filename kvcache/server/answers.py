@@ -16,7 +16,7 @@ from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
 from kvcache.server.bodies import Body
 from kvcache.server.forms import TIMED_OUT, Choice, Form, Whole, reason_of
 from kvcache.server.limits import Threads
-from kvcache.server.refusals import ending, too_large
+from kvcache.server.refusals import ending
 from kvcache.server.sent_events import SentEvents
 from kvcache.server.written import JsonObject, pieces
 from kvcache.serving import NewTokens
@@ -56,18 +56,20 @@ class HttpAnswer:
             request.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {}).update(requests=self.requests, body=self._body)
+        state = scope.setdefault("state", {})
+        state.update(requests=self.requests, body=self._body)
+        begun = ended = False
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
+            state["left"] = not ended
             tasks.cancel_scope.cancel()
 
-        begun = False
-
         async def note(message: Message) -> None:
-            nonlocal begun
+            nonlocal begun, ended
             begun = True
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         stream = SentEvents(note, self._form.ping)
@@ -174,7 +176,7 @@ class HttpAnswer:
                     yield new
         except OutOfMemoryError:
             if not all(work.error is None or _is_cut(work) for work in request.works):
-                raise too_large(self._form.field, request.works[0].num_prompt) from None
+                raise self._form.too_large(request.works[0].num_prompt) from None
 
 
 def _is_cut(work: Work) -> bool:

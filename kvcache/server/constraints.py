@@ -10,7 +10,9 @@ from kvcache.grammar import Grammar, json_schema
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
-__all__ = ["grammar_refused", "knows_grammars", "response_format"]
+__all__ = ["INSTALL", "grammar_refused", "knows_grammars", "response_format"]
+
+INSTALL = "pip install 'kvcache-cpu[grammar]'"
 
 
 def knows_grammars() -> bool:
@@ -39,7 +41,7 @@ def response_format(value: Any, name: str) -> Grammar | None:
         message = f"{name}: expected type text, json_object or json_schema, got {short(kind)}"
         raise BodyError(message, "unsupported_parameter")
     if not knows_grammars():
-        message = f"{name}: expected type text, since the server has no llguidance, got {short(kind)}"
+        message = f"{name}: expected type text, since the server has no llguidance ({INSTALL}), got {short(kind)}"
         raise BodyError(message, "unsupported_parameter")
     try:
         return json_schema(schema, strict=strict)

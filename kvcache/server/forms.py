@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from secrets import token_hex
 from typing import Any, NamedTuple
 
@@ -14,14 +15,14 @@ from starlette.responses import Response
 from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
 from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.server.bodies import Body
-from kvcache.server.refusals import ending, refusal
+from kvcache.server.refusals import BodyError, ending, refusal, too_large
 from kvcache.server.written import JsonObject, written
 from kvcache.serving import BatchEngine
 from kvcache.serving import Request as EngineRequest
 from kvcache.serving.work import Work
 
 __all__ = [
-    "TIMED_OUT", "Choice", "Counts", "Form", "Whole", "call_id", "counts_of", "event", "now", "reason_of",
+    "TIMED_OUT", "Choice", "Counts", "Form", "Whole", "call_id", "counts_of", "date_of", "event", "now", "reason_of",
     "stop_reason", "unique", "written_tokens",
 ]
 
@@ -71,10 +72,10 @@ class Form(ABC):
     def __init__(self, body: Body, engine: BatchEngine) -> None:
         self._body, self._engine = body, engine
 
-    @property
-    def field(self) -> str:
-        """The name of the field with the prompts."""
-        return self._body.field
+    def too_large(self, tokens: int) -> BodyError:
+        """The error of a prompt of so many tokens, which needs more memory than the engine has."""
+        most = self._engine.max_prompt
+        return too_large(self._body.field, f"{tokens} tokens", None if most is None or most >= tokens else most)
 
     def begin(self, requests: Sequence[EngineRequest]) -> Iterator[str]:
         """The events before any token; those that a request needs to be known are written when it has one."""
@@ -137,6 +138,11 @@ def call_id() -> str:
 def now() -> int:
     """The time of an answer, in seconds since 1970."""
     return int(time.time())
+
+
+def date_of(seconds: int) -> str:
+    """A time, in seconds since 1970, as RFC 3339 writes it."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
 
 def reason_of(reason: str | None, *, is_empty: bool) -> str | None:

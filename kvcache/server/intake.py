@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from anyio.to_thread import run_sync
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from kvcache.sampling.text_tokens import TooManyTokens
 from kvcache.server.api_keys import Keys
 from kvcache.server.bodies import json_of
 from kvcache.server.limits import BodyReader, Threads
@@ -84,7 +86,8 @@ class Intake:
         try:
             body = json_of(data)
             model = self._models.of(body)
-            found = method(model, body, space)
+            with _limits_told(model):
+                found = method(model, body, space)
         except RecursionError:  # of what has as many levels as JSON may have, a template's or an encoder's
             raise ValueError("body: expected at most some hundred levels, got more") from None
         if not isinstance(found, Asked):
@@ -92,4 +95,14 @@ class Intake:
         return self._queued(model, found) if found.body.params.grammar is None else _Waiting(model, found)
 
     def _queued(self, model: ServedModel, asked: Asked) -> ASGIApp:
-        return model.queued(asked, self._threads, self._timeout)
+        with _limits_told(model):
+            return model.queued(asked, self._threads, self._timeout)
+
+
+@contextmanager
+def _limits_told(model: ServedModel) -> Iterator[None]:
+    """Tell the smaller one of two limits, of positions and of memory, where a prompt has too many tokens."""
+    try:
+        yield
+    except TooManyTokens as error:
+        raise model.too_many_tokens(error) from None

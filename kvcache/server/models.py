@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -47,7 +47,12 @@ class Models:
             raise HTTPException(404, f"model: expected {' or '.join(self._by_name)}, got {short(name)}")
         return self._by_name[name]
 
-    def of(self, body: Mapping[str, Any]) -> ServedModel:
-        """The model that a body asks for; the first one where it names none, which paths that need a name refuse."""
+    def of(self, body: dict[str, Any]) -> ServedModel:
+        """The model that a body asks for. One that names none asks for the only one, and gets its name.
+
+        Of several it is the first one, and paths that need a name refuse the body.
+        """
+        if len(self.all) == 1 and body.get("model") is None:
+            body["model"] = self.all[0].names[0]
         name = body.get("model")
         return self.named(name) if isinstance(name, str) else self.all[0]

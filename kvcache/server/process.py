@@ -94,6 +94,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._limits, self._hurried, self._logged_at = limits, False, -_LOG_EVERY
+        self._drain = config.timeout_graceful_shutdown
         self._delay, self._leaving, self._leaves = delay, leaving, False
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -116,8 +117,16 @@ class _Server(uvicorn.Server):
         else:
             self.force_exit = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        count, loop = len(self.server_state.tasks), asyncio.get_running_loop()
+        since = loop.time()
+        logger.warning("drain: %d requests run and have %s s; new ones are refused", count, self._drain)
+        await super().shutdown(sockets)
+        logger.warning("drain: ended after %.1f s", loop.time() - since)
+
     def _leave(self, sig: int) -> None:
         """Fail the probe of readiness, and end the server after the delay, in which a balancer sees it."""
+        logger.warning("drain: begins in %g s; until then requests are taken, and /ready says 503", self._delay)
         if self._leaving is not None:
             self._leaving()
         asyncio.get_running_loop().call_later(self._delay, self._end, sig)
@@ -127,6 +136,7 @@ class _Server(uvicorn.Server):
             super().handle_exit(sig, None)
 
     def _hurry(self) -> None:
+        logger.warning("drain: a second signal cuts %d requests", len(self.server_state.tasks))
         for task in list(self.server_state.tasks):
             task.cancel()
 

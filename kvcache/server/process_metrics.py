@@ -7,17 +7,28 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from kvcache.serving.prometheus import head
+
 __all__ = ["process_metrics"]
 
 _PROC = Path("/proc")
+_HELP = {
+    "cpu_seconds_total": "CPU time of the process, its own and the system's.",
+    "max_fds": "Files and connections that it may have open.",
+    "open_fds": "Files and connections that are open.",
+    "virtual_memory_bytes": "Addresses that it has taken, with memory or without.",
+    "resident_memory_bytes": "Memory that it has.",
+    "start_time_seconds": "When it began, in seconds since 1970.",
+}
 
 
 def process_metrics() -> str:
     """CPU time, memory, open files and the start of this process; what the system does not tell is left out."""
-    return "".join(
-        f"# TYPE process_{name} {'counter' if name.endswith('_total') else 'gauge'}\nprocess_{name} {value}\n"
-        for name, value in _found()
-    )
+    lines: list[str] = []
+    for name, value in _found():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [*head(f"process_{name}", kind, _HELP[name]), f"process_{name} {value}"]
+    return "\n".join([*lines, ""])
 
 
 def _found() -> Iterator[tuple[str, float]]:

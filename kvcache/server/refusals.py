@@ -46,9 +46,18 @@ def too_many(field: str, most: int, count: int) -> ValueError:
     return ValueError(f"{field}: expected at most {most} answers, n for each, got {count}")
 
 
-def too_large(field: str, tokens: int) -> BodyError:
-    """A text needs more memory than the engine has."""
-    return BodyError(f"{field}: expected a text that fits the memory for tokens, got one of {tokens} tokens", CONTEXT)
+def too_large(field: str, got: str, most: int | None = None) -> BodyError:
+    """A text needs more memory than the engine has, where `most` tokens fit.
+
+    Args:
+        field: of the body.
+        got: what the text has, such as "7 tokens".
+        most: None: not known, or no less than the text has.
+    """
+    expected = "a text that fits the memory for tokens" if most is None else f"at most {most} tokens"
+    limit = "" if most is None else f": this model's maximum context length is {most} tokens on this server"
+    more = "--context, --num-blocks or --max-memory of the server gives more"
+    return BodyError(f"{field}: expected {expected}, got {got}{limit}; {more}", CONTEXT)
 
 
 def ending() -> HTTPException:

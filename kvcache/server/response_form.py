@@ -22,8 +22,10 @@ _ECHOED: dict[str, Any] = {
     "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "reasoning": None,
     "temperature": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": None,
     "store": False, "service_tier": "default", "truncation": "disabled", "previous_response_id": None,
+    "completed_at": None,
 }
-_KEPT = {"store", "service_tier", "truncation", "previous_response_id"}  # say what is done, not what was asked for
+# Say what is done, not what was asked for.
+_KEPT = {"completed_at", "store", "service_tier", "truncation", "previous_response_id"}
 
 
 class ResponseForm(Form):
@@ -163,6 +165,8 @@ class ResponseForm(Form):
             "output_tokens_details": {"reasoning_tokens": choice.spoken.reasoning_tokens},
             "total_tokens": work.num_prompt + work.num_new,
         }
+        if not is_cut:
+            found["completed_at"] = now()
         return found | {"usage": usage, "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None}
 
 

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from kvcache.errors import GrammarError, OutOfMemoryError, QueueFullError
 from kvcache.grammar import Grammar
+from kvcache.sampling.text_tokens import TooManyTokens
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.answers import HttpAnswer
 from kvcache.server.bodies import Body, body_of, check_scores
@@ -19,7 +20,7 @@ from kvcache.server.completion_form import CompletionForm
 from kvcache.server.constraints import grammar_refused
 from kvcache.server.fields import DETOKENIZE, TOKENIZE, checked
 from kvcache.server.fingerprints import Fingerprints
-from kvcache.server.forms import Form, unique
+from kvcache.server.forms import Form, now, unique
 from kvcache.server.limits import Threads
 from kvcache.server.logprobs import TokenTexts
 from kvcache.server.message_bodies import COUNTED, MESSAGES, chat_of_messages
@@ -63,13 +64,14 @@ class ServedModel:
     Attributes:
         engine: see above.
         names: all of them; that of the model first.
+        created: when this was made, in seconds since 1970.
     """
 
     def __init__(
         self, engine: BatchEngine, name: str, *, aliases: Sequence[str] = (), plain_special_tokens: bool = False,
         tool_parser: str | None = None,
     ) -> None:
-        self.engine, self.names = engine, tuple(dict.fromkeys((name, *aliases)))
+        self.engine, self.names, self.created = engine, tuple(dict.fromkeys((name, *aliases))), now()
         self._prompts = Prompts(engine, plain_special_tokens)
         self._voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)
         self._texts, self._fingerprints = TokenTexts(engine.tokenizer), Fingerprints()
@@ -149,9 +151,18 @@ class ServedModel:
             if isinstance(error, QueueFullError) and count > error.max_queue:  # there is never room for all of it
                 raise too_many(body.field, error.max_queue, count) from None
             if isinstance(error, OutOfMemoryError) and prompt is not None:
-                raise too_large(body.field, len(prompt.tokens)) from None
+                raise self._too_large(body.field, f"{len(prompt.tokens)} tokens") from None
             raise
         return answer
+
+    def too_many_tokens(self, error: TooManyTokens) -> ValueError:
+        """The error of a text with more tokens than the network has positions: of the memory where that has fewer."""
+        field, _, rest = str(error).partition(": ")
+        most = self.engine.max_prompt
+        return error if most in (None, error.most) else self._too_large(field, rest.rpartition(", got ")[2])
+
+    def _too_large(self, field: str, got: str) -> ValueError:
+        return too_large(field, got, self.engine.max_prompt)
 
     # -- tokens alone ---------------------------------------------------------------------------------------
 
@@ -180,7 +191,7 @@ class ServedModel:
             raise ValueError(f"prompt: expected one, got {len(body.prompts)}")
         ids = self._prompts.of(body, runs=False)[0].tokens.tolist()
         texts = [self._texts.of(token)[0] for token in ids] if with_texts else None
-        most = self.engine.max_positions
+        most = self.engine.max_prompt
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})
 
     def detokenize(self, found: dict[str, Any], space: Hashable) -> ASGIApp:

@@ -13,11 +13,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvcache.server.api_keys import Keys, Label
+from kvcache.server.forms import date_of
 from kvcache.server.intake import Intake
 from kvcache.server.limits import Threads
 from kvcache.server.models import Models
 from kvcache.server.page import page
 from kvcache.server.process_metrics import process_metrics
+from kvcache.server.served_model import ServedModel
 from kvcache.serving.prometheus import expositions
 
 __all__ = ["ServerReports"]
@@ -57,13 +59,16 @@ class ServerReports:
     async def _list(self, request: Request) -> Response:
         """The models, under each of their names."""
         self._intake.namespace(request)
-        return JSONResponse({"object": "list", "data": list(map(_model, self._models.names))})
+        names = self._models.names
+        found = [_entry(name, self._models.named(name)) for name in names]
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # as Anthropic's client reads lists
+        return JSONResponse({"object": "list", "data": found, **ends})
 
     async def _one(self, request: Request) -> Response:
         """The model of one name."""
         self._intake.namespace(request)
-        self._models.named(asked := request.path_params["name"])
-        return JSONResponse(_model(asked))
+        model = self._models.named(asked := request.path_params["name"])
+        return JSONResponse(_entry(asked, model))
 
     # -- probes ---------------------------------------------------------------------------------------------
 
@@ -115,5 +120,10 @@ class ServerReports:
         return shown
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "kvcache"}
+def _entry(name: str, model: ServedModel) -> dict[str, Any]:
+    """A model as OpenAI's interface tells it, Anthropic's, and vLLM's, whose clients look for `max_model_len`."""
+    most = model.engine.max_prompt
+    return {
+        "id": name, "object": "model", "created": model.created, "owned_by": "kvcache", "max_model_len": most,
+        "type": "model", "display_name": name, "created_at": date_of(model.created), "max_input_tokens": most,
+    }

@@ -12,7 +12,7 @@ from kvcache.sampling.dialects.call_grammars import calls_grammar, lead_of_answe
 from kvcache.sampling.dialects.dialect_table import DIALECTS, dialect_of
 from kvcache.sampling.dialects.spoken_answer import MarkTokens, SpokenAnswer
 from kvcache.server.bodies import Body
-from kvcache.server.constraints import grammar_refused, knows_grammars
+from kvcache.server.constraints import INSTALL, grammar_refused, knows_grammars
 from kvcache.server.conversations import Conversation
 from kvcache.server.refusals import BodyError
 from kvcache.serving.work import Work
@@ -80,7 +80,7 @@ class Voices:
         if found is None and free:
             return None
         if found is None or not knows_grammars():
-            why = "the server has no llguidance" if found is not None else "this network writes no calls"
+            why = f"the server has no llguidance ({INSTALL})" if found is not None else "this network writes no calls"
             message = f"tool_choice: expected none or auto, since {why}, got one that requires a call"
             if free:
                 message = f"tools: expected functions that are not strict, since {why}, got one that is"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -76,8 +77,7 @@ class BatchEngine:
         dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `InferenceEngine`.
         num_blocks: size of the cache, of running requests and cached prefixes together; by default four times the
             whole context, at most for 16,384 tokens.
-        max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB"; with `num_blocks` the lower limit
-            counts.
+        max_memory_bytes: the most bytes of K and V, as of `InferenceEngine`; with `num_blocks` the lower limit counts.
         max_queue: the most requests that wait, samples counted.
         max_running: the most requests that run at a time, samples counted.
         target_gap: seconds between new tokens that prompts of other requests may cause: fewer tokens of prompts run in
@@ -463,6 +463,18 @@ class BatchEngine:
     def shared_block_size(self) -> int:
         """Tokens of a block of cached prefixes; 0: requests share none, since tokens are evicted."""
         return 0 if self._settings.budgets is not None else self._settings.block_size
+
+    @property
+    def max_prompt(self) -> int | None:
+        """The most tokens of a prompt that there are positions and memory for; None: any number."""
+        if self.max_positions is None:
+            return None
+        return bisect_right(range(1, self.max_positions + 1), self._pool.total_blocks, key=self._pool.blocks_for)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that there is memory for: of requests that run and of cached prefixes together."""
+        return self._pool.total_blocks * self._settings.block_size
 
     @property
     def chat_template(self) -> str | None:

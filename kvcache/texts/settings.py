@@ -20,6 +20,7 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.residual import row_block
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.support.arguments import as_bytes, as_count, as_instance
+from kvcache.support.machine_memory import as_memory
 from kvcache.support.memory_nodes import warn_of_nodes
 from kvcache.texts.budgets import Budgets
 from kvcache.texts.cached_states import CachedStates, page_shape
@@ -128,6 +129,8 @@ class CacheSettings:
         storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, budgets)
         if num_blocks is not None:
             num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
+        if max_memory_bytes is not None:
+            max_memory_bytes = as_memory(max_memory_bytes, "max_memory_bytes")
         if budgets is not None and any(map(is_mixed, storage.dtypes)):
             raise ValueError("dtype: expected one format with an eviction_policy, got one for each layer")
         for each, name in zip(storage.dtypes, ("key_dtype", "value_dtype"), strict=True):
@@ -360,7 +363,7 @@ class CacheSettings:
         Raises:
             TypeError, ValueError: no number of bytes; too few for one block.
         """
-        limit = as_bytes(limit, "max_memory_bytes")
+        limit = as_memory(limit, "max_memory_bytes")
         if limit < needed(1):
             raise ValueError(f"max_memory_bytes: expected at least {needed(1)}, the bytes {of_what}, got {limit}")
         return bisect_right(range(min(most, 2**31 - 1) + 1), limit, key=needed) - 1
@@ -426,7 +429,7 @@ class CacheSettings:
         if count is not None:
             most = count
         elif size:
-            most = as_bytes(max_memory_bytes, "max_memory_bytes") // size + 1
+            most = (max_memory_bytes := as_memory(max_memory_bytes, "max_memory_bytes")) // size + 1
         else:  # blocks without bytes: they name what is cached of other layers
             most = _MOST_CONTEXTS * (-(-positions // self.block_size) + 1)
         return self.fitting(

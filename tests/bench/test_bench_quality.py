@@ -28,6 +28,7 @@ from bench.quality import (
 )
 from bench.quality.network import RandomEngine, Recorder, attention_mass, demo_model, log_softmax
 from bench.quality.prompts import DISTANCES, LENGTH, make_prompts
+from bench.support.report import show
 from kvcache import EvictionPolicy, InferenceEngine
 from kvcache.calibration.residual import default_length
 from kvcache.demo import DIRECTORY
@@ -48,6 +49,23 @@ def model(demo):
 @pytest.fixture(scope="module")
 def text(demo):
     return heldout.load(demo[1])
+
+
+def test_rows_of_a_table_are_printed_as_they_come(capsys):
+    """Each before the next one is measured, in columns of one width; notes come last."""
+
+    def rows():
+        for name, cell in (("a", "1"), ("a longer name", "2.5")):
+            yield [name, cell, "x"]
+            last = capsys.readouterr().out.splitlines()[-1]
+            assert last.replace("|", "").split() == [*name.split(), cell, "x"]
+
+    for as_markdown in (False, True):
+        show(as_markdown, "title", ["format", "value", "c"], rows(), "one", lambda: "two")
+        assert capsys.readouterr().out == "\none\n\ntwo\n\n"
+    show(False, "title", ["format", "value", "c"], iter([["a", "1", "x"], ["b", "22", "y"]]))
+    lines = capsys.readouterr().out.strip().splitlines()[2:]
+    assert len({len(line) for line in lines}) == 1
 
 
 def test_windows_cover_without_overlap():
@@ -148,7 +166,9 @@ def test_formats_and_policies_in_python_have_their_rows(tmp_path, monkeypatch, c
     options = ["--tokens", "300", "--context", "100", "--format", "ideas:Nothing"]
     options += ["--format", "ideas:Nothing/ideas:Half", "--policy", "ideas:Last", "--policy", "ideas:Halves"]
     assert main(["quality", "--quick", *options]) == 0  # the demo's model
-    shown = capsys.readouterr().out
+    before, _, shown = capsys.readouterr().out.partition("K and V of ")
+    titles = re.findall(r"Windows so far: (\d)\n\n.*\n-+\nf32 ", before)
+    assert titles == ["1", "2"], "tables of what is known so far"
     assert re.search(r"as it is +15\.24 +[+-]0\.000 ± 0\.000 % +[\de.-]+ ± [\de.-]+ +[\de.-]+ +100\.00 %", shown)
     assert re.search(r"as it is, no residual +5\.00 +[+-]0\.000 ± 0\.000 % +0 ± 0 +0 +100\.00 %", shown)
     for place in ("ideas:Neither", "ideas:Missing", "nowhere:Nothing", "ideas"):

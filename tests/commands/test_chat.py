@@ -20,6 +20,7 @@ from places import search_path
 
 from kvcache import InferenceEngine, SamplingParams
 from kvcache.__main__ import main
+from kvcache.commands.message_reader import height, visible
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -318,13 +319,36 @@ def test_a_conversation_in_a_terminal(folder, tmp_path):
         assert "system: import re" in it.say("/system import re", "system: import re")
         assert "loaded: 4 messages; " in it.say(f"/load {tmp_path / 'talk.json'}", "2,048 tokens")
         (again_asked,) = reports(it.say("import os", prompt))
-        assert again_asked["cached"] >= pasted["prompt"] - 16, "the blocks of the saved conversation are still cached"
+        assert again_asked["cached"] == 0, "its blocks went with /clear"
+        before = (tmp_path / "talk.json").read_text()
+        it.say(f"/save {tmp_path / 'talk.json'}", r"talk.json exists. Overwrite it\? \[y/N\] ")
+        it.write("\r")
+        it.until("not saved")
+        assert (tmp_path / "talk.json").read_text() == before
+        it.say(f"/save {tmp_path / 'talk.json'}", r"\[y/N\] ")
+        it.write("y\r")
+        it.until("saved: 6 messages")
         assert "/load: " in it.say("/load nowhere.json", "nowhere.json'")
         assert "/nothing: expected a command" in it.say("/nothing", "lists them")
         assert "/undo" in it.say("/help", "keys and values")
         it.say("/exit", "")
         again(lambda: None, it.ended)
         assert it.status == 0
+
+
+def test_a_paste_that_is_taller_than_the_screen_is_shown_whole(folder):
+    """When it is sent; what would control the terminal is shown as readline shows it. A shorter one is left alone."""
+    with Terminal(folder, "--max-tokens", 2, TERM="xterm", NO_COLOR="1", INPUTRC="/dev/null") as it:
+        it.until("> ")
+        for count, rows in ((24, 24), (25, 26)):
+            lines = [*(f"x = {i}" for i in range(count - 1)), "y" * 121 if rows > count else "y"]
+            it.write("\x1b[200~" + "\n".join(lines) + "\x1b[201~")
+            it.write("\r")
+            shown = it.until(REPORT.pattern)
+            it.until("> ")
+            assert ("\x1b[H\x1b[J> " + "\r\n".join(lines) + "\r\n" in shown) == (rows > 24)
+        assert visible("a\x1b[2J\tb\n\x85猫") == "a^[[2J\tb\n\ufffd猫"
+        assert [height(text, 4) for text in ("", "abcd", "abcde", "猫猫猫", "a\n\nb", "\ta")] == [1, 1, 2, 2, 3, 3]
 
 
 def test_a_full_context_and_a_long_prompt_in_a_terminal(folder):

@@ -16,6 +16,7 @@ from places import GOLDEN, search_path
 from kvcache import InferenceEngine
 from kvcache.__main__ import main
 from kvcache.demo import DIRECTORY
+from kvcache.support.machine_memory import MachineMemory
 
 pre_tokenizers = pytest.importorskip("tokenizers").pre_tokenizers
 pytestmark = pytest.mark.one_build
@@ -126,10 +127,32 @@ def test_a_calibration_is_told(capsys, tmp_path, monkeypatch):
 
 def test_memory_is_told_in_mebibytes(capsys):
     command = ["generate", "--model", str(DIRECTORY), "--prompt", "x", "--max-tokens", "100"]
-    size = r"requested \d+\.\d MiB of keys and values, available \d+\.\d; a larger --context"
+    size = (
+        r"requested [\d.]+ MiB more of keys and values, of [\d.]+ MiB 0 MiB are left; a larger --context, .* gives "
+        r"more: this machine has [\d.]+ [GM]iB, [\d.]+ [GM]iB of it available\n"
+    )
     assert re.search(size, one_line(capsys, main([*command, "--num-blocks", "1"])))
     assert re.search(size, one_line(capsys, main([*command, "--context", "16"])))
     assert main([*command, "--max-memory", "64MiB", "--context", "200", "--threads", "1"]) == 0
+
+
+def test_memory_that_the_machine_has_not_is_told_with_its_option(capsys, monkeypatch):
+    """The line has the bytes that are needed, those of the machine, and options that need less."""
+    command = ["generate", "--model", str(DIRECTORY), "--prompt", "x"]
+    has = r", this machine has [\d.]+ GiB, [\d,.]+ [GM]iB of it available; "
+    said = one_line(capsys, main([*command, "--num-blocks", str(1 << 30)]))
+    assert re.search(rf"out of memory: requested [\d,]+\.\d\d GiB of keys and values{has}a smaller --context,", said)
+    monkeypatch.setattr("kvcache.networks.weights.machine_memory", lambda: MachineMemory(1000, 1000))
+    said = one_line(capsys, main(command))
+    assert re.search(rf"out of memory: requested [\d.]+ MiB of weights{has}--weights q8 or q4", said)
+    monkeypatch.undo()
+    for share in ("101%", "%", "5 % 0"):
+        assert "--max-memory: expected an int or a text such as" in one_line(
+            capsys, main([*command, "--max-memory", share])
+        )
+    assert re.search(
+        "--max-memory: expected at least [0-9.]+ MiB", one_line(capsys, main([*command, "--max-memory", "0%"]))
+    )
 
 
 def swapped(folder):

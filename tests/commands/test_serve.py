@@ -1,12 +1,20 @@
 """`kvcache serve`: what it refuses before the model loads, the name of the model, the file of keys."""
 
+import argparse
+import json
+import re
 import sys
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 from event_reader import Reader
+from places import PROJECT
 
 from kvcache.__main__ import main
+from kvcache.commands.options import default_sizes
+from kvcache.demo import DIRECTORY
+from kvcache.support.machine_memory import MachineMemory
 
 pytest.importorskip("uvicorn")
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -83,6 +91,112 @@ def test_a_folder_of_autosave_that_others_can_write_to(tmp_path, capsys):
     assert len(lines) == 1
     assert lines[0].startswith(f"kvcache: {tmp_path}: expected a secret, or a directory of this user")
     assert lines[0].endswith("with mode 0777")
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The models of each server that would run, and whatever makes it ends."""
+    found = []
+
+    def make_app(models, keys, **limits):
+        found.append(models)
+        return Mock()
+
+    monkeypatch.setattr("kvcache.server.app.make_app", make_app)
+    monkeypatch.setattr("kvcache.server.process.run", lambda *arguments: None)
+    return found
+
+
+def test_the_default_cache_is_as_large_as_contexts_and_memory_allow(served, capsys, monkeypatch):
+    """A line at the start tells its size and the options that change it; several models share the memory."""
+    available = 64 << 30
+    for module in ("commands.serve", "support.machine_memory"):
+        monkeypatch.setattr(f"kvcache.{module}.machine_memory", lambda: MachineMemory(64 << 30, available))
+    assert main(["serve", "--port", "0"]) == 0
+    ((model,),) = served
+    assert (model.engine.max_prompt, model.engine.total_tokens) == (2048, 4 * 2048 + 16)
+    assert re.search(
+        r"demo: 2,048 tokens of context at most, 8,208 for all texts together, which take [\d.]+ MiB of keys and\s+"
+        r"values \(64.00 GiB are available\); --context or --max-memory changes that\n",
+        capsys.readouterr().err,
+    )
+    bytes_of_a_block = model.engine.memory()["kv"] // 513
+    for models, options, blocks in (
+        (1, [], 40), (2, [], 20), (1, ["--max-memory", "25%"], 20), (1, ["--context", "160"], 11)
+    ):
+        available = 80 * bytes_of_a_block + 1000
+        served.clear()
+        monkeypatch.setattr("kvcache.__main__.configured", partial(twice, models))
+        assert main(["serve", "--port", "0", "--config", "x", *options]) == 0
+        assert [each.engine.total_tokens for each in served[0]] == [16 * blocks] * models
+
+
+def twice(count, path, parser, parse):
+    options = parse()
+    options.tables = [argparse.Namespace(**vars(options) | {"name": f"m{i}"}) for i in range(count)]
+    return options
+
+
+def test_a_large_network_gets_as_many_tokens_as_agents_send(monkeypatch):
+    """At most 131,072, where there is memory for these."""
+    monkeypatch.setattr("kvcache.commands.options.checkpoint_positions", lambda model: 262_144)
+    assert default_sizes("any", 0.5) == {"num_blocks": 8193, "max_memory_bytes": "25.0000%"}
+
+
+def test_a_chat_template_of_a_file(served, tmp_path, capsys):
+    file = tmp_path / "words.jinja"
+    file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    assert main(["serve", "--port", "0", "--chat-template", str(file)]) == 0
+    ((model,),) = served
+    talk = [{"role": "user", "content": "x"}]
+    assert model.engine.apply_chat_template(talk) == model.engine.apply_chat_template(talk, tools=[]) == "<user>x"
+    for content, message in ((b"\xff", "expected a Jinja template in UTF-8"), (b" ", "expected a Jinja template, got")):
+        file.write_bytes(content)
+        for command in ("serve", "chat"):
+            assert main([command, "--model", "nowhere" if command == "serve" else str(DIRECTORY), "--chat-template",
+                         str(file)]) == 2
+            assert f"kvcache: --chat-template: {message}" in capsys.readouterr().err
+    assert main(["serve", "--chat-template", str(tmp_path / "none")]) == 2
+    assert str(tmp_path / "none") in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
+def test_tables_of_models_in_a_file(tmp_path, capsys):
+    """One with another number of brackets or another name is told the right one."""
+    for content, got in (
+        ('[model]\npath = "x"', "[model]"), ('[models]\npath = "x"', "[models]"),
+        ('[[models]]\npath = "x"', "models"), ('models = ["x"]', "models"),
+    ):
+        (tmp_path / "server.toml").write_text(content)
+        assert main(["serve", "--config", str(tmp_path / "server.toml")]) == 2
+        said = capsys.readouterr().err
+        assert said == f"kvcache: --config: expected a table [[model]] for each model, got {got}\n"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
+def test_the_files_of_agents_in_the_guide_fit_its_command():
+    """They ask the paths that a server has, for the model, the context and the tokens that the command says."""
+    import tomllib
+
+    guide = (PROJECT / "kvcache" / "guides" / "server.md").read_text("utf-8").partition("## Agents")[2]
+    command, codex, *others = re.findall(r"(?s)```(?:sh|toml|json)\n(.*?)```", guide.partition("\n## ")[0])
+    options = dict(re.findall(r"--(\S+) (\S+)", command))
+    name, context, most = options["name"], int(options["context"]), int(options["max-tokens"])
+    codex, (claude, opencode) = tomllib.loads(codex), map(json.loads, others)
+    base = "http://127.0.0.1:8000"
+    provider = codex["model_providers"][codex["model_provider"]]
+    assert (provider["base_url"], provider["wire_api"]) == (f"{base}/v1", "responses")
+    assert (codex["model"], codex["model_context_window"]) == (name, context)
+    assert codex["model_auto_compact_token_limit"] + most < context
+    claude = claude["env"]
+    assert claude["ANTHROPIC_BASE_URL"] == base
+    assert {value for variable, value in claude.items() if variable.endswith("_MODEL")} == {name}
+    assert int(claude["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == most
+    assert int(claude["CLAUDE_CODE_AUTO_COMPACT_WINDOW"]) + most < context
+    ((own, provider),) = opencode["provider"].items()
+    assert {opencode["model"], opencode["small_model"]} == {f"{own}/{name}"}
+    assert provider["options"]["baseURL"] == f"{base}/v1"
+    assert provider["models"][name]["limit"] == {"context": context, "output": most}
 
 
 def test_block_events(monkeypatch, capsys):

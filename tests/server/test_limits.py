@@ -1,6 +1,7 @@
 """One request beside the others: bodies on their way, texts that cannot fit, long answers, errors in clients' words."""
 
 import json
+import re
 import threading
 import time
 
@@ -120,7 +121,26 @@ def test_a_text_that_does_not_fit_the_memory(path):
     with Served(path, num_blocks=20) as served:
         status, error = asked(served, prompt="x" * 400)
         assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
-        assert error["message"] == "prompt: expected a text that fits the memory for tokens, got one of 400 tokens"
+        assert error["message"] == (
+            "prompt: expected at most 320 tokens, got 400 tokens: this model's maximum context length is 320 tokens on "
+            "this server; --context, --num-blocks or --max-memory of the server gives more"
+        )
+        for path, body in (
+            ("/v1/completions", {"prompt": "x" * 600}), ("/v1/completions", {"prompt": "x" * 100_000}),
+            ("/v1/chat/completions", {"messages": [TALK[0] | {"content": "x" * 600}]}),
+            ("/v1/chat/completions", {"messages": [TALK[0] | {"content": "x" * 400}]}),
+            ("/v1/responses", {"input": "x" * 600}), ("/v1/messages", {"messages": [TALK[0] | {"content": "x" * 600}]}),
+        ):
+            status, error = asked(served, path, **body, **({"max_tokens": 1} if path == "/v1/messages" else {}))
+            assert status == 400
+            assert re.search(
+                r"(prompt|messages|input): expected at most 320 tokens, got .*: this model's maximum context length is "
+                "320 tokens on this server; --context, ", error["message"]
+            ), body
+        assert asked(served, prompt="x" * 320, max_tokens=1)[0] == 200
+        assert asked(served, prompt="x" * 321, max_tokens=1)[0] == 400
+        (entry,) = served.client().models.list()
+        assert entry.max_model_len == 320
 
 
 def test_a_text_that_cannot_fit_is_refused_by_its_length(demo, monkeypatch):

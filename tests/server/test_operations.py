@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -9,9 +10,10 @@ import threading
 import time
 from urllib.request import Request, urlopen
 
+import anthropic
 import openai
 import pytest
-from http_servers import MODEL, Served, fetched, tiny_file
+from http_servers import MODEL, Served, answer, fetched, post, tiny_file
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -91,7 +93,7 @@ def test_one_line_for_each_request(path):
             client.chat.completions.create(model=MODEL, messages=TALK, temperature=-1)
         with pytest.raises(openai.AuthenticationError):
             served.client(key="other").chat.completions.create(model=MODEL, messages=TALK)
-        assert fetched(served, "/a-text-of-a-client")[0] == 404
+        assert fetched(served, "/a-path-of-a-client?with=a-text")[0] == 404
     whole, streamed, refused, unknown, nowhere = map(json.loads, lines)
     for each in (whole, streamed):
         assert (each["method"], each["path"], each["status"]) == ("POST", "/v1/chat/completions", 200)
@@ -104,19 +106,67 @@ def test_one_line_for_each_request(path):
     assert streamed["cached_tokens"] > 0
     assert (refused["status"], "new_tokens" in refused) == (400, False)
     assert (unknown["status"], "namespace" in unknown) == (401, False)
-    assert (nowhere["status"], nowhere["path"]) == (404, None)
+    assert (nowhere["status"], nowhere["path"]) == (404, "/a-path-of-a-client")
     assert len({each["id"] for each in (whole, streamed, refused, unknown, nowhere)}) == 5
     assert not any("text" in line or "team" in line for line in lines)
+
+
+def test_clients_that_leave_and_wrong_addresses_are_told(path, caplog):
+    """In the lines of requests; without them, in the log, not oftener than every few seconds."""
+    lines = []
+    body = json.dumps({"prompt": "x", "max_tokens": 400, "stream": True}).encode()
+    for log in (lines.append, None):
+        with Served(path, limits={"log": log}) as served, caplog.at_level(logging.WARNING, "kvcache"):
+            served.client().completions.create(model=MODEL, prompt="x", max_tokens=1)
+            list(served.client().completions.create(model=MODEL, prompt="x", max_tokens=1, stream=True))
+            served.network.closed = True
+            for stream in (True, False):
+                served.network.waiting.clear()
+                connection = served.connect(post(body if stream else body.replace(b"true", b"false")))
+                assert served.network.waiting.wait(60)
+                connection.close()
+                served.network.permits.release()
+            served.network.open()
+            while served.engine.stats().running or served.server.server_state.tasks:
+                time.sleep(0.01)
+            for method in ("POST", "GET"):
+                for wrong in ("/chat/completions%1b", "/chat/completions?key=1"):
+                    answer(served.connect(f"{method} {wrong} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()))
+            assert fetched(served, "/v1/models/nothing")[0] == 404
+        if log is not None:
+            assert not caplog.messages
+    found = [json.loads(line) for line in lines]
+    assert [(each["status"], each.get("left", False)) for each in found[:4]] == [
+        (200, False), (200, False), (200, True), (0, True)
+    ]
+    wrong = ["/chat/completions?", "/chat/completions"]
+    assert [each["path"] for each in found[4:]] == [*wrong, *wrong, "/v1/models/nothing"]
+    left, wrong = caplog.messages
+    assert re.fullmatch(r"request req-\w+: its client left after [\d.]+ s and \d+ new tokens", left)
+    assert re.fullmatch(
+        r"request req-\w+: expected a path of the server, got POST /chat/completions\?: status 404", wrong
+    )
 
 
 # -- names ------------------------------------------------------------------------------------------------------
 
 
 def test_further_names(path):
+    began = int(time.time())
     with Served(path, limits={"aliases": ("gpt-4o", "org/m")}) as served:
         client = served.client()
         assert [each.id for each in client.models.list()] == [MODEL, "gpt-4o", "org/m"]
-        assert client.models.retrieve("org/m").id == "org/m"
+        entry = client.models.retrieve("org/m")
+        assert (entry.id, entry.object, entry.max_model_len) == ("org/m", "model", served.engine.max_positions)
+        assert began <= entry.created <= time.time()
+        theirs = anthropic.Anthropic(base_url=served.url.removesuffix("/v1"), api_key="k").models.list()
+        assert [(each.id, each.type, each.display_name) for each in theirs] == [
+            (name, "model", name) for name in (MODEL, "gpt-4o", "org/m")
+        ]
+        assert {int(each.created_at.timestamp()) for each in theirs} == {entry.created}
+        response = client.responses.create(model=MODEL, input="x", max_output_tokens=1)
+        assert began <= response.created_at <= time.time()
+        assert response.completed_at is None, "it was cut"
         found = client.completions.create(model="gpt-4o", prompt="x", max_tokens=2, temperature=0)
         assert found.model == "gpt-4o"
         assert found.choices == client.completions.create(model=MODEL, prompt="x", max_tokens=2, temperature=0).choices

@@ -79,6 +79,12 @@ def test_descriptors_and_signals():
         _, errors = process.communicate(timeout=60)
         assert process.returncode in (0, -signal.SIGTERM)
         assert len(errors) < 10_000
+        lines = [line for line in errors.splitlines() if line.startswith("drain: ")]
+        assert re.fullmatch(
+            r"drain: begins in 600 s; .*\ndrain: a second signal cuts \d+ requests\n"
+            r"drain: \d+ requests run and have 600 s; new ones are refused\ndrain: ended after [\d.]+ s",
+            "\n".join(lines),
+        ), errors
         assert "Traceback" not in errors
 
 

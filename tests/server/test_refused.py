@@ -94,11 +94,26 @@ def test_settings_that_change_nothing_are_taken(served):
     served.client().chat.completions.create(model=MODEL, messages=TALK, max_tokens=1, **neutral)
 
 
-@pytest.mark.parametrize("missing", ["model", "messages"])
-def test_what_a_body_lacks_is_named(served, missing):
-    body = {"model": MODEL, "messages": TALK, missing: None}
+def test_what_a_body_lacks_is_named(served):
+    body = {"model": MODEL, "messages": None}
     status, data = answer(served.connect(post(json.dumps(body).encode(), "/v1/chat/completions")))
-    assert (status, json.loads(data)["error"]["message"]) == (400, f"{missing}: expected one, got none")
+    assert (status, json.loads(data)["error"]["message"]) == (400, "messages: expected one, got none")
+
+
+@pytest.mark.parametrize("named", [{}, {"model": None}])
+def test_a_body_without_a_model_runs_on_the_only_one(served, named):
+    talk = {"messages": TALK, "max_tokens": 1, **named}
+    for path, body in (
+        ("/v1/chat/completions", talk), ("/v1/completions", {"prompt": "x", "max_tokens": 1, **named}),
+        ("/v1/messages", talk), ("/v1/responses", {"input": "x", "max_output_tokens": 1, **named}),
+        ("/v1/chat/completions/render", talk), ("/v1/completions/render", {"prompt": "x", **named}),
+        ("/v1/messages/count_tokens", {"messages": TALK, **named}),
+    ):
+        status, data = answer(served.connect(post(json.dumps(body).encode(), path)))
+        assert status == 200, (path, data)
+        found = json.loads(data)
+        found = found[0] if isinstance(found, list) else found
+        assert found.get("model", MODEL) == MODEL
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def size(served, messages, tools=(CHAT_TOOL,), **template):
 def test_a_whole_response_and_the_next_turn(served):
     got = ask(served, SAID, instructions="Be kind.", reasoning={"effort": "low"}, text={"verbosity": "high"})
     assert (items(got), got.status, got.output_text) == (WANTED, "completed", "I look.")
+    assert got.created_at <= got.completed_at
     assert (got.instructions, got.error, got.incomplete_details, got.store) == ("Be kind.", None, None, False)
     variables = {"reasoning_effort": "low", "verbosity": "high"}
     talk = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Which weather?"}]

@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import openai
 import pytest
 from http_servers import MODEL, Served, answer, fetched, post
+from places import PROJECT
 from serving import settled
 
 from kvcache import SamplingParams
@@ -22,6 +24,7 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
 TALK = [{"role": "user", "content": "Where is the cat? — Und die Katze: 猫 🐈"}]
 STREAMS = 200
+GUIDE = PROJECT / "kvcache" / "guides" / "server.md"
 
 
 @pytest.fixture(scope="module")
@@ -435,7 +438,15 @@ def test_metrics(served, client):
     _, kind, text = fetched(served, "/metrics")
     assert kind.startswith("text/plain; version=0.0.4")
     lines = text.splitlines()
-    kinds = dict(line.split()[2:] for line in lines if line.startswith("#"))
+    kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
+    helps = dict(line.split(maxsplit=3)[2:] for line in lines if line.startswith("# HELP"))
+    assert set(helps) == set(kinds)
+    for before, line in pairwise(lines):
+        assert not line.startswith("# TYPE") or before.split()[:3] == ["#", "HELP", line.split()[2]]
+    rows = re.findall(r"(?m)^\| `((?:kvcache|process)_\w+)` \| (\w+) \| (.*) \|$", GUIDE.read_text("utf-8"))
+    table, told = {name: (kind, text) for name, kind, text in rows}, {n: (kinds[n], helps[n]) for n in kinds}
+    assert table | told == table, "every metric is in the table of the guide, word for word"
+    assert not [name for name in table.keys() - told.keys() if name.startswith("kvcache_")]
     values = {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
     histograms = {name for name, kind in kinds.items() if kind == "histogram"}
     parts = {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}

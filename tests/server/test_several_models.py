@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import openai
@@ -46,6 +47,9 @@ def test_each_answers_by_its_names(served):
         assert back == {"prompt": "def f(x):"}
     first = fetched_json(served, "/tokenize", {"prompt": "x"})
     assert first["tokens"] == served.alone.tokenizer.encode("x").ids, "without a name the first model counts"
+    with pytest.raises(HTTPError) as caught:
+        fetched_json(served, "/v1/completions", {"prompt": "x"})
+    assert json.loads(caught.value.read())["error"]["message"] == "model: expected one, got none", "of several"
 
 
 def fetched_json(served, path, body):
