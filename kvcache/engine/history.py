@@ -87,9 +87,9 @@ def _single_calls(messages: Messages) -> Messages:
         for number, call in enumerate(calls):
             found.append((bare if number else message) | {"tool_calls": [call]})
             is_last = number == len(calls) - 1
-            own = results if is_last else [each for each in results if _is_of(each, call, calls, results)]
-            found += own
-            results = [each for each in results if each not in own]
+            own = [is_last or _is_of(each, call, calls, results) for each in results]
+            found += [each for each, is_own in zip(results, own, strict=True) if is_own]
+            results = [each for each, is_own in zip(results, own, strict=True) if not is_own]
     return found
 
 
@@ -127,7 +127,8 @@ def _one_by(role: str) -> Rewriting:
     def joined(messages: Messages) -> Messages:
         found: Messages = []
         for message in messages:
-            if found and found[-1].get("role") == message.get("role") == role and not _calls(found[-1]):
+            is_same = bool(found) and found[-1].get("role") == message.get("role") == role
+            if is_same and not _calls(found[-1]) and _has_text(found[-1]) and _has_text(message):
                 found[-1] = _joined(found[-1], message)
             else:
                 found.append(message)
@@ -136,16 +137,22 @@ def _one_by(role: str) -> Rewriting:
     return joined
 
 
+def _has_text(message: dict[str, Any]) -> bool:
+    return message.get("content") is None or isinstance(message["content"], (str, list))
+
+
 def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    contents = [each["content"] for each in (first, second) if each.get("content")]
-    if len(contents) == 2:
-        parts = [each if isinstance(each, list) else [{"type": "text", "text": each}] for each in contents]
-        contents = ["\n\n".join(contents)] if all(isinstance(each, str) for each in contents) else [parts[0] + parts[1]]
+    """One message of two; texts are put together by an empty line."""
+    contents: list[Any] = [each["content"] for each in (first, second) if each.get("content")]
+    if not all(isinstance(each, str) for each in contents):
+        parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents)
+        contents = [[part for each in parts for part in each]]
     thoughts = {
-        key: "\n\n".join(each[key] for each in (first, second) if each.get(key)) for key in THOUGHTS
-        if key in first or key in second
+        key: "\n\n".join(str(each[key]) for each in (first, second) if each.get(key))
+        for key in THOUGHTS if key in first or key in second
     }
-    return first | second | thoughts | {"content": contents[0] if contents else ""}
+    content = contents[0] if len(contents) == 1 else "\n\n".join(contents)
+    return first | second | thoughts | {"content": content}
 
 
 def _short_ids(messages: Messages) -> Messages:

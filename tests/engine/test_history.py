@@ -58,8 +58,8 @@ CASES = {
     ),
     "several calls whose results have no ids": (
         refusing("m.tool_calls and m.tool_calls | length > 1"),
-        [USER, *TWO, {"role": "tool", "content": "r"}, {"role": "tool", "content": "s"}, USER],
-        f"u:u|a:w[abcdefgh1 {ONE}]|t:r|a:[abcdefgh2 {ONE}]|t:s|u:u|",
+        [USER, *TWO, {"role": "tool", "content": "r"}, {"role": "tool", "content": "r"}, USER],
+        f"u:u|a:w[abcdefgh1 {ONE}]|t:r|a:[abcdefgh2 {ONE}]|t:r|u:u|",
     ),
     "several calls without results": (
         refusing("m.tool_calls and m.tool_calls | length > 1"), [USER, *TWO, USER],
@@ -141,8 +141,8 @@ def test_a_template_that_refuses_everything_says_so():
 def test_lists_as_queues_and_generators():
     """As templates of Kimi K2 and of DeepSeek R1 have them."""
     template = (
-        "{% set q = [] %}{% for m in messages %}{% set _ = q.append(m.role) %}{% endfor %}{{ q.pop(0) }}{{ q | length }}"
-        "{{ messages | map(attribute='content') | tojson }}"
+        "{% set q = [] %}{% for m in messages %}{% set _ = q.append(m.role) %}{% endfor %}{{ q.pop(0) }}"
+        "{{ q | length }}{{ messages | map(attribute='content') | tojson }}"
     )
     assert render(Text(template), [USER, USER]) == 'user1["u", "u"]'
 
