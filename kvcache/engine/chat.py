@@ -110,7 +110,7 @@ def render(
 
 
 def _written(source: str, names: dict[str, Any], add_generation_prompt: bool) -> str:
-    """What a template writes of its variables. ValueError: it refuses them."""
+    """The text that a template writes of its variables. ValueError: it refuses them."""
     compiled = _compiled(source)
     try:
         return str(compiled.render(names, add_generation_prompt=add_generation_prompt))
@@ -314,9 +314,9 @@ def _compiled(template: str) -> Any:
         )
 
     def listed(value: Any) -> list[Any]:
-        """What a filter such as `map` gives."""
+        """The values of a filter such as `map`."""
         if not isinstance(value, GeneratorType):
-            raise TypeError(f"{type(value).__name__} is not JSON")
+            raise TypeError(f"tojson: expected plain data, got {type(value).__name__}")
         return list(value)
 
     def strftime_now(format: str) -> str:

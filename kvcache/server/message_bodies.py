@@ -139,7 +139,7 @@ def _call(block: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Said:
-    """What an assistant has said until a result."""
+    """The words, thoughts and calls of an assistant until a result."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)

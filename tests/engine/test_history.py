@@ -139,7 +139,7 @@ def test_a_template_that_refuses_everything_says_so():
 
 
 def test_lists_as_queues_and_generators():
-    """As templates of Kimi K2 and of DeepSeek R1 have them."""
+    """Templates of Kimi K2 and of DeepSeek R1 have them."""
     template = (
         "{% set q = [] %}{% for m in messages %}{% set _ = q.append(m.role) %}{% endfor %}{{ q.pop(0) }}"
         "{{ q | length }}{{ messages | map(attribute='content') | tojson }}"

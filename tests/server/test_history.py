@@ -1,4 +1,4 @@
-"""What the server has said comes back: every answer, wherever it was cut, is taken as history by every interface.
+"""Answers come back: each, wherever it was cut, is taken as history by every interface.
 
 The chat templates of llama.cpp's sources are tried too where KVCACHE_VOCABULARIES names their folder `models`.
 """
