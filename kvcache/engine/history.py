@@ -256,18 +256,23 @@ TOOLS: list[dict[str, Any]] = [
         },
     }
 ]  # of the probes
-_WORD = "zqxj"
+_WORD, _OWN = "zqxj", '{"at": "x"}'
 _USER, _ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
 
 
-def _said(content: str | None, thoughts: str = "", ids: Sequence[str] = (), arguments: Any = None) -> dict[str, Any]:
-    """A message of the assistant with calls of these ids."""
+def _said(
+    content: str | None, thoughts: str = "", ids: Sequence[str] = (), arguments: str = _OWN, place: int = 0
+) -> dict[str, Any]:
+    """A message of the assistant with calls of these ids; that at a place has arguments of its own."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if thoughts:
         message |= dict.fromkeys(THOUGHTS, thoughts)
     if ids:
-        function = {"name": "find", "arguments": '{"at": "x"}' if arguments is None else arguments}
-        message["tool_calls"] = [{"id": id, "type": "function", "function": function} for id in ids]
+        given = [arguments if number == place else _OWN for number in range(len(ids))]
+        functions = [{"name": "find", "arguments": each} for each in given]
+        message["tool_calls"] = [
+            {"id": id, "type": "function", "function": each} for id, each in zip(ids, functions, strict=True)
+        ]
     return message
 
 
@@ -277,8 +282,10 @@ def _results(*ids: str) -> Iterator[dict[str, Any]]:
 
 _A, _B = "abcdefgh1", "abcdefgh2"
 _KINDS = (
-    # several calls: Llama 3
-    _Kind(([_USER, _said("", "", [_A, _B]), *_results(_A, _B)],), (_single_calls,)),
+    # several calls: Llama 3, and gpt-oss and GigaChat 3, whose templates write the first one alone
+    _Kind(
+        ([_USER, _said("", "", [_A, _B], f'{{"at": "{_WORD}"}}', 1), *_results(_A, _B)],), (_single_calls,), _WORD
+    ),
     # calls without a result: Mistral
     _Kind(([_USER, _said("", "", [_A]), _USER],), (_with_results,)),
     # a word of the user behind a result: Mistral

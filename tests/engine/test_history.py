@@ -56,6 +56,10 @@ CASES = {
         [USER, *TWO, result("abcdefgh2", "s"), result("abcdefgh1", "r"), USER],
         f"u:u|a:w[abcdefgh1 {ONE}]|t:rabcdefgh1|a:[abcdefgh2 {ONE}]|t:sabcdefgh2|u:u|",
     ),
+    "several calls, of which the template writes the first": (
+        refusing("false", "{% set m = dict(m, tool_calls=(m.tool_calls or [])[:1]) %}"), [USER, *TWO, result(), USER],
+        f"u:u|a:w[abcdefgh1 {ONE}]|t:rabcdefgh1|a:[abcdefgh2 {ONE}]|u:u|",
+    ),
     "several calls whose results have no ids": (
         refusing("m.tool_calls and m.tool_calls | length > 1"),
         [USER, *TWO, {"role": "tool", "content": "r"}, {"role": "tool", "content": "r"}, USER],
