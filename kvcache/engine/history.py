@@ -2,8 +2,8 @@
 
 Templates are written for conversations that went well. An answer may also be empty, end within a thought or a call,
 have words beside thoughts and calls, or several calls; and clients say more before a call has its result. A template
-tells what it takes: it writes a small conversation of each kind once. Where it refuses one, the messages of that kind,
-and no others, have another form in every conversation, so that the next turn shares the prompt.
+tells what it takes: it writes a small conversation of each kind once. Where it refuses one, or leaves out a part of it,
+the messages of that kind, and no others, have another form in every conversation: the next turn shares the prompt.
 """
 
 from __future__ import annotations

@@ -35,7 +35,10 @@ DIALOGS = runpy.run_path(str(PROJECT / "tests" / "sampling" / "test_dialects.py"
 FOLDER = os.environ.get("KVCACHE_VOCABULARIES")
 TEMPLATES = sorted((Path(FOLDER) / "templates").glob("*.jinja")) if FOLDER else []
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "description": "d"}, "s": {"type": "string", "description": "d"}},
+}
 NAMES = ("f", "g", "g-1")
 # Refuses whatever a template of those has been seen to refuse.
 STRICT = (
