@@ -13,7 +13,6 @@ from typing import Any
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.inference import InferenceEngine
-from kvcache.engine.partings import partings
 from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.protocols import Float32
@@ -211,11 +210,9 @@ class PrefixCachedEngine:
             progress: called after each piece of the prompt with its tokens that are cached or have run, and with all.
                 What it raises ends the answer.
         """
-        prompt = self._requests.chat_prompt(messages, tools, template)
+        prompt, parts = self._requests.chat_prompt(messages, tools, template, parts=self._pool.keeps_states)
         request = self._checked(prompt, params, sampling, namespace, with_text=True)
-        request.progress = progress
-        if self._pool.keeps_states:
-            request.parts_at = partings(self._requests.text, messages, prompt, tools, template)
+        request.progress, request.parts_at = progress, parts
         return Answer(request, self._stream_in_turn(request, namespace, whole=False))
 
     def _checked(

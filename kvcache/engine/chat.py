@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import GeneratorType
 from typing import Any
@@ -18,12 +18,12 @@ from kvcache.engine.call_ids import with_counted_ids
 from kvcache.engine.completion import FinishReason, Request
 from kvcache.engine.history import THOUGHTS, TOOLS, Messages, Rewriting, rewritings, with_arguments
 from kvcache.errors import CheckpointError
-from kvcache.sampling.text_tokens import encoded
+from kvcache.sampling.text_tokens import encoded, encoded_with_ends
 from kvcache.sampling.tokenizer import SPECIAL_TOKENS, CheckpointText, GgufText
 from kvcache.support.arguments import plain_int, short
 from kvcache.support.json_text import read_json_text
 
-__all__ = ["Answer", "chat_tokens", "render", "template_arguments"]
+__all__ = ["Answer", "chat_tokens", "chat_tokens_with_ends", "render", "template_arguments"]
 
 _OLDEST = (3, 1, 6)  # of jinja2: earlier sandboxes have known holes
 # Where a template reads the thoughts of an assistant.
@@ -85,10 +85,20 @@ def chat_tokens(text: CheckpointText | GgufText | None, rendered: str, most: int
         TooManyTokens: the text certainly has more than `most` tokens.
         ImportError, CheckpointError: as `InferenceEngine.tokenizer`.
     """
-    tokenizer = None if text is None else text.tokenizer
-    if tokenizer is None:
+    return encoded(_tokenizer_of(text), rendered, "messages", most=most, add_special_tokens=False)
+
+
+def chat_tokens_with_ends(
+    text: CheckpointText | GgufText | None, rendered: str, ends: Iterable[int], most: int | None = None
+) -> tuple[list[int], list[int]]:
+    """The ids of `chat_tokens`, and how many of them stand before each place; see `encoded_with_ends`."""
+    return encoded_with_ends(_tokenizer_of(text), rendered, "messages", ends, most=most)
+
+
+def _tokenizer_of(text: CheckpointText | GgufText | None) -> Any:
+    if text is None or (tokenizer := text.tokenizer) is None:
         raise ValueError("messages: expected an engine with a tokenizer, got one without")
-    return encoded(tokenizer, rendered, "messages", most=most, add_special_tokens=False)
+    return tokenizer
 
 
 def render(
@@ -166,9 +176,15 @@ _WRITES_JSON = re.compile(rf"{_ARGUMENTS}\s*\|\s*tojson")
 
 def _takes_objects(template: str) -> bool:
     """Whether a template takes arguments as objects, rather than as texts of JSON."""
-    if not _KNOWS_TEXTS.search(template) or _KNOWS_OBJECTS.search(template):
+    if not _has(template, _KNOWS_TEXTS) or _has(template, _KNOWS_OBJECTS):
         return True
-    return _WRITES_JSON.search(template) is not None and _ASKS.search(template) is None
+    return _has(template, _WRITES_JSON) and not _has(template, _ASKS)
+
+
+@lru_cache(maxsize=64)
+def _has(template: str, pattern: re.Pattern[str]) -> bool:
+    """Whether a template has such a part. The search takes up to a millisecond: one for all messages."""
+    return pattern.search(template) is not None
 
 
 def _in_words_of(template: str, messages: Messages) -> Messages:
@@ -191,8 +207,8 @@ def _with_contents(template: str, message: dict[str, Any]) -> dict[str, Any]:
         return kept
     content = message["content"]
     if content is None:
-        content = None if _KNOWS_NONE.search(template) else ""
-    elif isinstance(content, list) and not _KNOWS_PARTS.search(template):
+        content = None if _has(template, _KNOWS_NONE) else ""
+    elif isinstance(content, list) and not _has(template, _KNOWS_PARTS):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise ValueError(f"messages: expected parts of type text, got {short(content)}")
         content = "".join(part["text"] for part in content)
@@ -215,7 +231,7 @@ def _with_thoughts(template: str, message: dict[str, Any]) -> dict[str, Any]:
     thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
     if thoughts is None:
         return message
-    return {key: thoughts for key, read in _THOUGHTS.items() if read.search(template)} | message
+    return {key: thoughts for key, read in _THOUGHTS.items() if _has(template, read)} | message
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:

@@ -439,7 +439,7 @@ class InferenceEngine:
 
         Arguments and errors are those of `apply_chat_template` and `complete`; they are checked now.
         """
-        prompt = self.requests.chat_prompt(messages, tools, template)
+        prompt, _ = self.requests.chat_prompt(messages, tools, template)
         request = self._request(prompt, params, sampling, with_text=True)
         return Answer(request, self.requests.stream(request, whole=False))
 

@@ -68,8 +68,10 @@ def open_gguf(
     path: str | Path, sampling_params: SamplingParams | None, calibrate: Any, network: dict[str, Any]
 ) -> Opened:
     """Open a GGUF file of any name."""
-    defaults = gguf_defaults(GgufFile(path)) if sampling_params is None else sampling_params
-    text = GgufText(Path(path))
+    file = GgufFile(path)
+    defaults = gguf_defaults(file) if sampling_params is None else sampling_params
+    text = GgufText(file)
+    file.close()
     known = calibrate if calibrate is False else text_or_calibration(calibrate, lambda: text.tokenizer)
     return Opened(Transformer.from_gguf(path, **network), defaults, text, known)
 

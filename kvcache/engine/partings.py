@@ -8,18 +8,55 @@ message more, as far as both are alike; and those that other conversations share
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
-from kvcache.engine.chat import chat_tokens, render
+from kvcache.engine.chat import chat_tokens_with_ends, render
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 
-__all__ = ["partings"]
+__all__ = ["common", "parting_ends", "partings", "places_of", "prompt_with_partings"]
 
 _ANSWER, _QUESTION = {"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}
 _SYSTEM = ("system", "developer")
+
+
+def parting_ends(
+    write: Callable[[list[Any]], str], text: str, messages: list[Any], tools: Any, *, continues: bool = False
+) -> list[int]:
+    """After how many characters of its text the next turn of a conversation, and other ones, are expected to differ.
+
+    Args:
+        write: makes the text of messages. ValueError, TypeError, KeyError: the template wants other ones.
+        text: of the conversation.
+        messages, tools: of it.
+        continues: whether its answer goes on with the last message.
+
+    Returns:
+        Places in the text; none where the template does not take such conversations.
+    """
+    ends = []
+    with suppress(ValueError, TypeError, KeyError):
+        heads = [each for each in messages[:2] if each["role"] in _SYSTEM]
+        others = [[*messages, *([] if continues else [_ANSWER]), _QUESTION]]
+        others += [[*heads, _QUESTION]] if heads or tools else []
+        ends = [common(text, write(other)) for other in others]
+    return ends
+
+
+def prompt_with_partings(
+    text: CheckpointText | GgufText | None, messages: Any, tools: Any, template: Any, most: int | None
+) -> tuple[list[int], tuple[int, ...]]:
+    """The token ids of a conversation, and after how many of them the next turn and other ones are expected to differ.
+
+    The arguments are those of `render` and `chat_tokens`, and so are the errors of the conversation itself.
+    """
+
+    def write(messages: Any) -> str:
+        return render(text, messages, tools, template=template)
+
+    rendered = write(messages)
+    ids, counts = chat_tokens_with_ends(text, rendered, parting_ends(write, rendered, [*messages], tools), most)
+    return ids, places_of(counts)
 
 
 def partings(
@@ -30,35 +67,36 @@ def partings(
 
     Args:
         messages, tools, template: those that the prompt was written of.
-        prompt: its token ids.
+        prompt: its token ids; where they are not those of the template, as far as they are alike.
 
     Returns:
         The places, ascending; none where the template does not take such a conversation.
     """
-    write, encode = partial(render, text, tools=tools, template=template), partial(chat_tokens, text)
     try:
-        given = list(messages)
-        heads = [each for each in given[:2] if each["role"] in _SYSTEM]
-        others = [[*given, _ANSWER, _QUESTION], [*heads, _QUESTION] if heads or tools else given]
-        rendered = write(given)
-        alike = [_common(rendered, write(other)) for other in others if other is not given]
-        places = {_tokens_of(encode, rendered, end, prompt) for end in alike}
-    except (ValueError, TypeError, KeyError):  # of a template that wants other roles
+        ids, places = prompt_with_partings(text, messages, tools, template, None)
+    except (ValueError, TypeError):
         return ()
-    return tuple(sorted(places - {0}))
+    given = [*prompt]
+    if given == ids:
+        return places
+    # A text of the user may have other tokens, behind which the end is the same.
+    alike = common(given, ids)
+    ends = [len(given) - len(ids[place:]) for place in places]
+    return places_of(
+        end if place > alike and given[max(0, end) :] == ids[place:] else min(place, alike)
+        for place, end in zip(places, ends, strict=True)
+    )
 
 
-def _tokens_of(encode: Callable[[str], list[int]], rendered: str, end: int, prompt: Sequence[int]) -> int:
-    """How many tokens of a prompt are those of the first `end` characters of its text."""
-    rest = encode(rendered[end:]) if 2 * end > len(rendered) else []
-    if end == len(rendered) or (rest and list(prompt[-len(rest) :]) == rest):
-        return len(prompt) - len(rest)
-    return _common(list(prompt), encode(rendered[:end]))
+def places_of(counts: Iterable[int]) -> tuple[int, ...]:
+    """The numbers of tokens, ascending, each once, without 0."""
+    return tuple(sorted({*counts} - {0}))
 
 
-def _common(a: Iterable[Any], b: Iterable[Any]) -> int:
-    """How many first elements are alike."""
-    first, second = np.array(list(a)), np.array(list(b))
-    most = min(len(first), len(second))
-    differ = first[:most] != second[:most]
-    return int(differ.argmax()) if differ.any() else most
+def common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many first elements of two texts, or of two lists, are alike."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # the rest is halved, so all slices together are as long as the shorter one
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low

@@ -19,6 +19,7 @@ from kvcache.engine.completion import Request
 from kvcache.engine.current import CurrentText
 from kvcache.engine.drawn_tokens import DrawnTokens
 from kvcache.engine.new_requests import NewRequests
+from kvcache.engine.partings import prompt_with_partings
 from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.networks.protocols import Float32
 from kvcache.sampling.sampling import SamplingParams
@@ -89,9 +90,17 @@ class Requests:
         params = as_instance(params, SamplingParams, "params").changed(sampling)
         return self.new.request(prompt, params, lambda: self.tokenizer, **options)
 
-    def chat_prompt(self, messages: Any, tools: Any, template: Any) -> list[int]:
-        """The token ids of a conversation, behind which the answer begins; errors as of `InferenceEngine.chat`."""
-        return chat_tokens(self.text, render(self.text, messages, tools, template=template), self.max_positions)
+    def chat_prompt(
+        self, messages: Any, tools: Any, template: Any, *, parts: bool = False
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """The token ids of a conversation, behind which the answer begins; errors as of `InferenceEngine.chat`.
+
+        Args:
+            parts: whether to find after how many of them later ones are expected to differ, the second result.
+        """
+        if parts:
+            return prompt_with_partings(self.text, messages, tools, template, self.max_positions)
+        return chat_tokens(self.text, render(self.text, messages, tools, template=template), self.max_positions), ()
 
     def enlarge(self, blocks: int, cached: int | None = None) -> None:
         """Begin an empty text in a pool of `blocks` more; prefixes have at most `cached` of all, None: none."""

@@ -67,7 +67,7 @@ class GgufFile(Mapping[str, TensorInfo]):
     """One open file, with the other files that it was split into: a mapping from tensor names to `TensorInfo`.
 
     Opening reads and checks metadata and tensor list, and no data. Tensors are copied into memory, never mapped, so
-    later changes of a file change no value. The files stay open until this object is freed.
+    later changes of a file change no value. The files stay open until `close`, or until this object is freed.
 
     Raises FileNotFoundError, or CheckpointError that names the file and the fault.
 
@@ -116,6 +116,11 @@ class GgufFile(Mapping[str, TensorInfo]):
         info = self[name]
         self._parts[info.part].read(buffers, info.start + skip, name)
 
+    def close(self) -> None:
+        """Close the files; metadata and the list of tensors stay."""
+        for part in self._parts:
+            part.close()
+
 
 class _Part:
     """One file: its metadata, its tensors, and the bytes of its header, which may have at most `most`."""
@@ -137,6 +142,9 @@ class _Part:
     def read(self, buffers: list[Any], offset: int, what: str) -> None:
         """Fill buffers from `offset` on. Raises CheckpointError that names `what`, the part that was to be read."""
         read_part(self._file.fd, buffers, offset, f"{self.path}: {what}")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _count_of(metadata: Mapping[str, Any], path: Path) -> int:

@@ -13,10 +13,11 @@ from kvcache.gguf.file import GgufFile
 from kvcache.support.arguments import short
 
 __all__ = [
-    "CONTROL", "MOST", "NORMAL", "UNKNOWN", "USER_DEFINED", "Vocabulary", "chat_template", "end_tokens",
+    "CONTROL", "MOST", "NORMAL", "TEMPLATE", "UNKNOWN", "USER_DEFINED", "Vocabulary", "end_tokens",
 ]
 
 _PREFIX = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"  # the key of a chat template; others have a name behind it
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of tokens; 5 unused, 6 a byte
 _MAX_KIND = 6
 MOST = 1 << 21  # tokens, and merges; the largest vocabularies have an eighth of it
@@ -242,12 +243,3 @@ def end_tokens(file: GgufFile) -> list[int] | None:
         ids += [special[text] for text in special if text in _ENDS - inner]
         ids += [id for id in (special.get(_HTML_END),) if id is not None and kinds[id] == CONTROL]
     return ids or None
-
-
-def chat_template(file: GgufFile, name: str = "default") -> str | None:
-    """The Jinja template of a conversation, if the file has one of this name; CheckpointError unless it is a string."""
-    key = "tokenizer.chat_template" + ("" if name == "default" else f".{name}")
-    found = file.metadata.get(key)
-    if not isinstance(found, (str, type(None))):
-        raise CheckpointError(f"{file.path}: {key}: expected a string, got {short(found)}")
-    return found

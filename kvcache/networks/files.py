@@ -11,7 +11,7 @@ from kvcache.support.arguments import short
 from kvcache.support.descriptors import File
 from kvcache.support.regular_files import open_regular, read_at
 
-__all__ = ["MAX_CONFIG_BYTES", "MAX_JSON_BYTES", "open_file", "parse_json", "read_file", "read_json"]
+__all__ = ["MAX_CONFIG_BYTES", "MAX_JSON_BYTES", "json_object", "open_file", "parse_json", "read_file", "read_json"]
 
 # An index or a header: room for more than 100 000 tensors of about 100 bytes each. It bounds the cost of parsing
 # hostile JSON to less than half a GiB and some seconds.
@@ -49,11 +49,12 @@ def read_file(path: Path, most: int) -> bytearray:
 
 
 def read_json(path: Path, most: int = MAX_CONFIG_BYTES, *, infinity: bool = False) -> dict[str, Any]:
-    """Read the JSON object in `path`, as `parse_json` does.
+    """Read the JSON object in `path`; raises as `read_file` and `json_object`."""
+    return json_object(path, read_file(path, most), infinity=infinity)
 
-    Raises as `read_file`, and CheckpointError for anything but a JSON object.
-    """
-    data = read_file(path, most)
+
+def json_object(path: Path, data: bytes | bytearray, *, infinity: bool = False) -> dict[str, Any]:
+    """The JSON object in `data`, the content of `path`, as `parse_json` reads it. CheckpointError: anything else."""
     try:
         content = parse_json(data, infinity=infinity)
     except (ValueError, RecursionError) as error:

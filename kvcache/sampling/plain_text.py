@@ -1,7 +1,7 @@
 """Texts of users in which special tokens are text: no user can end a turn, or begin one in another's name.
 
 A tokenizer finds special tokens in a text by their contents, wherever these came from. Here a second tokenizer has
-other contents for them, with a number that nobody outside the process knows. A plain text is encoded by it as it is.
+other contents for them, sentinels that nobody outside the process knows. A plain text is encoded by it as it is.
 In a conversation, the contents that the chat template wrote are replaced by these, and those in messages are not.
 """
 
@@ -11,16 +11,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from secrets import randbelow
 from typing import Any
 
 from kvcache.errors import CheckpointError
+from kvcache.sampling.sentinels import Sentinels
 from kvcache.sampling.text_tokens import encoded
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
 
 __all__ = ["PlainText"]
-
-_DIGITS = 20
 
 
 class PlainText:
@@ -35,6 +33,9 @@ class PlainText:
 
     Raises:
         CheckpointError: a tokenizer whose special tokens cannot have other contents.
+
+    Attributes:
+        tokenizer: the second one, which encodes what `chat_text` writes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -42,18 +43,16 @@ class PlainText:
 
         added = tokenizer.get_added_tokens_decoder()
         ids = {token.content: id for id, token in added.items() if token.special}
-        self._secret = f"{randbelow(10**_DIGITS):0{_DIGITS}}"  # digits: templates change the case of letters
-        # Fixed width, so that none begins another.
-        self._names = {content: f"{self._secret}{i:06}" for i, content in enumerate(ids)}
+        sentinels, self._marks = Sentinels(), Sentinels()
+        self._names = {content: sentinels.name(i) for i, content in enumerate(ids)}
         with tokenizer_errors("tokenizer", "one whose special tokens can be renamed"):
-            self._tokenizer = Tokenizer.from_str(json.dumps(_renamed(json.loads(tokenizer.to_str()), self._names)))
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
+            self.tokenizer = Tokenizer.from_str(json.dumps(_renamed(json.loads(tokenizer.to_str()), self._names)))
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
         for content, name in self._names.items():
-            if self._tokenizer.token_to_id(name) != ids[content]:
+            if self.tokenizer.token_to_id(name) != ids[content]:
                 raise CheckpointError(f"tokenizer: expected special tokens that can be renamed, got {content}")
         self._special = re.compile(_any_of(ids) if ids else r"(?!)")
-        self._mark = re.compile(rf"{self._secret}9\d{{6}}")
         self._beginnings = {content[:n] for content in ids for n in range(1, len(content))}
         self._endings = {content[n:] for content in ids for n in range(1, len(content))}
         self._longest = max(map(len, ids), default=0)
@@ -61,7 +60,7 @@ class PlainText:
 
     def encode(self, text: str, name: str = "prompt", *, most: int | None = None) -> list[int]:
         """The token ids of a text; see `encoded` for the arguments and errors."""
-        return encoded(self._tokenizer, text, name, most=most)
+        return encoded(self.tokenizer, text, name, most=most)
 
     def encode_chat(
         self, messages: Any, render: Callable[..., Any], *, most: int | None = None, **options: Any
@@ -74,12 +73,19 @@ class PlainText:
             most: as of `encoded`.
             options: more arguments of `render`, in which special tokens are text too, such as `tools`.
         """
+        text = self.chat_text(messages, render, **options)
+        return encoded(self.tokenizer, text, "messages", most=most, add_special_tokens=False)
+
+    def chat_text(self, messages: Any, render: Callable[..., Any], **options: Any) -> str:
+        """The text of a conversation for `tokenizer`: only special tokens of the template have their other contents.
+
+        The arguments are those of `encode_chat`.
+        """
         marks: dict[str, str] = {}
         text = str(render(self._hidden_messages(messages, marks), **self._hidden(options, marks)))
         text = self._special.sub(lambda found: self._names[found[0]], text)
         contents = {mark: content for content, mark in marks.items()}
-        text = self._mark.sub(lambda found: contents.get(found[0], found[0]), text)
-        return encoded(self._tokenizer, text, "messages", most=most, add_special_tokens=False)
+        return self._marks.pattern.sub(lambda found: contents.get(found[0], found[0]), text)
 
     def _hidden_messages(self, messages: Any, marks: dict[str, str]) -> Any:
         hidden = self._hidden(messages, marks)
@@ -109,7 +115,7 @@ class PlainText:
 
     def _hidden_in(self, text: str, marks: dict[str, str]) -> str:
         def mark(content: str) -> str:
-            return marks.setdefault(content, f"{self._secret}9{len(marks):06}") if content else ""
+            return marks.setdefault(content, self._marks.name(len(marks))) if content else ""
 
         inner = text.strip()
         if 0 < len(inner) < self._longest and not inner.isidentifier() and inner in self._contents:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import base64
 import binascii
-from pathlib import Path
 from typing import NoReturn
 
 from kvcache.errors import CheckpointError
 from kvcache.gguf.vocabulary import MOST, Vocabulary
-from kvcache.networks.files import read_json
 from kvcache.sampling.byte_ranks import MAX_TOKEN_BYTES, rank_vocabulary
+from kvcache.sampling.text_files import TextFiles
 from kvcache.sampling.vocabulary_tokenizer import TEKKEN_PATTERN
 from kvcache.support.arguments import short
 
 __all__ = ["tekken_vocabulary"]
 
-_MAX_BYTES = 32 * 2**20  # files of 150 000 tokens take 15 MB
 # The special tokens of files that list none.
 _SPECIAL = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
@@ -30,9 +28,9 @@ _SPECIAL = (
 _BOS, _EOS, _UNKNOWN = 1, 2, 0
 
 
-def tekken_vocabulary(path: Path) -> Vocabulary:
+def tekken_vocabulary(files: TextFiles) -> Vocabulary:
     """The tokens of the file. Raises CheckpointError for a damaged file, or one of another pattern."""
-    read = _File(path)
+    read = _File(files)
     special = read.special_tokens()
     ranks = read.ranks(read.size("default_vocab_size") - len(special))
     try:
@@ -46,9 +44,9 @@ def tekken_vocabulary(path: Path) -> Vocabulary:
 class _File:
     """Typed reads of the file; every error names file and key."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._content = read_json(path, _MAX_BYTES)
+    def __init__(self, files: TextFiles) -> None:
+        self._path = files.folder / "tekken.json"
+        self._content = files.json("tekken.json")
         config = self._content.get("config")
         if not isinstance(config, dict):
             self.fail("config", "an object", short(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
 
-__all__ = ["TooManyTokens", "encoded", "least_tokens"]
+__all__ = ["TooManyTokens", "encoded", "encoded_with_ends", "least_tokens"]
 
 _SHORT = 4096  # characters: `encode`, which holds the GIL, then takes less than 20 ms, of whatever text
 _LARGE = 1 << 18  # characters: the tokens of such a text take 100 bytes for each of its own, which are to come back
@@ -70,6 +71,38 @@ def encoded(
         TooManyTokens: see `most`.
         CheckpointError: the tokenizer fails at it.
     """
+    ids: list[int] = _encoding(tokenizer, text, name, most, add_special_tokens, "encode_batch_fast").ids
+    _give_back(text)
+    return ids
+
+
+def encoded_with_ends(
+    tokenizer: Any, text: str, name: str, ends: Iterable[int], *, most: int | None = None
+) -> tuple[list[int], list[int]]:
+    """The ids of a text without surrounding special tokens, and how many of them the text before each place has.
+
+    A token that goes on behind a place is not counted.
+
+    Args:
+        ends: the places, in characters.
+
+    The other arguments and the errors are those of `encoded`.
+    """
+    found = _encoding(tokenizer, text, name, most, False, "encode_batch")
+    ids, counts = found.ids, [_tokens_before(found, end) for end in ends]
+    del found
+    _give_back(text)
+    return ids, counts
+
+
+def _encoding(
+    tokenizer: Any, text: str, name: str, most: int | None, add_special_tokens: bool, method: str
+) -> Any:
+    """Encode a text; an `Encoding` of the tokenizers package.
+
+    Args:
+        method: of the tokenizer, for long texts: one without the places of tokens in the text is faster.
+    """
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
@@ -78,12 +111,13 @@ def encoded(
         raise TooManyTokens(name, most, f"a text of {size} bytes")
     with tokenizer_errors("tokenizer", "the tokens of a text"):
         if len(text) <= _SHORT:
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            return ids
-        ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-    if len(text) >= _LARGE:
-        _give_back()
-    return ids
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return getattr(tokenizer, method)([text], add_special_tokens=add_special_tokens)[0]
+
+
+def _tokens_before(encoding: Any, end: int) -> int:
+    """How many tokens end at a character of the text, or before it."""
+    return bisect_right(range(len(encoding)), end, key=lambda token: encoding.token_to_chars(token)[1])
 
 
 def least_tokens(tokenizer: Any, text: str) -> int:
@@ -161,7 +195,9 @@ def _alphabet() -> list[str]:
     return found
 
 
-def _give_back() -> None:
-    """Return freed memory to the system. The C library keeps it otherwise, all of a text of megabytes."""
+def _give_back(text: str) -> None:
+    """Return what a large text took to the system. The C library keeps it otherwise, all of a text of megabytes."""
+    if len(text) < _LARGE:
+        return
     with suppress(AttributeError, OSError, TypeError):  # a C library without this call
         ctypes.CDLL(None).malloc_trim(0)

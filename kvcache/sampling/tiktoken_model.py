@@ -13,31 +13,23 @@ from typing import Any, NoReturn
 
 from kvcache.errors import CheckpointError
 from kvcache.gguf.vocabulary import MOST, Vocabulary
-from kvcache.networks.files import MAX_CONFIG_BYTES, read_file
 from kvcache.sampling.byte_ranks import MAX_TOKEN_BYTES, rank_vocabulary
+from kvcache.sampling.text_files import TextFiles
 from kvcache.sampling.vocabulary_tokenizer import KIMI_PATTERN
 from kvcache.support.arguments import short
 
 __all__ = ["kimi_vocabulary"]
 
 _CLASS = "tokenization_kimi.TikTokenTokenizer"
-_MAX_BYTES = 32 * 2**20  # files of 160 000 tokens take 3 MB
 _SPECIAL = 256  # ids behind those of the file
 
 
-def kimi_vocabulary(path: Path, config: dict[str, Any]) -> Vocabulary:
-    """The tokens of the file.
-
-    Args:
-        path: of `tiktoken.model`.
-        config: the content of `tokenizer_config.json` beside it.
-
-    Raises:
-        CheckpointError: damaged files, or those of another tokenizer.
-    """
-    beside = path.with_name("tokenizer_config.json")
-    _check_pattern(path, beside, config)
-    ranks = _ranks(path)
+def kimi_vocabulary(files: TextFiles) -> Vocabulary:
+    """The tokens of `tiktoken.model`. CheckpointError: damaged files, or those of another tokenizer."""
+    path, beside = files.folder / "tiktoken.model", files.folder / "tokenizer_config.json"
+    config = files.json(beside.name)
+    _check_pattern(files, beside, config)
+    ranks = _ranks(path, files.content(path.name))
     special = _special_tokens(beside, config, len(ranks))
     ids = {text: id for id, (text, _) in enumerate(special, len(ranks))}
     bos, eos, unknown = (ids.get(name) if isinstance(name := config.get(key), str) else None for key in _NAMES)
@@ -56,24 +48,23 @@ def _fail(path: Path, key: str, expected: str, found: Any) -> NoReturn:
     raise CheckpointError(f"{path}: {key}: expected {expected}, got {short(found)}")
 
 
-def _check_pattern(path: Path, beside: Path, config: dict[str, Any]) -> None:
+def _check_pattern(files: TextFiles, beside: Path, config: dict[str, Any]) -> None:
     """Raise CheckpointError for another tokenizer: by its name, and by the Python beside it, if there is some."""
     classes = config.get("auto_map")
     named = classes.get("AutoTokenizer") if isinstance(classes, dict) else None
     named = named[0] if isinstance(named, list) and named else named
     if named != _CLASS:
         _fail(beside, "auto_map.AutoTokenizer", f"{_CLASS}, whose tiktoken.model is the only one that is read", named)
-    code = path.with_name("tokenization_kimi.py")
-    if code.exists():
-        text = read_file(code, MAX_CONFIG_BYTES).decode(errors="replace")
+    if (code := "tokenization_kimi.py") in files:
+        text = files.content(code).decode(errors="replace")
         missing = [part for part in KIMI_PATTERN if part not in text]
         if missing:
-            _fail(code, "pat_str", f"the part {missing[0]}", "another pattern")
+            _fail(files.folder / code, "pat_str", f"the part {missing[0]}", "another pattern")
 
 
-def _ranks(path: Path) -> list[bytes]:
+def _ranks(path: Path, data: bytes) -> list[bytes]:
     """The bytes of all tokens, by rank."""
-    lines = bytes(read_file(path, _MAX_BYTES)).splitlines()
+    lines = data.splitlines()
     if not 256 <= len(lines) <= MOST - _SPECIAL:
         raise CheckpointError(f"{path}: expected 256 to {MOST - _SPECIAL} tokens, got {len(lines)}")
     found: list[bytes | None] = [None] * len(lines)

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
-from kvcache.gguf.vocabulary import Vocabulary, chat_template
-from kvcache.networks.files import MAX_CONFIG_BYTES, read_file, read_json
+from kvcache.gguf.vocabulary import TEMPLATE, Vocabulary
 from kvcache.sampling.tekken import tekken_vocabulary
+from kvcache.sampling.text_files import TextFiles
 from kvcache.sampling.tiktoken_model import kimi_vocabulary
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
 from kvcache.sampling.tokenizer_json import check_tokenizer_json
-from kvcache.sampling.vocabulary_tokenizer import build_tokenizer, tokenizer_of
+from kvcache.sampling.vocabulary_tokenizer import tokenizer_of
 from kvcache.support.arguments import short
+from kvcache.support.once import Once
 
 __all__ = ["SPECIAL_TOKENS", "CheckpointText", "GgufText"]
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MOST_TEMPLATES = 64
-_MAX_BYTES = 256 * 2**20  # vocabularies of 256 000 tokens take 40 MB
+_RANKED = {"tekken.json": tekken_vocabulary, "tiktoken.model": kimi_vocabulary}
 
 
 class CheckpointText:
-    """Tokenizer and chat template of a Hugging Face checkpoint directory, each loaded on first use."""
+    """Tokenizer and chat template of a Hugging Face checkpoint directory.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    Its files are read now, and never again; each part is made of them at its first use, which raises their errors.
 
-    @cached_property
+    Args:
+        directory: of the checkpoint.
+        own_template: a Jinja template in place of all those of the checkpoint; None: there is none.
+    """
+
+    def __init__(self, directory: Path, own_template: str | None = None) -> None:
+        self._own_template = own_template
+        files = TextFiles(directory)
+        config = Once(lambda: files.json("tokenizer_config.json"))
+        ranked = Once(lambda: _RANKED[files.tokenizer](files) if files.tokenizer in _RANKED else None)
+        self._tokenizer, self._drop = Once(lambda: _tokenizer_of(files, ranked)), Once(files.drop_tokenizer)
+        self._templates = Once(lambda: _templates_of(files, config()))
+        self._special = Once(lambda: _special_tokens_of(files, config(), ranked))
+
+    @property
     def tokenizer(self) -> Any:
         """The `tokenizers.Tokenizer` of `tokenizer.json`, else of `tekken.json` or `tiktoken.model`; None without one.
 
@@ -38,31 +51,9 @@ class CheckpointText:
             ImportError: the package is not installed.
             CheckpointError: not a regular file, too large, or damaged; a part that is not read, or not within bounds.
         """
-        path = self._directory / "tokenizer.json"
-        if not path.exists():
-            return None if self._ranked is None else tokenizer_of(self._ranked, self._directory)
-        data = bytes(read_file(path, _MAX_BYTES))
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise ImportError(f"{path} needs the tokenizers package: pip install 'kvcache-cpu[text]'") from None
-        check_tokenizer_json(path, data)
-        with tokenizer_errors(str(path), "a tokenizer of the tokenizers package"):
-            tokenizer = Tokenizer.from_buffer(data)
-        # The file may keep settings of its training, which would cut prompts or fill them up.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
-
-    @cached_property
-    def _ranked(self) -> Vocabulary | None:
-        """The vocabulary of `tekken.json` or `tiktoken.model`, where no other file has one."""
-        if (self._directory / "tokenizer.json").exists():
-            return None
-        if (path := self._directory / "tekken.json").exists():
-            return tekken_vocabulary(path)
-        path = self._directory / "tiktoken.model"
-        return kimi_vocabulary(path, self._config) if path.exists() else None
+        made = self._tokenizer()
+        self._drop()  # not before, so that an interrupt loses nothing
+        return made
 
     @property
     def chat_template(self) -> str | None:
@@ -78,9 +69,12 @@ class CheckpointText:
         Raises:
             CheckpointError: a damaged file.
         """
-        return self._templates.get(name, self._templates.get("default"))
+        if self._own_template is not None:
+            return self._own_template
+        templates = self._templates()
+        return templates.get(name, templates.get("default"))
 
-    @cached_property
+    @property
     def special_tokens(self) -> dict[str, str]:
         """The texts of special tokens by the names that templates know them by, such as "bos_token".
 
@@ -90,40 +84,57 @@ class CheckpointText:
         Raises:
             CheckpointError: a damaged file.
         """
-        found = _special_tokens(self._directory / "tokenizer_config.json", self._config)
-        if "added_tokens_decoder" in self._config:
-            return found
-        if not self._config and self._ranked is not None:
-            return _tokens_by_id(self._ranked)
-        path = self._directory / "special_tokens_map.json"
-        return found | _special_tokens(path, _json_of(path))
-
-    @cached_property
-    def _config(self) -> dict[str, Any]:
-        return _json_of(self._directory / "tokenizer_config.json")
-
-    @cached_property
-    def _templates(self) -> dict[str, str]:
-        path, found = self._directory / "tokenizer_config.json", self._config.get("chat_template")
-        if found is None:
-            path = self._directory / "chat_template.json"
-            found = _json_of(path).get("chat_template")
-        if isinstance(found, list):
-            found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
-        named: dict[str, Any] = found if isinstance(found, dict) else {"default": found}
-        named = {name: template for name, template in named.items() if template is not None}
-        for template in named.values():
-            if not isinstance(template, str):
-                raise CheckpointError(f"{path}: chat_template: expected a string, got {short(template)}")
-        more = sorted((self._directory / "additional_chat_templates").glob("*.jinja"))
-        files = {each.stem: each for each in more[:_MOST_TEMPLATES]}
-        if (first := self._directory / "chat_template.jinja").exists():
-            files["default"] = first
-        return named | {name: _template_of(each) for name, each in files.items()}
+        return self._special()
 
 
-def _json_of(path: Path) -> dict[str, Any]:
-    return read_json(path, _MAX_BYTES) if path.exists() else {}
+def _tokenizer_of(files: TextFiles, ranked: Once[Vocabulary | None]) -> Any:
+    if files.tokenizer != "tokenizer.json":
+        vocabulary = ranked()
+        made = None if vocabulary is None else tokenizer_of(vocabulary, files.folder)
+    else:
+        path, data = files.folder / files.tokenizer, files.content(files.tokenizer)
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ImportError(f"{path} needs the tokenizers package: pip install 'kvcache-cpu[text]'") from None
+        check_tokenizer_json(path, data)
+        with tokenizer_errors(str(path), "a tokenizer of the tokenizers package"):
+            made = Tokenizer.from_buffer(data)
+        # The file may keep settings of its training, which would cut prompts or fill them up.
+        made.no_truncation()
+        made.no_padding()
+    return made
+
+
+def _templates_of(files: TextFiles, config: dict[str, Any]) -> dict[str, str]:
+    """The templates of a folder by their names."""
+    path, found = files.folder / "tokenizer_config.json", config.get("chat_template")
+    if found is None:
+        path = files.folder / "chat_template.json"
+        found = files.json(path.name).get("chat_template")
+    if isinstance(found, list):
+        found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
+    named: dict[str, Any] = found if isinstance(found, dict) else {"default": found}
+    named = {name: template for name, template in named.items() if template is not None}
+    for template in named.values():
+        if not isinstance(template, str):
+            raise CheckpointError(f"{path}: chat_template: expected a string, got {short(template)}")
+    more = {Path(name).stem: files.text(name) for name in files.templates}
+    if "chat_template.jinja" in files:
+        more["default"] = files.text("chat_template.jinja")
+    return named | more
+
+
+def _special_tokens_of(
+    files: TextFiles, config: dict[str, Any], ranked: Once[Vocabulary | None]
+) -> dict[str, str]:
+    found = _special_tokens(files.folder / "tokenizer_config.json", config)
+    if "added_tokens_decoder" in config:
+        return found
+    if not config and (vocabulary := ranked()) is not None:
+        return _tokens_by_id(vocabulary)
+    name = "special_tokens_map.json"
+    return found | _special_tokens(files.folder / name, files.json(name))
 
 
 def _special_tokens(path: Path, content: dict[str, Any]) -> dict[str, str]:
@@ -138,38 +149,56 @@ def _special_tokens(path: Path, content: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _template_of(path: Path) -> str:
-    try:
-        return read_file(path, MAX_CONFIG_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: expected UTF-8, got {error}") from None
-
-
 class GgufText:
-    """Tokenizer and chat template of a GGUF file, each loaded on first use."""
+    """Tokenizer and chat template of a GGUF file.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Its metadata are read now, and never again; each part is made of them at its first use, which raises their errors.
 
-    @cached_property
+    Args:
+        file: its path; or the open file, which may be closed afterwards.
+        own_template: as of `CheckpointText`.
+    """
+
+    def __init__(self, file: GgufFile | str | Path, own_template: str | None = None) -> None:
+        self._own_template = own_template
+        if not isinstance(file, GgufFile):
+            file = GgufFile(file)
+            file.close()
+        path, vocabulary = file.path, Once(partial(Vocabulary.of, file))
+        special = Once(lambda: {} if (found := vocabulary()) is None else _tokens_by_id(found))
+
+        def tokenizer() -> Any:
+            special()  # the vocabulary is freed behind this
+            return None if (found := vocabulary()) is None else tokenizer_of(found, path)
+
+        self._path, self._tokenizer, self._special = path, Once(tokenizer), special
+        self._templates = {key: value for key, value in file.metadata.items() if key.startswith(TEMPLATE)}
+
+    @property
     def tokenizer(self) -> Any:
         """The `tokenizers.Tokenizer` of the file, or None if it has none; raises as that of `CheckpointText`."""
-        return build_tokenizer(GgufFile(self._path))
+        return self._tokenizer()
 
-    @cached_property
+    @property
     def chat_template(self) -> str | None:
         """The Jinja template of the file, or None; raises as that of `CheckpointText`."""
-        return chat_template(GgufFile(self._path))
+        return self.template("default")
 
     def template(self, name: str) -> str | None:
         """The Jinja template of this name, else `chat_template`."""
-        return chat_template(GgufFile(self._path), name) or self.chat_template
+        if self._own_template is not None:
+            return self._own_template
+        keys = [key for key in (f"{TEMPLATE}.{name}", TEMPLATE) if key in self._templates]
+        if not keys:
+            return None
+        if not isinstance(found := self._templates[keys[0]], str):
+            raise CheckpointError(f"{self._path}: {keys[0]}: expected a string, got {short(found)}")
+        return found
 
-    @cached_property
+    @property
     def special_tokens(self) -> dict[str, str]:
         """The texts of the tokens that the file names by id; as those of `CheckpointText`."""
-        found = Vocabulary.of(GgufFile(self._path))
-        return {} if found is None else _tokens_by_id(found)
+        return self._special()
 
 
 def _tokens_by_id(vocabulary: Vocabulary) -> dict[str, str]:

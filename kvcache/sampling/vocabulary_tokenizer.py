@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from kvcache.errors import CheckpointError
-from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import CONTROL, MOST, UNKNOWN, USER_DEFINED, Vocabulary
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
 from kvcache.support.arguments import short
 
-__all__ = ["KIMI_PATTERN", "TEKKEN_PATTERN", "build_tokenizer", "tokenizer_of"]
+__all__ = ["KIMI_PATTERN", "TEKKEN_PATTERN", "tokenizer_of"]
 
 # Characters of a SentencePiece token, and of all: the search for merges tries each place in each token.
 _MAX_PIECE = 512
@@ -102,12 +101,6 @@ _COMPOSED = ("qwen2", "qwen35", "command-r", "mpt", "olmo")  # texts are brought
 
 
 TEKKEN_PATTERN = _PRE["tekken"][0]
-
-
-def build_tokenizer(file: GgufFile) -> Any:
-    """The `tokenizers.Tokenizer` of `file`, or None if the file has no vocabulary; raises as `tokenizer_of`."""
-    vocabulary = Vocabulary.of(file)
-    return None if vocabulary is None else tokenizer_of(vocabulary, file.path)
 
 
 def tokenizer_of(vocabulary: Vocabulary, path: Path) -> Any:

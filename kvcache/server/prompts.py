@@ -1,27 +1,50 @@
-"""The tokens of a body's prompts."""
+"""The prompts of a body, each made once: its tokens, and places in it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from secrets import token_hex
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.engine.partings import places_of
 from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.plain_text import PlainText
-from kvcache.sampling.text_tokens import TooManyTokens, encoded, least_tokens
+from kvcache.sampling.text_tokens import TooManyTokens, encoded, encoded_with_ends, least_tokens
 from kvcache.server.bodies import Body
-from kvcache.server.conversations import Conversation, placed, text_of, with_users
-from kvcache.server.retention import CacheMark
+from kvcache.server.chat_text import ChatText
+from kvcache.server.conversations import Conversation
 from kvcache.serving import BatchEngine
 
-__all__ = ["Prompts"]
+__all__ = ["Prompt", "Prompts"]
+
+_TAIL = 32  # tokens before an answer that its reader may look at
+
+
+class Prompt(NamedTuple):
+    """A prompt.
+
+    Attributes:
+        tokens: its ids.
+        parts: after how many of them the next requests are expected to differ, see `BatchEngine.submit`.
+        kept: how many of the first ones stay cached, and for how many seconds each; None: nothing is said.
+    """
+
+    tokens: npt.NDArray[np.uint32]
+    parts: tuple[int, ...] = ()
+    kept: list[tuple[int, float]] | None = None
+
+    @property
+    def tail(self) -> list[int]:
+        """The last ids, which tell how an answer begins."""
+        ids: list[int] = self.tokens[-_TAIL:].tolist()
+        return ids
 
 
 class Prompts:
-    """Makes token ids of texts and conversations; in messages they have the names of OpenAI's interface.
+    """Makes the prompts of bodies; in messages they have the names of OpenAI's interface.
 
     Args:
         engine: has a tokenizer.
@@ -31,17 +54,23 @@ class Prompts:
     def __init__(self, engine: BatchEngine, plain: bool) -> None:
         self._engine = engine
         self._plain = PlainText(engine.tokenizer) if plain else None
+        self._tokenizer = engine.tokenizer if self._plain is None else self._plain.tokenizer
+        self._knows_developer = "developer" in (engine.chat_template or "")
         least_tokens(engine.tokenizer, "")  # which reads the vocabulary, once
 
-    def tokens(self, body: Body) -> list[npt.NDArray[np.uint32]]:
-        """The token ids of each prompt.
+    def of(self, body: Body, *, runs: bool = True) -> list[Prompt]:
+        """The prompts of a body.
+
+        Args:
+            runs: whether they are for requests; of others the tokens are made, and nothing else.
 
         Raises:
             TooManyTokens: more than the network has positions.
             TypeError, ValueError: none, or not of the vocabulary.
         """
+        make = self._of_conversation if body.chat else self._of_text
         try:
-            return [self.checked(self._of(body, prompt), body.field) for prompt in body.prompts]
+            return [make(body, prompt, runs) for prompt in body.prompts]
         except ValueError as error:  # of the engine, which calls a conversation messages
             if body.field == "messages" or not str(error).startswith("messages: "):
                 raise
@@ -50,81 +79,50 @@ class Prompts:
             _, _, why = str(error).partition(": ")
             raise ValueError(f"{body.field}: {why}") from None
 
-    def parts(self, body: Body, number: int, tokens: npt.NDArray[np.uint32]) -> tuple[int, ...]:
-        """Where the next requests are expected to differ from the prompt of this number, see `BatchEngine.submit`."""
-        asked: Any = body.prompts[number]
-        if not body.chat or not isinstance(asked.messages, list):
-            return ()
-        messages = placed(asked.messages, "developer" in (self._engine.chat_template or ""))
-        return self._engine.chat_parts(messages, tokens.tolist(), tools=asked.tools, template=asked.template)
+    def _of_text(self, body: Body, prompt: Any, runs: bool) -> Prompt:
+        if not isinstance(prompt, list):
+            prompt = encoded(self._tokenizer, prompt, body.field, most=self._engine.max_positions)
+        tokens = self.checked(prompt, body.field)
+        return Prompt(tokens, (), self._kept(body, tokens, []) if runs else None)
 
-    def kept(self, body: Body, tokens: npt.NDArray[np.uint32]) -> list[tuple[int, float]] | None:
-        """How many of the first tokens of a prompt stay cached, and for how many seconds each; None: nothing is said.
+    def _of_conversation(self, body: Body, asked: Conversation, runs: bool) -> Prompt:
+        """A conversation in the words of the template. Places in its text become numbers of tokens with the ids."""
+        marks = body.marks if runs and self._keeps(body) else ()
+        text = ChatText(asked, self._writer(asked), self._knows_developer, marks)
+        places = text.ends + (text.partings() if runs and self._engine.keeps_states else [])
+        most, counts = self._engine.max_positions, list[int]()
+        if places:
+            ids, counts = encoded_with_ends(self._tokenizer, text.text, body.field, places, most=most)
+        else:
+            ids = encoded(self._tokenizer, text.text, body.field, most=most, add_special_tokens=False)
+        tokens = self.checked(ids, body.field)
+        parts = places_of(counts[len(marks) :])
+        return Prompt(tokens, parts, self._kept(body, tokens, counts[: len(marks)]) if runs else None)
 
-        A block ends where its tokens differ from those of the conversation up to it alone. Where the template has no
-        words for that, all of the prompt stays.
-        """
+    def _writer(self, asked: Conversation) -> Callable[[Any, bool], str]:
+        """The function that writes messages for the tokenizer, with the beginning of an answer or without."""
+        options: dict[str, Any] = {"tools": asked.tools, "template": asked.template}
+
+        def write(messages: Any, begins: bool) -> str:
+            render = partial(self._engine.apply_chat_template, add_generation_prompt=begins)
+            if self._plain is not None:
+                return self._plain.chat_text(messages, render, **options)
+            text: str = render(messages, **options)
+            return text
+
+        return write
+
+    def _keeps(self, body: Body) -> bool:
+        """Whether prompts of a body can stay cached."""
+        return self._engine.shares_prefixes and not (body.echo and body.params.logprobs is not None)
+
+    def _kept(self, body: Body, tokens: Any, ends: list[int]) -> list[tuple[int, float]] | None:
+        """`Prompt.kept`; `ends`: how many tokens are before each mark."""
+        if not self._keeps(body):
+            return None
         kept = [] if body.keep is None else [(len(tokens), body.keep)]
-        for mark in body.marks:
-            kept.append((self._end_of(body.prompts[0], mark, tokens, body.field), mark.seconds))
-        return kept if body.marks or body.keep is not None else None
-
-    def _end_of(self, asked: Conversation, mark: CacheMark, tokens: npt.NDArray[np.uint32], field: str) -> int:
-        messages = asked.messages[: mark.message + 1]
-        if mark.characters is not None:
-            messages[-1] = messages[-1] | {"content": text_of(messages[-1])[: mark.characters]}
-        try:
-            found = self._of_conversation(asked._replace(messages=messages, continues=False), field)
-        except (TypeError, ValueError):
-            return len(tokens)
-        most = min(len(found), len(tokens))
-        differ = np.flatnonzero(np.array(found[:most], np.int64) != tokens[:most])
-        return max(1, int(differ[0]) if len(differ) else most)
-
-    def _of(self, body: Body, prompt: Any) -> list[int]:
-        engine, most = self._engine, self._engine.max_positions
-        if body.chat:
-            return self._of_conversation(prompt, body.field)
-        if isinstance(prompt, list):
-            return prompt
-        if self._plain is not None:
-            return self._plain.encode(prompt, body.field, most=most)
-        return encoded(engine.tokenizer, prompt, body.field, most=most)
-
-    def _of_conversation(self, asked: Conversation, field: str) -> list[int]:
-        """The tokens of a conversation. Templates that refuse later system messages get them as words of the user."""
-        messages, system = asked.messages, ("system", "developer")
-        if isinstance(messages, list) and all(isinstance(each, dict) for each in messages):
-            messages = placed(messages, "developer" in (self._engine.chat_template or ""))
-            if any(message.get("role") in system for message in messages[1:]):
-                try:
-                    return self._written(messages, asked, field)
-                except ValueError as error:
-                    if "the chat template takes" not in str(error):
-                        raise
-                messages = with_users(messages)
-        return self._written(messages, asked, field)
-
-    def _written(self, messages: Any, asked: Conversation, field: str) -> list[int]:
-        most, options = self._engine.max_positions, {"tools": asked.tools, "template": asked.template}
-        render = partial(self._begun if asked.continues else self._rendered, begins=asked.begins)
-        if self._plain is not None:
-            return self._plain.encode_chat(messages, render, most=most, **options)
-        text = render(messages, **options)
-        return encoded(self._engine.tokenizer, text, field, most=most, add_special_tokens=False)
-
-    def _rendered(self, messages: Any, *, begins: bool, **options: Any) -> str:
-        text: str = self._engine.apply_chat_template(messages, add_generation_prompt=begins, **options)
-        return text
-
-    def _begun(self, messages: Any, **options: Any) -> str:
-        """Messages up to the end of the text of the last one, which the answer goes on with."""
-        mark = f"{token_hex(16)} "
-        last = messages[-1] | {"content": text_of(messages[-1]) + mark}
-        before, found, behind = self._rendered([*messages[:-1], last], **options).rpartition(mark.strip())
-        if not found:
-            raise ValueError("messages: expected a chat template that writes the last message, got another")
-        return before if behind.startswith(" ") else before.rstrip()  # a template that trims texts
+        kept += [(max(1, end), mark.seconds) for end, mark in zip(ends, body.marks, strict=True)]
+        return kept or None
 
     def checked(self, tokens: Any, field: str) -> npt.NDArray[np.uint32]:
         """Token ids of the vocabulary, at least one and no more than there are positions; errors as of `tokens`."""

@@ -25,7 +25,7 @@ from kvcache.server.limits import Threads
 from kvcache.server.logprobs import TokenTexts
 from kvcache.server.message_bodies import COUNTED, MESSAGES, chat_of_messages
 from kvcache.server.message_form import MessageForm
-from kvcache.server.prompts import Prompts
+from kvcache.server.prompts import Prompt, Prompts
 from kvcache.server.refusals import too_large, too_many
 from kvcache.server.response_bodies import RESPONSES, chat_of_responses
 from kvcache.server.response_form import ResponseForm
@@ -39,9 +39,10 @@ _READING = 30.0  # seconds beyond the time limit, for reading the end of an answ
 
 
 class Asked(NamedTuple):
-    """A body that is to be answered, in a form and a namespace."""
+    """A body that is to be answered, with its prompts, in a form and a namespace."""
 
     body: Body
+    prompts: list[Prompt]
     form: Form
     space: Hashable
 
@@ -79,7 +80,7 @@ class ServedModel:
     def complete(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> Asked:
         """Answer a chat completion, or a completion."""
         body = self._body(found, chat)
-        return self._begin(body, CompletionForm(body, self.engine, self._texts), space)
+        return self._begin(body, self._prompts.of(body), CompletionForm(body, self.engine, self._texts), space)
 
     def message(self, found: dict[str, Any], space: Hashable) -> Asked:
         """Answer a body of `/v1/messages`."""
@@ -87,36 +88,36 @@ class ServedModel:
         contents = Contents("messages")
         chat, marks = chat_of_messages(given, contents)
         body = self._body(chat, True, marks, contents)
-        comparison = self._fingerprints.note(given, space, answer, len(self._prompts.tokens(body)[0]))
-        return self._begin(body, MessageForm(body, self.engine, answer, comparison), space)
+        prompts = self._prompts.of(body)
+        comparison = self._fingerprints.note(given, space, answer, len(prompts[0].tokens))
+        return self._begin(body, prompts, MessageForm(body, self.engine, answer, comparison), space)
 
     def respond(self, found: dict[str, Any], space: Hashable) -> Asked:
         """Answer a body of `/v1/responses`."""
         given = checked(found, RESPONSES, ("model", "input"))
         contents = Contents("input")
         body = self._body(chat_of_responses(given, contents), True, (), contents)._replace(field="input")
-        return self._begin(body, ResponseForm(body, self.engine, given), space)
+        return self._begin(body, self._prompts.of(body), ResponseForm(body, self.engine, given), space)
 
     def _body(
         self, found: dict[str, Any], chat: bool, marks: Sequence[CacheMark] = (), contents: Contents | None = None
     ) -> Body:
         return body_of(found, chat, self.engine.sampling_params, self.engine.max_positions, marks, contents)
 
-    def _begin(self, body: Body, form: Form, space: Hashable) -> Asked:
-        if body.chat and (grammar := self._grammar(body)) is not None:
+    def _begin(self, body: Body, prompts: list[Prompt], form: Form, space: Hashable) -> Asked:
+        if body.chat and (grammar := self._grammar(body, prompts[0])) is not None:
             body = body._replace(params=replace(body.params, grammar=grammar))
-        return Asked(body, form, space if body.salt is None else (space, body.salt))
+        return Asked(body, prompts, form, space if body.salt is None else (space, body.salt))
 
-    def _grammar(self, body: Body) -> Grammar | None:
+    def _grammar(self, body: Body, prompt: Prompt) -> Grammar | None:
         """The grammar of the answer to a conversation: calls, or thoughts and the form that is asked for."""
         (asked,), form = body.prompts, body.params.grammar
         is_free = form is None and asked.choice.mode != "required"
         if is_free and not any(tool["function"].get("strict") is True for tool in asked.tools or ()):
             return None
-        prompt = self._prompts.tokens(body)[0].tolist()
         if form is None or asked.choice.mode == "required":
-            return self._voices.calling(asked, prompt)
-        return self._voices.formed(form, prompt)
+            return self._voices.calling(asked, prompt.tail)
+        return self._voices.formed(form, prompt.tail)
 
     def compile(self, body: Body) -> None:
         """Compile the grammar of a body, which may take long."""
@@ -134,29 +135,26 @@ class ServedModel:
             threads: that make whole answers.
             timeout: seconds from now to the last token.
         """
-        engine, (body, form, space) = self.engine, asked
+        engine, (body, prompts, form, space) = self.engine, asked
         spoken = partial(self._voices.spoken, body)
         answer = HttpAnswer(form, body, spoken, threads, timeout + _READING)
-        tokens = None
+        prompt = None
         try:
-            prompts, scores = self._prompts.tokens(body), body.params.logprobs if body.echo else None
-            if scores is not None:
-                check_scores(sum(map(len, prompts)), scores)
-            for number, tokens in enumerate(prompts):
+            if (scores := body.params.logprobs if body.echo else None) is not None:
+                check_scores(sum(len(each.tokens) for each in prompts), scores)
+            for number, prompt in enumerate(prompts):
                 later = body.priority + number * body.n  # a body of many texts waits rather than one of a single text
-                keep = self._prompts.kept(body, tokens) if engine.shares_prefixes and scores is None else None
-                submit = partial(
-                    engine.submit, namespace=space, deadline=timeout, n=body.n, priority=later, keep=keep
-                )
-                parts = self._prompts.parts(body, number, tokens)
-                answer.requests.append(submit(tokens, body.params, parts_at=parts, prompt_logprobs=scores))
+                answer.requests.append(engine.submit(
+                    prompt.tokens, body.params, namespace=space, deadline=timeout, n=body.n, priority=later,
+                    keep=prompt.kept, parts_at=prompt.parts, prompt_logprobs=scores,
+                ))
         except BaseException as error:
             answer.cancel()
             count = body.n * len(body.prompts)
             if isinstance(error, QueueFullError) and count > error.max_queue:  # there is never room for all of it
                 raise too_many(body.field, error.max_queue, count) from None
-            if isinstance(error, OutOfMemoryError) and tokens is not None:
-                raise too_large(body.field, len(tokens)) from None
+            if isinstance(error, OutOfMemoryError) and prompt is not None:
+                raise too_large(body.field, len(prompt.tokens)) from None
             raise
         return answer
 
@@ -165,14 +163,14 @@ class ServedModel:
     def count(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
         """The number of tokens of a body of `/v1/messages`."""
         body = self._body(chat_of_messages(checked(found, COUNTED, ("model", "messages")))[0], True)
-        return JSONResponse({"input_tokens": len(self._prompts.tokens(body)[0])})
+        return JSONResponse({"input_tokens": len(self._prompts.of(body, runs=False)[0].tokens)})
 
     def render(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> ASGIApp:
         """The token ids of the prompts of a body, as routers ask for them."""
         body = self._body(found, chat)
         rendered = [
-            {"request_id": unique("render-"), "token_ids": tokens.tolist(), "model": body.model}
-            for tokens in self._prompts.tokens(body)
+            {"request_id": unique("render-"), "token_ids": prompt.tokens.tolist(), "model": body.model}
+            for prompt in self._prompts.of(body, runs=False)
         ]
         return JSONResponse(rendered[0] if chat else rendered)
 
@@ -185,7 +183,7 @@ class ServedModel:
         body = self._body(asked, "messages" in asked)
         if len(body.prompts) != 1:
             raise ValueError(f"prompt: expected one, got {len(body.prompts)}")
-        ids = self._prompts.tokens(body)[0].tolist()
+        ids = self._prompts.of(body, runs=False)[0].tokens.tolist()
         texts = [self._texts.of(token)[0] for token in ids] if with_texts else None
         most = self.engine.max_positions
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})

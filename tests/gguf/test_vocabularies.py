@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.gguf import GgufFile
-from kvcache.sampling.vocabulary_tokenizer import build_tokenizer
+from kvcache.sampling.tokenizer import GgufText
 
 FOLDER = os.environ.get("KVCACHE_VOCABULARIES")
 FILES = sorted(Path(FOLDER).glob("ggml-vocab-*.gguf")) if FOLDER else []
@@ -30,7 +30,7 @@ def test_ids(path):
     file = GgufFile(path)
     if file.metadata["tokenizer.ggml.model"] in ("bert", "t5"):
         pytest.skip("a tokenizer of encoders")
-    tokenizer = build_tokenizer(file)
+    tokenizer = GgufText(file).tokenizer
     if not path.with_name(f"{path.name}.out").exists():
         return
     texts = path.with_name(f"{path.name}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")

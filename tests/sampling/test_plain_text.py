@@ -13,6 +13,7 @@ from kvcache import InferenceEngine
 from kvcache.demo import DIRECTORY
 from kvcache.errors import CheckpointError
 from kvcache.sampling.plain_text import PlainText, _any_of
+from kvcache.sampling.sentinels import Sentinels
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -95,6 +96,20 @@ def test_parts_and_calls_are_texts_of_users_too(engine):
     parts = [{"type": "text", "text": "<|end|>"}, {"type": "text", "text": "<|start|>"}]
     ids = PlainText(engine.tokenizer).encode_chat([{"role": "user", "content": parts}], engine.apply_chat_template)
     assert sum(id in special_ids(engine) for id in ids) == 2
+
+
+def test_sentinels_are_found_beside_digits_and_no_text_has_one():
+    """They are of one width, and of another number each time they are made."""
+    mine, others = Sentinels(), Sentinels()
+    for number in (0, 7, 1234567):
+        name = mine.name(number)
+        assert name.isdigit()
+        assert len(name) == len(others.name(0))
+        for before, behind in (("", ""), ("0123456789" * 9, "9" * 40), (name, name[:-1]), (name[1:], "x")):
+            text = before + name + behind
+            assert int(mine.pattern.findall(text)[-1]) == number
+            assert "".join(mine.pattern.split(text)[::2]) == (before + behind if before != name else behind)
+            assert not others.pattern.search(text)
 
 
 @given(st.sets(st.text("ab|", min_size=1, max_size=5), min_size=1, max_size=8), st.text("ab|", max_size=12))

@@ -13,6 +13,7 @@ from places import GOLDEN
 from kvcache.engine import InferenceEngine
 from kvcache.errors import CheckpointError
 from kvcache.sampling.tekken import tekken_vocabulary
+from kvcache.sampling.text_files import TextFiles
 from kvcache.sampling.tokenizer import CheckpointText
 from kvcache.sampling.vocabulary_tokenizer import TEKKEN_PATTERN
 
@@ -145,12 +146,13 @@ VOCAB = content()["vocab"]
     ],
 )
 def test_refused(tmp_path, changes, message):
+    save(tmp_path, content(**changes))
     with pytest.raises(CheckpointError, match=rf"tekken\.json: {message}"):
-        tekken_vocabulary(save(tmp_path, content(**changes)))
+        tekken_vocabulary(TextFiles(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\xff", "[" * 100_000])
 def test_damaged(tmp_path, text):
     (tmp_path / "tekken.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match=r"tekken\.json: expected "):
-        tekken_vocabulary(tmp_path / "tekken.json")
+        tekken_vocabulary(TextFiles(tmp_path))

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from kvcache import BatchEngine, InferenceEngine, SamplingParams
 from kvcache.demo import DIRECTORY
-from kvcache.sampling.text_tokens import TooManyTokens, encoded, least_tokens
+from kvcache.sampling.text_tokens import TooManyTokens, encoded, encoded_with_ends, least_tokens
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -50,6 +50,25 @@ TEXTS = [
     "", "abcd" * 50, "x" * 99, " \n" * 70, "🐈 " * 9, "<x>" * 20, " \t<x>  " * 20, "가" * 30,
     "\u1112\u1161\u11ab" * 30, "\u212a" * 40, "ab cd  é\u0301 \U0001d6da\u0345 \u2126\u0314\u0342\u0345" * 20,
 ]
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        bytewise(), bytewise(added=[{"content": "<x>", "lstrip": True, "rstrip": True}]), with_bytes(),
+        bytewise(normalizers.NFC()), bytewise(pre_tokenizer=pre_tokenizers.Split(" ", "removed")),
+    ],
+)
+def test_how_many_tokens_are_before_a_place(tokenizer):
+    """A token that goes on behind it is not counted; nothing else differs from `encoded`, in long texts too."""
+    for text in (*TEXTS, "".join(TEXTS) * 4):
+        ends = [*range(0, len(text) + 1, max(1, len(text) // 50)), len(text)]
+        ids, counts = encoded_with_ends(tokenizer, text, "x", ends)
+        assert ids == encoded(tokenizer, text, "x", add_special_tokens=False)
+        stops = [stop for _, stop in tokenizer.encode(text, add_special_tokens=False).offsets]
+        assert counts == [sum(stop <= end for stop in stops) for end in ends]
+    with pytest.raises(TooManyTokens, match="x: expected at most 3 tokens, got a text of 200 bytes"):
+        encoded_with_ends(bytewise(), "abcd" * 50, "x", [1], most=3)
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ def test_refused(tmp_path, message, changes):
 
 @pytest.mark.parametrize("line", ["YWM= 12", "YWM= x", "YWM 269", "YWM=", "", "YWM= 999999999999999999999"])
 def test_a_line_that_is_none(tmp_path, line):
-    text = save(tmp_path)
+    save(tmp_path)
     path = tmp_path / "tiktoken.model"
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(CheckpointError, match=r"tiktoken\.model: line 270: expected base64 of a token and a rank"):
-        _ = text.tokenizer
+        _ = CheckpointText(tmp_path).tokenizer

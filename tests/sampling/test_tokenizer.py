@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
 
 import pytest
+from chat_folders import chat_folder
 from engines import GREEDY, PROMPT
+from gguf_files import ARRAY, STRING, U32, convert
 from places import GOLDEN
+from tokenizers.pre_tokenizers import ByteLevel
 
+from kvcache.demo import DIRECTORY
 from kvcache.engine import InferenceEngine
 from kvcache.errors import CheckpointError
-from kvcache.sampling.tokenizer import CheckpointText
+from kvcache.sampling.text_files import TextFiles
+from kvcache.sampling.tokenizer import CheckpointText, GgufText
 
 
 @pytest.fixture
@@ -104,6 +110,56 @@ def test_special_tokens(tmp_path):
     assert found({"bos_token": "a", "added_tokens_decoder": {}}, {"bos_token": "<s>"}) == {"bos_token": "a"}
     with pytest.raises(CheckpointError, match=r"special_tokens_map\.json: eos_token: expected a string, got 3"):
         found({}, {"eos_token": 3})
+
+
+def test_what_was_opened_stays(tmp_path):
+    """Whatever becomes of the files, and though none of it was used before: a folder, and a GGUF file."""
+    pytest.importorskip("tokenizers")
+    folder = chat_folder(tmp_path / "folder", "{{ bos_token }}{{ tools }}", bos_token="<|endoftext|>")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("of tools")
+    path = convert(
+        DIRECTORY, tmp_path / "x.gguf", tokenizer__ggml__model=(STRING, "gpt2"),
+        tokenizer__ggml__tokens=(ARRAY, [*sorted(ByteLevel.alphabet()), "<s>", "im"], STRING),
+        tokenizer__ggml__merges=(ARRAY, ["i m"], STRING), tokenizer__ggml__bos_token_id=(U32, 256),
+        tokenizer__chat_template=(STRING, "{{ bos_token }}"), tokenizer__chat_template__tool_use=(STRING, "of tools"),
+    )
+    for opened, bos in ((folder, "<|endoftext|>"), (path, "<s>")):
+        engine = InferenceEngine.from_pretrained(opened)
+        moved = opened.rename(tmp_path / "moved")
+        text = engine.requests.text
+        assert text.template("tool_use") == "of tools"
+        assert engine.chat_template.startswith("{{ bos_token }}")
+        assert text.special_tokens["bos_token"] == bos
+        assert engine.tokenizer.encode("a b").ids
+        assert engine.apply_chat_template([{"role": "user", "content": "x"}]).startswith(bos)
+        shutil.rmtree(moved) if moved.is_dir() else moved.unlink()
+
+
+def test_a_template_in_place_of_those_of_a_checkpoint(tmp_path):
+    path = convert(GOLDEN / "llama", tmp_path / "x.gguf", tokenizer__chat_template=(STRING, "{{ x }}"))
+    for text in (CheckpointText(chat_folder(tmp_path / "folder"), ""), GgufText(path, "")):
+        assert text.chat_template == text.template("tool_use") == ""
+
+
+def test_a_text_is_made_once_and_what_it_is_made_of_is_freed(with_tokenizer):
+    """A file that cannot be read is an error of what needs it, each time."""
+
+    def contents():
+        return [each for each in gc.get_objects() if type(each) is TextFiles and each.folder == with_tokenizer]
+
+    text = CheckpointText(with_tokenizer)
+    assert ["tokenizer.json" in each for each in contents()] == [True]
+    assert text.tokenizer is text.tokenizer
+    assert ["tokenizer.json" in each for each in contents()] == [False]
+    assert (text.chat_template, text.special_tokens) == (None, {})
+    assert contents() == []
+    (with_tokenizer / "chat_template.jinja").mkdir()
+    text = CheckpointText(with_tokenizer)
+    assert text.tokenizer.encode("b").ids == [1]
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"chat_template\.jinja: expected a regular file"):
+            text.template("default")
 
 
 def test_damaged_chat_template(with_tokenizer):

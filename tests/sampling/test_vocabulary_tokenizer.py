@@ -10,10 +10,8 @@ import pytest
 from gguf_files import ARRAY, BOOL, F32, I32, STRING, U32, write
 
 from kvcache.errors import CheckpointError
-from kvcache.gguf import GgufFile
-from kvcache.gguf.vocabulary import chat_template
 from kvcache.sampling import vocabulary_tokenizer as module
-from kvcache.sampling.vocabulary_tokenizer import build_tokenizer
+from kvcache.sampling.tokenizer import GgufText
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -49,7 +47,7 @@ def build(tmp_path):
         named = {f"tokenizer.ggml.{key}": content for key, content in found.items() if content is not None}
         if name is not None:
             named["general.name"] = (STRING, name)
-        return build_tokenizer(GgufFile(write(tmp_path / "x.gguf", architecture, named, {})))
+        return GgufText(write(tmp_path / "x.gguf", architecture, named, {})).tokenizer
 
     return build_from
 
@@ -308,12 +306,12 @@ def test_a_byte_without_a_token_is_unknown(build):
 
 
 def test_no_vocabulary(tmp_path):
-    file = GgufFile(write(tmp_path / "x.gguf", "llama", {}, {}))
-    assert build_tokenizer(file) is chat_template(file) is None
+    text = GgufText(write(tmp_path / "x.gguf", "llama", {}, {}))
+    assert text.tokenizer is text.chat_template is None
     entries = {"tokenizer.ggml.model": (STRING, "none"), "tokenizer.chat_template": (STRING, "{{ x }}")}
-    file = GgufFile(write(tmp_path / "y.gguf", "llama", entries, {}))
-    assert build_tokenizer(file) is None
-    assert chat_template(file) == "{{ x }}"
+    text = GgufText(write(tmp_path / "y.gguf", "llama", entries, {}))
+    assert (text.tokenizer, text.special_tokens) == (None, {})
+    assert text.chat_template == text.template("tool_use") == "{{ x }}"
 
 
 def test_the_package_is_missing(bytewise, monkeypatch):

@@ -86,9 +86,9 @@ def expect_tokens_or_a_message(prompts, make):
     try:
         chat, marks = make()
         body = body_of(chat, True, engine.sampling_params, engine.max_positions, marks)
-        (tokens,) = prompts.tokens(body)
+        ((tokens, _, kept),) = prompts.of(body)
         assert len(tokens)
-        assert all(0 < stop <= len(tokens) for stop, _ in prompts.kept(body, tokens) or ())
+        assert all(0 < stop <= len(tokens) for stop, _ in kept or ())
     except (TypeError, ValueError, HTTPException) as error:
         name, found, _ = str(error).partition(": expected")
         assert found, error
