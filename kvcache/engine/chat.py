@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import GeneratorType
 from typing import Any
 
 from kvcache.engine.call_ids import with_counted_ids
 from kvcache.engine.completion import FinishReason, Request
+from kvcache.engine.history import THOUGHTS, TOOLS, Messages, Rewriting, rewritings, with_arguments
 from kvcache.errors import CheckpointError
 from kvcache.sampling.text_tokens import encoded, encoded_with_ends
 from kvcache.sampling.tokenizer import SPECIAL_TOKENS, CheckpointText, GgufText
@@ -24,10 +26,8 @@ from kvcache.support.json_text import read_json_text
 __all__ = ["Answer", "chat_tokens", "chat_tokens_with_ends", "render", "template_arguments"]
 
 _OLDEST = (3, 1, 6)  # of jinja2: earlier sandboxes have known holes
-# The keys by which templates and interfaces know the thoughts of an assistant, and where a template reads them.
-_THOUGHTS = {
-    key: re.compile(rf"\.{key}\b|(['\"]){key}\1") for key in ("reasoning_content", "reasoning", "thinking")
-}
+# Where a template reads the thoughts of an assistant.
+_THOUGHTS = {key: re.compile(rf"\.{key}\b|(['\"]){key}\1") for key in THOUGHTS}
 # Variables that are not a caller's to give.
 _GIVEN = {"add_generation_prompt", "chat_template", "documents", "messages", "tools", *SPECIAL_TOKENS}
 _COUNTED = "<|tool_calls_section_begin|>"  # the mark of a template whose network counts calls
@@ -108,19 +108,40 @@ def render(
     """A conversation in the words of the checkpoint's template; see `InferenceEngine.apply_chat_template`."""
     if text is None or (source := text.template("tool_use" if tools else "default")) is None:
         raise ValueError("messages: expected an engine whose checkpoint has a chat template, got none")
-    conversation = [_with_thoughts(source, _in_words_of(source, each)) for each in _messages(messages)]
-    if _COUNTED in source:
-        conversation = with_counted_ids(conversation)
+    conversation = _in_words_of(source, _messages(messages))
     known = None if tools is None else _tools(tools)
     more = {} if template is None else template_arguments(template, "template")
-    compiled = _compiled(source)
+    for rewriting in _rewritings(source, tuple(text.special_tokens.items())):
+        conversation = rewriting(conversation)
+    if _COUNTED in source:
+        conversation = with_counted_ids(conversation)
     names = {"messages": conversation, "tools": known, "documents": None, **more, **text.special_tokens}
+    return _written(source, names, bool(add_generation_prompt))
+
+
+def _written(source: str, names: dict[str, Any], add_generation_prompt: bool) -> str:
+    """The text that a template writes of its variables. ValueError: it refuses them."""
+    compiled = _compiled(source)
     try:
-        return str(compiled.render(names, add_generation_prompt=bool(add_generation_prompt)))
+        return str(compiled.render(names, add_generation_prompt=add_generation_prompt))
     except MemoryError:
         raise
     except Exception as error:  # a template can raise anything
         raise ValueError(f"messages: expected ones that the chat template takes, got an error of it: {error}") from None
+
+
+@lru_cache(maxsize=8)
+def _rewritings(source: str, special_tokens: Sequence[tuple[str, str]]) -> list[Rewriting]:
+    """The other forms of turns that a template needs: it is tried once."""
+
+    def words(messages: Messages) -> Messages:
+        return _in_words_of(source, _messages(messages))
+
+    def write(messages: Messages) -> str:
+        names = {"messages": messages, "tools": _tools(TOOLS), "documents": None, **dict(special_tokens)}
+        return _written(source, names, True)
+
+    return rewritings(words, write)
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
@@ -166,7 +187,12 @@ def _has(template: str, pattern: re.Pattern[str]) -> bool:
     return pattern.search(template) is not None
 
 
-def _in_words_of(template: str, message: dict[str, Any]) -> dict[str, Any]:
+def _in_words_of(template: str, messages: Messages) -> Messages:
+    """Messages as the template expects them, each by itself."""
+    return [_with_thoughts(template, _with_contents(template, each)) for each in messages]
+
+
+def _with_contents(template: str, message: dict[str, Any]) -> dict[str, Any]:
     """A message as the template expects it: any other key without a value is no key.
 
     Arguments of calls, texts of JSON as interfaces have them, are objects unless the template takes texts.
@@ -176,7 +202,7 @@ def _in_words_of(template: str, message: dict[str, Any]) -> dict[str, Any]:
     """
     kept = {key: value for key, value in message.items() if value is not None}
     if isinstance(calls := message.get("tool_calls"), list) and _takes_objects(template):
-        kept["tool_calls"] = [_with_object(call) for call in calls]
+        kept["tool_calls"] = [with_arguments(call, _object_of) for call in calls]
     if "content" not in message:
         return kept
     content = message["content"]
@@ -189,19 +215,15 @@ def _in_words_of(template: str, message: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "content": content}
 
 
-def _with_object(call: Any) -> Any:
-    """A call whose arguments are an object, if their text is one in JSON."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
-        return call
+def _object_of(arguments: Any) -> Any:
+    """The arguments of a call as an object, if their text is one in JSON."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        found = read_json_text(text or "{}")
+        found = read_json_text(arguments or "{}")
     except (ValueError, RecursionError):
-        return call
-    if not isinstance(found, dict):
-        return call
-    function = function | {"arguments": found}
-    return call | {"function": function} if "function" in call else function
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def _with_thoughts(template: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -303,15 +325,28 @@ def _compiled(template: str) -> Any:
                sort_keys: bool = False) -> str:
         """Without jinja2's escapes for HTML."""
         return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys,
+            default=listed,
         )
+
+    def listed(value: Any) -> list[Any]:
+        """The values of a filter such as `map`."""
+        if not isinstance(value, GeneratorType):
+            raise TypeError(f"tojson: expected plain data, got {type(value).__name__}")
+        return list(value)
 
     def strftime_now(format: str) -> str:
         from datetime import datetime
 
         return datetime.now().strftime(format)
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
+    class Sandbox(sandbox.ImmutableSandboxedEnvironment):
+        """One in which a template can use a list as a queue, as those of Kimi K2 do: all that it reaches is a copy."""
+
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson

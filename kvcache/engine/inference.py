@@ -416,6 +416,8 @@ class InferenceEngine:
     ) -> str | list[int]:
         """A conversation in the words of the checkpoint's chat template, as transformers writes it.
 
+        Turns of an assistant that the template refuses are written in another way, such as several calls one by one.
+
         Args:
             messages: dicts with "role", "content" and what else the template knows.
             tools: JSON schemas of functions, dicts.

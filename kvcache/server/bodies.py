@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvcache.engine import SamplingParams
-from kvcache.server.conversations import Conversation, ToolChoice, functions_of, text_of
+from kvcache.server.contents import Contents
+from kvcache.server.conversations import Conversation, ToolChoice, functions_of, messages_of, text_of
 from kvcache.server.fields import CHATS, MAX_CHOICES, SAMPLING, TEXTS, checked
 from kvcache.server.refusals import BodyError, too_many
 from kvcache.server.retention import CacheMark, breakpoints
@@ -36,6 +37,7 @@ class Body(NamedTuple):
     echo: bool = False  # whether an answer begins with its prompt
     with_tokens: bool = False  # whether it has token ids, the prompt's too
     priority: int = 0
+    warnings: tuple[str, ...] = ()  # of what it says that is not read
 
 
 def json_of(data: bytes | bytearray) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def parse(data: bytes | bytearray, chat: bool, defaults: SamplingParams, max_tok
 
 def body_of(
     found: dict[str, Any], chat: bool, defaults: SamplingParams, max_tokens: int | None = None,
-    marks: Sequence[CacheMark] = (),
+    marks: Sequence[CacheMark] = (), contents: Contents | None = None,
 ) -> Body:
     """The body of a chat completion, or of a completion.
 
@@ -67,12 +69,16 @@ def body_of(
         defaults: of what the body does not say.
         max_tokens: no answer has more tokens; None: there is no such number.
         marks: of the conversation, where its messages have none.
+        contents: has read parts of the messages; None: nothing has.
 
     Raises:
         TypeError, ValueError: not such a body; the message begins with the name of what is wrong.
     """
     prompt, table = ("messages", CHATS) if chat else ("prompt", TEXTS)
     given = {"n": 1, "stream": False} | checked(found, table, ("model", prompt))
+    contents = contents or Contents(prompt)
+    if chat:
+        given["messages"] = messages_of(given["messages"], contents)
     for name, other in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
         if given.get(name) and not given.get(other):
             raise ValueError(f"{name}: expected {other} beside it, got none")
@@ -89,7 +95,7 @@ def body_of(
     _check_logprobs("top_logprobs" if chat else "logprobs", params, count, max_tokens)
     with_usage = given.get("stream_options", False)
     salt, keep = given.get("cache_salt"), given.get("prompt_cache_options") or given.get("prompt_cache_retention")
-    marks = marks or (breakpoints(found["messages"], keep) if chat else [])
+    marks = marks or (breakpoints(found["messages"], given["messages"], keep) if chat else [])
     echo, scores = given.get("echo", False), given.get("echo", False) and params.logprobs is not None
     if scores and given["stream"]:
         raise ValueError("echo: expected none beside logprobs in a stream, got one")
@@ -97,7 +103,7 @@ def body_of(
         keep = 0.0
     return Body(
         chat, given["model"], prompts, params, given["n"], given["stream"], with_usage, salt, prompt, keep,
-        tuple(marks), echo, given.get("return_token_ids", False), given.get("priority", 0),
+        tuple(marks), echo, given.get("return_token_ids", False), given.get("priority", 0), tuple(contents.warnings),
     )
 
 
@@ -110,7 +116,7 @@ def _conversation(given: dict[str, Any]) -> Conversation:
         raise ValueError(f"tool_choice: expected names of tools, got {short(sorted(choice.names - known))}")
     if choice.mode == "required" and not tools:
         raise ValueError("tool_choice: expected tools beside it, got none")
-    names = ("reasoning_effort", "verbosity", "chat_template_kwargs")
+    names = ("reasoning", "reasoning_effort", "thinking", "verbosity", "chat_template_kwargs")
     template = {variable: value for name in names for variable, value in given.get(name, {}).items()}
     parallel, continues = given.get("parallel_tool_calls", True), given.get("continue_final_message", False)
     if continues and given.get("add_generation_prompt"):

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from kvcache.engine.chat import template_arguments
+from kvcache.server.contents import Contents
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
 __all__ = [
-    "MAX_MESSAGES", "Conversation", "ToolChoice", "effort", "functions_of", "messages_of", "placed", "template_kwargs",
-    "text_of", "tool_choice_of", "tools_of", "verbosity", "with_users",
+    "MAX_MESSAGES", "Conversation", "ToolChoice", "effort", "functions_of", "messages_of", "placed", "reasoning",
+    "template_kwargs", "text_of", "thinking", "tool_choice_of", "tools_of", "verbosity", "with_users",
 ]
 
 MAX_MESSAGES = 4096  # templates have a loop over them
@@ -61,35 +62,33 @@ class Conversation(NamedTuple):
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
-def messages_of(messages: Any, name: str) -> Any:
+def messages_of(messages: Any, contents: Contents) -> Any:
     """Messages whose contents have texts alone; the engine checks the rest.
 
     A part of a text keeps its type and text: hints for caches beside them are no words of a template. The arguments of
     calls are texts of JSON, or objects.
+
+    Args:
+        messages: of a body.
+        contents: reads their parts.
     """
+    name = contents.name
     if not isinstance(messages, list):
         return messages
     if len(messages) > MAX_MESSAGES:
         raise ValueError(f"{name}: expected at most {MAX_MESSAGES}, got {len(messages)}")
-    return [_message(each, name) if isinstance(each, dict) else each for each in messages]
+    return [_message(each, contents) if isinstance(each, dict) else each for each in messages]
 
 
-def _message(message: dict[str, Any], name: str) -> dict[str, Any]:
-    found = message
+def _message(message: dict[str, Any], contents: Contents) -> dict[str, Any]:
+    found, name = message, contents.name
     if isinstance(parts := message.get("content"), list):
-        found = found | {"content": [_part(part, name) for part in parts]}
+        found = found | {"content": [contents.part(part) for part in parts]}
     if (calls := message.get("tool_calls")) is not None:
         if len(as_instance(calls, list, f"{name}.tool_calls")) > _MAX_CALLS:
             raise ValueError(f"{name}: expected at most {_MAX_CALLS} tool_calls in one, got {len(calls)}")
         found = found | {"tool_calls": [_call(call, name) for call in calls] or None}
     return found
-
-
-def _part(part: Any, name: str) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "refusal"):
-        raise ValueError(f"{name}: expected parts of type text, got {short(part)}")
-    return {"type": "text", "text": as_instance(part.get(kind), str, name)}
 
 
 def _call(call: Any, name: str) -> Any:
@@ -254,6 +253,18 @@ def effort(value: Any, name: str) -> dict[str, Any]:
     """The variables that say how much a network is to think; templates know some of them, or none."""
     _one_of(_EFFORTS, value, name)
     return {"reasoning_effort": value, "enable_thinking": value != "none", "thinking": value != "none"}
+
+
+def reasoning(value: Any, name: str) -> dict[str, Any]:
+    """The variables of an object with an `effort`, as routers send it."""
+    found = as_instance(value, dict, name).get("effort")
+    return {} if found is None else effort(found, name)
+
+
+def thinking(value: Any, name: str) -> dict[str, Any]:
+    """The variables of an object whose `type` says whether the network is to think."""
+    kind = _one_of(("enabled", "adaptive", "disabled"), as_instance(value, dict, name).get("type"), name)
+    return {"enable_thinking": kind != "disabled", "thinking": kind != "disabled"}
 
 
 def verbosity(value: Any, name: str) -> dict[str, Any]:

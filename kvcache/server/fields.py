@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 from kvcache.engine import SamplingParams
 from kvcache.server.constraints import response_format
-from kvcache.server.conversations import effort, messages_of, template_kwargs, tool_choice_of, tools_of, verbosity
+from kvcache.server.conversations import (
+    effort,
+    reasoning,
+    template_kwargs,
+    thinking,
+    tool_choice_of,
+    tools_of,
+    verbosity,
+)
 from kvcache.server.refusals import BodyError
 from kvcache.server.retention import cache_options, cache_retention
 from kvcache.support.arguments import as_count, as_instance, short
@@ -172,11 +180,11 @@ TEXTS = _BOTH | {
     "verbosity": Field(neutral=("medium",)),
 }
 CHATS = _BOTH | {
-    "messages": Field(messages_of), "logprobs": FLAG, "top_logprobs": Field(_TOP), "max_completion_tokens": COUNT,
+    "messages": PLAIN, "logprobs": FLAG, "top_logprobs": Field(_TOP), "max_completion_tokens": COUNT,
     "tools": Field(tools_of), "tool_choice": Field(tool_choice_of), "parallel_tool_calls": FLAG,
     "response_format": Field(response_format), "chat_template_kwargs": Field(template_kwargs),
     "reasoning_effort": Field(effort), "verbosity": Field(verbosity), "add_generation_prompt": FLAG,
-    "continue_final_message": FLAG,
+    "continue_final_message": FLAG, "reasoning": Field(reasoning), "thinking": Field(thinking),
 }
 TOKENIZE = {
     **{name: CHATS[name] for name in ("model", "messages", "tools", "chat_template_kwargs", "reasoning_effort")},

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from kvcache.support.arguments import as_instance
 
-__all__ = ["Comparison", "Fingerprints"]
+__all__ = ["Comparison", "Fingerprints", "without_billing"]
 
 _KEPT = 4096  # of the newest answers, some hundred bytes each
-_BILLING = "x-anthropic-billing-header:"
+_BILLING = "x-anthropic-billing-header:"  # begins a line of clients that differs with each request
 
 
 class _Fingerprint(NamedTuple):
@@ -78,8 +78,8 @@ class Fingerprints:
             before = None if asked is None else self._known.get((space, str(asked)))
         digests = _prefixes(given["messages"])
         found = _Fingerprint(
-            str(given["model"]), _digest(given.get("system", "")), _digest(given.get("tools", [])), digests[-1],
-            len(digests) - 1, tokens,
+            str(given["model"]), _digest(_system(given.get("system", ""))), _digest(given.get("tools", [])),
+            digests[-1], len(digests) - 1, tokens,
         )
         with self._lock:
             self._known[space, answer] = found
@@ -114,13 +114,19 @@ def _digest(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A value without marks for caches, and without the block that bills, which change nothing of a prompt."""
+    """A value without marks for caches, which change nothing of a prompt."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items() if key != "cache_control"}
-    if isinstance(value, list):
-        return [_plain(each) for each in value if not str(_text(each)).startswith(_BILLING)]
-    return value
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
-def _text(block: Any) -> Any:
-    return block.get("text") if isinstance(block, dict) else None
+def _system(system: Any) -> list[str]:
+    """The texts of a system message, without the line that bills."""
+    blocks = system if isinstance(system, list) else [{"text": system}]
+    texts = (str(block.get("text")) for block in blocks if isinstance(block, dict))
+    return [*filter(None, map(without_billing, texts))]
+
+
+def without_billing(text: str) -> str:
+    """The text of a system message without the line at its beginning by which clients bill."""
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(_BILLING) else text

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -22,8 +24,8 @@ from kvcache.serving import Request as EngineRequest
 from kvcache.serving.work import Work
 
 __all__ = [
-    "TIMED_OUT", "Choice", "Counts", "Form", "Whole", "call_id", "counts_of", "date_of", "event", "now", "reason_of",
-    "stop_reason", "unique", "written_tokens",
+    "TIMED_OUT", "Choice", "Counts", "Form", "Whole", "call_id", "counts_of", "date_of", "event", "is_json", "now",
+    "reason_of", "stop_reason", "unique", "written_tokens",
 ]
 
 TIMED_OUT = {"x-stop-reason": "timeout"}  # the header of what the time limit ended
@@ -81,6 +83,11 @@ class Form(ABC):
         """The events before any token; those that a request needs to be known are written when it has one."""
         return iter(())
 
+    @property
+    def warnings(self) -> dict[str, Any]:
+        """The field of an answer that says what of the body was not read; empty: all was."""
+        return {"warnings": [*self._body.warnings]} if self._body.warnings else {}
+
     @abstractmethod
     def events(
         self, choice: Choice, pieces: Sequence[ChannelPiece], details: Mapping[str, Any], reason: str | None
@@ -128,6 +135,14 @@ def event(value: Any, name: str | None = None) -> str:
 def unique(prefix: str) -> str:
     """A name that nothing else has."""
     return f"{prefix}{token_hex(12)}"
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is whole JSON, rather than one that was cut."""
+    with suppress(ValueError, RecursionError):
+        json.loads(text)
+        return True
+    return False
 
 
 def call_id() -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Union
 
+from kvcache.server.contents import Contents, left_out
 from kvcache.server.conversations import MAX_MESSAGES
 from kvcache.server.fields import COUNT, FLAG, IGNORED, PLAIN, STOPS, TEXT, Field
-from kvcache.server.refusals import BodyError
+from kvcache.server.fingerprints import without_billing
 from kvcache.server.retention import MOST_MARKS, CacheMark, marked_ttl
 from kvcache.support.arguments import as_instance, short
 
@@ -20,20 +22,23 @@ logger = logging.getLogger("kvcache")
 
 _Marks = list[tuple[Union[int, None], float]]  # noqa: UP007  # characters and seconds, see `CacheMark`
 _Marked = tuple[dict[str, Any], _Marks]  # a message, and the marks in it
-_BILLING = "x-anthropic-billing-header:"  # begins a block of clients that differs with each request
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of_messages(given: dict[str, Any]) -> tuple[dict[str, Any], list[CacheMark]]:
+def chat_of_messages(
+    given: dict[str, Any], contents: Contents | None = None
+) -> tuple[dict[str, Any], list[CacheMark]]:
     """The chat completion that a body asks for, and the ends of blocks that are to stay cached.
 
     Args:
         given: its fields, as `checked` by `MESSAGES`.
+        contents: reads its blocks.
 
     Raises:
         TypeError, ValueError: not such a body.
     """
-    said = [*_system(given.get("system", "")), *_messages(given["messages"])]
+    contents = contents or Contents("messages")
+    said = [*_system(given.get("system", ""), contents), *_messages(given["messages"], contents)]
     messages, marks = [message for message, _ in said], []
     for number, (_, found) in enumerate(said):
         marks += [CacheMark(number, characters, seconds) for characters, seconds in found]
@@ -45,9 +50,8 @@ def chat_of_messages(given: dict[str, Any]) -> tuple[dict[str, Any], list[CacheM
         chat |= {"tools": tools, **_choice(given.get("tool_choice", {"type": "auto"}))}
     config = as_instance(given.get("output_config", {}), dict, "output_config")
     chat |= {"reasoning_effort": config.get("effort"), "response_format": _format(config.get("format"))}
-    if thinking := given.get("thinking"):
-        thinks = as_instance(thinking, dict, "thinking").get("type") in ("enabled", "adaptive")
-        chat["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+    if given.get("thinking"):
+        chat["thinking"] = given["thinking"]
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant" and last["content"] and not last.get("tool_calls"):
         chat["continue_final_message"] = True
@@ -59,19 +63,18 @@ def chat_of_messages(given: dict[str, Any]) -> tuple[dict[str, Any], list[CacheM
     return chat, marks[-MOST_MARKS:]
 
 
-def _system(system: Any) -> Iterator[_Marked]:
-    """The system message. The block that clients write for billing is left out: it would change the prefix."""
+def _system(system: Any, contents: Contents) -> Iterator[_Marked]:
+    """The system message. The line that clients write for billing is left out: it would change the prefix."""
     text, marks = "", _Marks()
     for block in [{"type": "text", "text": system}] if isinstance(system, str) else _blocks(system, "system"):
-        said = _text(block, "system")
-        if said and not said.startswith(_BILLING):
+        if said := without_billing(contents.text(block, "system")):
             text += "\n\n" * bool(text) + said
             marks += [(len(text), seconds) for seconds in [marked_ttl(block)] if seconds]
     if text:
         yield {"role": "system", "content": text}, marks
 
 
-def _messages(messages: Any) -> Iterator[_Marked]:
+def _messages(messages: Any, contents: Contents) -> Iterator[_Marked]:
     if len(as_instance(messages, list, "messages")) > MAX_MESSAGES:
         raise ValueError(f"messages: expected at most {MAX_MESSAGES}, got {len(messages)}")
     for message in messages:
@@ -82,50 +85,88 @@ def _messages(messages: Any) -> Iterator[_Marked]:
             yield {"role": role, "content": content}, []
         elif role == "assistant":
             blocks = _blocks(content, "messages")
-            yield _of_assistant(blocks), _whole(blocks)
+            *before, last = _of_assistant(blocks, contents)
+            yield from ((message, []) for message in before)
+            yield last, _whole(blocks)
         else:
-            yield from _of_user(role, _blocks(content, "messages"))
+            yield from _of_user(role, _blocks(content, "messages"), contents)
 
 
 def _blocks(content: Any, name: str) -> list[dict[str, Any]]:
     return [as_instance(block, dict, name) for block in as_instance(content, list, name)]
 
 
-def _of_assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
-    for block in blocks:
-        kind = block.get("type")
-        if kind == "thinking":
-            thoughts.append(as_instance(block.get("thinking"), str, "messages"))
-        elif kind == "tool_use":
-            arguments = json.dumps(as_instance(block.get("input", {}), dict, "messages"), ensure_ascii=False)
-            function = {"name": block.get("name"), "arguments": arguments}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind != "redacted_thinking":
-            texts.append(_text(block, "messages"))
-    return {
-        "role": "assistant", "content": "".join(texts) if texts or not calls else None,
-        "reasoning_content": "\n".join(thoughts) or None, "tool_calls": calls or None,
+_THOUGHTS = ("thinking", "redacted_thinking")
+_CALLS = ("tool_use", "server_tool_use", "mcp_tool_use")
+_RESULT = "_tool_result"  # ends the kind of a result that a service gave to a call of its own
+
+
+def _of_assistant(blocks: list[dict[str, Any]], contents: Contents) -> Iterator[dict[str, Any]]:
+    """The messages of an assistant: one, and for each call that a service answered one more behind its result.
+
+    A call of a service whose result has no text is left out with it.
+    """
+    results = {
+        str(block.get("tool_use_id")): contents.found(block.get("content"))
+        for block in blocks if str(block.get("type")).endswith(_RESULT)
     }
+    said, answered = _Said(), set[str]()
+    for block in blocks:
+        kind = str(block.get("type"))
+        if kind in _THOUGHTS:
+            said.thoughts += [as_instance(block.get(kind), str, "messages")] if kind == "thinking" else []
+        elif kind == "tool_use":
+            said.calls.append(_call(block))
+        elif kind in _CALLS and (result := results.get(str(block.get("id")))):
+            said.calls.append(_call(block))
+            yield said.message()
+            yield {"role": "tool", "tool_call_id": block.get("id"), "content": result}
+            said = _Said()
+            answered.add(str(block.get("id")))
+        elif kind in _CALLS or kind.endswith(_RESULT):
+            if str(block.get("tool_use_id")) not in answered:
+                left_out(kind[:100])
+        else:
+            said.texts.append(contents.part(block)["text"])
+    if said != _Said() or not answered:
+        yield said.message()
 
 
-def _of_user(role: str, blocks: list[dict[str, Any]]) -> Iterator[_Marked]:
+def _call(block: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(as_instance(block.get("input", {}), dict, "messages"), ensure_ascii=False)
+    return {"id": block.get("id"), "type": "function", "function": {"name": block.get("name"), "arguments": arguments}}
+
+
+@dataclass
+class _Said:
+    """The words, thoughts and calls of an assistant until a result."""
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def message(self) -> dict[str, Any]:
+        return {
+            "role": "assistant", "content": "".join(self.texts) if self.texts or not self.calls else None,
+            "reasoning_content": "\n".join(self.thoughts) or None, "tool_calls": self.calls or None,
+        }
+
+
+def _of_user(role: str, blocks: list[dict[str, Any]], contents: Contents) -> Iterator[_Marked]:
     """Results of tools are messages of their own, in the order of the blocks."""
     texts: list[dict[str, Any]] = []
     marks, characters = _Marks(), 0
     for block in blocks:
         seconds = marked_ttl(block)
         if block.get("type") != "tool_result":
-            texts.append({"type": "text", "text": _text(block, "messages")})
+            texts.append(contents.part(block))
             characters += len(texts[-1]["text"])
             marks += [(characters, seconds)] if seconds else []
             continue
         if texts:
             yield {"role": role, "content": texts}, marks
             texts, marks, characters = [], [], 0
-        content = block.get("content") or ""
-        if not isinstance(content, str):
-            content = "\n".join(_text(each, "messages") for each in _blocks(content, "messages"))
+        content = contents.joined(block.get("content") or "", "\n")
         result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
         inner = block.get("content")
         yield result, _whole([*(inner if isinstance(inner, list) else []), block])
@@ -137,12 +178,6 @@ def _whole(blocks: list[dict[str, Any]]) -> _Marks:
     """The mark at the end of a message, where one of its blocks has one: the last one counts."""
     found = [seconds for seconds in map(marked_ttl, blocks) if seconds]
     return [(None, seconds) for seconds in found[-1:]]
-
-
-def _text(block: dict[str, Any], name: str) -> str:
-    if block.get("type") != "text":
-        raise BodyError(f"{name}: expected blocks of text, got {short(block.get('type'))}", "unsupported_parameter")
-    return as_instance(block.get("text"), str, name)
 
 
 def _tools(tools: Any) -> Iterator[dict[str, Any]]:

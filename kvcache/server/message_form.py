@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -13,11 +12,12 @@ from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.bodies import Body
 from kvcache.server.fingerprints import Comparison
-from kvcache.server.forms import Choice, Form, Whole, call_id, event, written_tokens
+from kvcache.server.forms import Choice, Form, Whole, call_id, event, is_json, written_tokens
 from kvcache.server.refusals import message_refusal
 from kvcache.server.written import JsonObject
 from kvcache.serving import BatchEngine
 from kvcache.serving import Request as EngineRequest
+from kvcache.support.json_text import begun_object
 
 __all__ = ["MessageForm"]
 
@@ -47,6 +47,8 @@ class MessageForm(Form):
         self._open: str | None = None  # the channel of the block that is not ended
         self._blocks = 0
         self._begun = False
+        self._arguments = ""  # of the call that is not ended
+        self._cut: list[str] = []  # warnings of calls that are not whole
 
     # -- streams --------------------------------------------------------------------------------------------
 
@@ -58,12 +60,14 @@ class MessageForm(Form):
             usage = self._usage(choice) | {"output_tokens": 0}
             end = {"stop_reason": None, "stop_sequence": None}
             message: dict[str, Any] = {**self._head, "content": [], **end, "usage": usage, **self._diagnosis(choice)}
+            message |= self.warnings
             yield self._event("message_start", message=message)
         for piece in pieces:
             yield from self._piece(piece)
         if reason is not None:
             yield from self._end_block()
-            yield self._event("message_delta", delta=self._end(choice, reason), usage=self._usage(choice))
+            delta, usage = self._end(choice, reason), self._usage(choice)
+            yield self._event("message_delta", delta=delta, usage=usage, **self._warned())
 
     def _piece(self, piece: ChannelPiece) -> Iterator[str]:
         channel = "arguments" if piece.channel == "call" else piece.channel
@@ -74,16 +78,31 @@ class MessageForm(Form):
             named = {"id": call_id(), "name": piece.text} if piece.channel == "call" else {}
             yield self._event("content_block_start", index=self._blocks, content_block={**first, **named})
         if piece.channel != "call":
+            self._arguments += piece.text if channel == "arguments" else ""
             yield self._event("content_block_delta", index=self._blocks, delta={"type": kind, key: piece.text})
 
     def _end_block(self) -> Iterator[str]:
         if self._open is None:
             return
+        if self._open == "arguments":
+            self._end_call(self._blocks)
         if self._open == "reasoning":
             signature = {"type": "signature_delta", "signature": _SIGNATURE}
             yield self._event("content_block_delta", index=self._blocks, delta=signature)
         yield self._event("content_block_stop", index=self._blocks)
         self._open, self._blocks = None, self._blocks + 1
+
+    def _end_call(self, place: int) -> dict[str, Any]:
+        """The input of the call at this place: of one that was cut, the members that were whole, and a warning."""
+        text, self._arguments = self._arguments, ""
+        if not is_json(text):
+            what = "expected a whole call, got one that was cut; its input has what was whole"
+            self._cut.append(f"content.{place}: {what}")
+        return begun_object(text, whole=True) or {}
+
+    def _warned(self) -> dict[str, Any]:
+        found = [*self._body.warnings, *self._cut]
+        return {"warnings": found} if found else {}
 
     def end(self, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Iterator[str]:
         yield self._event("message_stop")
@@ -106,12 +125,15 @@ class MessageForm(Form):
         ((choice, pieces, reason),) = choices
         content: list[dict[str, Any]] = []
         last = None
-        for piece in pieces:
+        for piece in [*pieces, None]:
+            if last in ("call", "arguments") and (piece is None or piece.channel != "arguments"):
+                content[-1]["input"] = self._end_call(len(content) - 1)
+            if piece is None:
+                break
             if piece.channel == "call":
-                content.append({"type": "tool_use", "id": call_id(), "name": piece.text, "input": {}})
+                content.append({"type": "tool_use", "id": call_id(), "name": piece.text})
             elif piece.channel == "arguments":
-                with suppress(ValueError, RecursionError):  # an answer that ends within a call has no input
-                    content[-1]["input"] = json.loads(piece.text)
+                self._arguments += piece.text
             elif piece.channel == last:
                 content[-1]["thinking" if piece.channel == "reasoning" else "text"] += piece.text
             elif piece.channel == "reasoning":
@@ -120,7 +142,8 @@ class MessageForm(Form):
                 content.append({"type": "text", "text": piece.text})
             last = piece.channel
         end = self._end(choice, reason or "stop")
-        return JsonObject(**self._head, content=content, **end, usage=self._usage(choice), **self._diagnosis(choice))
+        more = {**self._diagnosis(choice), **self._warned()}
+        return JsonObject(**self._head, content=content, **end, usage=self._usage(choice), **more)
 
     # -- both -----------------------------------------------------------------------------------------------
 

@@ -2,38 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
+from kvcache.server.contents import Contents, left_out
 from kvcache.server.conversations import MAX_MESSAGES
 from kvcache.server.fields import CHATS, FLAG, FROM_1, IGNORED, PLAIN, TEXT, Field
 from kvcache.server.message_bodies import skipped
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
-__all__ = ["RESPONSES", "chat_of_responses", "flattened"]
+__all__ = ["RESPONSES", "chat_of_responses", "flattened", "tools_of_body"]
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
-_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
-def chat_of_responses(given: dict[str, Any]) -> dict[str, Any]:
+class _Served(NamedTuple):
+    """A kind of calls that a service, or a client for it, has answered.
+
+    Attributes:
+        name: of the tool; "": the item has one.
+        given: the key of what was asked.
+        found: the keys of the answer within the call; others have an item of their own.
+    """
+
+    name: str
+    given: str
+    found: tuple[str, ...] = ()
+
+
+# Calls of tools that are none of ours are read with their answers, where these have texts, and left out otherwise.
+_SERVED = {
+    "apply_patch_call": _Served("apply_patch", "operation"),
+    "code_interpreter_call": _Served("code_interpreter", "code", ("outputs",)),
+    "computer_call": _Served("computer", "action"),
+    "file_search_call": _Served("file_search", "queries", ("results",)),
+    "local_shell_call": _Served("local_shell", "action"),
+    "mcp_call": _Served("", "arguments", ("output", "error")),
+    "shell_call": _Served("shell", "action"),
+    "tool_search_call": _Served("tool_search", "arguments"),
+    "web_search_call": _Served("web_search", "action", ("results",)),
+}
+_ANSWERS = ("_call_output", "tool_search_output")  # end the kinds of their answers
+_CALL = "_call"  # ends the kinds of calls
+
+
+class _Item(NamedTuple):
+    """A kind of items that are neither messages nor calls.
+
+    Attributes:
+        words: the keys of the user's words; an item without words is left out.
+        needed: whether it has a placeholder then.
+    """
+
+    words: tuple[str, ...] = ()
+    needed: bool = False
+
+
+_ITEMS = {
+    "additional_tools": _Item(), "compaction_trigger": _Item(), "mcp_approval_request": _Item(),
+    "mcp_approval_response": _Item(("reason",)), "mcp_list_tools": _Item(), "item_reference": _Item(needed=True),
+    **dict.fromkeys(
+        ("compaction", "compaction_summary", "context_compaction"), _Item(("content", "summary"), needed=True)
+    ),
+}
+_LOADING = ("additional_tools", "tool_search_output")  # items with tools that may be called from then on
+
+
+def chat_of_responses(given: dict[str, Any], contents: Contents | None = None) -> dict[str, Any]:
     """The chat completion that a body asks for.
 
     Args:
         given: its fields, as `checked` by `RESPONSES`.
+        contents: reads its items.
 
     Raises:
         TypeError, ValueError: not such a body.
     """
+    contents = contents or Contents("input")
     same = (
         "model", "stream", "temperature", "top_p", "parallel_tool_calls", "cache_salt", "chat_template_kwargs",
         "prompt_cache_options", "prompt_cache_retention",
     )
     chat: dict[str, Any] = {name: given[name] for name in same if name in given}
     system = [{"role": "system", "content": given["instructions"]}] if given.get("instructions") else []
-    chat |= {"messages": [*system, *_messages(given["input"])], "max_completion_tokens": given.get("max_output_tokens")}
-    if tools := [*_tools(given.get("tools", []))]:
+    messages = [*system, *_messages(given["input"], contents)]
+    chat |= {"messages": messages, "max_completion_tokens": given.get("max_output_tokens")}
+    if tools := [*_tools(tools_of_body(given))]:
         chat |= {"tools": tools, "tool_choice": _choice(given.get("tool_choice", "auto"))}
     text = as_instance(given.get("text", {}), dict, "text")
     chat |= {"verbosity": text.get("verbosity"), "response_format": _format(text.get("format"))}
@@ -41,61 +97,118 @@ def chat_of_responses(given: dict[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _messages(items: Any) -> Iterator[dict[str, Any]]:
+def _messages(items: Any, contents: Contents) -> Iterator[dict[str, Any]]:
     """Messages of the items; thoughts, texts and calls of an assistant that follow each other become one."""
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if len(as_instance(items, list, "input")) > MAX_MESSAGES:
         raise ValueError(f"input: expected at most {MAX_MESSAGES} items, got {len(items)}")
+    answers = _answers(items, contents)
+    answered = set[str]()  # calls of others' tools
     said: dict[str, Any] = {}  # by the assistant
     for item in items:
-        kind = as_instance(as_instance(item, dict, "input").get("type") or "message", str, "input")
-        if said and (kind in _OUTPUTS or _begins_another(kind, item, said)):
+        kind = _kind_of(item)
+        if said and _begins_another(kind, item, said):
             yield {"role": "assistant", "content": None, **said}
             said = {}
         if kind == "reasoning":
-            if thoughts := _text(item.get("content") or item.get("summary") or ""):
-                said["reasoning_content"] = thoughts
-        elif kind == "function_call":
-            function = {"name": _flat(item), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if thoughts := contents.joined(item.get("content") or item.get("summary") or ""):
+                said["reasoning_content"] = "\n".join(filter(None, (said.get("reasoning_content"), thoughts)))
+        elif (call := _call(kind, item)) is not None:
             said.setdefault("tool_calls", []).append(call)
-        elif kind == "custom_tool_call":
-            custom = {"name": _flat(item), "input": item.get("input")}
-            said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "custom", "custom": custom})
+        elif kind in _SERVED and (answer := _answer_of(kind, item, answers, contents)):
+            said.setdefault("tool_calls", []).append(_served_call(_SERVED[kind], item))
+            yield {"role": "assistant", "content": None, **said}
+            yield {"role": "tool", "tool_call_id": _id_of(item), "content": answer}
+            said = {}
+            answered.add(str(_id_of(item)))
         elif kind in _OUTPUTS:
-            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output") or "")}
+            output = _content(item.get("output") or "", contents)
+            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
         elif kind == "message" and item.get("role") == "assistant":
-            said["content"] = _text(item.get("content"))
+            said["content"] = said.get("content", "") + contents.joined(item.get("content"))
         elif kind == "message":
-            yield {"role": item.get("role"), "content": _text(item.get("content"))}
-        elif kind.endswith(("_call", "_call_output")):
-            skipped(kind[:100])
-        else:
-            message = f"input: expected messages, calls and their results, got {short(kind)}"
-            raise BodyError(message, "unsupported_parameter")
+            yield {"role": item.get("role"), "content": _content(item.get("content"), contents)}
+        elif kind.endswith(_ANSWERS) and str(item.get("call_id")) in answered:
+            continue
+        elif words := _words(kind, item, contents):
+            yield {"role": "user", "content": words}
     if said:
         yield {"role": "assistant", "content": None, **said}
 
 
+def _kind_of(item: Any) -> str:
+    return as_instance(as_instance(item, dict, "input").get("type") or "message", str, "input")
+
+
 def _begins_another(kind: str, item: dict[str, Any], said: dict[str, Any]) -> bool:
-    """Whether an item is no part of what the assistant has said before it."""
-    if kind == "message":
-        return item.get("role") != "assistant" or "content" in said or "tool_calls" in said
-    return kind == "reasoning" and bool(said)
+    """Whether an item is no part of what the assistant has said before it: until calls have results, all of it is."""
+    if kind == "message" and item.get("role") == "assistant":
+        return "content" in said and "tool_calls" not in said
+    if kind == "reasoning":
+        return "tool_calls" not in said
+    known = _ITEMS.get(kind, _Item())
+    return kind in ("message", *_OUTPUTS) or known.needed or bool(known.words)
 
 
-def _text(content: Any) -> str:
-    """A text, or the texts of its parts."""
+def _content(content: Any, contents: Contents) -> str:
+    """The text of a message; what is no plain text has lines of its own."""
     if isinstance(content, str):
         return content
-    texts = []
-    for part in as_instance(content, list, "input"):
-        kind = as_instance(part, dict, "input").get("type")
-        if kind not in _TEXTS:
-            raise BodyError(f"input: expected parts of text, got {short(kind)}", "unsupported_parameter")
-        texts.append(as_instance(part.get("refusal" if kind == "refusal" else "text"), str, "input"))
-    return "".join(texts)
+    return "".join(contents.part(part)["text"] for part in as_instance(content, list, "input"))
+
+
+def _call(kind: str, item: dict[str, Any]) -> dict[str, Any] | None:
+    """A call of a function or a custom tool, as chat completions have it; None: the item is another."""
+    if kind == "function_call":
+        tool: dict[str, Any] = {"type": "function", "function": {"arguments": item.get("arguments")}}
+    elif kind == "custom_tool_call":
+        tool = {"type": "custom", "custom": {"input": item.get("input")}}
+    else:
+        return None
+    tool[tool["type"]]["name"] = _flat(item)
+    return {"id": item.get("call_id"), **tool}
+
+
+def _id_of(item: dict[str, Any]) -> Any:
+    return item.get("call_id") or item.get("id")
+
+
+def _answers(items: list[Any], contents: Contents) -> dict[str, str]:
+    """The texts of the answers that are items of their own, by the ids of their calls."""
+    found = {}
+    for item in items:
+        if (kind := _kind_of(item)).endswith(_ANSWERS) and kind not in _OUTPUTS:
+            found[str(item.get("call_id"))] = contents.found([item.get("output"), item.get("tools")])
+    return found
+
+
+def _answer_of(kind: str, item: dict[str, Any], answers: dict[str, str], contents: Contents) -> str:
+    """The text of the answer to a call of another's tool; empty: there is none."""
+    own = contents.found([item.get(key) for key in _SERVED[kind].found])
+    return own or answers.get(str(_id_of(item)), "")
+
+
+def _served_call(served: _Served, item: dict[str, Any]) -> dict[str, Any]:
+    given = item.get(served.given)
+    if not isinstance(given, str) or served.given != "arguments":
+        given = json.dumps(given if isinstance(given, dict) else {served.given: given}, ensure_ascii=False)
+    function = {"name": served.name or _flat(item), "arguments": given}
+    return {"id": _id_of(item), "type": "function", "function": function}
+
+
+def _words(kind: str, item: dict[str, Any], contents: Contents) -> str:
+    """The user's words in an item that is neither a message nor a call; empty: it has none, and is left out."""
+    if kind not in _ITEMS and not kind.endswith((_CALL, *_ANSWERS)):
+        message = f"input: expected messages, calls and their results, got {short(kind)}"
+        raise BodyError(message, "unsupported_parameter")
+    known = _ITEMS.get(kind, _Item())
+    words = contents.found([item.get(key) for key in known.words])
+    if not words and known.needed:
+        return contents.placeholder(item)
+    if not words:
+        left_out(kind[:100])
+    return words
 
 
 def _flat(named: dict[str, Any]) -> Any:
@@ -105,14 +218,26 @@ def _flat(named: dict[str, Any]) -> Any:
 
 
 def _flat_tools(tools: Any) -> Iterator[dict[str, Any]]:
-    """The tools of a body, and those within its namespaces, each of which knows that."""
+    """The tools of a body, and those within its namespaces, each of which knows that; each once."""
+    known = set[str]()
     for tool in as_instance(tools, list, "tools"):
-        if as_instance(tool, dict, "tools").get("type") != "namespace":
-            yield tool
-            continue
-        space = as_instance(tool.get("name"), str, "tools")
-        for each in as_instance(tool.get("tools"), list, "tools"):
-            yield as_instance(each, dict, "tools") | {"namespace": space}
+        found = [as_instance(tool, dict, "tools")]
+        if tool.get("type") == "namespace":
+            space = {"namespace": as_instance(tool.get("name"), str, "tools")}
+            found = [as_instance(each, dict, "tools") | space for each in as_instance(tool.get("tools"), list, "tools")]
+        for each in found:
+            if (written := json.dumps(each, sort_keys=True)) not in known:
+                known.add(written)
+                yield each
+
+
+def tools_of_body(given: Mapping[str, Any]) -> list[Any]:
+    """The tools of a body, and behind them those that items of its input have loaded."""
+    tools, items = [*as_instance(given.get("tools") or [], list, "tools")], given.get("input")
+    for item in items if isinstance(items, list) else []:
+        if isinstance(item, dict) and item.get("type") in _LOADING:
+            tools += as_instance(item.get("tools") or [], list, "input")
+    return tools
 
 
 def flattened(tools: Any) -> dict[str, dict[str, str]]:

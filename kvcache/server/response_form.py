@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.server.bodies import Body
-from kvcache.server.forms import Choice, Form, Whole, call_id, event, now, unique, written_tokens
+from kvcache.server.forms import Choice, Form, Whole, call_id, event, is_json, now, unique, written_tokens
 from kvcache.server.refusals import refusal
-from kvcache.server.response_bodies import flattened
+from kvcache.server.response_bodies import flattened, tools_of_body
 from kvcache.server.written import JsonObject
 from kvcache.serving import BatchEngine
 from kvcache.serving import Request as EngineRequest
@@ -44,7 +43,8 @@ class ResponseForm(Form):
         said = {name: given.get(name) for name in _ECHOED if name not in _KEPT and given.get(name) is not None}
         head = {"id": unique("resp_"), "object": "response", "created_at": now(), "model": body.model}
         self._head: dict[str, Any] = {**head, **_ECHOED, **said, "error": None, "incomplete_details": None}
-        self._customs, self._names = frozenset(body.prompts[0].customs), flattened(given.get("tools"))
+        self._head |= self.warnings
+        self._customs, self._names = frozenset(body.prompts[0].customs), flattened(tools_of_body(given))
         self._items: list[dict[str, Any]] = []
         self._open = False  # whether the last item is not ended
         self._number = -1  # of the last event
@@ -98,7 +98,7 @@ class ResponseForm(Form):
         item["status"] = status
         if item["type"] in _CALLS:
             key, name = _CALLS[item["type"]]
-            is_whole = key == "input" or _is_json(item[key])
+            is_whole = key == "input" or is_json(item[key])
             item["status"] = "completed" if is_whole else "incomplete"
             yield self._event(f"response.{name}.done", item, **{"name": item["name"], key: item[key]})
         elif item["type"] == "message":
@@ -168,13 +168,6 @@ class ResponseForm(Form):
         if not is_cut:
             found["completed_at"] = now()
         return found | {"usage": usage, "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None}
-
-
-def _is_json(text: str) -> bool:
-    with suppress(ValueError, RecursionError):
-        json.loads(text)
-        return True
-    return False
 
 
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}

@@ -50,15 +50,20 @@ def cache_retention(value: Any, name: str) -> float | None:
     return _MOST if value == "24h" else None
 
 
-def breakpoints(messages: Any, ttl: float | None) -> list[CacheMark]:
-    """The `prompt_cache_breakpoint`s of parts of texts; `ttl`: seconds of those without a time."""
+def breakpoints(messages: Any, read: Any, ttl: float | None) -> list[CacheMark]:
+    """The `prompt_cache_breakpoint`s of parts.
+
+    Args:
+        messages: as they were sent.
+        read: the same with texts for parts.
+        ttl: seconds of marks without a time.
+    """
     found = []
     for number, message in enumerate(messages if isinstance(messages, list) else []):
         content, characters = message.get("content") if isinstance(message, dict) else None, 0
-        for part in content if isinstance(content, list) else []:
-            text = part.get("text") if isinstance(part, dict) else None
-            characters += len(text) if isinstance(text, str) else 0
-            if text is not None and (mark := part.get("prompt_cache_breakpoint")) is not None:
+        for place, part in enumerate(content if isinstance(content, list) else []):
+            characters += len(read[number]["content"][place]["text"])
+            if (mark := part.get("prompt_cache_breakpoint")) is not None:
                 name = "prompt_cache_breakpoint"
                 seconds = cache_options(mark, name) or ttl or seconds_of(_DEFAULT, name)
                 found.append(CacheMark(number, characters, seconds))

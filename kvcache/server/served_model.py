@@ -18,6 +18,7 @@ from kvcache.server.answers import HttpAnswer
 from kvcache.server.bodies import Body, body_of, check_scores
 from kvcache.server.completion_form import CompletionForm
 from kvcache.server.constraints import grammar_refused
+from kvcache.server.contents import Contents
 from kvcache.server.fields import DETOKENIZE, TOKENIZE, checked
 from kvcache.server.fingerprints import Fingerprints
 from kvcache.server.forms import Form, now, unique
@@ -86,8 +87,9 @@ class ServedModel:
     def message(self, found: dict[str, Any], space: Hashable) -> Asked:
         """Answer a body of `/v1/messages`."""
         given, answer = checked(found, MESSAGES, ("model", "messages", "max_tokens")), unique("msg_")
-        chat, marks = chat_of_messages(given)
-        body = self._body(chat, True, marks)
+        contents = Contents("messages")
+        chat, marks = chat_of_messages(given, contents)
+        body = self._body(chat, True, marks, contents)
         prompts = self._prompts.of(body)
         comparison = self._fingerprints.note(given, space, answer, len(prompts[0].tokens))
         return self._begin(body, prompts, MessageForm(body, self.engine, answer, comparison), space)
@@ -95,11 +97,14 @@ class ServedModel:
     def respond(self, found: dict[str, Any], space: Hashable) -> Asked:
         """Answer a body of `/v1/responses`."""
         given = checked(found, RESPONSES, ("model", "input"))
-        body = self._body(chat_of_responses(given), True)._replace(field="input")
+        contents = Contents("input")
+        body = self._body(chat_of_responses(given, contents), True, (), contents)._replace(field="input")
         return self._begin(body, self._prompts.of(body), ResponseForm(body, self.engine, given), space)
 
-    def _body(self, found: dict[str, Any], chat: bool, marks: Sequence[CacheMark] = ()) -> Body:
-        return body_of(found, chat, self.engine.sampling_params, self.engine.max_positions, marks)
+    def _body(
+        self, found: dict[str, Any], chat: bool, marks: Sequence[CacheMark] = (), contents: Contents | None = None
+    ) -> Body:
+        return body_of(found, chat, self.engine.sampling_params, self.engine.max_positions, marks, contents)
 
     def _begin(self, body: Body, prompts: list[Prompt], form: Form, space: Hashable) -> Asked:
         if body.chat and (grammar := self._grammar(body, prompts[0])) is not None:

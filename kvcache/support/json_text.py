@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import json.scanner
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-__all__ = ["MAX_NESTED", "TooManyNested", "read_json_text"]
+__all__ = ["MAX_NESTED", "TooManyNested", "begun_object", "read_json_text"]
 
 MAX_NESTED = 1 << 16  # lists and objects of a large text
 _LARGE = 1 << 16  # bytes of JSON, which take the scanner in C a few milliseconds
+# A text up to its end or to a half escape, and whether it has ended; or a sign.
+_PIECE = re.compile(r'"(?:[^"\\]+|\\[^u]|\\u[0-9a-fA-F]{4})*("?)|[{}\[\],:]', re.DOTALL)
+_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")  # of a character beyond U+FFFF
 
 
 class TooManyNested(ValueError):
@@ -26,6 +30,45 @@ def read_json_text(data: str | bytes | bytearray) -> Any:
         ValueError, RecursionError: no JSON.
     """
     return json.loads(data, cls=_Patient if len(data) > _LARGE else None)
+
+
+def begun_object(text: str, *, whole: bool = False) -> dict[str, Any] | None:
+    """The object that a text of JSON begins, which may end anywhere: what is open at the end is closed there.
+
+    Args:
+        text: of JSON.
+        whole: leave out the value in which the text ends, of which nobody knows how it goes on.
+
+    Returns:
+        None: the text begins no object, or says more behind it.
+    """
+    closing, end, is_key, cut = list[str](), 0, False, ""
+    for piece in _PIECE.finditer(text):
+        sign = piece[0]
+        if sign in "{[":
+            closing.append("}" if sign == "{" else "]")
+        elif sign in "}]" and (not closing or closing.pop() != sign):
+            return None
+        elif sign[0] == '"' and not piece[1]:
+            cut = "" if is_key else _HALF.sub("", text[: piece.end()]) + '"'
+            break
+        if sign == ",":
+            end = piece.start()
+        elif sign != ":" and not (sign[0] == '"' and is_key):
+            end = piece.end()
+        is_key = sign == "{" or (sign == "," and bool(closing) and closing[-1] == "}")
+        if not closing:
+            break
+    if not closing and text[end:].strip():
+        return None
+    ends = "".join(reversed(closing))
+    for head in (text[:end],) if whole or not closing else (cut or text, text[:end]):
+        try:
+            if isinstance(found := read_json_text(head + ends), dict):
+                return found
+        except (ValueError, RecursionError):
+            continue
+    return None
 
 
 class _Patient(json.JSONDecoder):

@@ -26,6 +26,10 @@ TEMPLATE = (
 WORDS = [
     "user", "assistant", "system", "developer", "tool", "function", "text", "refusal", "message", "reasoning",
     "function_call", "function_call_output", "input_text", "output_text", "tool_use", "tool_result", "thinking", "auto",
+    "document", "search_result", "image", "input_file", "file", "base64", "server_tool_use", "web_search_tool_result",
+    "mcp_call", "local_shell_call", "local_shell_call_output", "compaction", "item_reference", "tool_search_output",
+    "tool_search_call", "additional_tools", "mcp_approval_response", "tool_reference", "namespace", "adaptive",
+    "data:text/plain;base64,aGk=",
     "any", "none", "required", "allowed_tools", "json_schema", "json_object", "custom", "f", "low", "high", "enabled",
     "{}", '{"a": 1}', "\ud800", "é", "",
 ]
@@ -33,6 +37,7 @@ KEYS = [
     "cache_control", "prompt_cache_breakpoint", "ttl",
     "type", "role", "content", "text", "name", "function", "arguments", "parameters", "input_schema", "tool_calls",
     "tools", "mode", "id", "call_id", "output", "summary", "thinking", "input", "effort", "format", "schema", "refusal",
+    "source", "data", "media_type", "file", "file_data", "title", "action", "reason", "namespace", "encrypted_content",
     "tool_use_id", "allowed_tools", "properties", "strict", "json_schema", "reasoning_content",
 ]
 VALUES = st.recursive(
@@ -54,7 +59,9 @@ TALKS = st.lists(
     | item(role="tool", content=[{"type": "text", "text": "x"}], tool_call_id="1") | item(role="system", content="x")
     | item(role="user", content=[{"type": "tool_result", "tool_use_id": "1", "content": "x"}])
     | item(type="function_call", name="f", arguments="{}", call_id="1") | item(type="reasoning", summary=[])
-    | item(type="function_call_output", call_id="1", output="x"),
+    | item(type="function_call_output", call_id="1", output="x") | item(role="assistant", content="x")
+    | item(type="local_shell_call", call_id="1", action={}) | item(type="local_shell_call_output", call_id="1")
+    | item(type="tool_search_output", tools=[]) | item(role="user", content=[{"type": "document", "source": {}}]),
     max_size=4,
 ) | VALUES
 
@@ -88,7 +95,8 @@ def expect_tokens_or_a_message(prompts, make):
         assert " " not in name, error
 
 
-@given(body=bodies(["tool_choice", "parallel_tool_calls", "reasoning_effort", "verbosity", "chat_template_kwargs",
+@given(body=bodies(["tool_choice", "parallel_tool_calls", "reasoning_effort", "reasoning", "thinking",
+                    "verbosity", "chat_template_kwargs",
                     "response_format", "stop", "n", "logprobs", "max_tokens", "cache_salt"], messages=TALKS))
 def test_chats(prompts, body):
     expect_tokens_or_a_message(prompts, lambda: (body, []))

@@ -110,6 +110,35 @@ def test_a_stream_is_the_whole_message(served, said, more, reason):
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ('{"city": "Köln", "days": 12', {"city": "Köln"}), ('{"city": "K', {}), ('{"city": ["a", "b', {"city": ["a"]}),
+        ("", {}),
+    ],
+)
+def test_a_call_that_was_cut_has_what_was_whole(served, arguments, kept):
+    """Nobody takes half a value for a whole one; the answer says that it was cut, and the conversation goes on."""
+    client = client_of(served)
+    said = '<tool_call>{"name": "weather", "arguments": ' + arguments
+    served.say(said)
+    got = client.messages.create(**asked(max_tokens=len(said.encode())))
+    if not arguments:
+        assert blocks(got) == [{"type": "text", "text": said}]
+        return
+    assert blocks(got) == [{"type": "tool_use", "name": "weather", "input": kept}]
+    warned = ["content.0: expected a whole call, got one that was cut; its input has what was whole"]
+    assert (got.stop_reason, got.model_extra["warnings"]) == ("max_tokens", warned)
+    served.say(said)
+    events = [*client.messages.create(**asked(max_tokens=len(said.encode()), stream=True))]
+    assert [event.model_extra["warnings"] for event in events if event.type == "message_delta"] == [warned]
+    result = {"type": "tool_result", "tool_use_id": got.content[0].id, "content": "cut", "is_error": True}
+    history = [{"role": "assistant", "content": got.content}, {"role": "user", "content": [result]}]
+    served.say("Again.")
+    again = client.messages.create(**asked(messages=[*TALK, *history]))
+    assert (blocks(again), again.model_extra.get("warnings")) == ([{"type": "text", "text": "Again."}], None)
+
+
 def test_thinking_and_tools_of_the_client(served):
     client = client_of(served)
 
@@ -150,7 +179,7 @@ def test_thinking_and_tools_of_the_client(served):
         ({"messages": "x"}, 400, "messages: expected"),
         ({"messages": TALK * 4097}, 400, "messages: expected at most 4096"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages: expected the role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "messages: expected blocks of text"),
+        ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, 400, "messages: expected parts of text"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "prompt is too long: messages: expected at most"),
         ({"tools": [{"name": "f", "input_schema": 3}]}, 400, "tools"),
         ({"tool_choice": {"type": "any"}}, 400, "tools: expected a network with end tokens"),

@@ -73,7 +73,7 @@ REFUSED = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"content": "x"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ({"model": 3}, "model"),
