@@ -1,12 +1,13 @@
 """`Shares`: how many tokens of each prompt run in a step.
 
 The first prompt in the order of keys, and the others by the time that they still need, the shortest first. If one of
-these is shorter than the first, they run before it and have half of the step, the first one the rest. So the first one
-needs at most twice the time that it needs alone, whatever comes behind it, and each prompt becomes the first one.
+these needs less than the first, they run before it and have half of the step, the first one the rest; a first one that
+needs little, and at most twice as much as that one, goes before. So the first one needs at most twice the time that it
+needs alone, whatever comes behind it, and each prompt becomes the first one.
 
-A prompt that ends in a step has its first token when the step ends, so little runs beside it: others have the rest of
-64 rows, and take as long as it at most. So does a first one that is long. Where that is less than 16 tokens it waits,
-and what it has given up is added to its next piece.
+A prompt that ends in a step has its first token when the step ends, so little runs beside it: other prompts that end,
+up to 64 rows together, then one that does not, for as long as these at most. So does a first one that is long. Where
+that is less than 16 tokens it waits, and what it has given up is added to its next piece.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Shares:
         self._seconds = budget.seconds(num_decodes) - budget.cost(num_drafts)
         self._most = self._tokens = MOST - num_drafts
         self._least = max(1, budget.least(num_decodes) - num_drafts)
-        self._ran, self._spent, self._ends = 0, 0.0, False
+        self._ran, self._spent, self._ends, self._few = 0, 0.0, False, budget.cost(ENOUGH_ROWS)
         self.pieces: list[tuple[Work, int]] = []
 
     def divide(self, prompts: Sequence[Work]) -> None:
@@ -48,16 +49,14 @@ class Shares:
         first, *others = prompts
         need = {id(work): self._budget.cost(work.remaining, work.computed) for work in prompts}
         others.sort(key=lambda work: need[id(work)])
-        few = self._budget.cost(ENOUGH_ROWS)
-        if not others or need[id(others[0])] >= need[id(first)] or need[id(first)] <= few:
-            for work in (first, *others):
-                self._give(work, self._seconds, self._least)
+        shortest = need[id(others[0])] if others else need[id(first)]
+        if need[id(first)] <= max(shortest, min(2 * shortest, self._few)):
+            self._fill([first, *others])
             return
         room, seconds, least = self._tokens, self._seconds, self._least
         self._tokens, self._seconds, self._least = room - room // 2, seconds / 2, least - least // 2
         self._prompts -= 1  # the place of the first one
-        for work in others:
-            self._give(work, self._seconds, self._least)
+        self._fill(others)
         self._prompts, self._tokens, left = self._prompts + 1, room - self._ran, seconds - self._spent
         if not self._ends:
             first.owed = 0.0
@@ -68,6 +67,14 @@ class Shares:
         if self._budget.tokens(first.owed, first.computed) >= enough:
             self._give(first, min(first.owed, left), enough)
             first.owed = 0.0
+
+    def _fill(self, works: Sequence[Work]) -> None:
+        """Give works their pieces, one after another. Behind one that ends, one that does not is the last."""
+        for work in works:
+            is_last = self._ends and self._budget.cost(work.remaining, work.computed) > self._seconds
+            self._give(work, min(self._seconds, self._spent) if is_last else self._seconds, self._least)
+            if is_last or self._tokens <= 0:
+                return
 
     def _give(self, work: Work, seconds: float, least: int) -> None:
         """Give a prompt as many tokens as run in so many seconds, or `least`; none leaves little for a next step."""
@@ -85,7 +92,7 @@ class Shares:
         if work.shares and count >= work.remaining:
             self._ends = True
             self._tokens = min(self._tokens, ENOUGH_ROWS - self._ran)
-            self._seconds, self._least = min(self._seconds, self._spent), 0
+            self._seconds, self._least = min(self._seconds, self._few - self._spent), 0
 
 
 def fitting(work: Work, most: int, rows: int) -> int:

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
-from kvcache.errors import OutOfMemoryError
 from kvcache.networks.protocols import Attend, Float32
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
