@@ -6,7 +6,7 @@
     agents      trees of turns that branch
     documents   long documents beside short chats
     edits       answers that repeat the prompt
-    beside      a short prompt beside one of 16,000 tokens while nobody streams; ours alone
+    beside      a prompt of 10 tokens beside a long one while nobody streams: ours, with short and with whole steps
 
 Every engine runs in a process of its own and gets the same requests at the same times. Times count from the moment at
 which a request is due. *Goodput* is requests per second whose first token came within a second and whose other tokens
@@ -188,6 +188,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=only, nargs="+", help="some workloads")
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 32], help="of shared, at once (default 8 32)")
     parser.add_argument("--tokens", type=int, nargs=3, default=[1000, 64, 64], metavar=("SHARED", "OWN", "NEW"))
+    parser.add_argument("--long", type=int, default=16_000, help="tokens of the long prompt of beside (default 16000)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of shared, the fastest counts (default 3)")
     parser.add_argument("--threads", type=counts, default=[2], metavar="N,N", help="threads (default 2)")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES), help="some engines")
@@ -347,7 +348,8 @@ def main(options: argparse.Namespace) -> int:
                 if kind in chosen and not (options.quick and kind != "edits"):
                     measure_arrivals(kind, network, options, measured, report)
             if "beside" in chosen:
-                measure_beside(network.file, number, measured, as_markdown=options.markdown, quick=options.quick)
+                length = 1100 if options.quick else options.long
+                measure_beside(network.file, length, number, measured, as_markdown=options.markdown)
         print_over_threads(report.done, as_markdown=options.markdown)
         if options.plot:
             for path in plot_over_threads(report.done, options.plot):
