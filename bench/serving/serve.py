@@ -6,6 +6,7 @@
     agents      trees of turns that branch
     documents   long documents beside short chats
     edits       answers that repeat the prompt
+    beside      a prompt of 10 tokens beside a long one while nobody streams: ours, with short and with whole steps
 
 Every engine runs in a process of its own and gets the same requests at the same times. Times count from the moment at
 which a request is due. *Goodput* is requests per second whose first token came within a second and whose other tokens
@@ -36,6 +37,7 @@ import numpy.typing as npt
 from bench.engine.shapes import SHAPES, Shape
 from bench.engine.smollm2 import find_file
 from bench.engine.weight_rivals import GGUF_FILES, write_files
+from bench.serving.beside import measure_beside
 from bench.serving.engines import ENGINES, Engine, Network
 from bench.serving.measured import Measured
 from bench.serving.picture import plot_loads
@@ -182,9 +184,11 @@ def table_of(results: list[Result]) -> tuple[list[str], list[list[str]]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
-    parser.add_argument("--only", choices=("shared", *WORKLOADS, "simulation"), nargs="+", help="some workloads")
+    only = "shared", *WORKLOADS, "beside", "simulation"
+    parser.add_argument("--only", choices=only, nargs="+", help="some workloads")
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 32], help="of shared, at once (default 8 32)")
     parser.add_argument("--tokens", type=int, nargs=3, default=[1000, 64, 64], metavar=("SHARED", "OWN", "NEW"))
+    parser.add_argument("--long", type=int, default=16_000, help="tokens of the long prompt of beside (default 16000)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of shared, the fastest counts (default 3)")
     parser.add_argument("--threads", type=counts, default=[2], metavar="N,N", help="threads (default 2)")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES), help="some engines")
@@ -331,7 +335,7 @@ def network_of(options: argparse.Namespace, folder: Path) -> Network:
 def main(options: argparse.Namespace) -> int:
     """Print a table for each workload."""
     report, measured = Report(options.markdown), Measured(options.resume)
-    chosen = options.only or ("shared", *WORKLOADS, "simulation")
+    chosen = options.only or ("shared", *WORKLOADS, "beside", "simulation")
     if options.quick:
         options.engines = [name for name in options.engines if name.startswith("kvcache")]
     with tempfile.TemporaryDirectory() as folder:
@@ -343,6 +347,9 @@ def main(options: argparse.Namespace) -> int:
             for kind in WORKLOADS:
                 if kind in chosen and not (options.quick and kind != "edits"):
                     measure_arrivals(kind, network, options, measured, report)
+            if "beside" in chosen:
+                length = 1100 if options.quick else options.long
+                measure_beside(network.file, length, number, measured, as_markdown=options.markdown)
         print_over_threads(report.done, as_markdown=options.markdown)
         if options.plot:
             for path in plot_over_threads(report.done, options.plot):

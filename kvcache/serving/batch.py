@@ -81,7 +81,8 @@ class BatchEngine:
         max_queue: the most requests that wait, samples counted.
         max_running: the most requests that run at a time, samples counted.
         target_gap: seconds between new tokens that prompts of other requests may cause: fewer tokens of prompts run in
-            a step that would last longer (16 to 512). None: 0.05, or twice as long as a step without prompts.
+            a step that would last longer (16 to 512). None: 0.05, or twice as long as a step without prompts. A step
+            without new tokens lasts four times as long at most (128 to 512 tokens): so long a request that comes waits.
         draft: where draft tokens come from, which one pass checks together. The results are the same; beside what they
             save, sources take at most 2 % of the time, and that of 32 passes. "ngram": what followed the last tokens
             before, in the prompt or the text (prompt lookup). A network of the same vocabulary, or the path of one: its

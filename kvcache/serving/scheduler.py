@@ -1,12 +1,10 @@
 """Which works run in a step, and how many tokens of each.
 
 There are no phases. Each work catches up with its tokens: those that are written run one token, those whose prompt
-runs share what the `TokenBudget` leaves. Where the first of these is not the shortest it has half of that, and the
-shortest have the rest: short prompts do not wait for long ones. If the first one ends in the step, few tokens of others
-run beside it: its first token comes sooner, and theirs hardly later. Works begin in the order of their keys. One begins
-when there is room for all its tokens. Where a running work needs blocks that are not there, or one that waits comes
-before the last that runs and has no room or place, the last one in the order of keys gives up its sequence. It begins
-again later, with the blocks of it that are still cached.
+runs share the time that the `TokenBudget` leaves, as `Shares` says: short prompts do not wait for long ones. Works
+begin in the order of their keys. One begins when there is room for all its tokens. Where a running work needs blocks
+that are not there, or one that waits comes before the last that runs and has no room or place, the last one in the
+order of keys gives up its sequence. It begins again later, with the blocks of it that are still cached.
 
     key    (arrival + 10 s * (priority + number of the sample), number of the work)
 
@@ -20,13 +18,13 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator, Sequence
 
 from kvcache.drafts.drafter import Drafter
 from kvcache.errors import KvCacheError, OutOfMemoryError
-from kvcache.serving.budget import CHEAP_ROWS, LEAST, MOST, TokenBudget
+from kvcache.serving.budget import CHEAP_ROWS, MOST, TokenBudget
 from kvcache.serving.observed import Observed
 from kvcache.serving.pins import Pins
+from kvcache.serving.shares import Shares, fitting
 from kvcache.serving.work import FinishReason, Work
 from kvcache.texts.arrivals import Arrivals
 from kvcache.texts.forward import Forward
@@ -34,9 +32,7 @@ from kvcache.texts.forward import Forward
 __all__ = ["PATIENCE", "Scheduler"]
 
 PATIENCE = 10.0  # seconds per number of priority
-_NEXT = 8  # works that wait, of which the lengths are compared: those at the top of the heap
 _TOKENS_PER_ROW = 8  # tokens of prompts that may run in a step, for each row of decodes and draft tokens beside them
-_ENOUGH_ROWS = 64  # of prompts: a product of twice as many takes twice as long
 Pieces = list[tuple[Work, int]]
 
 
@@ -167,51 +163,21 @@ class Scheduler:
         if self.arrivals is not None:
             self._jump(self.arrivals)
         self._give_way()
+        self._begin(now)
         decodes = [(work, 1) for work in self.running if work.remaining == 1]
-        catching_up = [work for work in self.running if work.remaining > 1]
-        left, rows, prompts = self.budget.tokens(len(decodes)), self._most_rows, self._most_prompts
-        waits = bool(catching_up or self._may_begin)
-        # Beside prompts each row costs time: few draft tokens where few tokens of prompts may run.
-        pieces = self._draft(decodes, min(CHEAP_ROWS, left // _TOKENS_PER_ROW) if waits else CHEAP_ROWS)
-        left -= sum(count for _, count in pieces) - len(decodes)
-        others = sorted(catching_up[1:], key=_remaining)
-        for work in catching_up[:1] + others:
-            share = _share(work, left, pieces, work is catching_up[0] and self._is_long(work, others))
-            if left and prompts and (count := self._count(work, share, rows)):
-                pieces.append((work, count))
-                left, rows, prompts = max(0, left - count), rows - work.rows_due(count), prompts - 1
-        preemptions = self.preemptions
-        pieces = self._fit(pieces)
-        if preemptions == self.preemptions:
-            for work in self._begin(now):
-                share = _share(work, left, pieces, self._is_long(work))
-                if not prompts or not (count := self._count(work, share, rows)):
-                    break
-                fits = self._fit([(work, count)], preempt=False)
-                if not fits:
-                    break
-                pieces += fits
-                left, rows, prompts = max(0, left - count), rows - work.rows_due(count), prompts - 1
-                if not prompts or not _open(left, pieces):
-                    break
-            pieces = self._lengthen(pieces, _open(left, pieces))
-        return pieces
-
-    def _lengthen(self, pieces: Pieces, left: int) -> Pieces:
-        """Give what is left of the budget to prompts, in the order of keys."""
-        for work in sorted(work for work, count in pieces if work.shares and count < work.remaining):
-            count = dict(pieces)[work]
-            more = min(work.remaining - count, left)
-            if more and self.pool.lengthen(work, count, more):
-                pieces = [(each, n + more if each is work else n) for each, n in pieces]
-                left -= more
-        return pieces
-
-    def _is_long(self, work: Work, others: Sequence[Work] = ()) -> bool:
-        """Whether more of a work remains than of the first of `others`, or of one of the next that may begin."""
-        if others and others[0].remaining < work.remaining:
-            return True
-        return self._may_begin and any(each.num_tokens < work.remaining for each in self._waiting[:_NEXT])
+        prompts = [work for work in self.running if work.remaining > 1]
+        count, most = len(decodes), CHEAP_ROWS
+        if prompts or self._may_begin:  # each row costs time then: few draft tokens where few tokens of prompts may run
+            deepest = max((work.computed for work in prompts), default=0)
+            tokens = max(self.budget.least(count), self.budget.tokens(self.budget.seconds(count), deepest))
+            most = min(most, tokens // _TOKENS_PER_ROW)
+        pieces = self._draft(decodes, most)
+        if prompts:
+            drafts = sum(n for _, n in pieces) - count
+            shares = Shares(self.budget, count, drafts, self._most_prompts, self._most_rows)
+            shares.divide(prompts)
+            pieces += shares.pieces
+        return self._fit(pieces)
 
     @property
     def _may_begin(self) -> bool:
@@ -255,13 +221,7 @@ class Scheduler:
             drafted.append((work, count + draft))
         return drafted
 
-    def _count(self, work: Work, left: int, rows: int) -> int:
-        if work.chunk:
-            return work.fixed_piece if work.rows_due(work.fixed_piece) <= rows else 0
-        count = min(work.remaining, left)
-        return count if work.shares else max(0, min(count, rows))  # other works took more rows than there are
-
-    def _fit(self, pieces: Pieces, preempt: bool = True) -> Pieces:
+    def _fit(self, pieces: Pieces) -> Pieces:
         """Make room for pieces, by preemption where there is no other way; those that remain.
 
         One that does not fit alone fails.
@@ -276,8 +236,6 @@ class Scheduler:
                     continue
                 if self.pins.give_way():
                     continue
-                if not preempt:
-                    return []
                 last = self.running[-1]
                 if len(self.running) == 1:
                     self.end(last, "error", error)
@@ -286,8 +244,8 @@ class Scheduler:
                 pieces = [piece for piece in pieces if piece[0] is not last]
         return pieces
 
-    def _begin(self, now: float) -> Iterator[Work]:
-        """Begin works that wait, one after another, as long as there is room."""
+    def _begin(self, now: float) -> None:
+        """Begin works that wait, one after another, as long as there is room: what is cached of each is known then."""
         while self._may_begin:
             work = self._waiting[0]
             work.regime = self._forward.regime(work.num_tokens)
@@ -312,7 +270,6 @@ class Scheduler:
                 self.observed.began(work, now)
             elif work.computed > work.left_at >= 0 and work.num_tokens == work.num_prompt:
                 self.observed.arrived(work, work.computed - work.left_at)
-            yield work
 
     def _start(self, work: Work) -> bool:
         """Give a work a sequence, if there is room, or pins give way; whether it has one."""
@@ -380,7 +337,7 @@ class Scheduler:
         try:
             self.pool.expect(work, start)
             self.pool.cut(work, start)
-            count = self._count(work, MOST, self._most_rows)
+            count = fitting(work, MOST, self._most_rows)
             self.pool.append([(work, count)])
         except KvCacheError:
             self.preempt(work)
@@ -452,22 +409,3 @@ class Scheduler:
                 assert work.leader.key[1] in self.works, f"{work}: its leader has ended"
             else:
                 assert id(work) in heap or id(work) in parked, f"{work}: it neither runs nor waits"
-
-
-def _open(left: int, pieces: Pieces) -> int:
-    """The tokens of a budget of `left` that further prompts may run: few, if the first one of `pieces` ends."""
-    ran = [(work, n) for work, n in pieces if work.remaining > 1]
-    ends = bool(ran) and ran[0][0].shares and ran[0][1] >= ran[0][0].remaining
-    return min(left, max(0, _ENOUGH_ROWS - sum(n for _, n in ran))) if ends else left
-
-
-def _share(work: Work, left: int, pieces: Pieces, is_long: bool) -> int:
-    """How many tokens of a prompt may run behind `pieces`: a long one has half; none leaves little for a next step."""
-    share, little = _open(left, pieces), LEAST
-    if is_long and share == left:
-        share, little = max(left // 2, min(left, LEAST)), _ENOUGH_ROWS
-    return left if share and work.remaining < share + little else share
-
-
-def _remaining(work: Work) -> int:
-    return work.remaining

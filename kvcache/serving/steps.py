@@ -18,6 +18,7 @@ from kvcache.core.locks import CallLock, MendingLock
 from kvcache.errors import InvalidOperationError, QueueFullError
 from kvcache.grammar.mask_batch import MaskBatch
 from kvcache.networks.protocols import Float32
+from kvcache.serving.budget import pairs
 from kvcache.serving.failures import as_failure
 from kvcache.serving.request import Pending
 from kvcache.serving.scheduler import PATIENCE, Scheduler
@@ -185,6 +186,7 @@ class Steps:
             decodes = sum(work.remaining == 1 for work, _ in pieces)
             rows = sum(n for work, n in pieces if work.remaining == 1)
             prefilled = sum(n for work, n in pieces if work.remaining > 1)
+            read = sum(pairs(n, work.computed) for work, n in pieces if work.remaining > 1)
             for regime in sorted({work.regime for work, _ in pieces}):
                 self._pass([piece for piece in pieces if piece[0].regime == regime])
             if pieces:
@@ -193,7 +195,7 @@ class Steps:
                 if self._scheduler.arrivals is not None:
                     self._scheduler.arrivals.measured(prefilled, self.clock() - began)
                 seconds = self.clock() - began
-                self._scheduler.budget.observe(decodes, prefilled, seconds)
+                self._scheduler.budget.observe(decodes, prefilled, seconds, read)
                 drafter = self._scheduler.drafter
                 if rows:
                     drafter.ran(rows, None if prefilled else seconds - drafter.seconds)

@@ -44,6 +44,7 @@ class Work(Text, ABC):
         cached_tokens: tokens of the prompt that did not run, at the first start.
         left_at: what it had computed when it last gave up its sequence for blocks of tiers; -1: never.
         preemptions: how often it lost its sequence.
+        owed: seconds that shorter prompts have run in place of this one, see `Shares`.
         started, times: when it first ran, and when each new token came.
         leader: the work whose sequence it will fork; None: it starts by itself.
         followers: works that fork this one's sequence when its prompt has run.
@@ -63,7 +64,7 @@ class Work(Text, ABC):
         self.error: Exception | None = None
         self.trace: TracebackType | None = None
         self.cached_tokens = self.preemptions = 0
-        self.left_at = -1
+        self.left_at, self.owed = -1, 0.0
         self.started: float | None = None
         self.times: list[float] = []
         self.leader: Work | None = None

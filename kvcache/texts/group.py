@@ -238,16 +238,20 @@ def free_blocks(
     return reclaim is not None and reclaim(error)
 
 
-def has_blocks(cache: PagedKvCache, prefixes: Iterable[PrefixCache], needed: int, claimed: int) -> bool:
+def has_blocks(
+    cache: PagedKvCache, prefixes: Iterable[PrefixCache], needed: int, claimed: int, promised: int = 0
+) -> bool:
     """Whether so many blocks are free, or would be if all that no sequence refers to were evicted.
 
     Args:
-        claimed: at most so many blocks have other references. Where that is enough to know, none are counted.
+        claimed: at most so many blocks have other references, or will have. Where that is enough to know, none are
+            counted.
+        promised: so many of these are not taken yet.
     """
     free = cache.free_block_count
-    if needed <= free or needed <= cache.total_blocks - claimed:
+    if needed + promised <= free or needed <= cache.total_blocks - claimed:
         return True
-    return needed - free <= sum(each.idle_blocks for each in prefixes)
+    return needed + promised - free <= sum(each.idle_blocks for each in prefixes)
 
 
 def free_within(cache: PagedKvCache, seq_id: int) -> None:

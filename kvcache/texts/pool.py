@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
-from kvcache.errors import OutOfMemoryError
 from kvcache.networks.protocols import Attend, Float32
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
@@ -147,16 +146,6 @@ class Pool:
                     for before in range(i):
                         self._cut(text, before, text.computed)
                 raise
-
-    def lengthen(self, text: Text, count: int, more: int) -> bool:
-        """Make room for `more` tokens behind the next `count`, which have room; whether there is."""
-        self.cut(text, text.computed)  # a residual keeps what queries read from the group on in which an append began
-        try:
-            self.append([(text, count + more)])
-        except OutOfMemoryError:
-            self.append([(text, count)])
-            return False
-        return True
 
     def attend(self, texts: Sequence[Text], lens: Lens) -> tuple[Attend, dict[str, Any]]:
         """The `attend` of a pass over the next tokens of texts, and more keyword arguments of the network."""

@@ -102,7 +102,9 @@ class WholeLayers:
         tokens = sum([each.num_tokens for each in running])  # each with drafts, a block that it began, and a copy
         claimed = len(start.blocks) + (tokens + texts * (self._most_drafts + size - 1)) // size + texts
         needed = -(-text.num_tokens // size) - found // size + texts
-        return has_blocks(self.cache, [] if self.index is None else [self.index], needed, claimed)
+        began = [each for each in running if each.seq_id >= 0]  # a pin takes no more
+        promised = sum([-(-each.num_tokens // size) - -(-each.computed // size) for each in began])
+        return has_blocks(self.cache, [] if self.index is None else [self.index], needed, claimed, promised)
 
     def begin(self, seq_id: int, found: int, start: CachedStart) -> None:
         self.cache.adopt(seq_id, start.blocks[: -(-found // self.cache.block_size)], found)
