@@ -26,8 +26,8 @@ from kvcache.kernels import kernels
 
 # No deadlines: a busy machine must not fail a test.
 settings.register_profile("any time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("short", max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-settings.load_profile("fast" if FAST else "any time")
 
 
 LONGER = 30  # factor of the random examples with --long
@@ -39,12 +39,21 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="an hour's worth of random examples and of load")
 
 
+def is_short(config):
+    """Whether pytest runs what it runs by itself."""
+    return not (config.getoption("--all") or config.getoption("--rest") or config.getoption("--long"))
+
+
+def pytest_configure(config):
+    """Choose the random examples, before tests are imported, which name their own."""
+    settings.load_profile("fast" if FAST else "short" if is_short(config) else "any time")
+
+
 def pytest_collection_modifyitems(config, items):
     """Leave out what was not asked for; scale the examples of state machines; mark tests of every level."""
     select(config, items)
     machines = {item.cls for item in items if is_machine(item.cls)}
-    is_short = not (config.getoption("--all") or config.getoption("--rest"))
-    times = LONGER if config.getoption("--long") else 0.1 if FAST else 0.2 if is_short else 1
+    times = LONGER if config.getoption("--long") else 0.1 if FAST else 0.2 if is_short(config) else 1
     for machine in machines:
         examples = max(1, int(machine.settings.max_examples * times))
         machine.settings = settings(machine.settings, max_examples=examples)

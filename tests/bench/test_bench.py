@@ -184,6 +184,7 @@ def test_the_bench_of_tiers_runs(capsys):
     assert "DirectoryTier" in printed
 
 
+@pytest.mark.exhaustive
 def test_the_bench_of_the_server_runs(capsys):
     assert main(["server", "--quick"]) == 0
     assert "same number of tokens" in capsys.readouterr().out
@@ -213,6 +214,7 @@ def test_what_a_second_turn_shares():
     assert agents_cli.unchanged(request([1, 2, 3], 2), earlier) == 2
 
 
+@pytest.mark.exhaustive
 def test_soak(capsys):
     """A second of it, without hostile clients: every kind of pause is measured, and the memory is read."""
     pytest.importorskip("uvicorn")

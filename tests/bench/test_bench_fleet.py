@@ -147,6 +147,7 @@ def test_a_store_reads_what_pays_and_forgets_the_oldest():
     assert (store.read, store.written) == (32, 64)
 
 
+@pytest.mark.exhaustive
 def test_two_servers_find_what_the_model_says():
     pytest.importorskip("uvicorn")
     model, real, total = compare("prefix routing", 24, 70)
@@ -154,6 +155,7 @@ def test_two_servers_find_what_the_model_says():
     assert 0.2 < sum(model) / total < 0.9
 
 
+@pytest.mark.exhaustive
 def test_two_servers_that_share_a_directory():
     """A server waits 50 ms for it, so a few requests on a busy machine may find less than the model says."""
     pytest.importorskip("uvicorn")

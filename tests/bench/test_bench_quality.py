@@ -149,6 +149,7 @@ def test_formats_are_compared_with_the_f32_cache(model, text):
     assert verdicts == {"q8": True, "q2": figures["q2"]["rise"] <= 0.08}
 
 
+@pytest.mark.exhaustive
 def test_formats_and_policies_in_python_have_their_rows(tmp_path, monkeypatch, capsys):
     (tmp_path / "ideas.py").write_text(
         "class Nothing:\n    bits, name = 5, 'as it is'\n    encode = decode = staticmethod(lambda rows: rows)\n"
@@ -193,6 +194,7 @@ def test_rows_as_latents_are_those_of_the_network(model, text):
     np.testing.assert_array_equal(found.prefill_from_pos(ids, 0), wanted.prefill_from_pos(ids, 0))
 
 
+@pytest.mark.exhaustive
 def test_formats_beside_a_window_are_compared_with_that_window(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = ["q8", "q4, centred, as latents", "q4, window of a fifth", "q4, window of a fifth, calibrated"]
@@ -288,6 +290,7 @@ def test_the_command_line(capsys, tmp_path):
     assert '"outliers"' in (tmp_path / "found.json").read_text()
 
 
+@pytest.mark.exhaustive
 def test_what_was_measured_is_kept(tmp_path, monkeypatch):
     """A second call runs what is missing, and shows the same figures."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -48,6 +48,7 @@ def test_means_and_moments_are_those_of_the_text_but_its_first_tokens(model, rng
             np.testing.assert_allclose(found.moments[layer, head], some.T @ some / 284, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.exhaustive
 def test_a_calibration_is_kept_in_the_users_folder(folder, tmp_path, caplog):
     (tmp_path / "text").write_text("def walk(path):\n    return path\n" * 40)
     own = {"dtype": "q4", "calibrate": str(tmp_path / "text")}

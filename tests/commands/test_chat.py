@@ -351,6 +351,7 @@ def test_a_paste_that_is_taller_than_the_screen_is_shown_whole(folder):
         assert [height(text, 4) for text in ("", "abcd", "abcde", "猫猫猫", "a\n\nb", "\ta")] == [1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.exhaustive
 def test_a_full_context_and_a_long_prompt_in_a_terminal(folder):
     """The oldest turns go if the person agrees; Ctrl-C while a prompt is read keeps nothing of it."""
     with Terminal(folder, "--max-tokens", 8, "--context", 96, TERM="dumb") as it:

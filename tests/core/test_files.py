@@ -122,6 +122,7 @@ def temporaries(folder):
     return [name for name in os.listdir(folder) if name.endswith(".tmp")]
 
 
+@pytest.mark.exhaustive
 @forks
 def test_writers_that_are_killed_at_any_time(tmp_path, long):
     """The file is always the old or the new one and can be loaded; few temporary files remain."""

@@ -263,11 +263,13 @@ def ask(code, **environ):
     )
 
 
+@pytest.mark.exhaustive
 def test_the_environment_chooses_level_and_threads():
     got = ask("print(k.simd_level(), k.get_num_threads())", KVCACHE_SIMD="scalar", KVCACHE_NUM_THREADS="3")
     assert got.stdout.split() == ["scalar", "3"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "value"),
     [("KVCACHE_SIMD", "sse9"), ("KVCACHE_NUM_THREADS", "none"), ("KVCACHE_NUM_THREADS", "0")],

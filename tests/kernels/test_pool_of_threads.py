@@ -58,6 +58,7 @@ def test_many_callers_at_once():
     assert not problems
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="asks for the CPU time of a thread")
 def test_callers_share_the_threads():
     """While a call has both threads, another one that may have two gets no helper."""

@@ -189,6 +189,7 @@ def test_error_is_a_value_error_of_the_family():
     assert issubclass(CheckpointError, KvCacheError)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_mutated_files_load_or_raise(tmp_path_factory, data):
@@ -227,6 +228,7 @@ def test_mutated_files_load_or_raise(tmp_path_factory, data):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024, "a small file took 64 MiB"
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=200, deadline=None)
 @given(
     st.dictionaries(

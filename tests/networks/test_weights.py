@@ -354,6 +354,7 @@ def test_memory_and_progress():
     assert engine.memory()["weights"] < half / 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.one_build
 @pytest.mark.no_level
 def test_loading_takes_little_more_than_the_result(tmp_path):

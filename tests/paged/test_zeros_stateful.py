@@ -252,6 +252,7 @@ class ZerosMachine(RuleBasedStateMachine):
         self.verify()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("dtype", "block_size"), half([("f32", 4), ("f16", 5), ("q4", 4), ("q8", 20), ("q2", 16)]))
 def test_unwritten_slots_read_zero(tmp_path, request, dtype, block_size):
     from hypothesis.stateful import run_state_machine_as_test

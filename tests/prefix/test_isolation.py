@@ -236,6 +236,7 @@ def colliding(hashes):
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.one_build
 def test_the_search_finds_what_collided_in_the_original():
     """Verify that the search for collisions finds known ones."""

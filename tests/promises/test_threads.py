@@ -236,6 +236,7 @@ for path in pathlib.Path(numpy.__file__).parent.with_name("numpy.libs").glob("*o
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.one_build
 @pytest.mark.parametrize(
     ("said", "order", "expected"),

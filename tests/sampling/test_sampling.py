@@ -131,6 +131,7 @@ def test_texts_under_penalties(logits, presence, frequency, repetition, prompt, 
         text.append(wanted)
 
 
+@pytest.mark.exhaustive
 def test_distribution_closely():
     """Few settings with many draws, which would reveal an error of two percent."""
     for seed, params in enumerate([PLAIN, SamplingParams(), replace(PLAIN, temperature=1.7, top_p=0.8)]):

@@ -45,6 +45,7 @@ class Served:
         assert not self.engine._steps._pending
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["plain", "residual", "windows"])
 def test_interrupted_at_every_line(network, long, kind):
     """Ctrl-C between any two lines; the next call goes on where the text was.

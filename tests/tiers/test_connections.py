@@ -128,6 +128,7 @@ def idle(*clients):
     return not any(client.connection_pool._in_use_connections for client in clients)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{"protocol": 2}, {"protocol": 3}, {"health_check_interval": 1e-9}])
 def test_values_come_whole(server, rng, options, monkeypatch):
     with server.client(**options) as client, Wire(server.port) as wire:
@@ -182,6 +183,7 @@ def test_stores_that_fail(server, rng):
             assert idle(source)
 
 
+@pytest.mark.exhaustive
 def test_values_of_a_cluster_come_whole(tmp_path, rng):
     with Cluster(tmp_path) as cluster, cluster.client() as client:
         tier, names, values = filled(client, rng, 300_000)
@@ -215,6 +217,7 @@ def test_the_round_trip_decides_how_many_are_under_way(server):
             assert connections._ahead == ahead
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("waits", [False, True])
 def test_connections_that_end_or_hang(server, rng, waits):
     """At every place of a reply: an error, and the next call has a connection that begins anew."""

@@ -94,6 +94,7 @@ while True:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_killed_writer_leaves_whole_values(tmp_path, rng):
     """Two writers at once, killed at random times, and again over what they left."""
     for _ in range(2):

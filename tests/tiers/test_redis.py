@@ -219,6 +219,7 @@ def test_refused_by_name(server):
         RedisTier(client, secret=SECRET)
 
 
+@pytest.mark.exhaustive
 def test_random_faults_of_servers(network, tmp_path, rng, monkeypatch, long):
     """Kills and restarts, closed connections, slow answers, a flush, and moved slots between and during requests."""
     monkeypatch.setattr("kvcache.tiers.links.PAUSE", 0.01)
