@@ -144,7 +144,9 @@ class ServedModel:
                     engine.submit, namespace=space, deadline=timeout, n=body.n, priority=later, keep=keep
                 )
                 parts = self._prompts.parts(body, number, tokens)
-                answer.requests.append(submit(tokens, body.params, parts_at=parts, prompt_logprobs=scores))
+                watch = partial(self._voices.reader, body, tokens) if body.chat else None
+                found = submit(tokens, body.params, parts_at=parts, prompt_logprobs=scores, watch=watch)
+                answer.requests.append(found)
         except BaseException as error:
             answer.cancel()
             count = body.n * len(body.prompts)

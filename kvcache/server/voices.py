@@ -16,6 +16,7 @@ from kvcache.server.constraints import grammar_refused, knows_grammars
 from kvcache.server.conversations import Conversation
 from kvcache.server.refusals import BodyError
 from kvcache.serving.work import Work
+from kvcache.texts.text import Tokens
 
 __all__ = ["Voices"]
 
@@ -36,16 +37,20 @@ class Voices:
         self._plain = MarkTokens(tokenizer, DIALECTS["none"])
 
     def spoken(self, body: Body, work: Work) -> SpokenAnswer:
-        """The reader of one answer to a body: thoughts count in chats, and calls where tools may be called."""
-        prompt = work.tokens[max(0, work.num_prompt - _TAIL) : work.num_prompt].tolist()
+        """The reader of one answer to a body, which has some tokens or none."""
+        return self.reader(body, work.tokens[: work.num_prompt])
+
+    def reader(self, body: Body, prompt: Tokens) -> SpokenAnswer:
+        """The reader of an answer behind a prompt: thoughts count in chats, and calls where tools may be called."""
+        tail = prompt[-_TAIL:].tolist()
         stop = body.params.stop
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if not body.chat:
-            return SpokenAnswer(self._plain, prompt, stops)
+            return SpokenAnswer(self._plain, tail, stops)
         asked: Conversation = body.prompts[0]
         functions = [tool["function"] for tool in asked.tools or ()]
         return SpokenAnswer(
-            self._marks, prompt, stops, calls=bool(functions) and asked.choice.mode != "none",
+            self._marks, tail, stops, calls=bool(functions) and asked.choice.mode != "none",
             schemas={function["name"]: function.get("parameters") or {} for function in functions},
             names=asked.choice.names, parallel=asked.parallel, customs=frozenset(asked.customs),
         )
