@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvcache.engine import SamplingParams
+from kvcache.grammar import Grammar
 from kvcache.server.conversations import Conversation, ToolChoice, functions_of, text_of
 from kvcache.server.fields import CHATS, MAX_CHOICES, SAMPLING, TEXTS, checked
 from kvcache.server.refusals import BodyError, too_many
@@ -36,6 +37,7 @@ class Body(NamedTuple):
     echo: bool = False  # whether an answer begins with its prompt
     with_tokens: bool = False  # whether it has token ids, the prompt's too
     priority: int = 0
+    form: Grammar | None = None  # that the body asks for, beside the grammar of the parameters
 
 
 def json_of(data: bytes | bytearray) -> dict[str, Any]:

@@ -55,13 +55,14 @@ class Voices:
             names=asked.choice.names, parallel=asked.parallel, customs=frozenset(asked.customs),
         )
 
-    def calling(self, asked: Conversation, prompt: Sequence[int]) -> Grammar | None:
+    def calling(self, asked: Conversation, prompt: Sequence[int], form: Grammar | None = None) -> Grammar | None:
         """The grammar of an answer to a conversation that asks for a call, or that has a strict function for one.
 
-        Without a call asked for, the answer is free until one begins. None: all of it is free.
+        Without a call asked for, the answer is free until one begins. None: all of it is free, but for a form.
 
         Args:
             prompt: the ids before the answer.
+            form: of an answer without calls, if it is to have one; then there are calls alone, or an answer of this form.
 
         Raises:
             BodyError: the dialect has no calls; llguidance is not installed; the parameters of a function are no
@@ -71,13 +72,17 @@ class Voices:
         functions = [
             tool["function"] for tool in asked.tools or () if names is None or tool["function"]["name"] in names
         ]
-        if asked.choice.mode == "none" or (free and not any(each.get("strict") is True for each in functions)):
+        is_strict = form is not None or any(each.get("strict") is True for each in functions)
+        if asked.choice.mode == "none" or not functions or (free and not is_strict):
             return None
         if not free:  # texts of custom tools are as free as the answer
-            functions = [each | {"format": asked.customs.get(each["name"])} for each in functions]
-        thinks = self._marks.opens_thought(prompt[-_TAIL:])
+            functions, form = [each | {"format": asked.customs.get(each["name"])} for each in functions], None
+        thinks, may_think = self._thoughts(prompt)
         try:
-            found = calls_grammar(self._marks, functions, parallel=asked.parallel, thinks=thinks, free=free)
+            found = calls_grammar(
+                self._marks, functions, parallel=asked.parallel, thinks=thinks, may_think=may_think or form is None,
+                free=free and form is None, form=form,
+            )
         except GrammarError as error:
             raise grammar_refused(error, "tools") from None
         except TypeError:  # of a keyword with a value of another kind
@@ -98,6 +103,10 @@ class Voices:
         Args:
             prompt: the ids before the answer.
         """
-        tail = prompt[-_TAIL:]
-        thinks, may_think = self._marks.opens_thought(tail), not self._marks.closes_thought(tail)
+        thinks, may_think = self._thoughts(prompt)
         return replace(grammar, lead=lead_of_answers(self._marks, thinks=thinks, may_think=may_think))
+
+    def _thoughts(self, prompt: Sequence[int]) -> tuple[bool, bool]:
+        """Whether a prompt has begun a thought, and whether one may come where it has not."""
+        tail = prompt[-_TAIL:]
+        return self._marks.opens_thought(tail), not self._marks.closes_thought(tail)
