@@ -59,6 +59,8 @@ def calls_grammar(
     elif dialect.calls is None or (write := _WRITERS.get(dialect.stream)) is None:
         return None
     else:
+        if dialect.leads and content:
+            write = _json_objects
         written = words.rule(write(words, functions, parallel))
         if free:
             start = _free(words, written, parallel, thinks)
@@ -173,6 +175,34 @@ def _objects(words: GrammarWords, functions: Sequence[Function], parallel: bool)
         return f'"[" {one} {more} "]"'
     gap = words.literal(style.gap)
     return f"{gap} {one} {gap}"
+
+
+def _json_objects(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
+    """One object, written as freely as any JSON: its lexemes are those of an answer in a form, which may begin alike."""
+    style = words.marks.dialect.style
+    assert isinstance(style, ObjectStyle), "a dialect whose answers begin as calls do has objects"
+    name, arguments = re.findall(r'"(\w+)"', style.before + style.behind)
+    some = []
+    for function in functions:
+        inner = _moved(_schema(function), f"#/properties/{arguments}")
+        schema = {
+            "type": "object", "properties": {name: {"const": function["name"]}, arguments: inner},
+            "required": [name, arguments], "additionalProperties": False,
+        }
+        some.append(words.json(schema, strict=function.get("strict") is True))
+    return f"({' | '.join(some)})"
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references are to itself at another place of a larger one."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: value if key in ("const", "enum") else _moved(value, place) for key, value in schema.items()}
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        found["$ref"] = place + reference[1:]
+    return found
 
 
 # -- names --------------------------------------------------------------------------------------------------------
