@@ -13,8 +13,8 @@ from typing import Any
 
 from kvcache.errors import GrammarError
 from kvcache.grammar.grammar import Grammar
+from kvcache.grammar.grammar_vocabulary import GrammarVocabulary
 from kvcache.grammar.matcher import Matcher
-from kvcache.grammar.vocabulary import GrammarVocabulary
 from kvcache.support.arguments import short
 from kvcache.support.rust_errors import rust_errors
 

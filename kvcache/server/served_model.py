@@ -103,7 +103,7 @@ class ServedModel:
         return Asked(body, form, space if body.salt is None else (space, body.salt))
 
     def _grammar(self, body: Body) -> Grammar | None:
-        """The grammar of the answer to a conversation: calls, thoughts and the form that is asked for, or one of both."""
+        """The grammar of the answer to a conversation: calls, or the form that is asked for, or one of both."""
         (asked,), form = body.prompts, body.params.grammar
         is_free = form is None and asked.choice.mode != "required"
         if is_free and not any(tool["function"].get("strict") is True for tool in asked.tools or ()):

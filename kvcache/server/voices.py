@@ -62,7 +62,7 @@ class Voices:
 
         Args:
             prompt: the ids before the answer.
-            form: of an answer without calls, if it is to have one; then there are calls alone, or an answer of this form.
+            form: of an answer without calls, if it is to have one; the answer is then of this form, or calls alone.
 
         Raises:
             BodyError: the dialect has no calls; llguidance is not installed; the parameters of a function are no

@@ -338,7 +338,8 @@ CALLS = {  # in the words of each dialect
 STRICT = [FUNCTIONS[0] | {"strict": True}]
 LISTED = '[{"name": "look", "arguments": {"place": "here"}}]'
 LIKE = {  # calls of the other dialects
-    "ernie": CALLS["hermes"], "nemotron": f"<TOOLCALL>{LISTED}</TOOLCALL>", "apriel": f"<tool_calls>{LISTED}</tool_calls>",
+    "ernie": CALLS["hermes"], "nemotron": f"<TOOLCALL>{LISTED}</TOOLCALL>",
+    "apriel": f"<tool_calls>{LISTED}</tool_calls>",
     "seed_oss": CALLS["qwen3_coder"].replace("tool_call", "seed:tool_call").replace("\nhere\n", "here"),
     "deepseek_v4": CALLS["deepseek_v3_2"].replace("function_calls", "tool_calls"),
     "gigachat3_1": '<|function_call|>{"name": "look", "arguments": {"place": "here"}}',
@@ -390,18 +391,19 @@ def test_marks_of_every_kind(name, kind):
     thoughts = ["", "<|channel|>analysis<|message|>so<|end|><|start|>assistant"] if name == "harmony" else [""]
     if dialect.thoughts is not None and name != "llama3":
         thoughts.append(("thought\nso" if dialect.titled else "so").join(dialect.thoughts))
-    required, free = (calls_grammar(marks, STRICT, parallel=True, thinks=False, free=each) for each in (False, True))
+    required, free = (calls_grammar(marks, STRICT, parallel=True, thinks=False, free=free) for free in (False, True))
     form = replace(json_object(), lead=lead_of_answers(marks, thinks=False, may_think=True))
     either = calls_grammar(marks, STRICT, parallel=True, thinks=False, form=json_object())
     called, formed = [("call", "look"), ("arguments", '{"place": "here"}')], [("content", '{"a": "b"}')]
     for thought in thoughts:
         for grammar, text, want in (
-            (required, call, called), (free, call, called), (form, begin + formed[0][1], formed), (either, call, called),
-            (either, begin + formed[0][1], formed),
+            (required, call, called), (free, call, called), (either, call, called),
+            *((each, begin + formed[0][1], formed) for each in (form, either)),
         ):
             tokens = written(tokenizer, grammar, thought + text)
             schemas = {"look": STRICT[0]["parameters"]}
-            found = SpokenAnswer(marks, [], calls=True, names=frozenset(schemas), schemas=schemas).extend(tokens, ended=True)
+            answer = SpokenAnswer(marks, [], calls=True, names=frozenset(schemas), schemas=schemas)
+            found = answer.extend(tokens, ended=True)
             assert found == [("reasoning", "so")] * bool(thought) + want, (thought, text)
 
 
@@ -409,27 +411,27 @@ def test_a_form_that_begins_as_a_call_does():
     """Llama's calls are objects without a mark; the arguments may refer to their schema, wherever it stands."""
     tokenizer = marked_tokenizer("llama3", "text")
     schema = {
-        "type": "object", "properties": {"n": {"type": "integer"}, "more": {"$ref": "#"}}, "additionalProperties": False,
-        "required": ["n"],
+        "type": "object", "properties": {"n": {"type": "integer"}, "more": {"$ref": "#"}},
+        "required": ["n"], "additionalProperties": False,
     }
     form = json_schema({"type": "object", "properties": {"name": {"type": "string"}}, "additionalProperties": False})
     function = {"name": "f", "parameters": schema, "strict": True}
     marks = MarkTokens(tokenizer, DIALECTS["llama3"])
     grammar = calls_grammar(marks, [function], parallel=False, thinks=False, form=form)
     for text in (
-        '{"name": "f", "parameters": {"n": 1, "more": {"n": 2, "more": {"n": 3}}}}', '{"name": "Bob"}', '{"name": "f"}',
-        "{}",
+        '{"name": "f", "parameters": {"n": 1, "more": {"n": 2, "more": {"n": 3}}}}', '{"name": "Bob"}',
+        '{"name": "f"}', "{}",
     ):
         written(tokenizer, grammar, text)
-    for text in ('{"name": "g", "parameters"', '{"name": "f", "parameters": {"more"', '{"name": "f", "parameters": {"n": "'):
+    for more in ('g", "parameters"', 'f", "parameters": {"more"', 'f", "parameters": {"n": "'):
         with pytest.raises(AssertionError):
-            written(tokenizer, grammar, text)
+            written(tokenizer, grammar, '{"name": "' + more)
 
 
 def test_what_constrains_nothing_takes_no_room():
     marks, long = MarkTokens(marked_tokenizer("hermes", "text"), DIALECTS["hermes"]), "x" * 300_000
     named = {"description": {"const": {"title": "kept"}}, "title": {"enum": [{"default": 1}]}}
-    schema = {"type": "object", "properties": named, "required": ["description", "title"], "additionalProperties": False}
+    schema = {"type": "object", "properties": named, "required": [*named], "additionalProperties": False}
     function = {"name": "f", "parameters": schema | {"description": long[:200_000]}, "strict": True}
     grammar = calls_grammar(marks, [function], parallel=False, thinks=False)
     assert len(grammar.text) < 1000

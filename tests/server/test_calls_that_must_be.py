@@ -210,7 +210,8 @@ def test_calls_or_an_answer_in_the_form(tmp_path, ask):
     with Served(tiny_file(tmp_path, template, tokenizer__ggml__eos_token_id=(U32, 200), **end)) as served:
         call, text = [("weigh", '{"kind": "cat"}')], '{"sure": true}'
         for said, tools, choice, want in (
-            (f"<think>hm</think>\n{CALL}", TOOLS, "auto", (call, None, "hm")), (CALL, TOOLS, "auto", (call, None, None)),
+            (f"<think>hm</think>\n{CALL}", TOOLS, "auto", (call, None, "hm")),
+            (CALL, TOOLS, "auto", (call, None, None)),
             (f"<think>hm</think>\n\n{text}", TOOLS, "auto", ([], text, "hm")), (text, TOOLS, "auto", ([], text, None)),
             (text, [], "auto", ([], text, None)), (CALL, TOOLS, "required", (call, None, None)),
         ):

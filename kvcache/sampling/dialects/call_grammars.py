@@ -178,7 +178,7 @@ def _objects(words: GrammarWords, functions: Sequence[Function], parallel: bool)
 
 
 def _json_objects(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
-    """One object, written as freely as any JSON: its lexemes are those of an answer in a form, which may begin alike."""
+    """One object, written as freely as any JSON, with the same lexemes: an answer in a form may begin as it does."""
     style = words.marks.dialect.style
     assert isinstance(style, ObjectStyle), "a dialect whose answers begin as calls do has objects"
     name, arguments = re.findall(r'"(\w+)"', style.before + style.behind)

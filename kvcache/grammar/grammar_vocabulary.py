@@ -19,11 +19,13 @@ _LARK = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\])+/?|<(\S
 
 
 class GrammarVocabulary:
-    """Special tokens, and those that end texts, are no text of any grammar. All others are the bytes that they stand for,
-    those that a tokenizer has added to its vocabulary too, such as `<think>` of Qwen3.
+    """The bytes of each token, and the tokens of each text that a grammar forces.
 
-    So a text of a grammar with an added token in it is written with its id, as the tokenizer writes it; one with the
-    name of a special token is written with the tokens of its characters, since an answer has no text of the other.
+    Special tokens, and added ones that end texts, are no text of any grammar. All other tokens are texts, those that a
+    tokenizer has added to its vocabulary too, such as `<think>` of Qwen3. So what a grammar says of a text with such a
+    token in it holds for the token's id, which is what the tokenizer writes; the tokens of its characters may be drawn
+    too, and decode to the same text. A text with the name of a special token has the tokens of its characters alone,
+    since no decoded answer has the text of a special token.
 
     Args:
         package: llguidance.
@@ -52,10 +54,12 @@ class GrammarVocabulary:
         copy.encode_special_tokens = True  # as texts
         names = tokenizer.get_vocab(with_added_tokens=True)
         if (found := max(names.values(), default=-1)) >= size:
-            raise ValueError(f"{size} logits are too small for token {found}")
+            raise ValueError(f"tokenizer: expected tokens below {size}, got {found}")
         tokens, bytes_of = [_NO_TEXT + f"<[{id}]>".encode() for id in range(size)], _decoder(head["decoder"])
         for name, id in names.items():
             tokens[id] = _NO_TEXT + name.encode() if id in no_text else bytes_of(name)
+        for id in self._added.values():  # a normaliser may have changed one, and decoders then write what it made
+            tokens[id] = bytes_of(tokenizer.id_to_token(id))
         self.reader: Any = package.LLTokenizer(ForcedTokens(copy, tokens, end_tokens[0]), eos_token=list(end_tokens))
 
     def is_text(self, token: int) -> bool:
@@ -95,7 +99,7 @@ def _bare(step: Any) -> Any:
     """A normaliser or pre-tokenizer in JSON, without what puts a space before a text."""
     if not isinstance(step, dict):
         return step
-    found = {key: value for key, value in step.items()}
+    found = dict(step)
     for key in ("normalizers", "pretokenizers"):
         if key in found:
             found[key] = [each for each in map(_bare, found[key]) if each is not None]
@@ -117,8 +121,8 @@ def _decoder(step: Any) -> Callable[[str], bytes]:
     steps = list(_flat(step))
     kinds = {each["type"] for each in steps}
     if "ByteFallback" in kinds:
-        replaced = [each["pattern"].get("String") for each in steps if each.get("content") == " "]
-        space = next(filter(None, replaced), " ")
+        spaces = [each["pattern"] for each in steps if each["type"] == "Replace" and each["content"] == " "]
+        space = next(filter(None, (each.get("String") for each in spaces)), " ")
 
         def bytes_of(name: str) -> bytes:
             byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)
@@ -126,7 +130,7 @@ def _decoder(step: Any) -> Callable[[str], bytes]:
 
         return bytes_of
     if "ByteLevel" not in kinds:
-        raise ValueError(f"its decoder is none of bytes: {', '.join(sorted(kinds)) or None}")
+        raise ValueError(f"decoder: expected one of bytes, got {', '.join(sorted(kinds)) or None}")
     letters = {letter: byte for byte, letter in enumerate(byte_letters())}
 
     def written_bytes(name: str) -> bytes:
