@@ -34,7 +34,8 @@ class GrammarVocabulary:
         end_tokens: those that end a text of the network; at least one.
 
     Attributes:
-        reader: the `LLTokenizer`.
+        tokens: the bytes of each token; those that are no text begin with byte 255.
+        reader: the `LLTokenizer` of these.
 
     Raises:
         ValueError, Exception: a tokenizer that llguidance cannot read.
@@ -60,6 +61,7 @@ class GrammarVocabulary:
             tokens[id] = _NO_TEXT + name.encode() if id in no_text else bytes_of(name)
         for id in self._added.values():  # a normaliser may have changed one, and decoders then write what it made
             tokens[id] = bytes_of(tokenizer.id_to_token(id))
+        self.tokens = tokens
         self.reader: Any = package.LLTokenizer(ForcedTokens(copy, tokens, end_tokens[0]), eos_token=list(end_tokens))
 
     def is_text(self, token: int) -> bool:
