@@ -58,9 +58,10 @@ class GrammarVocabulary:
             raise ValueError(f"tokenizer: expected tokens below {size}, got {found}")
         tokens, bytes_of = [_NO_TEXT + f"<[{id}]>".encode() for id in range(size)], _decoder(head["decoder"])
         for name, id in names.items():
-            tokens[id] = _NO_TEXT + name.encode() if id in no_text else bytes_of(name)
-        for id in self._added.values():  # a normaliser may have changed one, and decoders then write what it made
-            tokens[id] = bytes_of(tokenizer.id_to_token(id))
+            tokens[id] = bytes_of(name)
+        for each in head["added_tokens"]:  # a normaliser may have changed one, and decoders then write what it made
+            id = each["id"]
+            tokens[id] = _NO_TEXT + each["content"].encode() if id in no_text else bytes_of(tokenizer.id_to_token(id))
         self.tokens = tokens
         self.reader: Any = package.LLTokenizer(ForcedTokens(copy, tokens, end_tokens[0]), eos_token=list(end_tokens))
 
