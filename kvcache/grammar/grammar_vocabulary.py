@@ -34,8 +34,8 @@ class GrammarVocabulary:
         end_tokens: those that end a text of the network; at least one.
 
     Attributes:
-        tokens: the bytes of each token; those that are no text begin with byte 255.
-        reader: the `LLTokenizer` of these.
+        reader: the `LLTokenizer`.
+        written: the tokenizer as JSON.
 
     Raises:
         ValueError, Exception: a tokenizer that llguidance cannot read.
@@ -44,7 +44,8 @@ class GrammarVocabulary:
     def __init__(self, package: ModuleType, tokenizer: Any, size: int, end_tokens: Sequence[int]) -> None:
         from tokenizers import Tokenizer
 
-        head, model = _divided(tokenizer.to_str())
+        self.written = str(tokenizer.to_str())
+        head, model = _divided(self.written)
         no_text = {each["id"] for each in head["added_tokens"] if each["special"] or each["id"] in end_tokens}
         self._added = {each["content"]: each["id"] for each in head["added_tokens"] if each["id"] not in no_text}
         for each in head["added_tokens"]:
@@ -62,7 +63,6 @@ class GrammarVocabulary:
         for each in head["added_tokens"]:  # a normaliser may have changed one, and decoders then write what it made
             id = each["id"]
             tokens[id] = _NO_TEXT + each["content"].encode() if id in no_text else bytes_of(tokenizer.id_to_token(id))
-        self.tokens = tokens
         self.reader: Any = package.LLTokenizer(ForcedTokens(copy, tokens, end_tokens[0]), eos_token=list(end_tokens))
 
     def is_text(self, token: int) -> bool:
