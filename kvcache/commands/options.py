@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
     add("--model", required=model_required, metavar="PATH", help=MODEL)
     add("--max-tokens", type=int, default=max_tokens, metavar="N", help="maximum of new tokens (%(default)s)")
     add("--temperature", type=float, metavar="T", help="0 is greedy; this and the next: as the checkpoint says")
-    add("--top-k", type=int, metavar="K", help="0 is off")
+    add("--top-k", type=int, metavar="K", help="0 or -1 is off")
     add("--top-p", type=float, metavar="P", help="1 is off")
     add("--min-p", type=float, metavar="P", help="0 is off")
     add("--repetition-penalty", type=float, metavar="R", help="1 is off")

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvcache.errors import GrammarError
 from kvcache.grammar.grammar import Grammar
+from kvcache.grammar.grammar_vocabulary import GrammarVocabulary
 from kvcache.grammar.matcher import Matcher
 from kvcache.support.arguments import short
 from kvcache.support.rust_errors import rust_errors
@@ -38,7 +39,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Callable[[], Any], vocab_size: int, end_tokens: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, list(end_tokens)
         self._lock = Lock()  # of the vocabulary, which takes seconds where it is large
-        self._vocabulary: Any = None
+        self._vocabulary: GrammarVocabulary | None = None
         self._compiled: OrderedDict[bytes, Matcher] = OrderedDict()
 
     def compile(self, grammar: Grammar, stop_tokens: Iterable[int] = ()) -> Matcher:
@@ -57,16 +58,16 @@ class GrammarCompiler:
             package = _package()
             if self._vocabulary is None:
                 self._vocabulary = self._read(package)
-            ends = (each for each in (*self._end_tokens, *stop_tokens) if each < self._vocab_size)
-            forces = grammar.forces and all(map(self._vocabulary.is_special_token, ends))
+            vocabulary = self._vocabulary
+            forces = grammar.forces and not any(map(vocabulary.is_text, (*self._end_tokens, *stop_tokens)))
             parts = grammar.kind, grammar.text, grammar.strict, grammar.whitespace, grammar.lead, forces
             key = sha256(repr(parts).encode()).digest()
             if (known := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
                 return known
         with _faults(f"a {grammar.kind} that can be compiled"):
-            limits = package.LLParserLimits(**_LIMITS)
-            start = package.LLMatcher(self._vocabulary, _source(package, grammar, forces), log_level=0, limits=limits)
+            limits, source = package.LLParserLimits(**_LIMITS), _source(package, vocabulary, grammar, forces)
+            start = package.LLMatcher(vocabulary.reader, source, log_level=0, limits=limits)
             if not start.is_error():
                 start.compute_bitmask()  # copies have the states that it needed
         if start.is_error():
@@ -78,26 +79,14 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
         return found
 
-    def _read(self, package: ModuleType) -> Any:
+    def _read(self, package: ModuleType) -> GrammarVocabulary:
         if not self._end_tokens:
             raise GrammarError("grammar: expected a network with end tokens, got one without")
         tokenizer = self._tokenizer()
         if tokenizer is None:
             raise GrammarError("grammar: expected none, since the engine has no tokenizer, got one")
         with _faults("a tokenizer that llguidance reads"):
-            written = _with_special_ends(tokenizer, self._end_tokens)
-            return package.LLTokenizer(written, n_vocab=self._vocab_size, eos_token=self._end_tokens)
-
-
-def _with_special_ends(tokenizer: Any, end_tokens: Sequence[int]) -> str:
-    """A tokenizer in JSON, in which no text has an added token that ends texts, special in its checkpoint or not."""
-    written, added = str(tokenizer.to_str()), tokenizer.get_added_tokens_decoder()
-    if all(added[end].special for end in end_tokens if end in added):
-        return written
-    found = json.loads(written)
-    for each in found["added_tokens"]:
-        each["special"] |= each["id"] in end_tokens
-    return json.dumps(found)
+            return GrammarVocabulary(package, tokenizer, self._vocab_size, self._end_tokens)
 
 
 def _package() -> ModuleType:
@@ -108,7 +97,7 @@ def _package() -> ModuleType:
     return llguidance
 
 
-def _source(package: ModuleType, grammar: Grammar, forces: bool) -> str:
+def _source(package: ModuleType, vocabulary: GrammarVocabulary, grammar: Grammar, forces: bool) -> str:
     matcher = package.LLMatcher
     if grammar.kind == "json_schema":
         options = {"lenient": not grammar.strict, "whitespace_pattern": grammar.whitespace}
@@ -119,8 +108,9 @@ def _source(package: ModuleType, grammar: Grammar, forces: bool) -> str:
         start = f"start: {'lead ' if grammar.lead else ''}answer\nanswer: %json {schema}\n{grammar.lead}"
         return str(matcher.grammar_from_lark(start if forces else _UNFORCED + start))
     if grammar.kind == "lark":
-        own = forces or "%llguidance" in grammar.text
-        return str(matcher.grammar_from_lark(grammar.text if own else _UNFORCED + grammar.text))
+        # Where the package forces a token by its id and rolls back, it counts the bytes of its text, if it has one.
+        text, names_texts = vocabulary.with_ids(grammar.text)
+        return str(matcher.grammar_from_lark(f"{text}\n{_UNFORCED}" if names_texts or not forces else text))
     found = json.loads(matcher.grammar_from_regex(grammar.text))
     found["grammars"][0]["lark_grammar"] = ("" if forces else _UNFORCED) + found["grammars"][0]["lark_grammar"]
     return json.dumps(found)

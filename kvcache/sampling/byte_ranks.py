@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcache.gguf.vocabulary import CONTROL, NORMAL, USER_DEFINED, Vocabulary
+from kvcache.support.byte_letters import byte_letters
 
 __all__ = ["MAX_TOKEN_BYTES", "rank_vocabulary"]
 
@@ -47,10 +48,8 @@ def rank_vocabulary(
 
 
 def _written_bytes(tokens: list[bytes]) -> list[str]:
-    """Tokens as byte-level BPE writes them: a character for each byte, and printable ones stand for themselves."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    letters = [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+    """Tokens as byte-level BPE writes them."""
+    letters = byte_letters()
     return ["".join(letters[byte] for byte in token) for token in tokens]
 
 

@@ -49,7 +49,7 @@ class SamplingParams:
             as in OpenAI's interface. 0 is off.
         frequency_penalty: is subtracted from these once for each time that they were drawn; from -2 to 2. 0 is off.
         temperature: logits are divided by it. Below 1e-6 the most likely token is taken; ties go to the lowest id.
-        top_k: keep the k most likely tokens; ties go to the lowest ids. 0 is off.
+        top_k: keep the k most likely tokens; ties go to the lowest ids. 0 is off, and so is -1, which becomes 0.
         top_p: of these, keep the most likely tokens, as few as have probabilities that sum to `top_p` (nucleus
             sampling, arXiv 1904.09751, section 3.1). 1 is off; 0 takes the most likely token.
         min_p: of these, keep tokens at least `min_p` times as likely as the most likely one (arXiv 2407.01082). 0 is
@@ -95,7 +95,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         store = object.__setattr__
         store(self, "temperature", as_finite(self.temperature, "temperature", 0.0))
-        store(self, "top_k", as_count(self.top_k, "top_k", most=None))
+        store(self, "top_k", max(0, as_count(self.top_k, "top_k", -1, most=None)))
         store(self, "top_p", as_finite(self.top_p, "top_p", 0.0, 1.0))
         penalty = as_finite(self.repetition_penalty, "repetition_penalty", 1 / _MOST_PENALTY, _MOST_PENALTY)
         store(self, "repetition_penalty", penalty)

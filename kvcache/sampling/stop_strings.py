@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from typing import Protocol
 
-__all__ = ["Search", "StopStrings"]
+__all__ = ["Search", "StopStrings", "StopWatch", "UntilStop"]
 
 
 class StopStrings:
@@ -23,12 +24,13 @@ class Search:
 
     Attributes:
         waits: how many of the last characters may begin a stop string.
+        found: the stop string that was found, the longest of those at its place; "": none.
     """
 
     def __init__(self, stop: StopStrings) -> None:
         self._tables = stop.tables
         self._lengths = [0] * len(stop.tables)  # of the beginning of each string that the text ends with
-        self.waits = 0
+        self.waits, self.found = 0, ""
 
     def find(self, piece: str) -> int | None:
         """Search on in the next piece of the text.
@@ -48,12 +50,56 @@ class Search:
                 length += string[length] == character
                 if length == len(string):
                     found = place + 1 - length
-                    first = found if first is None else min(first, found)
+                    if first is None or (found, -length) < (first, -len(self.found)):
+                        first, self.found = found, string
                     length = 0
                     break
             self._lengths[number] = length
         self.waits = max(self._lengths, default=0)
         return first
+
+
+class StopWatch(Protocol):
+    """Reads the tokens of a text, and notes a stop string where it counts."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether there was one."""
+
+    def extend(self, tokens: Iterable[int], *, ended: bool) -> object:
+        """Read on; `ended`: to the end."""
+
+
+class UntilStop:
+    """A text that comes piece by piece, up to a stop string; its end waits where it may begin one.
+
+    Args:
+        stop: the strings.
+    """
+
+    def __init__(self, stop: StopStrings) -> None:
+        self._stop, self._search, self._waiting = stop, Search(stop), ""
+
+    @property
+    def found(self) -> str:
+        """The stop string that has ended the text; "": none."""
+        return self._search.found
+
+    def add(self, piece: str) -> str:
+        """The text that is out with this piece; "" behind a stop string."""
+        if self._search.found:
+            return ""
+        found, text = self._search.find(piece), self._waiting + piece
+        end = len(text) - self._search.waits if found is None else len(self._waiting) + found
+        self._waiting = "" if found is not None else text[end:]
+        return text[:end]
+
+    def end(self) -> str:
+        """The text that waits, when none follows, or another text does."""
+        text, self._waiting = self._waiting, ""
+        if not self._search.found:
+            self._search = Search(self._stop)
+        return text
 
 
 def _borders(string: str) -> array[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvcache.sampling.stop_strings import Search, StopStrings
+from kvcache.sampling.stop_strings import StopStrings, UntilStop
 from kvcache.sampling.tokenizer_errors import decoded
 
 __all__ = ["TextStream"]
@@ -32,16 +32,11 @@ class TextStream:
         tokenizer: has `decode`, of a list of ids.
         prompt: the ids before the new tokens.
         stop: strings that end the text.
-
-    Attributes:
-        stopped: whether a stop string was found; the text ends before it.
     """
 
     def __init__(self, tokenizer: Any, prompt: Any = (), stop: StopStrings | Iterable[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._search = Search(stop if isinstance(stop, StopStrings) else StopStrings(stop))
-        self._waiting = ""  # text that may begin a stop string
-        self.stopped = False
+        self._until_stop = UntilStop(stop if isinstance(stop, StopStrings) else StopStrings(stop))
         # The tokens that are decoded, how many of them are done, and their text that is out.
         self._tokens = self._context([int(token) for token in prompt[1 - _CONTEXT - _CHARACTER :]])
         self._done, self._out = len(self._tokens), self._text(self._tokens)
@@ -54,12 +49,17 @@ class TextStream:
         if self._out.endswith(_BROKEN):
             self._done, self._out = self._prompt_done, self._prompt
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found; the text ends before it."""
+        return self._until_stop.found != ""
+
     def add(self, token: int) -> str:
         """The piece of text that is complete with this token; empty after a stop string."""
         if self.stopped:
             return ""
         self._tokens.append(token)
-        piece = self._until_stop(self._complete())
+        piece = self._until_stop.add(self._complete())
         if len(self._tokens) >= 2 * (_CONTEXT + _CHARACTER):
             self._forget()
         return piece
@@ -72,9 +72,7 @@ class TextStream:
         """The text that still waits, when no token follows; an unfinished character is U+FFFD."""
         if self.stopped:
             return ""
-        piece = self._until_stop(self._pass(*self._decode()[:2])) + self._waiting
-        self._waiting = ""
-        return piece
+        return self._until_stop.add(self._pass(*self._decode()[:2])) + self._until_stop.end()
 
     def _complete(self) -> str:
         """The text that is complete now and not out yet."""
@@ -136,11 +134,3 @@ class TextStream:
 
     def _text(self, ids: list[int]) -> str:
         return decoded(self._tokenizer, ids)
-
-    def _until_stop(self, piece: str) -> str:
-        """The text that waited and `piece`, up to a stop string, less an end that may begin one."""
-        found, text = self._search.find(piece), self._waiting + piece
-        self.stopped = found is not None
-        end = len(text) - self._search.waits if found is None else len(self._waiting) + found
-        self._waiting = "" if self.stopped else text[end:]
-        return text[:end]

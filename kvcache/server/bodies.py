@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvcache.engine import SamplingParams
+from kvcache.grammar import Grammar
 from kvcache.server.contents import Contents
 from kvcache.server.conversations import Conversation, ToolChoice, functions_of, messages_of, text_of
 from kvcache.server.fields import CHATS, MAX_CHOICES, SAMPLING, TEXTS, checked
@@ -38,6 +39,7 @@ class Body(NamedTuple):
     with_tokens: bool = False  # whether it has token ids, the prompt's too
     priority: int = 0
     warnings: tuple[str, ...] = ()  # of what it says that is not read
+    form: Grammar | None = None  # that the body asks for, beside the grammar of the parameters
 
 
 def json_of(data: bytes | bytearray) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 from starlette.responses import Response
 
 from kvcache.sampling.dialects.transcript import ChannelPiece
-from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.bodies import Body
 from kvcache.server.fingerprints import Comparison
 from kvcache.server.forms import Choice, Form, Whole, call_id, event, is_json, written_tokens
@@ -21,7 +20,6 @@ from kvcache.support.json_text import begun_object
 
 __all__ = ["MessageForm"]
 
-_TAIL = 1024  # tokens at the end of an answer, in which its stop string is
 # The kind of a block for each channel, its first form, and the name and key of its deltas.
 _BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
     "reasoning": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
@@ -153,11 +151,9 @@ class MessageForm(Form):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if not choice.spoken.is_stopped:
+        if not choice.spoken.stopped:
             return {"stop_reason": "end_turn", "stop_sequence": None}
-        tail = decoded(self._engine.tokenizer, choice.work.new_tokens[-_TAIL:])
-        found = max(self._body.params.stop, key=lambda stop: (tail.rfind(stop), len(stop)))
-        return {"stop_reason": "stop_sequence", "stop_sequence": found}
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice.spoken.stop_string}
 
     def _diagnosis(self, choice: Choice) -> dict[str, Any]:
         """Why less of the prompt was cached than the body expects, where it asks for that."""

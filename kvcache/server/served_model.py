@@ -108,18 +108,17 @@ class ServedModel:
 
     def _begin(self, body: Body, prompts: list[Prompt], form: Form, space: Hashable) -> Asked:
         if body.chat and (grammar := self._grammar(body, prompts[0])) is not None:
-            body = body._replace(params=replace(body.params, grammar=grammar))
+            body = body._replace(params=replace(body.params, grammar=grammar), form=body.params.grammar)
         return Asked(body, prompts, form, space if body.salt is None else (space, body.salt))
 
     def _grammar(self, body: Body, prompt: Prompt) -> Grammar | None:
-        """The grammar of the answer to a conversation: calls, or thoughts and the form that is asked for."""
+        """The grammar of the answer to a conversation: calls, or the form that is asked for, or one of both."""
         (asked,), form = body.prompts, body.params.grammar
         is_free = form is None and asked.choice.mode != "required"
         if is_free and not any(tool["function"].get("strict") is True for tool in asked.tools or ()):
             return None
-        if form is None or asked.choice.mode == "required":
-            return self._voices.calling(asked, prompt.tail)
-        return self._voices.formed(form, prompt.tail)
+        found = self._voices.calling(asked, prompt.tail, form)
+        return self._voices.formed(form, prompt.tail) if found is None and form is not None else found
 
     def compile(self, body: Body) -> None:
         """Compile the grammar of a body, which may take long."""
@@ -127,8 +126,16 @@ class ServedModel:
         try:
             self.engine.prepare_grammar(body.params.grammar, body.params.stop_token_ids)
         except GrammarError as error:
-            field = "response_format" if body.params.grammar.kind == "json_schema" else "tools"
-            raise grammar_refused(error, field) from None
+            raise grammar_refused(error, self._field_of(body)) from None
+
+    def _field_of(self, body: Body) -> str:
+        """The field that the grammar of a body is refused for: its form, where that cannot be compiled alone either."""
+        if body.form is not None:
+            try:
+                self.engine.prepare_grammar(body.form, body.params.stop_token_ids)
+            except GrammarError:
+                return "response_format"
+        return "tools"
 
     def queued(self, asked: Asked, threads: Threads, timeout: float) -> ASGIApp:
         """Queue the requests of a body, all or none: the answer.
@@ -146,9 +153,10 @@ class ServedModel:
                 check_scores(sum(len(each.tokens) for each in prompts), scores)
             for number, prompt in enumerate(prompts):
                 later = body.priority + number * body.n  # a body of many texts waits rather than one of a single text
+                watch = partial(self._voices.reader, body, prompt.tokens) if body.chat else None
                 answer.requests.append(engine.submit(
                     prompt.tokens, body.params, namespace=space, deadline=timeout, n=body.n, priority=later,
-                    keep=prompt.kept, parts_at=prompt.parts, prompt_logprobs=scores,
+                    keep=prompt.kept, parts_at=prompt.parts, prompt_logprobs=scores, watch=watch,
                 ))
         except BaseException as error:
             answer.cancel()

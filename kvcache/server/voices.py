@@ -16,6 +16,7 @@ from kvcache.server.constraints import INSTALL, grammar_refused, knows_grammars
 from kvcache.server.conversations import Conversation
 from kvcache.server.refusals import BodyError
 from kvcache.serving.work import Work
+from kvcache.texts.text import Tokens
 
 __all__ = ["Voices"]
 
@@ -36,27 +37,32 @@ class Voices:
         self._plain = MarkTokens(tokenizer, DIALECTS["none"])
 
     def spoken(self, body: Body, work: Work) -> SpokenAnswer:
-        """The reader of one answer to a body: thoughts count in chats, and calls where tools may be called."""
-        prompt = work.tokens[max(0, work.num_prompt - _TAIL) : work.num_prompt].tolist()
+        """The reader of one answer to a body, which has some tokens or none."""
+        return self.reader(body, work.tokens[: work.num_prompt])
+
+    def reader(self, body: Body, prompt: Tokens) -> SpokenAnswer:
+        """The reader of an answer behind a prompt: thoughts count in chats, and calls where tools may be called."""
+        tail = prompt[-_TAIL:].tolist()
         stop = body.params.stop
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if not body.chat:
-            return SpokenAnswer(self._plain, prompt, stops)
+            return SpokenAnswer(self._plain, tail, stops)
         asked: Conversation = body.prompts[0]
         functions = [tool["function"] for tool in asked.tools or ()]
         return SpokenAnswer(
-            self._marks, prompt, stops, calls=bool(functions) and asked.choice.mode != "none",
+            self._marks, tail, stops, calls=bool(functions) and asked.choice.mode != "none",
             schemas={function["name"]: function.get("parameters") or {} for function in functions},
             names=asked.choice.names, parallel=asked.parallel, customs=frozenset(asked.customs),
         )
 
-    def calling(self, asked: Conversation, prompt: Sequence[int]) -> Grammar | None:
+    def calling(self, asked: Conversation, prompt: Sequence[int], form: Grammar | None = None) -> Grammar | None:
         """The grammar of an answer to a conversation that asks for a call, or that has a strict function for one.
 
-        Without a call asked for, the answer is free until one begins. None: all of it is free.
+        Without a call asked for, the answer is free until one begins. None: all of it is free, but for a form.
 
         Args:
             prompt: the ids before the answer.
+            form: of an answer without calls, if it is to have one; the answer is then of this form, or calls alone.
 
         Raises:
             BodyError: the dialect has no calls; llguidance is not installed; the parameters of a function are no
@@ -66,13 +72,17 @@ class Voices:
         functions = [
             tool["function"] for tool in asked.tools or () if names is None or tool["function"]["name"] in names
         ]
-        if asked.choice.mode == "none" or (free and not any(each.get("strict") is True for each in functions)):
+        is_strict = form is not None or any(each.get("strict") is True for each in functions)
+        if asked.choice.mode == "none" or not functions or (free and not is_strict):
             return None
         if not free:  # texts of custom tools are as free as the answer
-            functions = [each | {"format": asked.customs.get(each["name"])} for each in functions]
-        thinks = self._marks.opens_thought(prompt[-_TAIL:])
+            functions, form = [each | {"format": asked.customs.get(each["name"])} for each in functions], None
+        thinks, may_think = self._thoughts(prompt)
         try:
-            found = calls_grammar(self._marks, functions, parallel=asked.parallel, thinks=thinks, free=free)
+            found = calls_grammar(
+                self._marks, functions, parallel=asked.parallel, thinks=thinks, may_think=may_think or form is None,
+                free=free and form is None, form=form,
+            )
         except GrammarError as error:
             raise grammar_refused(error, "tools") from None
         except TypeError:  # of a keyword with a value of another kind
@@ -93,6 +103,10 @@ class Voices:
         Args:
             prompt: the ids before the answer.
         """
-        tail = prompt[-_TAIL:]
-        thinks, may_think = self._marks.opens_thought(tail), not self._marks.closes_thought(tail)
+        thinks, may_think = self._thoughts(prompt)
         return replace(grammar, lead=lead_of_answers(self._marks, thinks=thinks, may_think=may_think))
+
+    def _thoughts(self, prompt: Sequence[int]) -> tuple[bool, bool]:
+        """Whether a prompt has begun a thought, and whether one may come where it has not."""
+        tail = prompt[-_TAIL:]
+        return self._marks.opens_thought(tail), not self._marks.closes_thought(tail)

@@ -28,6 +28,7 @@ from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
+from kvcache.sampling.stop_strings import StopWatch
 from kvcache.sampling.text_stream import TextStream
 from kvcache.serving.budget import CHEAP_ROWS, MOST, MOST_PROMPTS, TokenBudget
 from kvcache.serving.engine_events import EngineEvents
@@ -230,6 +231,7 @@ class BatchEngine:
         parts_at: Iterable[int] = (),
         prefix: CompressedPrefix | None = None,
         prompt_logprobs: int | None = None,
+        watch: Callable[[], StopWatch] | None = None,
         **sampling: Any,
     ) -> Request:
         """Queue a request.
@@ -254,6 +256,8 @@ class BatchEngine:
             prompt_logprobs: report the log-probability of each token of the prompt, and of this many most likely ones
                 beside it, as `Request.prompt_logprobs`. The prompt then shares no blocks, `keep` and `prefix` are not
                 for it, and with `max_tokens` 0 nothing else is computed.
+            watch: makes, for each sample, what reads its new tokens and finds the stop strings of `params`, such as a
+                `SpokenAnswer`, to which those in thoughts and calls count for nothing. None: they count anywhere.
             sampling: attributes of `SamplingParams`, in place of those of `params`.
 
         Raises:
@@ -281,7 +285,7 @@ class BatchEngine:
         for name, other in (("keep", kept), ("prefix", prefix)):
             if top is not None and other is not None:
                 raise ValueError(f"{name}: expected none with prompt_logprobs, got one")
-        samples = [self._sample(prompt, params, namespace, shared, i, prefix) for i in range(n)]
+        samples = [self._sample(prompt, params, namespace, shared, i, prefix, watch) for i in range(n)]
         if kept is not None:
             samples[0].keep = kept
         if top is not None:
@@ -312,14 +316,14 @@ class BatchEngine:
 
     def _sample(
         self, prompt: Any, params: SamplingParams, namespace: Hashable, shared: Shared, number: int,
-        prefix: CompressedPrefix | None,
+        prefix: CompressedPrefix | None, watch: Callable[[], StopWatch] | None,
     ) -> Drawing:
         request = self._new.request(
             prompt, params, lambda: self.tokenizer, with_text=True, shared=shared, sample=number, prefix=prefix
         )
         decoder = None if request.text is None else self.tokenizer
         make_text = None if decoder is None else partial(TextStream, decoder, request.tokens, shared.stop_strings)
-        work = Drawing(request, make_text, self.config, namespace, self._drafter.begin())
+        work = Drawing(request, make_text, self.config, namespace, self._drafter.begin(), watch)
         if self._settings.budgets is not None:
             work.evict(self._pool.chunk, endless=self._settings.max_positions is None)
         return work

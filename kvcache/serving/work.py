@@ -15,6 +15,7 @@ from kvcache.engine.completion import Request, TokenLogprobs, logprobs_of
 from kvcache.engine.requests import log_probabilities
 from kvcache.grammar.matcher import Matcher
 from kvcache.networks.protocols import Float32, NetworkConfig
+from kvcache.sampling.stop_strings import StopWatch
 from kvcache.sampling.text_stream import TextStream
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.text import Text, Tokens
@@ -125,6 +126,7 @@ class Drawing(Work):
         drafts: its draft tokens; None: it has none.
         make_text: makes the `TextStream` behind the prompt, with the stop strings; None: there is no tokenizer.
         config: of the network.
+        make_watch: makes what finds the stop strings; None: the text does.
 
     Attributes:
         prompt_logprobs: for each token of the prompt its `TokenLogprobs`, None for the first one; those so far. None:
@@ -133,11 +135,12 @@ class Drawing(Work):
 
     def __init__(
         self, request: Request, make_text: Callable[[], TextStream] | None, config: NetworkConfig,
-        namespace: Hashable, drafts: TextDrafts | None = None,
+        namespace: Hashable, drafts: TextDrafts | None = None, make_watch: Callable[[], StopWatch] | None = None,
     ) -> None:
         super().__init__(request.tokens, namespace, request.prefix)
         self._sampler, self._request, self._make_text = request.sampler, request, make_text
-        self._watched = make_text() if make_text is not None and request.params.stop else None
+        self._make_watch: Callable[[], StopWatch] | None = make_watch or make_text if request.params.stop else None
+        self._watched = None if self._make_watch is None else self._make_watch()
         request.text = None  # `observe` is then about log-probabilities alone
         if request.params.logprobs is not None:
             request.logprobs = []
@@ -244,7 +247,7 @@ class Drawing(Work):
             return None
         self._request.observe(token, logits)
         if self._watched is not None:
-            self._watched.add(token)
+            self._watched.extend([token], ended=False)
         self.add(token)
         self._drawing = False
         return token
@@ -257,7 +260,7 @@ class Drawing(Work):
         if self.num_new < self._request.params.max_tokens and self.num_tokens <= self._most:
             return None
         if self._watched is not None:
-            self._watched.end()  # a stop string may be in the text that waited
+            self._watched.extend((), ended=True)  # a stop string may be in the text that waited
         return "stop" if self._watched is not None and self._watched.stopped else "length"
 
     def mend(self) -> None:
@@ -266,9 +269,9 @@ class Drawing(Work):
         self._sampler = self._sampler.resumed(self.tokens.copy(), self.num_new)
         if self.logprobs is not None:
             del self.logprobs[self.num_new :]
-        if self._watched is not None and (watched := self.new_text()) is not None:
-            watched.extend(self.new_tokens, ended=False)
-            self._watched = watched
+        if self._make_watch is not None:
+            self._watched = self._make_watch()
+            self._watched.extend(self.new_tokens, ended=False)
         self._stopped = self._drawing = False
 
 

@@ -111,7 +111,7 @@ def test_short_texts_are_forced():
 def test_tokenizers_that_are_not_read():
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     for made, message in (
-        (compiler(size=100), "a tokenizer that llguidance reads, got an error: .*too small"),
+        (compiler(size=100), "a tokenizer that llguidance reads, got an error: .*tokens below 100"),
         (compiler(words, 2), "a tokenizer that llguidance reads, got an error"),
         (compiler(ends=(300,)), "a tokenizer that llguidance reads, got an error: .*out of range"),
         (compiler(None), "none, since the engine has no tokenizer, got one"),

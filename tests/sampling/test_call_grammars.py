@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers")
 from spelled_networks import END, spelling
 
 from kvcache.errors import GrammarError
-from kvcache.grammar import json_object
+from kvcache.grammar import json_object, json_schema
 from kvcache.grammar.compiler import GrammarCompiler
 from kvcache.sampling.dialects.call_grammars import calls_grammar, lead_of_answers
 from kvcache.sampling.dialects.dialect_table import DIALECTS
@@ -336,6 +336,108 @@ CALLS = {  # in the words of each dialect
     "harmony": '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"place": "here"}',
 }
 STRICT = [FUNCTIONS[0] | {"strict": True}]
+LISTED = '[{"name": "look", "arguments": {"place": "here"}}]'
+LIKE = {  # calls of the other dialects
+    "ernie": CALLS["hermes"], "nemotron": f"<TOOLCALL>{LISTED}</TOOLCALL>",
+    "apriel": f"<tool_calls>{LISTED}</tool_calls>",
+    "seed_oss": CALLS["qwen3_coder"].replace("tool_call", "seed:tool_call").replace("\nhere\n", "here"),
+    "deepseek_v4": CALLS["deepseek_v3_2"].replace("function_calls", "tool_calls"),
+    "gigachat3_1": '<|function_call|>{"name": "look", "arguments": {"place": "here"}}',
+}
+# The tokens of marks, where these are no tokens by themselves.
+PARTS = {
+    "kimi_k3": ("<|open|>", "<|sep|>", "<|close|>"), "deepseek_v3_2": ("｜DSML｜",), "deepseek_v4": ("｜DSML｜",),
+    "minimax_m3": ("]<]minimax[>[", "<tool_call>", "</tool_call>", "<mm:think>", "</mm:think>"),
+    "gigachat3": ("<|message_sep|>", "<|role_sep|>"),
+}
+
+
+def marked_tokenizer(name, kind):
+    """A tokenizer of bytes; the marks of a dialect are no tokens, added ones, or special ones."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab, merges = {letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []
+    for piece in ("<|START_", "<seed:"):  # llguidance looks back over four tokens for the beginning of another one
+        for end in range(2, len(piece) + 1):
+            merges.append((piece[: end - 1], piece[end - 1]))
+            vocab.setdefault(piece[:end], len(vocab))
+    made = Tokenizer(models.BPE(vocab, [*dict.fromkeys(merges)]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<end>", special=True)])
+    tokens = () if kind == "text" else PARTS.get(name, DIALECTS[name].marks)
+    made.add_tokens([AddedToken(token, special=kind == "special") for token in tokens])
+    return made
+
+
+def written(tokenizer, grammar, text):
+    """The ids of a text, each of which the grammar's mask has, and behind which it may end."""
+    size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id("<end>")
+    matcher = GrammarCompiler(lambda: tokenizer, size, [end]).compile(grammar).fresh([end])
+    tokens = tokenizer.encode(text).ids
+    for number, token in enumerate(tokens):
+        assert np.isfinite(matcher.masked(np.zeros(size, np.float32)))[token], tokenizer.decode(tokens[:number])
+        matcher.advance(token)
+    assert matcher.is_complete or np.isfinite(matcher.masked(np.zeros(size, np.float32)))[end], text
+    return tokens
+
+
+@pytest.mark.parametrize("kind", ["text", "added", "special"])
+@pytest.mark.parametrize("name", sorted(set(DIALECTS) - {"none"}))
+def test_marks_of_every_kind(name, kind):
+    """A call that is required, one of a strict function, an answer in a form, and one of both; behind a thought too."""
+    tokenizer, dialect, call = marked_tokenizer(name, kind), DIALECTS[name], (CALLS | LIKE)[name]
+    marks, begin = MarkTokens(tokenizer, dialect), "<|channel|>final<|message|>" if name == "harmony" else ""
+    thoughts = ["", "<|channel|>analysis<|message|>so<|end|><|start|>assistant"] if name == "harmony" else [""]
+    if dialect.thoughts is not None and name != "llama3":
+        thoughts.append(("thought\nso" if dialect.titled else "so").join(dialect.thoughts))
+    required, free = (calls_grammar(marks, STRICT, parallel=True, thinks=False, free=free) for free in (False, True))
+    form = replace(json_object(), lead=lead_of_answers(marks, thinks=False, may_think=True))
+    either = calls_grammar(marks, STRICT, parallel=True, thinks=False, form=json_object())
+    called, formed = [("call", "look"), ("arguments", '{"place": "here"}')], [("content", '{"a": "b"}')]
+    for thought in thoughts:
+        for grammar, text, want in (
+            (required, call, called), (free, call, called), (either, call, called),
+            *((each, begin + formed[0][1], formed) for each in (form, either)),
+        ):
+            tokens = written(tokenizer, grammar, thought + text)
+            schemas = {"look": STRICT[0]["parameters"]}
+            answer = SpokenAnswer(marks, [], calls=True, names=frozenset(schemas), schemas=schemas)
+            found = answer.extend(tokens, ended=True)
+            assert found == [("reasoning", "so")] * bool(thought) + want, (thought, text)
+
+
+def test_a_form_that_begins_as_a_call_does():
+    """Llama's calls are objects without a mark; the arguments may refer to their schema, wherever it stands."""
+    tokenizer = marked_tokenizer("llama3", "text")
+    schema = {
+        "type": "object", "properties": {"n": {"type": "integer"}, "more": {"$ref": "#"}},
+        "required": ["n"], "additionalProperties": False,
+    }
+    form = json_schema({"type": "object", "properties": {"name": {"type": "string"}}, "additionalProperties": False})
+    function = {"name": "f", "parameters": schema, "strict": True}
+    marks = MarkTokens(tokenizer, DIALECTS["llama3"])
+    grammar = calls_grammar(marks, [function], parallel=False, thinks=False, form=form)
+    for text in (
+        '{"name": "f", "parameters": {"n": 1, "more": {"n": 2, "more": {"n": 3}}}}', '{"name": "Bob"}',
+        '{"name": "f"}', "{}",
+    ):
+        written(tokenizer, grammar, text)
+    for more in ('g", "parameters"', 'f", "parameters": {"more"', 'f", "parameters": {"n": "'):
+        with pytest.raises(AssertionError):
+            written(tokenizer, grammar, '{"name": "' + more)
+
+
+def test_what_constrains_nothing_takes_no_room():
+    marks, long = MarkTokens(marked_tokenizer("hermes", "text"), DIALECTS["hermes"]), "x" * 300_000
+    named = {"description": {"const": {"title": "kept"}}, "title": {"enum": [{"default": 1}]}}
+    schema = {"type": "object", "properties": named, "required": [*named], "additionalProperties": False}
+    function = {"name": "f", "parameters": schema | {"description": long[:200_000]}, "strict": True}
+    grammar = calls_grammar(marks, [function], parallel=False, thinks=False)
+    assert len(grammar.text) < 1000
+    arguments = '{"description": {"title": "kept"}, "title": {"default": 1}}'
+    call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    written(marks.tokenizer, grammar, call)
 
 
 def follows(tokenizer, grammar, text):

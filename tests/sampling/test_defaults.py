@@ -36,12 +36,15 @@ def test_what_a_checkpoint_says_and_what_it_does_not(tmp_path):
     assert defaults(tmp_path, {}) == defaults(tmp_path, {"temperature": None, "do_sample": None}) == SamplingParams()
     assert defaults(tmp_path, {"do_sample": False, "temperature": 0.6, "top_p": 0.5}) == SamplingParams(0.0, top_p=0.5)
     assert folder_defaults(tmp_path / "nowhere") == SamplingParams()
+    assert defaults(tmp_path, {"top_k": -1}).top_k == SamplingParams(top_k=-1).top_k == 0
+    path = convert(GOLDEN / "llama", tmp_path / "off.gguf", general__sampling__top_k=(I32, -1))
+    assert gguf_defaults(GgufFile(path)).top_k == 0
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("temperature", "hot"), ("temperature", -1), ("temperature", True), ("top_k", 1.5), ("top_k", -1), ("top_p", 2),
+        ("temperature", "hot"), ("temperature", -1), ("temperature", True), ("top_k", 1.5), ("top_k", -2), ("top_p", 2),
         ("top_p", 1.5), ("min_p", [0.1]), ("repetition_penalty", 0), ("max_new_tokens", "many"),
         ("max_new_tokens", -3), ("do_sample", 1), ("do_sample", "no"),
     ],

@@ -510,8 +510,35 @@ def test_calls_that_are_not_allowed_are_text(tokenizer):
     assert read(tokenizer, "glm", text * 2, parallel=False) == ("", "", [("f", {"a": 1})])
 
 
-def test_a_stop_string_ends_an_answer_within_a_thought(tokenizer):
-    assert read(tokenizer, "hermes", "<think>ab STOP c</think>d", stop=["STOP"]) == ("ab", "", [])
+@pytest.mark.parametrize(
+    ("name", "text", "want"),
+    [
+        ("hermes", "<think>ab STOP c</think>\n\nd STOP e", ("ab STOP c", "d ", [])),
+        ("hermes", "a <tool_call>{\"name\": \"f\", \"arguments\": {\"s\": \"STOP\"}}</tool_call> b STOP c",
+         ("", "ab ", [("f", {"s": "STOP"})])),
+        ("hermes", "<tool_call>{}STOP</tool_call>", ("", "<tool_call>{}", [])),
+        ("hermes", "ST<tool_call>{\"name\": \"f\"}</tool_call>OP", ("", "STOP", [("f", {})])),
+        ("hermes", "a\n\n \n<tool_call>{\"name\": \"f\"}</tool_call>", ("", "a", [])),
+        ("hermes", "<think>a</think>\n\n \nb\n\nc", ("a", "b", [])), ("hermes", "a ST", ("", "a ST", [])),
+        ("llama3", "{STOP", ("", "{", [])), ("llama3", '{"name": "f"} STOP', ("", "", [("f", {})])),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nSTOP\n</parameter>\n</function>\n</tool_call>STOP",
+         ("", "", [("f", {"s": "STOP"})])),
+        ("harmony", "<|channel|>analysis<|message|>STOP<|end|><|start|>assistant<|channel|>final<|message|>a STOP",
+         ("STOP", "a ", [])),
+        ("kimi_k3", "<|open|>response<|sep|>a STOP b<|close|>response<|sep|>", ("", "a ", [])),
+    ],
+)
+def test_stop_strings_count_in_content_alone(tokenizer, name, text, want):
+    for cuts in ((), range(400)):
+        assert read(tokenizer, name, text, cuts, stop=["STOP", "\n\n"]) == want
+
+
+def test_the_stop_string_that_ended_an_answer(tokenizer):
+    for stop, want in ((["b", "abc", "ab"], "ab"), (["c", "bc"], "bc"), (["x"], "")):
+        answer = answer_of(tokenizer, "none", stop=stop)
+        answer.extend(tokenizer.encode("-abc-").ids, ended=True)
+        assert answer.stop_string == want
+        assert answer.stopped == bool(want)
 
 
 def test_special_tokens_spelled_by_others_are_text(tokenizer):

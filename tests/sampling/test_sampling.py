@@ -356,7 +356,7 @@ def test_numpy_numbers_and_any_iterable():
         ("temperature", math.inf, ValueError),
         ("temperature", "1", TypeError),
         ("temperature", None, TypeError),
-        ("top_k", -1, ValueError),
+        ("top_k", -2, ValueError),
         ("top_k", 2.0, TypeError),
         ("top_p", -0.1, ValueError),
         ("top_p", 1.1, ValueError),

@@ -124,6 +124,7 @@ def test_best_of_as_many_as_are_asked_for():
 def test_values_at_the_edge_of_openais_schema():
     body = parsed(seed=-1, top_p=0, stream=True, stream_options={"include_usage": True, "include_obfuscation": True})
     assert (body.params.seed, body.params.top_p, body.with_usage) == (-1, 0.0, True)
+    assert parsed(top_k=-1).params == parsed(top_k=0).params
     with pytest.raises(ValueError, match="stream_options: expected include_usage or include_obfuscation"):
         parsed(stream=True, stream_options={"other": True})
 

@@ -6,7 +6,7 @@ import re
 import anthropic
 import openai
 import pytest
-from gguf_files import U32
+from gguf_files import ARRAY, I32, U32
 from http_servers import MODEL, TEMPLATE, Served, tiny_file
 
 from kvcache.server import constraints, voices
@@ -163,3 +163,87 @@ def test_a_strict_function_is_followed_where_a_call_may_be(served, monkeypatch):
     with pytest.raises(openai.BadRequestError, match="functions that are not strict, since the server has") as caught:
         asked(served, 1, tools=[tool("choose", strict=True)])
     assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+
+
+FORM = {
+    "type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"], "additionalProperties": False,
+}
+CALL = '<tool_call>\n{"name": "weigh", "arguments": {"kind": "cat"}}\n</tool_call>'
+
+
+def on_chats(served, tools, choice):
+    given = {"type": "json_schema", "json_schema": {"name": "n", "schema": FORM, "strict": True}}
+    (got,) = asked(served, 1, tools=tools, tool_choice=choice, response_format=given).choices
+    calls = [(call.function.name, call.function.arguments) for call in got.message.tool_calls or ()]
+    return calls, got.message.content, getattr(got.message, "reasoning_content", None)
+
+
+def on_responses(served, tools, choice):
+    got = served.client().responses.create(
+        model=MODEL, input="Which one?", tools=[{"type": "function", **each["function"]} for each in tools],
+        tool_choice=choice, text={"format": {"type": "json_schema", "name": "n", "schema": FORM}},
+    )
+    calls = [(each.name, each.arguments) for each in got.output if each.type == "function_call"]
+    thoughts = [each.content[0].text for each in got.output if each.type == "reasoning"]
+    return calls, got.output_text or None, thoughts[0] if thoughts else None
+
+
+def on_messages(served, tools, choice):
+    client = anthropic.Anthropic(base_url=served.url.removesuffix("/v1"), api_key="x", max_retries=0)
+    got = client.messages.create(
+        model=MODEL, messages=TALK, max_tokens=200, tool_choice={"type": {"required": "any"}.get(choice, choice)},
+        tools=[{"name": each["function"]["name"], "input_schema": PARAMETERS} for each in tools],
+        extra_body={"output_config": {"format": {"type": "json_schema", "schema": FORM}}},
+    )
+    found = {"thinking": [], "text": [], "tool_use": []}
+    for block in got.content:
+        found[block.type].append(block)
+    calls = [(block.name, json.dumps(block.input)) for block in found["tool_use"]]
+    thoughts = [block.thinking for block in found["thinking"]]
+    return calls, found["text"][0].text if found["text"] else None, thoughts[0] if thoughts else None
+
+
+@pytest.mark.parametrize("ask", [on_chats, on_responses, on_messages])
+def test_calls_or_an_answer_in_the_form(tmp_path, ask):
+    """The network may do either, and nothing else; where a call is required, it calls."""
+    end = {"tokenizer__ggml__token_type": (ARRAY, [3 if token == 200 else 1 for token in range(256)], I32)}
+    template = TEMPLATE + "{# <tool_call> <think></think> #}"
+    with Served(tiny_file(tmp_path, template, tokenizer__ggml__eos_token_id=(U32, 200), **end)) as served:
+        call, text = [("weigh", '{"kind": "cat"}')], '{"sure": true}'
+        for said, tools, choice, want in (
+            (f"<think>hm</think>\n{CALL}", TOOLS, "auto", (call, None, "hm")),
+            (CALL, TOOLS, "auto", (call, None, None)),
+            (f"<think>hm</think>\n\n{text}", TOOLS, "auto", ([], text, "hm")), (text, TOOLS, "auto", ([], text, None)),
+            (text, [], "auto", ([], text, None)), (CALL, TOOLS, "required", (call, None, None)),
+        ):
+            served.say(said)
+            if tools or ask is on_chats:
+                assert ask(served, tools, choice) == want, said
+        if ask is on_chats:
+            served.say(CALL)
+            assert ask(served, TOOLS, "none")[0] == []
+            broken = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "wat"}, "strict": True}}
+            for tools, given, field in (
+                (TOOLS, broken, "response_format"), ([tool("f", {"type": "wat"})], {"type": "json_object"}, "tools"),
+            ):
+                with pytest.raises(openai.BadRequestError, match=f"{field}: expected .*Invalid type: wat"):
+                    asked(served, 1, tools=tools, response_format=given)
+
+
+def test_stop_strings_are_sought_in_content_alone(tmp_path):
+    """The engine runs on where one is within a thought or a call."""
+    file = tiny_file(tmp_path, TEMPLATE + "{# <tool_call> <think></think> #}")
+    call = '<tool_call>\n{"name": "weigh", "arguments": {"kind": "STOP"}}\n</tool_call>'
+    with Served(file) as served:
+        for said, more, thought, content, calls in (
+            ("<think>STOP a</think>\n\nb STOP", " c", "STOP a", "b ", 0), (f"a{call}", "", None, "a", 1),
+            (f"{call} b STOP", call, None, "b ", 1), ("a ST", "", None, "a ST", 0),
+        ):
+            for n in (1, 2):
+                served.say(said + more)
+                got = asked(served, 1, stop=["STOP"], n=n)
+                choice = got.choices[-1]
+                assert (choice.message.content, len(choice.message.tool_calls or ())) == (content, calls), said
+                assert getattr(choice.message, "reasoning_content", None) == thought
+                assert choice.finish_reason == ("tool_calls" if calls else "stop")
+                assert got.usage.completion_tokens == n * len(served.engine.tokenizer.encode(said).ids), said

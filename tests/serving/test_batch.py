@@ -7,7 +7,9 @@ import sys
 import threading
 import tracemalloc
 import weakref
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from kvcache import (
     SamplingParams,
 )
 from kvcache.demo import DIRECTORY
+from kvcache.sampling.text_stream import TextStream
 from kvcache.serving import Histogram
 
 PROMPTS = prompts(0, 8, 40)
@@ -413,6 +416,49 @@ def test_stop_strings_and_texts():
         assert request.finish_reason == want.finish_reason
     assert requests[1].finish_reason == "stop"
     assert engine.submit(prompt, stopping, n=2).text() == [requests[1].text()] * 2
+    settled(engine)
+
+
+class Behind:
+    """Finds stop strings behind the first tokens of a text, and fails once."""
+
+    faults = 0
+
+    def __init__(self, tokenizer, skipped, stop):
+        self.text, self.left = TextStream(tokenizer, (), [stop]), skipped
+
+    @property
+    def stopped(self):
+        return self.text.stopped
+
+    def extend(self, tokens, *, ended):
+        for token in tokens:
+            self.left -= 1
+            if self.left < 0:
+                self.text.add(token)
+                if Behind.faults:
+                    Behind.faults -= 1
+                    raise KeyboardInterrupt
+        if ended:
+            self.text.end()
+
+
+def test_stop_strings_count_where_a_watch_finds_them():
+    """Each sample has its own, and one that was interrupted is made anew."""
+    pytest.importorskip("tokenizers")
+    alone, engine = InferenceEngine.from_pretrained(DIRECTORY), BatchEngine.from_pretrained(DIRECTORY)
+    prompt, free = "def read(self):\n    return", SamplingParams(temperature=0.0, max_tokens=30)
+    tokens, stop = alone.complete(prompt, free).tokens, "e"
+    for skipped in (0, 9, 15, 40):
+        ends = [k for k in range(skipped + 1, 31) if stop in alone.tokenizer.decode(tokens[skipped:k])]
+        Behind.faults = min(1, len(ends))
+        watch = partial(Behind, engine.tokenizer, skipped, stop)
+        request = engine.submit(prompt, free, n=2, stop=stop, watch=watch)
+        for _ in range(2 if Behind.faults else 1):
+            with suppress(KeyboardInterrupt):
+                request.result()
+        assert request.result() == [tokens[: ends[0] if ends else 30]] * 2
+        assert request.finish_reason == ("stop" if ends else "length")
     settled(engine)
 
 

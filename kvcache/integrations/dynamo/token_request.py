@@ -12,7 +12,9 @@ from kvcache.support.arguments import as_count, as_instance, short
 
 __all__ = ["TokenRequest", "chunk_of", "end_of"]
 
-_SAMPLING = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed")
+_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"
+)
 _REASONS = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "cancelled", "error": "error"}
 # What is not served: fields that ask for it, and the values with which they ask for nothing.
 _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -75,8 +77,6 @@ def _sampling(request: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """The number of samples, and what a request says about how to draw them."""
     given = _dict(request, "sampling_options")
     changes = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
-    if given.get("top_k") is not None:
-        changes["top_k"] = max(0, given["top_k"])  # -1 is off, as 0 is
     n = 1 if given.get("n") is None else as_count(given["n"], "n", 1)
     if given.get("best_of") not in (None, n):
         raise ValueError(f"best_of: expected {n}, as n, got {short(given['best_of'])}")

@@ -32,7 +32,8 @@ _OBJECT = {"type", "properties", "required", "additionalProperties", "$defs", "d
 
 
 def calls_grammar(
-    marks: MarkTokens, functions: Sequence[Function], *, parallel: bool, thinks: bool, free: bool = False
+    marks: MarkTokens, functions: Sequence[Function], *, parallel: bool, thinks: bool, may_think: bool = True,
+    free: bool = False, form: Grammar | None = None,
 ) -> Grammar | None:
     """The grammar of one call or more; None: the dialect has no calls.
 
@@ -42,24 +43,30 @@ def calls_grammar(
             "regex" and a grammar in it, of the one text that is all arguments.
         parallel: whether there may be several calls.
         thinks: whether the prompt has begun a thought.
+        may_think: whether one may come where it has not.
         free: whether the answer may be any text as well, before calls and behind them; what begins as a call then
             becomes one.
+        form: a schema of what the answer may be in place of calls.
 
     Raises:
         GrammarError: parameters that are no schema, or beyond a limit; those of a strict function that the dialect
             cannot follow, or a name that it cannot write.
     """
     dialect, words = marks.dialect, GrammarWords(marks)
+    content = "" if form is None else words.json(json.loads(form.text), strict=form.strict)
     if dialect.reader is HarmonyReader:
-        start = _harmony(words, functions, free)
+        start = _harmony(words, functions, free, content)
     elif dialect.calls is None or (write := _WRITERS.get(dialect.stream)) is None:
         return None
     else:
+        if dialect.leads and content:
+            write = _json_objects
         written = words.rule(write(words, functions, parallel))
         if free:
             start = _free(words, written, parallel, thinks)
         else:
-            start = f"{words.thought(thinks)} {words.first} {words.silence} {_alone(words, written, parallel)}"
+            calls, thought = _alone(words, written, parallel), words.thought(thinks) if thinks or may_think else ""
+            start = f"{thought} {words.first} {words.silence} {f'({calls} | {content})' if content else calls}"
     return lark("\n".join([f"start: {start}", *words.rules]))
 
 
@@ -170,6 +177,34 @@ def _objects(words: GrammarWords, functions: Sequence[Function], parallel: bool)
     return f"{gap} {one} {gap}"
 
 
+def _json_objects(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
+    """One object, written as freely as any JSON, with the same lexemes: an answer in a form may begin as it does."""
+    style = words.marks.dialect.style
+    assert isinstance(style, ObjectStyle), "a dialect whose answers begin as calls do has objects"
+    name, arguments = re.findall(r'"(\w+)"', style.before + style.behind)
+    some = []
+    for function in functions:
+        inner = _moved(_schema(function), f"#/properties/{arguments}")
+        schema = {
+            "type": "object", "properties": {name: {"const": function["name"]}, arguments: inner},
+            "required": [name, arguments], "additionalProperties": False,
+        }
+        some.append(words.json(schema, strict=function.get("strict") is True))
+    return f"({' | '.join(some)})"
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references are to itself at another place of a larger one."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: value if key in ("const", "enum") else _moved(value, place) for key, value in schema.items()}
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        found["$ref"] = place + reference[1:]
+    return found
+
+
 # -- names --------------------------------------------------------------------------------------------------------
 
 
@@ -223,8 +258,11 @@ def _members(words: GrammarWords, functions: Sequence[Function], parallel: bool)
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
-def _harmony(words: GrammarWords, functions: Sequence[Function], free: bool) -> str:
-    """One call, which ends the answer, or the last message; words to the user may come before."""
+def _harmony(words: GrammarWords, functions: Sequence[Function], free: bool, content: str) -> str:
+    """One call, which ends the answer, or the last message; words to the user may come before.
+
+    Without them there is a thought at most, and `content`, the rule of the last message; "": there must be a call.
+    """
     _names(functions, r"[^\s<]+")
     channel, message = words.mark("<|channel|>"), words.mark("<|message|>")
     some = []
@@ -233,6 +271,7 @@ def _harmony(words: GrammarWords, functions: Sequence[Function], free: bool) -> 
         head = json.dumps(f"commentary to=functions.{function['name']} ", ensure_ascii=False)
         some.append(words.rule(f'{head} {words.mark("<|constrain|>")} "json" {message} {arguments}'))
     if not free:
+        some += [f'"final" {message} {content}'] if content else []
         return f"{_analysis(words)} {channel} ({' | '.join(some)})"
     said = f'{words.text_until("<|end|>")} {words.mark("<|start|>")} "assistant"'
     before = f'({channel} ("analysis" | "commentary") {message} {said})*'

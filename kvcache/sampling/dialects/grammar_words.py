@@ -18,6 +18,7 @@ _ANY, _GAP = r"(.|\n)*", r"/\n{0,2}/"
 _TEXT = f"/{_ANY}/"
 # Keywords that constrain nothing.
 _SILENT = {"$schema", "$id", "$comment", "default", "deprecated", "description", "examples", "title"}
+_VALUES, _NAMED = {"const", "enum"}, {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
 
 
 class GrammarWords:
@@ -145,7 +146,7 @@ class GrammarWords:
     def json(self, schema: Any, *, strict: bool) -> str:
         """JSON of a schema. GrammarError: it is none, or beyond a limit."""
         found = json_schema(schema, strict=strict)
-        known = json.loads(found.text)
+        known = _constraining(json.loads(found.text))
         options = {"lenient": not strict, "whitespace_pattern": found.whitespace}
         return self.rule(f"%json {json.dumps(known | {'x-guidance': options} if isinstance(known, dict) else known)}")
 
@@ -166,6 +167,18 @@ class GrammarWords:
         rest = f"{self.text_until(end)} {_GAP}"
         title = r'"thought\n"' if dialect.titled else ""
         return rest if prompt_opens else f"({self.first} {self.mark(begin)} {title} {rest})?"
+
+
+def _constraining(schema: Any, *, named: bool = False) -> Any:
+    """A schema without what constrains nothing, which may be most of its text; `named`: its keys are names."""
+    if isinstance(schema, list):
+        return [_constraining(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if not named and key in _VALUES else _constraining(value, named=not named and key in _NAMED)
+        for key, value in schema.items() if named or key not in _SILENT - {"$schema", "$id"}
+    }
 
 
 def _pattern(text: str) -> str:

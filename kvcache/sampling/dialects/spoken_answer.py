@@ -70,7 +70,7 @@ class SpokenAnswer:
     Args:
         marks: of the dialect.
         prompt: the ids before the answer.
-        stop: strings that end it.
+        stop: strings that end its content; within thoughts and calls they count for nothing.
         calls: whether calls count; they are text otherwise.
         schemas: of the arguments of each function, by its name.
         names, parallel: see `Transcript`.
@@ -86,11 +86,11 @@ class SpokenAnswer:
         customs: frozenset[str] = frozenset(),
     ) -> None:
         dialect = marks.dialect
-        self._marks, self._stop = marks, tuple(stop)
+        self._marks = marks
         self._tokens = [int(token) for token in prompt[-_TAIL:]]
-        self._text = TextStream(marks.tokenizer, self._tokens, self._stop)
+        self._text = TextStream(marks.tokenizer, self._tokens)
         self._search = MarkSearch(marks.by_text)
-        self._transcript = Transcript(calls and dialect.stream is not None, names, parallel)
+        self._transcript = Transcript(calls and dialect.stream is not None, names, parallel, stop)
         self._reader = dialect.reader(dialect, self._transcript, calls, schemas or {}, marks.opens_thought(prompt))
         self._customs = customs
         self._custom: list[str] | None = None  # arguments of a call of one of these
@@ -102,28 +102,36 @@ class SpokenAnswer:
         return self._transcript.calls > 0
 
     @property
-    def is_stopped(self) -> bool:
+    def stop_string(self) -> str:
+        """The stop string that has ended it; "": none."""
+        return self._transcript.stop_string
+
+    @property
+    def stopped(self) -> bool:
         """Whether a stop string has ended it."""
-        return self._text.stopped
+        return self.stop_string != ""
 
     def extend(self, tokens: Iterable[int], *, ended: bool) -> list[ChannelPiece]:
         """The pieces that are complete with these tokens; with `ended` also what still waits."""
         for token in tokens:
+            if self.stopped:
+                break
             self.reasoning_tokens += self._reader.is_thinking
-            if (mark := self._marks.by_id.get(token)) is not None and not self._text.stopped:
+            if (mark := self._marks.by_id.get(token)) is not None:
                 self._read(self._text.end(), ended=True)
-                self._text = TextStream(self._marks.tokenizer, [*self._tokens, token], self._stop)
+                self._text = TextStream(self._marks.tokenizer, [*self._tokens, token])
                 self._reader.mark(mark, True)
-            elif (text := self._marks.spelled.get(token)) is not None and not self._text.stopped:
+            elif (text := self._marks.spelled.get(token)) is not None:
                 self._read(self._text.end())
-                self._text = TextStream(self._marks.tokenizer, [*self._tokens, token], self._stop)
+                self._text = TextStream(self._marks.tokenizer, [*self._tokens, token])
                 self._read(self._marks.with_tokens(text))
             else:
                 self._read(self._text.add(token))
             self._tokens = [*self._tokens[1 - _TAIL :], token]
         if ended:
             self._read(self._text.end(), ended=True)
-            self._reader.end()
+            if not self.stopped:
+                self._reader.end()
             self._transcript.end()
         pieces = _merged(self._transcript.take())
         return [*self._with_inputs(pieces, ended)] if self._customs else pieces
@@ -152,6 +160,8 @@ class SpokenAnswer:
 
     def _read(self, text: str, ended: bool = False) -> None:
         for part, is_mark in [*self._search.add(text), *(self._search.end() if ended else ())]:
+            if self.stopped:
+                return
             if is_mark:
                 mark = self._marks.by_text[part]
                 self._reader.mark(mark, part != mark)
