@@ -24,7 +24,7 @@ MARKS = sorted({mark for dialect in DIALECTS.values() for mark in dialect.marks}
 PLAIN = {
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<response>", "</response>", "<arg_key>", "</arg_key>",
     "<arg_value>", "</arg_value>", "<function=", "</function>", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>",
-    "</tool_calls>", '<function name="',
+    "</tool_calls>", '<function name="', '<invoke name="', "</invoke>",
 }
 TYPES = {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "string"]}, "l": {"type": "array"}}
 SCHEMAS = {"f": {"properties": TYPES}}
@@ -282,6 +282,76 @@ ANSWERS = [
     ("gigachat3_1", 'Hi<|function_call|>{"name": "f", "arguments": {"a": 1}}', ("", "Hi", [("f", {"a": 1})])),
     ("none", '<think>a</think><tool_call>{"name": "f"}</tool_call>',
      ("a", '<tool_call>{"name": "f"}</tool_call>', [])),
+    # A call that a thought has not ended before: one of a function that there is.
+    ("hermes", '<think>hm\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n</think>\n\nx',
+     ("hm", "x", [("f", {"a": 1})])),
+    ("hermes", '<think>a <tool_call> tag, b <tool_call>{"name": "g", "arguments": {}}</tool_call> c</think>d',
+     ('a <tool_call> tag, b <tool_call>{"name": "g", "arguments": {}}</tool_call> c', "d", [])),
+    ("hermes", '<think>a <tool_call>{"name": "f"</think>d', ('a <tool_call>{"name": "f"', "d", [])),
+    ("hermes", '<think>a <tool_call>{"name": "f"', ('a <tool_call>{"name": "f"', "", [])),
+    ("hermes", '<think>a<tool_call>{"name": "f", "arguments": {"s": "</think>"}}</think>d',
+     ("a", "d", [("f", {"s": "</think>"})])),
+    ("qwen3_coder", "<think>a\n<tool_call>\n<function=f>\n<parameter=s>\n</think>\n</parameter>\n</function>\n"
+     "</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
+     ("a", "", [("f", {"s": "</think>"}), ("f", {})])),
+    ("qwen3_coder", "<think>a <tool_call><function=g></function></tool_call> b</think>c",
+     ("a <tool_call><function=g></function></tool_call> b", "c", [])),
+    ("glm", "<think>a <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>",
+     ("a", "", [("f", {"a": 1})])),
+    ("glm", "<think>a <tool_call> format of b</think>c", ("a <tool_call> format of b", "c", [])),
+    ("minimax", '<think>a<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call></think>b',
+     ("a", "b", [("f", {})])),
+    ("kimi", "<think>a<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}"
+     "<|tool_call_end|><|tool_calls_section_end|></think>b", ("a", "b", [("f", {})])),
+    ("llama3", '<think>a</think>\n\n{"name": "f", "parameters": {"a": 1}}', ("a", "", [("f", {"a": 1})])),
+    ("llama3", "<think>a</think>[f(a=1)]", ("a", "", [("f", {"a": 1})])),
+    ("llama3", "<think>a</think>[1]", ("a", "[1]", [])),
+    # Calls whose first mark, or another tag, is left out.
+    ("qwen3_coder", "Hi\n<function=f>\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+     "<function=f>\n</function>\n</tool_call>", ("", "Hi", [("f", {"a": 7}), ("f", {})])),
+    ("qwen3_coder", "<think>a<function=f><parameter=a>7</parameter></tool_call>", ("a", "", [("f", {"a": 7})])),
+    ("qwen3_coder", "the tag <function=g> and </function>.", ("", "the tag <function=g> and </function>.", [])),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nx\n<parameter=a>\n7\n</parameter>\n</tool_call>",
+     ("", "", [("f", {"s": "x", "a": 7})])),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nx\n<parameter=b>\n7\n</parameter>\n</tool_call>",
+     ("", "", [("f", {"s": "x\n<parameter=b>\n7"})])),
+    ("seed_oss", "<function=f><parameter=s>x</parameter></function></seed:tool_call>.", ("", ".", [("f", {"s": "x"})])),
+    ("minimax", '<invoke name="f"><parameter name="a">1</parameter></invoke>', ("", "", [("f", {"a": 1})])),
+    ("llama3", '<function=f>{"a": 1}</function>', ("", "", [("f", {"a": 1})])),
+    ("deepseek_v3_2", '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a">1'
+     "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>", ("", "", [("f", {"a": 1})])),
+    # Marks within strings and arguments, and strings that have no end.
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "a </tool_call> b\n<tool_call>\t\\n"}}</tool_call>',
+     ("", "", [("f", {"s": "a </tool_call> b\n<tool_call>\t\n"})])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "a</tool_call>\n<tool_call>{"name": "f"}</tool_call>',
+     ("", "", [("f", '{"s": "a'), ("f", {})])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "a</tool_call>\n', ("", "", [("f", '{"s": "a')])),
+    ("qwen3_coder", "<tool_call><function=f><parameter=s>a</tool_call>\n<tool_call></function></parameter></function>"
+     "</tool_call>", ("", "<tool_call><function=f><parameter=s>a</tool_call>\n<tool_call></function></parameter>"
+     "</function></tool_call>", [])),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\n</tool_call> </function> <function=f>\n</parameter>\n"
+     "</function>\n</tool_call>", ("", "", [("f", {"s": "</tool_call> </function> <function=f>"})])),
+    ("glm", "<tool_call>f<arg_key>s</arg_key><arg_value>a <tool_call> </tool_call> b</arg_value></tool_call>",
+     ("", "", [("f", {"s": "a <tool_call> </tool_call> b"})])),
+    ("minimax_m3", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">]<]minimax[>[<u>{"]<]minimax[>[</u>": 1}'
+     "]<]minimax[>[</u>]<]minimax[>[</invoke>]<]minimax[>[</tool_call>",
+     ("", "", [("f", {"u": {"]<]minimax[>[</u>": 1}})])),
+    # Other words for values and names.
+    ("gemma4", '<|tool_call>call:f{s:Paris, at 9:30, or "so",a:+3,o:{x:b c,y:"d\\n}"},l:[e f,1]}<tool_call|>',
+     ("", "", [("f", {"s": 'Paris, at 9:30, or "so"', "a": 3, "o": {"x": "b c", "y": "d\n}"}, "l": ["e f", 1]})])),
+    ("gemma4", '<|tool_call>call:f{"s":5,a:1e999,n:1e999,t:"a, b:c",u:True}<tool_call|>',
+     ("", "", [("f", {"s": "5", "a": "1e999", "n": "1e999", "t": "a, b:c", "u": True})])),
+    ("gemma4", "<|tool_call>call:f{s:a<b,a:1}<tool_call|>", ("", "", [("f", {"s": "a<b", "a": 1})])),
+    ("gemma4", '<|tool_call>call:f{s:"a}<tool_call|>', ("", '<|tool_call>call:f{s:"a}<tool_call|>', [])),
+    ("lfm2", "<|tool_call_start|>[get-weather(from='Rome', in=True)]<|tool_call_end|>",
+     ("", "", [("get-weather", {"from": "Rome", "in": True})])),
+    ("llama3", '[f(s="x", class=1e999)]', ("", "", [("f", {"s": "x", "class": "1e999"})])),
+    ("kimi", "<|tool_call_begin|>functions_f_1<|tool_call_argument_begin|>{}<|tool_call_end|>", ("", "", [("f", {})])),
+    ("kimi", "<|tool_call_begin|>functionsf1<|tool_call_argument_begin|>{}<|tool_call_end|>", ("", "", [("f", {})])),
+    ("kimi", "<|tool_call_begin|>g_1<|tool_call_argument_begin|>{}<|tool_call_end|>", ("", "", [("g_1", {})])),
+    ("hermes", '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}</tool_call>', ("", "", [("f", {"a": "1e999"})])),
+    ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1e999</arg_value></tool_call>",
+     ("", "", [("f", {"a": "1e999"})])),
 ]
 
 
@@ -321,7 +391,8 @@ BITS = st.sampled_from([
     '<|open|>argument key="a" type="number"<|sep|>', "<|close|>argument<|sep|>", "```json\n", "```",
     ']<]minimax[>[<invoke name="f">', "]<]minimax[>[<a>", "]<]minimax[>[</a>", "]<]minimax[>[", "<item>", "</item>",
     '<function name="f">', '<function name="f"><param name="s"><![CDATA[', "]]>", "</param>", "<|role_sep|>",
-    '<invoke name="f">', '<parameter name="l">["', "</invoke>",
+    '<invoke name="f">', '<parameter name="l">["', "</invoke>", "[f-g(from='x", "')]", "s:Paris, F", ",a:", 's:"x',
+    "<function=f>\n<parameter=s>\nx\n", "functions_f_1", '{"name": "f", "arguments": {"s": "x\n', '"}}', "+3",
 ])
 
 
@@ -442,8 +513,13 @@ HOSTILE = [
     "<function=f>" + "<parameter=a>1</parameter>" * 2_500, "call:f{" + "a" * 60_000, 'call:f{a:<|"|>' + "x<" * 30_000,
     '<function=f><parameter=l>["' + "</parameter>" * 5_000,
     "call:f{a:" + "9" * 5000 + "}", "call:f" + "{a:" * 30_000, "<function=f>" * 3_000, " " * 60_000 + "<function=f>",
-    "call:f{" + "a:1," * 15_000, "call:f{a:[" + "1," * 30_000, "f" * 30_000 + "[CALL_ID]" * 3_000, "[" * 60_000,
+    "call:f{" + "a:1," * 10_000, "call:f{a:[" + "1," * 30_000, "f" * 30_000 + "[CALL_ID]" * 3_000, "[" * 60_000,
     '{"name": "f", "arguments": {"a": "' + "\\u0041" * 10_000, "f[ARGS]{" + '"a": -0.5e+3, ' * 4_000,
+    "call:f{s:" + "x," * 30_000, "call:f{s:x," + "b b:" * 15_000, 'call:f{s:x"' + '"' * 60_000,
+    'call:f{s:"' + "\\" * 60_000, "call:f{s:" + "<" * 60_000,
+    "<function=f><parameter=s>" + "\n<parameter=b>" * 4_000 + "</parameter>",
+    '{"name": "f", "arguments": {"s": "' + "\n" * 60_000, "[f(" + "a=1," * 15_000, "[f(s='" + "\\'" * 30_000,
+    "[f(s=" + "''" * 30_000 + ")]", "[" + "f(), " * 12_000, "f" * 60_000 + "(", "1" * 60_000 + "a[ARGS]{}",
 ]
 
 
@@ -499,6 +575,19 @@ def test_what_comes_is_given_at_once(tokenizer):
     assert given == ["a", "", "", " <", " b"]
 
 
+def test_marks_in_prose_hold_no_text_back(tokenizer):
+    """Where a mark may be text, what follows it is given as soon as it is no call."""
+    for name, prompt, text in (
+        ("hermes", "<think>", "the <tool_call> tag"), ("qwen3_coder", "<think>", "the <tool_call> tag"),
+        ("qwen3_coder", "", "the <function=g> tag"), ("glm", "<think>", "the <tool_call> tag is"),
+        ("llama3", "", "the <function=g> tag" + " is" * 100),
+    ):
+        answer = answer_of(tokenizer, name, prompt)
+        pieces = answer.extend(tokenizer.encode(text + " x").ids, ended=False)
+        assert "".join(piece.text for piece in pieces) == text + " x", name
+        assert answer.reasoning_tokens == (len(tokenizer.encode(text + " x").ids) if prompt else 0)
+
+
 def test_calls_that_are_not_allowed_are_text(tokenizer):
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert read(tokenizer, "hermes", text, calls=False) == ("", text, [])
@@ -551,7 +640,8 @@ def test_special_tokens_spelled_by_others_are_text(tokenizer):
 @pytest.mark.parametrize(
     "text",
     ["", "[" * 100_000, "{" * 100_000, "call:f" + "{a:" * 100_000, "[f(a=" + "(" * 50_000, "<function=f>" * 3,
-     "call:f{a:" + "9" * 5000 + "}", "[f(a=" + "9" * 5000 + ")]", "[f(**x)]", "[f(a=1+2j)]", "[f(a=1e999)]",
+     "call:f{a:" + "9" * 5000 + "}", "[f(a=" + "9" * 5000 + ")]", "[f(**x)]", "[f(a=1+2j)]", "[f(a=1, a=2)]",
+     "[f(a=1) g()]",
      r'{"name": "f", "arguments": {"a": "\ud800"}}', r'{"name": "\udfff", "arguments": {}}', r'[f(a="\ud800")]',
      '{"name": 1, "arguments": {}}', '{"name": "", "arguments": {}}', " " * 100_000 + "<function=f>" + " " * 100_000],
 )
@@ -572,6 +662,11 @@ def test_readers_take_linear_time(read_calls, text):
     began = time.process_time()
     assert read_calls(text) is None
     assert time.process_time() - began < 1.0, "quadratic time takes minutes"
+
+
+def test_long_calls_in_python():
+    text = "line 'quoted'\n" * 5_000
+    assert pythonic_calls(f"[f(s={text!r})]") == [("f", json.dumps({"s": text}))]
 
 
 def test_several_objects_with_semicolons():

@@ -24,6 +24,14 @@ class ArgumentCall:
         self._scan: JsonScan | None = None  # None: they have not begun
         self._is_other = False  # no call
 
+    @property
+    def is_open(self) -> bool:
+        return self._scan is not None and self._scan.is_in_string
+
+    @property
+    def is_none(self) -> bool:
+        return self._is_other
+
     def add(self, text: str) -> None:
         at = 0
         if self._scan is None and not self._is_other:
@@ -35,10 +43,10 @@ class ArgumentCall:
         if self._is_other:
             self._span.keep(text[at:])
             return
-        self._scan = scan = self._scan or JsonScan()
+        self._scan = scan = self._scan or JsonScan(lenient=True)
         if not scan.is_whole and not scan.is_broken:
-            start, at = at, scan.add(text, at)
-            self._span.put(text[start:at])
+            at, written = scan.take(text, at)
+            self._span.put(written)
             if scan.is_whole or scan.is_broken:
                 self._span.finish(is_whole=scan.is_whole)
         self._follow(text[at:])

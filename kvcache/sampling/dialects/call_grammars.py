@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcache.errors import GrammarError
 from kvcache.grammar import Grammar, lark
+from kvcache.sampling.dialects.argument_schema import ArgumentSchema
 from kvcache.sampling.dialects.grammar_words import GrammarWords, checked_keywords
 from kvcache.sampling.dialects.harmony_reader import HarmonyReader
 from kvcache.sampling.dialects.member_calls import MemberCalls
@@ -65,7 +66,8 @@ def calls_grammar(
         if free:
             start = _free(words, written, parallel, thinks)
         else:
-            calls, thought = _alone(words, written, parallel), words.thought(thinks) if thinks or may_think else ""
+            calls = _alone(words, written, parallel)
+            thought = words.thought(thinks, *dialect.call_marks) if thinks or may_think else ""
             start = f"{thought} {words.first} {words.silence} {f'({calls} | {content})' if content else calls}"
     return lark("\n".join([f"start: {start}", *words.rules]))
 
@@ -84,11 +86,12 @@ def _alone(words: GrammarWords, written: str, parallel: bool, *, opens: bool = T
 
 def _free(words: GrammarWords, written: str, parallel: bool, thinks: bool) -> str:
     """Any text in which each mark that begins calls, outside of thoughts, is followed by some."""
-    opening = "" if thinks else words.opening
-    free = f"{words.thought(thinks)} {_among_texts(words, written, parallel)}"
+    opening, calls = "" if thinks else words.opening, words.marks.dialect.call_marks
+    free = f"{words.thought(thinks, *calls)} {_among_texts(words, written, parallel)}"
     if not opening:
         return free
-    thought = words.text_from(opening, words.marks.dialect.thoughts[1])  # type: ignore[index]  # has an opening
+    end = words.marks.dialect.thoughts[1]  # type: ignore[index]  # has an opening
+    thought = words.text_from(opening, end, *calls)
     return f"{thought} {_among_texts(words, written, parallel)} | {_among_texts(words, written, parallel, opening)}"
 
 
@@ -96,9 +99,9 @@ def _among_texts(words: GrammarWords, written: str, parallel: bool, opening: str
     """Any text that does not begin as `opening`, a regular expression, with calls in it."""
     dialect = words.marks.dialect
     begin, end = dialect.calls or ("", "")
+    inner = dialect.lone.calls[:1] if dialect.lone else ()
     if dialect.leads:
-        return f"({words.without(begin, (), CALL_BEGINNINGS, opening)} | {words.mark(begin)}? {written})"
-    inner: tuple[str, ...] = ()
+        return f"({words.without(begin, inner, CALL_BEGINNINGS, opening)} | {words.mark(begin)}? {written})"
     if dialect.section is None:
         call = words.rule(f"{written} {words.mark(end)}")
     else:
@@ -136,12 +139,12 @@ def _schema(function: Function) -> Any:
     return function.get("parameters") or {"type": "object"}
 
 
-def _of_members(functions: Sequence[Function]) -> Iterator[tuple[Function, Any, bool]]:
+def _of_members(functions: Sequence[Function]) -> Iterator[tuple[Function, ArgumentSchema, bool]]:
     """Functions whose arguments are written member by member, their schemas, and whether they are strict."""
     for function in functions:
-        schema, strict = _schema(function), function.get("strict") is True
-        checked_keywords(schema, _OBJECT, strict=strict)
-        yield function, schema, strict
+        known, strict = ArgumentSchema(_schema(function)), function.get("strict") is True
+        checked_keywords(known.whole(), _OBJECT, strict=strict)
+        yield function, known, strict
 
 
 def _json_of(words: GrammarWords, function: Function) -> str:
@@ -231,8 +234,8 @@ def _tags(words: GrammarWords, functions: Sequence[Function], parallel: bool) ->
     assert isinstance(style, TagStyle), "a dialect of tags names them"
     _names(functions, style.name_pattern)
     some = [
-        TagGrammar(words, style, schema, strict=strict).call(function["name"], function.get("format"))
-        for function, schema, strict in _of_members(functions)
+        TagGrammar(words, style, known, strict=strict).call(function["name"], function.get("format"))
+        for function, known, strict in _of_members(functions)
     ]
     in_lines = style.in_lines or style.nests
     call, line = f"({' | '.join(some)})", '"\\n"' if in_lines else ""
@@ -247,8 +250,8 @@ def _tags(words: GrammarWords, functions: Sequence[Function], parallel: bool) ->
 def _members(words: GrammarWords, functions: Sequence[Function], parallel: bool) -> str:
     _names(functions, r"[^{\s]+")
     some = []
-    for function, schema, strict in _of_members(functions):
-        members = MemberGrammar(words, schema, strict=strict)
+    for function, known, strict in _of_members(functions):
+        members, schema = MemberGrammar(words, known, strict=strict), known.whole()
         free = words.formed(function.get("format"))
         arguments = members.of_text(next(iter(schema["properties"])), free) if free else members.object(schema)
         some.append(f"{json.dumps('call:' + function['name'], ensure_ascii=False)} {arguments}")

@@ -16,6 +16,14 @@ __all__ = ["CallSpan", "CallStream"]
 class CallStream(Protocol):
     """A state machine over a span, in one of the ways in which networks write calls."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a string or the text of an argument is open, in which marks are text."""
+
+    @property
+    def is_none(self) -> bool:
+        """Whether what came is no call, and what comes next neither."""
+
     def add(self, text: str) -> None:
         """Read on."""
 
@@ -31,12 +39,16 @@ class CallSpan:
         read: reads a whole span that its stream has not; None: there is no other way.
         schemas: of the arguments of each function, by its name.
         mark: that begins the span.
+        offered: whether the mark may be text as well: only functions with a schema may then be called.
+        thinks: whether it stands within a thought, which goes on where there is no call.
     """
 
     def __init__(
-        self, transcript: Transcript, read: WholeReader | None, schemas: Mapping[str, Any], mark: str = ""
+        self, transcript: Transcript, read: WholeReader | None, schemas: Mapping[str, Any], mark: str = "", *,
+        offered: bool = False, thinks: bool = False,
     ) -> None:
         self._transcript, self._read, self.schemas, self._mark = transcript, read, schemas, mark
+        self._offered, self._thinks = offered, thinks
         self._kept = [mark]
         self.has_begun = False  # a call
 
@@ -44,9 +56,26 @@ class CallSpan:
         """Keep a text that is no call yet."""
         self._kept.append(text)
 
+    @property
+    def may_be_text(self) -> bool:
+        """Whether it may be a text rather than a call, as far as is known."""
+        return self._offered and not self.has_begun
+
+    @property
+    def is_thought(self) -> bool:
+        """Whether it is a part of a thought, as far as is known."""
+        return self._thinks and not self.has_begun
+
+    def offers(self, name: str) -> bool:
+        """Whether there is a function of this name that may be called."""
+        return name in self.schemas and self._transcript.allows(name)
+
+    def _allows(self, name: str) -> bool:
+        return self.offers(name) if self._offered else self._transcript.allows(name)
+
     def begin(self, name: str) -> bool:
         """Begin a call, which all that is kept belongs to; whether it may be called."""
-        if not self._transcript.begin_call(name):
+        if not self._allows(name) or not self._transcript.begin_call(name):
             return False
         self._kept, self.has_begun = [], True
         return True
@@ -60,10 +89,10 @@ class CallSpan:
         self._transcript.end_call(is_whole)
 
     def take(self, calls: Sequence[ToolCall] | None) -> bool:
-        """Take calls that were read as a whole, unless there is one that may not be called."""
-        if not calls or not all(self._transcript.allows(call.name) for call in calls):
+        """Take calls that were read as a whole; whether there are some, and all may be called."""
+        if not calls or not all(self._allows(call.name) for call in calls):
             return False
-        self._transcript.call(calls, "")
+        self._transcript.call(calls)
         self._kept, self.has_begun = [], True
         return True
 
@@ -74,7 +103,8 @@ class CallSpan:
     def end(self, close: str = "") -> None:
         """Read what is kept."""
         text, self._kept = "".join(self._kept), []
-        if text.strip() or not self.has_begun:
-            body = text.removeprefix(self._mark)
-            calls = None if self._read is None else self._read(body)
-            self._transcript.call(calls, text + ("" if self.has_begun else close))
+        if not text.strip() and self.has_begun:
+            return
+        text, body = text + ("" if self.has_begun else close), text.removeprefix(self._mark)
+        if self._read is None or not self.take(self._read(body)):
+            (self._transcript.think if self.is_thought else self._transcript.say)(text)

@@ -12,7 +12,7 @@ from kvcache.sampling.dialects.object_style import ObjectStyle
 from kvcache.sampling.dialects.tag_style import TagStyle
 from kvcache.sampling.dialects.transcript import Transcript
 
-__all__ = ["AnswerReader", "Dialect"]
+__all__ = ["AnswerReader", "Dialect", "LoneCall"]
 
 
 class AnswerReader(Protocol):
@@ -32,6 +32,20 @@ class AnswerReader(Protocol):
         """Note that no more follows."""
 
 
+class LoneCall(NamedTuple):
+    """How calls begin whose mark a network leaves out, where the name is that of a function which may be called.
+
+    Attributes:
+        calls: the marks around each.
+        stream: makes the reader of what stands between, of a `CallSpan` and the style.
+        style: the words of calls.
+    """
+
+    calls: tuple[str, str]
+    stream: Callable[..., CallStream]
+    style: TagStyle | NameStyle
+
+
 class Dialect(NamedTuple):
     """The words of a family.
 
@@ -41,6 +55,7 @@ class Dialect(NamedTuple):
         stream: makes the reader of what stands between these, of a `CallSpan` and the style, if there is one; None:
             there are no calls.
         style: the words of calls, where readers of one kind read several families.
+        lone: other marks of calls; None: there are none.
         section: the marks around all calls, which say nothing; None: there are none.
         read: reads what it leaves, as a whole.
         thoughts: the marks around thoughts; None: there are none.
@@ -67,15 +82,23 @@ class Dialect(NamedTuple):
     framed: int = 0
     style: TagStyle | NameStyle | ObjectStyle | None = None
     section: tuple[str, str] | None = None
+    lone: LoneCall | None = None
 
-    def reader_of_calls(self, span: CallSpan) -> CallStream:
-        """The reader of a span of calls."""
-        if self.stream is None:
+    def reader_of_calls(self, span: CallSpan, lone: LoneCall | None = None) -> CallStream:
+        """The reader of a span of calls; `lone`: of those without their first mark."""
+        stream, style = (self.stream, self.style) if lone is None else (lone.stream, lone.style)
+        if stream is None:
             raise ValueError("stream: expected a dialect with calls, got one without")
-        return self.stream(span) if self.style is None else self.stream(span, self.style)
+        return stream(span) if style is None else stream(span, style)
+
+    @property
+    def call_marks(self) -> tuple[str, ...]:
+        """The marks that begin calls."""
+        return tuple(form[0] for form in (self.calls, self.lone and self.lone.calls) if form)
 
     @property
     def marks(self) -> tuple[str, ...]:
         """All marks."""
-        found = (*(self.calls or ()), *(self.thoughts or ()), *(self.section or ()), *self.more, *self.silent)
+        lone = self.lone.calls if self.lone else ()
+        found = (*(self.calls or ()), *lone, *(self.thoughts or ()), *(self.section or ()), *self.more, *self.silent)
         return tuple(dict.fromkeys(mark for mark in found if mark))

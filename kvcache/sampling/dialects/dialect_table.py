@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcache.sampling.dialects.argument_call import ArgumentCall
 from kvcache.sampling.dialects.call_texts import json_calls, pythonic_calls
-from kvcache.sampling.dialects.dialect import Dialect
+from kvcache.sampling.dialects.dialect import Dialect, LoneCall
 from kvcache.sampling.dialects.harmony_reader import HARMONY_MARKS, HarmonyReader
 from kvcache.sampling.dialects.member_calls import MemberCalls
 from kvcache.sampling.dialects.name_style import (
@@ -42,6 +42,7 @@ __all__ = ["DIALECTS", "dialect_of"]
 _THOUGHTS = ("<think>", "</think>")
 _RESPONSE = ("<response>", "</response>")
 _TAG = ("<tool_call>", "</tool_call>")
+_FUNCTION = ("<function=", "</function>")
 
 DIALECTS = {
     "harmony": Dialect(HarmonyReader, stream=ArgumentCall, more=HARMONY_MARKS),  # gpt-oss
@@ -59,13 +60,17 @@ DIALECTS = {
     "lfm2": Dialect(
         TaggedReader, ("<|tool_call_start|>", "<|tool_call_end|>"), ObjectCalls, pythonic_calls, _THOUGHTS
     ),
-    "qwen3_coder": Dialect(TaggedReader, _TAG, TagCalls, None, _THOUGHTS, style=QWEN_TAGS),  # and Qwen3.5
+    "qwen3_coder": Dialect(
+        TaggedReader, _TAG, TagCalls, None, _THOUGHTS, style=QWEN_TAGS,
+        lone=LoneCall(_FUNCTION, TagCalls, QWEN_TAGS.without_first()),
+    ),  # and Qwen3.5
     "glm": Dialect(
         TaggedReader, _TAG, TagCalls, None, _THOUGHTS, style=GLM_TAGS, more=(*GLM_TAGS.key, *GLM_TAGS.value),
         spaced=True,
     ),  # 4.5 to 4.7
     "minimax": Dialect(
-        TaggedReader, ("<minimax:tool_call>", "</minimax:tool_call>"), TagCalls, None, _THOUGHTS, style=MINIMAX_TAGS
+        TaggedReader, ("<minimax:tool_call>", "</minimax:tool_call>"), TagCalls, None, _THOUGHTS, style=MINIMAX_TAGS,
+        lone=LoneCall(('<invoke name="', "</invoke>"), TagCalls, MINIMAX_TAGS.without_first()),
     ),  # M2
     "minimax_m3": Dialect(
         TaggedReader, (f"{NESTED_WORD}<tool_call>", f"{NESTED_WORD}</tool_call>"), TagCalls, None,
@@ -96,7 +101,7 @@ DIALECTS = {
     ),
     "seed_oss": Dialect(
         TaggedReader, ("<seed:tool_call>", "</seed:tool_call>"), TagCalls, None, ("<seed:think>", "</seed:think>"),
-        style=SEED_TAGS,
+        style=SEED_TAGS, lone=LoneCall(_FUNCTION, TagCalls, SEED_TAGS.without_first()),
     ),
     "nemotron": Dialect(
         TaggedReader, ("<TOOLCALL>", "</TOOLCALL>"), ObjectCalls, json_calls, _THOUGHTS, style=LISTED_OBJECTS
@@ -130,12 +135,13 @@ DIALECTS = {
         silent=("<|message_sep|>",),
     ),
     "functionary": Dialect(
-        TaggedReader, ("<function=", "</function>"), NamedCalls, None, _THOUGHTS, style=FUNCTIONARY_NAMES
+        TaggedReader, _FUNCTION, NamedCalls, None, _THOUGHTS, style=FUNCTIONARY_NAMES
     ),  # 3.1
     "hermes": Dialect(TaggedReader, _TAG, ObjectCalls, json_calls, _THOUGHTS),  # and Qwen2.5, Qwen3, SmolLM3, Granite 4
     "ernie": Dialect(TaggedReader, _TAG, ObjectCalls, json_calls, _THOUGHTS, silent=_RESPONSE),  # 4.5 that thinks
     "llama3": Dialect(
-        TaggedReader, ("<|python_tag|>", ""), ObjectCalls, pythonic_calls, _THOUGHTS, leads=True, style=LLAMA_OBJECTS
+        TaggedReader, ("<|python_tag|>", ""), ObjectCalls, pythonic_calls, _THOUGHTS, leads=True, style=LLAMA_OBJECTS,
+        lone=LoneCall(_FUNCTION, NamedCalls, FUNCTIONARY_NAMES),
     ),
     "none": Dialect(TaggedReader),
 }

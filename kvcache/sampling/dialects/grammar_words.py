@@ -5,20 +5,34 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcache.errors import GrammarError
 from kvcache.grammar import json_schema
 from kvcache.sampling.dialects.spoken_answer import MarkTokens
 from kvcache.support.arguments import short
 
-__all__ = ["GrammarWords", "checked_keywords", "members_of"]
+__all__ = ["GrammarWords", "TextLimits", "checked_keywords", "members_of"]
 
 _ANY, _GAP = r"(.|\n)*", r"/\n{0,2}/"
 _TEXT = f"/{_ANY}/"
+_NUMBER = r"/-?(0|[1-9][0-9]{0,99})(\.[0-9]{1,99})?([eE][+-]?[0-9]{1,2})?/"  # below 1e200
 # Keywords that constrain nothing.
 _SILENT = {"$schema", "$id", "$comment", "default", "deprecated", "description", "examples", "title"}
 _VALUES, _NAMED = {"const", "enum"}, {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+
+
+class TextLimits(NamedTuple):
+    """The limits that a schema sets a text.
+
+    Attributes:
+        least, most: characters; None: any number.
+        patterns: regular expressions in the syntax of Rust's `regex`, of the whole text.
+    """
+
+    least: int
+    most: int | None
+    patterns: tuple[str, ...]
 
 
 class GrammarWords:
@@ -68,12 +82,35 @@ class GrammarWords:
         found = self._special.search(mark)
         return "" if found is None else found[0]
 
-    def text_until(self, mark: str) -> str:
-        """Any text without a mark, or without its special token, and the mark."""
+    def text_until(self, mark: str, *others: str) -> str:
+        """Any text without a mark, or without its special token, and without other marks, and the mark."""
+        unlike = [_ANY + _pattern(other) for other in others if not self._token_in(other)]
         if token := self._token_in(mark):
             before, _, _ = mark.partition(token)
-            return f"/{_ANY}{_escaped(before)}/ {self.literal(mark.removeprefix(before))}"
-        return self._to(mark, _TEXT)
+            text = self._unlike(*unlike, end=_escaped(before)) if unlike else f"/{_ANY}{_escaped(before)}/"
+            return f"{text} {self.literal(mark.removeprefix(before))}"
+        return self._to(mark, self._unlike(*unlike) if unlike else _TEXT)
+
+    def text_within(self, limits: TextLimits, mark: str, tag: str) -> str:
+        """A text within limits, and without a tag, which a mark behind it ends with; and that mark."""
+        count = f"{{{limits.least},{'' if limits.most is None else limits.most}}}"
+        token = self._token_in(mark)
+        before = mark.partition(token)[0] if token else ""
+        some = [f"/{_slashed(each)}{_escaped(before)}/" for each in (f"(.|\\n){count}", *limits.patterns)]
+        if not self._token_in(tag):
+            some.append(f"~/{_ANY}{_escaped(tag)}{_ANY}/")
+        self._names += 1
+        self.rules.append(f"T{self._names}: {' & '.join(some)}")
+        name = f"T{self._names}"
+        return f"{name} {self.literal(mark.removeprefix(before))}" if token else self._to(mark, name)
+
+    def other_than(self, names: Iterable[str], pattern: str) -> str:
+        """A text of a regular expression that is none of some names."""
+        if not (some := "|".join(map(_pattern, names))):
+            return f"/{_slashed(pattern)}/"
+        self._names += 1
+        self.rules.append(f"T{self._names}: /{_slashed(pattern)}/ & ~/{_slashed(f'({some})')}/")
+        return f"T{self._names}"
 
     def _to(self, mark: str, text: str) -> str:
         """A text, as short as it may be, and a mark that is none of the special tokens."""
@@ -106,11 +143,11 @@ class GrammarWords:
         silent = [self.mark(each) for each in self.marks.dialect.silent if self._token_in(each) in tokens]
         return self.rule(f"{text} (({' | '.join(silent)}) {text})*") if silent else text
 
-    def _unlike(self, *openings: str, end: str = "") -> str:
-        """A text that does not begin as some regular expressions, and has an end."""
+    def _unlike(self, *openings: str, begin: str = "", end: str = "") -> str:
+        """A text that does not begin as some regular expressions, and has a beginning and an end."""
         self._names += 1
         some = "|".join(filter(None, openings)).replace("/", r"\/")
-        self.rules.append(f"T{self._names}: /{_ANY}{end}/ & ~/({some}){_ANY}/")
+        self.rules.append(f"T{self._names}: /{begin}{_ANY}{end}/ & ~/({some}){_ANY}/")
         return f"T{self._names}"
 
     @property
@@ -125,13 +162,16 @@ class GrammarWords:
         begin = (self.marks.dialect.thoughts or ("",))[0]
         return "" if self._token_in(begin) or not begin else r"\s*" + _pattern(begin)
 
-    def text_from(self, opening: str, mark: str) -> str:
-        """A text that begins as a regular expression, up to a mark, and a gap."""
+    def text_from(self, opening: str, mark: str, *others: str) -> str:
+        """A text that begins as a regular expression, without other marks, up to a mark, and a gap."""
         begin = opening.replace("/", r"\/")
-        if token := self._token_in(mark):
-            before, _, _ = mark.partition(token)
-            return f"/{begin}{_ANY}{_escaped(before)}/ {self.literal(mark.removeprefix(before))} {_GAP}"
-        return f"{self._to(mark, f'/{begin}{_ANY}/')} {_GAP}"
+        unlike = [_ANY + _pattern(other) for other in others if not self._token_in(other)]
+        before = mark.partition(token)[0] if (token := self._token_in(mark)) else ""
+        text = f"/{begin}{_ANY}{_escaped(before)}/"
+        if unlike:
+            text = self._unlike(*unlike, begin=begin, end=_escaped(before))
+        found = f"{text} {self.literal(mark.removeprefix(before))}" if token else self._to(mark, text)
+        return f"{found} {_GAP}"
 
     @property
     def gap(self) -> str:
@@ -150,21 +190,30 @@ class GrammarWords:
         options = {"lenient": not strict, "whitespace_pattern": found.whitespace}
         return self.rule(f"%json {json.dumps(known | {'x-guidance': options} if isinstance(known, dict) else known)}")
 
+    def value(self, schema: Any, *, strict: bool) -> str:
+        """JSON of a value; a number without limits is one of 64 bits, which readers take for one."""
+        types = schema.get("type") if isinstance(schema, dict) and not set(schema) - _SILENT - {"type"} else None
+        kinds = [types] if isinstance(types, str) else types
+        if not isinstance(kinds, list) or "number" not in kinds:
+            return self.json(schema, strict=strict)
+        rest = [kind for kind in kinds if kind not in ("number", "integer")]
+        return self.rule(" | ".join([_NUMBER, *([self.json({"type": rest}, strict=strict)] if rest else [])]))
+
     def formed(self, form: tuple[str, str] | None) -> str:
         """A text of a form, "lark" or "regex" and a grammar in it; "": there is none."""
         syntax, definition = form or ("", "")
         if syntax == "regex":
-            definition = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", definition).replace("\n", r"\n")
-            return self.rule(f"/{definition}/")
+            return self.rule(f"/{_slashed(definition)}/")
         return self.rule(f"%lark {{\n{definition}\n}}") if syntax else ""
 
-    def thought(self, prompt_opens: bool) -> str:
-        """A thought: it ends, where the prompt has begun one, and may come otherwise; "" where there are none."""
+    def thought(self, prompt_opens: bool, *others: str) -> str:
+        """A thought without other marks: it ends, where the prompt has begun one, and may come otherwise; "" where
+        there are none."""
         dialect = self.marks.dialect
         if dialect.thoughts is None:
             return ""
         begin, end = dialect.thoughts
-        rest = f"{self.text_until(end)} {_GAP}"
+        rest = f"{self.text_until(end, *others)} {_GAP}"
         title = r'"thought\n"' if dialect.titled else ""
         return rest if prompt_opens else f"({self.first} {self.mark(begin)} {title} {rest})?"
 
@@ -179,6 +228,11 @@ def _constraining(schema: Any, *, named: bool = False) -> Any:
         key: value if not named and key in _VALUES else _constraining(value, named=not named and key in _NAMED)
         for key, value in schema.items() if named or key not in _SILENT - {"$schema", "$id"}
     }
+
+
+def _slashed(pattern: str) -> str:
+    """A regular expression between slashes, on one line."""
+    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n")
 
 
 def _pattern(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Literal
 
@@ -23,13 +24,17 @@ class JsonScan:
 
     A text with half of a surrogate pair, a number of more than 400 characters, and more than 200 levels are no value.
 
+    Args:
+        lenient: whether control characters within strings belong to it, which is no JSON: `take` escapes them.
+
     Attributes:
         is_whole: whether the value has ended.
         is_broken: whether what came is no beginning of a value.
         need: what comes next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lenient: bool = False) -> None:
+        self._lenient, self._controls = lenient, list[int]()  # the places of these characters
         self.is_whole = self.is_broken = False
         self.need: Need = "value"
         self._open: list[str] = []  # brackets
@@ -40,6 +45,20 @@ class JsonScan:
     def level(self) -> int:
         """How many objects and lists are open."""
         return len(self._open)
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether a string is open."""
+        return self.need in ("string", "escape", "hex") and not self.is_broken
+
+    def take(self, text: str, at: int = 0, level: int = 0) -> tuple[int, str]:
+        """The place behind what belongs to the value, as of `add`, and this in JSON."""
+        self._controls = []
+        end, parts = self.add(text, at, level), list[str]()
+        for place in self._controls:
+            parts += text[at:place], json.dumps(text[place])[1:-1]
+            at = place + 1
+        return end, "".join((*parts, text[at:end]))
 
     def add(self, text: str, at: int = 0, level: int = 0) -> int:
         """Follow a text from a place on; the place behind what belongs to the value.
@@ -68,6 +87,8 @@ class JsonScan:
             self.need = "colon" if self._is_key else self._ended()
         elif text[at] == "\\":
             self.need = "escape"
+        elif self._lenient:
+            self._controls.append(at)
         else:
             return self._break()
         return 1

@@ -8,19 +8,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvcache.errors import GrammarError
-from kvcache.sampling.dialects.call_texts import resolved
+from kvcache.sampling.dialects.argument_schema import ArgumentSchema
 from kvcache.sampling.dialects.grammar_words import GrammarWords, checked_keywords, members_of
+from kvcache.sampling.dialects.value_choices import ValueChoices, choices_of
 from kvcache.support.arguments import as_count
 
 __all__ = ["MemberGrammar"]
 
 _KEY = re.compile(r"[^:{}\[\],\s\"<]+")
-_ANY_KEY = r"/[^:{}\[\],\s\"<]+/"
+_ANY_KEY = r"[^:{}\[\],\s\"<\x00-\x1f]+"
 _NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-_KNOWN = {"type", "enum", "const", "anyOf", "oneOf", "$ref", "$defs", "definitions"}
 _OF_TYPES: dict[str, set[str]] = {
     "integer": _NUMBERS, "number": _NUMBERS, "array": {"items", "minItems", "maxItems"},
-    "object": {"properties", "required", "additionalProperties"},
+    "object": {"properties", "required", "additionalProperties"}, "string": {"minLength", "maxLength", "pattern"},
 }
 _DEPTH = 50  # levels of a schema; deeper ones are any values
 
@@ -30,26 +30,31 @@ class MemberGrammar:
 
     Args:
         words: of the grammar; the first mark of its dialect that counts within calls quotes texts.
-        root: the schema of all.
+        known: the schema of all arguments.
         strict: whether keywords that it cannot follow are refused, rather than ignored.
     """
 
-    def __init__(self, words: GrammarWords, root: Mapping[str, Any], *, strict: bool) -> None:
-        self._words, self._root, self._strict = words, root, strict
+    def __init__(self, words: GrammarWords, known: ArgumentSchema, *, strict: bool) -> None:
+        self._words, self._known, self._strict = words, known, strict
         self._quote = words.marks.dialect.more[0]
-        self._known: dict[str, str] = {}  # the rule of each reference, which may be one to itself
+        self._rules: dict[int, str] = {}  # of schemas that have begun, which may have themselves within
+        self._kept: list[Any] = []  # these schemas, whose ids stay their own
         self._any = ""
 
     def object(self, schema: Mapping[str, Any], depth: int = 0) -> str:
         """The rule of an object."""
-        if not isinstance(schema.get("properties"), dict) or not schema["properties"]:
-            is_empty = schema.get("additionalProperties") is False
-            return self._words.rule('"{" "}"') if is_empty else self._rule_of_any("object")
         properties, required = members_of(schema)
+        more = schema.get("additionalProperties")
+        if not properties and not isinstance(more, dict):
+            return self._words.rule('"{" "}"') if more is False else self._rule_of_any("object")
         pairs = [
             (f"{self._key(key)} {self.value(each, depth + 1)}", key in required) for key, each in properties.items()
         ]
         behind, rests = "", [""]  # what may follow behind each pair
+        other = ""
+        if isinstance(more, dict):
+            other = f'{self._words.other_than(properties, _ANY_KEY)} ":" {self.value(more, depth + 1)}'
+            rests = [behind := self._words.rule(f'("," {other})*')]
         for pair, is_required in reversed(pairs):
             behind = self._words.rule(f'"," {pair} {behind}' if is_required else f'("," {pair})? {behind}')
             rests.insert(0, behind)
@@ -59,7 +64,7 @@ class MemberGrammar:
             if is_required:
                 break
         else:
-            firsts.append('""')
+            firsts += [f"{other} {rests[-1]}", '""'] if other else ['""']
         return self._words.rule(f'"{{" ({" | ".join(firsts)}) "}}"')
 
     def of_text(self, key: str, text: str) -> str:
@@ -69,7 +74,7 @@ class MemberGrammar:
 
     def _key(self, key: str) -> str:
         if _KEY.fullmatch(key):
-            return json.dumps(f"{key}:", ensure_ascii=False)
+            return self._words.literal(f"{key}:")
         return f'{self._text(key)} ":"'
 
     def _text(self, text: str) -> str:
@@ -77,48 +82,53 @@ class MemberGrammar:
         if self._quote in text:
             raise GrammarError(f"grammar: expected a schema without {self._quote}, got one with it")
         quote = self._words.mark(self._quote)
-        return f"{quote} {json.dumps(text, ensure_ascii=False)} {quote}" if text else f"{quote} {quote}"
+        return f"{quote} {self._words.literal(text)} {quote}"
 
     def value(self, schema: Any, depth: int) -> str:
         """The rule of a value."""
-        if isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
-            if reference not in self._known:
-                self._known[reference] = name = self._words.reserve()
-                self._words.define(name, self.value(resolved(schema, self._root), depth + 1))
-            return self._known[reference]
-        if not isinstance(schema, dict) or depth > _DEPTH:
-            return self._rule_of_any("value")
-        types = schema.get("type")
-        kinds = [types] if isinstance(types, str) else [each for each in types or () if isinstance(each, str)]
-        checked_keywords(schema, _KNOWN.union(*(_OF_TYPES.get(kind, set()) for kind in kinds)), strict=self._strict)
-        if "const" in schema or isinstance(schema.get("enum"), list):
-            return self._choice(map(self._literal, [schema["const"]] if "const" in schema else schema["enum"]))
-        for key in ("anyOf", "oneOf"):
-            if isinstance(schema.get(key), list) and schema[key]:
-                return self._choice(self.value(each, depth + 1) for each in schema[key])
-        if not kinds:
-            return self._rule_of_any("value")
-        return self._choice(self._of_kind(kind, schema, depth) for kind in kinds)
+        schema = self._known.resolved(schema)
+        if id(schema) not in self._rules:
+            if not isinstance(schema, dict) or depth > _DEPTH:
+                return self._rule_of_any("value")
+            self._kept.append(schema)
+            self._rules[id(schema)] = name = self._words.reserve()
+            choices = choices_of(schema, self._known, strict=self._strict)
+            self._words.define(name, " | ".join(dict.fromkeys(self._ways(choices, depth))))
+        return self._rules[id(schema)]
 
-    def _choice(self, rules: Iterable[str]) -> str:
-        return self._words.rule(" | ".join(dict.fromkeys(rules)))
+    def _ways(self, choices: ValueChoices, depth: int) -> Iterable[str]:
+        """The rules of each way in which a value may be written."""
+        if choices.is_any:
+            yield self._rule_of_any("value")
+            return
+        quote = self._words.mark(self._quote)
+        if choices.is_text:
+            yield f"{quote} {self._words.text_until(self._quote)}"
+        else:
+            yield from map(self._text, choices.literals)
+            for each in choices.limits:
+                yield f"{quote} {self._words.text_within(each, self._quote, self._quote)}"
+        for schema in choices.others:
+            if "enum" in schema or "const" in schema:
+                yield from map(self._literal, [schema["const"]] if "const" in schema else schema["enum"])
+                continue
+            kinds = self._known.types(schema)
+            allowed = {"type"}.union(*(_OF_TYPES.get(kind, set()) for kind in (*kinds, "string")))
+            checked_keywords(schema, allowed, strict=self._strict)
+            yield from (self._of_kind(kind, schema, depth) for kind in sorted(kinds))
 
     def _literal(self, value: Any) -> str:
-        if isinstance(value, str):
-            return self._text(value)
         if isinstance(value, (dict, list)):
             raise GrammarError("grammar: expected texts and numbers in enum, got another value")
         return json.dumps(json.dumps(value))
 
     def _of_kind(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
-        if kind == "string":
-            return f"{self._words.mark(self._quote)} {self._words.text_until(self._quote)}"
         if kind == "object":
             return self.object(schema, depth)
         if kind == "array":
             return self._array(schema, depth)
         limits = {key: schema[key] for key in _NUMBERS & set(schema)}
-        return self._words.json({"type": kind, **limits}, strict=self._strict)
+        return self._words.value({"type": kind, **limits}, strict=self._strict)
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> str:
         item = self.value(schema.get("items"), depth + 1)
@@ -135,8 +145,8 @@ class MemberGrammar:
         if not self._any:
             self._any = name = words.reserve()
             text = f"{words.mark(self._quote)} {words.text_until(self._quote)}"
-            scalar = words.json({"type": ["number", "boolean", "null"]}, strict=True)
-            pair = words.rule(f'{_ANY_KEY} ":" {name}')
+            scalar = words.value({"type": ["number", "boolean", "null"]}, strict=True)
+            pair = words.rule(f'/{_ANY_KEY}/ ":" {name}')
             words.define(f"{name}_object", f'"{{" ({pair} ("," {pair})*)? "}}"')
             words.define(name, f'{name}_object | "[" ({name} ("," {name})*)? "]" | {text} | {scalar}')
         return self._any if kind == "value" else f"{self._any}_object"

@@ -33,12 +33,14 @@ class NameStyle(NamedTuple):
         forms: one or several.
         counts: whether a grammar writes a colon and a number behind the name.
         has_ids: whether an id stands before it all.
+        ids: regular expressions of what networks write for a name, which is the group.
         is_written: whether a grammar writes these; objects of JSON otherwise.
     """
 
     forms: tuple[NameForm, ...]
     counts: bool = False
     has_ids: bool = False
+    ids: tuple[str, ...] = ()
     is_written: bool = True
 
 
@@ -50,7 +52,8 @@ DEEPSEEK_NAMES = NameStyle((
 ))
 _BEGIN = "<|tool_call_argument_begin|>"
 KIMI_NAMES = NameStyle(
-    (NameForm(rf"\s*(?:functions\.)?{_NAME}(?::[0-9]+)?\s*{re.escape(_BEGIN)}\s*", "functions.", _BEGIN),), counts=True
+    (NameForm(rf"\s*(?:functions\.)?{_NAME}(?::[0-9]+)?\s*{re.escape(_BEGIN)}\s*", "functions.", _BEGIN),), counts=True,
+    ids=(r"(.+?)[._:]?[0-9]+", r"functions[._:]?(.+)", r"functions[._:]?(.+?)[._:]?[0-9]+"),
 )
 MISTRAL_NAMES = NameStyle(
     (NameForm(rf"\s*{_NAME}\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\]\s*)?"),), is_written=False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvcache.sampling.dialects.call_texts import NoCall, resolved, typed, types_of
+from kvcache.sampling.dialects.argument_schema import ANY_TYPE, ArgumentSchema
+from kvcache.sampling.dialects.argument_values import read_value
+from kvcache.sampling.dialects.call_errors import NoCall
 from kvcache.sampling.dialects.tag_style import NESTED_WORD
 
 __all__ = ["ITEM", "nested_value"]
@@ -24,13 +25,13 @@ class _Element(NamedTuple):
     inner: list[_Element]
 
 
-def nested_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+def nested_value(text: str, schema: Any, known: ArgumentSchema) -> Any:
     """The value that stands between two tags.
 
     Args:
         text: between them.
         schema: of the value: one that may be a text is all of it.
-        root: the schema that references are within.
+        known: what its references lead to.
 
     Raises:
         NoCall: tags that do not close each other, or beside a text.
@@ -51,20 +52,17 @@ def nested_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     outer.texts.append(text[at:])
     if len(open_ones) != 1:
         raise NoCall
-    return _value_of(outer, schema, root)
+    return _value_of(outer, schema, known)
 
 
-def _value_of(element: _Element, schema: Any, root: Mapping[str, Any]) -> Any:
-    found, text = resolved(schema, root), "".join(element.texts)
-    types, found = types_of(found), found if isinstance(found, dict) else {}
+def _value_of(element: _Element, schema: Any, known: ArgumentSchema) -> Any:
+    types, text = known.types(schema), "".join(element.texts)
     if not element.inner:
         if not text.strip() and "string" not in types and types & {"array", "object"}:
             return [] if "array" in types else {}
-        return typed(text, found, guesses=True)
+        return read_value(text, schema, known, guesses=True)
     if text.strip():
         raise NoCall
-    if all(each.name == ITEM for each in element.inner) and (not types or "array" in types):
-        return [_value_of(each, found.get("items"), root) for each in element.inner]
-    properties = found.get("properties")
-    known = properties if isinstance(properties, dict) else {}
-    return {each.name: _value_of(each, known.get(each.name), root) for each in element.inner}
+    if all(each.name == ITEM for each in element.inner) and (types == ANY_TYPE or "array" in types):
+        return [_value_of(each, known.items_of(schema), known) for each in element.inner]
+    return {each.name: _value_of(each, known.property_of(each.name, schema), known) for each in element.inner}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
+from kvcache.sampling.dialects.argument_values import json_value
 from kvcache.sampling.dialects.call_span import CallSpan
 from kvcache.sampling.dialects.call_texts import json_calls
 from kvcache.sampling.dialects.json_scan import JsonScan
@@ -31,10 +31,18 @@ class ObjectCalls:
     def __init__(self, span: CallSpan, style: ObjectStyle = LONE_OBJECTS) -> None:
         self._span, self._keyed = span, style.keyed
         self._state: Literal["between", "head", "arguments", "tail", "other", "rest"] = "between"
-        self._scan = JsonScan()  # of the object that is read
+        self._scan = JsonScan(lenient=True)  # of the object that is read
         self._object: list[str] = []  # its characters before its arguments
         self._string: list[str] | None = None  # those of a name or value in it
         self._key = self._name = ""  # the last one; that of the function
+
+    @property
+    def is_open(self) -> bool:
+        return self._state in ("head", "arguments", "tail") and self._scan.is_in_string
+
+    @property
+    def is_none(self) -> bool:
+        return self._state == "other"
 
     def add(self, text: str) -> None:
         at = 0
@@ -59,7 +67,7 @@ class ObjectCalls:
             return self._follow(text, at)
         if self._state == "between":
             if character == "{":
-                self._state, self._scan, self._object, self._name = "head", JsonScan(), [], ""
+                self._state, self._scan, self._object, self._name = "head", JsonScan(lenient=True), [], ""
             elif character not in _BETWEEN:
                 self._give_up()
             else:
@@ -98,8 +106,8 @@ class ObjectCalls:
     def _follow(self, text: str, at: int) -> int:
         """Give what belongs to the arguments."""
         scan = self._scan
-        end = scan.add(text, at, level=1)
-        self._span.put(text[at:end])
+        end, written = scan.take(text, at, level=1)
+        self._span.put(written)
         if scan.is_broken:
             self._give_up()
         elif scan.level == 1:
@@ -113,7 +121,7 @@ class ObjectCalls:
         if self._string is not None and self._scan.need in ("string", "escape", "hex"):
             self._string.append(character)
         elif self._string is not None:
-            found: Any = json.loads(f'"{"".join(self._string)}"')
+            found: Any = json_value(f'"{"".join(self._string)}"')
             if self._scan.need == "colon":
                 self._key = found
             elif self._key in _NAMES or (self._key == "function" and not self._name):

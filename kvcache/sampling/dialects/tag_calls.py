@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from typing import Any
 
+from kvcache.sampling.dialects.argument_schema import ANY_TYPE, ArgumentSchema
+from kvcache.sampling.dialects.argument_values import read_value
+from kvcache.sampling.dialects.call_errors import NoCall
 from kvcache.sampling.dialects.call_span import CallSpan
-from kvcache.sampling.dialects.call_texts import NoCall, resolved, typed, types_of
 from kvcache.sampling.dialects.json_scan import JsonScan
 from kvcache.sampling.dialects.nested_values import nested_value
 from kvcache.sampling.dialects.tag_style import TagStyle
@@ -15,6 +18,7 @@ from kvcache.sampling.dialects.tag_style import TagStyle
 __all__ = ["TagCalls"]
 
 _LONGEST = 1000  # characters of a tag
+_JSON = re.compile(r"\s*[{\[]")
 
 
 class TagCalls:
@@ -35,9 +39,19 @@ class TagCalls:
         self._name = ""  # of the function that is open; "": none
         self._key: str | None = None  # of the argument that is open
         self._kind = ""  # what an attribute says of its value
-        self._schema: Any = {}  # of its arguments
+        self._wanted: Any = {}  # the schema of its value
+        self._schema = ArgumentSchema({})  # of its arguments
+        self._given = set[str]()  # their names that have come
         self._count = -1  # arguments of the call; -1: it has not begun
         self._is_other = self._is_ended = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._key is not None and not self._is_other
+
+    @property
+    def is_none(self) -> bool:
+        return self._is_other
 
     def add(self, text: str) -> None:
         if self._is_other:
@@ -48,10 +62,10 @@ class TagCalls:
             pass
 
     def end(self, close: str) -> None:
-        if close and not self._style.end and not self._is_other:
-            self._is_ended = True
+        if close and not self._is_other:
+            self._is_ended = not self._style.end
             self.add("")
-            if self._name and self._key is None and not self._text:
+            if self._name and self._key is None and not self._text.strip():
                 self._end_call()
         self._give_up()
         self._span.end(close)
@@ -85,10 +99,11 @@ class TagCalls:
             return False  # the name may go on
         self._read(head.end())
         if self._name:
-            self._key, self._kind = self._style.named(head[1]), head[2]
+            self._key, self._kind = self._style.named(head[1]), head[2] or ""
+            self._wanted = self._schema_of(self._key)
         else:
-            self._name, self._count = self._style.named(head[1]), -1
-            self._schema = self._span.schemas.get(self._name, {})
+            self._name, self._count, self._given = self._style.named(head[1]), -1, set()
+            self._schema = ArgumentSchema(self._span.schemas.get(self._name))
         return True
 
     def _value(self, key: str) -> bool:
@@ -98,49 +113,72 @@ class TagCalls:
             self._searched = max(self._searched, len(self._text) - len(close) + 1)
             return False
         with suppress(NoCall, ValueError, TypeError, RecursionError):  # of a schema too
-            schema = self._schema_of(key)
+            schema = self._wanted
             if self._is_within(key, end, schema):
                 self._searched = end + 1
                 return True
+            end, behind = self._end_of(key, end, end + len(close))
             text = self._text[:end]
             if self._style.wraps:
                 text = text.removeprefix("\n").removesuffix("\n")
             begin, end_of_quote = self._style.quotes
             if begin and text.startswith(begin):
                 text = text.removeprefix(begin).removesuffix(end_of_quote)
-            if self._style.nests and "string" not in types_of(schema):
+            if self._style.nests and not self._may_be_text(schema) and not self._is_json(schema):
                 value = nested_value(text, schema, self._schema)
             else:
-                value = typed(text, schema, guesses=self._style.guesses)
+                value = read_value(text, schema, self._schema, guesses=self._style.guesses)
             member = json.dumps({key: value}, ensure_ascii=False, allow_nan=False)[1:-1]
             member.encode()  # no lone surrogate: clients could not send the call back
             if self._begin():
                 self._span.put(("{" if self._count == 0 else ", ") + member)
                 self._count, self._key, self._searched = self._count + 1, None, 0
                 self._scan, self._scanned, self._inner = JsonScan(), 0, 0
-                self._text = self._text[end + len(close) :]
+                self._text = self._text[behind:]
+                self._given.add(key)
                 return True
         return self._give_up()
+
+    def _end_of(self, key: str, end: int, behind: int) -> tuple[int, int]:
+        """The end of a value, and the place behind its tag: there is none where the next argument begins on a line of
+        its own, one that the function has and that has not come."""
+        style = self._style
+        if not style.wraps or style.key[0] not in self._text[:end]:
+            return end, behind
+        for found in self._argument.finditer(self._text, 0, end):
+            other = style.named(found[1])
+            is_new = other not in {key, *self._given} and self._schema.has_property(other)
+            if is_new and self._text.endswith("\n", 0, found.start()):
+                return found.start(), found.start()
+        return end, behind
 
     def _schema_of(self, key: str) -> Any:
         """The schema of a value, which an attribute says, or that of the function."""
         if self._kind:
             is_text = self._kind == self._style.kinds["string"]
             return {"type": "string" if is_text else [each for each in self._style.kinds if each != "string"]}
-        properties = self._schema.get("properties")
-        return resolved(properties.get(key) if isinstance(properties, dict) else None, self._schema)
+        return self._schema.property_of(key)
+
+    def _may_be_text(self, schema: Any) -> bool:
+        """Whether a schema says that a value may be a text."""
+        types = self._schema.types(schema)
+        return types != ANY_TYPE and "string" in types
+
+    def _is_json(self, schema: Any) -> bool:
+        """Whether a value that may be tags is an object or a list in JSON."""
+        return self._style.nests and not self._may_be_text(schema) and _JSON.match(self._text) is not None
 
     def _is_within(self, key: str, end: int, schema: Any) -> bool:
         """Whether the tag at this place stands within a string of JSON, or ends an inner tag of this name."""
-        types, (begin, close) = types_of(schema), self._style.quotes
+        begin, close = self._style.quotes
         if begin and self._text.startswith(begin):
             return not self._text.endswith(close, len(begin), end)
-        if self._style.nests:
-            if "string" not in types:
+        if self._style.nests and not self._is_json(schema):
+            if not self._may_be_text(schema):
                 self._inner += self._text.count(self._style.tag_of_key(key, ""), self._scanned, end)
             self._scanned, self._inner = end + 1, self._inner - 1
             return self._inner >= 0
-        if not types or "string" in types:
+        if "string" in self._schema.types(schema) and not self._is_json(schema):
             return False
         self._scan.add(self._text[self._scanned : end])
         self._scanned = end

@@ -50,6 +50,11 @@ class TagStyle(NamedTuple):
     quotes: tuple[str, str] = ("", "")
     nests: bool = False
 
+    def without_first(self) -> TagStyle:
+        """These tags, if the mark that begins calls is the beginning of the first one, and the mark that ends them the
+        last one."""
+        return self._replace(function=("", self.function[1]), end="", several=False)
+
     @property
     def name_pattern(self) -> str:
         """A regular expression of the names of functions."""
@@ -69,7 +74,7 @@ class TagStyle(NamedTuple):
 
     def head_of_value(self) -> re.Pattern[str]:
         """The words before a value; their groups are the name of the argument, and what its attribute says."""
-        opening, more = re.escape(self.value[0]), rf'\s+{self.attribute}="(\w+)"' if self.attribute else "()"
+        opening, more = re.escape(self.value[0]), rf'(?:\s+{self.attribute}="(\w+)")?' if self.attribute else "()"
         return re.compile(_head(*self.key, self.key_pattern, more).pattern + (rf"\s*{opening}" if opening else ""))
 
     def close_of(self, key: str) -> str:
@@ -105,7 +110,7 @@ def _head(begin: str, end: str, name: str, more: str = "") -> re.Pattern[str]:
     """A tag with a name; `more`: attributes behind the quote that ends the name."""
     if not end:
         return re.compile(f"({name}){more}")
-    if more.startswith(r"\s"):
+    if more.startswith((r"\s", r"(?:\s")):
         end, more = end[1:], f"{re.escape(end[0])}{more}"
     return re.compile(rf"{re.escape(begin)}[^\S\n]*({name})[^\S\n]*{more}{re.escape(end)}")
 

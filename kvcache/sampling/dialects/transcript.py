@@ -112,16 +112,8 @@ class Transcript:
         """Whether a function may be called."""
         return self._names is None or name in self._names
 
-    def call(self, calls: Sequence[ToolCall] | None, written: str) -> None:
-        """Add calls; where there are none, or one that may not be, what was written is content.
-
-        Args:
-            calls: None: what was written does not say any.
-            written: the text of the calls.
-        """
-        if not calls or not all(self.allows(call.name) for call in calls):
-            self.say(written)
-            return
+    def call(self, calls: Sequence[ToolCall]) -> None:
+        """Add whole calls."""
         for call in calls:
             self.begin_call(call.name)
             self.add_arguments(call.arguments)

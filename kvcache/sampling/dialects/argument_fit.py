@@ -1,0 +1,127 @@
+"""Whether a value is one by a schema (JSON Schema, draft 2020-12)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvcache.sampling.dialects.argument_schema import ArgumentSchema, is_of
+
+__all__ = ["ArgumentFit"]
+
+_MOST_STEPS = 5_000  # schemas that are asked, which take 10 ms
+
+
+class ArgumentFit:
+    """Compares values with schemas, in bounded time.
+
+    Patterns are not read: they are a client's, and a regular expression may take any time. Formats say nothing.
+
+    Args:
+        known: what references lead to.
+    """
+
+    def __init__(self, known: ArgumentSchema) -> None:
+        self._known, self._left = known, 0
+
+    def fits(self, value: Any, schema: Any) -> bool:
+        """Whether it is one; True as well where that takes too long to say."""
+        self._left = _MOST_STEPS
+        try:
+            return self._fits(value, schema)
+        except (_TooLong, RecursionError):
+            return True
+        except (TypeError, ValueError, OverflowError, AttributeError):  # of a keyword with a value of another kind
+            return True
+
+    def _fits(self, value: Any, schema: Any) -> bool:
+        self._left -= 1
+        if self._left < 0:
+            raise _TooLong
+        if not isinstance(schema, dict):
+            return schema is not False
+        return all(
+            check(self, value, schema[key], schema) for key, check in _CHECKS.items() if key in schema
+        )
+
+    def _reference(self, value: Any, reference: Any, _: Any) -> bool:
+        return self._fits(value, self._known.resolved({"$ref": reference}))
+
+    def _all(self, value: Any, some: Any, _: Any) -> bool:
+        return all(self._fits(value, each) for each in some)
+
+    def _any(self, value: Any, some: Any, _: Any) -> bool:
+        return any(self._fits(value, each) for each in some)
+
+    def _one(self, value: Any, some: Any, _: Any) -> bool:
+        return sum(self._fits(value, each) for each in some) == 1
+
+    def _not(self, value: Any, schema: Any, _: Any) -> bool:
+        return not self._fits(value, schema)
+
+    def _members(self, value: Any, _: Any, schema: Mapping[str, Any]) -> bool:
+        """Whether the members of an object are those that properties, and what is said of others, allow."""
+        if not isinstance(value, dict):
+            return True
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        if schema.get("patternProperties"):
+            others = True
+        return all(self._fits(each, properties.get(key, others)) for key, each in value.items())
+
+    def _items(self, value: Any, _: Any, schema: Mapping[str, Any]) -> bool:
+        if not isinstance(value, list):
+            return True
+        firsts = schema.get("prefixItems", [])
+        schemas = [*firsts, *[schema.get("items", True)] * max(0, len(value) - len(firsts))]
+        return all(self._fits(each, one) for each, one in zip(value, schemas, strict=False))
+
+
+class _TooLong(Exception):
+    """There are more schemas to ask than one question may."""
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are the same in JSON, where 1 is 1.0, and neither is true."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+
+
+def _multiple(value: Any, of: Any) -> bool:
+    return value % of == 0 if isinstance(value, int) and isinstance(of, int) else (value / of).is_integer()
+
+
+def _named(value: Any, types: Any, _: Any) -> bool:
+    return any(is_of(value, kind) for kind in ([types] if isinstance(types, str) else types))
+
+
+Check = Callable[[ArgumentFit, Any, Any, Mapping[str, Any]], bool]
+
+
+def _sized(kind: str, holds: Callable[[Any, Any], bool]) -> Check:
+    """A keyword about values of a type; others are free."""
+    return lambda self, value, limit, _: not is_of(value, kind) or holds(value, limit)
+
+
+_CHECKS: dict[str, Check] = {
+    "$ref": ArgumentFit._reference, "type": lambda self, *asked: _named(*asked),
+    "const": lambda self, value, wanted, _: _same(value, wanted),
+    "enum": lambda self, value, some, _: any(_same(value, each) for each in some),
+    "allOf": ArgumentFit._all, "anyOf": ArgumentFit._any, "oneOf": ArgumentFit._one, "not": ArgumentFit._not,
+    "minimum": _sized("number", lambda value, limit: value >= limit),
+    "maximum": _sized("number", lambda value, limit: value <= limit),
+    "exclusiveMinimum": _sized("number", lambda value, limit: value > limit),
+    "exclusiveMaximum": _sized("number", lambda value, limit: value < limit),
+    "multipleOf": _sized("number", _multiple),
+    "minLength": _sized("string", lambda value, limit: len(value) >= limit),
+    "maxLength": _sized("string", lambda value, limit: len(value) <= limit),
+    "minItems": _sized("array", lambda value, limit: len(value) >= limit),
+    "maxItems": _sized("array", lambda value, limit: len(value) <= limit),
+    "minProperties": _sized("object", lambda value, limit: len(value) >= limit),
+    "maxProperties": _sized("object", lambda value, limit: len(value) <= limit),
+    "required": _sized("object", lambda value, keys: all(key in value for key in keys)),
+    "properties": ArgumentFit._members, "additionalProperties": ArgumentFit._members,
+    "items": ArgumentFit._items, "prefixItems": ArgumentFit._items,
+}
