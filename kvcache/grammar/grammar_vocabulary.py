@@ -36,6 +36,7 @@ class GrammarVocabulary:
     Attributes:
         tokens: the bytes of each token; those that are no text begin with byte 255.
         reader: the `LLTokenizer` of these.
+        written: the tokenizer as JSON.
 
     Raises:
         ValueError, Exception: a tokenizer that llguidance cannot read.
@@ -44,7 +45,8 @@ class GrammarVocabulary:
     def __init__(self, package: ModuleType, tokenizer: Any, size: int, end_tokens: Sequence[int]) -> None:
         from tokenizers import Tokenizer
 
-        head, model = _divided(tokenizer.to_str())
+        self.written = str(tokenizer.to_str())
+        head, model = _divided(self.written)
         no_text = {each["id"] for each in head["added_tokens"] if each["special"] or each["id"] in end_tokens}
         self._added = {each["content"]: each["id"] for each in head["added_tokens"] if each["id"] not in no_text}
         for each in head["added_tokens"]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import GrammarError
 
-__all__ = ["Matcher"]
+__all__ = ["Matcher", "step_error"]
 
 Words = NDArray[np.uint32]
 
@@ -27,15 +27,19 @@ class Matcher:
         end_token: a token whose bit says that the text may end.
         stop_tokens: those that may end it where the grammar lets it end.
         text: its tokens so far.
+        first: the matcher that made this one, which is at the start; None: this one is.
 
     Attributes:
         is_complete: whether the text is whole and no token but one that ends it may follow.
+        is_spent: of the first one, whether the lexer that all of them share has reached a limit, and computes nothing.
     """
 
     def __init__(
-        self, start: Any, vocab_size: int, end_token: int, stop_tokens: Iterable[int] = (), text: Sequence[int] = ()
+        self, start: Any, vocab_size: int, end_token: int, stop_tokens: Iterable[int] = (), text: Sequence[int] = (),
+        first: Matcher | None = None,
     ) -> None:
         self._start, self._vocab_size, self._end_token = start, vocab_size, end_token
+        self._first, self.is_spent = first, False
         self._stops, self._before = frozenset(stop_tokens), tuple(text)
         self._ends = np.array(sorted({*self._stops, end_token}), np.int64)
         self._made: Any = None
@@ -44,7 +48,7 @@ class Matcher:
 
     def fresh(self, stop_tokens: Iterable[int], text: Sequence[int] = ()) -> Matcher:
         """A matcher of another text of the same grammar."""
-        return Matcher(self._start, self._vocab_size, self._end_token, stop_tokens, text)
+        return Matcher(self._start, self._vocab_size, self._end_token, stop_tokens, text, self._first or self)
 
     def at(self, text: Sequence[int]) -> Matcher:
         """A matcher of the same text, which is at these tokens."""
@@ -89,7 +93,7 @@ class Matcher:
         words = np.zeros(self.num_words, np.uint32)
         self.state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self.state.is_error():
-            raise _failure(self.state)
+            raise self._failure()
         return words
 
     def advance(self, token: int) -> None:
@@ -101,7 +105,7 @@ class Matcher:
         if token in self._stops:
             return
         if not self.state.consume_token(token):
-            raise _failure(self.state)
+            raise self._failure()
         self.is_complete = self.state.is_stopped()
         if self._ready:
             self._ready.popleft()
@@ -118,7 +122,14 @@ class Matcher:
         count: int = self.state.validate_tokens(list(draft))
         return count
 
+    def _failure(self) -> GrammarError:
+        error = str(self.state.get_error())
+        if "lexer error" in error:
+            (self._first or self).is_spent = True
+        return step_error(error)
 
-def _failure(state: Any) -> GrammarError:
-    error = str(state.get_error()).strip().partition("\n")[0]
-    return GrammarError(f"grammar: expected the next tokens within the limits of a step, got {error or 'an error'}")
+
+def step_error(fault: str) -> GrammarError:
+    """The error of a grammar at a limit of a step, with the first line of what llguidance says."""
+    line = fault.strip().partition("\n")[0]
+    return GrammarError(f"grammar: expected the next tokens within the limits of a step, got {line or 'an error'}")

@@ -1,0 +1,159 @@
+"""The process that tries grammars, run as a script: the tokenizer comes first, then one grammar a line.
+
+Each grammar is compiled in a fork, which begins with the vocabulary and has limits of its own; a fork that is ended
+takes nothing else with it. The process ends where its socket does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+__all__: list[str] = []
+
+_PATHS, _STEPS = 2, 32  # texts that a trial begins, and tokens of each
+_DEAD_END = "NoExtension"  # which a text of these random tokens may come to
+_FULL = 3  # the exit status of a fork that has found itself beyond its memory
+_ENDED: dict[int, str] = {  # the limit that a signal tells
+    signal.SIGPROF: "seconds", signal.SIGXCPU: "seconds", signal.SIGSEGV: "stack", signal.SIGBUS: "stack",
+}
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the server drains, and still compiles
+    channel = socket.socket(fileno=os.dup(0))
+    lines = channel.makefile("rb")
+    start = json.loads(lines.readline())
+    sys.path[:] = start["path"]
+    with suppress(OSError):
+        os.nice(start["nice"])
+    answer: dict[str, Any] = {"fault": None}
+    try:
+        import llguidance
+        from tokenizers import Tokenizer
+
+        from kvcache.grammar.grammar_vocabulary import GrammarVocabulary
+
+        tokenizer = Tokenizer.from_str(lines.read(start["bytes"]).decode())
+        vocabulary = GrammarVocabulary(llguidance, tokenizer, start["vocab_size"], start["end_tokens"]).reader
+        limits = llguidance.LLParserLimits(**start["limits"])
+        warm = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_regex("a"), log_level=0)
+        warm.compute_bitmask()  # what is made once is no memory of a grammar
+    except BaseException as error:  # panics of Rust are no `Exception`
+        answer["fault"] = f"{type(error).__name__}: {error}"[:500]
+    _send(channel, answer)
+    while answer["fault"] is None and (line := lines.readline()):
+        _send(channel, _tried(llguidance, vocabulary, limits, **json.loads(line)))
+
+
+def _send(channel: socket.socket, answer: Any) -> None:
+    channel.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _tried(
+    package: Any, vocabulary: Any, limits: Any, source: str, seconds: float, memory: int, stack: int, deadline: float
+) -> dict[str, Any]:
+    """The answer of a fork that tries a grammar; `limit` names the limit at which it was ended, `seconds` its time."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        _bound(seconds, memory, stack)
+        os.write(writer, json.dumps(_walk(package, vocabulary, limits, source)).encode())
+        os._exit(0)
+    os.close(writer)
+    data, until = b"", time.monotonic() + deadline
+    while select.select([reader], [], [], max(0.0, until - time.monotonic()))[0] and (piece := os.read(reader, 4096)):
+        data += piece
+    is_late = time.monotonic() >= until
+    if is_late:
+        os.kill(child, signal.SIGKILL)
+    os.close(reader)
+    _, status, used = os.wait4(child, 0)
+    found: dict[str, Any] = {"fault": None, "limit": None, "bytes": 0}
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0 and data:
+        found |= json.loads(data)
+    else:
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        found["limit"] = "deadline" if is_late else _ENDED.get(number, "memory")  # Rust aborts where it gets none
+    return found | {"seconds": used.ru_utime + used.ru_stime}
+
+
+def _bound(seconds: float, memory: int, stack: int) -> None:
+    """Set the limits of this fork: CPU time to its end, memory beyond what it has, the stack of its thread."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust says why it aborts
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    for kind, most in (
+        (resource.RLIMIT_CPU, int(seconds) + 2), (resource.RLIMIT_STACK, stack), (resource.RLIMIT_CORE, 0)
+    ):
+        with suppress(OSError, ValueError):  # above the limit that it has
+            resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
+    try:
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * _PAGE
+        resource.setrlimit(resource.RLIMIT_AS, (size + memory, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    except (OSError, ValueError):  # of another system, or beside a lower limit
+        threading.Thread(target=_watch, args=(_resident() + memory,), daemon=True).start()
+
+
+def _watch(most: int) -> None:
+    """End the process where it has more memory, in bytes."""
+    while _resident() <= most:
+        time.sleep(0.002)
+    os._exit(_FULL)
+
+
+def _resident() -> int:
+    """Bytes that the process has; where the system does not say it, had at its most."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most << 10
+
+
+def _walk(package: Any, vocabulary: Any, limits: Any, source: str) -> dict[str, Any]:
+    """Compile a grammar and compute the masks of some texts: why that failed, and the bytes that it takes."""
+    before = _resident()
+    try:
+        start = package.LLMatcher(vocabulary, source, log_level=0, limits=limits)
+        state = start
+        for path in range(_PATHS):
+            state, chosen = start.deep_copy(), random.Random(path)
+            for _ in range(_STEPS):
+                mask = b"" if state.is_error() else state.compute_bitmask()
+                filled = [i for i, bits in enumerate(mask) if bits]
+                if state.is_error() or not filled:
+                    break
+                at = chosen.choice(filled)
+                state.consume_token(8 * at + chosen.choice([bit for bit in range(8) if mask[at] >> bit & 1]))
+                if state.is_stopped():
+                    break
+            if state.is_error() and not state.get_error().startswith(_DEAD_END):
+                break
+    except MemoryError:
+        os._exit(_FULL)
+    except BaseException as error:  # panics of Rust are no `Exception`
+        return {"fault": str(error)[:2000]}
+    if start.is_error():
+        return {"fault": start.get_error()[:2000]}
+    if state.is_error() and not state.get_error().startswith(_DEAD_END):
+        return {"fault": state.get_error()[:2000], "limit": "step"}
+    return {"bytes": max(0, _resident() - before)}
+
+
+if __name__ == "__main__":
+    main()
