@@ -18,12 +18,14 @@ from kvcache.grammar.grammar_vocabulary import GrammarVocabulary
 from kvcache.grammar.matcher import Matcher
 from kvcache.grammar.trials import TrialDeadlineError, TrialResult, Trials, TrialVocabulary
 from kvcache.support.arguments import short
+from kvcache.support.heaps import give_back
 from kvcache.support.rust_errors import rust_errors
 
 __all__ = ["GrammarCompiler"]
 
 _KEPT = 64  # compiled grammars, each with the states of its lexer: 100 kB to some MB
 _TRIED = 4096  # results of trials, of which each takes some hundred bytes
+_GIVEN_BACK = 1 << 25  # bytes of compiled grammars, after which the C library gives back those that have left
 _MOST_KEPT, _MOST_HELD = 1 << 26, 1 << 30  # bytes of those that stay, and of these and those that texts have
 # A state of the lexer takes 1 to 2 kB. Schemas of 300 properties need 5,000 items in a step; 20,000 take 45 ms with a
 # vocabulary of 49,152, in a grammar with the most ways to read a text that was found, and 50,000 take 0.45 s.
@@ -48,6 +50,7 @@ class GrammarCompiler:
         self._vocabulary: GrammarVocabulary | None = None
         self._compiled: OrderedDict[bytes, Matcher] = OrderedDict()
         self._tried: OrderedDict[bytes, TrialResult | GrammarError] = OrderedDict()
+        self._since = 0  # bytes of grammars that were compiled since the C library gave any back
         self._held: WeakKeyDictionary[Matcher, int] = WeakKeyDictionary()  # bytes of those that something refers to
 
     def compile(self, grammar: Grammar, stop_tokens: Iterable[int] = (), trials: Trials | None = None) -> Matcher:
@@ -76,6 +79,11 @@ class GrammarCompiler:
         size = 0 if trials is None else self._size(trials, vocabulary, key, grammar, source)
         with self._lock:
             self._make_room(size)
+            self._since += size
+            if is_due := self._since > _GIVEN_BACK:
+                self._since = 0
+        if is_due:
+            give_back()
         with _faults(f"a {grammar.kind} that can be compiled"):
             limits = package.LLParserLimits(**_LIMITS)
             start = package.LLMatcher(vocabulary.reader, source, log_level=0, limits=limits)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
+from kvcache.support.heaps import give_back
 
 __all__ = ["TooManyTokens", "encoded", "least_tokens"]
 
@@ -82,7 +81,7 @@ def encoded(
             return ids
         ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     if len(text) >= _LARGE:
-        _give_back()
+        give_back()
     return ids
 
 
@@ -159,9 +158,3 @@ def _alphabet() -> list[str]:
 
     found: list[str] = ByteLevel.alphabet()
     return found
-
-
-def _give_back() -> None:
-    """Return freed memory to the system. The C library keeps it otherwise, all of a text of megabytes."""
-    with suppress(AttributeError, OSError, TypeError):  # a C library without this call
-        ctypes.CDLL(None).malloc_trim(0)
