@@ -76,7 +76,7 @@ class GrammarCompiler:
                 return known
         with _faults(f"a {grammar.kind} that can be compiled"):
             source = _source(package, vocabulary, grammar, forces)
-        size = 0 if trials is None else self._size(trials, vocabulary, key, grammar, source)
+        size = self._size(trials, vocabulary, key, grammar, source)
         with self._lock:
             self._make_room(size)
             self._since += size
@@ -126,11 +126,13 @@ class GrammarCompiler:
         return known
 
     def _size(
-        self, trials: Trials, vocabulary: GrammarVocabulary, key: bytes, grammar: Grammar, source: str
+        self, trials: Trials | None, vocabulary: GrammarVocabulary, key: bytes, grammar: Grammar, source: str
     ) -> int:
         """The bytes of a grammar by its trial, of which each grammar has one. GrammarError: it has not passed."""
         with self._lock:
             known = self._tried.get(key)
+        if trials is None:
+            return known.size if isinstance(known, TrialResult) else 0
         if known is None:
             try:
                 written = TrialVocabulary(vocabulary.written, self._vocab_size, self._end_tokens)
