@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import resource
 import select
 import signal
 import socket
 import sys
 import threading
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +21,7 @@ __all__: list[str] = []
 
 _PATHS, _STEPS = 2, 32  # texts that a trial begins, and tokens of each
 _DEAD_END = "NoExtension"  # which a text of these random tokens may come to
-_FULL = 3  # the exit status of a fork that has found itself beyond its memory
+_FIRST, _FACTOR, _MODULUS = 7919, 48_271, 2**31 - 1  # of numbers that look random, and are the same in each trial
 _ENDED: dict[int, str] = {  # the limit that a signal tells
     signal.SIGPROF: "seconds", signal.SIGXCPU: "seconds", signal.SIGSEGV: "stack", signal.SIGBUS: "stack",
 }
@@ -71,18 +69,15 @@ def _tried(
         os.close(reader)
         _bound(seconds, memory, stack)
         os.write(writer, json.dumps(_walk(package, vocabulary, limits, source)).encode())
-        os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)  # nothing of the process that it is a copy of is at its end
     os.close(writer)
-    data, until = b"", time.monotonic() + deadline
-    while select.select([reader], [], [], max(0.0, until - time.monotonic()))[0] and (piece := os.read(reader, 4096)):
-        data += piece
-    is_late = time.monotonic() >= until
-    if is_late:
-        os.kill(child, signal.SIGKILL)
+    is_late = not select.select([reader], [], [], deadline)[0]
+    data = b"" if is_late else os.read(reader, 1 << 16)
+    os.kill(child, signal.SIGKILL)
     os.close(reader)
     _, status, used = os.wait4(child, 0)
     found: dict[str, Any] = {"fault": None, "limit": None, "bytes": 0}
-    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0 and data:
+    if data:
         found |= json.loads(data)
     else:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
@@ -110,9 +105,10 @@ def _bound(seconds: float, memory: int, stack: int) -> None:
 
 def _watch(most: int) -> None:
     """End the process where it has more memory, in bytes."""
+    pause = threading.Event()
     while _resident() <= most:
-        time.sleep(0.002)
-    os._exit(_FULL)
+        pause.wait(0.002)
+    os.abort()
 
 
 def _resident() -> int:
@@ -130,22 +126,24 @@ def _walk(package: Any, vocabulary: Any, limits: Any, source: str) -> dict[str, 
     before = _resident()
     try:
         start = package.LLMatcher(vocabulary, source, log_level=0, limits=limits)
-        state = start
-        for path in range(_PATHS):
-            state, chosen = start.deep_copy(), random.Random(path)
+        state, number = start, _FIRST
+        for _ in range(_PATHS):
+            state = start.deep_copy()
             for _ in range(_STEPS):
                 mask = b"" if state.is_error() else state.compute_bitmask()
                 filled = [i for i, bits in enumerate(mask) if bits]
                 if state.is_error() or not filled:
                     break
-                at = chosen.choice(filled)
-                state.consume_token(8 * at + chosen.choice([bit for bit in range(8) if mask[at] >> bit & 1]))
+                number = number * _FACTOR % _MODULUS
+                at = filled[number % len(filled)]
+                bits = [bit for bit in range(8) if mask[at] >> bit & 1]
+                state.consume_token(8 * at + bits[number // len(filled) % len(bits)])
                 if state.is_stopped():
                     break
             if state.is_error() and not state.get_error().startswith(_DEAD_END):
                 break
     except MemoryError:
-        os._exit(_FULL)
+        os.abort()
     except BaseException as error:  # panics of Rust are no `Exception`
         return {"fault": str(error)[:2000]}
     if start.is_error():

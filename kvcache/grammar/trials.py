@@ -40,7 +40,7 @@ class TrialLimits(NamedTuple):
     deadline: float = 20.0
 
     def refusal(self, limit: str) -> str:
-        """What a grammar that was ended at a limit is told."""
+        """The message of a grammar that met a limit."""
         said = {
             "seconds": f"at most {self.seconds:g} s of CPU time", "memory": f"at most {self.memory // _MIB} MiB",
             "stack": "fewer levels", "deadline": f"at most {self.deadline:g} s on a machine this busy",
@@ -49,7 +49,7 @@ class TrialLimits(NamedTuple):
 
 
 class TrialVocabulary(NamedTuple):
-    """What a process needs to make the vocabulary of llguidance.
+    """The parts from which a process makes the vocabulary of llguidance.
 
     Attributes:
         written: the tokenizer as JSON.
@@ -67,7 +67,7 @@ class TrialDeadlineError(GrammarError):
 
 
 class TrialResult(NamedTuple):
-    """What a trial within its limits has found.
+    """The result of a trial within its limits.
 
     Attributes:
         size: bytes that the grammar takes when it is compiled, with its first masks.

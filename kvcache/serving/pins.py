@@ -191,7 +191,7 @@ class Pins:
 
 
 def _owner(namespace: Hashable) -> Hashable:
-    """Whose namespace it is: a tuple's first entry, so that an API key has one share, whatever salts it sends."""
+    """The owner of a namespace: a tuple's first entry, so that an API key has one share, whatever salts it sends."""
     return namespace[0] if isinstance(namespace, tuple) and namespace else namespace
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from kvcache.errors import GrammarError, InvalidOperationError, OutOfMemoryError
 from kvcache.grammar import compiler as compilers
 from kvcache.grammar import json_schema, lark, regex, trial_process
+from kvcache.grammar import trials as trial_processes
 from kvcache.grammar.trials import TrialDeadlineError, TrialLimits, TrialResult, Trials
 
 pytest.importorskip("llguidance")
@@ -144,6 +146,19 @@ def test_the_process_ends_where_its_parent_has():
             assert json.loads(ours.makefile().readline()) == {"fault": None}
             ours.shutdown(socket.SHUT_RDWR)
             assert process.wait(60) == 0
+
+
+def test_memory_where_the_system_has_no_limit_of_addresses(tmp_path, monkeypatch):
+    """A thread watches it there; the file of Linux that says it is named otherwise in this copy of the script."""
+    script = tmp_path / "script.py"
+    script.write_text(Path(trial_process.__file__).read_text().replace("/proc/self/statm", "/proc/self/none"))
+    monkeypatch.setattr(trial_processes, "_SCRIPT", script)
+    trials, made = Trials(TrialLimits()._replace(seconds=60.0, memory=64 * MIB)), compiler()
+    with pytest.raises(GrammarError, match="grammar: expected one that takes at most 64 MiB to compile"):
+        made.compile(MULTIPLE, trials=trials)
+    made.compile(regex("a"), trials=trials)
+    assert trials.count == 2
+    trials.close()
 
 
 def test_grammars_that_texts_have_take_memory_together(monkeypatch):
