@@ -34,8 +34,6 @@ def main() -> None:
     lines = channel.makefile("rb")
     start = json.loads(lines.readline())
     sys.path[:] = start["path"]
-    with suppress(OSError):
-        os.nice(start["nice"])
     answer: dict[str, Any] = {"fault": None}
     try:
         import llguidance
@@ -50,6 +48,8 @@ def main() -> None:
         warm.compute_bitmask()  # what is made once is no memory of a grammar
     except BaseException as error:  # panics of Rust are no `Exception`
         answer["fault"] = f"{type(error).__name__}: {error}"[:500]
+    with suppress(OSError):
+        os.nice(start["nice"])
     _send(channel, answer)
     while answer["fault"] is None and (line := lines.readline()):
         _send(channel, _tried(llguidance, vocabulary, limits, **json.loads(line)))

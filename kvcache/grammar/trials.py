@@ -85,7 +85,7 @@ class Trials:
 
     Args:
         limits: of each trial.
-        nice: how far its priority is below that of this process.
+        nice: how far its priority is below that of this process, when it has read the vocabulary.
 
     Attributes:
         limits: see above.
