@@ -33,7 +33,9 @@ __all__ = ["add_arguments", "main"]
 
 STALL = 0.5  # seconds: the bound
 BOUNDED = ("stream", "/health", "/metrics")
-LEFT = 128  # MiB that the server may have more afterwards: 48 of K and V that were not used before, and the allocator's
+# MiB that the server may have more afterwards: 48 of K and V that were not used before, 64 of grammars that stay, and the
+# allocator's.
+LEFT = 192
 KINDS = {"bodies": BODIES, "grammars": GRAMMARS, "all": {**BODIES, **GRAMMARS}}
 HELD = 50  # connections of a client that opens many
 SLOW, GRACE = 60.0, 10.0  # seconds after which an answer is given up, and ordinary clients are at the end
