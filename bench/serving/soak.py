@@ -33,8 +33,8 @@ __all__ = ["add_arguments", "main"]
 
 STALL = 0.5  # seconds: the bound
 BOUNDED = ("stream", "/health", "/metrics")
-# MiB that the server may have more afterwards: 48 of K and V that were not used before, 64 of grammars that stay, and the
-# allocator's.
+# MiB that the server may have more afterwards: 48 of K and V that were not used before, 64 of grammars that stay, and
+# the allocator's.
 LEFT = 192
 KINDS = {"bodies": BODIES, "grammars": GRAMMARS, "all": {**BODIES, **GRAMMARS}}
 HELD = 50  # connections of a client that opens many
