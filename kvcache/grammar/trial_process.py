@@ -29,7 +29,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the server drains, and still compiles
+    os.setpgid(0, 0)  # whoever ends it ends its fork too; and Ctrl-C is for the server, which drains and still compiles
     channel = socket.socket(fileno=os.dup(0))
     lines = channel.makefile("rb")
     start = json.loads(lines.readline())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -142,6 +144,9 @@ class Trials:
                     raise InvalidOperationError("grammars: expected open trials, got closed ones") from None
                 if is_last:
                     raise RuntimeError(f"grammars: expected a process that tries them, got {error!r}") from None
+            except BaseException:  # an interrupt: the next trial would read the answer of this one
+                self._end()
+                raise
         raise AssertionError
 
     def _start(self, vocabulary: TrialVocabulary, parser_limits: Mapping[str, Any]) -> None:
@@ -183,7 +188,7 @@ class Trials:
         if self._channel is not None:
             self._channel.close()
         if self._process is not None:
-            self._process.kill()
+            _kill(self._process)
             self._process.wait()
         self._process = self._channel = None
 
@@ -191,6 +196,14 @@ class Trials:
         """End the process, and the trial that runs."""
         self._is_closed, process = True, self._process
         if process is not None:
-            process.kill()  # whoever waits for its answer reads the end
+            _kill(process)  # whoever waits for its answer reads the end
         with self._lock:
             self._end()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process, and its forks, which are of its group."""
+    if process.poll() is None:
+        with suppress(OSError):  # it has no group yet
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()

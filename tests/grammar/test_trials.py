@@ -117,6 +117,22 @@ def test_the_process_is_made_anew_where_it_has_died(trials):
     assert trials.pid not in (None, pid)
 
 
+def test_an_interrupt_leaves_no_answer_behind(trials):
+    """The answer of the trial that it ended is not that of the next one."""
+    made = compiler()
+    made.compile(regex("a"), trials=limited(trials))
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            made.compile(MULTIPLE, trials=limited(trials, seconds=60.0, memory=4096 * MIB))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert trials.pid is None
+    made.compile(regex("b"), trials=limited(trials))
+
+
 def test_closed_trials_and_a_process_that_cannot_be_started(monkeypatch):
     trials, made = Trials(), compiler()
     monkeypatch.setattr(sys, "executable", "/nowhere")
