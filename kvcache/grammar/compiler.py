@@ -6,6 +6,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from hashlib import sha256
 from threading import Lock
 from types import ModuleType
@@ -24,6 +25,7 @@ from kvcache.support.rust_errors import rust_errors
 __all__ = ["GrammarCompiler"]
 
 _KEPT = 64  # compiled grammars, each with the states of its lexer: 100 kB to some MB
+_QUICK = 0.1  # seconds of a trial, up to which a step may compile the grammar again
 _TRIED = 4096  # results of trials, of which each takes some hundred bytes
 _GIVEN_BACK = 1 << 25  # bytes of compiled grammars, after which the C library gives back those that have left
 _MOST_KEPT, _MOST_HELD = 1 << 26, 1 << 30  # bytes of those that stay, and of these and those that texts have
@@ -76,24 +78,26 @@ class GrammarCompiler:
                 return known
         with _faults(f"a {grammar.kind} that can be compiled"):
             source = _source(package, vocabulary, grammar, forces)
-        size = self._size(trials, vocabulary, key, grammar, source)
+        tried = self._trial(trials, vocabulary, key, grammar, source)
         with self._lock:
-            self._make_room(size)
-            self._since += size
+            self._make_room(tried.size)
+            self._since += tried.size
             if is_due := self._since > _GIVEN_BACK:
                 self._since = 0
         if is_due:
             give_back()
         with _faults(f"a {grammar.kind} that can be compiled"):
             limits = package.LLParserLimits(**_LIMITS)
-            start = package.LLMatcher(vocabulary.reader, source, log_level=0, limits=limits)
+            made = partial(package.LLMatcher, vocabulary.reader, source, log_level=0, limits=limits)
+            start = made()
             if not start.is_error():
                 start.compute_bitmask()  # copies have the states that it needed
         if start.is_error():
             raise _none(grammar, str(start.get_error()))
-        found = Matcher(start, self._vocab_size, self._end_tokens[0])
+        remade = made if tried.seconds <= _QUICK else None
+        found = Matcher(start, self._vocab_size, self._end_tokens[0], remade=remade)
         with self._lock:
-            self._compiled[key], self._held[found] = found, size
+            self._compiled[key], self._held[found] = found, tried.size
             while len(self._compiled) > _KEPT or self._kept > _MOST_KEPT:
                 self._compiled.popitem(last=False)
         return found
@@ -125,14 +129,14 @@ class GrammarCompiler:
         self._compiled.move_to_end(key)
         return known
 
-    def _size(
+    def _trial(
         self, trials: Trials | None, vocabulary: GrammarVocabulary, key: bytes, grammar: Grammar, source: str
-    ) -> int:
-        """The bytes of a grammar by its trial, of which each grammar has one. GrammarError: it has not passed."""
+    ) -> TrialResult:
+        """The result of the trial that a grammar has once; zeros without one. GrammarError: it has not passed."""
         with self._lock:
             known = self._tried.get(key)
         if trials is None:
-            return known.size if isinstance(known, TrialResult) else 0
+            return known if isinstance(known, TrialResult) else TrialResult(0, 0.0, None)
         if known is None:
             try:
                 written = TrialVocabulary(vocabulary.written, self._vocab_size, self._end_tokens)
@@ -149,7 +153,7 @@ class GrammarCompiler:
                     self._tried.popitem(last=False)
         if isinstance(known, GrammarError):
             raise GrammarError(str(known))
-        return known.size
+        return known
 
     def _make_room(self, size: int) -> None:
         """Forget the oldest grammars until another one fits. OutOfMemoryError: texts have the others."""

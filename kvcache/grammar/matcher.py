@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class Matcher:
         stop_tokens: those that may end it where the grammar lets it end.
         text: its tokens so far.
         first: the matcher that made this one, which is at the start; None: this one is.
+        remade: returns another `start`, whose lexer is new; None: that takes too long within a step.
 
     Attributes:
         is_complete: whether the text is whole and no token but one that ends it may follow.
@@ -36,19 +37,22 @@ class Matcher:
 
     def __init__(
         self, start: Any, vocab_size: int, end_token: int, stop_tokens: Iterable[int] = (), text: Sequence[int] = (),
-        first: Matcher | None = None,
+        first: Matcher | None = None, remade: Callable[[], Any] | None = None,
     ) -> None:
         self._start, self._vocab_size, self._end_token = start, vocab_size, end_token
-        self._first, self.is_spent = first, False
+        self._first, self._remade, self.is_spent = first, remade, False
         self._stops, self._before = frozenset(stop_tokens), tuple(text)
         self._ends = np.array(sorted({*self._stops, end_token}), np.int64)
         self._made: Any = None
+        self._after: list[int] = []  # tokens, behind those before
+        self._is_alone = False  # whether it has a lexer of its own
         self._ready: deque[tuple[int | None, Words]] = deque()  # masks, and the draft token that each one is behind
         self.is_complete = False
 
     def fresh(self, stop_tokens: Iterable[int], text: Sequence[int] = ()) -> Matcher:
         """A matcher of another text of the same grammar."""
-        return Matcher(self._start, self._vocab_size, self._end_token, stop_tokens, text, self._first or self)
+        first = self._first or self
+        return Matcher(self._start, self._vocab_size, self._end_token, stop_tokens, text, first, self._remade)
 
     def at(self, text: Sequence[int]) -> Matcher:
         """A matcher of the same text, which is at these tokens."""
@@ -93,8 +97,26 @@ class Matcher:
         words = np.zeros(self.num_words, np.uint32)
         self.state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self.state.is_error():
-            raise self._failure()
+            self._begin_again()
+            self.state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if self.state.is_error():
+                raise step_error(str(self.state.get_error()))
         return words
+
+    def _begin_again(self) -> None:
+        """Go on with a lexer of its own, once, where the one of all texts is full: others may have filled it.
+
+        Raises:
+            GrammarError: otherwise.
+        """
+        error = str(self.state.get_error())
+        is_full = "lexer error" in error and not self._is_alone
+        (self._first or self).is_spent |= is_full
+        if not is_full or self._remade is None:
+            raise step_error(error)
+        self._is_alone = True
+        self._made = self._remade()
+        self._made.consume_tokens([*self._before, *self._after])
 
     def advance(self, token: int) -> None:
         """Follow the text by a token that may follow; one that ends the text changes nothing.
@@ -105,7 +127,10 @@ class Matcher:
         if token in self._stops:
             return
         if not self.state.consume_token(token):
-            raise self._failure()
+            self._begin_again()
+            if not self.state.consume_token(token):
+                raise step_error(str(self.state.get_error()))
+        self._after.append(token)
         self.is_complete = self.state.is_stopped()
         if self._ready:
             self._ready.popleft()
@@ -121,12 +146,6 @@ class Matcher:
         """How many of these tokens may follow one another."""
         count: int = self.state.validate_tokens(list(draft))
         return count
-
-    def _failure(self) -> GrammarError:
-        error = str(self.state.get_error())
-        if "lexer error" in error:
-            (self._first or self).is_spent = True
-        return step_error(error)
 
 
 def step_error(fault: str) -> GrammarError:

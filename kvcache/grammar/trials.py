@@ -73,10 +73,12 @@ class TrialResult(NamedTuple):
 
     Attributes:
         size: bytes that the grammar takes when it is compiled, with its first masks.
+        seconds: of CPU time.
         fault: why it is none, as llguidance says it; None: it is one.
     """
 
     size: int
+    seconds: float
     fault: str | None
 
 
@@ -131,7 +133,7 @@ class Trials:
         if found["limit"] is not None:
             kind = TrialDeadlineError if found["limit"] == "deadline" else GrammarError
             raise kind(self.limits.refusal(found["limit"]))
-        return TrialResult(found["bytes"], found["fault"])
+        return TrialResult(found["bytes"], found["seconds"], found["fault"])
 
     def _asked(self, vocabulary: TrialVocabulary, line: bytes, parser_limits: Mapping[str, Any]) -> dict[str, Any]:
         for is_last in (False, True):

@@ -180,7 +180,7 @@ def test_memory_where_the_system_has_no_limit_of_addresses(tmp_path, monkeypatch
 def test_grammars_that_texts_have_take_memory_together(monkeypatch):
     """The oldest ones that no text has leave first."""
     monkeypatch.setattr(compilers, "_MOST_HELD", 1000)
-    made, trials = compiler(), SimpleNamespace(tried=lambda *asked: TrialResult(400, None))
+    made, trials = compiler(), SimpleNamespace(tried=lambda *asked: TrialResult(400, 0.0, None))
     first, second = (made.compile(regex(text), trials=trials) for text in "ab")
     texts = [first.fresh([END]), second.fresh([END])]
     del first, second
@@ -199,14 +199,23 @@ def follow(matcher, tokens):
 
 
 def test_a_lexer_at_its_limit_is_compiled_anew(monkeypatch):
-    """All texts of a grammar share one lexer, whose states are bounded: later texts begin with a new one."""
-    monkeypatch.setattr(compilers, "_LIMITS", {"max_lexer_states": 40, "verbose_errors": False})
-    made, grammar = compiler(), regex("[a-z]{1,200}")
-    start, letter = made.compile(grammar), TOKENIZER.token_to_id("x")
-    matcher = start.fresh([END])
-    with pytest.raises(GrammarError, match="limits of a step, got lexer error: too many states"):
-        follow(matcher, [letter] * 100)
-    again = made.compile(grammar)
-    assert again is not start
-    follow(again.fresh([END]), [letter])
-    assert made.compile(grammar) is again
+    """Texts of a grammar share a lexer, whose states are bounded: where others have filled it, one has its own."""
+    monkeypatch.setattr(compilers, "_LIMITS", {"max_lexer_states": 80, "verbose_errors": False})
+    letter = TOKENIZER.token_to_id("x")
+    for seconds, goes_on in ((0.0, True), (1.0, False)):
+        trials = SimpleNamespace(tried=lambda *asked, seconds=seconds: TrialResult(0, seconds, None))
+        made, grammar = compiler(), regex("[a-z]{1,200}")
+        start = made.compile(grammar, trials=trials)
+        other, drafted, matcher = (start.fresh([END]) for _ in range(3))
+        for each in (other, drafted):
+            follow(each, [letter] * 5)
+        with pytest.raises(GrammarError, match="limits of a step, got lexer error: too many states"):
+            follow(matcher, [letter] * 100)
+        if goes_on:
+            drafted.holds([letter] * 90)  # an error there shows at the next mask
+            for each in (other, drafted):
+                follow(each, [letter] * 20)
+        again = made.compile(grammar, trials=trials)
+        assert again is not start
+        follow(again.fresh([END]), [letter])
+        assert made.compile(grammar) is again
