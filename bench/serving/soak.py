@@ -1,10 +1,11 @@
 """`python -m bench soak`: hostile and ordinary clients beside each other, over a server of the demo's model.
 
-Ordinary clients read streams, and ask for `/health` and `/metrics` ten times a second. Hostile ones, in a process of
-their own, send what `HOSTILE` has. Printed are the longest times between two events of an ordinary stream and until its
-first one, the longest time of an answer of the two pages, and the server's memory before and after. The exit status is
-1 where a bound is exceeded. The time until the first event has none: with less memory than all clients ask for, some
-wait. A stream that has begun does not.
+Ordinary clients read streams, ask for answers of a new schema, and for `/health` and `/metrics` ten times a second.
+Hostile ones, in a process of their own and with a key of their own, send the bodies and grammars of `hostile_bodies`.
+Printed are the longest times between two events of an ordinary stream and until its first one, the longest times of
+answers of the two pages and to a new schema, and the memory of the server and of its processes before and after. The
+exit status is 1 where a bound is exceeded. The time until the first event has none: with less memory than all clients
+ask for, some wait. A stream that has begun does not.
 """
 
 from __future__ import annotations
@@ -13,39 +14,37 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import random
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from bench.serving.hostile_bodies import BODIES, GRAMMARS
 from kvcache.demo import DIRECTORY
 
-__all__ = ["HOSTILE", "add_arguments", "main"]
+__all__ = ["add_arguments", "main"]
 
 STALL = 0.5  # seconds: the bound
 BOUNDED = ("stream", "/health", "/metrics")
-LEFT = 128  # MiB that the server may have more afterwards: 48 of K and V that were not used before, and the allocator's
+# MiB that the server may have more afterwards: 48 of K and V that were not used before, 64 of grammars that stay, and
+# the allocator's.
+LEFT = 192
+KINDS = {"bodies": BODIES, "grammars": GRAMMARS, "all": {**BODIES, **GRAMMARS}}
 HELD = 50  # connections of a client that opens many
 SLOW, GRACE = 60.0, 10.0  # seconds after which an answer is given up, and ordinary clients are at the end
 
-# Bodies of requests, which take memory or time where a server has no limit for them.
-HOSTILE: dict[str, Callable[[], Any]] = {
-    "a long text": lambda: {"prompt": "a" * 3_000_000},
-    "a long word": lambda: {"prompt": "\u00e9" * 1_500_000},
-    "a text of many messages": lambda: {"prompt": ["hello"] * 100_000},
-    "all log-probabilities": lambda: {"prompt": "x", "n": 32, "logprobs": 5, "max_tokens": 500},
-    "many end tokens": lambda: {"prompt": "x", "stop_token_ids": list(range(400_000))},
-    "long stop strings": lambda: {"prompt": "x", "stop": ["ab" * 100_000] * 4, "max_tokens": 200},
-    "many biases": lambda: {"prompt": "x", "logit_bias": {str(i): -1 for i in range(200_000)}},
-    "many samples": lambda: {"prompt": "x", "n": 128, "max_tokens": 500},
-    "deep JSON": lambda: b"[" * 1_000_000,
-    "no JSON": lambda: random.randbytes(1_000_000),
-}
+# A template whose sign of calls is that of Qwen3, so that tools with grammars may be called.
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}assistant:"
+)
 
 
 class Soak:
@@ -56,22 +55,25 @@ class Soak:
         until: when they end, by `monotonic`.
 
     Attributes:
+        key: of the API.
         longest: the longest time of each kind, in seconds.
         counts: how many of each kind there were.
     """
 
     def __init__(self, address: tuple[str, int], until: float) -> None:
-        self.address, self.until = address, until
-        self.longest = dict.fromkeys([*BOUNDED, "first event"], 0.0)
+        self.address, self.until, self.key = address, until, "ordinary"
+        self.longest = dict.fromkeys([*BOUNDED, "first event", "new schema"], 0.0)
         self.counts = dict.fromkeys([*self.longest, "hostile"], 0)
 
     def ordinary(self, streams: int) -> None:
         """Run ordinary clients until the end."""
-        self._run([*[self.stream() for _ in range(streams)], self.page("/health"), self.page("/metrics")])
+        pages = [self.page("/health"), self.page("/metrics")]
+        self._run([*[self.stream() for _ in range(streams)], self.schemas(), *pages])
 
-    def hostile(self, clients: int, counted: Any) -> None:
+    def hostile(self, clients: int, kind: str, counted: Any) -> None:
         """Run hostile clients until the end, and put the number of their requests into the queue `counted`."""
-        self._run([self.hold(), *[self.attack(list(HOSTILE)[i:] + list(HOSTILE)[:i]) for i in range(clients)]])
+        self.key, names = "hostile", list(KINDS[kind])
+        self._run([self.hold(), *[self.attack(kind, names[i:] + names[:i]) for i in range(clients)]])
         counted.put(self.counts["hostile"])
 
     def _run(self, clients: list[Coroutine[Any, Any, None]]) -> None:
@@ -104,14 +106,26 @@ class Soak:
                 self.see(path, monotonic() - began)
             await asyncio.sleep(0.1)
 
-    async def attack(self, names: list[str]) -> None:
+    async def schemas(self) -> None:
+        """Ask for answers of a schema that is new, one after another."""
+        while monotonic() < self.until:
+            schema = {"type": "object", "properties": {f"p{random.random()}": {"enum": ["a", "b"]}}}
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            talk, began = [{"role": "user", "content": "hi"}], monotonic()
+            try:
+                await self.read("/v1/chat/completions", {"messages": talk, "max_tokens": 4, "response_format": form})
+            finally:
+                self.see("new schema", monotonic() - began)
+            await asyncio.sleep(0.5)
+
+    async def attack(self, kind: str, names: list[str]) -> None:
         """Send hostile bodies; leave some answers unread."""
         while monotonic() < self.until:
             for name in names:
                 if monotonic() < self.until:
                     with suppress(OSError, TimeoutError, asyncio.TimeoutError):
                         patience = min(SLOW, self.until - monotonic()) if random.random() < 0.7 else 0.5
-                        await asyncio.wait_for(self.read("/v1/completions", HOSTILE[name]()), patience)
+                        await asyncio.wait_for(self.read(*KINDS[kind][name]()), patience)
                     self.counts["hostile"] += 1
 
     async def hold(self) -> None:
@@ -140,7 +154,8 @@ class Soak:
         reader, writer = await asyncio.open_connection(*self.address, limit=1 << 30)
         try:
             head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json"
-            writer.write(f"{head}\r\nContent-Length: {len(body or b'')}\r\n\r\n".encode() + (body or b""))
+            head += f"\r\nAuthorization: Bearer {self.key}\r\nContent-Length: {len(body or b'')}\r\n\r\n"
+            writer.write(head.encode() + (body or b""))
             while line := await reader.readline():
                 yield line
         finally:
@@ -156,13 +171,35 @@ class Soak:
 def served(model: Path) -> Iterator[tuple[tuple[str, int], int]]:
     """A server of a model: its address, and its process."""
     command = [sys.executable, "-m", "kvcache", "serve", "--model", str(model), "--name", "m", "--port", "0"]
-    with subprocess.Popen([*command, "--drain", "5"], stdout=subprocess.PIPE, text=True) as process:
+    keys = {**os.environ, "KVCACHE_API_KEYS": "ordinary\nhostile"}
+    with subprocess.Popen([*command, "--drain", "5"], stdout=subprocess.PIPE, text=True, env=keys) as process:
         try:
             assert process.stdout is not None
             host, _, port = process.stdout.readline().rpartition("/v1")[0].rpartition("//")[2].rpartition(":")
             yield (host, int(port)), process.pid
         finally:
             process.terminate()
+
+
+@contextmanager
+def with_template(model: Path) -> Iterator[Path]:
+    """A folder of the demo's model with a template for chats; another model is as it is."""
+    if model != DIRECTORY:
+        yield model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for each in DIRECTORY.iterdir():
+            if each.suffix in (".json", ".safetensors"):
+                (Path(folder) / each.name).symlink_to(each)
+        (Path(folder) / "chat_template.jinja").write_text(TEMPLATE)
+        yield Path(folder)
+
+
+def children(process: int) -> list[int]:
+    """The processes that a process has started, and those of these."""
+    files = [each / "children" for each in Path(f"/proc/{process}/task").iterdir()]
+    found = [int(each) for file in files for each in file.read_text().split()]
+    return found + [each for child in found for each in children(child)]
 
 
 def resident(process: int, what: str = "VmRSS") -> int:
@@ -178,25 +215,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="default 60; an hour shows what grows slowly")
     parser.add_argument("--streams", type=int, default=2, help="ordinary streams at once (default 2)")
     parser.add_argument("--hostile", type=int, default=4, help="hostile clients at once (default 4)")
+    parser.add_argument("--only", choices=KINDS, default="all", help="of hostile bodies (default all)")
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the clients and print what they saw; 1 if a bound is exceeded."""
-    with served(options.model) as (address, process):
+    with with_template(options.model) as model, served(model) as (address, process):
         Soak(address, monotonic() + 2).ordinary(options.streams)
         before = resident(process)
         soak, others = Soak(address, monotonic() + options.seconds), multiprocessing.get_context("spawn")
         counted = others.SimpleQueue()
-        attack = others.Process(target=soak.hostile, args=(options.hostile, counted))
+        attack = others.Process(target=soak.hostile, args=(options.hostile, options.only, counted))
         attack.start()
         soak.ordinary(options.streams)
         soak.counts["hostile"] = counted.get()
         attack.join()
         Soak(address, monotonic() + 5).ordinary(options.streams)
         after, peak = resident(process), resident(process, "VmHWM")
+        others_after = sum(map(resident, children(process)))
     for kind, seconds in soak.longest.items():
         bound = f", bound {STALL} s" if kind in BOUNDED else ""
         print(f"{kind:11} {soak.counts[kind]:7} times, the longest one {seconds:.3f} s{bound}")
     print(f"hostile     {soak.counts['hostile']:7} requests")
     print(f"memory      {before} MiB before, {peak} at most, {after} after, bound {before + LEFT}")
+    print(f"processes   {others_after} MiB of those that the server has started")
     return int(max(soak.longest[kind] for kind in BOUNDED) > STALL or after > before + LEFT)

@@ -14,6 +14,7 @@ from kvcache.engine.completion import Request, as_prompt
 from kvcache.grammar.compiler import GrammarCompiler
 from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.matcher import Matcher
+from kvcache.grammar.trials import Trials
 from kvcache.networks.protocols import NetworkConfig
 from kvcache.sampling.sampling import Biases, Sampler, SamplingParams
 from kvcache.sampling.stop_strings import StopStrings
@@ -77,12 +78,19 @@ class NewRequests:
         matcher = None if params.grammar is None else self.matcher(params.grammar, tokenizer, stops)
         return Shared(stops, StopStrings(params.stop), biases, matcher)
 
-    def matcher(self, grammar: Grammar, tokenizer: Callable[[], Any], stop_tokens: Iterable[int] = ()) -> Matcher:
+    def matcher(
+        self, grammar: Grammar, tokenizer: Callable[[], Any], stop_tokens: Iterable[int] = (),
+        trials: Trials | None = None,
+    ) -> Matcher:
         """A matcher at the start of a grammar, which is compiled unless it is known; see the compiler."""
+        return self.compiler(tokenizer).compile(grammar, stop_tokens, trials)
+
+    def compiler(self, tokenizer: Callable[[], Any]) -> GrammarCompiler:
+        """The compiler of this engine's grammars, which is made once."""
         with self._lock:
             if self._grammars is None:
                 self._grammars = GrammarCompiler(tokenizer, self._config.vocab_size, self._ends)
-        return self._grammars.compile(grammar, stop_tokens)
+            return self._grammars
 
     @property
     def _ends(self) -> tuple[int, ...]:

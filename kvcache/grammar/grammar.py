@@ -23,6 +23,7 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 # for what `(a{1000}){1000}` forces.
 _MOST_FORCED = 1000
 _COUNTS = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+_RULE = re.compile(r"(?m)^[^\S\n]*[!?]?\w")  # within one line: `\s` would read all empty lines from each of them
 # Llguidance puts what stands between two tokens of JSON at no bound, and small networks then write spaces to the end of
 # the answer. A space, or a new line with the indentation of four levels, is what networks write.
 _SPACES = r"( |\n {0,16})?"
@@ -163,7 +164,7 @@ def _check_schema(text: str) -> None:
 
 def _check_rules(text: str) -> None:
     """Raise GrammarError for a Lark grammar of too many rules, or of too many objects in its schemas."""
-    rules, objects = len(re.findall(r"(?m)^\s*[!?]?\w", text)), text.count("{")
+    rules, objects = len(_RULE.findall(text)), text.count("{")
     if max(rules, objects) > _MOST_RULES:
         got = f"{rules} and {objects}"
         raise GrammarError(f"grammar: expected a Lark grammar of at most {_MOST_RULES} rules and braces, got {got}")

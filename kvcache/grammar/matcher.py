@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import GrammarError
 
-__all__ = ["Matcher"]
+__all__ = ["Matcher", "step_error"]
 
 Words = NDArray[np.uint32]
 
@@ -27,24 +27,32 @@ class Matcher:
         end_token: a token whose bit says that the text may end.
         stop_tokens: those that may end it where the grammar lets it end.
         text: its tokens so far.
+        first: the matcher that made this one, which is at the start; None: this one is.
+        remade: returns another `start`, whose lexer is new; None: that takes too long within a step.
 
     Attributes:
         is_complete: whether the text is whole and no token but one that ends it may follow.
+        is_spent: of the first one, whether the lexer that all of them share has reached a limit, and computes nothing.
     """
 
     def __init__(
-        self, start: Any, vocab_size: int, end_token: int, stop_tokens: Iterable[int] = (), text: Sequence[int] = ()
+        self, start: Any, vocab_size: int, end_token: int, stop_tokens: Iterable[int] = (), text: Sequence[int] = (),
+        first: Matcher | None = None, remade: Callable[[], Any] | None = None,
     ) -> None:
         self._start, self._vocab_size, self._end_token = start, vocab_size, end_token
+        self._first, self._remade, self.is_spent = first, remade, False
         self._stops, self._before = frozenset(stop_tokens), tuple(text)
         self._ends = np.array(sorted({*self._stops, end_token}), np.int64)
         self._made: Any = None
+        self._after: list[int] = []  # tokens, behind those before
+        self._is_alone = False  # whether it has a lexer of its own
         self._ready: deque[tuple[int | None, Words]] = deque()  # masks, and the draft token that each one is behind
         self.is_complete = False
 
     def fresh(self, stop_tokens: Iterable[int], text: Sequence[int] = ()) -> Matcher:
         """A matcher of another text of the same grammar."""
-        return Matcher(self._start, self._vocab_size, self._end_token, stop_tokens, text)
+        first = self._first or self
+        return Matcher(self._start, self._vocab_size, self._end_token, stop_tokens, text, first, self._remade)
 
     def at(self, text: Sequence[int]) -> Matcher:
         """A matcher of the same text, which is at these tokens."""
@@ -89,8 +97,26 @@ class Matcher:
         words = np.zeros(self.num_words, np.uint32)
         self.state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self.state.is_error():
-            raise _failure(self.state)
+            self._begin_again()
+            self.state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if self.state.is_error():
+                raise step_error(str(self.state.get_error()))
         return words
+
+    def _begin_again(self) -> None:
+        """Go on with a lexer of its own, once, where the one of all texts is full: others may have filled it.
+
+        Raises:
+            GrammarError: otherwise.
+        """
+        error = str(self.state.get_error())
+        is_full = "lexer error" in error and not self._is_alone
+        (self._first or self).is_spent |= is_full
+        if not is_full or self._remade is None:
+            raise step_error(error)
+        self._is_alone = True
+        self._made = self._remade()
+        self._made.consume_tokens([*self._before, *self._after])
 
     def advance(self, token: int) -> None:
         """Follow the text by a token that may follow; one that ends the text changes nothing.
@@ -101,7 +127,10 @@ class Matcher:
         if token in self._stops:
             return
         if not self.state.consume_token(token):
-            raise _failure(self.state)
+            self._begin_again()
+            if not self.state.consume_token(token):
+                raise step_error(str(self.state.get_error()))
+        self._after.append(token)
         self.is_complete = self.state.is_stopped()
         if self._ready:
             self._ready.popleft()
@@ -119,6 +148,7 @@ class Matcher:
         return count
 
 
-def _failure(state: Any) -> GrammarError:
-    error = str(state.get_error()).strip().partition("\n")[0]
-    return GrammarError(f"grammar: expected the next tokens within the limits of a step, got {error or 'an error'}")
+def step_error(fault: str) -> GrammarError:
+    """The error of a grammar at a limit of a step, with the first line of what llguidance says."""
+    line = fault.strip().partition("\n")[0]
+    return GrammarError(f"grammar: expected the next tokens within the limits of a step, got {line or 'an error'}")

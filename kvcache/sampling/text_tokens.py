@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from bisect import bisect_right
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
+from kvcache.support.heaps import give_back
 
 __all__ = ["TooManyTokens", "encoded", "encoded_with_ends", "least_tokens"]
 
@@ -197,7 +196,5 @@ def _alphabet() -> list[str]:
 
 def _give_back(text: str) -> None:
     """Return what a large text took to the system. The C library keeps it otherwise, all of a text of megabytes."""
-    if len(text) < _LARGE:
-        return
-    with suppress(AttributeError, OSError, TypeError):  # a C library without this call
-        ctypes.CDLL(None).malloc_trim(0)
+    if len(text) >= _LARGE:
+        give_back()

@@ -33,7 +33,6 @@ from kvcache.server.request_log import RequestLog
 from kvcache.server.served_model import ServedModel
 from kvcache.server.server_reports import ServerReports
 from kvcache.server.telemetry import Telemetry
-from kvcache.serving import BatchEngine
 from kvcache.support.arguments import short
 from kvcache.support.hosts import is_loopback
 
@@ -82,7 +81,7 @@ def make_app(
             if telemetry is not None:
                 running.push_async_callback(run_sync, telemetry.flush)  # a signal ends the process right after this
             for model in served.all:
-                await running.enter_async_context(_running(model.engine))
+                await running.enter_async_context(_running(model))
             yield
 
     routes = [
@@ -112,8 +111,9 @@ def make_app(
 
 
 @asynccontextmanager
-async def _running(engine: BatchEngine) -> AsyncIterator[None]:
-    """An engine that runs until the end of the context."""
+async def _running(model: ServedModel) -> AsyncIterator[None]:
+    """A model whose engine runs until the end of the context."""
+    engine = model.engine
     if knows_grammars():
         with suppress(GrammarError):  # a tokenizer that llguidance does not read: each request is told
             await run_sync(engine.prepare_grammar, json_object())  # no thread runs while it reads the vocabulary
@@ -121,6 +121,7 @@ async def _running(engine: BatchEngine) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        await run_sync(model.trials.close)
         await run_sync(partial(engine.close, cancel=True))
 
 

@@ -76,13 +76,14 @@ class Intake:
                 found = await run_sync(self._taken, method, data, space, limiter=limiter)
                 if not isinstance(found, _Waiting):
                     return found
-                await run_sync(found.model.compile, found.asked.body, limiter=self._threads.grammars)
+                async with self._threads.turn(space):
+                    await run_sync(found.model.compile, found.asked.body, limiter=self._threads.grammars)
                 return await run_sync(self._queued, *found, limiter=limiter)
 
         return endpoint
 
     def _taken(self, method: Method, data: bytearray, space: Hashable) -> ASGIApp | _Waiting:
-        """The answer to a body, or what waits for its grammar, since the compilation may take long."""
+        """The answer to a body, or what waits for its grammar where that is new: the compilation may take long."""
         try:
             body = json_of(data)
             model = self._models.of(body)
@@ -92,7 +93,10 @@ class Intake:
             raise ValueError("body: expected at most some hundred levels, got more") from None
         if not isinstance(found, Asked):
             return found
-        return self._queued(model, found) if found.body.params.grammar is None else _Waiting(model, found)
+        if model.compiles(found.body):
+            return _Waiting(model, found)
+        model.compile(found.body)  # raises, where it was refused before
+        return self._queued(model, found)
 
     def _queued(self, model: ServedModel, asked: Asked) -> ASGIApp:
         with _limits_told(model):

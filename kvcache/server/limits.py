@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import cached_property
 
-from anyio import CapacityLimiter, fail_after
+from anyio import CapacityLimiter, Lock, fail_after
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
@@ -51,8 +52,19 @@ class BodyReader:
             self._bytes -= counted
 
 
+@dataclass
+class _Turns:
+    """The lock of a namespace, and how many have it or wait for it."""
+
+    lock: Lock
+    count: int = 0
+
+
 class Threads:
     """Limits of how much runs at a time beside the event loop; the rest waits without a thread."""
+
+    def __init__(self) -> None:
+        self._turns: dict[Hashable, _Turns] = {}  # of namespaces with grammars that wait
 
     @cached_property
     def reports(self) -> CapacityLimiter:
@@ -76,8 +88,21 @@ class Threads:
 
     @cached_property
     def grammars(self) -> CapacityLimiter:
-        """The limit of grammars that are compiled: a hostile one takes seconds, and holds up other new ones alone."""
+        """The limit of new grammars that are compiled: a hostile one takes a second of the processor."""
         return CapacityLimiter(1)
+
+    @asynccontextmanager
+    async def turn(self, space: Hashable) -> AsyncIterator[None]:
+        """Wait until no other new grammar of a namespace waits: one of another namespace waits for one of each."""
+        turns = self._turns.setdefault(space, _Turns(Lock()))
+        turns.count += 1
+        try:
+            async with turns.lock:
+                yield
+        finally:
+            turns.count -= 1
+            if not turns.count:
+                del self._turns[space]
 
     def for_body(self, size: int) -> CapacityLimiter:
         """The one for a body of so many bytes."""

@@ -7,11 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Union
 
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from kvcache.errors import GrammarError, OutOfMemoryError, QueueFullError
 from kvcache.grammar import Grammar
+from kvcache.grammar.trials import Trials
 from kvcache.sampling.text_tokens import TooManyTokens
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.answers import HttpAnswer
@@ -66,6 +68,7 @@ class ServedModel:
         engine: see above.
         names: all of them; that of the model first.
         created: when this was made, in seconds since 1970.
+        trials: of new grammars.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class ServedModel:
         tool_parser: str | None = None,
     ) -> None:
         self.engine, self.names, self.created = engine, tuple(dict.fromkeys((name, *aliases))), now()
+        self.trials = Trials()
         self._prompts = Prompts(engine, plain_special_tokens)
         self._voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)
         self._texts, self._fingerprints = TokenTexts(engine.tokenizer), Fingerprints()
@@ -120,20 +124,32 @@ class ServedModel:
         found = self._voices.calling(asked, prompt.tail, form)
         return self._voices.formed(form, prompt.tail) if found is None and form is not None else found
 
-    def compile(self, body: Body) -> None:
-        """Compile the grammar of a body, which may take long."""
-        assert body.params.grammar is not None
+    def compiles(self, body: Body) -> bool:
+        """Whether a body has a grammar that is new, for which `compile` may take long."""
+        grammar = body.params.grammar
         try:
-            self.engine.prepare_grammar(body.params.grammar, body.params.stop_token_ids)
+            return grammar is not None and not self.engine.knows_grammar(grammar, body.params.stop_token_ids)
+        except GrammarError:  # of the tokenizer, as `compile` says
+            return True
+
+    def compile(self, body: Body) -> None:
+        """Compile the grammar of a body, when it has passed a trial."""
+        if (grammar := body.params.grammar) is None:
+            return
+        try:
+            self.engine.prepare_grammar(grammar, body.params.stop_token_ids, trials=self.trials)
         except GrammarError as error:
             raise grammar_refused(error, self._field_of(body)) from None
+        except OutOfMemoryError:
+            message = "grammar: expected room for it beside those of texts that run and wait, got none"
+            raise HTTPException(503, message) from None
 
     def _field_of(self, body: Body) -> str:
         """The field that the grammar of a body is refused for: its form, where that cannot be compiled alone either."""
         if body.form is not None:
             try:
-                self.engine.prepare_grammar(body.form, body.params.stop_token_ids)
-            except GrammarError:
+                self.engine.prepare_grammar(body.form, body.params.stop_token_ids, trials=self.trials)
+            except (GrammarError, OutOfMemoryError):
                 return "response_format"
         return "tools"
 

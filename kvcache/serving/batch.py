@@ -24,6 +24,7 @@ from kvcache.engine.requests import SCORE_FLOATS
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.grammar.grammar import Grammar
+from kvcache.grammar.trials import Trials
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
 from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.prefix.prefix_stats import PrefixCacheStats
@@ -248,7 +249,9 @@ class BatchEngine:
             keep: seconds that the prompt stays cached for, when it has run and after each later use; or pairs of a
                 number of its first tokens, and seconds. It ends earlier where a request would not run otherwise, the
                 one that ends first at first. All such prefixes have a half of the blocks at most, those of a namespace
-                a quarter; what is beyond is not kept. With `max_tokens` 0 the prompt runs, and nothing else.
+                a quarter, and there are at most 1,024 of them, 512 of a namespace; what is beyond is not kept.
+                Namespaces that are tuples count together where their first entry is the same. With `max_tokens` 0 the
+                prompt runs, and nothing else.
             parts_at: after how many tokens of the prompt later ones are expected to differ, as `chat_parts` tells. A
                 network whose layers keep a state keeps it there; of no use to others.
             prefix: what `InferenceEngine.compress` made of a text before the prompt, whose tokens the prompt does not
@@ -300,19 +303,31 @@ class BatchEngine:
         self._enqueue(request, samples, priority, deadline)
         return request
 
-    def prepare_grammar(self, grammar: Grammar, stop_token_ids: Iterable[int] = ()) -> None:
+    def prepare_grammar(
+        self, grammar: Grammar, stop_token_ids: Iterable[int] = (), *, trials: Trials | None = None
+    ) -> None:
         """Compile a grammar, so that a `submit` with it and with these stop tokens finds it.
 
         The first one reads the vocabulary, which takes seconds where that is large, and other threads wait meanwhile;
         compilations hold up none.
 
+        Args:
+            trials: compile a grammar that is new in another process first, under limits of time and memory, as the
+                server does. None: a hostile grammar may take minutes and all memory.
+
         Raises:
             GrammarError: it is none, or beyond a limit; the engine has no tokenizer that llguidance reads, or its
                 network has no end tokens.
+            OutOfMemoryError: the grammars of all texts take the memory that they may.
             ImportError: without llguidance.
         """
         grammar = as_instance(grammar, Grammar, "grammar")
-        self._new.matcher(grammar, lambda: self.tokenizer, stop_token_ids)
+        self._new.matcher(grammar, lambda: self.tokenizer, stop_token_ids, trials)
+
+    def knows_grammar(self, grammar: Grammar, stop_token_ids: Iterable[int] = ()) -> bool:
+        """Whether `prepare_grammar` with these compiles nothing: it was compiled, or refused by trials."""
+        grammar = as_instance(grammar, Grammar, "grammar")
+        return self._new.compiler(lambda: self.tokenizer).knows(grammar, stop_token_ids)
 
     def _sample(
         self, prompt: Any, params: SamplingParams, namespace: Hashable, shared: Shared, number: int,

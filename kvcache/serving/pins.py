@@ -21,7 +21,7 @@ from kvcache.texts.text import Text
 __all__ = ["Pin", "Pins", "as_kept"]
 
 _MOST = 1024  # pins: those of a namespace are compared with each text of it that begins
-_OF_ALL, _OF_ONE = 2, 4  # a half of all blocks, and a quarter for one namespace
+_OF_ALL, _OF_ONE = 2, 4  # a half of all blocks, and a quarter for one owner, who has a half of the pins at most too
 
 
 def as_kept(keep: Any, num_tokens: int, block_size: int) -> list[tuple[int, float]]:
@@ -92,7 +92,7 @@ class Pins:
         shorter = [each for each in self.all if each.begins(text, stop) and each.until <= until]
         longer = [each for each in self.all if each.until >= until and _covers(each, text, stop)]
         stop = min(stop, self._room(text.namespace, shorter) * self._pool.block_size)
-        if longer or stop < max([1, *(each.stop for each in shorter)]) or len(self.all) - len(shorter) >= _MOST:
+        if longer or stop < max([1, *(each.stop for each in shorter)]) or not self._may_add(text.namespace, shorter):
             return
         pin = Pin(text, stop, seconds, until)
         with suppress(MemoryError):  # of the system
@@ -101,10 +101,16 @@ class Pins:
                 for each in shorter:
                     self._release(each)
 
+    def _may_add(self, namespace: Hashable, without: list[Pin]) -> bool:
+        """Whether there may be another pin of the owner of a namespace, when some others have left."""
+        others = [each for each in self.all if each not in without]
+        mine = sum(_owner(each.namespace) == _owner(namespace) for each in others)
+        return len(others) < _MOST and mine < _MOST * _OF_ALL // _OF_ONE
+
     def _room(self, namespace: Hashable, without: list[Pin]) -> int:
         """The blocks that a pin of a namespace may have, when some others have left."""
         others = [each for each in self.all if each not in without]
-        mine = sum(self._blocks(each) for each in others if each.namespace == namespace)
+        mine = sum(self._blocks(each) for each in others if _owner(each.namespace) == _owner(namespace))
         total = self._pool.total_blocks
         return max(0, min(total // _OF_ONE - mine, total // _OF_ALL - sum(map(self._blocks, others))))
 
@@ -182,6 +188,11 @@ class Pins:
         for pin in list(self.all):
             found[pin.namespace] += pin.stop
         return dict(found)
+
+
+def _owner(namespace: Hashable) -> Hashable:
+    """The owner of a namespace: a tuple's first entry, so that an API key has one share, whatever salts it sends."""
+    return namespace[0] if isinstance(namespace, tuple) and namespace else namespace
 
 
 def _covers(pin: Pin, text: Text, stop: int) -> bool:

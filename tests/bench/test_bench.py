@@ -19,6 +19,7 @@ from bench.prefix.policies import POLICIES, lru, optimal, replay
 from bench.prefix.trace import through_trie
 from bench.prefix.workloads import Mix, from_mooncake, synthetic
 from bench.serving import agents_cli
+from bench.serving.hostile_bodies import GRAMMARS
 from bench.serving.products import work_of_step
 from bench.support.common import Candidate, Case, Claim, at_most, faster, run_case
 from bench.support.report import markdown, text_table, time_text
@@ -220,9 +221,17 @@ def test_soak(capsys):
     pytest.importorskip("uvicorn")
     assert main(["soak", "--seconds", "1", "--hostile", "0", "--streams", "1"]) in (0, 1)
     printed = capsys.readouterr().out
-    for kind in ("stream", "/health", "/metrics", "first event"):
+    for kind in ("stream", "/health", "/metrics", "first event", "new schema"):
         assert re.search(rf"^{kind} +[1-9]\d* times, the longest one \d+\.\d+ s", printed, re.MULTILINE), printed
     assert re.search(r"^memory +\d+ MiB before, \d+ at most, \d+ after", printed, re.MULTILINE)
+
+
+def test_hostile_grammars_are_new_each_time():
+    """The server remembers the others."""
+    for name, make in GRAMMARS.items():
+        (path, body), (_, other) = make(), make()
+        assert path == "/v1/chat/completions", name
+        assert json.dumps(body) != json.dumps(other), name
 
 
 def test_the_cost_of_block_events(capsys):

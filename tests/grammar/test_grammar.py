@@ -1,6 +1,8 @@
 """Grammars: their arguments and their bounds, which a hostile schema meets before it is compiled."""
 
 import json
+import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -38,6 +40,18 @@ def test_equal_grammars_are_equal():
 def test_no_schema(schema, message):
     with pytest.raises(GrammarError, match=f"grammar: expected .*{message}"):
         json_schema(schema)
+
+
+def test_rules_are_counted_in_linear_time():
+    """Whatever is on the lines: a count by the square of them takes a minute."""
+    began = time.process_time()
+    for line in ("", " ", "\t ", "?", "!x", "{"):
+        text = 'start: "a"' + f"\n{line}" * ((1 << 16) // (len(line) + 1) - 10)
+        with nullcontext() if not line.strip("?\t ") else pytest.raises(GrammarError, match="at most 1000 rules"):
+            lark(text)
+    assert time.process_time() - began < 10
+    with pytest.raises(GrammarError, match="got 1001 and 0"):
+        lark("\n \n".join(f" {('', '?', '!')[i % 3]}r{i}: r{i + 1}" for i in range(1001)))
 
 
 def test_no_grammar():

@@ -158,7 +158,9 @@ def test_without_the_package(served, monkeypatch):
 
 
 def test_a_grammar_that_fails_as_it_runs(served, monkeypatch):
-    bomb = lark("start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(40)) + '\nr40: "a"')
+    """Behind as many characters as no trial reads."""
+    rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(40))
+    bomb = lark(f'start: P r0\nP: /[xy]{{40}}/\n{rules}\nr40: "a"')
     monkeypatch.setattr(constraints, "json_schema", lambda schema, strict: bomb)
     with pytest.raises(openai.BadRequestError, match="grammar: expected the next tokens within the limits of a step"):
         asked(served, 1, response_format=form(SCHEMA))
@@ -170,18 +172,32 @@ def test_a_slow_compilation_holds_up_its_own_request_alone(served, monkeypatch):
     slow = [{"const": i} for i in range(9)]
     asked(served, 1, response_format=form(SCHEMA))
 
-    def slowly(self, grammar, *stops):
+    def slowly(self, grammar, *more):
         if "const" in grammar.text:
             reached.set()
             assert go_on.wait(60)
-        return compile(self, grammar, *stops)
+        return compile(self, grammar, *more)
 
     monkeypatch.setattr(GrammarCompiler, "compile", slowly)
     with ThreadPoolExecutor(9) as pool:
         waiting = [pool.submit(asked, served, 1, response_format=form(each)) for each in slow]
         assert reached.wait(60)
         for seed in range(10):
-            asked(served, seed, max_tokens=3)
+            asked(served, seed, max_tokens=3, **({"response_format": form(SCHEMA)} if seed % 2 else {}))
         assert not any(each.done() for each in waiting)
         go_on.set()
         assert [each.result().choices[0].message.content for each in waiting] == [str(i) for i in range(9)]
+
+
+def test_a_grammar_beyond_a_limit_is_refused_by_its_name(served):
+    """Once; the next body with it is told at once, and bodies of others are answered."""
+    trials = served.model.trials
+    trials.limits = trials.limits._replace(memory=24 << 20)
+    for _ in range(2):
+        with pytest.raises(openai.BadRequestError, match="expected one that takes at most 24 MiB to compile") as caught:
+            asked(served, 1, response_format=form({"type": "integer", "multipleOf": 99_999_989}))
+        assert (caught.value.param, caught.value.code) == ("response_format", "invalid_json_schema")
+        count = trials.count
+    assert trials.count == count
+    asked(served, 1, response_format=form({"const": "another"}))
+    assert trials.count == count + 1

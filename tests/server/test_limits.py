@@ -5,6 +5,7 @@ import re
 import threading
 import time
 
+import anyio
 import openai
 import pytest
 from chat_folders import chat_folder
@@ -15,6 +16,7 @@ from kvcache.commands.serve import keys_of
 from kvcache.sampling import text_stream
 from kvcache.server import logprobs
 from kvcache.server.api_keys import Keys
+from kvcache.server.limits import Threads
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -61,6 +63,24 @@ def test_bodies_on_their_way_have_one_budget(path):
         until(lambda: served.bodies._bytes > 200_000)
         left.close()
         until(lambda: served.bodies._bytes == 0)
+
+
+def test_new_grammars_of_a_key_wait_for_each_other():
+    """One of another key waits for one of them, however many there are."""
+
+    async def compiled(threads, space, order):
+        async with threads.turn(space), threads.grammars:
+            order.append(space)
+            await anyio.sleep(0)
+
+    async def all_of_them():
+        threads, order = Threads(), []
+        async with anyio.create_task_group() as tasks:
+            for space in "aaaaabbc":
+                tasks.start_soon(compiled, threads, space, order)
+        return "".join(order), threads._turns
+
+    assert anyio.run(all_of_them) == ("abcabaaa", {})
 
 
 def until(condition):

@@ -12,7 +12,7 @@ from windowed_networks import Windowed
 
 from kvcache import BatchEngine, EvictionPolicy, SamplingParams
 from kvcache.engine import Transformer
-from kvcache.serving import exposition
+from kvcache.serving import exposition, pins
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -123,6 +123,24 @@ def test_limits():
     page = exposition(engine.stats(), spaces)
     assert "# TYPE kvcache_pinned_blocks gauge\nkvcache_pinned_blocks 20\n" in page
     assert 'kvcache_namespace_pinned_tokens{namespace="b"} 64\n' in page
+
+
+@pytest.mark.parametrize("space", [lambda i: "a", lambda i: ("a", f"salt {i}")], ids=["one name", "salts of a key"])
+def test_limits_of_one_owner(space, monkeypatch):
+    """A key has one share of memory and of the number of pins, whatever salts it sends: others find room."""
+    monkeypatch.setattr(pins, "_MOST", 8)
+    engine, _ = engine_of(200)
+    for number in range(8):
+        asked(engine, text(number, 16), WARM, namespace=space(number), keep=100.0)
+    assert engine.stats().pinned_blocks == 2 * 4
+    asked(engine, text(20, 16), WARM, namespace="b", keep=100.0)
+    assert engine.namespace_stats()["b"].pinned_tokens == 16
+    monkeypatch.setattr(pins, "_MOST", 100)
+    for number in range(30, 38):
+        asked(engine, text(number, 80), WARM, namespace=space(number), keep=100.0)
+    assert engine.stats().pinned_blocks == 200 // 4 + 2
+    asked(engine, text(40, 80), WARM, namespace=("b", "salt"), keep=100.0)
+    assert engine.namespace_stats()["b", "salt"].pinned_tokens == 80
 
 
 def test_pins_give_way_to_a_request_that_would_not_run_otherwise():

@@ -130,7 +130,7 @@ class Served:
     Attributes:
         path: of the checkpoint.
         alone: an engine for one request at a time over the same network.
-        engine, network, app, server, bodies: of the server.
+        model, engine, network, app, server, bodies: of the server.
         url: of its interface.
     """
 
@@ -142,7 +142,8 @@ class Served:
         self._script = Script()
         limits = dict(limits)
         names = {name: limits.pop(name) for name in OF_A_MODEL if name in limits}
-        self.app = make_app([ServedModel(self.engine, MODEL, **names), *limits.pop("others", ())], keys, **limits)
+        self.model = ServedModel(self.engine, MODEL, **names)
+        self.app = make_app([self.model, *limits.pop("others", ())], keys, **limits)
         self.bodies = self.app.state.bodies
         config = uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=drain, lifespan="on")
         self.server = uvicorn.Server(config)

@@ -22,6 +22,7 @@ from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, WorkerUnavail
 
 from kvcache.engine.opening import checkpoint_text
 from kvcache.errors import GrammarError, InvalidOperationError, OutOfMemoryError, QueueFullError
+from kvcache.grammar import Trials
 from kvcache.integrations.dynamo.dynamo_options import engine_of, options_of
 from kvcache.integrations.dynamo.token_request import TokenRequest, chunk_of, end_of
 from kvcache.serving import BatchEngine, Request, exposition
@@ -50,6 +51,7 @@ class DynamoWorker(LLMEngine):
         self._running: dict[str, Request] = {}  # by the id of the context
         self._stopping, self._reporter = threading.Event(), threading.Thread()
         self._text_of = lru_cache(_TEXTS)(self._text)
+        self._trials, self._grammars = Trials(), asyncio.Lock()
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[DynamoWorker, WorkerConfig]:
@@ -126,7 +128,7 @@ class DynamoWorker(LLMEngine):
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         """The new tokens of all samples of a request, as they come, and why the first sample ended."""
-        work, reasons = self._submit(request), {}
+        work, reasons = await self._submit(request), {}
         self._running[context.id()] = work
         try:
             async for part in work.arrivals(with_text=False):
@@ -142,12 +144,17 @@ class DynamoWorker(LLMEngine):
             self._running.pop(context.id(), None)
             work.cancel()  # nothing, where it has ended
 
-    def _submit(self, request: Any) -> Request:
-        if self._engine is None or self._stopping.is_set():
+    async def _submit(self, request: Any) -> Request:
+        engine = self._engine
+        if engine is None or self._stopping.is_set():
             raise EngineShutdown("expected a worker that runs, got one that ends")
         try:
-            tokens, params, n, namespace = TokenRequest.of(request, self._engine.sampling_params, self._context)
-            return self._engine.submit(tokens, params, n=n, namespace=namespace)
+            tokens, params, n, namespace = TokenRequest.of(request, engine.sampling_params, self._context)
+            if (grammar := params.grammar) is not None:
+                prepare = partial(engine.prepare_grammar, grammar, params.stop_token_ids, trials=self._trials)
+                async with self._grammars:  # one at a time, as they are tried; the event loop goes on
+                    await asyncio.to_thread(prepare)
+            return engine.submit(tokens, params, n=n, namespace=namespace)
         except QueueFullError as error:  # another worker may have room
             raise WorkerUnavailable(str(error)) from None
         except InvalidOperationError as error:
@@ -172,6 +179,7 @@ class DynamoWorker(LLMEngine):
     async def cleanup(self) -> None:
         """End the engine and what it has open; a second call does nothing, and one after a failed start neither."""
         self._stopping.set()
+        await asyncio.to_thread(self._trials.close)
         if self._reporter.ident is not None:
             await asyncio.to_thread(self._reporter.join)
         if self._engine is not None:
