@@ -120,7 +120,9 @@ NEUTRAL: dict[str, Any] = {
 
 def architecture_of(file: GgufFile) -> Architecture:
     """Raises CheckpointError for an architecture that is not supported."""
-    name = file.metadata.get("general.architecture")
+    name, kind = file.metadata.get("general.architecture"), file.metadata.get("general.type", "model")
+    if kind != "model":
+        raise CheckpointError(f"{file.path}: general.type: expected model, got {short(kind)}")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
             f"{file.path}: general.architecture: expected one of {', '.join(ARCHITECTURES)}, got {short(name)}"
@@ -393,6 +395,8 @@ def _set_heads(read: _Entries, architecture: Architecture, found: dict[str, Any]
     if read.get("attention.value_length") not in (None, size):
         read.fail("attention.value_length", f"{short(size)} as in every head")
     turned = read.get("rope.dimension_count")
+    if found.get("position_embedding_type") == "nope":
+        turned = None  # nothing turns: files say the hidden size over the heads, or anything
     if turned not in (None, size):
         may = architecture.model_type in _PARTIAL
         partial = may and type(turned) is int and type(size) is int and 0 < turned < size

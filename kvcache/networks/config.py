@@ -16,7 +16,7 @@ from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import Family, family_of
-from kvcache.networks.files import read_json
+from kvcache.networks.files import read_json, refuse_adapter
 from kvcache.networks.latent_sizes import LatentSizes, latent_scale
 from kvcache.networks.layer_sizes import LayerSizes, sizes_of
 from kvcache.networks.quantisation import quantisation_of
@@ -165,9 +165,11 @@ class ModelConfig:
 
         Raises:
             FileNotFoundError: there is no `config.json`.
-            CheckpointError: not JSON, a key is missing or of the wrong type, or an option is not supported.
+            CheckpointError: not JSON, a key is missing or of the wrong type, an option is not supported, or the
+                directory has an adapter.
         """
         directory = Path(directory)
+        refuse_adapter(directory)
         config = read_json(directory / "config.json", infinity=True)
         generation = directory / "generation_config.json"
         # Both files may hold `eos_token_id`; generation_config.json takes precedence.
@@ -200,6 +202,7 @@ class ModelConfig:
         num_layers = read.size("num_hidden_layers", len(listed or ()) or None, most=_MAX_LAYERS)
         _refuse_unsupported(config, family, read)
         if family.recurrence and family.windows != "none":
+            listed = listed or [_kind_of_lfm3(i) for i in range(num_layers)]
             listed, config = _without_windows(listed), {**config, "layer_types": _windows_alone(listed)}
         mixers, recurrence = mixers_of(config, listed, family.recurrence, num_layers), None
         if family.recurrence:
@@ -427,14 +430,19 @@ def _rotated_by_list(read: Entries, num_layers: int) -> tuple[bool, ...]:
     return tuple(bool(value) for value in listed[:num_layers])
 
 
-def _without_windows(listed: list[Any] | None) -> list[Any] | None:
+def _kind_of_lfm3(layer: int) -> str:
+    """The kind of a layer where files do not list them."""
+    return {2: _FULL, 0: _SLIDING}.get(layer % 4, "conv") if layer else "conv"
+
+
+def _without_windows(listed: list[Any]) -> list[Any]:
     """The kinds of layers, of which some keep a state, without their windows."""
-    return listed and [_FULL if each == _SLIDING else each for each in listed]
+    return [_FULL if each == _SLIDING else each for each in listed]
 
 
-def _windows_alone(listed: list[Any] | None) -> list[Any] | None:
+def _windows_alone(listed: list[Any]) -> list[Any]:
     """The kinds of layers, of which some keep a state, as far as they say which have a window."""
-    return listed and [each if each == _SLIDING else _FULL for each in listed]
+    return [each if each == _SLIDING else _FULL for each in listed]
 
 
 def _windows(
@@ -521,7 +529,7 @@ def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, 
     every = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"
     counts = {"deepseek": "n_routed_experts", "ernie": "moe_num_experts", "bailing": "num_experts", "mellum": every}
     if family.experts in counts:
-        return read.size(counts[family.experts]), read.size("intermediate_size", read.size("moe_intermediate_size"))
+        return read.size(counts[family.experts]), read.size("intermediate_size")
     own = read.default("moe_intermediate_size") is not None
     size = read.size("moe_intermediate_size" if own else "intermediate_size")
     if family.experts == "nemotron":  # a network without layers of experts has their keys all the same

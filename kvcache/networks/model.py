@@ -167,6 +167,8 @@ class Transformer:
         float32 `(num_layers, len(positions), num_kv_heads, head_dim)`.
         """
         config, found = self.config, []
+        if config.latent is not None:  # whose keys pass through a norm
+            return None
         for i, layer in enumerate(self.weights.layers):
             if layer.qkv_bias is None or layer.qk_norm is not None or config.mixers[i] != "attention":
                 return None
@@ -335,7 +337,8 @@ class Transformer:
         assert table is not None, "its positions turn"
         turns = [partial(table.rotate, rows=(cos, sin)) for cos, sin in rows.turns[table]]
         keys, queries, *others = latent_rows(
-            self._times(normed, layer.qkv), config.latent, weights, self._times, turns, self.activations,
+            self._times(normed, layer.qkv, layer.qkv_bias), config.latent, weights, self._times, turns,
+            self.activations,
         )
         if rows.factors is not None:
             queries, *others = (each * rows.factors[:, None, None] for each in (queries, *others))
@@ -477,6 +480,7 @@ class Transformer:
         return top_experts(
             logits, self.config.experts_per_token, choice.normalise, sigmoid=choice.sigmoid, bias=layer.expert_bias,
             eps=choice.eps, factor=choice.factor, groups=choice.groups, kept=choice.kept, best=choice.best,
+            least=choice.least,
         )
 
     def _add_inputs(self, x: Float32, inputs: Float32, weights: InputWeights) -> None:

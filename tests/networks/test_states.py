@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import fields, replace
 
 import numpy as np
@@ -12,7 +13,8 @@ from dense_runs import run_dense
 from gguf_files import ARRAY, BOOL, F32, U32
 from oracles.engine import dense_attention
 from places import GOLDEN
-from seeded_weights import SEEDED, seeded
+from seeded_weights import SEEDED, seeded, tensors_of
+from seeded_weights import write as write_tensors
 from state_gguf import LETTERS, convert
 from tensor_files import pack_arrays
 
@@ -176,6 +178,38 @@ def test_gguf(pair):
 def test_first_files_of_qwen3_next(tmp_path):
     paths = [convert(seeded("qwen3_next"), tmp_path / f"{whole}.gguf", whole=whole) for whole in (False, True)]
     np.testing.assert_array_equal(*(run_dense(Transformer.from_pretrained(path), TOKENS) for path in paths))
+
+
+def test_biases_of_layers_behind_the_first(tmp_path):
+    """The first layer keeps a state: the biases of attention are in others alone."""
+    folder = tmp_path / "folder"
+    shutil.copytree(seeded("granite_hybrid"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
+    spec = json.loads((folder / "weights.json").read_text())
+    sizes = {"q": 48, "k": 16, "v": 16, "o": 48}
+    biases = {f"model.layers.1.self_attn.{part}_proj.bias": [[size], 0.3, 0.0] for part, size in sizes.items()}
+    write_tensors(folder / "model.safetensors", tensors_of(spec | {"tensors": spec["tensors"] | biases}))
+    path = convert(folder, tmp_path / "x.gguf")
+    exact, found = (Transformer.from_pretrained(each) for each in (folder, path))
+    assert (found.config.qkv_bias, found.config.output_bias) == (True, True)
+    expected = run_dense(exact, TOKENS)
+    assert np.abs(expected - run_dense(Transformer.from_pretrained(seeded("granite_hybrid")), TOKENS)).max() > 0.1
+    np.testing.assert_allclose(run_dense(found, TOKENS), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_attention_without_rotation_says_any_number_of_turned_channels(tmp_path):
+    """Files of Nemotron Nano have the hidden size over the heads, which is not the size of a head."""
+    plain, odd = (
+        convert(seeded("nemotron_h"), tmp_path / f"{turned}.gguf", rope__dimension_count=(U32, turned))
+        for turned in (8, 112)
+    )
+    models = [Transformer.from_pretrained(path) for path in (plain, odd)]
+    assert models[0].config == models[1].config
+    with pytest.raises(CheckpointError, match=r"rope.dimension_count: expected 8 as in every head, got 6"):
+        Transformer.from_pretrained(
+            convert(seeded("granite_hybrid_moe"), tmp_path / "wrong.gguf", rope__dimension_count=(U32, 6))
+        )
 
 
 def test_gguf_with_mtp_layers(tmp_path):
