@@ -19,6 +19,7 @@ from kvcache.networks.families import Family, family_of
 from kvcache.networks.files import read_json, refuse_adapter
 from kvcache.networks.latent_sizes import LatentSizes, latent_scale
 from kvcache.networks.layer_sizes import LayerSizes, sizes_of
+from kvcache.networks.padded_heads import check_sizes
 from kvcache.networks.quantisation import quantisation_of
 from kvcache.networks.recurrent_sizes import Mixer, Mlp, RecurrentSizes, layer_types_of, mixers_of, mlps_of
 from kvcache.networks.rope import Rope
@@ -146,6 +147,11 @@ class ModelConfig:
         """The layers of the network itself."""
         return self.num_layers - self.draft_layers
 
+    def head_parts(self, layer: int) -> tuple[int, ...]:
+        """The channels of a key of a layer: those of a head, or of a latent and of what turns beside it."""
+        latent = self.latent
+        return (self.sizes[layer].head_dim,) if latent is None else (latent.latent, latent.turned)
+
     def with_draft_layer(self) -> ModelConfig:
         """This network and the first MTP layer, behind its last one; itself if it has none."""
         full = [i for i, (mixer, window) in enumerate(zip(self.mixers, self.windows, strict=True))
@@ -217,6 +223,11 @@ class ModelConfig:
         experts = ExpertSizes.of(family.experts, read, size) if num_experts else None
         most_experts = 0 if experts is None else experts.choice.open_to(num_experts)
         sizes = sizes_of(config, family, windows, num_heads, LayerSizes(num_kv_heads, head_dim, size))
+        for each in dict.fromkeys(sizes):
+            if latent is None:
+                check_sizes((each.head_dim,), "head_dim")
+        if latent is not None:
+            check_sizes((latent.latent, latent.turned), "kv_lora_rank")
         dims = {window is None: layer.head_dim for layer, window in zip(sizes, windows, strict=True)}
         if latent is not None:
             dims = {True: latent.turned, False: latent.turned}
@@ -553,7 +564,12 @@ def _adjusted(read: Entries, size: int) -> int:
     if not read.flag("block_auto_adjust_ff_dim", True):
         return size
     multiple = read.size("block_multiple_of")
-    return -(-int(read.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // multiple) * multiple
+    found = -(-int(read.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // multiple) * multiple
+    if not found:
+        raise CheckpointError(f"intermediate_size: expected one of which two thirds are left, got {size}")
+    return found
+
+
 def _per_token_key(family: Family) -> str:
     return {"gemma4": "top_k_experts", "ernie": "moe_k"}.get(family.experts, "num_experts_per_tok")
 

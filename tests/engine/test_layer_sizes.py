@@ -1,4 +1,6 @@
-"""Engines over layers of several sizes, and layers that read K and V of others: prefixes, files, tiers, fewer rows."""
+"""Engines over layers of several sizes, layers that read K and V of others, and heads that no kernel has."""
+
+import json
 
 import numpy as np
 import pytest
@@ -8,11 +10,19 @@ from tier_stores import ObjectStore
 
 from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine import Transformer
+from kvcache.errors import CheckpointError
+from kvcache.eviction import EvictionPolicy
+from kvcache.networks.fingerprint import fingerprint
+from kvcache.networks.padded_heads import stored_sizes
+from kvcache.policies import ExpectedAttention, SnapKV
 from kvcache.tiers import Tiers
 
 pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
 
-NAMES = ("gemma4", "gemma4_experts", "gemma4_unified")
+PADDED = {
+    "llama_26": [32], "qwen3_100": [128, 128], "gpt_oss_18": [32, 32], "gemma4_20": [32, 32], "deepseek_v3_44": [96],
+}
+NAMES = ("gemma4", "gemma4_experts", "gemma4_unified", *PADDED)
 PARAMS = SamplingParams(temperature=0.9, seed=3, max_tokens=20, logprobs=1)
 
 
@@ -62,6 +72,69 @@ def test_a_prefix_in_memory_in_a_file_and_in_tiers(model, tmp_path):
         assert found.cached_tokens >= 64
         same(found, want)
         cold.check()
+
+
+def test_heads_that_no_kernel_has():
+    """A cache has them with zeros; files and tiers name them by their true size."""
+    named = {"llama_26": "-heads26-", "gemma4_20": "-heads12-heads20-", "deepseek_v3_44": "-heads34+10-"}
+    for name, sizes in PADDED.items():
+        model = Transformer.from_pretrained(golden_folder(name))
+        caches = [cache for group in InferenceEngine(model)._sequence.pool.groups for cache in group.caches]
+        assert [cache.head_dim for cache in caches if cache.num_layers] == sizes
+        assert named.get(name, "-heads") in fingerprint(model)
+    assert "heads" not in fingerprint(Transformer.from_pretrained(golden_folder("llama_odd")))
+    sizes = {8: 8, 24: 24, 26: 32, 32: 32, 40: 64, 64: 64, 80: 96, 96: 96, 100: 128, 112: 128, 128: 128, 500: 512}
+    assert {size: stored_sizes((size,))[0] for size in sizes} == sizes
+    assert stored_sizes((512, 64)) == (512, 64)
+    assert stored_sizes((40, 16)) == (40, 16)
+    assert stored_sizes((34, 10)) == (64, 32)
+
+
+def test_padded_heads_in_all_formats():
+    """Packed rows are about as near to float32 as those of other heads; their bits do not depend on pieces."""
+    for name in PADDED:
+        model, text = Transformer.from_pretrained(golden_folder(name)), prompt(4, 90)
+        exact = InferenceEngine(model).prefill_from_pos(text, 0)
+        calibrations = [False, prompt(5, 150)] if name in ("llama_26", "deepseek_v3_44") else [False]
+        for dtype, bound in (("f16", 0.02), ("q8", 0.2), ("q4", 2.5)):
+            for calibrate in calibrations if dtype == "q4" else [False]:
+                options = {"dtype": dtype, "calibrate": calibrate}
+                found, pieces = (
+                    InferenceEngine(model, **options, prefill_chunk=chunk).prefill_from_pos(text, 0)
+                    for chunk in (512, 7)
+                )
+                assert found.tobytes() == pieces.tobytes(), (name, dtype)
+                error = float(np.sqrt(np.mean((found - exact) ** 2)))
+                assert 0 < error < bound, (name, dtype, error)
+
+
+def test_padded_heads_under_policies():
+    """A budget beyond the text changes nothing; a prefix that keeps all tokens is the text."""
+    model, text = Transformer.from_pretrained(golden_folder("llama_26")), prompt(6, 80)
+    want = InferenceEngine(model, block_size=8).complete(text, PARAMS)
+    for policy in (EvictionPolicy.H2O(), SnapKV(16), ExpectedAttention()):
+        found = InferenceEngine(model, block_size=8, eviction_policy=policy, kv_budget=200).complete(text, PARAMS)
+        assert found.tokens == want.tokens
+    engine = InferenceEngine(model, block_size=8)
+    prefix = engine.compress(text[:60], SnapKV(16), ratio=1.0)
+    found = engine.complete(text[60:], PARAMS, prefix=prefix)
+    assert found.tokens == want.tokens
+
+
+def test_heads_of_too_many_channels(tmp_path):
+    """Refused by name before weights are read."""
+    for name, changes, message in (
+        ("llama_26", {"head_dim": 514}, "head_dim: expected a head of at most 512 channels, got 514"),
+        ("llama_26", {"head_dim": 27}, "head_dim: expected an even number"),
+        ("deepseek_v3_44", {"kv_lora_rank": 560}, "kv_lora_rank: expected a head of at most 576 channels, got 570"),
+        ("gemma4_20", {"per_layer_config": {i: {"head_dim": 600} for i in "14"}}, "head_dim: expected a head"),
+    ):
+        folder = tmp_path / f"{name}{len(message)}"
+        folder.mkdir()
+        content = json.loads((golden_folder(name) / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(content | changes))
+        with pytest.raises(CheckpointError, match=message):
+            InferenceEngine.from_pretrained(folder)
 
 
 def test_rows_of_which_no_logits_are_asked_stop_where_sharing_begins():

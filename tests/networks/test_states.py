@@ -230,7 +230,7 @@ def test_gguf_with_mtp_layers(tmp_path):
 @pytest.mark.parametrize(
     ("name", "entries", "message"),
     [
-        ("lfm2", {"shortconv__l_cache": (F32, 3.0)}, "expected a positive whole number up to 64, got 3.0"),
+        ("lfm2", {"shortconv__l_cache": (F32, 3.0)}, "expected a whole number of at least 2 up to 64, got 3.0"),
         ("lfm2", {"attention__head_count_kv": (ARRAY, [0, 2], U32)}, "expected a whole number for each of 3 layers"),
         ("lfm2", {"block_count": (U32, 1 << 30)}, "block_count: expected a number of layers up to 65536"),
         ("lfm2", {"attention__head_count_kv": (ARRAY, [2, 0, 1], U32)}, "expected one value for all layers"),
@@ -273,7 +273,7 @@ def test_other_spellings(name, changes):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("lfm2", {"conv_L_cache": 65}, "conv_L_cache: expected a positive whole number up to 64, got 65"),
+        ("lfm2", {"conv_L_cache": 65}, "conv_L_cache: expected a whole number of at least 2 up to 64, got 65"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, "layer_types: expected conv or attention or full_attent"),
         ("lfm2", {"layer_types": ["conv"]}, "for each of 3 layers, got ['conv']"),
         ("lfm2", {"layer_types": "conv"}, "layer_types: expected a list, got 'conv'"),
