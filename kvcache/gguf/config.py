@@ -179,7 +179,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         found["vocab_size"] = file["token_embd.weight"].shape[0]
     if found["model_type"] == "gpt_oss" and "moe_intermediate_size" in found:
         found["intermediate_size"] = found["moe_intermediate_size"]
-    found["rope_scaling"] = _scaling(read, "rope_factors_long.weight" in file)
+    turns = found.get("position_embedding_type") != "nope"
+    found["rope_scaling"] = _scaling(read, "rope_factors_long.weight" in file) if turns else {"rope_type": "default"}
     if found["model_type"] == "gpt_oss":
         found["rope_scaling"] = {**found["rope_scaling"], "truncate": False}
     if architecture.layers_differ and found.pop("rope_scaling")["rope_type"] != "default":

@@ -29,6 +29,8 @@ from kvcache.support.arguments import short
 
 __all__ = ["ModelConfig"]
 
+# How files say how many of the first layers have an MLP in place of experts.
+_DENSE_LAYERS = dict.fromkeys(("deepseek", "bailing"), "first_k_dense_replace") | {"ernie": "moe_layer_start_index"}
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # what files call layers without a window and with one
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
@@ -517,6 +519,12 @@ def _rope_of(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     return found or {}
 
 
+def _has_dense(read: Entries, family: Family) -> bool:
+    """Whether some layers have an MLP in place of experts, as far as a key says."""
+    kinds, key = read.get("mlp_layer_types"), _DENSE_LAYERS.get(family.experts, "")
+    return "dense" in kinds if isinstance(kinds, list) else read.get(key) not in (None, 0)
+
+
 def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[Mlp, ...]:
     """The same with an MLP in the first layers, or in those that are listed, in families that say which."""
     first: Mlp = "mlp"
@@ -527,8 +535,7 @@ def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[
                 f"mlp_layer_types: expected dense or sparse for each of {len(mlps)} layers, got {short(listed)}"
             )
         return tuple(first if kind == "dense" else each for kind, each in zip(listed, mlps, strict=True))
-    keys = dict.fromkeys(("deepseek", "bailing"), "first_k_dense_replace") | {"ernie": "moe_layer_start_index"}
-    key = keys.get(family.experts, "num_dense_layers")
+    key = _DENSE_LAYERS.get(family.experts, "num_dense_layers")
     if read.default(key) is None:
         return mlps
     dense = read.size(key, at_least=0, most=len(mlps))
@@ -540,7 +547,8 @@ def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, 
     every = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"
     counts = {"deepseek": "n_routed_experts", "ernie": "moe_num_experts", "bailing": "num_experts", "mellum": every}
     if family.experts in counts:
-        return read.size(counts[family.experts]), read.size("intermediate_size")
+        dense = None if _has_dense(read, family) else read.size("moe_intermediate_size")  # or no layer has it
+        return read.size(counts[family.experts]), read.size("intermediate_size", dense)
     own = read.default("moe_intermediate_size") is not None
     size = read.size("moe_intermediate_size" if own else "intermediate_size")
     if family.experts == "nemotron":  # a network without layers of experts has their keys all the same

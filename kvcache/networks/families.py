@@ -430,7 +430,6 @@ FAMILIES = {
             "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
             "partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "num_experts_per_tok": 8,
             "moe_intermediate_size": 1280, "n_routed_experts": 128, "first_k_dense_replace": 0,
-            "intermediate_size": 1280,  # which no layer has
         },
     ),
     "MellumForCausalLM": Family(

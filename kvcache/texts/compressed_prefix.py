@@ -25,7 +25,7 @@ from kvcache.core.calibration import Calibration
 from kvcache.errors import SnapshotError
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.model import Transformer
-from kvcache.networks.protocols import Float32, LayerAttention, Model, layer_attention
+from kvcache.networks.protocols import Float32, LayerAttention, Model, cached_sizes, layer_attention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.saved.file_tables import Arena
 from kvcache.saved.segments import Segments
@@ -59,10 +59,9 @@ class Storing(NamedTuple):
             TypeError, ValueError: no such formats or sizes.
             OutOfMemoryError: the system refuses the memory.
         """
-        known, config, first = self.calibration, model.config, layer_attention(model)[0]
-        assert first is not None, "all layers attend alike"
+        known, (heads, dim) = self.calibration, cached_sizes(model)
         return PagedKvCache(
-            num_blocks, self.block_size, 1, first.head_dim or config.head_dim, num_layers=config.num_layers * config.num_kv_heads,
+            num_blocks, self.block_size, 1, dim, num_layers=model.config.num_layers * heads,
             separate_layers=True, key_dtype=self.key_dtype, value_dtype=self.value_dtype, rotate=self.rotate,
             calibration=None if known is None else known.by_head(),
         )
