@@ -547,8 +547,8 @@ def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, 
     every = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"
     counts = {"deepseek": "n_routed_experts", "ernie": "moe_num_experts", "bailing": "num_experts", "mellum": every}
     if family.experts in counts:
-        dense = None if _has_dense(read, family) else read.size("moe_intermediate_size")  # or no layer has it
-        return read.size(counts[family.experts]), read.size("intermediate_size", dense)
+        unread = None if _has_dense(read, family) else read.size("moe_intermediate_size")  # no layer has the size
+        return read.size(counts[family.experts]), read.size("intermediate_size", unread)
     own = read.default("moe_intermediate_size") is not None
     size = read.size("moe_intermediate_size" if own else "intermediate_size")
     if family.experts == "nemotron":  # a network without layers of experts has their keys all the same

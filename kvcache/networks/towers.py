@@ -105,7 +105,7 @@ def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found = text.get("model_type") or next(iter(tower.texts))
     if not isinstance(found, str) or found not in tower.texts:
         raise CheckpointError(f"text_config.model_type: expected {' or '.join(tower.texts)}, got {short(found)}")
-    absent = {key: value for key, value in tower.defaults.items() if text.get(key) is None}
+    absent = {key: value for key, value in tower.defaults.items() if key not in text}
     whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
     tied = config.get("tie_word_embeddings")
     whole["tie_word_embeddings"] = tower.tied or text.get("tie_word_embeddings") if tied is None else tied

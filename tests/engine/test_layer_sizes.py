@@ -115,6 +115,12 @@ def test_padded_heads_under_policies():
     for policy in (EvictionPolicy.H2O(), SnapKV(16), ExpectedAttention()):
         found = InferenceEngine(model, block_size=8, eviction_policy=policy, kv_budget=200).complete(text, PARAMS)
         assert found.tokens == want.tokens
+    streaming = InferenceEngine(model, block_size=8, eviction_policy=EvictionPolicy.StreamingLLM(4, 250))
+    assert streaming.complete(text, PARAMS).tokens == want.tokens
+    sparse = InferenceEngine(model, sparse_tokens=128, dtype="q8")
+    assert sparse.complete(text, PARAMS).tokens == InferenceEngine(model, dtype="q8").complete(text, PARAMS).tokens
+    short = InferenceEngine(model, block_size=8, eviction_policy=EvictionPolicy.StreamingLLM(4, 24))
+    assert len(short.complete(text, PARAMS).tokens) == 20
     engine = InferenceEngine(model, block_size=8)
     prefix = engine.compress(text[:60], SnapKV(16), ratio=1.0)
     found = engine.complete(text[60:], PARAMS, prefix=prefix)
