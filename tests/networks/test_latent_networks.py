@@ -89,7 +89,9 @@ def test_a_tower_of_kimi(tmp_path, architecture, layers):
     np.testing.assert_array_equal(*(run_dense(model, ids) for model in models))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "mistral4", "youtu"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "deepseek_v2", "mistral4", "youtu", "deepseek_v2_biases", "deepseek_v3_biases"]
+)
 def test_files_of_gguf_are_the_same_network(name, tmp_path):
     folder = as_converted(seeded(name), tmp_path / "folder")
     ids = np.random.default_rng(0).integers(0, 96, 70).astype(np.uint32)
