@@ -55,7 +55,7 @@ def test_every_bench_has_a_page():
     assert pages == set(re.findall(r"(?m)^\| \[([\w-]+)\]\(pages/\1\.md\)", DOCUMENTS["bench/README.md"]))
 
 
-@pytest.mark.parametrize(("document", "most"), [("README.md", 239), ("CHANGELOG.md", 60), ("SECURITY.md", 60)])
+@pytest.mark.parametrize(("document", "most"), [("README.md", 239), ("CHANGELOG.md", 80), ("SECURITY.md", 60)])
 def test_a_paper_is_short(document, most):
     assert len(DOCUMENTS[document].splitlines()) <= most
 
