@@ -1,19 +1,24 @@
 """Engines over layers of several sizes, layers that read K and V of others, and heads that no kernel has."""
 
 import json
+import random
 
 import numpy as np
 import pytest
-from seeded_weights import golden_folder
+from places import GOLDEN
+from seeded_weights import SEEDED, golden_folder
 from serving import same, sampled
 from tier_stores import ObjectStore
 
 from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingParams
-from kvcache.engine import Transformer
+from kvcache.engine import ModelConfig, Transformer
 from kvcache.errors import CheckpointError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.fingerprint import fingerprint
+from kvcache.networks.names import tensors_of
 from kvcache.networks.padded_heads import stored_sizes
+from kvcache.networks.tensors import StoredRows
+from kvcache.networks.weights import Weights
 from kvcache.policies import ExpectedAttention, SnapKV
 from kvcache.tiers import Tiers
 
@@ -177,3 +182,60 @@ def test_rows_of_which_no_logits_are_asked_stop_where_sharing_begins():
     for work, each in zip(works, requests, strict=True):
         same(work.completions()[0], alone.complete(*each))
     assert max(count for layer, count in asked if layer in shared) <= 4 < max(count for _, count in asked)
+
+
+class Drawn:
+    """Tensors of a network of any sizes, by their Hugging Face names: `Tensors` without a file."""
+
+    def __init__(self, config):
+        self._shapes = dict(tensors_of(config))
+
+    def __contains__(self, name):
+        return name in self._shapes
+
+    def require(self, expected, optional=None):
+        pass
+
+    def format(self, name):
+        return "f32"
+
+    def read(self, name):
+        shape = self._shapes[name]
+        found = np.random.default_rng(len(name)).standard_normal(shape, np.float32) * np.float32(0.3)
+        if name.endswith("act_fn.eps"):
+            return np.array(-0.1, np.float32)
+        return -np.abs(found) - np.float32(0.1) if name.endswith("mixer.rate") else found
+
+    def rows(self, name, first, stop):
+        return StoredRows("f32", self.read(name)[first:stop])
+
+
+SIZES = {
+    "hidden_size": (50, 33), "intermediate_size": (33, 1), "vocab_size": (97, 11), "head_dim": (26, 100, 2, 130, 514),
+    "num_attention_heads": (3, 5), "num_key_value_heads": (1, 3), "moe_intermediate_size": (21,),
+    "linear_key_head_dim": (7, 130), "linear_value_head_dim": (5, 300), "linear_conv_kernel_dim": (1, 7),
+    "conv_L_cache": (1, 2), "mamba_head_dim": (1, 5), "ssm_state_size": (3, 300), "conv_kernel": (1, 5),
+    "kv_lora_rank": (34, 7, 560), "qk_rope_head_dim": (2, 10, 64), "qk_nope_head_dim": (1, 7), "v_head_dim": (1, 9),
+    "q_lora_rank": (5,), "moe_latent_size": (7,), "hidden_size_per_layer_input": (5,), "sliding_window": (1, 3),
+    "shared_expert_intermediate_size": (5,), "mamba_d_state": (3,),
+}
+
+
+def test_sizes_run_or_are_refused_before_weights_are_read():
+    """Drawn sizes of every kind of network: a configuration is refused, or its texts have their bits in pieces."""
+    rng, ran = random.Random(3), 0
+    for name in SEEDED:
+        content = json.loads((GOLDEN / "seeded" / name / "config.json").read_text())
+        texts = content.get("text_config", content)
+        texts |= {key: rng.choice(some) for key, some in SIZES.items() if texts.get(key) and rng.random() < 0.3}
+        try:
+            config = ModelConfig.from_dict(content)
+        except CheckpointError:
+            continue
+        model = Transformer(config, Weights.read(Drawn(config), config))
+        text = prompt(0, 40) % config.vocab_size
+        whole, pieces = (InferenceEngine(model, prefill_chunk=each).prefill_from_pos(text, 0) for each in (64, 7))
+        assert np.isfinite(whole).all(), name
+        assert whole.tobytes() == pieces.tobytes(), name
+        ran += 1
+    assert ran > 0.5 * len(SEEDED)
