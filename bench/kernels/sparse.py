@@ -30,6 +30,7 @@ from bench.support.report import show
 from kvcache import InferenceEngine, PagedKvCache, get_num_threads, set_num_threads
 from kvcache.engine import Transformer
 from kvcache.kernels.kernels import FORMATS
+from kvcache.networks.protocols import cached_sizes
 
 __all__ = ["add_arguments", "main", "recall", "step_times"]
 
@@ -111,7 +112,7 @@ def _times(options: argparse.Namespace) -> int:
 def _read(model: Transformer, tokens: npt.NDArray[np.uint32], wanted: Int64) -> list[tuple[Float32, Float32, float]]:
     """For each layer that keeps all tokens: the queries at the wanted positions, the keys, and the scale."""
     config, kept = model.config, list[tuple[Float32, Float32, float]]()
-    cache = PagedKvCache(-(-len(tokens) // PAGE), PAGE, config.num_kv_heads, config.head_dim, dtype="f32")
+    cache = PagedKvCache(-(-len(tokens) // PAGE), PAGE, *cached_sizes(model), dtype="f32")
     cache.allocate(0, len(tokens))
 
     def attend(layer: int, queries: Any, keys: Any, values: Any, *_: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from kvcache import InferenceEngine
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
+from kvcache.networks.protocols import cached_sizes
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["RandomEngine", "Recorder", "attention_mass", "demo_model", "log_softmax"]
@@ -95,7 +96,7 @@ def attention_mass(model: Transformer, tokens: np.ndarray, queries: int) -> np.n
     """The share of the attention of the last `queries` tokens on each token, `(layers, len(tokens))`."""
     config = model.config
     cache = PagedKvCache(
-        -(-len(tokens) // 16), 16, config.num_kv_heads, config.head_dim, num_layers=config.num_layers, dtype="f32"
+        -(-len(tokens) // 16), 16, *cached_sizes(model), num_layers=config.num_layers, dtype="f32"
     )
     cache.allocate(0, 0)
     mass = np.zeros((config.num_layers, len(tokens)))

@@ -17,6 +17,7 @@ from bench.quality.prompts import LENGTH, Prompt
 from kvcache import EvictionPolicy, InferenceEngine, PagedKvCache
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
+from kvcache.networks.protocols import cached_sizes
 
 __all__ = ["HEADER", "PERCENT", "measure", "rows"]
 
@@ -79,7 +80,7 @@ def _run(model: Transformer, tokens: np.ndarray, head: int, kept: list[np.ndarra
     config = model.config
     layers = range(config.num_layers)
     blocks = config.num_layers * (len(tokens) // 16 + 2)
-    cache = PagedKvCache(blocks, 16, config.num_kv_heads, config.head_dim, dtype="f32")
+    cache = PagedKvCache(blocks, 16, *cached_sizes(model), dtype="f32")
     for layer in layers:
         cache.allocate(layer, 0)
     rows = []

@@ -25,7 +25,7 @@ from kvcache.errors import CheckpointError
 from kvcache.kernels.kernels import FORMATS
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.model import Transformer
-from kvcache.networks.protocols import Float32, Model, layer_attention
+from kvcache.networks.protocols import Float32, Model, cached_sizes, layer_attention
 from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.text_tokens import encoded
 from kvcache.support.arguments import short
@@ -86,8 +86,7 @@ def as_calibration(
 
 def _shape_of(model: Model) -> tuple[int, int, int]:
     """Layers, KV heads and channels of a network whose K and V have one size."""
-    config, first = model.config, next(each for each in layer_attention(model) if each is not None)
-    return config.num_layers, first.num_kv_heads or config.num_kv_heads, first.head_dim or config.head_dim
+    return model.config.num_layers, *cached_sizes(model)
 
 
 def text_or_calibration(calibrate: Any, load: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.networks.protocols import Float32, Logits, Model, layer_attention
+from kvcache.networks.protocols import Float32, Logits, Model, cached_sizes, layer_attention
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["new_cache", "run_piece"]
@@ -20,12 +20,11 @@ def new_cache(model: Model, num_tokens: int, **options: Any) -> PagedKvCache:
     Args:
         options: of `PagedKvCache`.
     """
-    config, first = model.config, next(each for each in layer_attention(model) if each is not None)
-    heads, dim = first.num_kv_heads or config.num_kv_heads, first.head_dim or config.head_dim
+    first, (heads, dim) = next(each for each in layer_attention(model) if each is not None), cached_sizes(model)
     sizes: dict[str, Any] = {"num_heads": heads, "head_dim": dim}
     if first.latent is not None:
         sizes = {"latent": (first.latent, dim - first.latent)}
-    return PagedKvCache(-(-num_tokens // 16) + 1, 16, **sizes, num_layers=config.num_layers, **options)
+    return PagedKvCache(-(-num_tokens // 16) + 1, 16, **sizes, num_layers=model.config.num_layers, **options)
 
 
 def run_piece(

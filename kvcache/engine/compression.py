@@ -43,7 +43,7 @@ def compressed(
     if current.settings.sparse_tokens is not None:  # no text may stand behind it there
         raise ValueError(f"engine: expected one without sparse_tokens, got {current.settings.sparse_tokens}")
     expect_alike(model, "policy", policy)
-    storing.make_cache(model.config, 0)  # raises for formats that are not supported
+    storing.make_cache(model, 0)  # raises for formats that are not supported
     choose = _choice(current, tokens, policy, budget, encode)
     current.clear()
     try:

@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from kvcache.networks.files import refuse_adapter
+
 __all__ = ["checkpoint_path"]
 
 _ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
@@ -23,6 +25,7 @@ def checkpoint_path(place: str | os.PathLike[str]) -> Path:
     Raises:
         FileNotFoundError: an id, and no such model in the cache, or no `huggingface_hub`; a folder of GGUF files alone;
             "smollm2" without its package.
+        CheckpointError: a folder of an adapter.
     """
     path = Path(place)
     if place == "smollm2" and not os.path.lexists(path):
@@ -33,6 +36,8 @@ def checkpoint_path(place: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(
             f"{place}: expected a folder with config.json, or a GGUF file such as {files[0]}, got none"
         )
+    if path.is_dir():
+        refuse_adapter(path)
     if not isinstance(place, str) or os.path.lexists(path) or not _ID.fullmatch(place):
         return path
     try:

@@ -68,6 +68,7 @@ ARCHITECTURES = {
     "ernie4_5": Architecture("ernie4_5", True),
 }
 
+_NEMOTRON = {"position_embedding_type": "nope"}
 _GRANITE = {"num_local_experts": 0, "position_embedding_type": "rope"}  # unless files say more
 ARCHITECTURES |= {
     "lfm2": Architecture("lfm2", False, fixed={"block_auto_adjust_ff_dim": False}, states="conv"),
@@ -86,13 +87,13 @@ ARCHITECTURES |= {
     ),
     "granitemoe": Architecture("granitemoehybrid", True, understood=(*SCALES, *_EXPERTS), fixed=_GRANITE),
     "nemotron_h_moe": Architecture(
-        "nemotron_h", True, understood=(NEXT_LAYERS, *_EXPERTS), states="mamba",
+        "nemotron_h", True, understood=(NEXT_LAYERS, *_EXPERTS), states="mamba", fixed=_NEMOTRON,
         names={
             "rms_norm_eps": "attention.layer_norm_epsilon", "num_local_experts": "", "n_routed_experts": "expert_count",
         },
     ),
     "nemotron_h": Architecture(
-        "nemotron_h", True, states="mamba", names={"rms_norm_eps": "attention.layer_norm_epsilon"}
+        "nemotron_h", True, states="mamba", fixed=_NEMOTRON, names={"rms_norm_eps": "attention.layer_norm_epsilon"}
     ),
 }
 

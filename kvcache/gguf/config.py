@@ -120,7 +120,9 @@ NEUTRAL: dict[str, Any] = {
 
 def architecture_of(file: GgufFile) -> Architecture:
     """Raises CheckpointError for an architecture that is not supported."""
-    name = file.metadata.get("general.architecture")
+    name, kind = file.metadata.get("general.architecture"), file.metadata.get("general.type", "model")
+    if kind != "model":
+        raise CheckpointError(f"{file.path}: general.type: expected model, got {short(kind)}")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
             f"{file.path}: general.architecture: expected one of {', '.join(ARCHITECTURES)}, got {short(name)}"
@@ -177,7 +179,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         found["vocab_size"] = file["token_embd.weight"].shape[0]
     if found["model_type"] == "gpt_oss" and "moe_intermediate_size" in found:
         found["intermediate_size"] = found["moe_intermediate_size"]
-    found["rope_scaling"] = _scaling(read, "rope_factors_long.weight" in file)
+    turns = found.get("position_embedding_type") != "nope"
+    found["rope_scaling"] = _scaling(read, "rope_factors_long.weight" in file) if turns else {"rope_type": "default"}
     if found["model_type"] == "gpt_oss":
         found["rope_scaling"] = {**found["rope_scaling"], "truncate": False}
     if architecture.layers_differ and found.pop("rope_scaling")["rope_type"] != "default":
@@ -393,6 +396,8 @@ def _set_heads(read: _Entries, architecture: Architecture, found: dict[str, Any]
     if read.get("attention.value_length") not in (None, size):
         read.fail("attention.value_length", f"{short(size)} as in every head")
     turned = read.get("rope.dimension_count")
+    if found.get("position_embedding_type") == "nope":
+        turned = None  # nothing turns: files say the hidden size over the heads, or anything
     if turned not in (None, size):
         may = architecture.model_type in _PARTIAL
         partial = may and type(turned) is int and type(size) is int and 0 < turned < size

@@ -34,11 +34,12 @@ from kvcache.gguf.blocks import TYPES
 from kvcache.support.arguments import short
 from kvcache.support.regular_files import open_regular, read_part
 
-__all__ = ["MAX_HEADER_BYTES", "GgufFile", "TensorInfo"]
+__all__ = ["MAGIC", "MAX_HEADER_BYTES", "GgufFile", "TensorInfo"]
 
 # Metadata and tensor lists of all parts: the vocabularies of today take up to 20 MB. It bounds the cost of hostile
 # headers to half a GiB (short strings) and some seconds.
 MAX_HEADER_BYTES = 64 * 2**20
+MAGIC = b"GGUF"  # which files begin with
 _CHUNK = 1 << 20  # bytes of the header read at a time
 _LENGTH = struct.Struct("<Q").unpack_from  # of a string
 _MAX_RANK = 4
@@ -193,7 +194,7 @@ class _Header:
     def start(self) -> tuple[int, int]:
         """Magic, version and counts: `(tensors, entries)`."""
         path, magic = self._file.path, self._take(4)
-        if magic != b"GGUF":
+        if magic != MAGIC:
             raise CheckpointError(f"{path}: magic: expected GGUF, got {short(bytes(magic))}")
         version = self._take(4)
         number = int.from_bytes(version, "little")

@@ -216,7 +216,7 @@ def softcap(x, float cap):
 
 
 def top_experts(logits, int64_t count, bint normalise, *, bint sigmoid=False, bias=None, double eps=0, double factor=1,
-                int64_t groups=1, int64_t kept=1, int64_t best=2):
+                int64_t groups=1, int64_t kept=1, int64_t best=2, double least=0):
     """The experts of each row and their weights, by the softmax of their logits (Shazeer et al., arXiv 1701.06538).
 
     Args:
@@ -229,6 +229,7 @@ def top_experts(logits, int64_t count, bint normalise, *, bint sigmoid=False, bi
         factor: multiplies all weights.
         groups, kept: the experts of `kept` of so many groups may be chosen (DeepSeek-V2, arXiv 2405.04434), those with
             the largest sum of their `best` (1 or 2) largest scores.
+        least: chosen shares of a softmax are divided by at least this (ERNIE 4.5).
 
     Returns:
         `(chosen, weights)`, int64 and float32 `(n, count)`, the largest first; of equal scores the lower index.
@@ -271,6 +272,8 @@ def top_experts(logits, int64_t count, bint normalise, *, bint sigmoid=False, bi
                 k = _take_best(open_scores)
                 c_chosen[i, j] = k
                 total += shares[k] if normalise else 0
+            if least > 0 and normalise and not sigmoid:
+                total = max(total, least * _sum(shares))
             if not normalise:
                 total = 1
                 if not sigmoid:

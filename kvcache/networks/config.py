@@ -16,9 +16,10 @@ from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import Family, family_of
-from kvcache.networks.files import read_json
+from kvcache.networks.files import read_json, refuse_adapter
 from kvcache.networks.latent_sizes import LatentSizes, latent_scale
 from kvcache.networks.layer_sizes import LayerSizes, sizes_of
+from kvcache.networks.padded_heads import check_sizes
 from kvcache.networks.quantisation import quantisation_of
 from kvcache.networks.recurrent_sizes import Mixer, Mlp, RecurrentSizes, layer_types_of, mixers_of, mlps_of
 from kvcache.networks.rope import Rope
@@ -28,6 +29,8 @@ from kvcache.support.arguments import short
 
 __all__ = ["ModelConfig"]
 
+# How files say how many of the first layers have an MLP in place of experts.
+_DENSE_LAYERS = dict.fromkeys(("deepseek", "bailing"), "first_k_dense_replace") | {"ernie": "moe_layer_start_index"}
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # what files call layers without a window and with one
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
@@ -146,6 +149,11 @@ class ModelConfig:
         """The layers of the network itself."""
         return self.num_layers - self.draft_layers
 
+    def head_parts(self, layer: int) -> tuple[int, ...]:
+        """The channels of a key of a layer: those of a head, or of a latent and of what turns beside it."""
+        latent = self.latent
+        return (self.sizes[layer].head_dim,) if latent is None else (latent.latent, latent.turned)
+
     def with_draft_layer(self) -> ModelConfig:
         """This network and the first MTP layer, behind its last one; itself if it has none."""
         full = [i for i, (mixer, window) in enumerate(zip(self.mixers, self.windows, strict=True))
@@ -165,9 +173,11 @@ class ModelConfig:
 
         Raises:
             FileNotFoundError: there is no `config.json`.
-            CheckpointError: not JSON, a key is missing or of the wrong type, or an option is not supported.
+            CheckpointError: not JSON, a key is missing or of the wrong type, an option is not supported, or the
+                directory has an adapter.
         """
         directory = Path(directory)
+        refuse_adapter(directory)
         config = read_json(directory / "config.json", infinity=True)
         generation = directory / "generation_config.json"
         # Both files may hold `eos_token_id`; generation_config.json takes precedence.
@@ -200,6 +210,7 @@ class ModelConfig:
         num_layers = read.size("num_hidden_layers", len(listed or ()) or None, most=_MAX_LAYERS)
         _refuse_unsupported(config, family, read)
         if family.recurrence and family.windows != "none":
+            listed = listed or [_kind_of_lfm3(i) for i in range(num_layers)]
             listed, config = _without_windows(listed), {**config, "layer_types": _windows_alone(listed)}
         mixers, recurrence = mixers_of(config, listed, family.recurrence, num_layers), None
         if family.recurrence:
@@ -214,6 +225,11 @@ class ModelConfig:
         experts = ExpertSizes.of(family.experts, read, size) if num_experts else None
         most_experts = 0 if experts is None else experts.choice.open_to(num_experts)
         sizes = sizes_of(config, family, windows, num_heads, LayerSizes(num_kv_heads, head_dim, size))
+        for each in dict.fromkeys(sizes):
+            if latent is None:
+                check_sizes((each.head_dim,), "head_dim")
+        if latent is not None:
+            check_sizes((latent.latent, latent.turned), "kv_lora_rank")
         dims = {window is None: layer.head_dim for layer, window in zip(sizes, windows, strict=True)}
         if latent is not None:
             dims = {True: latent.turned, False: latent.turned}
@@ -427,14 +443,19 @@ def _rotated_by_list(read: Entries, num_layers: int) -> tuple[bool, ...]:
     return tuple(bool(value) for value in listed[:num_layers])
 
 
-def _without_windows(listed: list[Any] | None) -> list[Any] | None:
+def _kind_of_lfm3(layer: int) -> str:
+    """The kind of a layer where files do not list them."""
+    return {2: _FULL, 0: _SLIDING}.get(layer % 4, "conv") if layer else "conv"
+
+
+def _without_windows(listed: list[Any]) -> list[Any]:
     """The kinds of layers, of which some keep a state, without their windows."""
-    return listed and [_FULL if each == _SLIDING else each for each in listed]
+    return [_FULL if each == _SLIDING else each for each in listed]
 
 
-def _windows_alone(listed: list[Any] | None) -> list[Any] | None:
+def _windows_alone(listed: list[Any]) -> list[Any]:
     """The kinds of layers, of which some keep a state, as far as they say which have a window."""
-    return listed and [each if each == _SLIDING else _FULL for each in listed]
+    return [each if each == _SLIDING else _FULL for each in listed]
 
 
 def _windows(
@@ -498,6 +519,12 @@ def _rope_of(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     return found or {}
 
 
+def _has_dense(read: Entries, family: Family) -> bool:
+    """Whether some layers have an MLP in place of experts, as far as a key says."""
+    kinds, key = read.get("mlp_layer_types"), _DENSE_LAYERS.get(family.experts, "")
+    return "dense" in kinds if isinstance(kinds, list) else read.get(key) not in (None, 0)
+
+
 def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[Mlp, ...]:
     """The same with an MLP in the first layers, or in those that are listed, in families that say which."""
     first: Mlp = "mlp"
@@ -508,8 +535,7 @@ def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[
                 f"mlp_layer_types: expected dense or sparse for each of {len(mlps)} layers, got {short(listed)}"
             )
         return tuple(first if kind == "dense" else each for kind, each in zip(listed, mlps, strict=True))
-    keys = dict.fromkeys(("deepseek", "bailing"), "first_k_dense_replace") | {"ernie": "moe_layer_start_index"}
-    key = keys.get(family.experts, "num_dense_layers")
+    key = _DENSE_LAYERS.get(family.experts, "num_dense_layers")
     if read.default(key) is None:
         return mlps
     dense = read.size(key, at_least=0, most=len(mlps))
@@ -521,7 +547,8 @@ def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, 
     every = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"
     counts = {"deepseek": "n_routed_experts", "ernie": "moe_num_experts", "bailing": "num_experts", "mellum": every}
     if family.experts in counts:
-        return read.size(counts[family.experts]), read.size("intermediate_size", read.size("moe_intermediate_size"))
+        unread = None if _has_dense(read, family) else read.size("moe_intermediate_size")  # no layer has the size
+        return read.size(counts[family.experts]), read.size("intermediate_size", unread)
     own = read.default("moe_intermediate_size") is not None
     size = read.size("moe_intermediate_size" if own else "intermediate_size")
     if family.experts == "nemotron":  # a network without layers of experts has their keys all the same
@@ -545,7 +572,12 @@ def _adjusted(read: Entries, size: int) -> int:
     if not read.flag("block_auto_adjust_ff_dim", True):
         return size
     multiple = read.size("block_multiple_of")
-    return -(-int(read.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // multiple) * multiple
+    found = -(-int(read.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // multiple) * multiple
+    if not found:
+        raise CheckpointError(f"intermediate_size: expected one of which two thirds are left, got {size}")
+    return found
+
+
 def _per_token_key(family: Family) -> str:
     return {"gemma4": "top_k_experts", "ernie": "moe_k"}.get(family.experts, "num_experts_per_tok")
 

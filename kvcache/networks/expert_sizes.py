@@ -23,6 +23,7 @@ class ExpertChoice:
         factor: multiplies the weights.
         groups, kept: of experts, and those of them whose experts may be chosen.
         best: the scores of a group, 1 or 2, whose sum is its own.
+        least: the weights of a softmax are divided by at least this.
     """
 
     normalise: bool = True
@@ -33,6 +34,7 @@ class ExpertChoice:
     groups: int = 1
     kept: int = 1
     best: int = 2
+    least: float = 0.0
 
     def open_to(self, experts: int) -> int:
         """How many of so many experts a token is left to choose from, in the groups that are kept."""
@@ -103,6 +105,8 @@ class ExpertSizes:
         normalise, best = read.flag("norm_topk_prob", True), 2
         if read.default("topk_method") is not None:  # DeepSeek-V2, which ranks groups by their best expert
             method, normalise, best = read.get("topk_method"), False, 1
+            if read.flag("mlp_bias", False):
+                raise CheckpointError("mlp_bias: expected false with experts, got true")
             if method not in ("greedy", "group_limited_greedy"):
                 raise CheckpointError(f"topk_method: expected greedy or group_limited_greedy, got {short(method)}")
             groups, kept = (groups, kept) if method == "group_limited_greedy" else (1, 1)
@@ -134,7 +138,7 @@ class ExpertSizes:
         if read.size("moe_layer_interval", 1) != 1:
             raise CheckpointError(f"moe_layer_interval: expected 1, got {short(read.get('moe_layer_interval'))}")
         size, beside = read.size("moe_intermediate_size"), read.size("moe_num_shared_experts", 2, at_least=0)
-        return cls(size, shared=size * beside, choice=ExpertChoice(bias=True))
+        return cls(size, shared=size * beside, choice=ExpertChoice(bias=True, least=read.number("moe_norm_min", 1e-12)))
 
     @classmethod
     def _nemotron(cls, read: Entries) -> ExpertSizes:

@@ -240,7 +240,7 @@ FAMILIES = {
         },
     ),
     "Lfm3ForCausalLM": Family(
-        "lfm3", qk_norm="head", recurrence="conv",
+        "lfm3", qkv_bias=None, bias_keys=("attention_bias", "attention_bias", ""), qk_norm="head", recurrence="conv",
         norms="both", eps_key="norm_eps", head_gates=True, windows="types", rope_per_kind=True, names=_LFM3,
         defaults={
             "num_key_value_heads": 4, "head_dim": 128, "norm_eps": 1e-5, "tie_word_embeddings": True,
@@ -391,24 +391,24 @@ FAMILIES = {
         defaults={"tie_word_embeddings": True, "scale_emb": None, "scale_depth": None, "dim_model_base": None},
     ),
     "DeepseekV2ForCausalLM": Family(
-        "deepseek_v2", latent=True, experts="deepseek", names=_DEEPSEEK,
+        "deepseek_v2", qkv_bias=None, latent=True, experts="deepseek", names=_DEEPSEEK,
         defaults={
             "q_lora_rank": 1536, "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1407,
             "n_routed_experts": 64, "first_k_dense_replace": 0, "topk_method": "greedy",
         },
     ),
     "DeepseekV3ForCausalLM": Family(
-        "deepseek_v3", latent=True, experts="deepseek", names=_DEEPSEEK, next_layers="num_nextn_predict_layers",
-        next_names={"head_norm": "shared_head.norm"},
+        "deepseek_v3", qkv_bias=None, latent=True, experts="deepseek", names=_DEEPSEEK,
+        next_layers="num_nextn_predict_layers", next_names={"head_norm": "shared_head.norm"},
         defaults={
             "q_lora_rank": 1536, "scoring_func": "sigmoid", "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
             "n_routed_experts": 256, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
-            "first_k_dense_replace": 3,
+            "first_k_dense_replace": 3, "num_nextn_predict_layers": 1,
         },
     ),
     "Glm4MoeLiteForCausalLM": Family(
-        "glm4_moe_lite", latent=True, experts="deepseek", names=_DEEPSEEK, next_layers="num_nextn_predict_layers",
-        next_names={"head_norm": "shared_head.norm"},
+        "glm4_moe_lite", qkv_bias=None, latent=True, experts="deepseek", names=_DEEPSEEK,
+        next_layers="num_nextn_predict_layers", next_names={"head_norm": "shared_head.norm"},
         defaults={
             "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "scoring_func": "sigmoid",
             "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_routed_experts": 64,
@@ -421,7 +421,7 @@ FAMILIES = {
         defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False,
             "scoring_func": "sigmoid", "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
-            "n_routed_experts": 128, "first_k_dense_replace": 1,
+            "n_routed_experts": 128, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
         },
     ),
     "SolarOpenForCausalLM": Family(
@@ -436,7 +436,7 @@ FAMILIES = {
         "mellum", qkv_bias=None, qk_norm="head", windows="types", rope_per_kind=True, experts="mellum",
         defaults={
             "num_key_value_heads": 4, "head_dim": 128, "rope_theta": 5e5, "rope_local_base_freq": 1e4,
-            "sliding_window": 1024, "num_experts_per_tok": 8, "moe_intermediate_size": 896,
+            "sliding_window": 1024, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 896,
         },
     ),
     "BailingMoeV2ForCausalLM": Family(
@@ -468,10 +468,10 @@ FAMILIES = {
         },
     ),
     "YoutuForCausalLM": Family(
-        "youtu", latent=True, defaults={"q_lora_rank": 1536, "tie_word_embeddings": True},
+        "youtu", qkv_bias=None, latent=True, defaults={"q_lora_rank": 1536, "tie_word_embeddings": True},
     ),
     "Mistral4ForCausalLM": Family(
-        "mistral4", latent=True, experts="deepseek", names=_DEEPSEEK,
+        "mistral4", qkv_bias=None, latent=True, experts="deepseek", names=_DEEPSEEK,
         defaults={
             "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "num_experts_per_tok": 4,
             "moe_intermediate_size": 2048, "n_routed_experts": 128, "first_k_dense_replace": 0,

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.networks.config import ModelConfig
 from kvcache.networks.model import Transformer
+from kvcache.networks.padded_heads import stored_sizes
 
 __all__ = ["fingerprint"]
 
@@ -23,7 +25,8 @@ def fingerprint(model: Any) -> str:
     of 64 values spread over each array (all values of a smaller array). It takes milliseconds for a model of any size.
     Models that differ in an option or a shape, in the format of packed weights, in the activations that meet their
     weights, or that were trained separately, have different names. Floats count as float32, however they are kept. A
-    change of single weights between the samples goes unnoticed, and a name can be forged.
+    change of single weights between the samples goes unnoticed, and a name can be forged. It says the true size of
+    heads that a cache pads.
 
     Raises:
         TypeError: another kind of model.
@@ -51,7 +54,13 @@ def fingerprint(model: Any) -> str:
         for each in (weights.inputs.table, weights.inputs.projection, weights.inputs.norm):
             _add(digest, each)
     _add(digest, weights.head)
-    return f"{config.architecture}-{config.num_layers}x{config.hidden_size}-{digest.hexdigest()}"
+    return f"{config.architecture}-{config.num_layers}x{config.hidden_size}{_padded_heads(config)}-{digest.hexdigest()}"
+
+
+def _padded_heads(config: ModelConfig) -> str:
+    """The true sizes of heads that a cache pads, which has the padded ones."""
+    parts = dict.fromkeys(config.head_parts(i) for i, mixer in enumerate(config.mixers) if mixer == "attention")
+    return "".join(f"-heads{'+'.join(map(str, each))}" for each in parts if stored_sizes(each) != each)
 
 
 def _add(digest: Any, array: Any) -> None:

@@ -17,12 +17,14 @@ from kvcache.networks.names import (
     DELTA_PART,
     EXPERT,
     HEAD_PART,
+    JOINT,
     LAYER,
     Place,
     fused_place,
     key_head_place,
     key_head_rows,
     paired_rows,
+    refuse_more_layers,
     stored_tensors,
     unread_of,
 )
@@ -82,6 +84,10 @@ class FolderTensors:
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:
         """See `Tensors.require`; messages have the names of the files."""
+        refuse_more_layers(
+            map(self._names.layer_of, self._checkpoint.names()), self._config, JOINT.removesuffix("weight"),
+            "num_hidden_layers",
+        )
         others, layers = self._names.is_of_another_tower, self._config.num_layers
         unread = {self._place(name).name for name in unread_of(self._config)}
         self._checkpoint.require(
@@ -91,15 +97,16 @@ class FolderTensors:
 
     def _is_behind(self, name: str, layers: int) -> bool:
         """Whether a tensor is of a layer behind the last one that is read; such a layer has copies of two matrices."""
-        found = LAYER.fullmatch(name) if self._family.next_layers and not self._family.next_prefix else None
+        found = self._names.layer_of(name) if self._family.next_layers and not self._family.next_prefix else None
         if found is None:
             return False
-        return int(found[1]) >= layers or (int(found[1]) >= self._config.trunk_layers and found[2] in _COPIES)
+        return found[0] >= layers or (found[0] >= self._config.trunk_layers and found[1] in _COPIES)
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
-        found = self._checkpoint.read(self._place(name).name)
-        order = paired_rows(self._config, name, 0, len(found)) if self._family.neighbours else None
+        place = self._place(name)
+        found = self._checkpoint.read(place.name)
+        order = self._order(name, 0, len(found), place) if name.endswith(".bias") else None
         if order is not None:
             found = found[order]
         if name.endswith("mlp.expert_bias"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from kvcache.errors import CheckpointError
 from kvcache.gguf.architectures import NEXT_LAYERS
 from kvcache.gguf.blocks import FORMATS, LOADABLE, parts, row_bytes, values
 from kvcache.gguf.config import KEYS, architecture_of, config_of
-from kvcache.gguf.file import GgufFile
+from kvcache.gguf.file import MAGIC, GgufFile, TensorInfo
 from kvcache.gguf.vocabulary import end_tokens
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.entries import Entries
@@ -33,6 +34,7 @@ from kvcache.networks.names import (
     key_head_place,
     key_head_rows,
     paired_rows,
+    refuse_more_layers,
     stored_tensors,
     unread_of,
 )
@@ -41,6 +43,7 @@ from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import long_attention_factor
 from kvcache.networks.tensors import StoredRows, require
 from kvcache.support.arguments import short
+from kvcache.support.regular_files import open_regular, read_at
 
 __all__ = ["GgufCheckpoint", "is_gguf"]
 
@@ -54,6 +57,7 @@ _ROPE, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_f
 _SHORT_CONVOLUTION = {"mixer.in_proj": "shortconv.in_proj", "mixer.conv1d": "shortconv.conv",
                       "mixer.out_proj": "shortconv.out_proj", "model.norm": "token_embd_norm"}
 _OF_BAILING = {"head_norm": "layer_output_norm"}
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
 _COPIES = (".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight")  # matrices of the network, once more
 _CURVE = re.compile(r"model\.layers\.(\d+)\.mlp\.act_fn\.(\w+)")  # of xIELU: entries of the metadata
 _BY_KEY_HEADS = ("ssm_ba.weight", "ssm_in.weight")  # of Qwen3-Next; the second one in its older files
@@ -120,8 +124,22 @@ _WHOLE = {
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a checkpoint's path names a GGUF file: it ends in .gguf, in any case, and is no directory."""
-    return Path(path).suffix.lower() == ".gguf" and not os.path.isdir(path)
+    """Whether a checkpoint's path names a GGUF file: it is no directory, and ends in .gguf, in any case, or is one."""
+    path = Path(path)
+    if os.path.isdir(path):
+        return False
+    return path.suffix.lower() == ".gguf" or (os.path.isfile(path) and _begins_as_gguf(path))
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    start = bytearray(len(MAGIC))
+    with suppress(OSError, CheckpointError):
+        file, size = open_regular(path, CheckpointError)
+        try:
+            return size >= len(start) and read_at(file.fd, [start], 0) and start == MAGIC
+        finally:
+            file.close()
+    return False
 
 
 class GgufCheckpoint:
@@ -138,6 +156,7 @@ class GgufCheckpoint:
     def __init__(self, path: str | Path) -> None:
         self.file = GgufFile(path)
         self._architecture = architecture_of(self.file)
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of tensors whose shape in the file has other axes of one row
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -151,12 +170,15 @@ class GgufCheckpoint:
             key = prefix + KEYS[key] if key in KEYS else key
             raise CheckpointError(f"{path}: {key}: {rest}") from None
 
+        biased = {layer[2] for name in self.file if name.endswith(".bias") and (layer := _BLOCK.match(name))}
+
         def has_bias(name: str) -> bool:
-            return f"blk.0.{name}.bias" in self.file
+            """Whether any layer has it: the first ones may not attend, or have experts."""
+            return f"{name}.bias" in biased
 
         return replace(
             config,
-            qkv_bias=config.qkv_bias or has_bias("attn_q"),
+            qkv_bias=config.qkv_bias or has_bias("attn_q" if config.latent is None else "attn_kv_a_mqa"),
             output_bias=has_bias("attn_output"),
             mlp_bias=config.mlp_bias or has_bias("ffn_down"),
             rope=self._rope(config),
@@ -231,31 +253,50 @@ class GgufCheckpoint:
         self, expected: Iterable[tuple[str, tuple[int, ...]]], optional: Callable[[str], bool] = lambda _: False
     ) -> None:
         """See `Tensors.require`; messages have the file's names of tensors."""
+        refuse_more_layers(
+            ((int(layer[1]), layer[2]) if (layer := _BLOCK.match(name)) else None for name in self.file), self.config,
+            f"{_NAMES[JOINT.removesuffix('.weight')]}.",
+            f"{self.file.path}: {self.file.metadata['general.architecture']}.block_count",
+        )
         for name, info in self.file.items():
             if len(info.shape) == 1 and info.dtype in LOADABLE and info.dtype not in ("F32", "F16", "BF16"):
                 raise CheckpointError(
                     f"{self.file.path}: {name:.100}: expected F32, F16 or BF16 for a vector, got {info.dtype}"
                 )
-        stored = stored_tensors((each for each in expected if not _CURVE.fullmatch(each[0])), self._place)
+        wanted = stored_tensors((each for each in expected if not _CURVE.fullmatch(each[0])), self._place)
+
+        def stored() -> Iterator[tuple[str, tuple[int, ...]]]:
+            """The tensors of the file, with its own shape where that has more or fewer axes of one row before it."""
+            for name, shape in wanted:
+                info = self.file.get(name)
+                if info is not None and info.shape != shape and _bare(info.shape) == _bare(shape):
+                    self._shapes[name], shape = shape, info.shape
+                yield name, shape
+
         known = {_ROPE, _SHORT, _LONG, *(self._place(name).name for name in unread_of(self.config))}
         next_layers = f"{self.file.metadata['general.architecture']}.{NEXT_LAYERS}"
 
         def unread(name: str) -> bool:
             """Whether nothing reads it: of another network, or of an MTP layer."""
-            layer = re.match(r"blk\.(\d+)\.", name) if next_layers in self.file.metadata else None
+            layer = _BLOCK.match(name) if next_layers in self.file.metadata else None
             behind = layer is not None and int(layer[1]) >= self.config.num_layers
             behind |= layer is not None and int(layer[1]) >= self.config.trunk_layers and name.endswith(_COPIES)
             others = name.startswith(_OTHERS) or self._is_factor(name)
             return name in known or behind or others or optional(name)
 
-        require(self.file, self.file.path, LOADABLE, stored, unread)
+        require(self.file, self.file.path, LOADABLE, stored(), unread)
 
     def read(self, name: str) -> Float32:
         """See `Tensors.read`."""
         if curve := _CURVE.fullmatch(name):
             return self._number(f"xielu.{curve[2]}", int(curve[1]))
-        info = self.file[self._place(name).name]
+        info = self._info(self._place(name).name)
         return values(info.dtype, self._rows(name, 0, info.shape[0]), _columns(info.shape)).reshape(info.shape)
+
+    def _info(self, name: str) -> TensorInfo:
+        """A tensor of the file, with the shape that `require` found it to stand for."""
+        info = self.file[name]
+        return info._replace(shape=self._shapes.get(name, info.shape))
 
     def _number(self, key: str, layer: int) -> Float32:
         """An entry of the metadata with a number for each layer, or one for all."""
@@ -272,7 +313,7 @@ class GgufCheckpoint:
 
     def rows(self, name: str, first: int, stop: int) -> StoredRows:
         """See `Tensors.rows`."""
-        info = self.file[self._place(name).name]
+        info = self._info(self._place(name).name)
         raw, columns = self._rows(name, first, stop), _columns(info.shape)
         if info.dtype in ("F16", "BF16"):
             return StoredRows(self.format(name), raw.view(np.uint16))
@@ -304,7 +345,7 @@ class GgufCheckpoint:
     def _rows(self, name: str, first: int, stop: int) -> NDArray[np.uint8]:
         """The stored bytes of rows in the original order: `(stop - first, bytes of a row)`."""
         place = self._place(name)
-        info = self.file[place.name]
+        info = self._info(place.name)
         size = row_bytes(info.dtype, _columns(info.shape))
         order = paired_rows(self.config, name, first, stop) if self._architecture.permuted else None
         if self.config.latent is not None and (inside := LAYER.fullmatch(name)):
@@ -371,6 +412,12 @@ class GgufCheckpoint:
         own = _SHORT_CONVOLUTION if self.config.recurrence and self.config.recurrence.kind == "conv" else {}
         own = _OF_BAILING if self._architecture.model_type == "bailing_moe_v2" else own
         return f"{own.get(stem) or _NAMES[stem]}.{kind}"
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without axes of one row before its last one."""
+    first = next((i for i, size in enumerate(shape[:-1]) if size > 1), len(shape) - 1)
+    return shape[first:]
 
 
 def _columns(shape: tuple[int, ...]) -> int:

@@ -73,9 +73,9 @@ class LatentSizes:
             int64 `(stop - first,)`: turned channels i and i + turned / 2 are a pair, those of a file may be neighbours.
         """
         head, before = {
-            "self_attn.q_proj.weight": (self.query, self.plain), "self_attn.q_b_proj.weight": (self.query, self.plain),
-            "self_attn.kv_a_proj_with_mqa.weight": (self.key, self.latent),
-        }.get(part, (0, 0))
+            "self_attn.q_proj": (self.query, self.plain), "self_attn.q_b_proj": (self.query, self.plain),
+            "self_attn.kv_a_proj_with_mqa": (self.key, self.latent),
+        }.get(part.rpartition(".")[0], (0, 0))
         if not head or not self.neighbours:
             return None
         rows, half = np.arange(first, stop), self.turned // 2

@@ -92,14 +92,20 @@ def _overrides(
         if same and read.get("num_global_key_value_heads") is not None:
             full["num_key_value_heads"] = read.size("num_global_key_value_heads")
         return {layer: full for layer, window in enumerate(windows) if window is None}
-    layers = {str(layer): layer for layer in range(len(windows))}
-    if not isinstance(given, dict) or not set(given) <= set(layers):
+    layers = [_number(key, len(windows)) for key in given] if isinstance(given, dict) else [None]
+    if None in layers or len(set(layers)) < len(layers):
         raise CheckpointError(f"{_EACH}: expected an object with numbers of {len(windows)} layers, got {short(given)}")
     for layer, sizes in given.items():
         if not isinstance(sizes, dict) or not set(sizes) <= _OVERRIDES:
             expected = "an object with " + ", ".join(sorted(_OVERRIDES))
             raise CheckpointError(f"{_EACH}.{layer}: expected {expected}, got {short(sizes)}")
-    return {layers[layer]: sizes for layer, sizes in given.items()}
+    return {layer: sizes for layer, sizes in zip(layers, given.values(), strict=True) if layer is not None}
+
+
+def _number(key: str, count: int) -> int | None:
+    """The layer that a key names, with zeros before its number or not: transformers makes all of one width."""
+    number = int(key) if len(key) < 9 and key.isascii() and key.isdecimal() else count
+    return number if number < count else None
 
 
 def _check(found: Sequence[LayerSizes], windows: Sequence[int | None], num_heads: int) -> None:

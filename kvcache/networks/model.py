@@ -33,6 +33,7 @@ from kvcache.networks.gguf import GgufCheckpoint, is_gguf
 from kvcache.networks.hidden_rows import HiddenRows
 from kvcache.networks.latent import LatentWeights, latent_results, latent_rows
 from kvcache.networks.layer_sizes import LayerSizes, first_sharing
+from kvcache.networks.padded_heads import padded, stored_sizes
 from kvcache.networks.protocols import Attend, LayerAttention, Logits, Recur
 from kvcache.networks.recurrence import Layer, layer_of
 from kvcache.networks.rope import Rope, RopeTable
@@ -73,6 +74,8 @@ class Transformer:
         self._rope = self._table(config.rope, config.rotary_dim)
         self._activated, self._drafts = _activation_of(config), config.draft_layers > 0
         self._last_mixing = max((i for i in range(config.trunk_layers) if config.mixers[i]), default=0)
+        parts = [config.head_parts(i) for i in range(config.num_layers)]
+        self._padded = [each if stored_sizes(each) != each else None for each in parts]  # None: heads need no zeros
         self._recurrent = tuple(
             layer_of(config.recurrence, layer.recurrence, config.rms_norm_eps) for layer in weights.layers
         )
@@ -133,17 +136,19 @@ class Transformer:
 
     @property
     def attention(self) -> tuple[LayerAttention | None, ...]:
-        """How each layer attends; None: it does not."""
-        config = self.config
+        """How each layer attends; None: it does not. Heads have the sizes of a cache, see `padded_heads`."""
         return tuple(
-            LayerAttention(
-                config.attention_scale, window, config.attention_softcap, layer.sinks, *sizes[:2], sizes.kv_layer,
-                None if config.latent is None else config.latent.latent,
-            )
-            if mixer == "attention" else None
-            for mixer, window, layer, sizes in zip(
-                config.mixers, config.windows, self.weights.layers, config.sizes, strict=True
-            )
+            self._attention_of(i) if mixer == "attention" else None for i, mixer in enumerate(self.config.mixers)
+        )
+
+    def _attention_of(self, i: int) -> LayerAttention:
+        config, own, scale = self.config, self.config.sizes[i], self.config.attention_scale
+        stored = stored_sizes(config.head_parts(i))
+        if scale is None and sum(stored) != own.head_dim:
+            scale = own.head_dim**-0.5
+        return LayerAttention(
+            scale, config.windows[i], config.attention_softcap, self.weights.layers[i].sinks, own.num_kv_heads,
+            sum(stored), own.kv_layer, None if config.latent is None else stored[0],
         )
 
     @property
@@ -164,16 +169,19 @@ class Transformer:
     def key_bias(self, positions: NDArray[np.int64]) -> Float32 | None:
         """The biases of key projections as keys at these positions have them; None: no biases, or a norm follows.
 
-        float32 `(num_layers, len(positions), num_kv_heads, head_dim)`.
+        float32 `(num_layers, len(positions), num_kv_heads, head_dim)`, with the channels that a cache has.
         """
         config, found = self.config, []
+        if config.latent is not None:  # whose keys pass through a norm
+            return None
         for i, layer in enumerate(self.weights.layers):
             if layer.qkv_bias is None or layer.qk_norm is not None or config.mixers[i] != "attention":
                 return None
             heads = layer.qkv_bias.reshape(-1, config.head_dim)[config.num_heads :][: config.num_kv_heads]
             rows = np.ascontiguousarray(np.broadcast_to(heads, (len(positions), *heads.shape)))
             table = self._tables[0][config.windows[i] is not None]
-            found.append(table.rotate(rows, table.rows(positions)) if config.rotated[i] else rows)
+            turned = table.rotate(rows, table.rows(positions)) if config.rotated[i] else rows
+            found.append(padded(turned, config.head_parts(i)))
         return np.stack(found)
 
     def forward(
@@ -319,9 +327,12 @@ class Transformer:
         heads, values, gates = self._project(normed, layer, config.sizes[i])
         after = layer.qk_norm if config.qk_norm == "turned" else None
         turned = self._turned(heads, values, table, rows.turns[table], rows.factors, after)
+        if (parts := self._padded[i]) is not None:
+            turned = tuple(padded(each, parts) for each in turned)
         if config.sizes[i].kv_layer is not None:
             turned = (turned[0], None, None, *turned[3:])
-        mixed = attend(i, *turned).reshape(len(normed), -1)
+        mixed = attend(i, *turned)
+        mixed = (mixed if parts is None else mixed[:, :, : parts[0]]).reshape(len(normed), -1)
         return mixed if gates is None else gate(mixed, gates, False)
 
     def _mixed_latent(
@@ -335,11 +346,15 @@ class Transformer:
         assert table is not None, "its positions turn"
         turns = [partial(table.rotate, rows=(cos, sin)) for cos, sin in rows.turns[table]]
         keys, queries, *others = latent_rows(
-            self._times(normed, layer.qkv), config.latent, weights, self._times, turns, self.activations,
+            self._times(normed, layer.qkv, layer.qkv_bias), config.latent, weights, self._times, turns,
+            self.activations,
         )
         if rows.factors is not None:
             queries, *others = (each * rows.factors[:, None, None] for each in (queries, *others))
-        return latent_results(attend(i, queries, keys, None, *others), weights, self.activations)
+        if (parts := self._padded[i]) is not None:
+            queries, keys, *others = (padded(each, parts) for each in (queries, keys, *others))
+        mixed = attend(i, queries, keys, None, *others)
+        return latent_results(mixed if parts is None else mixed[:, :, : parts[0]], weights, self.activations)
 
     def _scores(self, normed: Float32) -> Float32:
         """The logits of rows behind the last norm."""
@@ -477,6 +492,7 @@ class Transformer:
         return top_experts(
             logits, self.config.experts_per_token, choice.normalise, sigmoid=choice.sigmoid, bias=layer.expert_bias,
             eps=choice.eps, factor=choice.factor, groups=choice.groups, kept=choice.kept, best=choice.best,
+            least=choice.least,
         )
 
     def _add_inputs(self, x: Float32, inputs: Float32, weights: InputWeights) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.errors import CheckpointError
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.layer_sizes import LayerSizes
@@ -40,6 +41,7 @@ __all__ = [
     "key_head_rows",
     "matrices_of",
     "paired_rows",
+    "refuse_more_layers",
     "stored_tensors",
     "tensors_of",
     "unread_of",
@@ -112,6 +114,23 @@ def stored_tensors(
         found = place(name)
         if not found.first:  # the first part of a tensor stands for all of it
             yield found.name, found.shape or shape
+
+
+def refuse_more_layers(
+    found: Iterable[tuple[int, str] | None], config: ModelConfig, joint: str, key: str
+) -> None:
+    """Raise CheckpointError that names `key` if files have layers behind the last one, but for MTP layers.
+
+    Args:
+        found: of tensors of the files their layer and their name in it, or None.
+        joint: what the name of a tensor begins with that MTP layers alone have.
+    """
+    layers, next_layers = set[int](), set[int]()
+    for each in found:
+        if each is not None and each[0] >= config.trunk_layers:
+            (next_layers if each[1].startswith(joint) else layers).add(each[0])
+    if more := layers - next_layers:
+        raise CheckpointError(f"{key}: expected {max(more) + 1}, the layers of the files, got {config.trunk_layers}")
 
 
 def fused_place(config: ModelConfig, part: str, qkv: str, gate_up: str) -> Place | None:
@@ -336,16 +355,22 @@ def _latent(config: ModelConfig, sizes: LatentSizes) -> Iterator[tuple[str, tupl
     hidden, queries = config.hidden_size, config.num_heads * sizes.query
     if sizes.queries:
         yield "self_attn.q_a_proj.weight", (sizes.queries, hidden)
+        if config.qkv_bias:
+            yield "self_attn.q_a_proj.bias", (sizes.queries,)
         yield "self_attn.q_a_layernorm.weight", (sizes.queries,)
         yield "self_attn.q_b_proj.weight", (queries, sizes.queries)
     else:
         yield "self_attn.q_proj.weight", (queries, hidden)
     yield "self_attn.kv_a_proj_with_mqa.weight", (sizes.key, hidden)
+    if config.qkv_bias:
+        yield "self_attn.kv_a_proj_with_mqa.bias", (sizes.key,)
     yield "self_attn.kv_a_layernorm.weight", (sizes.latent,)
     for head in range(config.num_heads):
         yield f"self_attn.k_b.{head}.weight", (sizes.latent, sizes.plain)
         yield f"self_attn.v_b.{head}.weight", (sizes.value, sizes.latent)
     yield "self_attn.o_proj.weight", (hidden, config.num_heads * sizes.value)
+    if config.output_bias:
+        yield "self_attn.o_proj.bias", (hidden,)
 
 
 def _mlps(config: ModelConfig, inner: int, has_experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

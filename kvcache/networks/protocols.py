@@ -24,6 +24,7 @@ __all__ = [
     "Recur",
     "Recurrence",
     "StreamingModel",
+    "cached_sizes",
     "draft_layers",
     "latent_layers",
     "layer_attention",
@@ -231,6 +232,12 @@ def layer_attention(model: Model) -> tuple[LayerAttention | None, ...]:
         if each.kv_layer is not None:
             _check_owner(found, layer)
     return tuple(found)
+
+
+def cached_sizes(model: Model) -> tuple[int, int]:
+    """KV heads and channels of a head as a cache has them, of a network whose K and V have one size."""
+    first = next(each for each in layer_attention(model) if each is not None)
+    return first.num_kv_heads or model.config.num_kv_heads, first.head_dim or model.config.head_dim
 
 
 def layer_recurrences(model: Model) -> dict[int, Recurrence]:

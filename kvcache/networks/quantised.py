@@ -14,7 +14,7 @@ A matrix keeps scales in f16: those of F32 and small ones of BF16 are rounded, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,6 +116,11 @@ class QuantisedTensors:
             return zeros or optional(name)
 
         require(found, self._checkpoint.directory, self._checkpoint.dtypes, expected, needless)
+
+    def names(self) -> Iterator[str]:
+        """The names of all tensors."""
+        yield from self._left
+        yield from self._packed
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `Checkpoint.shape`."""

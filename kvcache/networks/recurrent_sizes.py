@@ -61,7 +61,7 @@ class RecurrentSizes:
         """Read the keys of a `config.json`. Raises CheckpointError naming the key and its value."""
         if kind == "conv":
             bias = read.flag("conv_bias", False)
-            return cls(kind, read.size("conv_L_cache", 3, most=_MAX_TAPS), hidden_size, bias, bias)
+            return cls(kind, read.size("conv_L_cache", 3, at_least=2, most=_MAX_TAPS), hidden_size, bias, bias)
         return _delta(read) if kind == "delta" else _mamba(read, hidden_size)
 
 

@@ -6,6 +6,7 @@ A checkpoint that also takes images or sounds has a tower for each kind of input
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ class Tower:
         tied: whether the head is the embedding, if neither part of config.json says.
         flat: whether older files have the keys of `text_config` beside it.
         fixed: keys of the family that `text_config` does not have.
+        defaults: of keys that `text_config` leaves out, where they are others than those of the family.
     """
 
     model_type: str
@@ -34,6 +36,7 @@ class Tower:
     tied: bool = False
     flat: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 TOWERS = {
@@ -48,12 +51,20 @@ TOWERS = {
     "Mistral3ForConditionalGeneration": Tower(
         "mistral3", {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"}, tied=True
     ),
-    "Qwen2_5_VLForConditionalGeneration": Tower("qwen2_5_vl", {"qwen2_5_vl_text": "qwen2"}, flat=True),
+    "Qwen2_5_VLForConditionalGeneration": Tower(
+        "qwen2_5_vl", {"qwen2_5_vl_text": "qwen2"}, flat=True,
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    ),
     "Qwen3_5ForConditionalGeneration": Tower("qwen3_5", {"qwen3_5_text": "qwen3_5_text"}),
     "Qwen3_5MoeForConditionalGeneration": Tower("qwen3_5_moe", {"qwen3_5_moe_text": "qwen3_5_moe_text"}),
-    "Qwen3VLForConditionalGeneration": Tower("qwen3_vl", {"qwen3_vl_text": "qwen3"}),
+    "Qwen3VLForConditionalGeneration": Tower(
+        "qwen3_vl", {"qwen3_vl_text": "qwen3"}, defaults={"rope_theta": 5e5},
+    ),
     "Qwen3VLMoeForConditionalGeneration": Tower(
-        "qwen3_vl_moe", {"qwen3_vl_moe_text": "qwen3_moe"}, fixed={"norm_topk_prob": True}
+        "qwen3_vl_moe", {"qwen3_vl_moe_text": "qwen3_moe"}, fixed={"norm_topk_prob": True}, defaults={
+            "num_key_value_heads": 16, "rope_theta": 5e5, "num_experts": 60, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+        },
     ),
 }
 _BY_TYPE = {tower.model_type: tower for tower in TOWERS.values()}
@@ -62,6 +73,8 @@ _OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id")
 # From the names of a text network to those in a checkpoint: as transformers 4 and 5 write them.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 _HEADS = {"language_model.model.": "language_model.lm_head.weight"}
+_LAYERS = ("layers.", "blocks.")  # the second one of Kimi K2.5, as transformers writes it
+_INSIDE = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d{1,9})\.(.+)")
 _TOWERS = (
     "vision_tower.", "multi_modal_projector.", "mm_projector.", "visual.", "audio_tower.", "embed_vision.",
     "embed_audio.",
@@ -92,10 +105,11 @@ def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found = text.get("model_type") or next(iter(tower.texts))
     if not isinstance(found, str) or found not in tower.texts:
         raise CheckpointError(f"text_config.model_type: expected {' or '.join(tower.texts)}, got {short(found)}")
+    absent = {key: value for key, value in tower.defaults.items() if key not in text}
     whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
     tied = config.get("tie_word_embeddings")
     whole["tie_word_embeddings"] = tower.tied or text.get("tie_word_embeddings") if tied is None else tied
-    return {**text, **whole, **tower.fixed, "architectures": None, "model_type": tower.texts[found]}
+    return {**text, **absent, **whole, **tower.fixed, "architectures": None, "model_type": tower.texts[found]}
 
 
 class Names:
@@ -107,14 +121,25 @@ class Names:
 
     def __init__(self, has: Callable[[str], bool]) -> None:
         self._prefix = next((prefix for prefix in _PREFIXES if has(f"{prefix}embed_tokens.weight")), _PREFIXES[0])
+        others = (each for each in _LAYERS if has(f"{self._prefix}{each}0.input_layernorm.weight"))
+        self._layers = next(others, _LAYERS[0])
 
     def __call__(self, name: str) -> str:
         """The name in the checkpoint of the text network's tensor `name`."""
         if name.startswith(_PREFIXES[0]):
-            return self._prefix + name.removeprefix(_PREFIXES[0])
+            inside = name.removeprefix(_PREFIXES[0])
+            if inside.startswith(_LAYERS[0]):
+                inside = self._layers + inside.removeprefix(_LAYERS[0])
+            return self._prefix + inside
         if name.startswith(_MTP):
             return name
         return _HEADS.get(self._prefix, name)
+
+    @classmethod
+    def layer_of(cls, name: str) -> tuple[int, str] | None:
+        """The layer of the text network that a tensor of a checkpoint belongs to, and its name there; None: none."""
+        found = None if cls.is_of_another_tower(name) else _INSIDE.search(name)
+        return (int(found[1]), found[2]) if found else None
 
     @staticmethod
     def is_of_another_tower(name: str) -> bool:

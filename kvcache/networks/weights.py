@@ -457,8 +457,14 @@ class _Loader:
         sizes, mixer = self._config.recurrence, self._config.mixers[layer]
         if mixer == "state":
             return vector("mixer.in_proj.bias") if sizes is not None and sizes.projection_bias else None
-        biases = [name.replace(".weight", ".bias") for name in next(matrices_of(self._config, layer))]
-        return vector(*biases) if mixer and self._config.qkv_bias else None
+        if not mixer or not self._config.qkv_bias:
+            return None
+        parts = []
+        for name in next(matrices_of(self._config, layer)):
+            bias = name.replace(".weight", ".bias")
+            rows, *_ = self._shapes[f"model.layers.{layer}.{name}"]
+            parts.append(vector(bias) if f"model.layers.{layer}.{bias}" in self._shapes else np.zeros(rows, np.float32))
+        return np.concatenate(parts)
 
     def _output_bias(self, mixer: Mixer, vector: Callable[..., Float32]) -> Float32 | None:
         sizes = self._config.recurrence

@@ -25,7 +25,7 @@ from kvcache.core.calibration import Calibration
 from kvcache.errors import SnapshotError
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.model import Transformer
-from kvcache.networks.protocols import Float32, LayerAttention, Model, NetworkConfig, layer_attention
+from kvcache.networks.protocols import Float32, LayerAttention, Model, cached_sizes, layer_attention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.saved.file_tables import Arena
 from kvcache.saved.segments import Segments
@@ -52,16 +52,16 @@ class Storing(NamedTuple):
     block_size: int = 16
     calibration: Calibration | None = None
 
-    def make_cache(self, config: NetworkConfig, num_blocks: int) -> PagedKvCache:
+    def make_cache(self, model: Model, num_blocks: int) -> PagedKvCache:
         """Make a cache in which each KV head of each layer has a sequence of its own.
 
         Raises:
             TypeError, ValueError: no such formats or sizes.
             OutOfMemoryError: the system refuses the memory.
         """
-        known = self.calibration
+        known, (heads, dim) = self.calibration, cached_sizes(model)
         return PagedKvCache(
-            num_blocks, self.block_size, 1, config.head_dim, num_layers=config.num_layers * config.num_kv_heads,
+            num_blocks, self.block_size, 1, dim, num_layers=model.config.num_layers * heads,
             separate_layers=True, key_dtype=self.key_dtype, value_dtype=self.value_dtype, rotate=self.rotate,
             calibration=None if known is None else known.by_head(),
         )
@@ -95,7 +95,7 @@ class CompressedPrefix:
         self._options = [_without_sinks(each) for each in layer_attention(model)]
         self._known: list[Model] = [model]
         counts = np.array([len(each) for layer in self._kept for each in layer])
-        self.cache = storing.make_cache(model.config, int((-(-counts // storing.block_size)).sum()))
+        self.cache = storing.make_cache(model, int((-(-counts // storing.block_size)).sum()))
         self.cache.allocate_batch(np.arange(len(counts)), counts)
         self.tokens.flags.writeable = False
         self._name: bytes | None = None

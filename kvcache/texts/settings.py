@@ -238,7 +238,8 @@ class CacheSettings:
 
     def _sizes(self, layers: Sequence[int]) -> tuple[int, int, int | None]:
         """KV heads of a block and channels of a head in these layers; the channels of a key that are V, None: none."""
-        config, each = self.model.config, self._attention_of(layers[0]) if len(layers) else LayerAttention()
+        any_layer = next((i for i, each in enumerate(self.attention) if each is not None), 0)
+        config, each = self.model.config, self._attention_of(layers[0] if len(layers) else any_layer)
         heads = each.num_kv_heads or config.num_kv_heads
         return heads // self._lists, each.head_dim or config.head_dim, each.latent
 

@@ -16,6 +16,7 @@ from kvcache.kernels.kernels import bf16_order
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import (
     Model,
+    cached_sizes,
     draft_layers,
     latent_layers,
     layer_attention,
@@ -79,8 +80,7 @@ class Storage(NamedTuple):
         calibration = as_calibration(model, calibrate, dtypes[0], one_format, bits is not None, centred=not without)
         if bits is not None and calibration is not None and calibration.losses is not None:
             losses = calibration.losses[:, : 1 if latent_layers(model) else 2]
-            dim = attention[0].head_dim or model.config.head_dim
-            formats = dtypes = formats_within(losses, dim, bits, draft_layers(model))
+            formats = dtypes = formats_within(losses, cached_sizes(model)[1], bits, draft_layers(model))
         measured = calibration is not None and calibrate is not False
         if residual_length is None and budgets is not None:
             residual_length = 0

@@ -625,6 +625,48 @@ VARIANTS = {
         **NO_HEAD_DIM, moe_intermediate_size=40, moe_num_experts=7, moe_k=3, moe_num_shared_experts=2,
         tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE,
     )),
+    "deepseek_v3_biases": seeded(DeepseekV3Config(
+        **LATENT, kv_lora_rank=40, qk_rope_head_dim=16, qk_nope_head_dim=20, v_head_dim=28, q_lora_rank=44,
+        n_routed_experts=7, n_group=1, topk_group=1, num_experts_per_tok=3, first_k_dense_replace=1,
+        attention_bias=True, rope_parameters=DEFAULT_ROPE,
+    )),
+    "deepseek_v2_biases": seeded(DeepseekV2Config(  # queries have none: they have no latent
+        **LATENT, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=28, q_lora_rank=None,
+        n_routed_experts=6, num_experts_per_tok=2, first_k_dense_replace=1, attention_bias=True,
+        rope_parameters=DEFAULT_ROPE,
+    )),
+    "ernie4_5_moe_least": seeded(Ernie4_5_MoeConfig(
+        **NO_HEAD_DIM, moe_intermediate_size=40, moe_num_experts=7, moe_k=2, moe_norm_min=0.8,
+        rope_parameters=DEFAULT_ROPE,
+    )),
+    "lfm3_biases": seeded(Lfm3Config(
+        **SMALL | {"num_hidden_layers": 4, "head_dim": 20}, attention_bias=True, sliding_window=20, conv_L_cache=3,
+    )),
+    # Heads of sizes that no kernel has.
+    "llama_26": seeded(LlamaConfig(**SMALL | {"head_dim": 26}, rope_parameters=DEFAULT_ROPE, attention_bias=True)),
+    "qwen3_100": seeded(Qwen3Config(
+        **SMALL | {"head_dim": 100, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2},
+        use_sliding_window=True, sliding_window=20, max_window_layers=1, rope_parameters=DEFAULT_ROPE,
+    )),
+    "gpt_oss_18": seeded(GptOssConfig(
+        **SMALL | {"intermediate_size": 32, "head_dim": 18}, num_local_experts=5, num_experts_per_tok=2,
+        sliding_window=24, rope_parameters=DEFAULT_ROPE,
+    )),
+    "gemma4_20": seeded(Gemma4TextConfig(
+        **SMALL | GEMMA4 | {
+            "num_hidden_layers": 5, "num_key_value_heads": 1, "head_dim": 12, "global_head_dim": 20,
+        },
+        layer_types=_kinds("WFWWF"), num_kv_shared_layers=1, hidden_size_per_layer_input=6,
+        vocab_size_per_layer_input=96,
+    )),
+    "qwen3_5_26": seeded(Qwen3_5TextConfig(**SMALL_DELTA | {"head_dim": 26, "rope_parameters": DEFAULT_ROPE | {
+        "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1], "mrope_interleaved": True,
+    }}, tie_word_embeddings=True)),
+    "deepseek_v3_44": seeded(DeepseekV3Config(  # a latent and what turns of it
+        **LATENT, kv_lora_rank=34, qk_rope_head_dim=10, qk_nope_head_dim=20, v_head_dim=28, q_lora_rank=44,
+        n_routed_experts=7, n_group=1, topk_group=1, num_experts_per_tok=3, first_k_dense_replace=1,
+        rope_parameters=DEFAULT_ROPE,
+    )),
     "apertus": seeded(ApertusConfig(**SMALL, rope_parameters=LLAMA3_ROPE)),
     "apertus_biases": seeded(ApertusConfig(
         **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, attention_bias=True, rope_parameters=DEFAULT_ROPE,

@@ -305,6 +305,19 @@ def test_choice_of_experts(rng, experts, count, groups, kept, best, eps, sigmoid
         np.testing.assert_allclose(found, shares[ids] * 2.5 / total, rtol=1e-6)
 
 
+def test_the_least_sum_of_chosen_shares(rng):
+    logits = rng.standard_normal((200, 7), np.float32) * 2
+    chosen, weights = top_experts(logits, 2, True, least=0.7)
+    powers = np.exp(logits.astype(np.float64))
+    shares = np.take_along_axis(powers / powers.sum(axis=1, keepdims=True), chosen, 1)
+    sums = shares.sum(axis=1, keepdims=True)
+    assert 20 < (sums < 0.7).sum() < 180
+    np.testing.assert_allclose(weights, shares / np.maximum(sums, 0.7), rtol=1e-6)
+    for options in ({"sigmoid": True}, {}):
+        plain = top_experts(logits, 2, False, **options)[1]
+        np.testing.assert_array_equal(top_experts(logits, 2, False, least=0.7, **options)[1], plain)
+
+
 def test_mistakes_of_the_choice_of_experts():
     logits, bias = np.ones((2, 6), np.float32), np.ones(6, np.float32)
     with pytest.raises(ValueError, match=r"bias: expected \(6,\), got \(5,\)"):

@@ -1,11 +1,14 @@
-"""The guide's table of networks names what is read, and nothing else."""
+"""The guide's table of networks names what is read, and nothing else; absent keys mean the same as to transformers."""
 
+import json
 import re
 
 import pytest
-from places import PROJECT
+from places import GOLDEN, PROJECT
 
+from kvcache.errors import CheckpointError
 from kvcache.gguf.architectures import ARCHITECTURES
+from kvcache.networks.config import ModelConfig
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.towers import TOWERS
 
@@ -20,3 +23,58 @@ def test_the_table_of_the_guide():
     letters = [name for row in rows for name in re.findall(r"`([^`]+)`", row[3])]
     assert set(classes) == {*FAMILIES, *TOWERS}
     assert set(letters) == set(ARCHITECTURES)
+
+
+DEFAULTS = json.loads((GOLDEN / "defaults.json").read_text())
+OF_OTHERS = {"minicpm", "bailing_moe_v2"}  # which transformers has not
+# What has to be said: a guess would load matrices of another size, or none.
+NEEDED = {
+    "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+    "vocab_size",
+}
+NEEDED_OF = {
+    "granitemoehybrid": {"layer_types"}, "nemotron_h": {"layers_block_type"}, "glm4_moe": {"head_dim"},
+}
+
+
+def spelled():
+    """The name of each family and text network, its keys, and a `config.json` of such keys."""
+    for name, keys in DEFAULTS["families"].items():
+        yield name, keys, dict
+    for name, texts in DEFAULTS["towers"].items():
+        for own, keys in texts.values():
+            yield name, keys, lambda keys, own=own: own | {"text_config": keys}
+
+
+def test_every_family_and_tower_has_its_defaults():
+    assert {family.model_type for family in FAMILIES.values()} - OF_OTHERS == set(DEFAULTS["families"])
+    assert {tower.model_type: set(tower.texts) - {"kimi_k2"} for tower in TOWERS.values()} == {
+        name: set(texts) for name, texts in DEFAULTS["towers"].items()
+    }
+
+
+def test_absent_keys_have_the_defaults_of_transformers():
+    """Every family and every text network in a tower without one key, and without all that may be left out.
+
+    The end of a text is no default: which token it is, files say.
+    """
+    for name, keys, build in spelled():
+        needed = NEEDED | NEEDED_OF.get(name, set()) | {"model_type", "eos_token_id"}
+        expected = ModelConfig.from_dict(build(keys))
+        for key in set(keys) - needed:
+            assert ModelConfig.from_dict(build({k: v for k, v in keys.items() if k != key})) == expected, (name, key)
+        assert ModelConfig.from_dict(build({k: v for k, v in keys.items() if k in needed})) == expected, name
+
+
+def test_sizes_that_have_to_be_said():
+    """A size is either the default of transformers, or missed by its name; that of an MLP only if a layer has one."""
+    for name, keys, build in spelled():
+        expected = ModelConfig.from_dict(build(keys))
+        for key in NEEDED & set(keys):
+            less = {k: v for k, v in keys.items() if k != key}
+            if key == "intermediate_size" and expected.experts and "mlp" not in expected.mlps:
+                continue
+            try:
+                assert ModelConfig.from_dict(build(less)) == expected, (name, key)
+            except CheckpointError as error:
+                assert re.match(rf"{key}: .*got nothing", str(error)), (name, key, error)

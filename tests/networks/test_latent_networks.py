@@ -68,22 +68,30 @@ def test_mtp_layers_are_left_out(tmp_path):
     assert engines[0].generate(range(20), DRAWN) == engines[1].generate(range(20), DRAWN)
 
 
-@pytest.mark.parametrize("architecture", ["KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"])
-def test_a_tower_of_kimi(tmp_path, architecture):
-    """The text network of Kimi K2.5, named as its files name it: that of DeepSeek-V3."""
+@pytest.mark.parametrize(
+    ("architecture", "layers"),
+    [("KimiK25ForConditionalGeneration", "layers"), ("Kimi_K25ForConditionalGeneration", "blocks")],
+)
+def test_a_tower_of_kimi(tmp_path, architecture, layers):
+    """The text network of Kimi K2.5, as its files name it and as transformers does: that of DeepSeek-V3."""
     texts = json.loads((seeded("deepseek_v3") / "config.json").read_text()) | {"model_type": "kimi_k2"}
     whole = {"architectures": [architecture], "model_type": "kimi_k25", "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": texts}))
     tensors = tensors_of(json.loads((seeded("deepseek_v3") / "weights.json").read_text()))
     some = tensors["model.norm.weight"]
-    images = {f"{name}.weight": some for name in ("vision_tower.patch_embed", "mm_projector.proj.0")}
-    write(tmp_path / "model.safetensors", {f"language_model.{name}": each for name, each in tensors.items()} | images)
+    others = ["mm_projector.proj.0", "model.mm_projector.pre_norm"]
+    others += ["vision_tower.patch_embed", "vision_tower.encoder.blocks.7.wo"]
+    images = {f"{name}.weight": some for name in others}
+    texts = {f"language_model.{name.replace('layers', layers)}": each for name, each in tensors.items()}
+    write(tmp_path / "model.safetensors", texts | images)
     ids = np.arange(40, dtype=np.uint32)
     models = [Transformer.from_pretrained(folder) for folder in (seeded("deepseek_v3"), tmp_path)]
     np.testing.assert_array_equal(*(run_dense(model, ids) for model in models))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "mistral4", "youtu"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "deepseek_v2", "mistral4", "youtu", "deepseek_v2_biases", "deepseek_v3_biases"]
+)
 def test_files_of_gguf_are_the_same_network(name, tmp_path):
     folder = as_converted(seeded(name), tmp_path / "folder")
     ids = np.random.default_rng(0).integers(0, 96, 70).astype(np.uint32)

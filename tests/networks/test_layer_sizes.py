@@ -41,6 +41,24 @@ def test_both_spellings(name):
     assert ModelConfig.from_dict(older) == ModelConfig.from_dict(newer)
 
 
+def test_numbers_of_layers_with_zeros():
+    """transformers writes all of one width, so that they stand in their order."""
+    spelled = content() | {
+        "num_hidden_layers": 12, "num_kv_shared_layers": 0, "layer_types": (["sliding_attention"] * 3 +
+        ["full_attention"]) * 3, "per_layer_config": {str(i): {"head_dim": 24} for i in (3, 7, 11)},
+    }
+    expected = ModelConfig.from_dict(spelled)
+    assert [size.head_dim for size in expected.sizes] == [16, 16, 16, 24] * 3
+    padded = {f"{i:02}": {"head_dim": 24} for i in (3, 7, 11)}
+    assert ModelConfig.from_dict(spelled | {"per_layer_config": padded}) == expected
+    for wrong in ("3", "003"):
+        with pytest.raises(CheckpointError, match="per_layer_config: expected an object with numbers of 12 layers"):
+            ModelConfig.from_dict(spelled | {"per_layer_config": padded | {wrong: {"head_dim": 24}}})
+    for wrong in ("-3", "+3", " 3", "\u0663", "1e1", "", "9" * 5000):
+        with pytest.raises(CheckpointError, match="per_layer_config: expected an object with numbers of 12 layers"):
+            ModelConfig.from_dict(spelled | {"per_layer_config": {wrong: {"head_dim": 24}}})
+
+
 def test_published_sizes():
     """E2B: what the model card says."""
     config = ModelConfig.from_dict(content() | {

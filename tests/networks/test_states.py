@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import fields, replace
 
 import numpy as np
@@ -12,7 +13,8 @@ from dense_runs import run_dense
 from gguf_files import ARRAY, BOOL, F32, U32
 from oracles.engine import dense_attention
 from places import GOLDEN
-from seeded_weights import SEEDED, seeded
+from seeded_weights import SEEDED, seeded, tensors_of
+from seeded_weights import write as write_tensors
 from state_gguf import LETTERS, convert
 from tensor_files import pack_arrays
 
@@ -178,6 +180,38 @@ def test_first_files_of_qwen3_next(tmp_path):
     np.testing.assert_array_equal(*(run_dense(Transformer.from_pretrained(path), TOKENS) for path in paths))
 
 
+def test_biases_of_layers_behind_the_first(tmp_path):
+    """The first layer keeps a state: the biases of attention are in others alone."""
+    folder = tmp_path / "folder"
+    shutil.copytree(seeded("granite_hybrid"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
+    spec = json.loads((folder / "weights.json").read_text())
+    sizes = {"q": 48, "k": 16, "v": 16, "o": 48}
+    biases = {f"model.layers.1.self_attn.{part}_proj.bias": [[size], 0.3, 0.0] for part, size in sizes.items()}
+    write_tensors(folder / "model.safetensors", tensors_of(spec | {"tensors": spec["tensors"] | biases}))
+    path = convert(folder, tmp_path / "x.gguf")
+    exact, found = (Transformer.from_pretrained(each) for each in (folder, path))
+    assert (found.config.qkv_bias, found.config.output_bias) == (True, True)
+    expected = run_dense(exact, TOKENS)
+    assert np.abs(expected - run_dense(Transformer.from_pretrained(seeded("granite_hybrid")), TOKENS)).max() > 0.1
+    np.testing.assert_allclose(run_dense(found, TOKENS), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_attention_without_rotation_says_any_number_of_turned_channels(tmp_path):
+    """Files of Nemotron Nano have the hidden size over the heads, which is not the size of a head."""
+    plain, odd = (
+        convert(seeded("nemotron_h"), tmp_path / f"{turned}.gguf", rope__dimension_count=(U32, turned))
+        for turned in (8, 112)
+    )
+    models = [Transformer.from_pretrained(path) for path in (plain, odd)]
+    assert models[0].config == models[1].config
+    with pytest.raises(CheckpointError, match=r"rope.dimension_count: expected 8 as in every head, got 6"):
+        Transformer.from_pretrained(
+            convert(seeded("granite_hybrid_moe"), tmp_path / "wrong.gguf", rope__dimension_count=(U32, 6))
+        )
+
+
 def test_gguf_with_mtp_layers(tmp_path):
     """Layers behind the last one, of Qwen3.5, are known and left out; without the entry they are unexpected."""
     more = dict.fromkeys(["blk.3.nextn.eh_proj.weight", "blk.3.ffn_up.weight"], np.ones((4, 8), np.float32))
@@ -196,7 +230,7 @@ def test_gguf_with_mtp_layers(tmp_path):
 @pytest.mark.parametrize(
     ("name", "entries", "message"),
     [
-        ("lfm2", {"shortconv__l_cache": (F32, 3.0)}, "expected a positive whole number up to 64, got 3.0"),
+        ("lfm2", {"shortconv__l_cache": (F32, 3.0)}, "expected a whole number of at least 2 up to 64, got 3.0"),
         ("lfm2", {"attention__head_count_kv": (ARRAY, [0, 2], U32)}, "expected a whole number for each of 3 layers"),
         ("lfm2", {"block_count": (U32, 1 << 30)}, "block_count: expected a number of layers up to 65536"),
         ("lfm2", {"attention__head_count_kv": (ARRAY, [2, 0, 1], U32)}, "expected one value for all layers"),
@@ -239,7 +273,7 @@ def test_other_spellings(name, changes):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("lfm2", {"conv_L_cache": 65}, "conv_L_cache: expected a positive whole number up to 64, got 65"),
+        ("lfm2", {"conv_L_cache": 65}, "conv_L_cache: expected a whole number of at least 2 up to 64, got 65"),
         ("lfm2", {"layer_types": ["conv", "mamba", "conv"]}, "layer_types: expected conv or attention or full_attent"),
         ("lfm2", {"layer_types": ["conv"]}, "for each of 3 layers, got ['conv']"),
         ("lfm2", {"layer_types": "conv"}, "layer_types: expected a list, got 'conv'"),

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from places import GOLDEN
+from seeded_weights import seeded
 from tensor_files import pack, pack_arrays
 
 from kvcache.engine import InferenceEngine, ModelConfig, Transformer
@@ -55,6 +56,52 @@ def test_missing_tensor(checkpoint, name):
     del tensors[name]
     with pytest.raises(CheckpointError, match=f"expected the tensors {name}, got none"):
         Transformer.from_pretrained(save())
+
+
+def test_fewer_layers_than_the_files_have(tmp_path, checkpoint):
+    """A network that is cut is another one; layers behind the last one may be MTP layers alone."""
+    folder, tensors, save = checkpoint
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+    save()
+    for count in (1, 2):
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": count}))
+        message = f"num_hidden_layers: expected 3, the layers of the files, got {count}"
+        with pytest.raises(CheckpointError, match=message):
+            Transformer.from_pretrained(folder)
+    for name in ("deepseek_v3", "glm4_moe", "solar_open", "gemma4", "qwen3_5", "nemotron_h", "qwen3_vl_moe"):
+        place = tmp_path / name
+        shutil.copytree(seeded(name), place)
+        config = json.loads((place / "config.json").read_text())
+        of_texts = config.get("text_config", config)
+        layers = of_texts.get("num_hidden_layers") or len(of_texts["layers_block_type"])
+        of_texts["num_hidden_layers"] = layers - 1
+        for key in ("layer_types", "layers_block_type", "mlp_layer_types"):
+            if of_texts.get(key):
+                of_texts[key] = of_texts[key][:-1]
+        if "per_layer_config" in of_texts:
+            of_texts["per_layer_config"].pop("7")
+            of_texts["num_kv_shared_layers"] = 0
+        (place / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=f"num_hidden_layers: expected {layers}, the layers of the files"):
+            Transformer.from_pretrained(place)
+
+
+def test_an_adapter_is_no_network(checkpoint):
+    """Alone, and beside the network that it changes."""
+    folder, _, save = checkpoint
+    save()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.1-8B"}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    message = r"adapter_config\.json: expected a network alone, got an adapter for 'meta-llama/Llama-3\.1-8B': merge it"
+    for call in (Transformer.from_pretrained, InferenceEngine.from_pretrained):
+        with pytest.raises(CheckpointError, match=message):
+            call(folder)
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    for call in (Transformer.from_pretrained, InferenceEngine.from_pretrained):
+        with pytest.raises(CheckpointError, match=message):
+            call(folder)
 
 
 def test_of_many_missing_tensors_a_few_are_named(checkpoint):

@@ -260,8 +260,6 @@ def _converted(checkpoint, model_type, config):
         if ".act_fn." in name:
             continue
         values = checkpoint.read(name)
-        if name.endswith("e_score_correction_bias"):
-            values = values.reshape(-1)
         if model_type in _INTERLEAVED and ".q_proj." in name:
             values = with_rows_for_llama(values, config.num_heads)
         if model_type in _INTERLEAVED and ".k_proj." in name:
@@ -326,6 +324,8 @@ _ASSUMED = {
     "mistral_window": {"sliding_window": None}, "mixtral": {"sliding_window": None},
     "qwen2_windows": {"use_sliding_window": False, "layer_types": None, "sliding_window": None},
     "gpt_oss": {"swiglu_limit": 7.0}, "qwen3_moe": {"norm_topk_prob": True},
+    "qwen3_100": {"use_sliding_window": False, "layer_types": None, "sliding_window": None},
+    "ernie4_5_moe_least": {"moe_norm_min": 1e-12},
     "olmoe_normalised": {"norm_topk_prob": False}, "cohere2_biases": {"layer_types": None},
     "starcoder2_window": {"sliding_window": None},
     "granite_swa": {"layer_rope_theta": [0, *[500_000.0] * 4]},
