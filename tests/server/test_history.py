@@ -5,13 +5,12 @@ The chat templates of llama.cpp's sources are tried too where KVCACHE_VOCABULARI
 
 import json
 import os
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from dialect_answers import ANSWERS, MARKS, PLAIN, SCHEMAS
 from http_servers import MODEL
-from places import PROJECT
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvcache import SamplingParams
@@ -31,7 +30,6 @@ from kvcache.server.written import written
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
-DIALOGS = runpy.run_path(str(PROJECT / "tests" / "sampling" / "test_dialects.py"))
 FOLDER = os.environ.get("KVCACHE_VOCABULARIES")
 TEMPLATES = sorted((Path(FOLDER) / "templates").glob("*.jinja")) if FOLDER else []
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -74,21 +72,20 @@ class Text:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    marks, plain = DIALOGS["MARKS"], DIALOGS["PLAIN"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(mark, special=True) for mark in marks if mark not in plain])
-    made.add_tokens([AddedToken(mark, special=False) for mark in marks if mark in plain])
+    made.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS if mark not in PLAIN])
+    made.add_tokens([AddedToken(mark, special=False) for mark in MARKS if mark in PLAIN])
     return made
 
 
 def cut_answers(tokenizer, name):
     """The whole samples of the longest answer of a dialect, cut behind each of its tokens."""
-    text = max((text for dialect, text, _ in DIALOGS["ANSWERS"] if dialect == name), key=len)
+    text = max((text for dialect, text, _ in ANSWERS if dialect == name), key=len)
     tokens, marks = tokenizer.encode(text).ids, MarkTokens(tokenizer, dialect_of("<think></think>", name))
     for stop in range(len(tokens) + 1):
-        spoken = SpokenAnswer(marks, [], calls=True, schemas=DIALOGS["SCHEMAS"])
+        spoken = SpokenAnswer(marks, [], calls=True, schemas=SCHEMAS)
         work = SimpleNamespace(
             num_prompt=1, num_tokens=1 + stop, num_new=stop, cached_tokens=0, reason="length", logprobs=None,
             new_tokens=tokens[:stop],
@@ -166,7 +163,7 @@ def expect_taken(template, samples, shown):
     return count
 
 
-@pytest.mark.parametrize("name", sorted({name for name, _, _ in DIALOGS["ANSWERS"]} & {*DIALECTS}))
+@pytest.mark.parametrize("name", sorted({name for name, _, _ in ANSWERS} & {*DIALECTS}))
 def test_answers_that_were_cut_come_back(tokenizer, name):
     assert expect_taken(STRICT, cut_answers(tokenizer, name), True) > 3
 

@@ -1,4 +1,4 @@
-"""What `pytest` runs by itself: every rule of every room in minutes. `--all` is the suite, `--rest` what is left of it.
+"""The tests that `pytest` runs by itself: every rule of every room in minutes. `--all` is the suite, `--rest` the rest.
 
 - The best SIMD level; the kernels' own files scalar too, which is their specification.
 - Of a test with many parameters some values: those whose names have the smallest checksums, so they are drawn from all.
