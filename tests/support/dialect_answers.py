@@ -1,4 +1,4 @@
-"""Answers in every dialect, and their thoughts, content and calls; the marks of the dialects, and the schemas of the calls."""
+"""Answers in every dialect with their thoughts, content and calls; the marks of the dialects, and the schemas of calls."""
 
 from kvcache.sampling.dialects.dialect_table import DIALECTS
 
