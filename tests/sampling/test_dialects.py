@@ -5,10 +5,9 @@ import time
 from itertools import pairwise
 
 import pytest
-from dialect_answers import ANSWERS, MARKS, PLAIN, SCHEMAS
+from dialect_answers import ANSWERS, MARKS, SCHEMAS, mark_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvcache.sampling.dialects.call_span import CallSpan
 from kvcache.sampling.dialects.call_texts import json_calls, pythonic_calls
@@ -24,26 +23,17 @@ pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 @pytest.fixture(scope="module")
 def tokenizer():
     """A token for each byte, and one for each mark."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS if mark not in PLAIN])
-    made.add_tokens([AddedToken(mark, special=False) for mark in MARKS if mark in PLAIN])
-    return made
+    return mark_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def spelling_tokenizer():
     """A token for each byte, and one for each part of marks that is a special token of its own."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    parts = [
+    parts = (
         "｜DSML｜", "<|open|>", "<|sep|>", "<|close|>", "]<]minimax[>[", "<tool_call>", "<|message_sep|>",
         "<|role_sep|>",
-    ]
-    made.add_special_tokens([AddedToken(part, special=True) for part in parts])
-    return made
+    )
+    return mark_tokenizer(parts, ())
 
 
 def read(tokenizer, name, text, cuts=(), prompt="", **options):

@@ -9,9 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from dialect_answers import ANSWERS, MARKS, PLAIN, SCHEMAS
+from dialect_answers import ANSWERS, SCHEMAS, mark_tokenizer
 from http_servers import MODEL
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvcache import SamplingParams
 from kvcache.engine.chat import render
@@ -72,12 +71,7 @@ class Text:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS if mark not in PLAIN])
-    made.add_tokens([AddedToken(mark, special=False) for mark in MARKS if mark in PLAIN])
-    return made
+    return mark_tokenizer()
 
 
 def cut_answers(tokenizer, name):

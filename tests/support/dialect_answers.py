@@ -1,16 +1,32 @@
-"""Answers in every dialect with their thoughts, content and calls; the marks of the dialects, and the schemas of calls."""
+"""Answers in every dialect with their thoughts, content and calls, the marks of dialects, and tokenizers of marks."""
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvcache.sampling.dialects.dialect_table import DIALECTS
 
 MARKS = sorted({mark for dialect in DIALECTS.values() for mark in dialect.marks} | {"<think>", "</think>"})
 # These are no special tokens in the vocabularies of their families.
-PLAIN = {
+PLAIN = (
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<response>", "</response>", "<arg_key>", "</arg_key>",
     "<arg_value>", "</arg_value>", "<function=", "</function>", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>",
     "</tool_calls>", '<function name="', '<invoke name="', "</invoke>",
-}
+)
 TYPES = {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "string"]}, "l": {"type": "array"}}
 SCHEMAS = {"f": {"properties": TYPES}}
+
+
+SPECIAL = tuple(mark for mark in MARKS if mark not in PLAIN)
+
+
+def mark_tokenizer(special=SPECIAL, plain=PLAIN):
+    """A tokenizer with a token for each byte and for each of these marks."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(mark, special=True) for mark in special])
+    made.add_tokens([AddedToken(mark, special=False) for mark in plain])
+    return made
+
 
 # The name of a dialect, a text in its words, and (thoughts, content, calls).
 ANSWERS = [
