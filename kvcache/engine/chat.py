@@ -281,9 +281,16 @@ def _plain(value: Any, name: str, depth: int = 100) -> Any:
     raise TypeError(f"{name}: expected texts, numbers, lists and dicts, got {type(value).__name__}")
 
 
-@lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
     """The template as jinja2 compiles it. ImportError: no such package, or an old one; CheckpointError: damaged."""
+    if isinstance(found := _compiled_or_refused(template), str):
+        raise CheckpointError(found)
+    return found
+
+
+@lru_cache(maxsize=8)
+def _compiled_or_refused(template: str) -> Any:
+    """The same; a text is the error of a damaged one, which may take a second to be found."""
     try:
         import jinja2
         from jinja2 import ext, nodes, sandbox
@@ -357,4 +364,4 @@ def _compiled(template: str) -> Any:
     try:
         return environment.from_string(template)
     except Exception as error:  # of jinja2, or of Python's compiler: SyntaxError, RecursionError, MemoryError
-        raise CheckpointError(f"chat_template: expected a Jinja template, got an error: {error}") from None
+        return f"chat_template: expected a Jinja template, got an error: {error}"
