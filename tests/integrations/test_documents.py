@@ -1,4 +1,4 @@
-"""The example of README.md, run on a tiny model; and the list of architectures in bench/pages/transformers.md."""
+"""The examples of README.md and of the guide, run on a tiny model; and the list of architectures in bench/pages/transformers.md."""
 
 import json
 import re
@@ -18,20 +18,36 @@ class Inputs(dict):
     input_ids = property(lambda self: self["input_ids"])
 
 
-def test_the_example_runs(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    text = (PROJECT / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```py\n(import kvcache\.integrations.*?)```", text, re.DOTALL)
-    make_model("llama").save_pretrained(tmp_path)
+def tokenizer(text, return_tensors):
+    """40 tokens of the tiny model, whatever the text."""
+    assert return_tensors == "pt"
     ids = torch.randint(3, 61, (1, 40))
-    inputs = Inputs(input_ids=ids, attention_mask=torch.ones_like(ids))
-    names = {"AutoModelForCausalLM": AutoModelForCausalLM, "name": tmp_path, "inputs": inputs}
+    return Inputs(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+def blocks_of(page):
+    """The examples of a page that need a model."""
+    return re.findall(r"```py\n(.*?)```", (PROJECT / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_examples_run(tmp_path, monkeypatch):
+    """That of README.md, then those of the guide about prefixes and packed weights."""
+    import transformers
+
+    (example,) = (block for block in blocks_of("README.md") if "kvcache.integrations" in block)
+    beginning, prefixes, packing, files = blocks_of("kvcache/guides/transformers.md")
+    make_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
+    monkeypatch.chdir(tmp_path)  # the guide saves files
+    names = {"name": tmp_path, "AutoConfig": transformers.AutoConfig}
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # names that transformers is about to drop
-        exec(compile(example, "README example", "exec"), names)
+        for text in (example, beginning, prefixes, packing, files):
+            exec(compile(text, "example", "exec"), names)
+    assert names["output"].shape[1] > 40
     assert names["store"].stats().cached_blocks >= 2
-    assert names["store"].cache_for(ids).get_seq_length() == 39
+    assert names["store"].cache_for(names["inputs"].input_ids).get_seq_length() == 39
+    assert (tmp_path / "model.packed").stat().st_size > 0
 
 
 def test_the_list_names_every_architecture():
