@@ -1,4 +1,4 @@
-"""The examples of README.md and of the guide, run on a tiny model; and the list of architectures in bench/pages/transformers.md."""
+"""The examples of README.md and of the guide on a tiny model; the architectures in bench/pages/transformers.md."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def blocks_of(page):
 
 
 def test_the_examples_run(tmp_path, monkeypatch):
-    """That of README.md, then those of the guide about prefixes and packed weights."""
+    """README.md has one, the guide four, which go on from one another."""
     import transformers
 
     (example,) = (block for block in blocks_of("README.md") if "kvcache.integrations" in block)

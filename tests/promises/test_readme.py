@@ -56,6 +56,24 @@ def test_every_bench_has_a_page():
     assert pages == set(re.findall(r"(?m)^\| \[([\w-]+)\]\(pages/\1\.md\)", DOCUMENTS["bench/README.md"]))
 
 
+def test_every_picture_is_on_a_page():
+    named = set(re.findall(r"pictures/([\w.-]+)", "".join(DOCUMENTS.values())))
+    assert named == {path.name for path in (PROJECT / "bench" / "pictures").iterdir()}
+
+
+def test_the_figures_of_the_readme_are_those_of_the_benches():
+    """Each row of its table has the figures, the CPU and the commit of one row of bench/README.md."""
+    row = r"(?m)^\| .+? \| ([\d.]+ (?:ms|tokens/s)) \| (.+?) \| `python -m bench (\w+).+?` \| (\w+), (\w+) \|$"
+    rows, lines = re.findall(row, DOCUMENTS["README.md"]), DOCUMENTS["bench/README.md"].splitlines()
+    assert len(rows) == 3
+    for ours, beside, bench, cpu, commit in rows:
+        letter = {"Genoa": "A", "Turin": "B"}[cpu]
+        ending = f"| {letter}, {commit} | [{bench}](pages/{bench}.md) |"
+        (found,) = (line for line in lines if f"| {ours} |" in line and ending in line)
+        for figure in re.findall(r"(?<![\w.-])\d[\d.]*(?![\w.])", re.sub(r"PyTorch [\d.]+|f32", "", beside)):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?:x| |,)", found), figure
+
+
 @pytest.mark.parametrize(("document", "most"), [("README.md", 150), ("CHANGELOG.md", 100), ("SECURITY.md", 60)])
 def test_a_paper_is_short(document, most):
     assert len(DOCUMENTS[document].splitlines()) <= most
