@@ -224,6 +224,7 @@ def test_token_ids_are_those_of_llama(path, llama_of, tmp_path, variant):
 
 
 def test_the_chat_of_the_readme(capsys):
-    (example,) = re.findall(r"```py\n(engine = .*?)```", (PROJECT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(example, "README example", "exec"), {"InferenceEngine": InferenceEngine})
+    page = (PROJECT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```py\n(from kvcache import InferenceEngine\n.*?)```", page, re.DOTALL)
+    exec(compile(example, "README example", "exec"), {})
     assert len(capsys.readouterr().out) > 10
