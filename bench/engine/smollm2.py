@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from bench.engine.weight_rivals import RIVALS, LlamaCpp, OpenVino, availability
 from bench.support.blas import set_threads
-from bench.support.common import SETTLE, Candidate, Case, Result, Table, run_case
-from bench.support.rates import Columns, print_rates
-from bench.support.report import save_json
+from bench.support.common import SETTLE, Candidate, Case, Result, run_case
+from bench.support.rates import Columns
+from bench.support.tables import Tables
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 
 __all__ = ["add_arguments", "main"]
@@ -131,7 +131,7 @@ def main(options: argparse.Namespace) -> int:
     rounds = 2 if options.quick else options.rounds
     path = options.file or find_file()
     print("; ".join([path.name, *availability()]))
-    done = []
+    tables = Tables(options)
     for threads in options.threads:
         results = {what: Result(title, {}) for what, title in TITLES.items()}
         builders = {f"kvcache, K and V in {dtype}": partial(Ours, path, dtype) for dtype in ("f16", "q8", "q4")}
@@ -155,8 +155,6 @@ def main(options: argparse.Namespace) -> int:
             unit = {"unit": "tokens/s", "scale": 1.0} if what in ("prefill", "decode") else {}
             columns = Columns(tuple(result.times), rivals=rivals, **unit)
             title = f"10. {TITLES[what]}, {path.stem}, {threads} thr"
-            print_rates(title, columns, [result], as_markdown=options.markdown)
-            done.append((Table(title, ()), [result]))
-    if options.json:
-        save_json(options.json, done)
+            tables.rates(title, columns, [result])
+    tables.end()
     return 0

@@ -26,11 +26,10 @@ from bench.engine.weight_rivals import COMMON_FILES, GGUF_FILES, RIVALS, OpenVin
 from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, byte_products, fma, huge_array
 from bench.support.checkpoints import SIZES, Size
-from bench.support.common import SETTLE, Candidate, Case, Claim, Result, Table, run_case, share_of
-from bench.support.over_threads import counts, plot_over_threads, print_over_threads
-from bench.support.plot import plot_table
-from bench.support.rates import Columns, print_rates
-from bench.support.report import save_json
+from bench.support.common import Candidate, Case, Claim, Result, share_of
+from bench.support.over_threads import counts
+from bench.support.rates import Columns
+from bench.support.tables import Tables, draw_each, measured
 from kvcache.engine import InferenceEngine
 from kvcache.kernels.matrix import MATRIX_FORMATS
 
@@ -155,7 +154,7 @@ def measure_network(
             continue
         set_threads(threads)
         for what, candidate in candidates(engine, name, vocabulary, context):
-            one = run_case(Case(what, lambda c=candidate: [c]), rounds, threaded=True, settle=SETTLE)
+            one = measured(Case(what, lambda c=candidate: [c]), rounds)
             results[what].times |= one.times
             results[what].facts |= one.facts
         del engine
@@ -164,6 +163,7 @@ def measure_network(
 
 
 def network_tables(
+    tables: Tables,
     size: Size | Shape,
     threads: Sequence[int],
     rounds: int,
@@ -171,9 +171,7 @@ def network_tables(
     rivals: bool,
     named: Sequence[str],
     files: Sequence[str] = COMMON_FILES,
-    *,
-    as_markdown: bool,
-) -> list[tuple[Table, list[Result]]]:
+) -> None:
     """Print decode and prefill of a network in every format of weights, beside rivals that read its files.
 
     Args:
@@ -184,19 +182,16 @@ def network_tables(
     name, context, vocabulary = (
         (size.what, size.context, VOCABULARY) if isinstance(size, Shape) else (str(size), CONTEXT, size.vocabulary)
     )
-    done = []
     with tempfile.TemporaryDirectory() as temporary:
         kept = (folder or Path(temporary)) / re.sub(r"[^a-z0-9]+", "-", name.lower())
         write_files(size, kept, files)
         for count in threads:
-            measured = measure_network(vocabulary, kept, count, rounds, rivals, context, named, files)
-            for what, result in measured.items():
+            results = measure_network(vocabulary, kept, count, rounds, rivals, context, named, files)
+            for what, result in results.items():
                 columns = Columns(tuple(result.times), unit="tokens/s", scale=1.0)
                 of = f"at {context} tokens" if what == "decode" else f"of {PROMPT} tokens"
                 title = f"9b. {what.capitalize()} {of}, {name}, {count} thr"
-                print_rates(title, columns, [result], as_markdown=as_markdown)
-                done.append((Table(title, ()), [result]))
-    return done
+                tables.rates(title, columns, [result])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -220,37 +215,23 @@ def main(options: argparse.Namespace) -> int:
     """Print every table; returns 1 if a bound was missed."""
     rounds = 2 if options.quick else options.rounds
     shape, cold = ((256, 512), 1 << 20) if options.quick else (SHAPE, COLD_BYTES)
-    missed, done = 0, []
+    tables = Tables(options)
     for threads in options.threads:
         for format in options.formats if options.only in (None, "products") else ():
-            results = [
-                run_case(case, rounds, threaded=True, settle=SETTLE)
-                for case in product_cases(format, shape, cold, threads)
-            ]
+            results = [measured(case, rounds) for case in product_cases(format, shape, cold, threads)]
             packed = MATRIX_FORMATS[format].packed
             columns = Columns((format,), ceilings=lambda _: (READ,), rivals=(READ, DOTS if packed else FMA))
             title = f"9a. Products with {format} weights, {shape[0]} x {shape[1]}, {threads} thr"
-            missed += print_rates(title, columns, results, as_markdown=options.markdown)
-            done.append((Table(title, ()), results))
+            tables.rates(title, columns, results)
         if options.only in (None, "rows"):
             formats = [name for name in ROWS_FORMATS if name in options.formats] or options.formats
             for bytes_, where in ((cold, "memory"), (0, "the cache")):
                 sizes = shape if bytes_ else (shape[0] // 16, shape[1])
-                done.append(rows_table(formats, sizes, bytes_, threads, rounds, where, as_markdown=options.markdown))
+                rows_table(formats, sizes, bytes_, threads, rounds, where, tables)
     if options.only in (None, "network"):
         size = SHAPES.get(options.network) or SIZES["tiny" if options.quick else "1b"]
-        tables = network_tables(
-            size, options.threads, rounds, options.folder, not options.no_rivals, options.engines,
-            options.files, as_markdown=options.markdown,
+        network_tables(
+            tables, size, options.threads, rounds, options.folder, not options.no_rivals, options.engines, options.files
         )
-        done += tables
-    if options.json:
-        save_json(options.json, done)
-    print_over_threads(done, as_markdown=options.markdown)
-    if options.plot:
-        for table, results in done:
-            print(plot_table(table, results, options.plot))
-        for path in plot_over_threads(done, options.plot):
-            print(path)
-    print(f"\n{missed} bounds missed" if missed else "\nevery bound met")
-    return int(missed > 0)
+    tables.end(draw_each, threads=True)
+    return tables.verdict()

@@ -6,7 +6,6 @@ Everything runs through the engine and its packed, paged cache; every table has 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -30,7 +29,7 @@ from bench.quality import (
 from bench.quality.network import demo_model
 from bench.quality.prompts import make_prompts
 from bench.quality.texts import KINDS
-from bench.support.report import environment, show
+from bench.support.report import show, write_json
 from kvcache import InferenceEngine
 from kvcache.core.rowformat import name_of
 from kvcache.demo import DIRECTORY
@@ -273,9 +272,7 @@ def _checkpoint(options: argparse.Namespace) -> int:
         print(pictures.draw_front(figures, options.plot, text, own))
     if options.model == "smollm2" and not options.quick:
         print_verdicts(checkpoint.verdicts(figures))
-    if options.json:
-        where = {"environment": environment(), "text": text, "figures": figures}
-        Path(options.json).write_text(json.dumps(where, indent=1) + "\n")
+    write_json(options.json, text=text, figures=figures)
     return 0
 
 
@@ -304,9 +301,7 @@ def _tasks(options: argparse.Namespace) -> int:
         raise SystemExit("stopped before the first policy was done")
     if options.plot:
         print(pictures.draw_tasks(found, options.plot, text))
-    if options.json:
-        where = {"environment": environment(), "text": text, "figures": found}
-        Path(options.json).write_text(json.dumps(where, indent=1) + "\n")
+    write_json(options.json, text=text, figures=found)
     return 0
 
 
@@ -339,9 +334,7 @@ def main(options: argparse.Namespace) -> int:
         measure: Callable[[], None] = getattr(run, part)
         measure()
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
-        if options.json:  # after every part, so that an interrupted run keeps its results
-            where = {"environment": environment(), "text": str(run.text)}
-            Path(options.json).write_text(json.dumps(where | run.data, indent=1) + "\n")
+        write_json(options.json, text=str(run.text), **run.data)  # so that an interrupted run keeps its results
     if run.missed:
         print(f"\n{run.missed} bounds missed")
     return 0

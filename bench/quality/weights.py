@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import runpy
 import tempfile
 import time
@@ -25,7 +24,7 @@ from bench.quality.divergence import Divergence, Logits, compare, paired
 from bench.quality.heldout import Heldout
 from bench.quality.network import Recorder, demo_model
 from bench.support.checkpoints import Size, Stored, row_order_of_llama, stored_as, write_gguf
-from bench.support.report import environment, show
+from bench.support.report import show, write_json
 from kvcache import InferenceEngine, get_num_threads
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
@@ -248,8 +247,7 @@ def main(options: argparse.Namespace) -> int:
         measure: Callable[[], None] = getattr(run, part)
         measure()
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
-        if options.json:  # after every part, so that an interrupted run keeps its results
-            Path(options.json).write_text(json.dumps({"environment": environment(), **run.data}, indent=1) + "\n")
+        write_json(options.json, **run.data)  # so that an interrupted run keeps its results
     if run.missed:
         print(f"\n{run.missed} goals missed")
     return 0

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from bench.engine.smollm2 import find_file
-from bench.support.report import markdown, text_table, time_text
+from bench.support.report import show, time_text, write_json
 from kvcache import BatchEngine, SamplingParams, set_num_threads
 from kvcache.demo import DIRECTORY
 
@@ -158,10 +158,10 @@ def table(model: Path, streams: int, size: int, new: int, rounds: int, options: 
         rate = median(each[0] for each in got)
         rows.append([name, f"{rate:.4g}", f"{ratio:.3f}", time_text(median(each[1] for each in got))])
     title = f"{streams} streams, prompts of {size}, {new} new tokens, {model.stem}"
-    layout = markdown if options.markdown else text_table
-    print(f"\n{title}\n\n{layout(['', 'tokens/s', 'of BatchEngine', 'first token'], rows)}")
+    show(options.markdown, title, ["", "tokens/s", "of BatchEngine", "first token"], rows)
     tokens = sum(each[2] for each in found["over HTTP"])
-    print(f"\n{layout(['CPU of a token', ''], [[name, time_text(each / tokens)] for name, each in spent.items()])}")
+    times = [[name, time_text(each / tokens)] for name, each in spent.items()]
+    show(options.markdown, "Work of processors", ["CPU of a token", ""], times)
     own, *parts = spent.values()
     print(f"\nWere all cores busy, the CPU alone would leave {own / sum(parts):.3f} of BatchEngine.")
     print("Both gave the same number of tokens." if same else "OTHER NUMBERS OF TOKENS")
@@ -180,6 +180,5 @@ def main(options: argparse.Namespace) -> int:
             model = DIRECTORY
     set_num_threads(2)
     found = dict(table(model, streams, size, new, rounds, options) for streams in options.streams)
-    if options.json:
-        Path(options.json).write_text(json.dumps(found))
+    write_json(options.json, found=found)
     return 0 if None not in found.values() else 1
