@@ -70,7 +70,7 @@ class Bench:
         self.rivals = {}
         for rival in (each for each in installed() if each.name in rivals):
             try:
-                self.rivals[rival.name] = rival(size, folder / "rival", threads)
+                self.rivals[rival.name] = rival.random(size, folder / "rival", threads)
             except Exception as error:  # the rival's package does not support this network
                 print(f"not measured: {rival.name} ({type(error).__name__}: {str(error).splitlines()[0][:120]})")
         set_threads(threads)
@@ -163,19 +163,11 @@ class Bench:
                 yield Candidate(f"{name}, {CACHED}", seconds=lambda r=rival: r.first_token(another()))
                 yield Candidate(f"{name}, {COLD}", seconds=lambda r=rival: r.first_token(self.fresh()))
             else:
-                rewound = Turn(another, partial(hold, rival, head))
+                rewound = Turn(another, partial(rival.hold, head))
                 yield Candidate(
                     f"{name}, {CACHED}", lambda r=rival, t=rewound: r.extend(t.tokens[shared:]), before=rewound.prepare
                 )
                 yield Candidate(f"{name}, {COLD}", lambda r=rival: r.prefill(self.prompt[: shared + tail]))
-
-
-def hold(rival: Any, head: np.ndarray) -> None:
-    """Bring the rival's cache to the end of `head`."""
-    if rival._held == len(head):
-        rival.rewind()
-    else:
-        rival.prefill(head)
 
 
 class Turn:

@@ -110,7 +110,7 @@ def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads:
 def network_cases(path: Path, weights: str, vocabulary: int, threads: int) -> Iterator[Case]:
     """Prompts of 512 tokens and of 32 through a network, the latter beside a single token."""
     set_threads(threads)
-    engine = Ours(path, threads, weights, PROMPT)
+    engine = Ours(path, weights, PROMPT)
     tokens = np.random.default_rng(3).integers(3, vocabulary, PROMPT, dtype=np.uint32)
     yield Case(f"{PROMPT} tokens", partial(at_both, partial(engine.prefill, tokens), {"work": float(PROMPT)}),
                (faster(2.0, "amx", "avx512"),))

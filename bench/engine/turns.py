@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.engine.engine_rivals import LlamaCpp
 from bench.engine.shapes import SHAPES, VOCABULARY
-from bench.engine.weight_rivals import GGUF_FILES, LlamaCpp, write_files
+from bench.engine.weight_rivals import GGUF_FILES, write_files
 from bench.support.blas import set_threads
 from bench.support.common import Result
 from bench.support.rates import Columns

@@ -158,15 +158,8 @@ def memory_report(contexts: tuple[int, int], dtypes: tuple[str, ...]) -> list[di
                 if done.returncode:
                     return []
                 result, grown = json.loads(done.stdout)
-                rows.append(
-                    {
-                        "call": call,
-                        "dtype": dtype,
-                        "context": context,
-                        "result": result,
-                        "scratch": max(0, grown - result),
-                    }
-                )
+                sizes = {"result": result, "scratch": max(0, grown - result)}
+                rows.append({"call": call, "dtype": dtype, "context": context, **sizes})
     return rows
 
 

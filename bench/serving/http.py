@@ -10,10 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -22,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from bench.engine.smollm2 import find_file
+from bench.support.processes import served
 from bench.support.report import show, time_text, write_json
 from kvcache import BatchEngine, SamplingParams, set_num_threads
 from kvcache.demo import DIRECTORY
@@ -38,20 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[8, 32], help="requests at once (default 8 32)")
     parser.add_argument("--tokens", type=int, nargs=2, default=[64, 128], metavar=("PROMPT", "NEW"))
     parser.add_argument("--rounds", type=int, default=5, help="the median counts (default 5)")
-
-
-@contextmanager
-def served(model: Path, streams: int) -> Iterator[tuple[tuple[str, int], int]]:
-    """A server of a model: its address, and the id of its process."""
-    command = [sys.executable, "-m", "kvcache", "serve", "--model", str(model), "--name", "m", "--port", "0"]
-    options = ["--dtype", "q8", "--max-running", str(streams)]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            host, _, port = process.stdout.readline().rpartition("/v1")[0].rpartition("//")[2].rpartition(":")
-            yield (host, int(port)), process.pid
-        finally:
-            process.terminate()
 
 
 def server_seconds(process: int) -> tuple[float, float]:
@@ -133,9 +116,10 @@ def table(model: Path, streams: int, size: int, new: int, rounds: int, options: 
     """Measure and print two tables: the title, and the figures; None: the numbers of tokens differ."""
     found: dict[str, list[tuple[float, float, int]]] = {"BatchEngine": [], "over HTTP": []}
     ratios, spent = [], dict.fromkeys(_SPENT, 0.0)
-    with served(model, streams) as (address, process), BatchEngine.from_pretrained(
-        model, dtype="q8", max_running=streams
-    ) as engine:
+    with (
+        served(model, "--dtype", "q8", "--max-running", str(streams)) as (address, process),
+        BatchEngine.from_pretrained(model, dtype="q8", max_running=streams) as engine,
+    ):
         for turn in range(-1, rounds):  # the first one makes what is made at the first use
             rng = np.random.default_rng(turn + 1)
             prompts = rng.integers(3, engine.config.vocab_size, (streams, size)).tolist()

@@ -15,14 +15,13 @@ import json
 import multiprocessing
 import random
 import re
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from bench.support.processes import served
 from kvcache.demo import DIRECTORY
 
 __all__ = ["HOSTILE", "add_arguments", "main"]
@@ -152,19 +151,6 @@ class Soak:
         self.longest[kind] = max(self.longest[kind], seconds)
 
 
-@contextmanager
-def served(model: Path) -> Iterator[tuple[tuple[str, int], int]]:
-    """A server of a model: its address, and its process."""
-    command = [sys.executable, "-m", "kvcache", "serve", "--model", str(model), "--name", "m", "--port", "0"]
-    with subprocess.Popen([*command, "--drain", "5"], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            host, _, port = process.stdout.readline().rpartition("/v1")[0].rpartition("//")[2].rpartition(":")
-            yield (host, int(port)), process.pid
-        finally:
-            process.terminate()
-
-
 def resident(process: int, what: str = "VmRSS") -> int:
     """MiB of memory that a process has; "VmHWM": had at its most."""
     found = re.search(rf"{what}:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
@@ -182,7 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Run the clients and print what they saw; 1 if a bound is exceeded."""
-    with served(options.model) as (address, process):
+    with served(options.model, "--drain", "5") as (address, process):
         Soak(address, monotonic() + 2).ordinary(options.streams)
         before = resident(process)
         soak, others = Soak(address, monotonic() + options.seconds), multiprocessing.get_context("spawn")
