@@ -21,10 +21,10 @@ passages from earlier in its context. It is a measuring device, not an assistant
 | | |
 |---|---|
 | Parameters | {parameters:,} (tied embeddings), bf16, {megabytes:.1f} MB |
-| Shape | {layers} layers, hidden {hidden}, SwiGLU {mlp} |
-| Attention | {heads} query heads and {kv_heads} KV heads of {head_dim} |
-| Positions | rotary, theta {theta:g}, context {context} |
-| Vocabulary | {vocab}, byte-level BPE, lossless on any text; `<|endoftext|>` separates documents |
+| Shape | {num_hidden_layers} layers, hidden {hidden_size}, SwiGLU {intermediate_size} |
+| Attention | {num_attention_heads} query heads and {num_key_value_heads} KV heads of {head_dim} |
+| Positions | rotary, theta {rope_theta:g}, context {context} |
+| Vocabulary | {vocab_size}, byte-level BPE, lossless on any text; `<|endoftext|>` separates documents |
 | Layout | Hugging Face `LlamaForCausalLM`; largest logit difference to it in f32: {logit_difference} |
 
 ## Data
@@ -70,9 +70,9 @@ those at the start of a file is predicted from at least half of the context):
 | | bits per byte |
 |---|---|
 {bpb_rows}
-| `xz -9`, all files as one | {xz_concatenated:.3f} |
-| `xz -9`, file by file | {xz_per_file:.3f} |
-| `xz -9`, as one, given the whole training text in front | {xz_after:.3f} |
+| `xz -9`, all files as one | {xz[concatenated]:.3f} |
+| `xz -9`, file by file | {xz[per_file]:.3f} |
+| `xz -9`, as one, given the whole training text in front | {xz[after_training_text]:.3f} |
 
 Per module at context {context}: {per_module}.
 
@@ -116,19 +116,10 @@ def write_card(path: Path, result: dict, modules: tuple[str, ...]) -> None:
     per_module = sorted(result["bits_per_byte_per_module"].items(), key=lambda kv: kv[1])
     copy = result["copy"]
     values = {
-        **run,
-        "megabytes": (path / "model.safetensors").stat().st_size / 1e6,
-        "layers": config["num_hidden_layers"],
-        "hidden": config["hidden_size"],
-        "heads": config["num_attention_heads"],
-        "kv_heads": config["num_key_value_heads"],
-        "head_dim": config["head_dim"],
-        "mlp": config["intermediate_size"],
-        "theta": config["rope_theta"],
+        **run, **config, **result,
         "context": config["max_position_embeddings"],
-        "vocab": config["vocab_size"],
+        "megabytes": (path / "model.safetensors").stat().st_size / 1e6,
         "logit_difference": "not checked" if difference is None else f"{difference:.1e}",
-        "library": result["library"],
         "training_mb": run["training_bytes"] / 1e6,
         "library_mb": run["library_bytes"] / 1e6,
         "decay_from": run["decay_from_step"],
@@ -140,19 +131,11 @@ def write_card(path: Path, result: dict, modules: tuple[str, ...]) -> None:
         ),
         "modules": ", ".join(f"`{m}`" for m in modules),
         "heldout_files": len(held["files"]),
-        "heldout_bytes": result["heldout_bytes"],
-        "heldout_tokens": result["heldout_tokens"],
-        "bytes_per_token": result["bytes_per_token"],
         "tokens_m": run["tokens"] / 1e6,
-        "processor": result["processor"],
-        "torch": result["torch"],
         "bpb_rows": "\n".join(
             f"| this model, context {c} | {b:.3f} |"
             for c, b in sorted(result["bits_per_byte"].items(), key=lambda kv: int(kv[0]))
         ),
-        "xz_concatenated": result["xz"]["concatenated"],
-        "xz_per_file": result["xz"]["per_file"],
-        "xz_after": result["xz"]["after_training_text"],
         "per_module": ", ".join(f"{n} {b:.2f}" for n, b in per_module),
         "name_tokens": sum(r["mean_name_tokens"] for r in copy) / len(copy),
         "prompts": copy[0]["prompts"],

@@ -19,31 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 #: Modules and packages that training never sees.  Ordinary hand-written modules of varied kinds: text, data
 #: formats, network protocols, algorithms, numbers, debugging.  Their ``test_<name>`` files are dropped.
 HELD_OUT = (
-    "bdb",
-    "calendar",
-    "cmd",
-    "colorsys",
-    "configparser",
-    "csv",
-    "ftplib",
-    "fractions",
-    "gettext",
-    "graphlib",
-    "heapq",
-    "json",
-    "netrc",
-    "plistlib",
-    "queue",
-    "sched",
-    "selectors",
-    "shelve",
-    "statistics",
-    "textwrap",
-    "tomllib",
-    "trace",
-    "wave",
-    "wsgiref",
-    "zipapp",
+    "bdb", "calendar", "cmd", "colorsys", "configparser", "csv", "ftplib", "fractions", "gettext", "graphlib", "heapq",
+    "json", "netrc", "plistlib", "queue", "sched", "selectors", "shelve", "statistics", "textwrap", "tomllib", "trace",
+    "wave", "wsgiref", "zipapp",
 )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -56,6 +34,10 @@ LIBRARY_WEIGHT = 5
 #: Shares of the documents with renamed identifiers, and of the sequences with repeated spans and with planted
 #: names (see Sampler).
 RENAME_SHARE, COPY_SHARE, RECALL_SHARE = 0.12, 0.08, 0.25
+MIXTURE = {
+    "library_weight": LIBRARY_WEIGHT, "rename_share": RENAME_SHARE, "copy_share": COPY_SHARE,
+    "recall_share": RECALL_SHARE,
+}
 
 _SKIP_DIRS = {"site-packages", "__pycache__", "pydoc_data", "lib-dynload"}
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -145,33 +127,17 @@ class Sampler:
 
     Three augmentations, made from the same text, train the model to copy:
 
-    * In ``rename_share`` of the documents, one to four recurring identifiers are replaced throughout by a made-up
+    * In ``RENAME_SHARE`` of the documents, one to four recurring identifiers are replaced throughout by a made-up
       name.  Only copying predicts such a name.
-    * In ``copy_share`` of the sequences, spans of 32 to 256 tokens are repeated at a random later place.
-    * In ``recall_share`` of the sequences, short stretches of text with a made-up name occur twice, at random
+    * In ``COPY_SHARE`` of the sequences, spans of 32 to 256 tokens are repeated at a random later place.
+    * In ``RECALL_SHARE`` of the sequences, short stretches of text with a made-up name occur twice, at random
       places: the few tokens before the name must suffice to find it.
     """
 
-    def __init__(
-        self,
-        docs: list[Document],
-        tok: Tokenizer,
-        seed: int,
-        *,
-        library_weight: int = LIBRARY_WEIGHT,
-        rename_share: float = RENAME_SHARE,
-        copy_share: float = COPY_SHARE,
-        recall_share: float = RECALL_SHARE,
-    ):
-        self.docs = docs
-        self.tok = tok
-        self.rng = random.Random(seed)
-        self.rename_share = rename_share
-        self.copy_share = copy_share
-        self.recall_share = recall_share
+    def __init__(self, docs: list[Document], tok: Tokenizer, seed: int):
+        self.docs, self.tok, self.rng = docs, tok, random.Random(seed)
         words = sorted(w for w in tok.get_vocab() if len(w) > 1 and w.isalpha() and w.isascii())
         self.word_ids = [tok.token_to_id(w) for w in words]
-        self.weight = library_weight
         self.eot = tok.token_to_id(END_OF_TEXT)
         self.ids = [np.array(e.ids, dtype=np.int32) for e in tok.encode_batch([d.text for d in docs])]
         self.order: list[int] = []
@@ -181,15 +147,15 @@ class Sampler:
 
     def tokens_per_pass(self) -> int:
         """Tokens in one pass over the weighted corpus."""
-        return sum(len(i) * (1 if d.is_test else self.weight) for i, d in zip(self.ids, self.docs, strict=True))
+        return sum(len(i) * (1 if d.is_test else LIBRARY_WEIGHT) for i, d in zip(self.ids, self.docs, strict=True))
 
     def _next_document(self) -> np.ndarray:
         if not self.order:
-            self.order = [i for i, d in enumerate(self.docs) for _ in range(1 if d.is_test else self.weight)]
+            self.order = [i for i, d in enumerate(self.docs) for _ in range(1 if d.is_test else LIBRARY_WEIGHT)]
             self.rng.shuffle(self.order)
             self.passes += 1
         i = self.order.pop()
-        if self.rng.random() < self.rename_share:
+        if self.rng.random() < RENAME_SHARE:
             return np.array(self.tok.encode(rename_identifiers(self.docs[i].text, self.rng)).ids, dtype=np.int32)
         return self.ids[i]
 
@@ -203,9 +169,9 @@ class Sampler:
         self.buffer = whole[length:]  # the last token of one sequence is the first of the next
         seq = whole[: length + 1].copy()
         draw = self.rng.random()
-        if draw < self.copy_share:
+        if draw < COPY_SHARE:
             self._repeat_spans(seq)
-        elif draw < self.copy_share + self.recall_share:
+        elif draw < COPY_SHARE + RECALL_SHARE:
             self._plant_names(seq)
         return seq
 
@@ -266,9 +232,8 @@ def made_up_name(rng: random.Random) -> str:
     if kind == 0:
         return "".join(w.capitalize() for w in words)
     if kind == 1:
-        return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz0123456789_") for _ in range(rng.randint(4, 12))).join(
-            "xk"
-        )
+        letters = "abcdefghijklmnopqrstuvwxyz0123456789_"
+        return "x" + "".join(rng.choice(letters) for _ in range(rng.randint(4, 12))) + "k"
     return "_".join(words)
 
 

@@ -18,6 +18,7 @@ import os
 import random
 import re
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -110,8 +111,7 @@ def copy_accuracy(
     rows = []
     for distance in DISTANCES:
         rng = random.Random(seed * 10000 + distance)
-        count = {"whole": 0, "token": 0, "first": 0, "control_whole": 0, "control_token": 0}
-        tokens, gaps = 0, 0
+        count, tokens, gaps = Counter[str](), 0, 0
         for n in range(prompts):
             name = unseen_name(tok, pieces, seen, rng)
             line = TEMPLATES[n % len(TEMPLATES)]
@@ -135,19 +135,10 @@ def copy_accuracy(
                 count[kind + "token"] += sum(hit)
                 if not kind:
                     count["first"] += hit[0]
-        rows.append(
-            {
-                "distance": distance,
-                "mean_gap": gaps / prompts,
-                "prompts": prompts,
-                "mean_name_tokens": tokens / prompts,
-                "whole": count["whole"] / prompts,
-                "first": count["first"] / prompts,
-                "token": count["token"] / tokens,
-                "control_whole": count["control_whole"] / prompts,
-                "control_token": count["control_token"] / tokens,
-            }
-        )
+        means = {"mean_gap": gaps / prompts, "prompts": prompts, "mean_name_tokens": tokens / prompts}
+        means |= {name: count[name] / prompts for name in ("whole", "first", "control_whole")}
+        means |= {name: count[name] / tokens for name in ("token", "control_token")}
+        rows.append({"distance": distance, **means})
         print(rows[-1], flush=True)
     return rows
 
@@ -183,10 +174,9 @@ def library_version(stdlib: Path) -> str:
 
 
 def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "unknown"
+    """The name of the CPU, as Linux says it."""
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0].strip() if names else "unknown"
 
 
 def main() -> None:
@@ -230,19 +220,11 @@ def main() -> None:
         result["training"] = json.loads(args.run.read_text()) | schedule(args.run.with_name("log.jsonl"))
         (args.model / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
         files = {d.path: len(d.text.encode()) for d in held}
-        (args.model / "heldout.json").write_text(
-            json.dumps(
-                {
-                    "library": result["library"],
-                    "modules": HELD_OUT,
-                    "bytes": len(joined),
-                    "sha256_of_all_files_in_order": hashlib.sha256(joined).hexdigest(),
-                    "files": files,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+        listed = {
+            "library": result["library"], "modules": HELD_OUT, "bytes": len(joined),
+            "sha256_of_all_files_in_order": hashlib.sha256(joined).hexdigest(), "files": files,
+        }
+        (args.model / "heldout.json").write_text(json.dumps(listed, indent=1) + "\n")
         write_card(args.model, result, HELD_OUT)
 
 

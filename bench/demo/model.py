@@ -110,14 +110,16 @@ class Demo(nn.Module):
         return F.cross_entropy(logits.float().view(-1, self.c.vocab_size), ids[:, 1:].reshape(-1))
 
 
+# fields of `Config` -> their names in config.json
+_CONFIG_NAMES = {
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size", "context": "max_position_embeddings", "rope_theta": "rope_theta",
+    "eps": "rms_norm_eps",
+}
 _BLOCK_NAMES = {
-    "q_proj": "self_attn.q_proj.weight",
-    "k_proj": "self_attn.k_proj.weight",
-    "v_proj": "self_attn.v_proj.weight",
-    "o_proj": "self_attn.o_proj.weight",
-    "gate_proj": "mlp.gate_proj.weight",
-    "up_proj": "mlp.up_proj.weight",
-    "down_proj": "mlp.down_proj.weight",
+    **{f"{name}_proj": f"self_attn.{name}_proj.weight" for name in "qkvo"},
+    **{f"{name}_proj": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
     "input_norm": "input_layernorm.weight",
     "post_norm": "post_attention_layernorm.weight",
 }
@@ -141,17 +143,8 @@ def export(model: Demo, tok, out: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
+        **{key: getattr(c, field) for field, key in _CONFIG_NAMES.items()},
         "hidden_act": "silu",
-        "max_position_embeddings": c.context,
-        "rms_norm_eps": c.eps,
-        "rope_theta": c.rope_theta,
         "rope_scaling": None,
         "attention_bias": False,
         "mlp_bias": False,
@@ -172,11 +165,7 @@ def export(model: Demo, tok, out: Path) -> None:
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
     }
-    for name, data in (
-        ("config", config),
-        ("generation_config", generation),
-        ("tokenizer_config", tok_config),
-    ):
+    for name, data in (("config", config), ("generation_config", generation), ("tokenizer_config", tok_config)):
         (out / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n")
     tok.save(str(out / "tokenizer.json"), pretty=False)
     weights = {hf_name(n): p.detach().to(torch.bfloat16).contiguous() for n, p in model.named_parameters()}
@@ -186,19 +175,7 @@ def export(model: Demo, tok, out: Path) -> None:
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Demo:
     """Load the exported (bf16-rounded) model, with products in ``dtype``."""
     h = json.loads((path / "config.json").read_text())
-    c = Config(
-        h["vocab_size"],
-        h["hidden_size"],
-        h["num_hidden_layers"],
-        h["num_attention_heads"],
-        h["num_key_value_heads"],
-        h["head_dim"],
-        h["intermediate_size"],
-        h["max_position_embeddings"],
-        h["rope_theta"],
-        h["rms_norm_eps"],
-    )
-    model = Demo(c, dtype)
+    model = Demo(Config(**{field: h[key] for field, key in _CONFIG_NAMES.items()}), dtype)
     weights = load_file(str(path / "model.safetensors"))
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -19,19 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from data import (
-    COPY_SHARE,
-    HELD_OUT,
-    LIBRARY_WEIGHT,
-    RECALL_SHARE,
-    RENAME_SHARE,
-    VOCAB_SIZE,
-    Sampler,
-    default_stdlib,
-    read_library,
-    split,
-    train_tokenizer,
-)
+from data import HELD_OUT, MIXTURE, VOCAB_SIZE, Sampler, default_stdlib, read_library, split, train_tokenizer
 from model import Config, Demo, export
 from tokenizers import Tokenizer
 
@@ -99,9 +87,7 @@ def arguments() -> argparse.Namespace:
     ap.add_argument("--threads", type=int, default=os.cpu_count())
     ap.add_argument("--seed", type=int, default=1)
     ap.add_argument("--save-every", type=float, default=4, help="minutes between checkpoints")
-    ap.add_argument("--no-compile", action="store_true")
     ap.add_argument("--resume", action="store_true")
-    ap.add_argument("--export-only", action="store_true", help="export the current checkpoint without training")
     return ap.parse_args()
 
 
@@ -118,13 +104,6 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     checkpoint, log_path = args.work / "checkpoint.pt", args.work / "log.jsonl"
 
-    if args.export_only:
-        model = Demo(Config(vocab_size=VOCAB_SIZE))
-        saved = torch.load(checkpoint)
-        model.load_state_dict(saved["model"])
-        export(model, Tokenizer.from_file(str(args.work / "tokenizer.json")), args.out)
-        print(f"step {saved['step']}, {saved['tokens']} tokens")
-        return
     train_docs, held = split(read_library(args.stdlib))
     tok_path = args.work / "tokenizer.json"
     if not (args.resume and tok_path.exists()):
@@ -133,31 +112,18 @@ def main() -> None:
 
     model = Demo(Config(vocab_size=VOCAB_SIZE))
     muon = Muon([p for n, p in model.named_parameters() if p.ndim == 2 and n != "embed"], args.muon_lr)
-    adam = torch.optim.AdamW(
-        [p for n, p in model.named_parameters() if p.ndim < 2 or n == "embed"],
-        args.adam_lr,
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-        fused=True,
-    )
-    loss_of = model.loss if args.no_compile else torch.compile(model.loss, dynamic=False)
+    others = [p for n, p in model.named_parameters() if p.ndim < 2 or n == "embed"]
+    adam = torch.optim.AdamW(others, args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    loss_of = torch.compile(model.loss, dynamic=False)
 
     step, tokens, spent, stages = 0, 0, 0.0, []
     if args.resume and checkpoint.exists():
         saved = torch.load(checkpoint)
-        model.load_state_dict(saved["model"])
-        muon.load_state_dict(saved["muon"])
-        adam.load_state_dict(saved["adam"])
-        step, tokens, spent = saved["step"], saved["tokens"], saved["spent"]
-        stages = saved["stages"]
-    mixture = {
-        "library_weight": LIBRARY_WEIGHT,
-        "rename_share": RENAME_SHARE,
-        "copy_share": COPY_SHARE,
-        "recall_share": RECALL_SHARE,
-    }
-    if not stages or stages[-1] != {**mixture, "from_step": stages[-1]["from_step"]}:
-        stages.append({**mixture, "from_step": step})  # records a change of the mixture
+        for name, part in (("model", model), ("muon", muon), ("adam", adam)):
+            part.load_state_dict(saved[name])
+        step, tokens, spent, stages = (saved[name] for name in ("step", "tokens", "spent", "stages"))
+    if not stages or stages[-1] != {**MIXTURE, "from_step": stages[-1]["from_step"]}:
+        stages.append({**MIXTURE, "from_step": step})  # records a change of the mixture
     # A resumed run must only draw other documents than the first part did.
     sampler = Sampler(train_docs, tok, args.seed + step)
     ids = tok.encode("".join(d.text for d in held)).ids
@@ -171,24 +137,15 @@ def main() -> None:
         "training_bytes": sum(len(d.text.encode()) for d in train_docs),
         "library_bytes": sum(len(d.text.encode()) for d in train_docs if not d.is_test),
         "tokens_per_pass": sampler.tokens_per_pass(),
-        "minutes": args.minutes,
-        "batch_tokens": args.batch_tokens,
-        "muon_lr": args.muon_lr,
-        "adam_lr": args.adam_lr,
-        "threads": args.threads,
+        **{name: getattr(args, name) for name in ("minutes", "batch_tokens", "muon_lr", "adam_lr", "threads")},
         "stages": stages,
     }
     print(json.dumps(facts), flush=True)
 
     def save() -> None:
         state = {
-            "model": model.state_dict(),
-            "muon": muon.state_dict(),
-            "adam": adam.state_dict(),
-            "step": step,
-            "tokens": tokens,
-            "spent": spent,
-            "stages": stages,
+            "model": model.state_dict(), "muon": muon.state_dict(), "adam": adam.state_dict(),
+            "step": step, "tokens": tokens, "spent": spent, "stages": stages,
         }
         torch.save(state, checkpoint.with_suffix(".tmp"))
         checkpoint.with_suffix(".tmp").replace(checkpoint)

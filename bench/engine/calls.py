@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.support.report import markdown, text_table
+from bench.support.report import show
 from kvcache import BatchEngine
 from kvcache.demo import DIRECTORY
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
@@ -88,6 +88,5 @@ def main(options: argparse.Namespace) -> int:
             counts.setdefault(what, []).append(str(found.total()))
             for name, number in found.most_common(options.most):
                 print(f"{what}, {dtype}: {number} {name}")
-    layout = markdown if options.markdown else text_table
-    print(layout(["calls of Python", *FORMATS], [[what, *row] for what, row in counts.items()]))
+    show(options.markdown, "Calls", ["calls of Python", *FORMATS], [[what, *row] for what, row in counts.items()])
     return 0

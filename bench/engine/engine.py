@@ -23,10 +23,10 @@ from bench.engine.shares import PYTHON, ROWS, SHARES, shares_of
 from bench.engine.weights import network_tables
 from bench.support.blas import set_threads
 from bench.support.checkpoints import SIZES, Size, write_checkpoint
-from bench.support.common import SETTLE, Candidate, Case, Result, Table, at_most, faster, run_case
-from bench.support.plot import plot_table
-from bench.support.rates import Columns, print_rates
-from bench.support.report import markdown, save_json, text_table
+from bench.support.common import Candidate, Case, at_most, faster
+from bench.support.rates import Columns
+from bench.support.report import show
+from bench.support.tables import Tables, draw_each, measured
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.networks.model import Transformer
 from kvcache.paged.cache import PagedKvCache
@@ -70,7 +70,7 @@ class Bench:
         self.rivals = {}
         for rival in (each for each in installed() if each.name in rivals):
             try:
-                self.rivals[rival.name] = rival(size, folder / "rival", threads)
+                self.rivals[rival.name] = rival.random(size, folder / "rival", threads)
             except Exception as error:  # the rival's package does not support this network
                 print(f"not measured: {rival.name} ({type(error).__name__}: {str(error).splitlines()[0][:120]})")
         set_threads(threads)
@@ -163,19 +163,11 @@ class Bench:
                 yield Candidate(f"{name}, {CACHED}", seconds=lambda r=rival: r.first_token(another()))
                 yield Candidate(f"{name}, {COLD}", seconds=lambda r=rival: r.first_token(self.fresh()))
             else:
-                rewound = Turn(another, partial(hold, rival, head))
+                rewound = Turn(another, partial(rival.hold, head))
                 yield Candidate(
                     f"{name}, {CACHED}", lambda r=rival, t=rewound: r.extend(t.tokens[shared:]), before=rewound.prepare
                 )
                 yield Candidate(f"{name}, {COLD}", lambda r=rival: r.prefill(self.prompt[: shared + tail]))
-
-
-def hold(rival: Any, head: np.ndarray) -> None:
-    """Bring the rival's cache to the end of `head`."""
-    if rival._held == len(head):
-        rival.rewind()
-    else:
-        rival.prefill(head)
 
 
 class Turn:
@@ -232,59 +224,50 @@ def main(options: argparse.Namespace) -> int:
     rounds = 3 if options.quick else options.rounds
     if options.network:
         shape, threads = SHAPES[options.network], [options.threads]
-        network_tables(shape, threads, rounds, options.folder, True, options.engines, as_markdown=options.markdown)
+        network_tables(Tables(options), shape, threads, rounds, options.folder, True, options.engines)
         return 0
     print("; ".join(availability()))
-    missed, done, shares = 0, [], {}
+    tables, shares = Tables(options), {}
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(SIZES[name], Path(folder), options.threads, 512 if options.quick else PROMPT)
-            for title, columns, result in measure(bench, rounds, options.quick):
-                missed += print_rates(title, columns, [result], as_markdown=options.markdown)
-                done.append((Table(title, ()), [result]))
+            for title, columns, case in cases(bench, options.quick):
+                tables.rates(title, columns, [measured(case, rounds)])
             shares[name] = {dtype: bench.shares(dtype, rounds) for dtype in FORMATS}
-            missed += print_shares(f"8. Parts of a decode step, {bench.size}", shares[name], options.markdown)
+            tables.missed += print_shares(f"8. Parts of a decode step, {bench.size}", shares[name], options.markdown)
             del bench
             gc.collect()
-            for title, columns, result in measure_far(SIZES[name], Path(folder, "far"), rounds, options):
-                missed += print_rates(title, columns, [result], as_markdown=options.markdown)
-                done.append((Table(title, ()), [result]))
-    if options.json:
-        save_json(options.json, done, shares=shares)
-    if options.plot:
-        for table, results in done:
-            print(plot_table(table, results, options.plot))
-    print(f"\n{missed} bounds missed" if missed else "\nevery bound met")
-    return int(missed > 0)
+            for title, columns, case in far_cases(SIZES[name], Path(folder, "far"), options):
+                tables.rates(title, columns, [measured(case, rounds)])
+    tables.end(draw_each, shares=shares)
+    return tables.verdict()
 
 
-def measure(bench: Bench, rounds: int, quick: bool) -> Iterator[tuple[str, Columns, Result]]:
+def cases(bench: Bench, quick: bool) -> Iterator[tuple[str, Columns, Case]]:
     """The three tables of one size."""
     what = f"{bench.size}, {bench.threads} thr"
     case = Case(f"{len(bench.prompt)} tokens", bench.prefill, (faster(2, "kvcache f32", Transformers.name),))
-    yield f"8a. Prefill, {what}", SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
+    yield f"8a. Prefill, {what}", SPEED, case
     bounds = (faster(3, "kvcache f32", Transformers.name), faster(1, "kvcache f32", OpenVino.name))
     case = Case(f"at {len(bench.prompt)} tokens", bench.decode, bounds)
-    yield f"8b. Decode, {what}", SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
+    yield f"8b. Decode, {what}", SPEED, case
     shared, tail = (480, 32) if quick else (SHARED, TAIL)
     bounds = (at_most(0.05, CACHED, COLD), at_most(1, CACHED, f"{OpenVino.name}, {CACHED}"))
     case = Case(f"{shared} of {shared + tail} cached", partial(bench.first_token, shared, tail), bounds)
-    yield f"8c. First token, {what}", FIRST, run_case(case, rounds, threaded=True, settle=SETTLE)
+    yield f"8c. First token, {what}", FIRST, case
 
 
-def measure_far(
-    size: Size, folder: Path, rounds: int, options: argparse.Namespace
-) -> Iterator[tuple[str, Columns, Result]]:
+def far_cases(size: Size, folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, Columns, Case]]:
     """Decode and prefill far into a text, compared with OpenVINO only: the other rivals need over a minute for it."""
     prompt, more = (1024, 64) if options.quick else (FAR, MORE)
     size = replace(size, positions=prompt + more + 2 * STEPS)
     bench = Bench(size, folder, options.threads, prompt, FAR_FORMATS, (OpenVino.name,))
     what = f"{size}, {options.threads} thr"
     case = Case(f"at {prompt} tokens", bench.decode, (faster(2, "kvcache q4", OpenVino.name),))
-    yield f"8d. Decode far into a text, {what}", FAR_SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
+    yield f"8d. Decode far into a text, {what}", FAR_SPEED, case
     bounds = (faster(1, "kvcache f32", OpenVino.name), faster(1, "kvcache q4", OpenVino.name))
     case = Case(f"{more} tokens behind {prompt}", partial(bench.extend, more), bounds)
-    yield f"8e. Prefill far into a text, {what}", FAR_SPEED, run_case(case, rounds, threaded=True, settle=SETTLE)
+    yield f"8e. Prefill far into a text, {what}", FAR_SPEED, case
 
 
 def print_shares(title: str, shares: dict[str, dict[str, float]], as_markdown: bool) -> int:
@@ -295,6 +278,5 @@ def print_shares(title: str, shares: dict[str, dict[str, float]], as_markdown: b
         verdict = f"{'met' if rest < PYTHON_SHARE else 'MISSED'}"
         cells.append([f"kvcache {dtype}", *(f"{parts[what]:.1%}" for what in SHARES), f"{rest:.1%}", verdict])
     header = ["part of a step", *SHARES, f"{ROWS} and {PYTHON}", f"under {PYTHON_SHARE:.0%}"]
-    layout = markdown if as_markdown else text_table
-    print(f"\n{'### ' if as_markdown else ''}{title}\n\n{layout(header, cells)}", flush=True)
+    show(as_markdown, title, header, cells)
     return sum(row[-1] == "MISSED" for row in cells)

@@ -1,12 +1,13 @@
 """Rivals that run the same network: transformers, llama.cpp and OpenVINO GenAI, each if it is installed.
 
-A rival prefills a prompt (`prefill`), decodes `steps` tokens after it (`rewind`, then `decode`), and prefills the tail
-of a prompt whose head it has cached (`extend`). All inputs are token ids.
+A rival reads a file, or one with the weights of a random network (`random`). It prefills a prompt (`prefill`), decodes
+`steps` tokens after it (`rewind`, then `decode`), and prefills the tail of a prompt whose head it has cached (`extend`;
+`hold` brings it to the end of the head). All inputs are token ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,36 @@ from bench.support.checkpoints import Size, write_checkpoint, write_gguf
 __all__ = ["RIVALS", "LlamaCpp", "OpenVino", "Transformers", "availability", "installed"]
 
 Tokens = npt.NDArray[np.uint32]
+ROOM = 4352  # tokens of a text, unless a caller has longer ones
 
 
-class Transformers:
-    """transformers with `DynamicCache`, float32, on PyTorch."""
+class Rival:
+    """An engine whose cache can be cut back to a prompt."""
+
+    _held = 0  # tokens of the prompt
+
+    def prefill(self, tokens: Tokens) -> None:
+        """Run a prompt with an empty cache, up to the logits of its last token."""
+        raise NotImplementedError
+
+    def rewind(self) -> None:
+        """Cut the cache back to the prompt."""
+        raise NotImplementedError
+
+    def hold(self, tokens: Tokens) -> None:
+        """Bring the cache to the end of a prompt."""
+        if self._held == len(tokens):
+            self.rewind()
+        else:
+            self.prefill(tokens)
+
+
+class Transformers(Rival):
+    """transformers with `DynamicCache`, on PyTorch. It multiplies packed weights as floats."""
 
     name = "transformers"
 
-    def __init__(self, size: Size, folder: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, dtype: str = "bfloat16") -> None:
         import torch
         import transformers
 
@@ -33,10 +56,15 @@ class Transformers:
         transformers.logging.disable_progress_bar()
         self._torch, self._cache_class = torch, transformers.DynamicCache
         torch.set_num_threads(threads)
-        write_checkpoint(size, folder)
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        place = {"gguf_file": path.name} if path.is_file() else {}
+        folder = path.parent if path.is_file() else path
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **place).eval()
         self._cache: Any = None
-        self._held = 0
+
+    @classmethod
+    def random(cls, size: Size, folder: Path, threads: int) -> Transformers:
+        """A random network in float32."""
+        return cls(write_checkpoint(size, folder), threads, "float32")
 
     @staticmethod
     def version() -> str:
@@ -53,13 +81,11 @@ class Transformers:
         return self._torch.from_numpy(tokens.astype(np.int64))[None]
 
     def prefill(self, tokens: Tokens) -> None:
-        """Run a prompt with an empty cache, up to the logits of its last token."""
         self._cache = self._cache_class()
         self._run(self._ids(tokens), self._cache).argmax(-1)
         self._held = len(tokens)
 
     def rewind(self) -> None:
-        """Cut the cache back to the prompt."""
         behind = self._cache.get_seq_length() - self._held
         if behind:
             self._cache.crop(-behind)
@@ -75,20 +101,23 @@ class Transformers:
         self._run(self._ids(tokens), self._cache).argmax(-1)
 
 
-class LlamaCpp:
-    """llama.cpp through llama-cpp-python, float32 weights and float16 K and V."""
+class LlamaCpp(Rival):
+    """llama.cpp through llama-cpp-python, with flash attention and float16 K and V, its defaults but for the former."""
 
     name = "llama.cpp"
 
-    def __init__(self, size: Size, folder: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, context: int = ROOM) -> None:
         import llama_cpp
 
-        path = write_gguf(size, folder / "random.gguf")
         self._llama = llama_cpp.Llama(
-            str(path), n_ctx=size.positions, n_batch=512, n_threads=threads, n_threads_batch=threads,
-            flash_attn=True, verbose=False,
+            str(path), n_ctx=context, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True,
+            verbose=False,
         )
-        self._held = 0
+
+    @classmethod
+    def random(cls, size: Size, folder: Path, threads: int) -> LlamaCpp:
+        """A random network in float32."""
+        return cls(write_gguf(size, folder / "random.gguf"), threads, size.positions)
 
     @staticmethod
     def version() -> str:
@@ -97,7 +126,6 @@ class LlamaCpp:
         return str(llama_cpp.__version__)
 
     def prefill(self, tokens: Tokens) -> None:
-        """Run a prompt with an empty cache."""
         self._llama.reset()
         self._llama.eval(tokens.tolist())
         self._held = len(tokens)
@@ -120,27 +148,30 @@ class LlamaCpp:
 
 
 class OpenVino:
-    """OpenVINO GenAI's continuous batching with its prefix cache, float32 arithmetic; it reports its own times.
+    """OpenVINO GenAI's pipeline for one request, with its prefix cache; it reports its own times.
 
-    Its GGUF reader does not accept float32 matrices, so the weights are float16.
+    Its precision is the default of the CPU plugin, bf16 where the CPU has it, unless `properties` say otherwise.
     """
 
     name = "OpenVINO GenAI"
 
-    def __init__(self, size: Size, folder: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, context: int = ROOM, **properties: str) -> None:
         import openvino_genai
 
         self._genai = openvino_genai
-        path = write_gguf(size, folder / "half.gguf", half=True)
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = True
         scheduler.cache_size = 1
-        scheduler.max_num_batched_tokens = size.positions
+        scheduler.max_num_batched_tokens = context
         self._pipeline = openvino_genai.LLMPipeline(
-            str(path), "CPU", scheduler_config=scheduler, INFERENCE_PRECISION_HINT="f32",
-            INFERENCE_NUM_THREADS=threads,
+            str(path), "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads, **properties
         )
-        self._turn = 0
+
+    @classmethod
+    def random(cls, size: Size, folder: Path, threads: int) -> OpenVino:
+        """A random network in float32 arithmetic. Its reader takes no float32 matrices: the weights are float16."""
+        path = write_gguf(size, folder / "half.gguf", half=True)
+        return cls(path, threads, size.positions, INFERENCE_PRECISION_HINT="f32")
 
     @staticmethod
     def version() -> str:
@@ -168,14 +199,14 @@ class OpenVino:
 RIVALS = (Transformers, LlamaCpp, OpenVino)
 
 
-def availability() -> list[str]:
+def availability(rivals: Iterable[Any] = RIVALS) -> list[str]:
     """A line per rival: its version, or the reason for its absence."""
-    return [f"{rival.name} {why}" if ok else f"not measured: {rival.name} ({why})" for rival, ok, why in _probe()]
+    return [f"{rival.name} {why}" if ok else f"not measured: {rival.name} ({why})" for rival, ok, why in _probe(rivals)]
 
 
-def _probe() -> list[tuple[Any, bool, str]]:
+def _probe(rivals: Iterable[Any]) -> list[tuple[Any, bool, str]]:
     found = []
-    for rival in RIVALS:
+    for rival in rivals:
         version: Callable[[], str] = rival.version
         try:
             found.append((rival, True, version()))
@@ -186,4 +217,4 @@ def _probe() -> list[tuple[Any, bool, str]]:
 
 def installed() -> list[Any]:
     """The rivals whose packages load."""
-    return [rival for rival, ok, _ in _probe() if ok]
+    return [rival for rival, ok, _ in _probe(RIVALS) if ok]

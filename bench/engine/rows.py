@@ -11,8 +11,9 @@ import numpy as np
 
 from bench.engine.matrices import Products
 from bench.support.blas import set_threads
-from bench.support.common import Candidate, Case, Claim, Result, Table, at_most, run_case
-from bench.support.report import show, time_text
+from bench.support.common import Candidate, Case, Claim, at_most, run_case
+from bench.support.report import time_text
+from bench.support.tables import Tables
 
 __all__ = ["rows_table"]
 
@@ -34,8 +35,8 @@ def _products(format: str, shape: tuple[int, int], cold_bytes: int) -> Iterator[
 
 def rows_table(
     formats: Sequence[str], shape: tuple[int, int], cold_bytes: int, threads: int, rounds: int, where: str,
-    *, as_markdown: bool,
-) -> tuple[Table, list[Result]]:
+    tables: Tables,
+) -> None:
     """Print a row for each number of rows, with the time of each format, and mark times above that of one row more.
 
     Args:
@@ -55,5 +56,4 @@ def rows_table(
         for name in map(_name, ROWS)
     ]
     title = f"9c. Products by rows, {shape[0]} x {shape[1]} weights from {where}, {threads} thr"
-    show(as_markdown, title, ["", *formats], rows, f"!: more than {BOUND:g} times as long as one row more")
-    return Table(title, ()), results
+    tables.rows(title, ["", *formats], rows, results, f"!: more than {BOUND:g} times as long as one row more")

@@ -13,6 +13,7 @@ from bench.support.checkpoints import ALIGNMENT, Stored, stored_as, vocabulary_o
 __all__ = ["SHAPES", "VOCABULARY", "Shape"]
 
 VOCABULARY = 32000
+Tensors = Iterator[tuple[str, tuple[int, ...]]]  # names in a file, and shapes
 
 
 class Shape(NamedTuple):
@@ -28,7 +29,7 @@ class Shape(NamedTuple):
     what: str
     context: int
     metadata: dict[str, Any]
-    tensors: Callable[[], Iterator[tuple[str, tuple[int, ...]]]]
+    tensors: Callable[[], Tensors]
 
     def write(self, path: Path) -> Path:
         """Write random float16 matrices and float32 vectors."""
@@ -52,100 +53,105 @@ class Shape(NamedTuple):
                 yield stored_as(name, (rng.standard_normal(shape, np.float32) * scale).astype(np.float16))
 
 
-def _gemma3(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, inner: int, window: int) -> Shape:
-    def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield "token_embd.weight", (VOCABULARY, hidden)
-        yield "output_norm.weight", (hidden,)
-        for i in range(layers):
-            at = f"blk.{i}."
-            for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
-                yield f"{at}{name}.weight", (hidden,)
-            for name in ("attn_q_norm", "attn_k_norm"):
-                yield f"{at}{name}.weight", (dim,)
-            yield f"{at}attn_q.weight", (heads * dim, hidden)
-            yield f"{at}attn_k.weight", (kv_heads * dim, hidden)
-            yield f"{at}attn_v.weight", (kv_heads * dim, hidden)
-            yield f"{at}attn_output.weight", (hidden, heads * dim)
-            yield f"{at}ffn_gate.weight", (inner, hidden)
-            yield f"{at}ffn_up.weight", (inner, hidden)
-            yield f"{at}ffn_down.weight", (hidden, inner)
-
-    metadata = {
-        "general.architecture": "gemma3", "gemma3.context_length": 32768, "gemma3.embedding_length": hidden,
-        "gemma3.block_count": layers, "gemma3.feed_forward_length": inner, "gemma3.attention.head_count": heads,
-        "gemma3.attention.head_count_kv": kv_heads, "gemma3.attention.key_length": dim,
-        "gemma3.attention.value_length": dim, "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
-        "gemma3.attention.sliding_window": window, "gemma3.rope.freq_base": 1e6,
-    }
-    what = f"Gemma 3: hidden {hidden}, {layers} layers (5 of 6 with a window of {window}), {heads} + {kv_heads} heads"
-    return Shape(what, 4096, metadata, tensors)
-
-
-def _outside(hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _outside(hidden: int) -> Tensors:
     """Yield the tensors before and behind the layers, with an output matrix apart from the embedding."""
     yield "token_embd.weight", (VOCABULARY, hidden)
     yield "output_norm.weight", (hidden,)
     yield "output.weight", (VOCABULARY, hidden)
 
 
+def _tied(hidden: int, norm: str = "output_norm") -> Tensors:
+    """Yield the tensors before and behind the layers, where the output matrix is the embedding."""
+    yield "token_embd.weight", (VOCABULARY, hidden)
+    yield f"{norm}.weight", (hidden,)
+
+
+def _norms(at: str, size: int, *names: str) -> Tensors:
+    for name in names:
+        yield f"{at}{name}.weight", (size,)
+
+
+def _attention(at: str, hidden: int, heads: int, kv_heads: int, dim: int, query_parts: int = 1) -> Tensors:
+    """Yield projections, and norms of queries and keys."""
+    yield f"{at}attn_q.weight", (query_parts * heads * dim, hidden)
+    yield f"{at}attn_k.weight", (kv_heads * dim, hidden)
+    yield f"{at}attn_v.weight", (kv_heads * dim, hidden)
+    yield f"{at}attn_output.weight", (hidden, heads * dim)
+    yield from _norms(at, dim, "attn_q_norm", "attn_k_norm")
+
+
+def _mlp(at: str, hidden: int, inner: int) -> Tensors:
+    yield f"{at}ffn_gate.weight", (inner, hidden)
+    yield f"{at}ffn_up.weight", (inner, hidden)
+    yield f"{at}ffn_down.weight", (hidden, inner)
+
+
+def _metadata(architecture: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of a file: sizes by their names without the architecture."""
+    return {"general.architecture": architecture, **{f"{architecture}.{key}": size for key, size in sizes.items()}}
+
+
+def _sizes(
+    context: int, hidden: int, layers: int, heads: int, kv_heads: int | list[int], inner: int, base: float
+) -> dict[str, Any]:
+    """The sizes that all networks have."""
+    return {
+        "context_length": context, "embedding_length": hidden, "block_count": layers, "feed_forward_length": inner,
+        "attention.head_count": heads, "attention.head_count_kv": kv_heads, "rope.freq_base": base,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }
+
+
+def _gemma3(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, inner: int, window: int) -> Shape:
+    def tensors() -> Tensors:
+        yield from _tied(hidden)
+        for i in range(layers):
+            at = f"blk.{i}."
+            yield from _norms(at, hidden, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+            yield from _attention(at, hidden, heads, kv_heads, dim)
+            yield from _mlp(at, hidden, inner)
+
+    sizes = _sizes(32768, hidden, layers, heads, kv_heads, inner, 1e6) | {
+        "attention.key_length": dim, "attention.value_length": dim, "attention.sliding_window": window,
+    }
+    what = f"Gemma 3: hidden {hidden}, {layers} layers (5 of 6 with a window of {window}), {heads} + {kv_heads} heads"
+    return Shape(what, 4096, _metadata("gemma3", sizes), tensors)
+
+
 def _experts(
     hidden: int, layers: int, heads: int, kv_heads: int, dim: int, experts: int, used: int, inner: int
 ) -> Shape:
-    def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
+    def tensors() -> Tensors:
         yield from _outside(hidden)
         for i in range(layers):
             at = f"blk.{i}."
-            for name in ("attn_norm", "ffn_norm"):
-                yield f"{at}{name}.weight", (hidden,)
-            for name in ("attn_q_norm", "attn_k_norm"):
-                yield f"{at}{name}.weight", (dim,)
-            yield f"{at}attn_q.weight", (heads * dim, hidden)
-            yield f"{at}attn_k.weight", (kv_heads * dim, hidden)
-            yield f"{at}attn_v.weight", (kv_heads * dim, hidden)
-            yield f"{at}attn_output.weight", (hidden, heads * dim)
+            yield from _norms(at, hidden, "attn_norm", "ffn_norm")
+            yield from _attention(at, hidden, heads, kv_heads, dim)
             yield f"{at}ffn_gate_inp.weight", (experts, hidden)
             yield f"{at}ffn_gate_exps.weight", (experts, inner, hidden)
             yield f"{at}ffn_up_exps.weight", (experts, inner, hidden)
             yield f"{at}ffn_down_exps.weight", (experts, hidden, inner)
 
-    metadata = {
-        "general.architecture": "qwen3moe", "qwen3moe.context_length": 8192, "qwen3moe.embedding_length": hidden,
-        "qwen3moe.block_count": layers, "qwen3moe.feed_forward_length": 4 * inner,
-        "qwen3moe.attention.head_count": heads, "qwen3moe.attention.head_count_kv": kv_heads,
-        "qwen3moe.attention.key_length": dim, "qwen3moe.attention.value_length": dim,
-        "qwen3moe.attention.layer_norm_rms_epsilon": 1e-6, "qwen3moe.rope.freq_base": 1e6,
-        "qwen3moe.expert_count": experts, "qwen3moe.expert_used_count": used,
-        "qwen3moe.expert_feed_forward_length": inner,
+    sizes = _sizes(8192, hidden, layers, heads, kv_heads, 4 * inner, 1e6) | {
+        "attention.key_length": dim, "attention.value_length": dim, "expert_count": experts,
+        "expert_used_count": used, "expert_feed_forward_length": inner,
     }
     what = f"Qwen3-MoE: hidden {hidden}, {layers} layers, {used} of {experts} experts, {heads} + {kv_heads} heads"
-    return Shape(what, 1024, metadata, tensors)
-
-
-def _mlp(at: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{at}ffn_gate.weight", (inner, hidden)
-    yield f"{at}ffn_up.weight", (inner, hidden)
-    yield f"{at}ffn_down.weight", (hidden, inner)
+    return Shape(what, 1024, _metadata("qwen3moe", sizes), tensors)
 
 
 def _qwen35(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, key_heads: int, inner: int) -> Shape:
     """Three of four layers have the gated delta rule, with as many key heads as value heads, of 128 channels."""
     size, taps = 128, 4
 
-    def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield "token_embd.weight", (VOCABULARY, hidden)
-        yield "output_norm.weight", (hidden,)
+    def tensors() -> Tensors:
+        yield from _tied(hidden)
         for i in range(layers):
             at = f"blk.{i}."
-            yield f"{at}attn_norm.weight", (hidden,)
-            yield f"{at}post_attention_norm.weight", (hidden,)
+            yield from _norms(at, hidden, "attn_norm", "post_attention_norm")
             yield from _mlp(at, hidden, inner)
             if (i + 1) % 4 == 0:
-                yield f"{at}attn_q.weight", (2 * heads * dim, hidden)
-                yield f"{at}attn_k.weight", (kv_heads * dim, hidden)
-                yield f"{at}attn_v.weight", (kv_heads * dim, hidden)
-                yield f"{at}attn_output.weight", (hidden, heads * dim)
-                yield f"{at}attn_q_norm.weight", (dim,)
-                yield f"{at}attn_k_norm.weight", (dim,)
+                yield from _attention(at, hidden, heads, kv_heads, dim, 2)
                 continue
             yield f"{at}attn_qkv.weight", (3 * key_heads * size, hidden)
             yield f"{at}attn_gate.weight", (key_heads * size, hidden)
@@ -157,60 +163,45 @@ def _qwen35(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, key_h
             yield f"{at}ssm_norm.weight", (size,)
             yield f"{at}ssm_out.weight", (hidden, key_heads * size)
 
-    metadata = {
-        "general.architecture": "qwen35", "qwen35.context_length": 32768, "qwen35.embedding_length": hidden,
-        "qwen35.block_count": layers, "qwen35.feed_forward_length": inner, "qwen35.attention.head_count": heads,
-        "qwen35.attention.head_count_kv": kv_heads, "qwen35.attention.key_length": dim,
-        "qwen35.attention.value_length": dim, "qwen35.attention.layer_norm_rms_epsilon": 1e-6,
-        "qwen35.rope.freq_base": 1e7, "qwen35.rope.dimension_count": dim // 4,
-        "qwen35.rope.dimension_sections": [11, 11, 10, 0], "qwen35.full_attention_interval": 4,
-        "qwen35.ssm.conv_kernel": taps, "qwen35.ssm.state_size": size, "qwen35.ssm.group_count": key_heads,
-        "qwen35.ssm.time_step_rank": key_heads, "qwen35.ssm.inner_size": key_heads * size,
+    sizes = _sizes(32768, hidden, layers, heads, kv_heads, inner, 1e7) | {
+        "attention.key_length": dim, "attention.value_length": dim, "rope.dimension_count": dim // 4,
+        "rope.dimension_sections": [11, 11, 10, 0], "full_attention_interval": 4, "ssm.conv_kernel": taps,
+        "ssm.state_size": size, "ssm.group_count": key_heads, "ssm.time_step_rank": key_heads,
+        "ssm.inner_size": key_heads * size,
     }
     what = f"Qwen3.5: hidden {hidden}, {layers} layers (3 of 4 with {key_heads} states of 128 x 128)"
-    return Shape(what, 1024, metadata, tensors)
+    return Shape(what, 1024, _metadata("qwen35", sizes), tensors)
 
 
 def _lfm2(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, attending: tuple[int, ...]) -> Shape:
     """The layers `attending` attend, the others have a convolution of three tokens."""
-    dim = hidden // heads
 
-    def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield "token_embd.weight", (VOCABULARY, hidden)
-        yield "token_embd_norm.weight", (hidden,)
+    def tensors() -> Tensors:
+        yield from _tied(hidden, "token_embd_norm")
         for i in range(layers):
             at = f"blk.{i}."
-            yield f"{at}attn_norm.weight", (hidden,)
-            yield f"{at}ffn_norm.weight", (hidden,)
+            yield from _norms(at, hidden, "attn_norm", "ffn_norm")
             yield from _mlp(at, hidden, inner)
             if i in attending:
-                yield f"{at}attn_q.weight", (hidden, hidden)
-                yield f"{at}attn_k.weight", (kv_heads * dim, hidden)
-                yield f"{at}attn_v.weight", (kv_heads * dim, hidden)
-                yield f"{at}attn_output.weight", (hidden, hidden)
-                yield f"{at}attn_q_norm.weight", (dim,)
-                yield f"{at}attn_k_norm.weight", (dim,)
+                yield from _attention(at, hidden, heads, kv_heads, hidden // heads)
             else:
                 yield f"{at}shortconv.conv.weight", (hidden, 3)
                 yield f"{at}shortconv.in_proj.weight", (3 * hidden, hidden)
                 yield f"{at}shortconv.out_proj.weight", (hidden, hidden)
 
-    metadata = {
-        "general.architecture": "lfm2", "lfm2.context_length": 32768, "lfm2.embedding_length": hidden,
-        "lfm2.block_count": layers, "lfm2.feed_forward_length": inner, "lfm2.attention.head_count": heads,
-        "lfm2.attention.head_count_kv": [kv_heads * (i in attending) for i in range(layers)],
-        "lfm2.attention.layer_norm_rms_epsilon": 1e-5, "lfm2.rope.freq_base": 1e6, "lfm2.shortconv.l_cache": 3,
-        "lfm2.vocab_size": VOCABULARY,
+    kv_heads_of = [kv_heads * (i in attending) for i in range(layers)]
+    sizes = _sizes(32768, hidden, layers, heads, kv_heads_of, inner, 1e6) | {
+        "attention.layer_norm_rms_epsilon": 1e-5, "shortconv.l_cache": 3, "vocab_size": VOCABULARY,
     }
     what = f"LFM2.5: hidden {hidden}, {layers} layers ({layers - len(attending)} with convolutions)"
-    return Shape(what, 1024, metadata, tensors)
+    return Shape(what, 1024, _metadata("lfm2", sizes), tensors)
 
 
 def _latent(hidden: int, layers: int, heads: int, inner: int, experts: int, used: int, expert: int) -> Shape:
     """Latent attention; an MLP in the first layer, in the others experts and one for all rows beside them."""
     queries, latent, turned, plain, value = 768, 512, 64, 192, 256
 
-    def tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
+    def tensors() -> Tensors:
         yield from _outside(hidden)
         for i in range(layers):
             at = f"blk.{i}."
@@ -231,19 +222,16 @@ def _latent(hidden: int, layers: int, heads: int, inner: int, experts: int, used
                 yield f"{at}ffn_{part}_exps.weight", (experts, *shape)
                 yield f"{at}ffn_{part}_shexp.weight", shape
 
-    sizes = {
-        "context_length": 32768, "embedding_length": hidden, "block_count": layers, "feed_forward_length": inner,
-        "attention.head_count": heads, "attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": 1e-5,
-        "attention.q_lora_rank": queries, "attention.kv_lora_rank": latent, "attention.key_length": latent + turned,
-        "attention.value_length": latent, "attention.key_length_mla": plain + turned,
-        "attention.value_length_mla": value, "rope.dimension_count": turned, "rope.freq_base": 1e6,
-        "leading_dense_block_count": 1, "expert_count": experts, "expert_used_count": used, "expert_shared_count": 1,
-        "expert_feed_forward_length": expert, "expert_gating_func": 2, "expert_weights_norm": True,
-        "expert_weights_scale": 1.8, "vocab_size": VOCABULARY,
+    sizes = _sizes(32768, hidden, layers, heads, 1, inner, 1e6) | {
+        "attention.layer_norm_rms_epsilon": 1e-5, "attention.q_lora_rank": queries, "attention.kv_lora_rank": latent,
+        "attention.key_length": latent + turned, "attention.value_length": latent,
+        "attention.key_length_mla": plain + turned, "attention.value_length_mla": value,
+        "rope.dimension_count": turned, "leading_dense_block_count": 1, "expert_count": experts,
+        "expert_used_count": used, "expert_shared_count": 1, "expert_feed_forward_length": expert,
+        "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 1.8, "vocab_size": VOCABULARY,
     }
-    metadata = {"general.architecture": "deepseek2", **{f"deepseek2.{key}": size for key, size in sizes.items()}}
     what = f"GLM-4.7-Flash: hidden {hidden}, {layers} layers, {heads} heads, a latent, {used} of {experts} experts"
-    return Shape(what, 4096, metadata, tensors)
+    return Shape(what, 4096, _metadata("deepseek2", sizes), tensors)
 
 
 SHAPES = {

@@ -7,8 +7,8 @@ precision: ours with `weights="auto"`, int8 activations, and K and V in q8.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.engine.weight_rivals import RIVALS, LlamaCpp, OpenVino, availability
-from bench.support.blas import set_threads
-from bench.support.common import SETTLE, Candidate, Case, Result, Table, run_case
-from bench.support.rates import Columns, print_rates
-from bench.support.report import save_json
+from bench.engine.engine_rivals import LlamaCpp, availability
+from bench.engine.weight_rivals import RIVALS, OpenVino, measure_each
+from bench.engine.weights import Ours as Engine
+from bench.support.common import Candidate, Result
+from bench.support.rates import Columns
+from bench.support.tables import Tables
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 
 __all__ = ["add_arguments", "main"]
@@ -39,26 +40,15 @@ def find_file() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-class Ours:
+class Ours(Engine):
     """The engine, and one with a prefix cache over the same weights."""
 
     def __init__(self, path: Path, dtype: str) -> None:
-        self.engine = InferenceEngine.from_gguf(path, dtype=dtype, num_blocks=(CONTEXT + STEPS) // 16 + 2)
+        super().__init__(path, "auto", CONTEXT, dtype=dtype)
         self.cached = PrefixCachedEngine(InferenceEngine(self.engine.model, dtype=dtype), 512, strict=True)
 
-    def prefill(self, tokens: Tokens) -> None:
-        """Run a prompt with an empty cache, up to the logits of its last token."""
-        self.engine.reset()
-        self.engine.prefill_from_pos(tokens, 0)
 
-    def decode(self, steps: int) -> None:
-        """Run greedy decode steps behind the context."""
-        token = 3
-        for i in range(steps):
-            token = int(self.engine.decode_step(token, CONTEXT + i).argmax())
-
-
-def candidates(engine: Any, name: str, vocabulary: int) -> dict[str, Candidate]:
+def candidates(engine: Any, name: str, vocabulary: int = 30000) -> Iterable[tuple[str, Candidate]]:
     """Prefill, decode, and the first token of a prompt whose head is cached and of one that is new."""
     rng = np.random.default_rng(3)
 
@@ -73,22 +63,19 @@ def candidates(engine: Any, name: str, vocabulary: int) -> dict[str, Candidate]:
     work, step = {"work": float(PREFILL)}, {"work": 1.0}
     if isinstance(engine, OpenVino):  # by its own clock, over a new prompt each time
         engine.first_token(head)
-        return {
+        found = {
             "prefill": Candidate(name, seconds=lambda: engine.first_token(fresh(PREFILL)), facts=work),
             "decode": Candidate(name, seconds=lambda: engine.step(fresh(CONTEXT), STEPS), facts=step),
             "cached": Candidate(name, seconds=lambda: engine.first_token(behind())),
             "cold": Candidate(name, seconds=lambda: engine.first_token(fresh(CACHED + TAIL))),
         }
+        return found.items()
     prompt = fresh(CONTEXT)
     prefill = Candidate(name, partial(engine.prefill, prompt[:PREFILL]), facts=work)
     if isinstance(engine, Ours):
-
-        def begin() -> None:
-            engine.prefill(prompt)
-
-        return {
+        found = {
             "prefill": prefill,
-            "decode": Candidate(name, partial(engine.decode, STEPS), STEPS, begin, step),
+            "decode": Candidate(name, partial(engine.decode, STEPS), STEPS, partial(engine.prefill, prompt), step),
             "cached": Candidate(
                 name, lambda: engine.cached.generate(behind(), ONE), before=lambda: engine.cached.generate(head, ONE)
             ),
@@ -96,19 +83,14 @@ def candidates(engine: Any, name: str, vocabulary: int) -> dict[str, Candidate]:
                 name, lambda: engine.cached.generate(fresh(CACHED + TAIL), ONE), before=engine.cached.clear_cache
             ),
         }
-
-    def hold(tokens: Tokens) -> None:
-        if engine._held == len(tokens):
-            engine.rewind()
-        else:
-            engine.prefill(tokens)
-
-    return {
+        return found.items()
+    found = {
         "prefill": prefill,
-        "decode": Candidate(name, partial(engine.decode, STEPS), STEPS, partial(hold, prompt), step),
-        "cached": Candidate(name, lambda: engine.extend(fresh(TAIL)), before=partial(hold, head)),
+        "decode": Candidate(name, partial(engine.decode, STEPS), STEPS, partial(engine.hold, prompt), step),
+        "cached": Candidate(name, lambda: engine.extend(fresh(TAIL)), before=partial(engine.hold, head)),
         "cold": Candidate(name, lambda: engine.prefill(fresh(CACHED + TAIL))),
     }
+    return found.items()
 
 
 TITLES = {
@@ -130,33 +112,18 @@ def main(options: argparse.Namespace) -> int:
     """Print a table for each case and number of threads."""
     rounds = 2 if options.quick else options.rounds
     path = options.file or find_file()
-    print("; ".join([path.name, *availability()]))
-    done = []
+    print("; ".join([path.name, *availability(RIVALS)]))
+    tables = Tables(options)
     for threads in options.threads:
         results = {what: Result(title, {}) for what, title in TITLES.items()}
         builders = {f"kvcache, K and V in {dtype}": partial(Ours, path, dtype) for dtype in ("f16", "q8", "q4")}
         builders |= {rival.name: partial(rival, path, threads) for rival in RIVALS}
-        for name, build in builders.items():
-            try:
-                set_threads(threads)
-                engine = build()
-            except Exception as error:  # the rival's package is absent, or does not read this file
-                print(f"not measured: {name} ({type(error).__name__}: {str(error).splitlines()[0][:100]})")
-                continue
-            set_threads(threads)
-            for what, candidate in candidates(engine, name, 30000).items():
-                one = run_case(Case(what, lambda c=candidate: [c]), rounds, threaded=True, settle=SETTLE)
-                results[what].times |= one.times
-                results[what].facts |= one.facts
-            del engine
-            gc.collect()
+        measure_each(builders.items(), candidates, results, threads, rounds)
         for what, result in results.items():
             rivals = tuple(each for each in (LlamaCpp.name, OpenVino.name) if each in result.times)
             unit = {"unit": "tokens/s", "scale": 1.0} if what in ("prefill", "decode") else {}
             columns = Columns(tuple(result.times), rivals=rivals, **unit)
             title = f"10. {TITLES[what]}, {path.stem}, {threads} thr"
-            print_rates(title, columns, [result], as_markdown=options.markdown)
-            done.append((Table(title, ()), [result]))
-    if options.json:
-        save_json(options.json, done)
+            tables.rates(title, columns, [result])
+    tables.end()
     return 0

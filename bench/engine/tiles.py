@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 import kvcache
 from bench.engine.weight_rivals import write_files
-from bench.engine.weights import COLD_BYTES, PROMPT, SETTLE, SHAPE, Ours, Products
+from bench.engine.weights import COLD_BYTES, PROMPT, SHAPE, Ours, Products
 from bench.support.blas import set_threads
 from bench.support.checkpoints import SIZES, Size
-from bench.support.common import Candidate, Case, Table, at_most, faster, run_case
-from bench.support.rates import Columns, print_rates
-from bench.support.report import save_json
+from bench.support.common import Candidate, Case, at_most, faster
+from bench.support.rates import Columns
 from bench.support.scattered import Scattered, Shape, queries_of
+from bench.support.tables import Tables, measured
 from kvcache.kernels import kernels
 
 __all__ = ["add_arguments", "main"]
@@ -110,7 +110,7 @@ def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads:
 def network_cases(path: Path, weights: str, vocabulary: int, threads: int) -> Iterator[Case]:
     """Prompts of 512 tokens and of 32 through a network, the latter beside a single token."""
     set_threads(threads)
-    engine = Ours(path, threads, weights, PROMPT)
+    engine = Ours(path, weights, PROMPT)
     tokens = np.random.default_rng(3).integers(3, vocabulary, PROMPT, dtype=np.uint32)
     yield Case(f"{PROMPT} tokens", partial(at_both, partial(engine.prefill, tokens), {"work": float(PROMPT)}),
                (faster(2.0, "amx", "avx512"),))
@@ -149,13 +149,6 @@ def network_file(size: Size, folder: Path) -> tuple[Path, str]:
     return (packed, "auto") if packed.exists() else (folder / "f16.gguf", "q4")
 
 
-def measure(title: str, cases: Iterator[Case], columns: Columns, rounds: int, as_markdown: bool, done: list) -> int:  # type: ignore[type-arg]
-    """Run the cases and print their table; returns the number of bounds missed."""
-    results = [run_case(case, rounds, threaded=True, settle=SETTLE) for case in cases]
-    done.append((Table(title, ()), results))
-    return print_rates(title, columns, results, as_markdown=as_markdown)
-
-
 def main(options: argparse.Namespace) -> int:
     """Print every table; returns 1 if bits differ or a bound was missed."""
     if not set(LEVELS) <= set(kvcache.simd_levels()):
@@ -163,21 +156,23 @@ def main(options: argparse.Namespace) -> int:
         return 0
     quick, rounds = options.quick, 1 if options.quick else options.rounds
     shape, cold, context = ((256, 512), 1 << 20, 1024) if quick else (SHAPE, COLD_BYTES, 4096)
-    equal, missed, done = same_bits((304, 2080), 1000), 0, []  # type: ignore[var-annotated]
+    equal, tables = same_bits((304, 2080), 1000), Tables(options)
     print_costs()
-    run = partial(measure, rounds=rounds, as_markdown=options.markdown, done=done)
+
+    def run(title: str, cases: Iterator[Case], columns: Columns) -> None:
+        tables.rates(title, columns, [measured(case, rounds) for case in cases])
+
     with tempfile.TemporaryDirectory() as temporary:
         size = SIZES["tiny" if quick else "1b"]
         path, weights = network_file(size, options.folder or Path(temporary))
         for threads in dict.fromkeys(options.threads):
             for format in (*FORMATS[:2], "bf16"):  # with x in bf16 too, where bits differ
                 title = f"Products with {format} weights, {shape[0]} x {shape[1]}, {threads} thr"
-                missed += run(title, product_cases(format, shape, cold, threads), COLUMNS)
+                run(title, product_cases(format, shape, cold, threads), COLUMNS)
             cases = network_cases(path, weights, size.vocabulary, threads)
             columns = Columns((*LEVELS, FEW), rivals=("avx512", FEW), unit="tokens/s", scale=1.0)
-            missed += run(f"{path.stem} of {size}, {threads} thr", cases, columns)
-            missed += run(f"Attention, {threads} thr", attention_cases(context, threads), COLUMNS)
-    if options.json:
-        save_json(options.json, done)
-    print(f"\nbits: {'the same' if equal else 'DIFFERENT'}; {missed} bounds missed")
-    return int(missed > 0 or not equal)
+            run(f"{path.stem} of {size}, {threads} thr", cases, columns)
+            run(f"Attention, {threads} thr", attention_cases(context, threads), COLUMNS)
+    tables.end()
+    print(f"\nbits: {'the same' if equal else 'DIFFERENT'}; {tables.missed} bounds missed")
+    return int(tables.missed > 0 or not equal)

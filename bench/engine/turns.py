@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.engine.engine_rivals import LlamaCpp
 from bench.engine.shapes import SHAPES, VOCABULARY
-from bench.engine.weight_rivals import GGUF_FILES, LlamaCpp, write_files
+from bench.engine.weight_rivals import GGUF_FILES, write_files
 from bench.support.blas import set_threads
-from bench.support.common import Result, Table
-from bench.support.rates import Columns, print_rates
-from bench.support.report import save_json
+from bench.support.common import Result
+from bench.support.rates import Columns
+from bench.support.tables import Tables
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 
 __all__ = ["add_arguments", "main"]
@@ -130,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print a table for each network."""
     tokens, turns = (256, 2) if options.quick else (options.tokens, options.turns)
-    done = []
+    tables = Tables(options)
     with tempfile.TemporaryDirectory() as temporary:
         for name in options.network:
             kept = (options.folder or Path(temporary)) / name
@@ -142,9 +143,7 @@ def main(options: argparse.Namespace) -> int:
                 result.times[RIVAL] = times * turns
             title = f"Turns behind {tokens} tokens, {SHAPES[name].what}, {options.threads} thr"
             columns = Columns(tuple(result.times), rivals=(ALONE,), unit="")
-            print_rates(title, columns, [result], as_markdown=options.markdown)
+            tables.rates(title, columns, [result])
             print("tokens that ran: " + ", ".join(f"{what} {count}" for what, count in ran.items()))
-            done.append((Table(title, ()), [result]))
-    if options.json:
-        save_json(options.json, done)
+    tables.end()
     return 0

@@ -1,21 +1,22 @@
-"""Rivals that read the same GGUF files: llama.cpp and OpenVINO GenAI in their default precision, transformers in bf16.
-
-A rival prefills a prompt (`prefill`) and decodes `steps` tokens behind it (`rewind`, then `decode`), as our engine
-does. All inputs are token ids.
-"""
+"""Rivals that read the same GGUF files: llama.cpp and OpenVINO in their default precision, transformers in bf16."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.engine import engine_rivals
+from bench.engine.engine_rivals import LlamaCpp, Transformers
 from bench.engine.shapes import Shape
+from bench.support.blas import set_threads
 from bench.support.checkpoints import Size, write_gguf
+from bench.support.common import Candidate, Case, Result
+from bench.support.tables import measured
 
-__all__ = ["COMMON_FILES", "GGUF_FILES", "RIVALS", "OpenVino", "availability", "write_files"]
+__all__ = ["COMMON_FILES", "GGUF_FILES", "RIVALS", "OpenVino", "measure_each", "write_files"]
 
 GGUF_FILES = {  # llama.cpp's numbers of the file types
     "f16": 1, "q8_0": 7, "q4_0": 2, "q4_k_m": 15, "bf16": 32, "q6_k": 18, "q5_k_m": 17, "q3_k_m": 12, "q2_k": 10,
@@ -52,69 +53,41 @@ def write_files(size: Size | Shape, folder: Path, names: Sequence[str] = COMMON_
             target.unlink(missing_ok=True)
 
 
-class LlamaCpp(engine_rivals.LlamaCpp):
-    """llama.cpp through llama-cpp-python, with flash attention and float16 K and V, its defaults but for the former."""
-
-    files = tuple(GGUF_FILES)
-
-    def __init__(self, path: Path, threads: int, context: int = 4352) -> None:
-        import llama_cpp
-
-        self._llama = llama_cpp.Llama(
-            str(path), n_ctx=context, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True,
-            verbose=False,
-        )
-        self._held = 0
-
-
-class Transformers(engine_rivals.Transformers):
-    """transformers on PyTorch in bfloat16, with `DynamicCache`. It multiplies packed weights as floats."""
-
-    files = ("f16",)
-
-    def __init__(self, path: Path, threads: int) -> None:
-        import torch
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        self._torch, self._cache_class = torch, transformers.DynamicCache
-        torch.set_num_threads(threads)
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.bfloat16
-        ).eval()
-        self._cache: Any = None
-        self._held = 0
-
-
 class OpenVino(engine_rivals.OpenVino):
-    """OpenVINO GenAI's pipeline for one request, with the defaults of the CPU plugin: bf16 where the CPU has it."""
+    """Its name in the tables of files."""
 
     name = "OpenVINO"
-    files = COMMON_FILES
-
-    def __init__(self, path: Path, threads: int) -> None:
-        import openvino_genai
-
-        self._genai = openvino_genai
-        scheduler = openvino_genai.SchedulerConfig()
-        scheduler.enable_prefix_caching = True
-        scheduler.cache_size = 1
-        scheduler.max_num_batched_tokens = 4352
-        self._pipeline = openvino_genai.LLMPipeline(
-            str(path), "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads
-        )
 
 
-RIVALS = (LlamaCpp, OpenVino, Transformers)
+# rival -> the files that it reads
+RIVALS: dict[Any, tuple[str, ...]] = {LlamaCpp: tuple(GGUF_FILES), OpenVino: COMMON_FILES, Transformers: ("f16",)}
 
 
-def availability() -> list[str]:
-    """A line per rival: its version, or the reason for its absence."""
-    lines = []
-    for rival in RIVALS:
+def measure_each(
+    builders: Iterable[tuple[str, Callable[[], Any]]],
+    candidates: Callable[[Any, str], Iterable[tuple[str, Candidate]]],
+    results: dict[str, Result],
+    threads: int,
+    rounds: int,
+) -> None:
+    """Measure one engine after another, each with all its rounds: not all of them fit the memory together.
+
+    Args:
+        builders: `(name, function that makes the engine)`; one that cannot be made is reported.
+        candidates: from an engine and its name, `(key of results, candidate)`.
+        results: get the times.
+    """
+    for name, build in builders:
+        set_threads(threads)
         try:
-            lines.append(f"{rival.name} {rival.version()}")
-        except ImportError as error:
-            lines.append(f"not measured: {rival.name} ({error})")
-    return lines
+            engine = build()
+        except Exception as error:  # the rival's package is absent, or does not read this file
+            print(f"not measured: {name} ({type(error).__name__}: {str(error).splitlines()[0][:100]})")
+            continue
+        set_threads(threads)
+        for what, candidate in candidates(engine, name):
+            one = measured(Case(what, lambda c=candidate: [c]), rounds)
+            results[what].times |= one.times
+            results[what].facts |= one.facts
+        del engine
+        gc.collect()

@@ -8,7 +8,6 @@ llama.cpp and OpenVINO read the same GGUF files with their default precision, tr
 from __future__ import annotations
 
 import argparse
-import gc
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,18 +18,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.engine.engine_rivals import availability
 from bench.engine.matrices import Products
 from bench.engine.rows import rows_table
 from bench.engine.shapes import SHAPES, VOCABULARY, Shape
-from bench.engine.weight_rivals import COMMON_FILES, GGUF_FILES, RIVALS, OpenVino, availability, write_files
+from bench.engine.weight_rivals import COMMON_FILES, GGUF_FILES, RIVALS, OpenVino, measure_each, write_files
 from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, byte_products, fma, huge_array
 from bench.support.checkpoints import SIZES, Size
-from bench.support.common import SETTLE, Candidate, Case, Claim, Result, Table, run_case, share_of
-from bench.support.over_threads import counts, plot_over_threads, print_over_threads
-from bench.support.plot import plot_table
-from bench.support.rates import Columns, print_rates
-from bench.support.report import save_json
+from bench.support.common import Candidate, Case, Claim, Result, share_of
+from bench.support.over_threads import counts
+from bench.support.rates import Columns
+from bench.support.tables import Tables, draw_each, measured
 from kvcache.engine import InferenceEngine
 from kvcache.kernels.matrix import MATRIX_FORMATS
 
@@ -41,7 +40,7 @@ COLD_BYTES = 160 << 20  # matrices in turn take so much at least
 ROWS_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k")  # of the times by rows, unless others are named
 FEW, MANY = (1, 2, 4, 8, 16), 512
 READ, FMA, DOTS = "plain read", "FMA peak", "int8 peak"
-PROMPT, CONTEXT, STEPS = 512, 1024, 16
+PROMPT, CONTEXT, STEPS, ROOM = 512, 1024, 16, 32  # the last: tokens that fit behind a context
 
 
 def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads: int) -> Iterator[Case]:
@@ -76,18 +75,20 @@ def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads:
 
 
 class Ours:
-    """The engine over a GGUF file or, with `weights`, over the same numbers in another format; K and V in q8."""
+    """The engine over a GGUF file or, with `weights`, over the same numbers in another format."""
 
-    def __init__(self, path: Path, threads: int, weights: str, context: int, activations: str = "int8") -> None:
-        self._context, blocks = context, (context + STEPS) // 16 + 2
-        self._engine = InferenceEngine.from_gguf(
-            path, weights=weights, activations=activations, dtype="q8", num_blocks=blocks
+    def __init__(
+        self, path: Path, weights: str, context: int, activations: str = "int8", dtype: str = "q8"
+    ) -> None:
+        self._context, blocks = context, (context + ROOM) // 16 + 2
+        self.engine = InferenceEngine.from_gguf(
+            path, weights=weights, activations=activations, dtype=dtype, num_blocks=blocks
         )
 
     def prefill(self, tokens: npt.NDArray[np.uint32]) -> None:
         """Run a prompt with an empty cache, up to the logits of its last token."""
-        self._engine.reset()
-        self._engine.prefill_from_pos(tokens, 0)
+        self.engine.reset()
+        self.engine.prefill_from_pos(tokens, 0)
 
     def rewind(self) -> None:
         """Nothing: `decode` names its positions, which cuts the text."""
@@ -96,7 +97,7 @@ class Ours:
         """Run greedy decode steps behind the context."""
         token = 3
         for i in range(steps):
-            token = int(self._engine.decode_step(token, self._context + i).argmax())
+            token = int(self.engine.decode_step(token, self._context + i).argmax())
 
 
 def builders(
@@ -105,13 +106,13 @@ def builders(
     """`(name, function that makes the engine)` for each engine and file."""
     if "f16" in names:
         for weights in ("f32", "q8", "q4"):
-            yield f"kvcache {weights}", partial(Ours, folder / "f16.gguf", threads, weights, context)
-        yield "kvcache bf16 x bf16", partial(Ours, folder / "f16.gguf", threads, "bf16", context, "bf16")
+            yield f"kvcache {weights}", partial(Ours, folder / "f16.gguf", weights, context)
+        yield "kvcache bf16 x bf16", partial(Ours, folder / "f16.gguf", "bf16", context, "bf16")
     files = [name for name in names if (folder / f"{name}.gguf").exists()]
     for name in files:
-        yield f"kvcache {name}.gguf", partial(Ours, folder / f"{name}.gguf", threads, "auto", context)
-    for rival in RIVALS if rivals else ():
-        for name in (one for one in files if one in rival.files):
+        yield f"kvcache {name}.gguf", partial(Ours, folder / f"{name}.gguf", "auto", context)
+    for rival, reads in RIVALS.items() if rivals else ():
+        for name in (one for one in files if one in reads):
             yield f"{rival.name} {name}", partial(rival, folder / f"{name}.gguf", threads)
 
 
@@ -137,33 +138,21 @@ def measure_network(
     vocabulary: int, folder: Path, threads: int, rounds: int, rivals: bool, context: int,
     named: Sequence[str] = ("",), files: Sequence[str] = COMMON_FILES,
 ) -> dict[str, Result]:
-    """One engine after another, each with all its rounds: not all of them fit the memory together.
+    """Decode and prefill of each engine and file.
 
     Args:
         files: names of `GGUF_FILES`.
         named: what the names of the engines contain, one of these texts each.
     """
     results = {what: Result(what, {}) for what in ("decode", "prefill")}
-    for name, build in builders(folder, threads, rivals, context, files):
-        if not any(text in name for text in named):
-            continue
-        try:
-            set_threads(threads)
-            engine = build()
-        except Exception as error:  # the rival's package is absent, or does not read this file
-            print(f"not measured: {name} ({type(error).__name__}: {str(error).splitlines()[0][:100]})")
-            continue
-        set_threads(threads)
-        for what, candidate in candidates(engine, name, vocabulary, context):
-            one = run_case(Case(what, lambda c=candidate: [c]), rounds, threaded=True, settle=SETTLE)
-            results[what].times |= one.times
-            results[what].facts |= one.facts
-        del engine
-        gc.collect()
+    built = builders(folder, threads, rivals, context, files)
+    wanted = ((name, build) for name, build in built if any(text in name for text in named))
+    measure_each(wanted, partial(candidates, vocabulary=vocabulary, context=context), results, threads, rounds)
     return results
 
 
 def network_tables(
+    tables: Tables,
     size: Size | Shape,
     threads: Sequence[int],
     rounds: int,
@@ -171,32 +160,27 @@ def network_tables(
     rivals: bool,
     named: Sequence[str],
     files: Sequence[str] = COMMON_FILES,
-    *,
-    as_markdown: bool,
-) -> list[tuple[Table, list[Result]]]:
+) -> None:
     """Print decode and prefill of a network in every format of weights, beside rivals that read its files.
 
     Args:
         folder: keeps the files; None: they are temporary.
         named, files: as of `measure_network`.
     """
-    print("; ".join(availability()))
+    print("; ".join(availability(RIVALS)))
     name, context, vocabulary = (
         (size.what, size.context, VOCABULARY) if isinstance(size, Shape) else (str(size), CONTEXT, size.vocabulary)
     )
-    done = []
     with tempfile.TemporaryDirectory() as temporary:
         kept = (folder or Path(temporary)) / re.sub(r"[^a-z0-9]+", "-", name.lower())
         write_files(size, kept, files)
         for count in threads:
-            measured = measure_network(vocabulary, kept, count, rounds, rivals, context, named, files)
-            for what, result in measured.items():
+            results = measure_network(vocabulary, kept, count, rounds, rivals, context, named, files)
+            for what, result in results.items():
                 columns = Columns(tuple(result.times), unit="tokens/s", scale=1.0)
                 of = f"at {context} tokens" if what == "decode" else f"of {PROMPT} tokens"
                 title = f"9b. {what.capitalize()} {of}, {name}, {count} thr"
-                print_rates(title, columns, [result], as_markdown=as_markdown)
-                done.append((Table(title, ()), [result]))
-    return done
+                tables.rates(title, columns, [result])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -220,37 +204,23 @@ def main(options: argparse.Namespace) -> int:
     """Print every table; returns 1 if a bound was missed."""
     rounds = 2 if options.quick else options.rounds
     shape, cold = ((256, 512), 1 << 20) if options.quick else (SHAPE, COLD_BYTES)
-    missed, done = 0, []
+    tables = Tables(options)
     for threads in options.threads:
         for format in options.formats if options.only in (None, "products") else ():
-            results = [
-                run_case(case, rounds, threaded=True, settle=SETTLE)
-                for case in product_cases(format, shape, cold, threads)
-            ]
+            results = [measured(case, rounds) for case in product_cases(format, shape, cold, threads)]
             packed = MATRIX_FORMATS[format].packed
             columns = Columns((format,), ceilings=lambda _: (READ,), rivals=(READ, DOTS if packed else FMA))
             title = f"9a. Products with {format} weights, {shape[0]} x {shape[1]}, {threads} thr"
-            missed += print_rates(title, columns, results, as_markdown=options.markdown)
-            done.append((Table(title, ()), results))
+            tables.rates(title, columns, results)
         if options.only in (None, "rows"):
             formats = [name for name in ROWS_FORMATS if name in options.formats] or options.formats
             for bytes_, where in ((cold, "memory"), (0, "the cache")):
                 sizes = shape if bytes_ else (shape[0] // 16, shape[1])
-                done.append(rows_table(formats, sizes, bytes_, threads, rounds, where, as_markdown=options.markdown))
+                rows_table(formats, sizes, bytes_, threads, rounds, where, tables)
     if options.only in (None, "network"):
         size = SHAPES.get(options.network) or SIZES["tiny" if options.quick else "1b"]
-        tables = network_tables(
-            size, options.threads, rounds, options.folder, not options.no_rivals, options.engines,
-            options.files, as_markdown=options.markdown,
+        network_tables(
+            tables, size, options.threads, rounds, options.folder, not options.no_rivals, options.engines, options.files
         )
-        done += tables
-    if options.json:
-        save_json(options.json, done)
-    print_over_threads(done, as_markdown=options.markdown)
-    if options.plot:
-        for table, results in done:
-            print(plot_table(table, results, options.plot))
-        for path in plot_over_threads(done, options.plot):
-            print(path)
-    print(f"\n{missed} bounds missed" if missed else "\nevery bound met")
-    return int(missed > 0)
+    tables.end(draw_each, threads=True)
+    return tables.verdict()

@@ -7,10 +7,10 @@ replayed over 2 to 256 of them at the same load of each. `--check` compares the 
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,11 +19,12 @@ from bench.fleet.replay import WAYS, Fleet, Outcome, replay
 from bench.fleet.two_workers import compare
 from bench.prefix.workloads import Mix, Trace, from_mooncake, synthetic
 from bench.support.plot import pyplot, save
-from bench.support.report import environment, markdown, text_table
+from bench.support.report import show, write_json
 from kvcache.support.arguments import as_bytes
 
 __all__ = ["add_arguments", "main"]
 
+Table = Callable[..., None]  # prints a table
 WORKERS = (2, 4, 8, 16, 32, 64, 128, 256)
 WORKERS_PER_NODE = 64  # of the store
 
@@ -45,7 +46,7 @@ def _trace(options: argparse.Namespace) -> Trace:
     return synthetic(Mix(num_requests=300 if options.quick else Mix.num_requests))
 
 
-def check(*, quick: bool, layout: Any) -> int:
+def check(*, quick: bool, table: Table) -> int:
     """Print the hit rates of the model and of two servers; returns how many ways differ.
 
     A server waits a twentieth of a second for a directory: of those with a store, one request of twenty may find less.
@@ -57,13 +58,8 @@ def check(*, quick: bool, layout: Any) -> int:
         differ = sum(a != b for a, b in zip(model, real, strict=True))
         wrong += differ > late or late > (len(model) // 20 if stored else 0)
         rows.append([way, f"{sum(model) / total:.2%}", f"{sum(real) / total:.2%}", f"{differ} of {len(model)}"])
-    print(f"\n{layout(['two servers', 'model', 'cached_tokens', 'requests that differ'], rows)}")
+    table("The model beside two servers", ["two servers", "model", "cached_tokens", "requests that differ"], rows)
     return wrong
-
-
-def _table(outcomes: dict[int, dict[str, Outcome]], cell: Any, layout: Any) -> str:
-    rows = [[str(count), *(cell(each) for each in by_way.values())] for count, by_way in outcomes.items()]
-    return str(layout(["workers", *WAYS], rows))
 
 
 def first_tokens(outcome: Outcome) -> tuple[float, float]:
@@ -71,7 +67,7 @@ def first_tokens(outcome: Outcome) -> tuple[float, float]:
     return float(np.median(outcome.first)), float(np.quantile(outcome.first, 0.99))
 
 
-def _print(outcomes: dict[int, dict[str, Outcome]], layout: Any) -> None:
+def _print(outcomes: dict[int, dict[str, Outcome]], table: Table) -> None:
     def hits(each: Outcome) -> str:
         stored = sum(each.stored) / each.prompt_tokens
         return f"{each.hit_rate:.1%}" + (f" ({stored:.1%})" if stored else "")
@@ -82,9 +78,13 @@ def _print(outcomes: dict[int, dict[str, Outcome]], layout: Any) -> None:
     def moved(each: Outcome) -> str:
         return f"{each.read / 1e9:.0f} / {each.written / 1e9:.0f}" if each.written else "-"
 
-    print(f"\nprompt tokens that did not run (from the store)\n\n{_table(outcomes, hits, layout)}")
-    print(f"\nseconds to the first token, median / 99 %\n\n{_table(outcomes, firsts, layout)}")
-    print(f"\nGB read from the store / written to it\n\n{_table(outcomes, moved, layout)}", flush=True)
+    for title, cell in (
+        ("prompt tokens that did not run (from the store)", hits),
+        ("seconds to the first token, median / 99 %", firsts),
+        ("GB read from the store / written to it", moved),
+    ):
+        rows = [[str(count), *(cell(each) for each in by_way.values())] for count, by_way in outcomes.items()]
+        table(title, ["workers", *WAYS], rows)
 
 
 def draw(outcomes: dict[int, dict[str, Outcome]], folder: str) -> Path:
@@ -112,9 +112,9 @@ def draw(outcomes: dict[int, dict[str, Outcome]], folder: str) -> Path:
 
 def main(options: argparse.Namespace) -> int:
     """Print hit rates, first tokens and bytes by the number of workers; with `--check`, the comparison alone."""
-    layout = markdown if options.markdown else text_table
+    table = partial(show, options.markdown)
     if options.check:
-        return check(quick=options.quick, layout=layout)
+        return check(quick=options.quick, table=table)
     costs = Costs() if options.measure is None else Costs.measured(options.measure)
     trace, counts = _trace(options), options.workers[:2] if options.quick else options.workers
     page = costs.token_bytes * trace.page_size
@@ -126,11 +126,9 @@ def main(options: argparse.Namespace) -> int:
         nodes = -(-count // WORKERS_PER_NODE)
         fleet = Fleet(count, own // page, shared // page, nodes, options.load)
         outcomes[count] = {way: replay(trace, fleet, way, costs) for way in WAYS}
-    _print(outcomes, layout)
+    _print(outcomes, table)
     if options.plot:
         print("picture:", draw(outcomes, options.plot))
-    if options.json:
-        found = {str(count): {way: asdict(each) for way, each in ways.items()} for count, ways in outcomes.items()}
-        written = {"environment": environment(), "costs": asdict(costs), "trace": trace.name, "outcomes": found}
-        Path(options.json).write_text(json.dumps(written) + "\n")
+    found = {str(count): {way: asdict(each) for way, each in ways.items()} for count, ways in outcomes.items()}
+    write_json(options.json, costs=asdict(costs), trace=trace.name, outcomes=found)
     return 0

@@ -28,7 +28,7 @@ from urllib.request import Request, urlopen
 from bench.fleet.conversations import Conversations
 from bench.support.guides import GUIDES
 from bench.support.processes import DynamoFrontend, DynamoWorker, Router, Server, eventually, free_port, posted
-from bench.support.report import environment, show
+from bench.support.report import show, write_json
 from kvcache.demo import DIRECTORY
 
 __all__ = ["add_arguments", "main"]
@@ -219,6 +219,5 @@ def main(options: argparse.Namespace) -> int:
         f"{texts.num_requests} prompts of {texts.count} conversations, {texts.clients} at a time; blocks of 16 tokens "
         f"of each of two workers: {SMALL} (small), {LARGE} (large)",
     )
-    if options.json:
-        Path(options.json).write_text(json.dumps({"environment": environment(), "found": found}) + "\n")
+    write_json(options.json, found=found)
     return missed

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from bench.support.common import timed
 from bench.support.scattered import Shape, fill_rows, queries_of
 
 __all__ = ["LLAMA", "NUMPY", "TORCH", "TORCH_BEST", "TORCH_HALF", "availability", "decode_rivals", "prefill_rivals"]
@@ -134,9 +134,4 @@ def _torch_prefill(torch: Any, queries: Any, keys: Any, values: Any, mask: Any) 
 
 
 def _fastest(runs: dict[str, Callable[[], object]]) -> Callable[[], object]:
-    def seconds(run: Callable[[], object]) -> float:
-        start = perf_counter()
-        run()
-        return perf_counter() - start
-
-    return min(runs.values(), key=lambda run: min(seconds(run), seconds(run)))
+    return min(runs.values(), key=lambda run: min(timed(run), timed(run)))

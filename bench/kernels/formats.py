@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
 import numpy as np
 
-from bench.support.report import environment, markdown, text_table
+from bench.support.report import show, write_json
 from kvcache import PagedKvCache
 from kvcache.kernels.kernels import FORMATS
 
@@ -84,9 +82,7 @@ def main(options: argparse.Namespace) -> int:
             [dtype, f"{f['bytes']:.0f}", f"{f['ratio']:.2f}x", *(f"{100 * f[k]:.3g} %" for k in list(f)[2:])]
             for dtype, f in formats.items()
         ]
-        print(f"\nhead_dim {dim}, {tokens} tokens, score spread 1 to 8\n")
-        print((markdown if options.markdown else text_table)(HEADER, rows))
+        show(options.markdown, f"head_dim {dim}, {tokens} tokens, score spread 1 to 8", HEADER, rows)
     print("\n" + "\n".join(NOTES))
-    if options.json:
-        Path(options.json).write_text(json.dumps({"environment": environment(), "formats": figures}, indent=1) + "\n")
+    write_json(options.json, formats=figures)
     return 0

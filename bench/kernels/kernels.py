@@ -12,10 +12,9 @@ from bench.kernels import attention_rivals, chunks, decode, latent_forms, overhe
 from bench.kernels.roofline import plot_kernels
 from bench.support.blas import blas_found
 from bench.support.ceilings import kind
-from bench.support.common import SETTLE, Case, Result, Table, run_case
-from bench.support.over_threads import plot_over_threads, print_over_threads
+from bench.support.common import SETTLE, Case, run_case
 from bench.support.rates import Columns, print_rates
-from bench.support.report import save_json
+from bench.support.tables import Tables
 
 __all__ = ["add_arguments", "main"]
 
@@ -155,9 +154,7 @@ def main(options: argparse.Namespace) -> int:
     if not blas_found():
         print("NumPy's number of threads cannot be set here: its times are with its own default")
     threads = kvcache.get_num_threads()
-    done: list[tuple[Table, list[Result]]] = []
-    more: dict[str, Any] = {}
-    missed = 0
+    tables, more = Tables(options), dict[str, Any]()
     for item in ITEMS:
         if options.only and item.word not in options.only:
             continue
@@ -165,18 +162,13 @@ def main(options: argparse.Namespace) -> int:
             run_case(case, rounds, threaded=not (item.serial or case.what.endswith(", 1 thr")), settle=SETTLE)
             for case in item.make(options)
         ]
-        for title, columns in item.titles:
-            missed += print_rates(title, columns(), results, as_markdown=options.markdown)
-        done.append((Table(item.titles[0][0], ()), results))
+        (title, columns), *others = item.titles
+        tables.rates(title, columns(), results)
+        for title, columns in others:
+            tables.missed += print_rates(title, columns(), results, as_markdown=options.markdown)
         for name, report, show in item.after:
             more[name] = report(options)
-            missed += show(more[name], as_markdown=options.markdown)
+            tables.missed += show(more[name], as_markdown=options.markdown)
     kvcache.set_num_threads(threads)
-    if options.json:
-        save_json(options.json, done, **more)
-    print_over_threads(done, as_markdown=options.markdown)
-    if options.plot:
-        for path in [*plot_kernels(done, options.plot), *plot_over_threads(done, options.plot)]:
-            print(path)
-    print(f"\n{missed} bounds missed" if missed else "\nevery bound met")
-    return int(missed > 0)
+    tables.end(plot_kernels, threads=True, **more)
+    return tables.verdict()

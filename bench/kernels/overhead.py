@@ -12,7 +12,7 @@ import numpy as np
 from bench.support.blas import set_threads
 from bench.support.common import Candidate, Case, at_most
 from bench.support.rates import Columns
-from bench.support.report import markdown, text_table
+from bench.support.report import show
 from kvcache.paged.cache import PagedKvCache
 
 __all__ = ["OVERHEAD", "allocation_report", "cases", "print_allocations"]
@@ -82,7 +82,6 @@ def print_allocations(rows: list[dict[str, Any]], *, as_markdown: bool = False) 
     for row in rows:
         verdict = "met" if row["peak"] - row["result"] <= OBJECTS else "MISSED"
         cells.append([row["call"], str(row["result"]), str(row["peak"] - row["result"]), verdict])
-    layout = markdown if as_markdown else text_table
     header = ["bytes of a call", "result", "beyond it", f"at most {OBJECTS}, small objects"]
-    print(f"\n{layout(header, cells)}", flush=True)
+    show(as_markdown, "Allocations", header, cells)
     return sum(row[-1] == "MISSED" for row in cells)

@@ -15,7 +15,7 @@ from bench.support.blas import set_threads
 from bench.support.ceilings import huge_array, narrow
 from bench.support.common import Candidate, Case, faster, share_of
 from bench.support.rates import Columns
-from bench.support.report import markdown, text_table
+from bench.support.report import show
 from bench.support.scattered import Shape, fill_rows, layer_count, scatter
 from kvcache.kernels.kernels import FORMATS
 from kvcache.paged.cache import PagedKvCache
@@ -158,15 +158,8 @@ def memory_report(contexts: tuple[int, int], dtypes: tuple[str, ...]) -> list[di
                 if done.returncode:
                     return []
                 result, grown = json.loads(done.stdout)
-                rows.append(
-                    {
-                        "call": call,
-                        "dtype": dtype,
-                        "context": context,
-                        "result": result,
-                        "scratch": max(0, grown - result),
-                    }
-                )
+                sizes = {"result": result, "scratch": max(0, grown - result)}
+                rows.append({"call": call, "dtype": dtype, "context": context, **sizes})
     return rows
 
 
@@ -183,6 +176,5 @@ def print_memory(rows: list[dict[str, Any]], *, as_markdown: bool = False) -> in
     header = ["peak memory of a call"]
     for row in rows[:2]:
         header += [f"{row['context'] // 1024}k: result", "beyond it"]
-    layout = markdown if as_markdown else text_table
-    print(f"\n{layout([*header, 'does not grow by 1 MiB'], cells)}", flush=True)
+    show(as_markdown, "Memory", [*header, "does not grow by 1 MiB"], cells)
     return sum(row[-1] == "MISSED" for row in cells)

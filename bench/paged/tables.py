@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.support.common import Candidate, Case, Table, alternating, at_most, faster, size_name
+from bench.support.common import Candidate, Case, Table, alternating, at_most, faster, repeat, size_name
 from bench.trie.rivals import step_rivals
 from kvcache.eviction import EvictionStrategy
 from kvcache.paged.cache import PagedKvCache
@@ -21,11 +21,8 @@ BATCH, BLOCK, PROMPT = 256, 16, 512
 OURS, LOOP, VLLM = "kvcache", "plain Python loop", "vLLM"
 CLEARED = "and slots cleared"  # the whole call, which zeroes slots of earlier sequences (1 head of 8 channels)
 POLICIES = {
-    "LRU": EvictionStrategy.LRU(),
-    "LFU": EvictionStrategy.LFU(),
-    "LongestFirst": EvictionStrategy.LongestFirst(),
-    "Priority": EvictionStrategy.Priority(4),
-    "StreamingLLM": EvictionStrategy.StreamingLLM(4, 64),
+    "LRU": EvictionStrategy.LRU(), "LFU": EvictionStrategy.LFU(), "LongestFirst": EvictionStrategy.LongestFirst(),
+    "Priority": EvictionStrategy.Priority(4), "StreamingLLM": EvictionStrategy.StreamingLLM(4, 64),
 }
 
 
@@ -116,28 +113,19 @@ def append_case() -> Iterator[Candidate]:
             plain.free(i)
             plain.allocate(i, PROMPT + i % BLOCK)
 
-    def loop() -> None:
-        for _ in range(steps):
-            plain.append_each(ids)
-
     def one_by_one() -> None:
         for _ in range(steps):
             for i in ids:
                 cache.append(i, 1)
 
-    yield Candidate(OURS, partial(_repeat, steps, cache._table.append_batch, seq_ids), steps, again)
-    yield Candidate("from a list", partial(_repeat, steps, cache._table.append_batch, ids), steps, again)
-    yield Candidate(CLEARED, partial(_repeat, steps, cache.append_batch, seq_ids), steps, again)
+    yield Candidate(OURS, partial(repeat, steps, cache._table.append_batch, seq_ids), steps, again)
+    yield Candidate("from a list", partial(repeat, steps, cache._table.append_batch, ids), steps, again)
+    yield Candidate(CLEARED, partial(repeat, steps, cache.append_batch, seq_ids), steps, again)
     yield Candidate("one by one", one_by_one, steps, again)
-    yield Candidate(LOOP, loop, steps, plain_again)
+    yield Candidate(LOOP, partial(repeat, steps, plain.append_each, ids), steps, plain_again)
     for rival in step_rivals():
         other = rival(BATCH, PROMPT, BLOCK)
-        yield Candidate(rival.name, partial(_repeat, steps, other.step, None), steps, other.rewind)
-
-
-def _repeat(count: int, call: Any, argument: Any) -> None:
-    for _ in range(count):
-        call(argument)
+        yield Candidate(rival.name, partial(repeat, steps, other.step, None), steps, other.rewind)
 
 
 def life_case(verb: str) -> Iterator[Candidate]:
@@ -233,12 +221,7 @@ def evict_case(sizes: tuple[int, ...], policy: str) -> Iterator[Candidate]:
                     cache.set_priority(seq_id, int(rng.integers(0, 4)))
 
         refill()
-        yield alternating(size_name(size), refill, partial(_evict, cache, 64), 64)
-
-
-def _evict(cache: PagedKvCache, count: int) -> None:
-    for _ in range(count):
-        cache.evict()
+        yield alternating(size_name(size), refill, partial(repeat, 64, cache.evict), 64)
 
 
 def tables(sizes: tuple[int, ...]) -> list[Table]:

@@ -7,7 +7,6 @@ measured on the trie.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from bench.prefix.policies import replay as replay_policy
 from bench.prefix.windows import NETWORKS, hit_rates
 from bench.prefix.workloads import Mix, Trace, from_mooncake, synthetic
 from bench.support.plot import plot_lines
-from bench.support.report import environment, markdown, text_table, time_text
+from bench.support.report import show, time_text, write_json
 from kvcache.trie.trie import TokenTrie
 
 __all__ = ["add_arguments", "main", "through_trie"]
@@ -80,7 +79,6 @@ def main(options: argparse.Namespace) -> int:
         traces = [synthetic(replace(mix, seed=seed)) for seed in range(1 if options.quick else options.seeds)]
     if options.windows:
         return over_windows(traces[0], options)
-    layout = markdown if options.markdown else text_table
     print(f"\ntrace: {traces[0].name}; {len(traces)} seed(s)")
     sizes = [trace.num_pages for trace in traces]
     print(f"different pages of {traces[0].page_size} tokens: {', '.join(map(str, sizes))}")
@@ -108,17 +106,16 @@ def main(options: argparse.Namespace) -> int:
              f"{real['bytes'] / 2**10:.0f} KiB"]
         )
     columns = [f"{share:.0%}" for share in SHARES]
-    print("\nhit rate in tokens, by capacity as a share of all pages\n")
-    print(layout(["policy", *columns], [[n, *(f"{r[c]:.1%}" for c in columns)] for n, r in rates.items()]))
-    print("\npages evicted\n")
-    print(layout(["policy", *columns], [[n, *(f"{r[c]:.0f}" for c in columns)] for n, r in gone.items()]))
-    print("\nthe trie, per request: lookup, pin, evict, insert, unpin\n")
-    print(layout(["capacity", "pages", "median", "mean", "worst", "peak memory"], costs))
+    for title, figures, form in (
+        ("hit rate in tokens, by capacity as a share of all pages", rates, ".1%"), ("pages evicted", gone, ".0f"),
+    ):
+        rows = [[name, *(f"{each[column]:{form}}" for column in columns)] for name, each in figures.items()]
+        show(options.markdown, title, ["policy", *columns], rows)
+    header = ["capacity", "pages", "median", "mean", "worst", "peak memory"]
+    show(options.markdown, "the trie, per request: lookup, pin, evict, insert, unpin", header, costs)
     if options.plot:
         print(draw(rates, f"{len(traces[0].requests):,} requests{'' if options.file else MIXED}", options.plot))
-    if options.json:
-        data = {"environment": environment(), "traces": [t.name for t in traces], "hit_rate": rates, "evictions": gone}
-        Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
+    write_json(options.json, traces=[t.name for t in traces], hit_rate=rates, evictions=gone)
     return 0
 
 
@@ -137,7 +134,6 @@ def draw(rates: dict[str, dict[str, float]], about: str, folder: str) -> Path:
 
 def over_windows(trace: Trace, options: argparse.Namespace) -> int:
     """Print the hit rates of networks with and without windows, at the same bytes of K and V."""
-    layout = markdown if options.markdown else text_table
     print(f"\ntrace: {trace.name}; {len(trace.requests)} requests, {trace.num_pages} different pages")
     rates: dict[str, list[str]] = {name: [] for name in NETWORKS}
     shares = SHARES[1::2] if options.quick else SHARES[1:]
@@ -149,9 +145,7 @@ def over_windows(trace: Trace, options: argparse.Namespace) -> int:
     ratio = [f"{c[second]['hit_rate'] / max(c[first]['hit_rate'], 1e-9):.2f}" for c in found.values()]
     gone = [str(column[second]["windows_gone"]) for column in found.values()]
     rows = [*([name, *cells] for name, cells in rates.items()), ["ratio", *ratio], ["windows that had left", *gone]]
-    print("\nhit rate in tokens, by bytes of cached K and V as a share of all\n")
-    print(layout(["network", *found], rows))
-    if options.json:
-        data = {"environment": environment(), "trace": trace.name, "windows": found}
-        Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
+    title = "hit rate in tokens, by bytes of cached K and V as a share of all"
+    show(options.markdown, title, ["network", *found], rows)
+    write_json(options.json, trace=trace.name, windows=found)
     return 0

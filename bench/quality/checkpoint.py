@@ -39,6 +39,7 @@ from bench.quality.divergence import Divergence
 from bench.quality.kept import Windows
 from bench.quality.latents import AsLatents, fits, like_factors
 from bench.quality.network import Recorder
+from bench.quality.parts import verdict
 from bench.quality.rivals import HF, Kivi, hf_missing, hf_rows, hf_runs, is_plain
 from bench.quality.texts import kinds_of, windows
 from kvcache import Calibration, EvictionPolicy, InferenceEngine
@@ -378,14 +379,11 @@ def verdicts(figures: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for name, (rise, kl) in GOALS.items():
         if name in figures:
-            for figure, bound in (("rise", rise), ("kl", kl)):
-                value = figures[name][figure]
-                found.append({"format": name, "figure": figure, "bound": bound, "value": value, "met": value <= bound})
+            found += [verdict(name, figure, figures[name][figure], x) for figure, x in (("rise", rise), ("kl", kl))]
     for name, times in TIMES.items():
         biased = name + CALIBRATED + BIASED
         if biased in figures:
-            value, bound = figures[biased]["kl"], times * figures[name + CALIBRATED]["kl"]
-            found.append({"format": biased, "figure": "kl", "bound": bound, "value": value, "met": value <= bound})
+            found.append(verdict(biased, "kl", figures[biased]["kl"], times * figures[name + CALIBRATED]["kl"]))
     return found
 
 

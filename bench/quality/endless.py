@@ -9,6 +9,7 @@ import numpy as np
 
 from bench.quality.heldout import Heldout
 from bench.quality.network import Recorder
+from bench.quality.parts import verdict
 from kvcache import EvictionPolicy, InferenceEngine
 from kvcache.engine import Transformer
 
@@ -123,8 +124,6 @@ def verdicts(runs: list[dict[str, Any]], fresh: np.ndarray) -> list[dict[str, An
     for run in runs:
         if run["name"].startswith("StreamingLLM"):
             f = figures(run, fresh)
-            for figure, value, bound in (("rise", f["ratio"] - 1, 0.1), ("slower", f["late"] / f["early"] - 1, 0.1)):
-                found.append(
-                    {"format": run["name"], "figure": figure, "bound": bound, "value": value, "met": value <= bound}
-                )
+            found.append(verdict(run["name"], "rise", f["ratio"] - 1, 0.1))
+            found.append(verdict(run["name"], "slower", f["late"] / f["early"] - 1, 0.1))
     return found

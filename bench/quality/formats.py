@@ -10,6 +10,7 @@ import numpy as np
 
 from bench.quality.heldout import Heldout
 from bench.quality.network import Recorder, log_softmax
+from bench.quality.parts import verdict
 from kvcache import InferenceEngine
 from kvcache.calibration.residual import LENGTHS
 from kvcache.engine import Transformer
@@ -112,8 +113,7 @@ def verdicts(figures: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     found = []
     for name, (key, bound) in BOUNDS.items():
         if name in figures:
-            value = figures[name][key]
-            found.append({"format": name, "figure": key, "bound": bound, "value": value, "met": value <= bound})
+            found.append(verdict(name, key, figures[name][key], bound))
     return found
 
 

@@ -6,10 +6,7 @@ Everything runs through the engine and its packed, paged cache; every table has 
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +25,10 @@ from bench.quality import (
     reuse,
 )
 from bench.quality.network import demo_model
+from bench.quality.parts import Parts
 from bench.quality.prompts import make_prompts
 from bench.quality.texts import KINDS
-from bench.support.report import environment, show
+from bench.support.report import show, write_json
 from kvcache import InferenceEngine
 from kvcache.core.rowformat import name_of
 from kvcache.demo import DIRECTORY
@@ -86,41 +84,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, help="prompts of the eviction table (default 8)")
 
 
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"expected a share above 0 and below 1, got {text}")
-    return value
+def _checked(kind: Callable[[str], Any], expected: str, is_one: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """The type of an option that takes some values alone."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not is_one(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+        return value
+
+    return parse
 
 
-def _factor(text: str) -> float:
-    value = float(text)
-    if not 1 <= value <= 64:
-        raise argparse.ArgumentTypeError(f"expected a factor of 1 to 64, got {text}")
-    return value
+_share = _checked(float, "a share above 0 and below 1", lambda value: 0 < value < 1)
+_factor = _checked(float, "a factor of 1 to 64", lambda value: 1 <= value <= 64)
+_task = _checked(str, f"some of {', '.join(haystacks.TASKS)}", haystacks.TASKS.__contains__)
+_count = _checked(int, "at least 1", lambda value: value >= 1)
 
 
-def _task(text: str) -> str:
-    if text not in haystacks.TASKS:
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(haystacks.TASKS)}, got {text}")
-    return text
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return value
-
-
-class _Run:
-    """One run of the bench: its model and text, its output, and its results."""
+class _Run(Parts):
+    """One run of the bench, with its model and text."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.quick = options, options.quick
-        self.table = partial(show, options.markdown)
-        self.data: dict[str, Any] = {}
-        self.missed = 0
+        super().__init__(options)
         self.model, self.tokenizer = demo_model()
         self.text = heldout.load(self.tokenizer, options.library)
 
@@ -273,9 +259,7 @@ def _checkpoint(options: argparse.Namespace) -> int:
         print(pictures.draw_front(figures, options.plot, text, own))
     if options.model == "smollm2" and not options.quick:
         print_verdicts(checkpoint.verdicts(figures))
-    if options.json:
-        where = {"environment": environment(), "text": text, "figures": figures}
-        Path(options.json).write_text(json.dumps(where, indent=1) + "\n")
+    write_json(options.json, text=text, figures=figures)
     return 0
 
 
@@ -304,9 +288,7 @@ def _tasks(options: argparse.Namespace) -> int:
         raise SystemExit("stopped before the first policy was done")
     if options.plot:
         print(pictures.draw_tasks(found, options.plot, text))
-    if options.json:
-        where = {"environment": environment(), "text": text, "figures": found}
-        Path(options.json).write_text(json.dumps(where, indent=1) + "\n")
+    write_json(options.json, text=text, figures=found)
     return 0
 
 
@@ -334,14 +316,5 @@ def main(options: argparse.Namespace) -> int:
         return _checkpoint(options)
     run = _Run(options)
     print(run.text)
-    for part in options.only or PARTS:
-        start = time.perf_counter()
-        measure: Callable[[], None] = getattr(run, part)
-        measure()
-        print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
-        if options.json:  # after every part, so that an interrupted run keeps its results
-            where = {"environment": environment(), "text": str(run.text)}
-            Path(options.json).write_text(json.dumps(where | run.data, indent=1) + "\n")
-    if run.missed:
-        print(f"\n{run.missed} bounds missed")
+    run.run(options.only or PARTS, text=str(run.text))
     return 0

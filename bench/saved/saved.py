@@ -8,11 +8,8 @@ compared byte for byte with the computed one, and the next tokens with those of 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from bench.support.checkpoints import SIZES, write_checkpoint
-from bench.support.report import environment, markdown, text_table, time_text
+from bench.support.common import timed
+from bench.support.report import show, time_text, write_json
 from kvcache import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine import Transformer
 
@@ -38,13 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=4080, help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--size", choices=sorted(SIZES), default="small", help="network size (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="tries per figure (default: %(default)s)")
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Seconds by the wall clock."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def measure(model: Transformer, dtype: str, tokens: int, rounds: int, folder: str) -> dict[str, Any]:
@@ -98,9 +89,7 @@ def main(options: argparse.Namespace) -> int:
         verdict = "met" if f["gain"] >= BOUND else "MISSED"
         same = "yes" if f["identical"] else "NO"
         rows.append([dtype, f"{f['bytes'] / 2**20:.1f} MiB", *times, f"{f['gain']:.0f}x", verdict, same])
-    print(f"\na prompt of {tokens} tokens, {size}, median of {rounds}\n")
-    print((markdown if options.markdown else text_table)(HEADER, rows))
-    if options.json:
-        Path(options.json).write_text(json.dumps({"environment": environment(), "formats": figures}, indent=1) + "\n")
+    show(options.markdown, f"a prompt of {tokens} tokens, {size}, median of {rounds}", HEADER, rows)
+    write_json(options.json, formats=figures)
     missed = not options.quick and any(f["gain"] < BOUND for f in figures.values())
     return int(missed or not all(f["identical"] for f in figures.values()))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.engine.smollm2 import find_file
-from bench.support.report import markdown, text_table, time_text
+from bench.support.report import show, time_text, write_json
 from kvcache import BatchEngine
 from kvcache.serving import Request
 
@@ -216,10 +216,8 @@ def main(options: argparse.Namespace) -> int:
         for agent, program in found:
             rows += rows_of(agent, program, url, script, seen, options.seconds)
     heads = ["agent", "turn", "tokens of prompt", "unchanged", "cached", "share", "first token", "read the result"]
-    layout = markdown if options.markdown else text_table
-    print(f"\nSmolLM2-135M, q8, requests of two turns\n\n{layout(heads, rows)}")
-    if options.json:
-        Path(options.json).write_text(json.dumps([dict(zip(heads, row, strict=True)) for row in rows]))
+    show(options.markdown, "SmolLM2-135M, q8, requests of two turns", heads, rows)
+    write_json(options.json, requests=[dict(zip(heads, row, strict=True)) for row in rows])
     later = [row for row in rows if row[1] == "2" and row[5] != "-"]
     short = [row for row in later if float(row[5][:-1]) < 95] + [row for row in rows if row[7] == "NO"]
     agents = len({row[0] for row in later})

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.serving.measured import Measured
 from bench.support.blas import set_threads
-from bench.support.report import markdown, text_table, time_text
+from bench.support.report import show, time_text
 from kvcache import BatchEngine
 from kvcache.engine import SamplingParams
 from kvcache.networks.model import Transformer
@@ -115,8 +115,8 @@ def measure_beside(file: Path, length: int, threads: int, measured: Measured, *,
     for name, (alone, first, ratio, step, longest, cost) in facts.items():
         times = (time_text(each) for each in (step, longest, alone, first))
         rows.append([name, *times, f"{ratio:.2f}", f"{cost / facts[WHOLE][-1]:.3f}"])
-    print(f"\n{SHORT} tokens beside {length:,}, {file.stem}: a step, then their first token\n")
+    title = f"{SHORT} tokens beside {length:,}, {file.stem}: a step, then their first token"
     header = [
         "", "step, median", "longest", "first token alone", "behind the step", "ratio", "processor time, long prompt",
     ]
-    print((markdown if as_markdown else text_table)(header, rows), flush=True)
+    show(as_markdown, title, header, rows)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import tempfile
 from dataclasses import replace
 from math import sqrt
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 from bench.engine.smollm2 import find_file
 from bench.support.checkpoints import SIZES, write_gguf
 from bench.support.intervals import median_interval
-from bench.support.report import markdown, text_table
+from bench.support.report import show, write_json
 from kvcache import BatchEngine, SamplingParams, get_num_threads
 from kvcache.engine import Transformer
 from kvcache.sampling.tokenizer import GgufText
@@ -125,7 +124,7 @@ def main(options: argparse.Namespace) -> int:
     networks: list[tuple[str, Any, dict[str, Any]]] = [
         ("SmolLM2", small, {"n-grams": "ngram", "itself": small, "both": ("ngram", small), "nothing": None})
     ]
-    layout, figures = markdown if options.markdown else text_table, {}
+    figures = {}
     with tempfile.TemporaryDirectory() as folder:
         if options.large:
             size = replace(SIZES["1b"], vocabulary=small.config.vocab_size)
@@ -139,8 +138,7 @@ def main(options: argparse.Namespace) -> int:
                 for count in options.requests[:1] if options.quick else options.requests:
                     rows = compare(model, named, [ids] * count, new, rounds)
                     figures[f"{title}, {kind}, {count}"] = rows
-                    print(f"\n{title}, {kind}, {count} requests, {get_num_threads()} threads\n")
-                    print(layout(_HEADS, rows))
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures))
+                    heading = f"{title}, {kind}, {count} requests, {get_num_threads()} threads"
+                    show(options.markdown, heading, _HEADS, rows)
+    write_json(options.json, rows=figures)
     return 0

@@ -76,9 +76,11 @@ class Engine(Protocol):
 
     def prefilled(self) -> int | None:
         """Tokens of prompts that ran so far; None: unknown."""
+        return None
 
     def close(self) -> None:
         """End its threads."""
+        return
 
 
 def _network(file: Path) -> Transformer:
@@ -92,7 +94,7 @@ def _greedy(new: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=new)
 
 
-class Batch:
+class Batch(Engine):
     """Our engine for many requests; K and V in q8."""
 
     options: ClassVar[dict[str, float]] = {}  # of the engine; else the defaults
@@ -135,7 +137,7 @@ class LongGaps(Batch):
     options: ClassVar[dict[str, float]] = {"target_gap": 0.1}
 
 
-class OneAfterAnother:
+class OneAfterAnother(Engine):
     """Our engine for one request at a time, with its prefix cache; K and V in q8."""
 
     def __init__(self, network: Network, tokens: int, longest: int, running: int, threads: int) -> None:
@@ -163,11 +165,8 @@ class OneAfterAnother:
     def prefilled(self) -> int | None:
         return self._inner.prefill_token_count
 
-    def close(self) -> None:
-        return
 
-
-class OpenVino:
+class OpenVino(Engine):
     """OpenVINO GenAI's continuous batching, with its prefix cache and its default precision."""
 
     def __init__(self, network: Network, tokens: int, longest: int, running: int, threads: int) -> None:
@@ -201,14 +200,8 @@ class OpenVino:
                 found.append((key, tokens))
         return found
 
-    def prefilled(self) -> int | None:
-        return None
 
-    def close(self) -> None:
-        return
-
-
-class Vllm:
+class Vllm(Engine):
     """vLLM on the CPU, bfloat16, with its prefix cache."""
 
     def __init__(self, network: Network, tokens: int, longest: int, running: int, threads: int) -> None:
@@ -243,14 +236,8 @@ class Vllm:
                 self._seen[key] = len(tokens)
         return found
 
-    def prefilled(self) -> int | None:
-        return None
 
-    def close(self) -> None:
-        return
-
-
-class Transformers:
+class Transformers(Engine):
     """transformers' continuous batching, bfloat16."""
 
     def __init__(self, network: Network, tokens: int, longest: int, running: int, threads: int) -> None:
@@ -286,9 +273,6 @@ class Transformers:
     def close(self) -> None:
         """End its thread, without which the process would not end."""
         self._manager.stop(block=True, timeout=5)
-
-    def prefilled(self) -> int | None:
-        return None
 
 
 ENGINES: dict[str, type[Engine]] = {

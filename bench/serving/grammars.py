@@ -7,7 +7,6 @@ JSON schema that no answer completes, half another one. Draft tokens are off, so
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from time import perf_counter
 import numpy as np
 
 from bench.support.checkpoints import SIZES, write_gguf
-from bench.support.report import markdown, text_table, time_text
+from bench.support.report import show, time_text, write_json
 from kvcache import BatchEngine, SamplingParams, get_num_threads
 from kvcache.grammar import Grammar, json_schema
 
@@ -79,9 +78,7 @@ def main(options: argparse.Namespace) -> int:
             cost = median(b / a - 1 for a, b in pairs)
             rows.append([str(streams), time_text(plain), time_text(masked), f"{cost:+.1%}"])
             found[streams] = pairs
-    layout = markdown if options.markdown else text_table
-    print(f"\n{size}, q4, {get_num_threads()} threads, {new} new tokens\n")
-    print(layout(["requests", "a step", "with grammars", "cost"], rows))
-    if options.json:
-        Path(options.json).write_text(json.dumps(found))
+    title = f"{size}, q4, {get_num_threads()} threads, {new} new tokens"
+    show(options.markdown, title, ["requests", "a step", "with grammars", "cost"], rows)
+    write_json(options.json, found=found)
     return 0

@@ -10,10 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -22,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from bench.engine.smollm2 import find_file
-from bench.support.report import markdown, text_table, time_text
+from bench.support.processes import served
+from bench.support.report import show, time_text, write_json
 from kvcache import BatchEngine, SamplingParams, set_num_threads
 from kvcache.demo import DIRECTORY
 
@@ -38,20 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[8, 32], help="requests at once (default 8 32)")
     parser.add_argument("--tokens", type=int, nargs=2, default=[64, 128], metavar=("PROMPT", "NEW"))
     parser.add_argument("--rounds", type=int, default=5, help="the median counts (default 5)")
-
-
-@contextmanager
-def served(model: Path, streams: int) -> Iterator[tuple[tuple[str, int], int]]:
-    """A server of a model: its address, and the id of its process."""
-    command = [sys.executable, "-m", "kvcache", "serve", "--model", str(model), "--name", "m", "--port", "0"]
-    options = ["--dtype", "q8", "--max-running", str(streams)]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            host, _, port = process.stdout.readline().rpartition("/v1")[0].rpartition("//")[2].rpartition(":")
-            yield (host, int(port)), process.pid
-        finally:
-            process.terminate()
 
 
 def server_seconds(process: int) -> tuple[float, float]:
@@ -133,9 +116,10 @@ def table(model: Path, streams: int, size: int, new: int, rounds: int, options: 
     """Measure and print two tables: the title, and the figures; None: the numbers of tokens differ."""
     found: dict[str, list[tuple[float, float, int]]] = {"BatchEngine": [], "over HTTP": []}
     ratios, spent = [], dict.fromkeys(_SPENT, 0.0)
-    with served(model, streams) as (address, process), BatchEngine.from_pretrained(
-        model, dtype="q8", max_running=streams
-    ) as engine:
+    with (
+        served(model, "--dtype", "q8", "--max-running", str(streams)) as (address, process),
+        BatchEngine.from_pretrained(model, dtype="q8", max_running=streams) as engine,
+    ):
         for turn in range(-1, rounds):  # the first one makes what is made at the first use
             rng = np.random.default_rng(turn + 1)
             prompts = rng.integers(3, engine.config.vocab_size, (streams, size)).tolist()
@@ -158,10 +142,10 @@ def table(model: Path, streams: int, size: int, new: int, rounds: int, options: 
         rate = median(each[0] for each in got)
         rows.append([name, f"{rate:.4g}", f"{ratio:.3f}", time_text(median(each[1] for each in got))])
     title = f"{streams} streams, prompts of {size}, {new} new tokens, {model.stem}"
-    layout = markdown if options.markdown else text_table
-    print(f"\n{title}\n\n{layout(['', 'tokens/s', 'of BatchEngine', 'first token'], rows)}")
+    show(options.markdown, title, ["", "tokens/s", "of BatchEngine", "first token"], rows)
     tokens = sum(each[2] for each in found["over HTTP"])
-    print(f"\n{layout(['CPU of a token', ''], [[name, time_text(each / tokens)] for name, each in spent.items()])}")
+    times = [[name, time_text(each / tokens)] for name, each in spent.items()]
+    show(options.markdown, "Work of processors", ["CPU of a token", ""], times)
     own, *parts = spent.values()
     print(f"\nWere all cores busy, the CPU alone would leave {own / sum(parts):.3f} of BatchEngine.")
     print("Both gave the same number of tokens." if same else "OTHER NUMBERS OF TOKENS")
@@ -180,6 +164,5 @@ def main(options: argparse.Namespace) -> int:
             model = DIRECTORY
     set_num_threads(2)
     found = dict(table(model, streams, size, new, rounds, options) for streams in options.streams)
-    if options.json:
-        Path(options.json).write_text(json.dumps(found))
+    write_json(options.json, found=found)
     return 0 if None not in found.values() else 1

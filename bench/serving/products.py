@@ -11,6 +11,7 @@ import numpy as np
 
 from bench.support.blas import set_threads
 from bench.support.ceilings import BlockReader, byte_products, fma, huge_array
+from bench.support.common import timed
 from kvcache.engine import InferenceEngine
 from kvcache.networks.model import Transformer
 from kvcache.networks.weights import Weight
@@ -84,9 +85,4 @@ def work_of_step(model: Transformer, count: int, sizes: tuple[int, int]) -> tupl
 
 
 def _fastest(run: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(PASSES):
-        start = perf_counter()
-        run()
-        seconds.append(perf_counter() - start)
-    return min(seconds)
+    return min(timed(run) for _ in range(PASSES))

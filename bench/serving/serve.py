@@ -46,9 +46,10 @@ from bench.serving.simulate import simulate
 from bench.serving.workloads import WORKLOADS, Turn, Workload, at_once, poisson
 from bench.support.blas import set_threads
 from bench.support.checkpoints import SIZES, Size, write_gguf
-from bench.support.common import Result, Table
-from bench.support.over_threads import counts, plot_over_threads, print_over_threads
-from bench.support.report import markdown, save_json, text_table, time_text
+from bench.support.common import Result
+from bench.support.over_threads import counts
+from bench.support.report import time_text
+from bench.support.tables import Tables
 
 __all__ = ["Served", "add_arguments", "main", "run"]
 
@@ -204,19 +205,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="keep what each engine did in this file, and measure what it does not have")
 
 
-class Report:
+class Report(Tables):
     """Prints a table for each workload as soon as it is measured."""
 
-    def __init__(self, as_markdown: bool) -> None:
-        self.done: list[tuple[Table, list[Result]]] = []
-        self.suffix = ""  # of titles
-        self._layout = markdown if as_markdown else text_table
+    suffix = ""  # of titles
 
     def add(self, title: str, results: list[Result]) -> None:
         """Print a table."""
-        title += self.suffix
-        print(f"\n{title}\n\n{self._layout(*table_of(results))}", flush=True)
-        self.done.append((Table(title, ()), results))
+        self.rows(title + self.suffix, *table_of(results), results)
 
 
 def _note(result: Result, name: str, seconds: float, facts: dict[str, float]) -> None:
@@ -334,7 +330,7 @@ def network_of(options: argparse.Namespace, folder: Path) -> Network:
 
 def main(options: argparse.Namespace) -> int:
     """Print a table for each workload."""
-    report, measured = Report(options.markdown), Measured(options.resume)
+    report, measured = Report(options), Measured(options.resume)
     chosen = options.only or ("shared", *WORKLOADS, "beside", "simulation")
     if options.quick:
         options.engines = [name for name in options.engines if name.startswith("kvcache")]
@@ -350,12 +346,7 @@ def main(options: argparse.Namespace) -> int:
             if "beside" in chosen:
                 length = 1100 if options.quick else options.long
                 measure_beside(network.file, length, number, measured, as_markdown=options.markdown)
-        print_over_threads(report.done, as_markdown=options.markdown)
-        if options.plot:
-            for path in plot_over_threads(report.done, options.plot):
-                print(path)
+        report.end(threads=True)
     if "simulation" in chosen:
         simulate(measured, as_markdown=options.markdown, quick=options.quick)
-    if options.json:
-        save_json(options.json, report.done)
     return 0

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.serving.measured import Measured
-from bench.support.report import markdown, text_table
+from bench.support.report import show
 from kvcache import BatchEngine
 from kvcache.engine import SamplingParams
 
@@ -103,6 +103,6 @@ def simulate(measured: Measured, *, as_markdown: bool = False, quick: bool = Fal
         name = f"simulation, {requests} requests, {waiting} waiting, {cached} cached"
         cost, share, steps = measured.get(name, partial(_cost, requests, waiting, cached))
         rows.append([f"{waiting:,d}", f"{cached:,d}", f"{cost:.0f}", f"{share:.1%}", f"{steps:,d}"])
-    print(f"\n{requests:,} requests of {PROMPT} + {NEW} tokens, {RUNNING} running, no network\n")
+    title = f"{requests:,} requests of {PROMPT} + {NEW} tokens, {RUNNING} running, no network"
     header = ["waiting", "cached tokens", "us per step", "share of a step of SmolLM2", "steps"]
-    print((markdown if as_markdown else text_table)(header, rows), flush=True)
+    show(as_markdown, title, header, rows)

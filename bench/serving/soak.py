@@ -14,11 +14,8 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import random
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +24,7 @@ from time import monotonic
 from typing import Any
 
 from bench.serving.hostile_bodies import BODIES, GRAMMARS
+from bench.support.processes import served
 from kvcache.demo import DIRECTORY
 
 __all__ = ["add_arguments", "main"]
@@ -168,20 +166,6 @@ class Soak:
 
 
 @contextmanager
-def served(model: Path) -> Iterator[tuple[tuple[str, int], int]]:
-    """A server of a model: its address, and its process."""
-    command = [sys.executable, "-m", "kvcache", "serve", "--model", str(model), "--name", "m", "--port", "0"]
-    keys = {**os.environ, "KVCACHE_API_KEYS": "ordinary\nhostile"}
-    with subprocess.Popen([*command, "--drain", "5"], stdout=subprocess.PIPE, text=True, env=keys) as process:
-        try:
-            assert process.stdout is not None
-            host, _, port = process.stdout.readline().rpartition("/v1")[0].rpartition("//")[2].rpartition(":")
-            yield (host, int(port)), process.pid
-        finally:
-            process.terminate()
-
-
-@contextmanager
 def with_template(model: Path) -> Iterator[Path]:
     """A folder of the demo's model with a template for chats; another model is as it is."""
     if model != DIRECTORY:
@@ -220,7 +204,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Run the clients and print what they saw; 1 if a bound is exceeded."""
-    with with_template(options.model) as model, served(model) as (address, process):
+    keys = "ordinary\nhostile"
+    with (
+        with_template(options.model) as model,
+        served(model, "--drain", "5", KVCACHE_API_KEYS=keys) as (address, process),
+    ):
         Soak(address, monotonic() + 2).ordinary(options.streams)
         before = resident(process)
         soak, others = Soak(address, monotonic() + options.seconds), multiprocessing.get_context("spawn")

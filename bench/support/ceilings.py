@@ -14,11 +14,12 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from bench.support.common import timed
 
 __all__ = ["BlockReader", "byte_products", "fma", "huge_array", "kind", "last_level_bytes", "narrow"]
 
@@ -124,12 +125,7 @@ class BlockReader:
 
     def _trial(self, distance: int) -> float:
         self._distance = distance
-        times = []
-        for _ in range(3):
-            start = perf_counter()
-            self.run()
-            times.append(perf_counter() - start)
-        return min(times)
+        return min(timed(self.run) for _ in range(3))
 
     def run(self) -> object:
         """Read every block of the next layer once."""

@@ -18,7 +18,7 @@ from statistics import median
 
 __all__ = [
     "SETTLE", "Candidate", "Case", "Claim", "Result", "Table",
-    "alternating", "at_most", "faster", "run_case", "share_of", "size_name",
+    "alternating", "at_most", "faster", "repeat", "run_case", "share_of", "size_name", "timed",
 ]
 
 MIN_SAMPLE = 200e-6  # seconds: shorter work is repeated, so that the clock costs less than a thousandth
@@ -109,6 +109,19 @@ def alternating(name: str, before: Callable[[], object], run: Callable[[], objec
         return max(median(times), 1e-9) / count
 
     return Candidate(name, count=count, seconds=seconds)
+
+
+def repeat(count: int, call: Callable[..., object], *arguments: object) -> None:
+    """Make the same call so many times."""
+    for _ in range(count):
+        call(*arguments)
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds by the wall clock."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def size_name(size: int) -> str:

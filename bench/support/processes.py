@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-__all__ = ["DynamoFrontend", "DynamoWorker", "Router", "Server", "eventually", "free_port", "posted"]
+__all__ = ["DynamoFrontend", "DynamoWorker", "Router", "Server", "eventually", "free_port", "posted", "served"]
 
 PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")  # of Dynamo, on one machine
 
@@ -60,7 +60,7 @@ def eventually(condition: Callable[[], Any], seconds: float = 60) -> None:
                 return
         if time.monotonic() > end:
             raise TimeoutError(f"expected it within {seconds} s: {condition}")
-        time.sleep(0.1)
+        time.sleep(0.02)
 
 
 class Process:
@@ -137,6 +137,19 @@ class Server(Process):
     def count(self, name: str, key: str | None = None) -> int:
         """A counter of its page of metrics, which a key may have to open."""
         return _count(f"{self.url}/metrics", name, key)
+
+
+@contextmanager
+def served(model: Path, *options: str, **variables: str) -> Iterator[tuple[tuple[str, int], int]]:
+    """A server of a model, which is named m: its address, and the id of its process."""
+    command = [sys.executable, "-m", "kvcache", "serve", "--model", str(model), "--name", "m", "--port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | variables) as process:
+        try:
+            assert process.stdout is not None
+            host, _, port = process.stdout.readline().rpartition("/v1")[0].rpartition("//")[2].rpartition(":")
+            yield (host, int(port)), process.pid
+        finally:
+            process.terminate()
 
 
 def _count(url: str, name: str, key: str | None = None) -> int:

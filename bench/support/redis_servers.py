@@ -6,8 +6,9 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
+
+from bench.support.processes import eventually
 
 
 def executable():
@@ -42,7 +43,7 @@ class Server:
             [executable(), *settings, "--dir", str(self.folder), *self.options],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
-        wait_for(self.answers)
+        eventually(self.answers)
 
     def answers(self):
         import redis
@@ -89,7 +90,7 @@ class Cluster:
                 client.execute_command("CLUSTER", "ADDSLOTS", *range(bounds[i], bounds[i + 1]))
                 client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
                 client.execute_command("CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
-        wait_for(lambda: all(self.state(server) == ("ok", count) for server in self.servers))
+        eventually(lambda: all(self.state(server) == ("ok", count) for server in self.servers))
 
     @staticmethod
     def state(server):
@@ -126,11 +127,3 @@ class Cluster:
     def __exit__(self, *exception):
         for server in self.servers:
             server.kill()
-
-
-def wait_for(condition, seconds=60):
-    """Wait until it holds; a failure after a minute."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "expected the servers to answer within a minute"
-        time.sleep(0.01)

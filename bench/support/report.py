@@ -16,7 +16,7 @@ from typing import Any
 import kvcache
 from bench.support.common import Result, Table
 
-__all__ = ["environment", "markdown", "print_table", "save_json", "show", "text_table", "time_text"]
+__all__ = ["environment", "markdown", "print_table", "save_json", "show", "text_table", "time_text", "write_json"]
 
 
 def environment() -> dict[str, str]:
@@ -153,9 +153,15 @@ def _show_each(as_markdown: bool, header: list[str], rows: Iterable[list[str]]) 
         print("| " + " | ".join(row) + " |" if as_markdown else "  ".join(padded).rstrip(), flush=True)
 
 
+def write_json(path: str | None, **data: Any) -> None:
+    """Write what `--json` asks for, if it does: figures by name, with the environment."""
+    if path:
+        Path(path).write_text(json.dumps({"environment": environment(), **data}, indent=1) + "\n")
+
+
 def save_json(path: str, tables: list[tuple[Table, list[Result]]], **more: Any) -> None:
     """Write all measurements, in seconds, and the verdicts."""
-    data: dict[str, Any] = {"environment": environment(), **more, "tables": []}
+    tables_of: list[dict[str, Any]] = []
     for table, results in tables:
         cases = []
         for r in results:
@@ -164,5 +170,5 @@ def save_json(path: str, tables: list[tuple[Table, list[Result]]], **more: Any) 
                 for claim, middle, low, high, met in r.verdicts()
             ]
             cases.append({"what": r.what, "seconds": r.times, "facts": r.facts, "claims": claims})
-        data["tables"].append({"title": table.title, "growth": table.growth, "cases": cases})
-    Path(path).write_text(json.dumps(data, indent=1) + "\n")
+        tables_of.append({"title": table.title, "growth": table.growth, "cases": cases})
+    write_json(path, **more, tables=tables_of)

@@ -9,7 +9,6 @@ to and from the single server.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import tempfile
@@ -23,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from bench.support.checkpoints import SIZES, Size, write_checkpoint
+from bench.support.common import timed
 from bench.support.redis_servers import Cluster, Server
-from bench.support.report import environment, markdown, text_table, time_text
+from bench.support.report import show, time_text, write_json
 from bench.tiers.proxy import Proxy
 from kvcache import InferenceEngine, PrefixCache, PrefixCachedEngine, SamplingParams
 from kvcache.engine import Transformer
@@ -51,13 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=4080, help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="tries per figure (default: %(default)s)")
     parser.add_argument("--only", default="", help="tables with this word in their titles")
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Seconds by the wall clock."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 class Setting:
@@ -304,11 +297,9 @@ def main(options: argparse.Namespace) -> int:
                     for each in (one, three):
                         each.client.flushall()
                     tables.append((title, header, run()))
-                    print(f"\n{title}: a prompt of {tokens} tokens, {network}, "
-                          f"K and V {options.dtype}, median of {rounds}\n")
-                    print((markdown if options.markdown else text_table)(header, tables[-1][2]), flush=True)
+                    about = f"a prompt of {tokens} tokens, {network}, K and V {options.dtype}, median of {rounds}"
+                    show(options.markdown, f"{title}: {about}", header, tables[-1][2])
     if not tables:
         raise SystemExit(f"--only: expected a word of a title, got {options.only!r}")
-    if options.json:
-        Path(options.json).write_text(json.dumps({"environment": environment(), "tables": tables}, indent=1) + "\n")
+    write_json(options.json, tables=tables)
     return int(not options.quick and any("MISSED" in row for _, _, rows in tables for row in rows))

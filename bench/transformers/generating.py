@@ -14,9 +14,11 @@ from statistics import median
 from typing import Any
 
 from bench.support.blas import set_threads
-from bench.support.common import SETTLE, Candidate, Case, Claim, Result, Table, at_most, faster, run_case
-from bench.support.rates import Columns, print_rates
+from bench.support.common import SETTLE, Candidate, Case, Claim, Result, at_most, faster, run_case
+from bench.support.plot import plot_lines
+from bench.support.rates import Columns
 from bench.support.report import save_json, show, time_text
+from bench.support.tables import Tables
 
 __all__ = ["add_arguments", "main"]
 
@@ -50,23 +52,21 @@ def main(options: argparse.Namespace) -> int:
     importlib.import_module("kvcache.integrations.transformers")  # before torch: its threads spin less then
     if options.quick:
         options.rounds, options.contexts, options.models, options.threads = 2, [256], ["tiny:float32"], [1]
-    done: list[tuple[Table, list[Result]]] = []
+    tables = Tables(options)
     lines: dict[str, dict[str, float]] = {}
     for name in options.models if options.only in (None, "decode", "prefill") else ():
         shape, dtype = name.split(":")
-        done += _of_model(options, shape, dtype, lines)
-    if options.only in (None, "glue"):
-        done += [_glue(options, dtype) for dtype in ("float32", "bfloat16")]
+        _of_model(options, tables, shape, dtype, lines)
+    for dtype in ("float32", "bfloat16") if options.only in (None, "glue") else ():
+        _glue(options, tables, dtype)
     if options.only in (None, "orders") and not options.quick:
         _orders(options)
     if options.plot and lines:
-        from bench.support.plot import plot_lines
-
         title = f"transformers decode over context, {options.threads[-1]} threads"
         x, y, about = "tokens of context", "a step of decoding", ", ".join(options.models)
         print(plot_lines(lines, options.plot, title, x, y, about=about, unit=" ms"))
     if options.json:
-        save_json(options.json, done)
+        save_json(options.json, tables.done)
     return 0
 
 
@@ -78,14 +78,14 @@ def _threads(count: int) -> None:
 
 
 def _of_model(
-    options: argparse.Namespace, shape: str, dtype: str, lines: dict[str, dict[str, float]]
-) -> list[tuple[Table, list[Result]]]:
+    options: argparse.Namespace, tables: Tables, shape: str, dtype: str, lines: dict[str, dict[str, float]]
+) -> None:
     import torch
 
     from bench.transformers.models import decode, fill, is_one, kv_bytes, make_model, makers, packed, prefill
 
     both = all(is_one(name, options.caches) for name in (DYNAMIC, OURS[-1]))  # what the claims compare
-    model, done, prompt = make_model(shape, dtype), [], 256 if options.quick else PROMPT
+    model, prompt = make_model(shape, dtype), 256 if options.quick else PROMPT
     rows = [(name, model, implementation, make) for name, implementation, make in makers(model.config, options.caches)]
     rows += list(packed(model, options.weights, options.caches))
     ids = torch.randint(3, model.config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(2))
@@ -120,8 +120,7 @@ def _of_model(
                 claims = (at_most(1.0, OURS[-1], DYNAMIC) if bound == 1 else faster(bound, OURS[-1], DYNAMIC),)
             title = f"Decode at {context} tokens, {shape} in {dtype}, {threads} thr"
             result = run_case(Case(title, partial(decoding, context), claims), options.rounds, **measured)
-            _print(title, result, options)
-            done.append((Table(title, ()), [result]))
+            _print(title, result, tables)
             if threads == options.threads[-1] and f"{shape}:{dtype}" == options.models[0]:
                 for name in (each for each in PLOTTED if each in result.times):
                     lines.setdefault(name, {})[f"{context:,}"] = median(result.times[name]) * 1e3
@@ -130,9 +129,7 @@ def _of_model(
             title = f"Prefill of {prompt} tokens, {shape} in {dtype}, {threads} thr"
             claims = (faster(PREFILL, OURS[-1], DYNAMIC),) if both and not options.quick else ()
             result = run_case(Case(title, prefilling, claims), min(3, options.rounds), **measured)
-            _print(title, result, options)
-            done.append((Table(title, ()), [result]))
-    return done
+            _print(title, result, tables)
 
 
 def _back(cache: Any, context: int) -> None:
@@ -140,16 +137,16 @@ def _back(cache: Any, context: int) -> None:
         cache.crop(-extra)
 
 
-def _print(title: str, result: Result, options: argparse.Namespace) -> None:
+def _print(title: str, result: Result, tables: Tables) -> None:
     rivals = tuple(name for name in result.times if not name.startswith("PagedCache"))
     columns = Columns(tuple(result.times), rivals=rivals, unit="tokens/s", scale=1.0)
-    print_rates(title, columns, [result], as_markdown=options.markdown)
+    tables.rates(title, columns, [result])
     sizes = {name: facts["MB"] for name, facts in result.facts.items() if "MB" in facts}
     if sizes:
         print("K and V: " + ", ".join(f"{name} {size:.1f} MB" for name, size in sizes.items()))
 
 
-def _glue(options: argparse.Namespace, dtype: str) -> tuple[Table, list[Result]]:
+def _glue(options: argparse.Namespace, tables: Tables, dtype: str) -> None:
     """Time of a layer of a step in `update` and attention, over next to no tokens; us above DynamicCache."""
     import torch
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -184,8 +181,7 @@ def _glue(options: argparse.Namespace, dtype: str) -> tuple[Table, list[Result]]
         [name, time_text(seconds), "" if name == DYNAMIC else time_text(seconds - middle[DYNAMIC])]
         for name, seconds in middle.items()
     ]
-    show(options.markdown, title, ["", "per layer", "above DynamicCache"], rows)
-    return Table(title, ()), [result]
+    tables.rows(title, ["", "per layer", "above DynamicCache"], rows, [result])
 
 
 def _orders(options: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from bench.support.common import Candidate, Case, Table, at_most, size_name
+from bench.support.common import Candidate, Case, Table, at_most, repeat, size_name
 from kvcache.trie.entries import EntryTrie
 
 __all__ = ["tables"]
@@ -22,7 +22,7 @@ def evict_case(sizes: tuple[int, ...]) -> Iterator[Candidate]:
         trie = EntryTrie()
         refill = partial(_refill, trie, trie.add_root(), size, itertools.count())
         refill()
-        yield Candidate(size_name(size), partial(_evict, trie, 32), 32, refill)
+        yield Candidate(size_name(size), partial(repeat, 32, trie.evict_entry), 32, refill)
 
 
 def _refill(trie: EntryTrie, root: int, size: int, numbers: Iterator[int]) -> None:
@@ -30,11 +30,6 @@ def _refill(trie: EntryTrie, root: int, size: int, numbers: Iterator[int]) -> No
     while trie.num_entries < size:
         node, _ = trie.insert(root, np.arange(LENGTH, dtype=np.uint32) + next(numbers), values)
         trie.mark(node)
-
-
-def _evict(trie: EntryTrie, count: int) -> None:
-    for _ in range(count):
-        trie.evict_entry()
 
 
 def tables(sizes: tuple[int, ...]) -> list[Table]:

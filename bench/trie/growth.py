@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from bench.support.common import Candidate, Case, Table, alternating, at_most, size_name
-from bench.trie.trie import FLOOR, OURS, PAGE, SHORT, VOCABULARY, Tokens, floor, path_of, prompts
+from bench.support.common import Candidate, Case, Table, alternating, at_most, repeat, size_name
+from bench.trie.trie import FLOOR, OURS, PAGE, SHORT, VOCABULARY, Tokens, filled, floor, path_of, prompts
 from kvcache.trie.trie import TokenTrie
 
 __all__ = ["tables"]
@@ -19,13 +19,8 @@ COLD = 64  # prompts in one cold sample
 
 
 def _filled(num_pages: int, length: int) -> tuple[TokenTrie, int, list[Tokens]]:
-    trie = TokenTrie(PAGE)
-    root = trie.add_root()
-    values = np.arange(length // PAGE, dtype=np.int32)
     stored = prompts(max(num_pages * PAGE // length, 1), length, seed=5)
-    for prompt in stored:
-        trie.insert(root, prompt, values)
-    return trie, root, stored
+    return *filled(stored), stored
 
 
 def growth_case(sizes: tuple[int, ...], make: Callable[..., Candidate], length: int) -> Iterator[Candidate]:
@@ -70,11 +65,7 @@ def evict(pages: int, name: str, trie: TokenTrie, root: int, stored: list[Tokens
         while trie.num_pages < full:
             trie.insert(root, next(turn), values)
 
-    def run() -> None:
-        for _ in range(32):
-            trie.evict(pages)
-
-    return alternating(name, refill, run, 32)
+    return alternating(name, refill, partial(repeat, 32, trie.evict, pages), 32)
 
 
 def cold_case(num_pages: int) -> Iterator[Candidate]:
@@ -109,11 +100,8 @@ def cold_case(num_pages: int) -> Iterator[Candidate]:
 def pin_case(nodes: tuple[int, ...]) -> Iterator[Candidate]:
     """Pin the result of a match and unpin it, on paths of so many nodes."""
     for num_nodes in nodes:
-        trie = TokenTrie(PAGE)
-        root = trie.add_root()
         (tokens,) = prompts(1, 32_768)
-        for prompt in path_of(tokens, num_nodes, PAGE):
-            trie.insert(root, prompt, np.zeros(len(prompt) // PAGE, np.int32))
+        trie, root = filled(path_of(tokens, num_nodes, PAGE))
         node, length = trie.match(root, tokens)
         yield Candidate(f"{num_nodes} nodes", partial(_pin, trie, node, length))
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from bench.support.report import markdown, text_table
+from bench.support.report import show
 
 __all__ = ["BOUND", "TITLE", "print_report", "report"]
 
@@ -75,7 +75,6 @@ def print_report(rows: list[dict[str, Any]], *, as_markdown: bool = False) -> in
         verdict = "MISSED" if over else "met"
         counts = f"{row['counted']:.1f}", f"{row['allocated']:.1f}"
         cells.append([f"prompts of {row['tokens']}", str(row["pages"]), *counts, verdict])
-    layout = markdown if as_markdown else text_table
     header = ["bytes per page", "pages", "nbytes says", "allocator says", f"under {BOUND}"]
-    print(f"\n{'### ' if as_markdown else ''}{TITLE}\n\n{layout(header, cells)}")
+    show(as_markdown, TITLE, header, cells)
     return sum(row[-1] == "MISSED" for row in cells)

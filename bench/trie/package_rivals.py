@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from array import array
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,11 @@ class CompiledRadix:
     name = "SGLang (Rust)"
 
     def __init__(self, page_size: int) -> None:
-        import torch  # loads the libraries that the extension needs
+        import torch  # noqa: F401  # loads the libraries that the extension needs
 
-        self._torch, self._core, self._page = torch, _load_compiled(), page_size
+        self._core = _load_compiled()
         params = self._core.TreeCoreInitParamsBinding(eviction_policy="lru", page_size=page_size, device="cpu")
         self._tree = self._core.RustUnifiedTreeCoreBinding(params, [0])
-        self._values: dict[int, Any] = {}
 
     def key(self, tokens: Tokens) -> Any:
         return array("q", tokens.astype(np.int64).tobytes())
@@ -45,10 +45,7 @@ class CompiledRadix:
         return self._tree.collect_full_device_indices(node, self._tree.root_node_handle(None))
 
     def insert(self, key: Any) -> None:
-        value = self._values.get(len(key))
-        if value is None:
-            value = self._values[len(key)] = self._torch.arange(len(key))
-        self._tree.insert(self._core.InsertParamsBinding(key=key, value=value))
+        self._tree.insert(self._core.InsertParamsBinding(key=key, value=_slots(len(key))))
 
     def evict(self, num_tokens: int) -> None:
         """Evict leaves, least recently used first, until that many tokens are free, in the steps of SGLang's caller."""
@@ -62,6 +59,14 @@ class CompiledRadix:
             elif not step.made_progress:
                 break
         self._tree.evict_device_end(0)
+
+
+@cache
+def _slots(count: int) -> Any:
+    """Slots of so many tokens: made once, as no rival is to be charged for them."""
+    import torch
+
+    return torch.arange(count)
 
 
 def _add(total: dict[int, int], more: dict[int, int]) -> None:
@@ -100,13 +105,11 @@ class PackagedRadix:
     name = "SGLang (Python)"
 
     def __init__(self, page_size: int) -> None:
-        import torch
         from sglang.srt.mem_cache import base_prefix_cache as base
         from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-        self._torch, self._base, self._key = torch, base, RadixKey
+        self._base, self._key = base, RadixKey
         self._tree = RadixCache.create_simulated(page_size=page_size, mock_allocator=_NoPool())
-        self._values: dict[int, Any] = {}
 
     def key(self, tokens: Tokens) -> Any:
         return self._key(array("q", tokens.astype(np.int64).tobytes()), None)
@@ -118,10 +121,7 @@ class PackagedRadix:
         return self.match(key)
 
     def insert(self, key: Any) -> None:
-        value = self._values.get(len(key))
-        if value is None:
-            value = self._values[len(key)] = self._torch.arange(len(key))
-        self._tree.insert(self._base.InsertParams(key=key, value=value))
+        self._tree.insert(self._base.InsertParams(key=key, value=_slots(len(key))))
 
     def evict(self, num_tokens: int) -> None:
         self._tree.evict(self._base.EvictParams(num_tokens=num_tokens))

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from bench.support.common import Candidate, Case, Table, alternating, at_most
+from bench.support.common import Candidate, Case, Table, alternating, at_most, repeat
 from bench.trie.trie import FLOOR, OURS, PAGE, VOCABULARY, Tokens, floor
 from bench.trie.trie import SHORT as SUFFIX
 from kvcache.trie.trie import TokenTrie
@@ -94,7 +94,8 @@ def evict_case(name: str) -> Iterator[Candidate]:
     """Evict a page; evicted pages are inserted again, untimed, and every prompt is used in turn."""
     for column, share in (("a tenth of the size", 0.1), ("full size", 1)):
         trie, root, first = filled(name, share)
-        yield alternating(column, partial(_refill, trie, root, first, trie.num_pages), partial(_evict, trie), COUNT)
+        refill = partial(_refill, trie, root, first, trie.num_pages)
+        yield alternating(column, refill, partial(repeat, COUNT, trie.evict, 1), COUNT)
 
 
 def _refill(trie: TokenTrie, root: int, first: list[Tokens], full: int) -> None:
@@ -102,11 +103,6 @@ def _refill(trie: TokenTrie, root: int, first: list[Tokens], full: int) -> None:
         if trie.num_pages < full:
             trie.insert(root, prompt, np.zeros(len(prompt) // PAGE, np.int32))
         trie.touch(*trie.match(root, prompt))
-
-
-def _evict(trie: TokenTrie) -> None:
-    for _ in range(COUNT):
-        trie.evict(1)
 
 
 def tables(sizes: tuple[int, ...]) -> list[Table]:

@@ -7,8 +7,8 @@ import argparse
 from bench.paged import tables
 from bench.prefix import lookups
 from bench.support.common import run_case
-from bench.support.plot import plot_table
-from bench.support.report import print_table, save_json
+from bench.support.report import print_table
+from bench.support.tables import Tables, draw_each
 from bench.trie import entries, growth, memory, shapes, trie
 from bench.trie.rivals import availability
 
@@ -27,21 +27,17 @@ def main(options: argparse.Namespace) -> int:
     sizes = (1_000, 10_000) if options.quick else (1_000, 10_000, 100_000, 1_000_000)
     for line in availability():
         print(line)
-    done, missed = [], 0
+    run = Tables(options)
     for noun in (trie, growth, entries, lookups, tables, shapes):
         for table in noun.tables(sizes):
             if options.only.lower() not in table.title.lower():
                 continue
             results = [run_case(case, rounds, threaded=table.threaded) for case in table.cases]
-            missed += print_table(table, results, as_markdown=options.markdown)
-            done.append((table, results))
-            if options.plot:
-                print(f"\n{plot_table(table, results, options.plot)}")
+            run.missed += print_table(table, results, as_markdown=options.markdown)
+            run.done.append((table, results))
     overhead = memory.report(sizes) if options.only.lower() in memory.TITLE.lower() else []
-    if not done and not overhead:
+    if not run.done and not overhead:
         raise SystemExit(f"--only: expected a word of a title, got {options.only!r}")
-    missed += memory.print_report(overhead, as_markdown=options.markdown)
-    if options.json:
-        save_json(options.json, done, memory=overhead)
-    print(f"\n{missed} bounds missed" if missed else "\nevery bound met")
-    return int(missed > 0)
+    run.missed += memory.print_report(overhead, as_markdown=options.markdown)
+    run.end(draw_each, memory=overhead)
+    return run.verdict()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.support.common import Candidate, Case, Table, alternating, at_most, faster
+from bench.support.common import Candidate, Case, Table, alternating, at_most, faster, repeat
 from bench.trie.rivals import prefix_rivals
 from kvcache.trie.trie import TokenTrie
 
@@ -30,6 +30,24 @@ def prompts(count: int, length: int, seed: int = 0) -> list[Tokens]:
     """Random prompts, each in a separate array."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCABULARY, length, dtype=np.uint32) for _ in range(count)]
+
+
+def filled(stored: Iterable[Tokens], page_size: int = PAGE) -> tuple[TokenTrie, int]:
+    """A trie with prompts, whose pages are numbered in each, and its root."""
+    trie = TokenTrie(page_size)
+    root = trie.add_root()
+    for prompt in stored:
+        trie.insert(root, prompt, np.arange(len(prompt) // page_size, dtype=np.int32))
+    return trie, root
+
+
+def _rival_with(rival: Any, stored: Iterable[Tokens], page_size: int = PAGE) -> tuple[Any, list[Any]]:
+    """A rival with prompts, and these as it has them."""
+    other = rival(page_size)
+    keys = [other.key(prompt) for prompt in stored]
+    for key in keys:
+        other.insert(key)
+    return other, keys
 
 
 def floor(tokens: Tokens, page_size: int) -> Callable[[Tokens, Tokens], object]:
@@ -63,10 +81,7 @@ def match_case(num_nodes: int, page_size: int, verb: str, with_rivals: bool) -> 
     """Match `LONG` cached tokens on a path of `num_nodes` nodes."""
     tokens = prompts(1, LONG)[0]
     stored = path_of(tokens, num_nodes, page_size)
-    trie = TokenTrie(page_size)
-    root = trie.add_root()
-    for prompt in stored:
-        trie.insert(root, prompt, np.arange(len(prompt) // page_size, dtype=np.int32))
+    trie, root = filled(stored, page_size)
     query = tokens.copy()
     assert trie.match(root, query)[1] == LONG
     yield Candidate(OURS, partial(getattr(trie, verb), root, query))
@@ -75,18 +90,14 @@ def match_case(num_nodes: int, page_size: int, verb: str, with_rivals: bool) -> 
     for rival in prefix_rivals() if with_rivals else ():
         if num_nodes > 16 and rival.name in (SCAN, DICT):
             continue
-        other = rival(page_size)
-        for prompt in stored:
-            other.insert(other.key(prompt))
+        other, _ = _rival_with(rival, stored, page_size)
         yield Candidate(other.name, partial(getattr(other, verb), other.key(query)))
 
 
 def list_case() -> Iterator[Candidate]:
     """Look up the same prompt as a Python list of ints."""
     (tokens,) = prompts(1, LONG)
-    trie = TokenTrie(PAGE)
-    root = trie.add_root()
-    trie.insert(root, tokens, np.arange(LONG // PAGE, dtype=np.int32))
+    trie, root = filled([tokens])
     ids = tokens.tolist()
     yield Candidate(OURS, partial(trie.lookup, root, ids))
     yield Candidate("np.array(list)", lambda: np.array(ids, dtype=np.uint32))
@@ -136,50 +147,31 @@ def evict_case(page_size: int, length: int, count: int) -> Iterator[Candidate]:
     stored = prompts(count, length, seed=4)
     values = np.arange(length // page_size, dtype=np.int32)
     batch = min(50, count)
-    trie = TokenTrie(page_size)
-    root = trie.add_root()
-    for prompt in stored:
-        trie.insert(root, prompt, values)
+    trie, root = filled(stored, page_size)
     turn, full = itertools.cycle(stored), trie.num_pages
 
     def refill() -> None:
         while trie.num_pages < full:
             trie.insert(root, next(turn), values)
 
-    yield alternating(OURS, refill, partial(_times, batch, trie.evict, len(values)), batch)
+    yield alternating(OURS, refill, partial(repeat, batch, trie.evict, len(values)), batch)
     for rival in prefix_rivals():
         if rival.name == VLLM:
             continue
-        other = rival(page_size)
-        keys = [other.key(prompt) for prompt in stored]
-        _each(other.insert, keys)
-        again = itertools.cycle(keys)
-        put_back = partial(_times_of, batch, other.insert, again)
-        yield alternating(other.name, put_back, partial(_times, batch, other.evict, length), batch)
+        other, keys = _rival_with(rival, stored, page_size)
+        put_back = partial(_insert_next, other, batch, itertools.cycle(keys))
+        yield alternating(other.name, put_back, partial(repeat, batch, other.evict, length), batch)
 
 
-def _each(call: Callable[[object], object], items: list[object]) -> None:
-    for item in items:
-        call(item)
-
-
-def _times(count: int, call: Callable[[object], object], argument: object) -> None:
-    for _ in range(count):
-        call(argument)
-
-
-def _times_of(count: int, call: Callable[[object], object], items: Iterator[object]) -> None:
-    for _ in range(count):
-        call(next(items))
+def _insert_next(rival: Any, count: int, keys: Iterator[Any]) -> None:
+    for key in itertools.islice(keys, count):
+        rival.insert(key)
 
 
 def miss_case() -> Iterator[Candidate]:
     """Look up a prompt whose first token no cached prompt has, compared with a dict lookup."""
     stored = prompts(64, SHORT, seed=5)
-    trie = TokenTrie(PAGE)
-    root = trie.add_root()
-    for prompt in stored:
-        trie.insert(root, prompt, np.arange(SHORT // PAGE, dtype=np.int32))
+    trie, root = filled(stored)
     absent = np.full(SHORT, VOCABULARY, np.uint32)
     firsts = {int(prompt[0]): prompt for prompt in stored}
 
@@ -190,9 +182,7 @@ def miss_case() -> Iterator[Candidate]:
     yield Candidate("dict lookup in a call", partial(lookup, root, absent))
     for rival in prefix_rivals():
         if rival.name != SCAN:
-            other = rival(PAGE)
-            for prompt in stored:
-                other.insert(other.key(prompt))
+            other, _ = _rival_with(rival, stored)
             yield Candidate(other.name, partial(other.match, other.key(absent)))
 
 

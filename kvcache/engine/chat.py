@@ -284,7 +284,7 @@ def _plain(value: Any, name: str, depth: int = 100) -> Any:
 def _compiled(template: str) -> Any:
     """The template as jinja2 compiles it. ImportError: no such package, or an old one; CheckpointError: damaged."""
     if isinstance(found := _compiled_or_refused(template), str):
-        raise CheckpointError(found)
+        raise CheckpointError(f"chat_template: expected a Jinja template, got an error: {found}")
     return found
 
 
@@ -364,4 +364,4 @@ def _compiled_or_refused(template: str) -> Any:
     try:
         return environment.from_string(template)
     except Exception as error:  # of jinja2, or of Python's compiler: SyntaxError, RecursionError, MemoryError
-        return f"chat_template: expected a Jinja template, got an error: {error}"
+        return str(error)
