@@ -152,7 +152,7 @@ def test_errors_are_one_line(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     from kvcache.engine import chat
 
-    chat._compiled.cache_clear()
+    chat._compiled_or_refused.cache_clear()
     assert "pip install 'kvcache-cpu[text]'" in one_line("--model", folder)
 
 
