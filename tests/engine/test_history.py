@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kvcache.engine import history
 from kvcache.engine.chat import render
 from kvcache.support.json_text import begun_object
 
@@ -124,6 +125,38 @@ def test_what_a_template_refuses_has_another_form(template, messages, text):
     assert render(Text(template), messages) == text
     fine = [USER, said("w", call()), result(), said("v"), USER]
     assert render(Text(template), fine) == f"u:u|a:w[abcdefgh1 {ONE}]|t:rabcdefgh1|a:v|u:u|"
+
+
+def test_the_forms_of_long_conversations_take_time_by_their_length(monkeypatch):
+    """Thousands of calls of one turn, and of messages of one role: nothing is looked at for each other one."""
+    count, compared = 400, []
+
+    class Id(str):
+        def __eq__(self, other):
+            compared.append(other)
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    ids = [Id(f"{number:09}") for number in range(count)]
+    results = [result(id, f"r{int(id)}") for id in reversed(ids)]
+    rendered = render(Text(CASES["several calls"][0]), [USER, said("", *map(call, ids)), *results])
+    assert rendered.split("|")[2::2] == [f"t:r{number}{id}" for number, id in enumerate(ids)]
+    assert len(compared) < 10 * count
+    joined, sizes = history._joined, []
+    monkeypatch.setattr(history, "_joined", lambda group: sizes.append(len(group)) or joined(group))
+    turns = [USER | {"content": f"{number}"} for number in range(count)]
+    rendered = render(Text(CASES["turns that do not alternate"][0]), turns)
+    assert rendered == "u:" + "\n\n".join(turn["content"] for turn in turns) + "|"
+    assert max(sizes) == count
+    assert sum(sizes) < 2 * count
+
+
+def test_results_of_calls_of_one_id():
+    two = [said("", call(), call()), result(content="r"), result(content="s"), USER]
+    assert render(Text(CASES["several calls"][0]), two) == (
+        f"a:[abcdefgh1 {ONE}]|t:rabcdefgh1|a:[abcdefgh1 {ONE}]|t:sabcdefgh1|u:u|"
+    )
 
 
 def test_what_a_template_takes_stays_as_it_is():
