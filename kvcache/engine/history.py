@@ -1,9 +1,10 @@
 """Turns of a conversation as a chat template takes them: what it refuses is written in another way.
 
 Templates are written for conversations that went well. An answer may also be empty, end within a thought or a call,
-have words beside thoughts and calls, or several calls; and clients say more before a call has its result. A template
-tells what it takes: it writes a small conversation of each kind once. Where it refuses one, or leaves out a part of it,
-the messages of that kind, and no others, have another form in every conversation: the next turn shares the prompt.
+have words beside thoughts and calls, or several calls; and clients say more before a call has its result, and send
+parts for texts. A template tells what it takes: it writes a small conversation of each kind once. Where it refuses one,
+or leaves out a part of it, the messages of that kind, and no others, have another form in every conversation: the next
+turn shares the prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from kvcache.support.json_text import begun_object
 
-__all__ = ["THOUGHTS", "TOOLS", "Messages", "Rewriting", "rewritings", "with_arguments"]
+__all__ = ["THOUGHTS", "TOOLS", "Messages", "Rewriting", "are_texts", "rewritings", "with_arguments"]
 
 Messages = list[dict[str, Any]]
 Rewriting = Callable[[Messages], Messages]
@@ -68,6 +69,23 @@ def rewritings(words: Rewriting, write: Callable[[Messages], str]) -> list[Rewri
 
 
 # -- ways ---------------------------------------------------------------------------------------------------------
+
+
+def _text_for_parts(role: str) -> Rewriting:
+    """The texts of parts are one, in messages of this role."""
+
+    def changed(message: dict[str, Any]) -> dict[str, Any]:
+        parts = message.get("content")
+        if message.get("role") != role or not isinstance(parts, list) or not are_texts(parts):
+            return message
+        return message | {"content": "".join(part["text"] for part in parts)}
+
+    return lambda messages: [changed(each) for each in messages]
+
+
+def are_texts(parts: Sequence[Any]) -> bool:
+    """Whether all parts of a content are texts."""
+    return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
 
 
 def _single_calls(messages: Messages) -> Messages:
@@ -147,7 +165,8 @@ def _has_text(message: dict[str, Any]) -> bool:
 def _joined(group: Messages) -> dict[str, Any]:
     """One message of several; texts are put together by an empty line."""
     contents: list[Any] = []
-    for kind, same in groupby((each["content"] for each in group if each.get("content")), type):
+    for kind, found in groupby((each["content"] for each in group if each.get("content")), type):
+        same = [*found]
         contents += ["\n\n".join(same)] if kind is str else same
     if not all(isinstance(each, str) for each in contents):
         parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents)
@@ -286,7 +305,15 @@ def _results(*ids: str) -> Iterator[dict[str, Any]]:
 
 
 _A, _B = "abcdefgh1", "abcdefgh2"
+_LINES = "zq\nxj"  # a list that a template writes as Python does has no end of a line
+_PARTS = [{"type": "text", "text": each} for each in ("So ", _LINES)]
 _KINDS = (
+    # parts of others than users: Gemma 4 writes Python's list of them, Devstral the first one alone
+    _Kind(([{"role": "system", "content": _PARTS}, _USER],), (_text_for_parts("system"),), _LINES),
+    _Kind(([_USER, _ANSWER | {"content": _PARTS}, _USER],), (_text_for_parts("assistant"),), _LINES),
+    _Kind(
+        ([_USER, _said("", "", [_A]), next(_results(_A)) | {"content": _PARTS}],), (_text_for_parts("tool"),), _LINES
+    ),
     # several calls: Llama 3, and gpt-oss and GigaChat 3, whose templates write the first one alone
     _Kind(
         ([_USER, _said("", "", [_A, _B], f'{{"at": "{_WORD}"}}', 1), *_results(_A, _B)],), (_single_calls,), _WORD

@@ -160,13 +160,13 @@ def _content(content: Any, contents: Contents) -> str:
 
 def _call(kind: str, item: dict[str, Any]) -> dict[str, Any] | None:
     """A call of a function or a custom tool, as chat completions have it; None: the item is another."""
-    if kind == "function_call":
-        tool: dict[str, Any] = {"type": "function", "function": {"arguments": item.get("arguments")}}
+    if kind == "function_call":  # the name first, as in chat completions: some templates write a call as it is
+        function = {"name": _flat(item), "arguments": item.get("arguments")}
+        tool: dict[str, Any] = {"type": "function", "function": function}
     elif kind == "custom_tool_call":
-        tool = {"type": "custom", "custom": {"input": item.get("input")}}
+        tool = {"type": "custom", "custom": {"name": _flat(item), "input": item.get("input")}}
     else:
         return None
-    tool[tool["type"]]["name"] = _flat(item)
     return {"id": item.get("call_id"), **tool}
 
 

@@ -49,6 +49,13 @@ def refusing(condition, before=""):
     )
 
 
+PARTS = [{"type": "text", "text": each} for each in ("a\n", "b")]
+LOOP = "{% for p in m.content %}{% endfor %}"  # so that a template knows parts
+OF_USERS = LOOP + (
+    "{% if m.role == 'user' and m.content is not string %}"
+    "{% set m = dict(m, content=m.content | map(attribute='text') | join) %}{% endif %}"
+)
+FIRST = LOOP + "{% if m.content is not string %}{% set m = dict(m, content=m.content[0].text) %}{% endif %}"
 TWO = [said("w", call("abcdefgh1"), call("abcdefgh2"))]
 ONE = "{'a': 1}"
 CASES = {
@@ -102,6 +109,14 @@ CASES = {
             {"a": "x"}, {"a": 1}, {"arguments": "[1]"}, {"arguments": "ls"}, {}, {}
         )) + "|t:rabcdefgh1|",
     ),
+    "parts of others than users, written as Python does": (
+        refusing("false", OF_USERS), [{"role": "system", "content": PARTS}, USER | {"content": PARTS}, said(PARTS),
+                                      USER, said("", call()), result(content=PARTS)],
+        f"s:a\nb|u:a\nb|a:a\nb|u:u|a:[abcdefgh1 {ONE}]|t:a\nbabcdefgh1|",
+    ),
+    "parts of others than users, of which the first is written": (
+        refusing("false", FIRST), [{"role": "system", "content": PARTS}, USER], "s:a\nb|u:u|",
+    ),
     "none for a content": (
         refusing("m.content is none"), [USER, said(None, call()), result(), said(None), USER],
         f"u:u|a:[abcdefgh1 {ONE}]|t:rabcdefgh1|a:|u:u|",
@@ -150,6 +165,13 @@ def test_the_forms_of_long_conversations_take_time_by_their_length(monkeypatch):
     assert rendered == "u:" + "\n\n".join(turn["content"] for turn in turns) + "|"
     assert max(sizes) == count
     assert sum(sizes) < 2 * count
+
+
+def test_none_said_is_an_empty_text_in_templates_that_know_none_beside_calls():
+    """Those of DeepSeek R1 know it; they left out an answer that ended within its thoughts."""
+    template = "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls | length }}{% else %}<{{ m.content }}>"
+    template += "{% endif %}{% endfor %}"
+    assert render(Text(template), [USER, said(None, reasoning_content="hm"), USER, said(None, call())]) == "<u><><u>1"
 
 
 def test_results_of_calls_of_one_id():

@@ -235,3 +235,15 @@ def test_an_answer_warns_of_what_was_not_read(tmp_path):
         text = "user:\n[image_url: not shown, only text can be read]\n;"
         size = len(served.engine.tokenizer.encode(text).ids)
         assert ask(bodies[0][0], **bodies[0][1])["usage"]["prompt_tokens"] == size
+
+
+def test_calls_have_the_order_of_chat_completions():
+    """Templates that write a call as it is have one text for all interfaces."""
+    items = [
+        {"type": "function_call", "arguments": "{}", "call_id": "a", "name": "f"},
+        {"type": "custom_tool_call", "input": "x", "call_id": "b", "name": "g"},
+    ]
+    (said,) = chat_of_responses({"model": MODEL, "input": items})["messages"]
+    assert [[*call[call["type"]].items()] for call in said["tool_calls"]] == [
+        [("name", "f"), ("arguments", "{}")], [("name", "g"), ("input", "x")],
+    ]

@@ -1,7 +1,10 @@
-"""What `pytest` runs by itself: every rule of every room in some minutes. `--all` runs the suite, `--rest` what is left of it.
+"""What `pytest` runs by itself: every rule of every room in some minutes.
+
+`--all` runs the suite, `--rest` what is left of it.
 
 - The best SIMD level; the kernels' own files scalar too, which is their specification.
-- Of a test with many parameters, some values: those whose names have the smallest checksums, so they are drawn from all of them.
+- Of a test with many parameters, some values: those whose names have the smallest checksums, so they are drawn from
+  all of them.
 - Of a test of golden networks one case a network.
 - No test that is marked `exhaustive`.
 
