@@ -197,7 +197,7 @@ def _tools(tools: Any) -> Iterator[dict[str, Any]]:
 @lru_cache(maxsize=256)
 def skipped(kind: str) -> None:
     """Log, once for each kind, that a tool is left out which a service would run itself."""
-    logger.warning("tools of type %s are left out: this server runs none", kind)
+    logger.warning("tools of type %s are left out: this server runs none", short(kind))
 
 
 def _choice(choice: Any) -> dict[str, Any]:

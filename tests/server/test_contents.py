@@ -127,7 +127,7 @@ def test_calls_of_services_in_messages(caplog):
         assert of_messages(result([page])) == [("assistant", "")]
     kinds = ("server_tool_use", "web_search_tool_result")
     assert [record.getMessage() for record in caplog.records] == [
-        f"items of type {kind} are left out: they have no text" for kind in kinds
+        f"items of type {kind!r} are left out: they have no text" for kind in kinds
     ]
     reference = {"type": "tool_reference", "tool_name": "Fetch"}
     found = of_messages({"type": "tool_result", "tool_use_id": "t", "content": [reference, words]}, words, role="user")
@@ -247,3 +247,12 @@ def test_calls_have_the_order_of_chat_completions():
     assert [[*call[call["type"]].items()] for call in said["tool_calls"]] == [
         [("name", "f"), ("arguments", "{}")], [("name", "g"), ("input", "x")],
     ]
+
+
+def test_a_kind_of_a_client_is_one_line_of_the_log(caplog):
+    contents_room.left_out.cache_clear()
+    with caplog.at_level(logging.WARNING, "kvcache"):
+        chat_of_responses({"model": MODEL, "input": [{"type": "a\nERROR it burns \x1b[2J_call"}]})
+        chat_of_messages({"messages": [], "tools": [{"type": "b\nERROR it burns"}]})
+    assert len(caplog.messages) == 2
+    assert all(message.isprintable() for message in caplog.messages)
