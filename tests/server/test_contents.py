@@ -160,7 +160,7 @@ def test_items_of_responses(caplog):
         for kind in kinds:
             assert of_items(user, {"type": kind}, user) == [("user", "u")] * 2
         assert of_items(user, shell, user) == [("user", "u")] * 2
-    assert [record.args[0] for record in caplog.records] == [*kinds, "local_shell_call"]
+    assert [record.args[0] for record in caplog.records] == [repr(kind) for kind in (*kinds, "local_shell_call")]
     for kind in ("item_reference", "compaction", "context_compaction"):
         contents = Contents("input")
         items = [user, {"type": kind, "id": "i_1", "encrypted_content": "x"}]
