@@ -168,7 +168,7 @@ def test_the_forms_of_long_conversations_take_time_by_their_length(monkeypatch):
 
 
 def test_none_said_is_an_empty_text_in_templates_that_know_none_beside_calls():
-    """Those of DeepSeek R1 know it; they left out an answer that ended within its thoughts."""
+    """Templates of DeepSeek R1 know it; they left out an answer that ended within its thoughts."""
     template = "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls | length }}{% else %}<{{ m.content }}>"
     template += "{% endif %}{% endfor %}"
     assert render(Text(template), [USER, said(None, reasoning_content="hm"), USER, said(None, call())]) == "<u><><u>1"

@@ -61,7 +61,7 @@ def refused(statuses):
 
 
 def result_of(name, arguments):
-    """What a careful agent answers to a call."""
+    """The answer of a careful agent to a call."""
     try:
         asked = json.loads(arguments) if isinstance(arguments, str) else arguments
         return f"ran {asked['command']}" if name == "shell" else f"error: no function {name}"

@@ -82,7 +82,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the network says in one turn, answer by answer: texts and calls; the last answer is a text.
+    """The words of the network in one turn, answer by answer: texts and calls; the last answer is a text.
 
     Attributes:
         answers: each a list of texts and calls in their order.
@@ -148,7 +148,7 @@ class AgentScript:
         return f"\n<tool_call>\n{call}\n</tool_call>"[: part.keep]
 
     def answer(self, prompt):
-        """What the network says behind a prompt."""
+        """The words of the network behind a prompt."""
         names = list(re.finditer(r"TURN-(\d+)", prompt))
         if "<tools>" not in prompt or not names:
             return "A title."

@@ -1,4 +1,4 @@
-"""What `pytest` runs by itself: every rule of every room in some minutes.
+"""The tests that `pytest` runs by itself: every rule of every room in some minutes.
 
 `--all` runs the suite, `--rest` what is left of it.
 
