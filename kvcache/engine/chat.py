@@ -16,7 +16,7 @@ from typing import Any
 
 from kvcache.engine.call_ids import with_counted_ids
 from kvcache.engine.completion import FinishReason, Request
-from kvcache.engine.history import THOUGHTS, TOOLS, Messages, Rewriting, rewritings, with_arguments
+from kvcache.engine.history import THOUGHTS, TOOLS, Messages, Rewriting, are_texts, rewritings, with_arguments
 from kvcache.errors import CheckpointError
 from kvcache.sampling.text_tokens import encoded, encoded_with_ends
 from kvcache.sampling.tokenizer import SPECIAL_TOKENS, CheckpointText, GgufText
@@ -197,8 +197,8 @@ def _with_contents(template: str, message: dict[str, Any]) -> dict[str, Any]:
 
     Arguments of calls, texts of JSON as interfaces have them, are objects unless the template takes texts.
 
-    Content: none beside calls of tools is an empty text, and a list of parts is their text, unless the template
-    knows better.
+    Content: none is an empty text, but beside calls where the template knows none; a list of parts is their text,
+    unless the template knows parts.
     """
     kept = {key: value for key, value in message.items() if value is not None}
     if isinstance(calls := message.get("tool_calls"), list) and _takes_objects(template):
@@ -207,9 +207,9 @@ def _with_contents(template: str, message: dict[str, Any]) -> dict[str, Any]:
         return kept
     content = message["content"]
     if content is None:
-        content = None if _has(template, _KNOWS_NONE) else ""
+        content = None if calls and _has(template, _KNOWS_NONE) else ""
     elif isinstance(content, list) and not _has(template, _KNOWS_PARTS):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        if not are_texts(content):
             raise ValueError(f"messages: expected parts of type text, got {short(content)}")
         content = "".join(part["text"] for part in content)
     return {**kept, "content": content}

@@ -1,9 +1,10 @@
 """Turns of a conversation as a chat template takes them: what it refuses is written in another way.
 
 Templates are written for conversations that went well. An answer may also be empty, end within a thought or a call,
-have words beside thoughts and calls, or several calls; and clients say more before a call has its result. A template
-tells what it takes: it writes a small conversation of each kind once. Where it refuses one, or leaves out a part of it,
-the messages of that kind, and no others, have another form in every conversation: the next turn shares the prompt.
+have words beside thoughts and calls, or several calls; and clients say more before a call has its result, and send
+parts for texts. A template tells what it takes: it writes a small conversation of each kind once. Where it refuses one,
+or leaves out a part of it, the messages of that kind, and no others, have another form in every conversation: the next
+turn shares the prompt.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 from kvcache.support.json_text import begun_object
 
-__all__ = ["THOUGHTS", "TOOLS", "Messages", "Rewriting", "rewritings", "with_arguments"]
+__all__ = ["THOUGHTS", "TOOLS", "Messages", "Rewriting", "are_texts", "rewritings", "with_arguments"]
 
 Messages = list[dict[str, Any]]
 Rewriting = Callable[[Messages], Messages]
@@ -70,6 +71,23 @@ def rewritings(words: Rewriting, write: Callable[[Messages], str]) -> list[Rewri
 # -- ways ---------------------------------------------------------------------------------------------------------
 
 
+def _text_for_parts(role: str) -> Rewriting:
+    """The texts of parts are one, in messages of this role."""
+
+    def changed(message: dict[str, Any]) -> dict[str, Any]:
+        parts = message.get("content")
+        if message.get("role") != role or not isinstance(parts, list) or not are_texts(parts):
+            return message
+        return message | {"content": "".join(part["text"] for part in parts)}
+
+    return lambda messages: [changed(each) for each in messages]
+
+
+def are_texts(parts: Sequence[Any]) -> bool:
+    """Whether all parts of a content are texts."""
+    return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+
+
 def _single_calls(messages: Messages) -> Messages:
     """A turn for each call, with its result behind it; the first has the words and the thoughts."""
     found: Messages = []
@@ -82,23 +100,25 @@ def _single_calls(messages: Messages) -> Messages:
         end = place
         while end < len(messages) and messages[end].get("role") == "tool":
             end += 1
-        results, place = messages[place:end], end
         bare = {"role": "assistant", "content": ""}
-        for number, call in enumerate(calls):
-            found.append((bare if number else message) | {"tool_calls": [call]})
-            is_last = number == len(calls) - 1
-            own = [is_last or _is_of(each, call, calls, results) for each in results]
-            found += [each for each, is_own in zip(results, own, strict=True) if is_own]
-            results = [each for each, is_own in zip(results, own, strict=True) if not is_own]
+        for number, own in enumerate(_results_of(calls, messages[place:end])):
+            found += [(bare if number else message) | {"tool_calls": [calls[number]]}, *own]
+        place = end
     return found
 
 
-def _is_of(result: dict[str, Any], call: Any, calls: Sequence[Any], results: Sequence[Any]) -> bool:
-    """Whether a result is that of a call: by its id, or by its place where it has none of theirs."""
-    ids = [_id_of(each) for each in calls]
-    if (given := result.get("tool_call_id")) is not None and given in ids:
-        return bool(given == _id_of(call))
-    return result is results[0]
+def _results_of(calls: Sequence[Any], results: Messages) -> list[Messages]:
+    """The results of each call: by its id, or by their places where they have none of these."""
+    found: list[Messages] = [[] for _ in calls]
+    places: dict[str, list[int]] = {}
+    for number in reversed(range(len(calls))):
+        places.setdefault(str(_id_of(calls[number])), []).append(number)
+    for place, result in enumerate(results):
+        if own := places.get(str(result.get("tool_call_id"))):  # several calls may have one id
+            found[own.pop() if len(own) > 1 else own[0]].append(result)
+        else:
+            found[min(place, len(calls) - 1)].append(result)
+    return found
 
 
 def _with_results(messages: Messages) -> Messages:
@@ -125,14 +145,15 @@ def _one_by(role: str) -> Rewriting:
     """Messages of this role that follow each other are one; behind calls another one begins."""
 
     def joined(messages: Messages) -> Messages:
-        found: Messages = []
+        groups: list[Messages] = []
         for message in messages:
-            is_same = bool(found) and found[-1].get("role") == message.get("role") == role
-            if is_same and not _calls(found[-1]) and _has_text(found[-1]) and _has_text(message):
-                found[-1] = _joined(found[-1], message)
+            last = groups[-1][-1] if groups else {}
+            is_same = last.get("role") == message.get("role") == role and not _calls(last)
+            if is_same and _has_text(last) and _has_text(message):
+                groups[-1].append(message)
             else:
-                found.append(message)
-        return found
+                groups.append([message])
+        return [group[0] if len(group) == 1 else _joined(group) for group in groups]
 
     return joined
 
@@ -141,18 +162,21 @@ def _has_text(message: dict[str, Any]) -> bool:
     return message.get("content") is None or isinstance(message["content"], (str, list))
 
 
-def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """One message of two; texts are put together by an empty line."""
-    contents: list[Any] = [each["content"] for each in (first, second) if each.get("content")]
+def _joined(group: Messages) -> dict[str, Any]:
+    """One message of several; texts are put together by an empty line."""
+    contents: list[Any] = []
+    for kind, found in groupby((each["content"] for each in group if each.get("content")), type):
+        same = [*found]
+        contents += ["\n\n".join(same)] if kind is str else same
     if not all(isinstance(each, str) for each in contents):
         parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents)
         contents = [[part for each in parts for part in each]]
     thoughts = {
-        key: "\n\n".join(str(each[key]) for each in (first, second) if each.get(key))
-        for key in THOUGHTS if key in first or key in second
+        key: "\n\n".join(str(each[key]) for each in group if each.get(key))
+        for key in THOUGHTS if any(key in each for each in group)
     }
-    content = contents[0] if len(contents) == 1 else "\n\n".join(contents)
-    return first | second | thoughts | {"content": content}
+    merged = {key: value for each in group for key, value in each.items()}
+    return merged | thoughts | {"content": contents[0] if contents else ""}
 
 
 def _short_ids(messages: Messages) -> Messages:
@@ -281,7 +305,15 @@ def _results(*ids: str) -> Iterator[dict[str, Any]]:
 
 
 _A, _B = "abcdefgh1", "abcdefgh2"
+_LINES = "zq\nxj"  # a list that a template writes as Python does has no end of a line
+_PARTS = [{"type": "text", "text": each} for each in ("So ", _LINES)]
 _KINDS = (
+    # parts of others than users: Gemma 4 writes Python's list of them, Devstral the first one alone
+    _Kind(([{"role": "system", "content": _PARTS}, _USER],), (_text_for_parts("system"),), _LINES),
+    _Kind(([_USER, _ANSWER | {"content": _PARTS}, _USER],), (_text_for_parts("assistant"),), _LINES),
+    _Kind(
+        ([_USER, _said("", "", [_A]), next(_results(_A)) | {"content": _PARTS}],), (_text_for_parts("tool"),), _LINES
+    ),
     # several calls: Llama 3, and gpt-oss and GigaChat 3, whose templates write the first one alone
     _Kind(
         ([_USER, _said("", "", [_A, _B], f'{{"at": "{_WORD}"}}', 1), *_results(_A, _B)],), (_single_calls,), _WORD

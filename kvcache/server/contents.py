@@ -84,7 +84,7 @@ class Contents:
 @lru_cache(maxsize=256)
 def left_out(kind: str) -> None:
     """Log, once for each kind, that an item without words of anybody is left out."""
-    logger.warning("items of type %s are left out: they have no text", kind)
+    logger.warning("items of type %s are left out: they have no text", short(kind))
 
 
 _Reader = Callable[[Contents, dict[str, Any]], str]

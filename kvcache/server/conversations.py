@@ -130,15 +130,15 @@ def with_users(messages: list[Any]) -> list[Any]:
 
     Messages of the user that follow each other become one, since such templates often want turns.
     """
-    found: list[Any] = messages[:1]
+    groups = [[each] for each in messages[:1]]
     for message in messages[1:]:
         if message.get("role") in _SYSTEM:
             message = message | {"role": "user"}
-        if message.get("role") == found[-1].get("role") == "user":
-            found[-1] = _joined([found[-1], message])
+        if message.get("role") == groups[-1][0].get("role") == "user":
+            groups[-1].append(message)
         else:
-            found.append(message)
-    return found
+            groups.append([message])
+    return [group[0] if len(group) == 1 else _joined(group) for group in groups]
 
 
 def _joined(messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from kvcache.server.fingerprints import without_billing
 from kvcache.server.retention import MOST_MARKS, CacheMark, marked_ttl
 from kvcache.support.arguments import as_instance, short
 
-__all__ = ["COUNTED", "MESSAGES", "chat_of_messages", "skipped"]
+__all__ = ["COUNTED", "MESSAGES", "Said", "chat_of_messages", "skipped"]
 
 logger = logging.getLogger("kvcache")
 
@@ -65,13 +65,14 @@ def chat_of_messages(
 
 def _system(system: Any, contents: Contents) -> Iterator[_Marked]:
     """The system message. The line that clients write for billing is left out: it would change the prefix."""
-    text, marks = "", _Marks()
+    texts, marks, characters = list[str](), _Marks(), 0
     for block in [{"type": "text", "text": system}] if isinstance(system, str) else _blocks(system, "system"):
         if said := without_billing(contents.text(block, "system")):
-            text += "\n\n" * bool(text) + said
-            marks += [(len(text), seconds) for seconds in [marked_ttl(block)] if seconds]
-    if text:
-        yield {"role": "system", "content": text}, marks
+            characters += 2 * bool(texts) + len(said)
+            texts.append(said)
+            marks += [(characters, seconds) for seconds in [marked_ttl(block)] if seconds]
+    if texts:
+        yield {"role": "system", "content": "\n\n".join(texts)}, marks
 
 
 def _messages(messages: Any, contents: Contents) -> Iterator[_Marked]:
@@ -110,7 +111,7 @@ def _of_assistant(blocks: list[dict[str, Any]], contents: Contents) -> Iterator[
         str(block.get("tool_use_id")): contents.found(block.get("content"))
         for block in blocks if str(block.get("type")).endswith(_RESULT)
     }
-    said, answered = _Said(), set[str]()
+    said, answered = Said(), set[str]()
     for block in blocks:
         kind = str(block.get("type"))
         if kind in _THOUGHTS:
@@ -121,14 +122,14 @@ def _of_assistant(blocks: list[dict[str, Any]], contents: Contents) -> Iterator[
             said.calls.append(_call(block))
             yield said.message()
             yield {"role": "tool", "tool_call_id": block.get("id"), "content": result}
-            said = _Said()
+            said = Said()
             answered.add(str(block.get("id")))
         elif kind in _CALLS or kind.endswith(_RESULT):
             if str(block.get("tool_use_id")) not in answered:
                 left_out(kind[:100])
         else:
             said.texts.append(contents.part(block)["text"])
-    if said != _Said() or not answered:
+    if said or not answered:
         yield said.message()
 
 
@@ -138,12 +139,15 @@ def _call(block: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class _Said:
+class Said:
     """The words, thoughts and calls of an assistant until a result."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.texts or self.thoughts or self.calls)
 
     def message(self) -> dict[str, Any]:
         return {
@@ -193,7 +197,7 @@ def _tools(tools: Any) -> Iterator[dict[str, Any]]:
 @lru_cache(maxsize=256)
 def skipped(kind: str) -> None:
     """Log, once for each kind, that a tool is left out which a service would run itself."""
-    logger.warning("tools of type %s are left out: this server runs none", kind)
+    logger.warning("tools of type %s are left out: this server runs none", short(kind))
 
 
 def _choice(choice: Any) -> dict[str, Any]:

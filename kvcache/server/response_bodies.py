@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvcache.server.contents import Contents, left_out
 from kvcache.server.conversations import MAX_MESSAGES
 from kvcache.server.fields import CHATS, FLAG, FROM_1, IGNORED, PLAIN, TEXT, Field
-from kvcache.server.message_bodies import skipped
+from kvcache.server.message_bodies import Said, skipped
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
@@ -105,28 +105,28 @@ def _messages(items: Any, contents: Contents) -> Iterator[dict[str, Any]]:
         raise ValueError(f"input: expected at most {MAX_MESSAGES} items, got {len(items)}")
     answers = _answers(items, contents)
     answered = set[str]()  # calls of others' tools
-    said: dict[str, Any] = {}  # by the assistant
+    said = Said()  # by the assistant
     for item in items:
         kind = _kind_of(item)
         if said and _begins_another(kind, item, said):
-            yield {"role": "assistant", "content": None, **said}
-            said = {}
+            yield said.message()
+            said = Said()
         if kind == "reasoning":
-            if thoughts := contents.joined(item.get("content") or item.get("summary") or ""):
-                said["reasoning_content"] = "\n".join(filter(None, (said.get("reasoning_content"), thoughts)))
+            thoughts = contents.joined(item.get("content") or item.get("summary") or "")
+            said.thoughts += [thoughts] if thoughts else []
         elif (call := _call(kind, item)) is not None:
-            said.setdefault("tool_calls", []).append(call)
+            said.calls.append(call)
         elif kind in _SERVED and (answer := _answer_of(kind, item, answers, contents)):
-            said.setdefault("tool_calls", []).append(_served_call(_SERVED[kind], item))
-            yield {"role": "assistant", "content": None, **said}
+            said.calls.append(_served_call(_SERVED[kind], item))
+            yield said.message()
             yield {"role": "tool", "tool_call_id": _id_of(item), "content": answer}
-            said = {}
+            said = Said()
             answered.add(str(_id_of(item)))
         elif kind in _OUTPUTS:
             output = _content(item.get("output") or "", contents)
             yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
         elif kind == "message" and item.get("role") == "assistant":
-            said["content"] = said.get("content", "") + contents.joined(item.get("content"))
+            said.texts.append(contents.joined(item.get("content")))
         elif kind == "message":
             yield {"role": item.get("role"), "content": _content(item.get("content"), contents)}
         elif kind.endswith(_ANSWERS) and str(item.get("call_id")) in answered:
@@ -134,19 +134,19 @@ def _messages(items: Any, contents: Contents) -> Iterator[dict[str, Any]]:
         elif words := _words(kind, item, contents):
             yield {"role": "user", "content": words}
     if said:
-        yield {"role": "assistant", "content": None, **said}
+        yield said.message()
 
 
 def _kind_of(item: Any) -> str:
     return as_instance(as_instance(item, dict, "input").get("type") or "message", str, "input")
 
 
-def _begins_another(kind: str, item: dict[str, Any], said: dict[str, Any]) -> bool:
+def _begins_another(kind: str, item: dict[str, Any], said: Said) -> bool:
     """Whether an item is no part of what the assistant has said before it: until calls have results, all of it is."""
     if kind == "message" and item.get("role") == "assistant":
-        return "content" in said and "tool_calls" not in said
+        return bool(said.texts) and not said.calls
     if kind == "reasoning":
-        return "tool_calls" not in said
+        return not said.calls
     known = _ITEMS.get(kind, _Item())
     return kind in ("message", *_OUTPUTS) or known.needed or bool(known.words)
 
@@ -160,13 +160,13 @@ def _content(content: Any, contents: Contents) -> str:
 
 def _call(kind: str, item: dict[str, Any]) -> dict[str, Any] | None:
     """A call of a function or a custom tool, as chat completions have it; None: the item is another."""
-    if kind == "function_call":
-        tool: dict[str, Any] = {"type": "function", "function": {"arguments": item.get("arguments")}}
+    if kind == "function_call":  # the name first, as in chat completions: some templates write a call as it is
+        function = {"name": _flat(item), "arguments": item.get("arguments")}
+        tool: dict[str, Any] = {"type": "function", "function": function}
     elif kind == "custom_tool_call":
-        tool = {"type": "custom", "custom": {"input": item.get("input")}}
+        tool = {"type": "custom", "custom": {"name": _flat(item), "input": item.get("input")}}
     else:
         return None
-    tool[tool["type"]]["name"] = _flat(item)
     return {"id": item.get("call_id"), **tool}
 
 

@@ -55,9 +55,12 @@ class Shares:
             return
         room, seconds, least = self._tokens, self._seconds, self._least
         self._tokens, self._seconds, self._least = room - room // 2, seconds / 2, least - least // 2
-        self._prompts -= 1  # the place of the first one
+        # The place of the first one, and its rows: half of them, or those of a piece that is not to be divided.
+        own = min(self._rows, first.rows_due(first.fixed_piece if first.chunk else -(-self._rows // 2)))
+        self._prompts, self._rows = self._prompts - 1, self._rows - own
         self._fill(others)
-        self._prompts, self._tokens, left = self._prompts + 1, room - self._ran, seconds - self._spent
+        self._prompts, self._rows = self._prompts + 1, self._rows + own
+        self._tokens, left = room - self._ran, seconds - self._spent
         if not self._ends:
             first.owed = 0.0
             self._give(first, left, least - self._ran)

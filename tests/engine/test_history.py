@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kvcache.engine import history
 from kvcache.engine.chat import render
 from kvcache.support.json_text import begun_object
 
@@ -48,6 +49,13 @@ def refusing(condition, before=""):
     )
 
 
+PARTS = [{"type": "text", "text": each} for each in ("a\n", "b")]
+LOOP = "{% for p in m.content %}{% endfor %}"  # so that a template knows parts
+OF_USERS = LOOP + (
+    "{% if m.role == 'user' and m.content is not string %}"
+    "{% set m = dict(m, content=m.content | map(attribute='text') | join) %}{% endif %}"
+)
+FIRST = LOOP + "{% if m.content is not string %}{% set m = dict(m, content=m.content[0].text) %}{% endif %}"
 TWO = [said("w", call("abcdefgh1"), call("abcdefgh2"))]
 ONE = "{'a': 1}"
 CASES = {
@@ -101,6 +109,14 @@ CASES = {
             {"a": "x"}, {"a": 1}, {"arguments": "[1]"}, {"arguments": "ls"}, {}, {}
         )) + "|t:rabcdefgh1|",
     ),
+    "parts of others than users, written as Python does": (
+        refusing("false", OF_USERS), [{"role": "system", "content": PARTS}, USER | {"content": PARTS}, said(PARTS),
+                                      USER, said("", call()), result(content=PARTS)],
+        f"s:a\nb|u:a\nb|a:a\nb|u:u|a:[abcdefgh1 {ONE}]|t:a\nbabcdefgh1|",
+    ),
+    "parts of others than users, of which the first is written": (
+        refusing("false", FIRST), [{"role": "system", "content": PARTS}, USER], "s:a\nb|u:u|",
+    ),
     "none for a content": (
         refusing("m.content is none"), [USER, said(None, call()), result(), said(None), USER],
         f"u:u|a:[abcdefgh1 {ONE}]|t:rabcdefgh1|a:|u:u|",
@@ -124,6 +140,45 @@ def test_what_a_template_refuses_has_another_form(template, messages, text):
     assert render(Text(template), messages) == text
     fine = [USER, said("w", call()), result(), said("v"), USER]
     assert render(Text(template), fine) == f"u:u|a:w[abcdefgh1 {ONE}]|t:rabcdefgh1|a:v|u:u|"
+
+
+def test_the_forms_of_long_conversations_take_time_by_their_length(monkeypatch):
+    """Thousands of calls of one turn, and of messages of one role: nothing is looked at for each other one."""
+    count, compared = 400, []
+
+    class Id(str):
+        def __eq__(self, other):
+            compared.append(other)
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    ids = [Id(f"{number:09}") for number in range(count)]
+    results = [result(id, f"r{int(id)}") for id in reversed(ids)]
+    rendered = render(Text(CASES["several calls"][0]), [USER, said("", *map(call, ids)), *results])
+    assert rendered.split("|")[2::2] == [f"t:r{number}{id}" for number, id in enumerate(ids)]
+    assert len(compared) < 10 * count
+    joined, sizes = history._joined, []
+    monkeypatch.setattr(history, "_joined", lambda group: sizes.append(len(group)) or joined(group))
+    turns = [USER | {"content": f"{number}"} for number in range(count)]
+    rendered = render(Text(CASES["turns that do not alternate"][0]), turns)
+    assert rendered == "u:" + "\n\n".join(turn["content"] for turn in turns) + "|"
+    assert max(sizes) == count
+    assert sum(sizes) < 2 * count
+
+
+def test_none_said_is_an_empty_text_in_templates_that_know_none_beside_calls():
+    """Templates of DeepSeek R1 know it; they left out an answer that ended within its thoughts."""
+    template = "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls | length }}{% else %}<{{ m.content }}>"
+    template += "{% endif %}{% endfor %}"
+    assert render(Text(template), [USER, said(None, reasoning_content="hm"), USER, said(None, call())]) == "<u><><u>1"
+
+
+def test_results_of_calls_of_one_id():
+    two = [said("", call(), call()), result(content="r"), result(content="s"), USER]
+    assert render(Text(CASES["several calls"][0]), two) == (
+        f"a:[abcdefgh1 {ONE}]|t:rabcdefgh1|a:[abcdefgh1 {ONE}]|t:sabcdefgh1|u:u|"
+    )
 
 
 def test_what_a_template_takes_stays_as_it_is():

@@ -127,7 +127,7 @@ def test_calls_of_services_in_messages(caplog):
         assert of_messages(result([page])) == [("assistant", "")]
     kinds = ("server_tool_use", "web_search_tool_result")
     assert [record.getMessage() for record in caplog.records] == [
-        f"items of type {kind} are left out: they have no text" for kind in kinds
+        f"items of type {kind!r} are left out: they have no text" for kind in kinds
     ]
     reference = {"type": "tool_reference", "tool_name": "Fetch"}
     found = of_messages({"type": "tool_result", "tool_use_id": "t", "content": [reference, words]}, words, role="user")
@@ -160,7 +160,7 @@ def test_items_of_responses(caplog):
         for kind in kinds:
             assert of_items(user, {"type": kind}, user) == [("user", "u")] * 2
         assert of_items(user, shell, user) == [("user", "u")] * 2
-    assert [record.args[0] for record in caplog.records] == [*kinds, "local_shell_call"]
+    assert [record.args[0] for record in caplog.records] == [repr(kind) for kind in (*kinds, "local_shell_call")]
     for kind in ("item_reference", "compaction", "context_compaction"):
         contents = Contents("input")
         items = [user, {"type": kind, "id": "i_1", "encrypted_content": "x"}]
@@ -235,3 +235,24 @@ def test_an_answer_warns_of_what_was_not_read(tmp_path):
         text = "user:\n[image_url: not shown, only text can be read]\n;"
         size = len(served.engine.tokenizer.encode(text).ids)
         assert ask(bodies[0][0], **bodies[0][1])["usage"]["prompt_tokens"] == size
+
+
+def test_calls_have_the_order_of_chat_completions():
+    """Templates that write a call as it is have one text for all interfaces."""
+    items = [
+        {"type": "function_call", "arguments": "{}", "call_id": "a", "name": "f"},
+        {"type": "custom_tool_call", "input": "x", "call_id": "b", "name": "g"},
+    ]
+    (said,) = chat_of_responses({"model": MODEL, "input": items})["messages"]
+    assert [[*call[call["type"]].items()] for call in said["tool_calls"]] == [
+        [("name", "f"), ("arguments", "{}")], [("name", "g"), ("input", "x")],
+    ]
+
+
+def test_a_kind_of_a_client_is_one_line_of_the_log(caplog):
+    contents_room.left_out.cache_clear()
+    with caplog.at_level(logging.WARNING, "kvcache"):
+        chat_of_responses({"model": MODEL, "input": [{"type": "a\nERROR it burns \x1b[2J_call"}]})
+        chat_of_messages({"messages": [], "tools": [{"type": "b\nERROR it burns"}]})
+    assert len(caplog.messages) == 2
+    assert all(message.isprintable() for message in caplog.messages)

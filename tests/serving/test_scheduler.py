@@ -229,6 +229,20 @@ def test_shares(data):
     assert own <= alone * 1.001
 
 
+def test_rows_of_the_first_one():
+    """Short texts that are scored come without end: a long one has half of the rows, or those of a whole piece."""
+
+    def scored(count, chunk=0):
+        return SimpleNamespace(computed=0, remaining=count, owed=0.0, chunk=chunk, shares=False, fixed_piece=chunk,
+                               rows_due=lambda count: count)
+
+    for chunk, share in ((0, 32), (16, 16), (64, 64)):
+        shares, first = Shares(TokenBudget(1.0), 0, 0, 8, 64), scored(4000, chunk)
+        shares.divide([first, *(scored(100) for _ in range(3))])
+        assert sum(count for work, count in shares.pieces if work is first) == share
+        assert sum(count for _, count in shares.pieces) == 64
+
+
 def test_a_long_prompt_beside_short_ones_without_end():
     """Each step has a short prompt that ends: the long one runs half of the time that prompts take, and misses none."""
     for gap in (None, 0.0):
