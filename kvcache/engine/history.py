@@ -88,6 +88,16 @@ def are_texts(parts: Sequence[Any]) -> bool:
     return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
 
 
+def _system_of_user(messages: Messages) -> Messages:
+    """What the system says at the beginning is the beginning of the user's first words."""
+    if not messages or messages[0].get("role") != "system":
+        return messages
+    system, *rest = messages[0] | {"role": "user"}, *messages[1:]
+    if rest and rest[0].get("role") == "user":
+        return [_joined([system, rest[0]]), *rest[1:]]
+    return [system, *rest]
+
+
 def _single_calls(messages: Messages) -> Messages:
     """A turn for each call, with its result behind it; the first has the words and the thoughts."""
     found: Messages = []
@@ -318,6 +328,8 @@ _KINDS = (
     _Kind(
         ([_USER, _said("", "", [_A, _B], f'{{"at": "{_WORD}"}}', 1), *_results(_A, _B)],), (_single_calls,), _WORD
     ),
+    # words of the system: Gemma 1 and 2
+    _Kind(([{"role": "system", "content": "Be"}, _USER],), (_system_of_user,)),
     # calls without a result: Mistral
     _Kind(([_USER, _said("", "", [_A]), _USER],), (_with_results,)),
     # a word of the user behind a result: Mistral

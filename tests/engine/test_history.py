@@ -77,6 +77,13 @@ CASES = {
         refusing("m.tool_calls and m.tool_calls | length > 1"), [USER, *TWO, USER],
         f"u:u|a:w[abcdefgh1 {ONE}]|a:[abcdefgh2 {ONE}]|u:u|",
     ),
+    "words of the system": (
+        refusing("m.role == 'system'"), [{"role": "system", "content": "s"}, USER, said("a"), USER],
+        "u:s\n\nu|a:a|u:u|",
+    ),
+    "words of the system before an answer": (
+        refusing("m.role == 'system'"), [{"role": "system", "content": "s"}, said("a"), USER], "u:s|a:a|u:u|",
+    ),
     "calls without a result": (
         refusing("m.role == 'user' and ns.last == 'assistant' and messages[loop.index0 - 1].tool_calls"),
         [USER, said("w", call()), USER], f"u:u|a:w[abcdefgh1 {ONE}]|t:abcdefgh1|u:u|",
