@@ -288,7 +288,7 @@ def test_an_environment_that_cannot_be_honoured_fails_the_import(name, value):
 @pytest.mark.no_level
 @pytest.mark.one_build
 def test_levels_that_a_build_has(monkeypatch):
-    """A developer's build has what the CPU runs best, every other one all; KVCACHE_LEVELS names others, however spelled."""
+    """A developer's build has what the CPU runs best, others all; KVCACHE_LEVELS names levels, with spaces or not."""
     setuptools = pytest.importorskip("setuptools")
     pytest.importorskip("Cython")
     if not (PROJECT / "setup.py").exists() or platform.machine() != "x86_64":
