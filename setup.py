@@ -53,12 +53,12 @@ if MACHINE in ("aarch64", "arm64"):
 # Levels without which another one cannot be.
 NEEDS = {"amx": "avx512", "avxvnni": "avx2", "i8mm": "neon"}
 KNOWN = [level for level in LEVELS if level != "scalar"]
-asked = os.environ.get("KVCACHE_LEVELS", "")
-if asked == "all" or (not asked and not is_for_developers()):
+asked = {level.strip() for level in os.environ.get("KVCACHE_LEVELS", "").split(",")} - {""}
+if "all" in asked or not (asked or is_for_developers()):
     BUILT = [*LEVELS]
 else:
-    chosen = [level.strip() for level in asked.split(",")] if asked else [best_level(KNOWN, EVEX_FLAGS * EVEX)]
-    if unknown := {*chosen} - {*LEVELS}:
+    chosen = asked or {best_level(KNOWN, EVEX_FLAGS * EVEX)}
+    if unknown := chosen - {*LEVELS}:
         sys.exit(f"KVCACHE_LEVELS: expected all, or some of {', '.join(LEVELS)}, got {', '.join(sorted(unknown))}")
     BUILT = [level for level in LEVELS if level in {"scalar", *chosen, *(NEEDS.get(each) for each in chosen)}]
 

@@ -144,7 +144,8 @@ class Progress:
             self._done += 1
             if (now := time.monotonic()) - self._said >= 1 or self._done == self._count:
                 self._said = now
-                print(f"kvcache: {self._done} of {self._count} compiled, {name}", flush=True)
+                line = f"kvcache: {self._done} of {self._count} compiled, {name}\n"
+                os.write(1, line.encode())  # print holds a lock, which a process that Cython forks now would wait for
 
 
 class build_kernels(build_ext):

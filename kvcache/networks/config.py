@@ -225,11 +225,10 @@ class ModelConfig:
         experts = ExpertSizes.of(family.experts, read, size) if num_experts else None
         most_experts = 0 if experts is None else experts.choice.open_to(num_experts)
         sizes = sizes_of(config, family, windows, num_heads, LayerSizes(num_kv_heads, head_dim, size))
-        for each in dict.fromkeys(sizes):
-            if latent is None:
-                check_sizes((each.head_dim,), "head_dim")
         if latent is not None:
             check_sizes((latent.latent, latent.turned), "kv_lora_rank")
+        for dim in {each.head_dim for each in sizes} if latent is None else ():
+            check_sizes((dim,), "head_dim")
         dims = {window is None: layer.head_dim for layer, window in zip(sizes, windows, strict=True)}
         if latent is not None:
             dims = {True: latent.turned, False: latent.turned}

@@ -58,6 +58,7 @@ _SHORT_CONVOLUTION = {"mixer.in_proj": "shortconv.in_proj", "mixer.conv1d": "sho
                       "mixer.out_proj": "shortconv.out_proj", "model.norm": "token_embd_norm"}
 _OF_BAILING = {"head_norm": "layer_output_norm"}
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
+_FLOATS = ("F32", "F16", "BF16")  # of vectors
 _COPIES = (".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight")  # matrices of the network, once more
 _CURVE = re.compile(r"model\.layers\.(\d+)\.mlp\.act_fn\.(\w+)")  # of xIELU: entries of the metadata
 _BY_KEY_HEADS = ("ssm_ba.weight", "ssm_in.weight")  # of Qwen3-Next; the second one in its older files
@@ -258,17 +259,16 @@ class GgufCheckpoint:
             f"{_NAMES[JOINT.removesuffix('.weight')]}.",
             f"{self.file.path}: {self.file.metadata['general.architecture']}.block_count",
         )
-        for name, info in self.file.items():
-            if len(info.shape) == 1 and info.dtype in LOADABLE and info.dtype not in ("F32", "F16", "BF16"):
-                raise CheckpointError(
-                    f"{self.file.path}: {name:.100}: expected F32, F16 or BF16 for a vector, got {info.dtype}"
-                )
         wanted = stored_tensors((each for each in expected if not _CURVE.fullmatch(each[0])), self._place)
 
         def stored() -> Iterator[tuple[str, tuple[int, ...]]]:
             """The tensors of the file, with its own shape where that has more or fewer axes of one row before it."""
             for name, shape in wanted:
                 info = self.file.get(name)
+                if info is not None and len(shape) == 1 and info.dtype in LOADABLE and info.dtype not in _FLOATS:
+                    raise CheckpointError(
+                        f"{self.file.path}: {name:.100}: expected F32, F16 or BF16 for a vector, got {info.dtype}"
+                    )
                 if info is not None and info.shape != shape and _bare(info.shape) == _bare(shape):
                     self._shapes[name], shape = shape, info.shape
                 yield name, shape

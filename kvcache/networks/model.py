@@ -106,7 +106,7 @@ class Transformer:
         """Load a Hugging Face checkpoint directory, or a GGUF file.
 
         Args:
-            directory: of `config.json` and safetensors; or a file whose name ends in `.gguf`.
+            directory: of `config.json` and safetensors; or a GGUF file.
             weights, progress: as for `Weights.read`.
             activations: as for the constructor.
             draft_layer: whether the MTP layer ("mtp", "nextn") is loaded, if there is one: the last layer of the

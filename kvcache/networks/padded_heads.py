@@ -37,8 +37,10 @@ def stored_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
 def check_sizes(sizes: tuple[int, ...], key: str) -> None:
     """Raise CheckpointError that names `key` for a head of more channels than kernels take."""
     most = _MOST if len(sizes) == 1 else _MOST_LATENT
-    if sum(stored_sizes(sizes)) > most:
-        raise CheckpointError(f"{key}: expected a head of at most {most} channels, got {sum(sizes)}")
+    true, stored = sum(sizes), sum(stored_sizes(sizes))
+    if stored > most:
+        kept = f", which are kept as {stored}" if stored > true else ""
+        raise CheckpointError(f"{key}: expected a head of at most {most} channels, got {true}{kept}")
 
 
 def padded(rows: NDArray[np.float32], sizes: tuple[int, ...]) -> NDArray[np.float32]:

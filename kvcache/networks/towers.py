@@ -74,7 +74,8 @@ _OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id")
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 _HEADS = {"language_model.model.": "language_model.lm_head.weight"}
 _LAYERS = ("layers.", "blocks.")  # the second one of Kimi K2.5, as transformers writes it
-_INSIDE = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d{1,9})\.(.+)")
+# A tensor of a layer of the text network; the last prefix is Nemotron's.
+_INSIDE = re.compile(rf"(?:{'|'.join(map(re.escape, (*_PREFIXES, 'backbone.')))})(?:layers|blocks)\.(\d{{1,9}})\.(.+)")
 _TOWERS = (
     "vision_tower.", "multi_modal_projector.", "mm_projector.", "visual.", "audio_tower.", "embed_vision.",
     "embed_audio.",
@@ -135,10 +136,10 @@ class Names:
             return name
         return _HEADS.get(self._prefix, name)
 
-    @classmethod
-    def layer_of(cls, name: str) -> tuple[int, str] | None:
+    @staticmethod
+    def layer_of(name: str) -> tuple[int, str] | None:
         """The layer of the text network that a tensor of a checkpoint belongs to, and its name there; None: none."""
-        found = None if cls.is_of_another_tower(name) else _INSIDE.search(name)
+        found = _INSIDE.match(name)
         return (int(found[1]), found[2]) if found else None
 
     @staticmethod

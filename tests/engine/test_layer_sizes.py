@@ -137,7 +137,7 @@ def test_heads_of_too_many_channels(tmp_path):
     for name, changes, message in (
         ("llama_26", {"head_dim": 514}, "head_dim: expected a head of at most 512 channels, got 514"),
         ("llama_26", {"head_dim": 27}, "head_dim: expected an even number"),
-        ("deepseek_v3_44", {"kv_lora_rank": 560}, "kv_lora_rank: expected a head of at most 576 channels, got 570"),
+        ("deepseek_v3_44", {"kv_lora_rank": 560}, "at most 576 channels, got 570, which are kept as 608"),
         ("gemma4_20", {"per_layer_config": {i: {"head_dim": 600} for i in "14"}}, "head_dim: expected a head"),
     ):
         folder = tmp_path / f"{name}{len(message)}"

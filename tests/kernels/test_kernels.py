@@ -1,6 +1,8 @@
 """Storage kernels: writing and reading rows, limits of formats, copying slots; levels and threads."""
 
 import os
+import platform
+import runpy
 import subprocess
 import sys
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from blocks import Scattered, copy_guarded, guarded
 from oracles.kernels import to_format
+from places import PROJECT
 
 from kvcache.kernels import kernelcalls, kernels
 
@@ -279,3 +282,32 @@ def test_an_environment_that_cannot_be_honoured_fails_the_import(name, value):
     assert got.returncode != 0
     assert name in got.stderr
     assert "ValueError" in got.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.no_level
+@pytest.mark.one_build
+def test_levels_that_a_build_has(monkeypatch):
+    """A developer's build has what the CPU runs best, others all; KVCACHE_LEVELS names levels, with spaces or not."""
+    setuptools = pytest.importorskip("setuptools")
+    pytest.importorskip("Cython")
+    if not (PROJECT / "setup.py").exists() or platform.machine() != "x86_64":
+        pytest.skip("the levels of a clone on x86-64")
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(PROJECT)
+
+    def built(levels, *arguments):
+        monkeypatch.setattr(sys, "argv", ["setup.py", *arguments])
+        monkeypatch.setenv("KVCACHE_LEVELS", levels)
+        return runpy.run_path("setup.py")["BUILT"]
+
+    every = built("", "bdist_wheel")
+    assert {"scalar", "avx2", "avx512"} <= {*every}
+    assert every == built(" all", "--inplace") == built("avx2,all")
+    assert {"scalar", kernels.best_level()} <= {*built("", "--inplace")}
+    assert built(" avx2 ,", "--inplace") == built("avx2", "bdist_wheel") == ["scalar", "avx2"]
+    with pytest.raises(SystemExit, match=r"KVCACHE_LEVELS: expected all, or some of scalar, avx2, .*, got sse9"):
+        built("avx2, sse9")
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-x86_64")
+    assert built("", "--inplace") == every

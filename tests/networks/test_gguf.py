@@ -268,6 +268,10 @@ TENSORS = {
         lambda t: t.update({"output_norm.weight": (np.zeros(68, np.uint8), "Q8_0")}),
         "output_norm.weight: expected F32, F16 or BF16 for a vector, got Q8_0",
     ),
+    "a vector of blocks in a row": (
+        lambda t: t.update({"output_norm.weight": (np.zeros((1, 68), np.uint8), "Q8_0")}),
+        "output_norm.weight: expected F32, F16 or BF16 for a vector, got Q8_0",
+    ),
     "divisors of another head": (
         lambda t: t.update({"rope_freqs.weight": np.ones(9, np.float32)}),
         r"rope_freqs.weight: expected F32 \(8,\), got F32 \(9,\)",
