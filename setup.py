@@ -54,10 +54,11 @@ if MACHINE in ("aarch64", "arm64"):
 NEEDS = {"amx": "avx512", "avxvnni": "avx2", "i8mm": "neon"}
 KNOWN = [level for level in LEVELS if level != "scalar"]
 asked = {level.strip() for level in os.environ.get("KVCACHE_LEVELS", "").split(",")} - {""}
-if "all" in asked or not (asked or is_for_developers()):
+best = best_level(KNOWN, EVEX_FLAGS * EVEX) if is_for_developers() and not asked else None
+if "all" in asked or not (asked or best):
     BUILT = [*LEVELS]
 else:
-    chosen = asked or {best_level(KNOWN, EVEX_FLAGS * EVEX)}
+    chosen = asked or {best}
     if unknown := chosen - {*LEVELS}:
         sys.exit(f"KVCACHE_LEVELS: expected all, or some of {', '.join(LEVELS)}, got {', '.join(sorted(unknown))}")
     BUILT = [level for level in LEVELS if level in {"scalar", *chosen, *(NEEDS.get(each) for each in chosen)}]

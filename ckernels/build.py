@@ -60,13 +60,19 @@ def is_for_developers():
 
 
 def best_level(known, flags):
-    """The level that this CPU runs best, of those that the compiler knows, as ckernels/kvc_dispatch.c finds it."""
+    """The level that this CPU runs best, of those that the compiler knows, as ckernels/kvc_dispatch.c finds it.
+
+    None: what the compiler makes does not run here.
+    """
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "probe")
         have = [f"-DKVC_HAVE_{level.upper()}=0" for level in known]
-        subprocess.run([*compiler, *have, *flags, "ckernels/probe_level.c", "-o", program], check=True)
-        return subprocess.run([program], check=True, capture_output=True, text=True).stdout.strip()
+        try:
+            subprocess.run([*compiler, *have, *flags, "ckernels/probe_level.c", "-o", program], check=True)
+            return subprocess.run([program], check=True, capture_output=True, text=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
 
 
 @dataclass(frozen=True)
