@@ -57,7 +57,7 @@ def choices_of(schema: Any, known: ArgumentSchema, *, strict: bool) -> ValueChoi
         GrammarError: there are such keywords, or too many choices.
     """
     is_any, is_text, literals, limits, others = False, False, list[str](), list[TextLimits](), list[dict[str, Any]]()
-    fit = ArgumentFit(known)
+    fit = ArgumentFit(known, known.steps)
     try:
         alternatives = known.alternatives(schema)
     except GrammarError:
@@ -69,6 +69,9 @@ def choices_of(schema: Any, known: ArgumentSchema, *, strict: bool) -> ValueChoi
         types, values = known.types(each), [each["const"]] if "const" in each else each.get("enum")
         if isinstance(values, list):
             values = [value for value in values if fit.fits(value, each)]
+            known.steps = max(0, fit.left)
+            if strict and fit.left < 0:
+                raise GrammarError("grammar: expected a schema with fewer values, or fewer limits of them, got more")
             literals += [value for value in values if isinstance(value, str)]
             if rest := [value for value in values if not isinstance(value, str)]:
                 others.append({"enum": rest})
