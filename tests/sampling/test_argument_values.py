@@ -179,18 +179,26 @@ def test_long_lists_take_bounded_time():
     known = ArgumentSchema({"$defs": {"e": many}})
     assert read_value("-1", {"anyOf": [{"$ref": "#/$defs/e"}] * 4000}, known) == "-1"
     assert read_value("49999", {"anyOf": [{"$ref": "#/$defs/e"}] * 500}, known) == 49_999
-    texts = [f"v{i}" for i in range(20_000)]
+    texts = [f"v{i}" for i in range(10_000)]
     assert choices_of({"enum": texts}, known, strict=True).literals == texts
     parts = [{"enum": [*texts, 1]}, {"enum": [1.0, True, "v7"]}, {"required": texts}, {"required": texts[::-1]}]
     (both,) = ArgumentSchema({}).alternatives({"allOf": parts})
     assert both["enum"] == ["v7", 1] and both["required"] == texts
     slow = {"enum": texts[:5000], "not": {"anyOf": [{"const": "w"}] * 50}}
-    with pytest.raises(GrammarError, match="grammar: expected a schema with fewer values"):
+    with pytest.raises(GrammarError, match="grammar: expected a schema of values beside few limits"):
         choices_of(slow, ArgumentSchema({}), strict=True)
     assert choices_of(slow, known := ArgumentSchema({}), strict=False).literals == texts[:5000] and known.steps == 0
     some = [{"anyOf": [{"enum": texts[i:]} for i in range(30)]} for _ in range(2)]
     with pytest.raises(GrammarError, match="grammar: expected a schema of at most 1000 choices"):
-        known.alternatives({"allOf": some})
+        ArgumentSchema({}).alternatives({"allOf": some})
+    known = ArgumentSchema({})
+    with pytest.raises(GrammarError, match="grammar: expected a schema of at most 1000 choices"):
+        for _ in range(1000):  # of one function
+            choices_of({"allOf": [{"enum": texts[:5000]}, {"enum": texts[4999:]}]}, known, strict=True)
+    with pytest.raises(GrammarError, match="grammar: expected a schema whose keywords have values of their kinds"):
+        ArgumentSchema({}).alternatives({"allOf": [{"minimum": {}}, {"minimum": {"a": 1}}]})
+    with pytest.raises(GrammarError, match="grammar: expected a schema of values beside few limits, without patterns"):
+        choices_of({"enum": ["a", "b"], "pattern": "a"}, ArgumentSchema({}), strict=True)
 
 
 def test_schemas_that_are_none_and_choices_in_many_choices():

@@ -9,6 +9,10 @@ from kvcache.sampling.dialects.argument_schema import ArgumentSchema, is_of, sam
 
 __all__ = ["ArgumentFit"]
 
+_UNREAD = {
+    "pattern", "patternProperties", "propertyNames", "contains", "uniqueItems", "dependentRequired", "dependentSchemas",
+    "unevaluatedProperties", "unevaluatedItems", "if",
+}
 _MOST_STEPS = 5_000  # which take 10 ms
 
 
@@ -23,10 +27,11 @@ class ArgumentFit:
 
     Attributes:
         left: of these; below 0: it had too few, and takes each value for one.
+        is_sure: whether no schema had a keyword that is not read.
     """
 
     def __init__(self, known: ArgumentSchema, steps: int = _MOST_STEPS) -> None:
-        self._known, self.left = known, steps
+        self._known, self.left, self.is_sure = known, steps, True
 
     def fits(self, value: Any, schema: Any) -> bool:
         """Whether it is one; True as well where that takes too long to say."""
@@ -43,6 +48,7 @@ class ArgumentFit:
             raise _TooLong
         if not isinstance(schema, dict):
             return schema is not False
+        self.is_sure = self.is_sure and _UNREAD.isdisjoint(schema)
         return all(
             check(self, value, schema[key], schema) for key, check in _CHECKS.items() if key in schema
         )

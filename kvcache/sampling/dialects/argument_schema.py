@@ -24,7 +24,7 @@ _MOST_REFERENCES = 16  # from one to the next
 _MOST_LEVELS = 200  # of a schema that is copied
 _MOST_ALTERNATIVES = 1000
 _MOST_CHOICES = 20_000  # which take 40 ms
-_JOINED = 64  # values, keys and members of two schemas that become one in a step
+_JOINED = 16  # values, keys and members of two schemas that become one in a step
 _ANYTHING: dict[str, Any] = {}
 _NOTHING: dict[str, Any] = {"enum": []}  # what `false` takes
 _CHOICES = ("anyOf", "oneOf")
@@ -207,12 +207,16 @@ class ArgumentSchema:
         return found
 
     def _joined(self, left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-        """One schema for two that hold at once, which takes steps by what they list. GrammarError: too many."""
-        lists = [each[key] for each in (left, right) for key in _MERGED_LISTS if isinstance(each.get(key), list | dict)]
-        self._left -= 1 + (sum(map(len, lists)) // _JOINED if right else 0)
-        if self._left < 0:
+        """One schema for two that hold at once, which takes steps by what both list. GrammarError: too many."""
+        both = [each[key] for key in _MERGED_LISTS if key in left and key in right for each in (left, right)]
+        cost = sum(len(each) for each in both if isinstance(each, list | dict)) // _JOINED
+        self._left, self.steps = self._left - 1 - cost, self.steps - cost
+        if min(self._left, self.steps) < 0:
             raise _too_many()
-        return _both(left, right)
+        try:
+            return _both(left, right)
+        except (TypeError, AttributeError):  # of keywords with values of other kinds
+            raise GrammarError("grammar: expected a schema whose keywords have values of their kinds, got others") from None
 
     def whole(self) -> dict[str, Any]:
         """All of it as one schema without references, where that is one, and as it is otherwise."""
