@@ -216,7 +216,7 @@ class ArgumentSchema:
         try:
             return _both(left, right)
         except (TypeError, AttributeError):  # of keywords with values of other kinds
-            raise GrammarError("grammar: expected a schema whose keywords have values of their kinds, got others") from None
+            raise GrammarError("grammar: expected a schema with keywords of their kinds, got others") from None
 
     def whole(self) -> dict[str, Any]:
         """All of it as one schema without references, where that is one, and as it is otherwise."""

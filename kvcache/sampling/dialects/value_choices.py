@@ -71,7 +71,9 @@ def choices_of(schema: Any, known: ArgumentSchema, *, strict: bool) -> ValueChoi
             values = [value for value in values if fit.fits(value, each)]
             known.steps = max(0, fit.left)
             if strict and values and (fit.left < 0 or not fit.is_sure):
-                raise GrammarError("grammar: expected a schema of values beside few limits, without patterns, got others")
+                raise GrammarError(
+                    "grammar: expected a schema of values beside few limits, without patterns, got others"
+                )
             literals += [value for value in values if isinstance(value, str)]
             if rest := [value for value in values if not isinstance(value, str)]:
                 others.append({"enum": rest})
