@@ -180,7 +180,7 @@ def _check_references(schema: Any) -> None:
 
 
 def _target(schema: Any, reference: str) -> Any:
-    """What a pointer (RFC 6901) leads to; None: nothing here."""
+    """The part of a schema that a pointer (RFC 6901) leads to; None: there is none here."""
     found = schema if reference == "#" or reference.startswith("#/") else None
     for step in reference.split("/")[1:]:
         key = unquote(step).replace("~1", "/").replace("~0", "~")
