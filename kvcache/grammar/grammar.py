@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from kvcache.errors import GrammarError
 from kvcache.support.arguments import as_instance, short
@@ -160,6 +161,36 @@ def _check_schema(text: str) -> None:
     ):
         if got > most:
             raise GrammarError(f"grammar: expected a JSON schema of at most {most} {what}, got {got}")
+    _check_references(schema)
+
+
+def _check_references(schema: Any) -> None:
+    """Raise GrammarError for a reference that leads to none but itself: a text that has come to it cannot go on."""
+    waiting, known = [schema], set[int]()
+    while waiting:
+        each = waiting.pop()
+        waiting += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        passed = set[int]()
+        while isinstance(each, dict) and isinstance(each.get("$ref"), str) and id(each) not in known:
+            if id(each) in passed:
+                raise GrammarError(f"grammar: expected references to schemas, got one to itself, {short(each['$ref'])}")
+            passed.add(id(each))
+            each = _target(schema, each["$ref"])
+        known |= passed
+
+
+def _target(schema: Any, reference: str) -> Any:
+    """The part of a schema that a pointer (RFC 6901) leads to; None: there is none here."""
+    found = schema if reference == "#" or reference.startswith("#/") else None
+    for step in reference.split("/")[1:]:
+        key = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(key)
+        elif isinstance(found, list) and re.fullmatch("[0-9]{1,5}", key) and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return None
+    return found
 
 
 def _check_rules(text: str) -> None:

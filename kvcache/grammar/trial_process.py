@@ -20,6 +20,7 @@ from typing import Any
 __all__: list[str] = []
 
 _PATHS, _STEPS = 2, 32  # texts that a trial begins, and tokens of each
+_FAULT = 500  # characters of one, which a pipe takes at once
 _DEAD_END = "NoExtension"  # which a text of these random tokens may come to
 _FIRST, _FACTOR, _MODULUS = 7919, 48_271, 2**31 - 1  # of numbers that look random, and are the same in each trial
 _ENDED: dict[int, str] = {  # the limit that a signal tells
@@ -47,7 +48,7 @@ def main() -> None:
         warm = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_regex("a"), log_level=0)
         warm.compute_bitmask()  # what is made once is no memory of a grammar
     except BaseException as error:  # panics of Rust are no `Exception`
-        answer["fault"] = f"{type(error).__name__}: {error}"[:500]
+        answer["fault"] = f"{type(error).__name__}: {error}"[:_FAULT]
     with suppress(OSError):
         os.nice(start["nice"])
     _send(channel, answer)
@@ -145,11 +146,11 @@ def _walk(package: Any, vocabulary: Any, limits: Any, source: str) -> dict[str, 
     except MemoryError:
         os.abort()
     except BaseException as error:  # panics of Rust are no `Exception`
-        return {"fault": str(error)[:2000]}
+        return {"fault": str(error)[:_FAULT]}
     if start.is_error():
-        return {"fault": start.get_error()[:2000]}
+        return {"fault": start.get_error()[:_FAULT]}
     if state.is_error() and not state.get_error().startswith(_DEAD_END):
-        return {"fault": state.get_error()[:2000], "limit": "step"}
+        return {"fault": state.get_error()[:_FAULT], "limit": "step"}
     return {"bytes": max(0, _resident() - before)}
 
 

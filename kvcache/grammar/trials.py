@@ -169,6 +169,8 @@ class Trials:
                 [sys.executable, "-I", str(_SCRIPT)], stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, env={**os.environ, **_ONE_THREAD},
             )
+        if self._is_closed:  # by a thread that has not seen the process
+            raise OSError("closed")
         answer = self._exchange(json.dumps(start).encode() + b"\n" + written, _STARTING)
         if answer["fault"] is not None:
             raise OSError(answer["fault"])
@@ -204,8 +206,8 @@ class Trials:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process, and its forks, which are of its group."""
-    if process.poll() is None:
+    """Kill a process, and its forks, which are of its group, and outlive it where another one has killed it."""
+    if process.returncode is None:  # its id is its own until it is waited for
         with suppress(OSError):  # it has no group yet
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()

@@ -42,6 +42,18 @@ def test_no_schema(schema, message):
         json_schema(schema)
 
 
+def test_references_to_themselves():
+    """A text that comes to one could not go on."""
+    for schema in (
+        {"$ref": "#"}, {"properties": {"a": {"$ref": "#/properties/a", "title": "x"}}},
+        {"$defs": {"a/b": {"$ref": "#/$defs/c"}, "c": {"$ref": "#/$defs/a~1b"}}, "items": [{"$ref": "#/$defs/c"}]},
+    ):
+        with pytest.raises(GrammarError, match="grammar: expected references to schemas, got one to itself, '#"):
+            json_schema(schema)
+    tree = {"type": "object", "properties": {"a": {"$ref": "#"}, "b": {"anyOf": [{"$ref": "#/properties/a"}]}}}
+    assert json_schema(tree | {"$defs": {"x": {"$ref": "#/$defs/none"}, "y": {"$ref": "other"}}})
+
+
 def test_rules_are_counted_in_linear_time():
     """Whatever is on the lines: a count by the square of them takes a minute."""
     began = time.process_time()

@@ -117,6 +117,21 @@ def test_the_process_is_made_anew_where_it_has_died(trials):
     assert trials.pid not in (None, pid)
 
 
+def test_forks_of_a_process_that_was_killed_end(trials):
+    """A fork is of its group, and ends when the next trial finds the process dead."""
+    made = compiler()
+    made.compile(regex("a"), trials=limited(trials))
+    pid = trials.pid
+    with subprocess.Popen(["sleep", "600"], preexec_fn=lambda: os.setpgid(0, pid)) as fork:
+        try:
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            made.compile(regex("b"), trials=trials)
+            assert fork.wait(60) == -signal.SIGKILL
+        finally:
+            fork.kill()
+
+
 def test_an_interrupt_leaves_no_answer_behind(trials):
     """The answer of the trial that it ended is not that of the next one."""
     made = compiler()

@@ -13,6 +13,7 @@ from kvcache.sampling.dialects.argument_fit import ArgumentFit
 from kvcache.sampling.dialects.argument_schema import ANY_TYPE, TYPES, ArgumentSchema, is_of
 from kvcache.sampling.dialects.argument_values import read_value
 from kvcache.sampling.dialects.python_words import number_of, python_calls, python_value
+from kvcache.sampling.dialects.value_choices import choices_of
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
 
@@ -170,3 +171,50 @@ def test_hostile_schemas_take_bounded_time():
         some = [{"anyOf": [{key: each} for each in range(40)]} for key in ("minimum", "maximum")]
         with pytest.raises(GrammarError, match="grammar: expected a schema of at most 1000 choices"):
             known.alternatives({"allOf": [*some, schema]})
+
+
+def test_long_lists_take_bounded_time():
+    """Lists of 50,000 values, which references and parts repeat, are compared once; numbers are those of JSON."""
+    many = {"enum": list(range(50_000))}
+    known = ArgumentSchema({"$defs": {"e": many}})
+    assert read_value("-1", {"anyOf": [{"$ref": "#/$defs/e"}] * 4000}, known) == "-1"
+    assert read_value("49999", {"anyOf": [{"$ref": "#/$defs/e"}] * 500}, known) == 49_999
+    texts = [f"v{i}" for i in range(10_000)]
+    assert choices_of({"enum": texts}, known, strict=True).literals == texts
+    parts = [{"enum": [*texts, 1]}, {"enum": [1.0, True, "v7"]}, {"required": texts}, {"required": texts[::-1]}]
+    (both,) = ArgumentSchema({}).alternatives({"allOf": parts})
+    assert both == {"enum": ["v7", 1], "required": texts}
+    slow = {"enum": texts[:5000], "not": {"anyOf": [{"const": "w"}] * 50}}
+    with pytest.raises(GrammarError, match="grammar: expected a schema of values beside few limits"):
+        choices_of(slow, ArgumentSchema({}), strict=True)
+    known = ArgumentSchema({})
+    assert choices_of(slow, known, strict=False).literals == texts[:5000]
+    assert known.steps == 0
+    some = [{"anyOf": [{"enum": texts[i:]} for i in range(30)]} for _ in range(2)]
+    with pytest.raises(GrammarError, match="grammar: expected a schema of at most 1000 choices"):
+        ArgumentSchema({}).alternatives({"allOf": some})
+    known = ArgumentSchema({})
+    parts = {"allOf": [{"enum": texts[:5000]}, {"enum": texts[4999:]}]}
+    while known.steps > 1000:  # of all questions about one function
+        assert choices_of(parts, known, strict=True).literals == texts[4999:5000]
+    with pytest.raises(GrammarError, match="grammar: expected a schema of at most 1000 choices"):
+        known.alternatives({"allOf": [parts] * 3})
+    with pytest.raises(GrammarError, match="grammar: expected a schema with keywords of their kinds"):
+        ArgumentSchema({}).alternatives({"allOf": [{"minimum": {}}, {"minimum": {"a": 1}}]})
+    with pytest.raises(GrammarError, match="grammar: expected a schema of values beside few limits, without patterns"):
+        choices_of({"enum": ["a", "b"], "pattern": "a"}, ArgumentSchema({}), strict=True)
+
+
+def test_schemas_that_are_none_and_choices_in_many_choices():
+    """A keyword that says what cannot be computed says nothing, and neither does a schema of 2,000 levels."""
+    known = ArgumentSchema({})
+    for limit in (0, 0.0):
+        schema = {"type": ["number"], "multipleOf": limit}
+        assert read_value("5", schema, known) == 5
+        assert choices_of({**schema, "enum": [5]}, known, strict=True).others == [{"enum": [5]}]
+    deep = {"type": "string"}
+    for _ in range(2000):
+        deep = {"anyOf": [deep, {"type": "integer"}]}
+    assert known.types(deep) == ANY_TYPE
+    with pytest.raises(GrammarError, match="grammar: expected a schema of at most 1000 choices"):
+        known.alternatives(deep)

@@ -559,12 +559,17 @@ def test_what_cannot_be_required():
             {"properties": {"a": {"type": "string", "format": "date"}}},
         ):
             refused(name, "a schema that this network's calls can follow, got", schema, strict=True)
+        many = {f"p{i}": {"$ref": "#/$defs/e"} for i in range(4000)}
+        large = {"e": {"enum": [f"v{i}" for i in range(5000)]}}
+        refused(name, "rules of at most 65536 characters, got more", {"properties": many, "$defs": large})
         refused(name, "a schema with all properties that it requires", {"properties": {"a": {}}, "required": ["b"]})
         refused(name, "names that this network can write, got", name="a\nb")
     refused("qwen3_coder", "a schema without </parameter>", {"properties": {"a": {"enum": ["</parameter>"]}}})
     refused("qwen3_coder", "keys that this network can write", {"properties": {"a>": {}}})
     refused("glm", "keys that this network can write", {"properties": {"a<": {}}})
     refused("gemma4", r'a schema without <\|"\|>', {"properties": {"a": {"const": '<|"|>'}}})
+    for schema in ({"enum": []}, {"allOf": [{"const": 1}, {"type": "string"}]}):
+        refused("gemma4", "a schema of some values, got one of none", {"properties": {"a": schema}}, strict=True)
     refused("gemma4", "texts and numbers in enum", {"properties": {"a": {"enum": [[1]]}}})
     refused("harmony", "names that this network can write", name="a b")
 

@@ -239,6 +239,7 @@ HOSTILE = [
     "<function=f><parameter=s>" + "\n<parameter=b>" * 4_000 + "</parameter>",
     '{"name": "f", "arguments": {"s": "' + "\n" * 60_000, "[f(" + "a=1," * 15_000, "[f(s='" + "\\'" * 30_000,
     "[f(s=" + "''" * 30_000 + ")]", "[" + "f(), " * 12_000, "f" * 60_000 + "(", "1" * 60_000 + "a[ARGS]{}",
+    "<function=f><parameter=s>" + "<parameter=" * 5_000 + "\n</parameter>", "call:f{s:x," + " " * 30_000 + ":" * 30_000,
 ]
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvcache.sampling.dialects.argument_schema import ArgumentSchema, is_of
+from kvcache.sampling.dialects.argument_schema import ArgumentSchema, is_of, same_text
 
 __all__ = ["ArgumentFit"]
 
-_MOST_STEPS = 5_000  # schemas that are asked, which take 10 ms
+_UNREAD = {
+    "pattern", "patternProperties", "propertyNames", "contains", "uniqueItems", "dependentRequired", "dependentSchemas",
+    "unevaluatedProperties", "unevaluatedItems", "if",
+}
+_MOST_STEPS = 5_000  # which take 10 ms
 
 
 class ArgumentFit:
@@ -19,33 +23,44 @@ class ArgumentFit:
 
     Args:
         known: what references lead to.
+        steps: schemas that it may ask.
+
+    Attributes:
+        left: of these; below 0: it had too few, and takes each value for one.
+        is_sure: whether no schema had a keyword that is not read.
     """
 
-    def __init__(self, known: ArgumentSchema) -> None:
-        self._known, self._left = known, 0
+    def __init__(self, known: ArgumentSchema, steps: int = _MOST_STEPS) -> None:
+        self._known, self.left, self.is_sure = known, steps, True
 
     def fits(self, value: Any, schema: Any) -> bool:
         """Whether it is one; True as well where that takes too long to say."""
-        self._left = _MOST_STEPS
         try:
             return self._fits(value, schema)
         except (_TooLong, RecursionError):
             return True
-        except (TypeError, ValueError, OverflowError, AttributeError):  # of a keyword with a value of another kind
+        except (TypeError, ValueError, ArithmeticError, AttributeError):  # of a keyword with a value of another kind
             return True
 
     def _fits(self, value: Any, schema: Any) -> bool:
-        self._left -= 1
-        if self._left < 0:
+        self.left -= 1
+        if self.left < 0:
             raise _TooLong
         if not isinstance(schema, dict):
             return schema is not False
+        self.is_sure = self.is_sure and _UNREAD.isdisjoint(schema)
         return all(
             check(self, value, schema[key], schema) for key, check in _CHECKS.items() if key in schema
         )
 
     def _reference(self, value: Any, reference: Any, _: Any) -> bool:
         return self._fits(value, self._known.resolved({"$ref": reference}))
+
+    def _const(self, value: Any, _: Any, schema: Mapping[str, Any]) -> bool:
+        return same_text(value) in self._known.values_of(schema, "const")
+
+    def _enum(self, value: Any, _: Any, schema: Mapping[str, Any]) -> bool:
+        return same_text(value) in self._known.values_of(schema, "enum")
 
     def _all(self, value: Any, some: Any, _: Any) -> bool:
         return all(self._fits(value, each) for each in some)
@@ -77,16 +92,7 @@ class ArgumentFit:
 
 
 class _TooLong(Exception):
-    """There are more schemas to ask than one question may."""
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are the same in JSON, where 1 is 1.0, and neither is true."""
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+    """There are more schemas to ask than it may."""
 
 
 def _multiple(value: Any, of: Any) -> bool:
@@ -107,8 +113,7 @@ def _sized(kind: str, holds: Callable[[Any, Any], bool]) -> Check:
 
 _CHECKS: dict[str, Check] = {
     "$ref": ArgumentFit._reference, "type": lambda self, *asked: _named(*asked),
-    "const": lambda self, value, wanted, _: _same(value, wanted),
-    "enum": lambda self, value, some, _: any(_same(value, each) for each in some),
+    "const": ArgumentFit._const, "enum": ArgumentFit._enum,
     "allOf": ArgumentFit._all, "anyOf": ArgumentFit._any, "oneOf": ArgumentFit._one, "not": ArgumentFit._not,
     "minimum": _sized("number", lambda value, limit: value >= limit),
     "maximum": _sized("number", lambda value, limit: value <= limit),

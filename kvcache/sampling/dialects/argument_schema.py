@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -9,7 +10,7 @@ from urllib.parse import unquote
 
 from kvcache.errors import GrammarError
 
-__all__ = ["ANY_TYPE", "TYPES", "ArgumentSchema", "is_of"]
+__all__ = ["ANY_TYPE", "TYPES", "ArgumentSchema", "is_of", "same_text"]
 
 TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict, "array": list,
@@ -22,6 +23,8 @@ _MOST_STEPS, _MOST_PARTS = 2000, 64
 _MOST_REFERENCES = 16  # from one to the next
 _MOST_LEVELS = 200  # of a schema that is copied
 _MOST_ALTERNATIVES = 1000
+_MOST_CHOICES = 20_000  # which take 40 ms
+_JOINED = 16  # values, keys and members of two schemas that become one in a step
 _ANYTHING: dict[str, Any] = {}
 _NOTHING: dict[str, Any] = {"enum": []}  # what `false` takes
 _CHOICES = ("anyOf", "oneOf")
@@ -38,12 +41,19 @@ class ArgumentSchema:
 
     Args:
         root: the schema of all arguments; what is no dict says nothing.
+
+    Attributes:
+        root: see above.
+        steps: schemas that may still be asked, of all choices of values.
     """
 
     def __init__(self, root: Any) -> None:
         self.root: Mapping[str, Any] = root if isinstance(root, dict) else {}
         self._types: dict[tuple[int, bool], tuple[Any, frozenset[str]]] = {}  # with the schema, whose id stays its own
         self._members: dict[tuple[int, str | None], tuple[Any, Any]] = {}  # the same of members and items
+        self._values: dict[tuple[int, str], tuple[Any, frozenset[str]]] = {}  # the same of lists of values
+        self._names: dict[tuple[int, bool], tuple[Any, frozenset[str]]] = {}  # and of types that one schema names
+        self.steps = _MOST_CHOICES
         self._left, self._is_cut = 0, False  # steps of the question; whether parts of a schema were left out
 
     def property_of(self, key: str, schema: Any = None) -> Any:
@@ -132,11 +142,27 @@ class ArgumentSchema:
             place = id(schema), hints
             if place not in self._types:
                 self._left = _MOST_STEPS
-                self._types[place] = schema, self._types_of(schema, hints, frozenset())
+                try:
+                    named = self._types_of(schema, hints, frozenset())
+                except RecursionError:  # of choices in choices
+                    named = ANY_TYPE
+                self._types[place] = schema, named
             found = self._types[place][1]
             if found != ANY_TYPE:
                 break
         return found or ANY_TYPE
+
+    def values_of(self, schema: Mapping[str, Any], key: str) -> frozenset[str]:
+        """The values that `const` or `enum` lists, as `same_text` writes them: 100,000 may be asked for many times."""
+        if (place := (id(schema), key)) not in self._values:
+            some = [schema[key]] if key == "const" else schema[key]
+            self._values[place] = schema, frozenset(map(same_text, some))
+        return self._values[place][1]
+
+    def _named(self, schema: Mapping[str, Any], hints: bool) -> frozenset[str]:
+        if (place := (id(schema), hints)) not in self._names:
+            self._names[place] = schema, _named_types(schema, hints)
+        return self._names[place][1]
 
     def _types_of(self, schema: Any, hints: bool, within: frozenset[int]) -> frozenset[str]:
         found, within = ANY_TYPE, within | {id(schema)}
@@ -144,7 +170,7 @@ class ArgumentSchema:
             self._left -= 1
             if self._left < 0:
                 return ANY_TYPE
-            found &= _named_types(part, hints)
+            found &= self._named(part, hints)
             for choice in _CHOICES:
                 if isinstance(part.get(choice), list):
                     inner = [each for each in part[choice] if id(each) not in within]
@@ -159,7 +185,10 @@ class ArgumentSchema:
             GrammarError: there are too many.
         """
         self._left = _MOST_STEPS
-        return [each for each in self._alternatives(schema, frozenset()) if each.get("type") != []]
+        try:
+            return [each for each in self._alternatives(schema, frozenset()) if each.get("type") != []]
+        except RecursionError:  # of choices in choices
+            raise _too_many() from None
 
     def _alternatives(self, schema: Any, within: frozenset[int]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = [{}]
@@ -167,16 +196,27 @@ class ArgumentSchema:
         parts, is_cut = self.parts(schema), self._is_cut
         for part in parts:
             plain = {key: each for key, each in part.items() if key not in _ELSEWHERE}
-            found = [_both(each, plain) for each in found]
+            found = [self._joined(each, plain) for each in found]
             for choice in _CHOICES:
                 if isinstance(part.get(choice), list):
                     inner = [each for each in part[choice] if id(each) not in within]
                     some = [each for one in inner for each in self._alternatives(one, within)]
-                    found = [_both(left, right) for left in found for right in some]
-            self._left -= len(found)
-            if len(found) > _MOST_ALTERNATIVES or self._left < 0 or is_cut:
-                raise GrammarError(f"grammar: expected a schema of at most {_MOST_ALTERNATIVES} choices, got more")
+                    found = [self._joined(left, right) for left in found for right in some]
+            if len(found) > _MOST_ALTERNATIVES or is_cut:
+                raise _too_many()
         return found
+
+    def _joined(self, left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+        """One schema for two that hold at once, which takes steps by what both list. GrammarError: too many."""
+        both = [each[key] for key in _MERGED_LISTS if key in left and key in right for each in (left, right)]
+        cost = sum(len(each) for each in both if isinstance(each, list | dict)) // _JOINED
+        self._left, self.steps = self._left - 1 - cost, self.steps - cost
+        if min(self._left, self.steps) < 0:
+            raise _too_many()
+        try:
+            return _both(left, right)
+        except (TypeError, AttributeError):  # of keywords with values of other kinds
+            raise GrammarError("grammar: expected a schema with keywords of their kinds, got others") from None
 
     def whole(self) -> dict[str, Any]:
         """All of it as one schema without references, where that is one, and as it is otherwise."""
@@ -215,6 +255,24 @@ class ArgumentSchema:
         if isinstance(reference, str) and reference.startswith("#"):
             found["$ref"] = f"#/$defs/{names.setdefault(reference, f'r{len(names)}')}"
         return found
+
+
+def same_text(value: Any) -> str:
+    """A text that is the same for values that are the same in JSON: 1 is 1.0, and neither is true."""
+    return json.dumps(_whole_numbers(value), sort_keys=True)
+
+
+def _whole_numbers(value: Any) -> Any:
+    """A value whose numbers without a fraction are integers."""
+    if isinstance(value, list):
+        return [_whole_numbers(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _whole_numbers(each) for key, each in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _too_many() -> GrammarError:
+    return GrammarError(f"grammar: expected a schema of at most {_MOST_ALTERNATIVES} choices, got more")
 
 
 def is_of(value: Any, kind: str) -> bool:
@@ -276,10 +334,19 @@ def _properties(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, 
     return {**left, **right, **shared}
 
 
+def _all_of(one: list[Any], other: list[Any]) -> list[Any]:
+    return list({same_text(each): each for each in (*one, *other)}.values())
+
+
+def _shared(one: list[Any], other: list[Any]) -> list[Any]:
+    known = set(map(same_text, other))
+    return [each for each in one if same_text(each) in known]
+
+
+_MERGED_LISTS = "enum", "required", "properties"
 # What two values of a keyword say together.
 _MERGES: dict[str, Any] = {
-    "properties": _properties, "required": lambda one, other: [*one, *(each for each in other if each not in one)],
-    "enum": lambda one, other: [each for each in one if each in other],
+    "properties": _properties, "required": _all_of, "enum": _shared,
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems"), max),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems"), min),
 }

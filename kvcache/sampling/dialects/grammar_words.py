@@ -17,6 +17,7 @@ __all__ = ["GrammarWords", "TextLimits", "checked_keywords", "members_of"]
 _ANY, _GAP = r"(.|\n)*", r"/\n{0,2}/"
 _TEXT = f"/{_ANY}/"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,99})(\.[0-9]{1,99})?([eE][+-]?[0-9]{1,2})?/"  # below 1e200
+_MOST = 1 << 16  # characters of all rules, as of a Lark grammar
 # Keywords that constrain nothing.
 _SILENT = {"$schema", "$id", "$comment", "default", "deprecated", "description", "examples", "title"}
 _VALUES, _NAMED = {"const", "enum"}, {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
@@ -51,7 +52,7 @@ class GrammarWords:
         self._ids = {text: f"<[{id}]>" for id, text in {**marks.spelled, **marks.by_id}.items()}
         self._special = re.compile("|".join(map(re.escape, self._ids)) or "(?!)")
         self.rules: list[str] = []
-        self._names = 0
+        self._names = self._size = 0
 
     def rule(self, body: str, options: str = "") -> str:
         """Add a rule; its name."""
@@ -66,7 +67,13 @@ class GrammarWords:
 
     def define(self, name: str, body: str, options: str = "") -> None:
         """Add a rule of this name."""
-        self.rules.append(f"{name}{options}: {body}")
+        self._add(f"{name}{options}: {body}")
+
+    def _add(self, rule: str) -> None:
+        self._size += len(rule)
+        if self._size > _MOST:  # properties that refer to one large schema repeat it
+            raise GrammarError(f"grammar: expected rules of at most {_MOST} characters, got more")
+        self.rules.append(rule)
 
     def mark(self, mark: str) -> str:
         """A mark; "" is none."""
@@ -100,7 +107,7 @@ class GrammarWords:
         if not self._token_in(tag):
             some.append(f"~/{_ANY}{_escaped(tag)}{_ANY}/")
         self._names += 1
-        self.rules.append(f"T{self._names}: {' & '.join(some)}")
+        self._add(f"T{self._names}: {' & '.join(some)}")
         name = f"T{self._names}"
         return f"{name} {self.literal(mark.removeprefix(before))}" if token else self._to(mark, name)
 
@@ -109,7 +116,7 @@ class GrammarWords:
         if not (some := "|".join(map(_pattern, names))):
             return f"/{_slashed(pattern)}/"
         self._names += 1
-        self.rules.append(f"T{self._names}: /{_slashed(pattern)}/ & ~/{_slashed(f'({some})')}/")
+        self._add(f"T{self._names}: /{_slashed(pattern)}/ & ~/{_slashed(f'({some})')}/")
         return f"T{self._names}"
 
     def _to(self, mark: str, text: str) -> str:
@@ -147,7 +154,7 @@ class GrammarWords:
         """A text that does not begin as some regular expressions, and has a beginning and an end."""
         self._names += 1
         some = "|".join(filter(None, openings)).replace("/", r"\/")
-        self.rules.append(f"T{self._names}: /{begin}{_ANY}{end}/ & ~/({some}){_ANY}/")
+        self._add(f"T{self._names}: /{begin}{_ANY}{end}/ & ~/({some}){_ANY}/")
         return f"T{self._names}"
 
     @property

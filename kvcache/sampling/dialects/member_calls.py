@@ -35,6 +35,7 @@ class MemberCalls:
         self._level, self._quote = 1, ""  # brackets and the quote that are open
         self._last = ""  # the last character outside of quotes, white space left out
         self._comma = -1  # where a text without quotes ends, if a key follows; -1: nowhere
+        self._refuted = -1  # such a comma, behind which a colon was no key's
         self._count = -1  # arguments; -1: the call has not begun
         self._is_ended = False  # the call, or the search for one
 
@@ -89,7 +90,10 @@ class MemberCalls:
         elif character in ",:" and self._level == 1:
             if self._ends_member(at):
                 return self._member(at if self._comma < 0 else self._comma, ends=False)
-            self._comma = at if character == "," else self._comma
+            if character == ",":
+                self._comma = at
+            else:  # no later colon is, and each would be compared with all between
+                self._refuted = self._comma
         else:
             self._level += {"{": 1, "[": 1, "}": -1, "]": -1}.get(character, 0)
         self._last = character
@@ -100,7 +104,7 @@ class MemberCalls:
         """Whether a comma ends the member, or a colon says that the last comma did."""
         if self._text[at] == ",":
             return self._comma < 0 and not is_bare(self._text[:at])
-        return self._comma >= 0 and _NEXT_KEY.fullmatch(self._text, self._comma + 1, at) is not None
+        return self._comma > self._refuted and _NEXT_KEY.fullmatch(self._text, self._comma + 1, at) is not None
 
     def _string(self) -> bool:
         """Search the end of a quote; whether it has come."""
@@ -130,6 +134,7 @@ class MemberCalls:
             self._span.put(("{" if self._count <= 0 else ", ") + written + "}" * ends)
             self._count = max(self._count, 0) + (not is_none)
             self._text, self._at, self._last, self._comma = self._text[end + 1 :], 0, "", -1
+            self._refuted = -1
             if ends:
                 self._span.finish()
                 self._is_ended = True

@@ -92,8 +92,10 @@ class MemberGrammar:
                 return self._rule_of_any("value")
             self._kept.append(schema)
             self._rules[id(schema)] = name = self._words.reserve()
-            choices = choices_of(schema, self._known, strict=self._strict)
-            self._words.define(name, " | ".join(dict.fromkeys(self._ways(choices, depth))))
+            ways = dict.fromkeys(self._ways(choices_of(schema, self._known, strict=self._strict), depth))
+            if self._strict and not ways:
+                raise GrammarError("grammar: expected a schema of some values, got one of none")
+            self._words.define(name, " | ".join(ways) or self._rule_of_any("value"))
         return self._rules[id(schema)]
 
     def _ways(self, choices: ValueChoices, depth: int) -> Iterable[str]:
@@ -109,8 +111,8 @@ class MemberGrammar:
             for each in choices.limits:
                 yield f"{quote} {self._words.text_within(each, self._quote, self._quote)}"
         for schema in choices.others:
-            if "enum" in schema or "const" in schema:
-                yield from map(self._literal, [schema["const"]] if "const" in schema else schema["enum"])
+            if isinstance(values := [schema["const"]] if "const" in schema else schema.get("enum"), list):
+                yield from map(self._literal, values)
                 continue
             kinds = self._known.types(schema)
             allowed = {"type"}.union(*(_OF_TYPES.get(kind, set()) for kind in (*kinds, "string")))

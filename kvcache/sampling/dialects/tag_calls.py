@@ -142,14 +142,12 @@ class TagCalls:
     def _end_of(self, key: str, end: int, behind: int) -> tuple[int, int]:
         """The end of a value, and the place behind its tag: there is none where the next argument begins on a line of
         its own, one that the function has and that has not come."""
-        style = self._style
-        if not style.wraps or style.key[0] not in self._text[:end]:
-            return end, behind
-        for found in self._argument.finditer(self._text, 0, end):
-            other = style.named(found[1])
-            is_new = other not in {key, *self._given} and self._schema.has_property(other)
-            if is_new and self._text.endswith("\n", 0, found.start()):
-                return found.start(), found.start()
+        style, text, at = self._style, self._text, 0
+        while style.wraps and (at := text.find("\n" + style.key[0], at, end) + 1):
+            found = self._argument.match(text, at, min(end, at + _LONGEST))
+            other = key if found is None else style.named(found[1])
+            if other not in {key, *self._given} and self._schema.has_property(other):
+                return at, at
         return end, behind
 
     def _schema_of(self, key: str) -> Any:

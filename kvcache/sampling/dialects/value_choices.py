@@ -57,7 +57,6 @@ def choices_of(schema: Any, known: ArgumentSchema, *, strict: bool) -> ValueChoi
         GrammarError: there are such keywords, or too many choices.
     """
     is_any, is_text, literals, limits, others = False, False, list[str](), list[TextLimits](), list[dict[str, Any]]()
-    fit = ArgumentFit(known)
     try:
         alternatives = known.alternatives(schema)
     except GrammarError:
@@ -65,10 +64,16 @@ def choices_of(schema: Any, known: ArgumentSchema, *, strict: bool) -> ValueChoi
             raise
         types = known.types(schema)
         return ValueChoices(types == ANY_TYPE, "string" in types, [], [], [schema] if types - {"string"} else [])
+    fit = ArgumentFit(known, known.steps)  # behind the alternatives, which take some
     for each in alternatives:
         types, values = known.types(each), [each["const"]] if "const" in each else each.get("enum")
         if isinstance(values, list):
             values = [value for value in values if fit.fits(value, each)]
+            known.steps = max(0, fit.left)
+            if strict and values and (fit.left < 0 or not fit.is_sure):
+                raise GrammarError(
+                    "grammar: expected a schema of values beside few limits, without patterns, got others"
+                )
             literals += [value for value in values if isinstance(value, str)]
             if rest := [value for value in values if not isinstance(value, str)]:
                 others.append({"enum": rest})
