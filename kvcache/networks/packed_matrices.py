@@ -220,12 +220,14 @@ class _Grouped:
 
 
 def _if_all(
-    tensors: MatrixTensors, name: str, zero: int, zeros: Callable[[], NDArray[Any]], scales: Callable[[], Float32]
+    tensors: MatrixTensors, name: str, zero: int, zeros: Callable[[], NDArray[Any]], scales: Callable[[], Float32],
+    more: int = 0,
 ) -> Callable[[], Float32]:
-    """`scales`, but CheckpointError unless all `zeros` of the tensor `name` are `zero`."""
+    """`scales`, but CheckpointError unless all `zeros` of the tensor `name` are `zero`, or all of them `zero + more`."""
 
     def checked() -> Float32:
-        if (zeros() != zero).any():
+        found = zeros()
+        if not any((found == each).all() for each in (zero, zero + more)):
             tensors.fail(name, f"zeros of {zero}, those of symmetric numbers", "others")
         return scales()
 
@@ -336,7 +338,8 @@ def gptq_of(tensors: MatrixTensors, stem: str, quantisation: Quantisation) -> _G
 
     if not quantisation.symmetric:
         return _Grouped(tensors, (rows, columns), bits, groups, codes, scales, zeros)
-    scales = _if_all(tensors, name, 1 << bits - 1, zeros, scales)
+    # Folders of the older version may store the zeros of symmetric numbers as the newer one does.
+    scales = _if_all(tensors, name, 1 << bits - 1, zeros, scales, quantisation.zeros_less_one)
     return _Grouped(tensors, (rows, columns), bits, groups, codes, scales)
 
 

@@ -195,6 +195,7 @@ CASES = {
     "packed with zeros": (packed_zeros, PACKED, "q4_1", 2.0**-10),
     "gptq": (gptq, GPTQ, "q4_0", 0),
     "gptq_v2": (gptq_v2, GPTQ | {"checkpoint_format": "gptq_v2"}, "q4_0", 0),
+    "gptq_v2 that says gptq": (gptq_v2, GPTQ | {"checkpoint_format": "gptq"}, "q4_0", 0),
     "gptq 8 bits": (gptq_8, GPTQ | {"bits": 8}, "q8_0", 0),
     "gptq with zeros": (gptq_zeros, GPTQ | {"sym": False}, "q4_1", 2.0**-10),
     "mxfp4": (mxfp4, COMPRESSED | {"format": "mxfp4-pack-quantized"}, "mxfp4", 0),
