@@ -223,7 +223,7 @@ def _if_all(
     tensors: MatrixTensors, name: str, zero: int, zeros: Callable[[], NDArray[Any]], scales: Callable[[], Float32],
     more: int = 0,
 ) -> Callable[[], Float32]:
-    """`scales`, but CheckpointError unless all `zeros` of the tensor `name` are `zero`, or all of them `zero + more`."""
+    """`scales`, but CheckpointError unless all `zeros` of the tensor `name` are `zero`, or all are `zero + more`."""
 
     def checked() -> Float32:
         found = zeros()
