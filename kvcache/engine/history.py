@@ -89,7 +89,7 @@ def are_texts(parts: Sequence[Any]) -> bool:
 
 
 def _system_of_user(messages: Messages) -> Messages:
-    """What the system says at the beginning is the beginning of the user's first words."""
+    """Put what the system says at the beginning before the first words of the user."""
     if not messages or messages[0].get("role") != "system":
         return messages
     system, *rest = messages[0] | {"role": "user"}, *messages[1:]

@@ -102,7 +102,7 @@ def test_usage_errors(arguments, capsys):
 def test_help_lists_all_options(capsys):
     for arguments, words in (
         ("--help", ("demo", "chat", "generate", "examples")),
-        ("generate --help", ("--top-p", "PATH", ".gguf")),
+        ("generate --help", ("--top-p", "PATH", "GGUF")),
         ("chat --help", ("--system", "Ctrl-C", "smollm2")),
     ):
         with pytest.raises(SystemExit) as stopped:
