@@ -2,8 +2,8 @@
 
 The first prompt in the order of keys, and the others by the time that they still need, the shortest first. If one of
 these needs less than the first, they run before it and have half of the step, the first one the rest; a first one that
-needs little, and at most twice as much as that one, goes before. So the first one needs some twice the time that it
-needs alone, at most two and a half times, whatever comes behind it, and each prompt becomes the first one.
+needs little, and at most twice as much as that one, goes before. So the first one needs at most twice the time that it
+needs alone, whatever comes behind it, and each prompt becomes the first one.
 
 A prompt that ends in a step has its first token when the step ends, so little runs beside it: other prompts that end,
 up to 64 rows together, then one that does not, for as long as these at most. So does a first one that is long. Where
@@ -60,11 +60,12 @@ class Shares:
         self._prompts, self._rows = self._prompts - 1, self._rows - own
         self._fill(others)
         self._prompts, self._rows = self._prompts + 1, self._rows + own
-        self._tokens, left, spent = room - self._ran, seconds - self._spent, self._spent
+        self._tokens, spent = room - self._ran, self._spent
+        left = max(seconds - spent, spent)  # others may have run some tokens more than their half
         first.owed += spent
         enough = first.fixed_piece if first.chunk else LEAST
-        if not self._ends:  # others may have run some tokens more than their half
-            self._give(first, max(left, spent), least - self._ran)
+        if not self._ends:
+            self._give(first, left, least - self._ran)
         elif self._budget.tokens(first.owed, first.computed) >= enough:
             self._give(first, min(first.owed, left), enough)
         first.owed = max(0.0, first.owed - (self._spent - spent))

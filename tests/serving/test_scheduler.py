@@ -191,7 +191,7 @@ def test_several_prompts_share_a_step():
 @settings(max_examples=60)
 @given(st.data())
 def test_shares(data):
-    """Prompts of any lengths: each step runs something, within its time, and the first one about half of it."""
+    """Prompts of any lengths: each step runs something, within its time, and the first one has half of it."""
     draw = data.draw
     budget = TokenBudget(draw(st.sampled_from([None, 0.0, 0.05, 1.0])))
     budget.per_token, budget.per_pair = draw(st.sampled_from([(4e-4, 1.6e-7), (2e-3, 1.4e-7), (0.3, 1e-6)]))
@@ -225,7 +225,7 @@ def test_shares(data):
         if draw(st.booleans()):  # another one comes
             works.append(SimpleNamespace(**{**vars(first), "computed": 0, "remaining": draw(lengths), "owed": 0.0}))
     waits = 3 * budget.cost(MOST, 15_000)
-    assert spent - own <= 1.5 * own + waits
+    assert spent - own <= own + waits
     assert own <= alone * 1.001
 
 
