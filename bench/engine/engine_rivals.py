@@ -7,6 +7,7 @@ A rival reads a file, or one with the weights of a random network (`random`). It
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,18 @@ Tokens = npt.NDArray[np.uint32]
 ROOM = 4352  # tokens of a text, unless a caller has longer ones
 
 
-class Rival:
+class Rival(ABC):
     """An engine whose cache can be cut back to a prompt."""
 
     _held = 0  # tokens of the prompt
 
+    @abstractmethod
     def prefill(self, tokens: Tokens) -> None:
         """Run a prompt with an empty cache, up to the logits of its last token."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rewind(self) -> None:
         """Cut the cache back to the prompt."""
-        raise NotImplementedError
 
     def hold(self, tokens: Tokens) -> None:
         """Bring the cache to the end of a prompt."""

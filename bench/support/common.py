@@ -112,7 +112,7 @@ def alternating(name: str, before: Callable[[], object], run: Callable[[], objec
 
 
 def repeat(count: int, call: Callable[..., object], *arguments: object) -> None:
-    """Make the same call so many times."""
+    """Make the same call `count` times."""
     for _ in range(count):
         call(*arguments)
 

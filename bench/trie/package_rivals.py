@@ -63,7 +63,7 @@ class CompiledRadix:
 
 @cache
 def _slots(count: int) -> Any:
-    """Slots of so many tokens: made once, as no rival is to be charged for them."""
+    """Slots for the tokens, made once: no rival pays for them."""
     import torch
 
     return torch.arange(count)

@@ -51,7 +51,7 @@ MODEL = (
 )
 BLOCK = 16  # tokens
 # The cache of a server whose options say no size: a share of the memory that is available once the weights are loaded,
-# and at most so many contexts and tokens. Agents begin with prompts of 10,000 to 20,000 tokens.
+# at most CONTEXTS contexts, and at most TOKENS tokens. Agents begin with prompts of 10,000 to 20,000 tokens.
 SHARE, CONTEXTS, TOKENS = 0.5, 4, 1 << 17
 # The options of sampling, which have the names of the fields of `SamplingParams`.
 _FIELDS = (

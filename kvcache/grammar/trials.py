@@ -22,7 +22,7 @@ __all__ = ["TrialDeadlineError", "TrialLimits", "TrialResult", "TrialVocabulary"
 _SCRIPT = Path(__file__).with_name("trial_process.py")
 _STARTING = 120.0  # seconds: a large vocabulary takes some, and a machine may be busy
 _MIB = 1 << 20
-# Of the packages that the process imports: it forks, and a fork has one thread.
+# Variables of the packages that the process imports: they start no threads, since the process forks.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

@@ -75,7 +75,7 @@ class Form(ABC):
         self._body, self._engine = body, engine
 
     def too_large(self, tokens: int) -> BodyError:
-        """The error of a prompt of so many tokens, which needs more memory than the engine has."""
+        """The error of a prompt of `tokens` tokens, which needs more memory than the engine has."""
         most = self._engine.max_prompt
         return too_large(self._body.field, f"{tokens} tokens", None if most is None or most >= tokens else most)
 

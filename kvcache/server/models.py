@@ -50,7 +50,7 @@ class Models:
     def of(self, body: dict[str, Any]) -> ServedModel:
         """The model that a body asks for. One that names none asks for the only one, and gets its name.
 
-        Of several it is the first one, and paths that need a name refuse the body.
+        With several models the first one is returned; paths that need a name then refuse the body.
         """
         if len(self.all) == 1 and body.get("model") is None:
             body["model"] = self.all[0].names[0]

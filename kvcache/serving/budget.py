@@ -1,4 +1,4 @@
-"""How long the prompts of a step may take, and how long so many of their tokens do: texts never wait for long."""
+"""The time that the prompts of a step may take, and the time that their tokens take: texts never wait for long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENOUGH_ROWS = 64  # a product of twice as many takes twice as long
 _WEIGHT = 0.25  # of the newest measurement in the running means
 _GAP = 0.05  # seconds: the default
 _AIM = 0.9  # share of the target that a step is meant to last: with that 99 of 100 gaps keep it, or nearly
-_GAPS_ALONE = 4  # a step without texts that are being written lasts as long as so many of them
+_GAPS_ALONE = 4  # a step without texts that are being written lasts this many of them
 _GUESS = 2e-3  # seconds of a token of a prompt, before one was measured
 _PAIRS = 4096  # pairs that take as long as a token, before they were measured; with large networks they are more
 _SHORTEST, _MOST_PAIRS = 1e-9, 1 << 20  # seconds of a token at least; pairs that take as long as a token at most
@@ -50,14 +50,14 @@ class TokenBudget:
         self._is_measured = False
 
     def seconds(self, num_decodes: int) -> float:
-        """The time for the prompts of a step beside so many decodes."""
+        """Seconds for the prompts of a step that decodes `num_decodes` texts."""
         if not num_decodes:
             return _GAPS_ALONE * _AIM * self.target_gap
         spare = _AIM * self.target_gap - self.decode_seconds
         return max(spare, self.decode_seconds if self._grows else 0.0)
 
     def least(self, num_decodes: int) -> int:
-        """The tokens of prompts that a step beside so many decodes may run, however long they take."""
+        """Tokens of prompts that a step with `num_decodes` decodes may run, however long they take."""
         return LEAST if num_decodes else LEAST_ALONE
 
     def cost(self, count: int, computed: int = 0) -> float:
@@ -65,7 +65,7 @@ class TokenBudget:
         return count * self.per_token + pairs(count, computed) * self.per_pair
 
     def tokens(self, seconds: float, computed: int = 0) -> int:
-        """How many of these run in so many seconds, `MOST` at most."""
+        """The number of these that run in `seconds`, `MOST` at most."""
         if seconds <= 0.0:
             return 0
         each = self.per_token + self.per_pair * computed  # seconds = each * tokens + per_pair / 2 * tokens ** 2

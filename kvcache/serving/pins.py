@@ -21,7 +21,7 @@ from kvcache.texts.text import Text
 __all__ = ["Pin", "Pins", "as_kept"]
 
 _MOST = 1024  # pins: those of a namespace are compared with each text of it that begins
-_OF_ALL, _OF_ONE = 2, 4  # a half of all blocks, and a quarter for one owner, who has a half of the pins at most too
+_OF_ALL, _OF_ONE = 2, 4  # all pins have a half of the blocks; one owner has a quarter, and half of the pins
 
 
 def as_kept(keep: Any, num_tokens: int, block_size: int) -> list[tuple[int, float]]:

@@ -79,7 +79,7 @@ class Shares:
                 return
 
     def _give(self, work: Work, seconds: float, least: int) -> None:
-        """Give a prompt as many tokens as run in so many seconds, or `least`; none leaves little for a next step."""
+        """Give a prompt the tokens that run in `seconds`, or `least`; none leaves little for a next step."""
         count = min(max(least, self._budget.tokens(seconds, work.computed)), self._tokens)
         if count > 0 and work.remaining < count + LEAST:
             count = min(work.remaining, self._most - self._ran)
@@ -98,7 +98,7 @@ class Shares:
 
 
 def fitting(work: Work, most: int, rows: int) -> int:
-    """How many of at most `most` tokens of a work run in a step with so many rows of logits."""
+    """The number of tokens, at most `most`, that a work runs in a step with `rows` rows of logits."""
     if most <= 0:
         return 0
     if work.chunk:

@@ -244,9 +244,9 @@ def has_blocks(
     """Whether so many blocks are free, or would be if all that no sequence refers to were evicted.
 
     Args:
-        claimed: at most so many blocks have other references, or will have. Where that is enough to know, none are
+        claimed: the most blocks that have other references, or will have. Where that is enough to know, none are
             counted.
-        promised: so many of these are not taken yet.
+        promised: the number of these that are not taken yet.
     """
     free = cache.free_block_count
     if needed + promised <= free or needed <= cache.total_blocks - claimed:

@@ -73,7 +73,7 @@ class Call:
 
     Attributes:
         command: of the shell; None: a function that nobody offers.
-        keep: so many characters of the call are written, and then the answer ends; None: all.
+        keep: the number of characters of the call that are written before the answer ends; None: all.
     """
 
     command: str | None

@@ -23,7 +23,7 @@ def _no_number(name: str) -> Any:
     raise ValueError(f"value: expected one of JSON, got {name}")
 
 
-# Of JSON whose values JSON can say again.
+# Reads JSON; each value that it returns can be written as JSON again.
 DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_number, strict=False)
 
 
