@@ -241,7 +241,7 @@ def free_blocks(
 def has_blocks(
     cache: PagedKvCache, prefixes: Iterable[PrefixCache], needed: int, claimed: int, promised: int = 0
 ) -> bool:
-    """Whether so many blocks are free, or would be if all that no sequence refers to were evicted.
+    """Whether `needed` blocks are free, or would be if all that no sequence refers to were evicted.
 
     Args:
         claimed: the most blocks that have other references, or will have. Where that is enough to know, none are
