@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
+from kvcache.networks.expert_kinds import ExpertKind
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import Family, family_of
 from kvcache.networks.files import read_json, refuse_adapter
@@ -29,8 +30,6 @@ from kvcache.support.arguments import short
 
 __all__ = ["ModelConfig"]
 
-# How files say how many of the first layers have an MLP in place of experts.
-_DENSE_LAYERS = dict.fromkeys(("deepseek", "bailing"), "first_k_dense_replace") | {"ernie": "moe_layer_start_index"}
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # what files call layers without a window and with one
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
@@ -221,8 +220,9 @@ class ModelConfig:
             config = _with_bases(config, num_layers)
         windows = _windows(config, family, read, positions, num_layers)
         qkv_bias, output_bias, mlp_bias = _biases(read, family)
-        num_experts, size = _experts(read, family, has_experts="moe" in (listed or ()))
-        experts = ExpertSizes.of(family.experts, read, size) if num_experts else None
+        kind, (num_experts, size) = family.experts, _experts(read, family, listed or [])
+        experts = kind.sizes(read) if kind and num_experts else None
+        mlps = mlps_of(listed, mixers, experts=num_experts > 0)
         most_experts = 0 if experts is None else experts.choice.open_to(num_experts)
         sizes = sizes_of(config, family, windows, num_heads, LayerSizes(num_kv_heads, head_dim, size))
         if latent is not None:
@@ -268,13 +268,13 @@ class ModelConfig:
             norm=family.norm,
             norm_bias=family.norm_bias,
             norms=family.norms,
-            mlps=_dense_first(mlps_of(listed, mixers, experts=num_experts > 0), read, family),
+            mlps=_with_mlps(mlps, read, kind) if kind and num_experts else mlps,
             mlp_gate=family.mlp_gate,
             activation=family.activation or _activation(read, family),
             clamped_alpha=read.number("swiglu_alpha", 1.702),
             clamped_limit=read.number("swiglu_limit", 7.0),
             num_experts=num_experts,
-            experts_per_token=read.size(_per_token_key(family), most=most_experts) if num_experts else 0,
+            experts_per_token=read.size(kind.per_token, most=most_experts) if kind and num_experts else 0,
             experts=experts,
             layer_inputs=_layer_inputs(read),
             layer_scales=family.layer_scales,
@@ -302,7 +302,8 @@ def _next_layers(read: Entries, family: Family) -> int:
 def _refuse_unsupported(config: Mapping[str, Any], family: Family, read: Entries) -> None:
     """Raise CheckpointError for an option that changes the result and is not implemented."""
     quantisation = quantisation_of(config)
-    if quantisation is not None and (quantisation.method == "mxfp4") and family.experts != "gpt_oss":
+    packed = {stack.packed for stack in family.experts.stacks} if family.experts else set[str]()
+    if quantisation is not None and quantisation.method == "mxfp4" and "mxfp4" not in packed:
         raise CheckpointError(f"quantization_config: expected mxfp4 for gpt_oss alone, got it for {family.model_type}")
     if family.attention_gate and not read.flag("attn_output_gate", True):
         raise CheckpointError("attn_output_gate: expected true, got false")
@@ -518,51 +519,19 @@ def _rope_of(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     return found or {}
 
 
-def _has_dense(read: Entries, family: Family) -> bool:
-    """Whether some layers have an MLP in place of experts, as far as a key says."""
-    kinds, key = read.get("mlp_layer_types"), _DENSE_LAYERS.get(family.experts, "")
-    return "dense" in kinds if isinstance(kinds, list) else read.get(key) not in (None, 0)
+def _experts(read: Entries, family: Family, listed: list[Any]) -> tuple[int, int]:
+    """The number of experts in every layer that has them, and the intermediate size of MLPs."""
+    if family.experts is not None:
+        experts = family.experts.number(read, listed)
+        return experts, family.experts.mlp_size(read, experts)
+    size = read.size("intermediate_size")
+    return 0, _adjusted(read, size) if read.default("block_multiple_of") else size
 
 
-def _dense_first(mlps: tuple[Mlp, ...], read: Entries, family: Family) -> tuple[Mlp, ...]:
-    """The same with an MLP in the first layers, or in those that are listed, in families that say which."""
-    first: Mlp = "mlp"
-    listed = read.get("mlp_layer_types") if family.experts in ("deepseek", "mellum") else None
-    if listed is not None:
-        if not isinstance(listed, list) or len(listed) != len(mlps) or not set(listed) <= {"dense", "sparse"}:
-            raise CheckpointError(
-                f"mlp_layer_types: expected dense or sparse for each of {len(mlps)} layers, got {short(listed)}"
-            )
-        return tuple(first if kind == "dense" else each for kind, each in zip(listed, mlps, strict=True))
-    key = _DENSE_LAYERS.get(family.experts, "num_dense_layers")
-    if read.default(key) is None:
-        return mlps
-    dense = read.size(key, at_least=0, most=len(mlps))
-    return (first,) * dense + mlps[dense:]
-
-
-def _experts(read: Entries, family: Family, *, has_experts: bool) -> tuple[int, int]:
-    """The number of experts in every layer, and the intermediate size."""
-    every = "num_experts" if read.get("num_local_experts") is None else "num_local_experts"
-    counts = {"deepseek": "n_routed_experts", "ernie": "moe_num_experts", "bailing": "num_experts", "mellum": every}
-    if family.experts in counts:
-        unread = None if _has_dense(read, family) else read.size("moe_intermediate_size")  # no layer has the size
-        return read.size(counts[family.experts]), read.size("intermediate_size", unread)
-    own = read.default("moe_intermediate_size") is not None
-    size = read.size("moe_intermediate_size" if own else "intermediate_size")
-    if family.experts == "nemotron":  # a network without layers of experts has their keys all the same
-        return (read.size("n_routed_experts", 8) if has_experts else 0), size
-    if read.default("block_multiple_of"):
-        size = _adjusted(read, size)
-    if family.experts == "granite" and not read.size("num_local_experts", at_least=0):
-        return 0, read.size("shared_intermediate_size")  # the MLP that is otherwise beside the experts
-    if not family.experts or (family.experts == "gemma4" and not read.flag("enable_moe_block", False)):
-        return 0, size
-    step = read.size("decoder_sparse_step", 1)
-    dense = read.get("mlp_only_layers") or []
-    if step != 1 or dense:
-        raise CheckpointError(f"mlp_only_layers: expected none and a step of 1, got {short(dense)} and {step}")
-    return read.size(every), size
+def _with_mlps(mlps: tuple[Mlp, ...], read: Entries, kind: ExpertKind) -> tuple[Mlp, ...]:
+    """The same with an MLP in the place of experts in layers that have none."""
+    has = kind.has_experts(read, len(mlps))
+    return tuple(each if each != "experts" or own else "mlp" for each, own in zip(mlps, has, strict=True))
 
 
 def _adjusted(read: Entries, size: int) -> int:
@@ -575,10 +544,6 @@ def _adjusted(read: Entries, size: int) -> int:
     if not found:
         raise CheckpointError(f"intermediate_size: expected one of which two thirds are left, got {size}")
     return found
-
-
-def _per_token_key(family: Family) -> str:
-    return {"gemma4": "top_k_experts", "ernie": "moe_k"}.get(family.experts, "num_experts_per_tok")
 
 
 def _layer_inputs(read: Entries) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcache.errors import CheckpointError
 from kvcache.support.arguments import short
 
-__all__ = ["Entries"]
+__all__ = ["Entries", "Flag", "Number", "Only", "Size"]
 
 _MAX_SIZE = 2**31 - 1  # of any one dimension: keeps products inside int64
 _MAX_NUMBER = 1e30  # of any factor: keeps products inside float64
@@ -88,3 +88,57 @@ class Entries:
         """True or false."""
         found: bool = self._get(key, default, lambda value: isinstance(value, bool), "true or false")
         return found
+
+
+class Size(NamedTuple):
+    """A whole number as data: its key, the default of an absent one, the least that is accepted."""
+
+    key: str
+    default: int | None = None
+    at_least: int = 1
+
+    def __call__(self, read: Entries) -> int:
+        """The value, see `Entries.size`."""
+        return read.size(self.key, self.default, at_least=self.at_least)
+
+
+class Number(NamedTuple):
+    """A finite number as data."""
+
+    key: str
+    default: float | None = None
+
+    def __call__(self, read: Entries) -> float:
+        """The value, see `Entries.number`."""
+        return read.number(self.key, self.default)
+
+
+class Flag(NamedTuple):
+    """A flag as data."""
+
+    key: str
+    default: bool
+
+    def __call__(self, read: Entries) -> bool:
+        """The value, see `Entries.flag`."""
+        return read.flag(self.key, self.default)
+
+
+class Only(NamedTuple):
+    """An entry of which one value is supported, which an absent one has; `where` ends the message's first part."""
+
+    key: str
+    value: bool | int | str
+    where: str = ""
+
+    def __call__(self, read: Entries) -> None:
+        """Raise CheckpointError for another value."""
+        found: Any = read.get(self.key)
+        if isinstance(self.value, bool):
+            found = read.flag(self.key, self.value)
+        elif isinstance(self.value, int):
+            found = read.size(self.key, self.value)
+        if found != self.value:
+            expected, got = (str(x).lower() if isinstance(x, bool) else x for x in (self.value, found))
+            got = got if isinstance(found, bool) else short(found)
+            raise CheckpointError(f"{read.where}{self.key}: expected {expected}{self.where}, got {got}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvcache.errors import CheckpointError
+from kvcache.networks.expert_kinds import EXPERT_KINDS, ExpertKind
 from kvcache.networks.recurrent_sizes import Kind
 from kvcache.networks.towers import TOWERS
 from kvcache.support.arguments import short
@@ -46,7 +47,7 @@ class Family:
         eps_key: the key of what norms add to the mean of squares.
         names: what files call tensors, by the stems of `names`, with or without the layer's.
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
-        experts: "": there are none; else how files name and store them, and what is beside them (`ExpertSizes`).
+        experts: what kind of experts layers have; None: they have none.
         fused: the names in folders of queries, keys and values as one matrix, and of gate and up as one; "": they are
             apart.
         aliases: older names of the architecture.
@@ -90,10 +91,7 @@ class Family:
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
     sinks: bool = False
-    experts: Literal[
-        "", "mixtral", "qwen", "gpt_oss", "lfm2", "shared", "granite", "nemotron", "gemma4", "deepseek", "minimax",
-        "ernie", "bailing", "mellum",
-    ] = ""
+    experts: ExpertKind | None = None
     fused: tuple[str, str] = ("", "")
     aliases: tuple[str, ...] = ()
     layers_differ: bool = False
@@ -169,15 +167,14 @@ _NEXT_OF_QWEN = {
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
     "head_norm": "mtp.norm",
 }
-_BAILING = {
-    "model.embed_tokens": "model.word_embeddings", "self_attn.o_proj": "attention.dense",
-    "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
-    "mlp.expert_bias": "mlp.gate.expert_bias",
-    **{f"mlp.shared_expert.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
-}
 _DEEPSEEK = {"mlp.expert_bias": "mlp.gate.e_score_correction_bias", **{
     f"mlp.shared_expert.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
 }}
+_BAILING = _DEEPSEEK | {
+    "model.embed_tokens": "model.word_embeddings", "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
+    "mlp.expert_bias": "mlp.gate.expert_bias",
+}
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", qkv_bias=None, mlp_bias=None),
@@ -253,7 +250,7 @@ FAMILIES = {
         },
     ),
     "Lfm2MoeForCausalLM": Family(
-        "lfm2_moe", qk_norm="head", recurrence="conv", eps_key="norm_eps", names=_LFM2, experts="lfm2",
+        "lfm2_moe", qk_norm="head", recurrence="conv", eps_key="norm_eps", names=_LFM2, experts=EXPERT_KINDS["lfm2"],
         defaults={
             "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True,
             "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4,
@@ -261,7 +258,7 @@ FAMILIES = {
     ),
     "Qwen3_5MoeForCausalLM": Family(
         "qwen3_5_moe_text", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
-        names=_QWEN3_5, experts="shared", next_layers="mtp_num_hidden_layers", next_prefix="mtp.layers.",
+        names=_QWEN3_5, experts=EXPERT_KINDS["gated"], next_layers="mtp_num_hidden_layers", next_prefix="mtp.layers.",
         next_names=_NEXT_OF_QWEN,
         defaults={
             "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "moe_intermediate_size": 512,
@@ -270,7 +267,7 @@ FAMILIES = {
     ),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
-        by_key_heads=True, names=_QWEN3_5, experts="shared", next_layers="num_nextn_predict_layers",
+        by_key_heads=True, names=_QWEN3_5, experts=EXPERT_KINDS["gated"], next_layers="num_nextn_predict_layers",
         next_prefix="mtp.layers.", next_names=_NEXT_OF_QWEN,
         defaults={
             "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "moe_intermediate_size": 512,
@@ -283,7 +280,7 @@ FAMILIES = {
         defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
     ),
     "GraniteMoeHybridForCausalLM": Family(
-        "granitemoehybrid", qkv_bias=None, recurrence="mamba", experts="granite", names=_GRANITE_NAMES,
+        "granitemoehybrid", qkv_bias=None, recurrence="mamba", experts=EXPERT_KINDS["granite"], names=_GRANITE_NAMES,
         fused=("", "shared_mlp.input_linear"),
         defaults=_GRANITE | {
             "position_embedding_type": "nope", "num_local_experts": 8, "num_experts_per_tok": 2,
@@ -292,16 +289,18 @@ FAMILIES = {
     ),
     "NemotronHForCausalLM": Family(
         "nemotron_h", mlp_bias=None, mlp_gate=False, activation_key="mlp_hidden_act", recurrence="mamba",
-        experts="nemotron", eps_key="layer_norm_epsilon", prefix="backbone.", names=_NEMOTRON,
+        experts=EXPERT_KINDS["nemotron"], eps_key="layer_norm_epsilon", prefix="backbone.", names=_NEMOTRON,
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5,
-            "mamba_num_heads": 128, "position_embedding_type": "nope", "num_experts_per_tok": 2,
+            "mamba_num_heads": 128, "position_embedding_type": "nope", "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
         },
     ),
     "Gemma4ForCausalLM": Family(
         "gemma4_text", qkv_bias=None, qk_norm="head", norms="both", embedding_by_size=True,
-        activation_key="hidden_activation", windows="types", full_every=6, rope_per_kind=True, experts="gemma4",
-        layers_differ=True, value_norm=True, layer_scales=True, names={"mlp.gate": "router.proj"},
+        activation_key="hidden_activation", windows="types", full_every=6, rope_per_kind=True,
+        experts=EXPERT_KINDS["gemma4"], layers_differ=True, value_norm=True, layer_scales=True,
+        names={"mlp.gate": "router.proj"},
         defaults=_GEMMA4 | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
     ),
     "Gemma4UnifiedForCausalLM": Family(
@@ -314,14 +313,14 @@ FAMILIES = {
         "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,
     }),
     "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe", qkv_bias=None, qk_norm="head", windows="all", window_switch=True, experts="qwen",
+        "qwen3_moe", qkv_bias=None, qk_norm="head", windows="all", window_switch=True, experts=EXPERT_KINDS["qwen"],
         defaults={
             "num_key_value_heads": 4, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
         },
     ),
     "MixtralForCausalLM": Family(
-        "mixtral", windows="all", experts="mixtral",
+        "mixtral", windows="all", experts=EXPERT_KINDS["mixtral"], names={"mlp.gate": "block_sparse_moe.gate"},
         defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
             "num_experts_per_tok": 2, "norm_topk_prob": True,
@@ -336,7 +335,7 @@ FAMILIES = {
         defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
     "OlmoeForCausalLM": Family(
-        "olmoe", qkv_bias=None, qk_norm="all", experts="qwen",
+        "olmoe", qkv_bias=None, qk_norm="all", experts=EXPERT_KINDS["olmoe"],
         defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
     ),
     "Ernie4_5ForCausalLM": Family(
@@ -391,14 +390,14 @@ FAMILIES = {
         defaults={"tie_word_embeddings": True, "scale_emb": None, "scale_depth": None, "dim_model_base": None},
     ),
     "DeepseekV2ForCausalLM": Family(
-        "deepseek_v2", qkv_bias=None, latent=True, experts="deepseek", names=_DEEPSEEK,
+        "deepseek_v2", qkv_bias=None, latent=True, experts=EXPERT_KINDS["deepseek_v2"], names=_DEEPSEEK,
         defaults={
             "q_lora_rank": 1536, "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1407,
             "n_routed_experts": 64, "first_k_dense_replace": 0, "topk_method": "greedy",
         },
     ),
     "DeepseekV3ForCausalLM": Family(
-        "deepseek_v3", qkv_bias=None, latent=True, experts="deepseek", names=_DEEPSEEK,
+        "deepseek_v3", qkv_bias=None, latent=True, experts=EXPERT_KINDS["deepseek"], names=_DEEPSEEK,
         next_layers="num_nextn_predict_layers", next_names={"head_norm": "shared_head.norm"},
         defaults={
             "q_lora_rank": 1536, "scoring_func": "sigmoid", "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
@@ -407,7 +406,7 @@ FAMILIES = {
         },
     ),
     "Glm4MoeLiteForCausalLM": Family(
-        "glm4_moe_lite", qkv_bias=None, latent=True, experts="deepseek", names=_DEEPSEEK,
+        "glm4_moe_lite", qkv_bias=None, latent=True, experts=EXPERT_KINDS["deepseek"], names=_DEEPSEEK,
         next_layers="num_nextn_predict_layers", next_names={"head_norm": "shared_head.norm"},
         defaults={
             "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "scoring_func": "sigmoid",
@@ -416,8 +415,9 @@ FAMILIES = {
         },
     ),
     "Glm4MoeForCausalLM": Family(
-        "glm4_moe", qkv_bias=None, bias_keys=("attention_bias", "", ""), qk_norm="head", experts="deepseek",
-        names=_DEEPSEEK, next_layers="num_nextn_predict_layers", next_names={"head_norm": "shared_head.norm"},
+        "glm4_moe", qkv_bias=None, bias_keys=("attention_bias", "", ""), qk_norm="head",
+        experts=EXPERT_KINDS["deepseek"], names=_DEEPSEEK, next_layers="num_nextn_predict_layers",
+        next_names={"head_norm": "shared_head.norm"},
         defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False,
             "scoring_func": "sigmoid", "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
@@ -425,7 +425,8 @@ FAMILIES = {
         },
     ),
     "SolarOpenForCausalLM": Family(
-        "solar_open", qkv_bias=None, bias_keys=("attention_bias", "", ""), experts="deepseek", names=_DEEPSEEK,
+        "solar_open", qkv_bias=None, bias_keys=("attention_bias", "", ""),
+        experts=EXPERT_KINDS["deepseek"], names=_DEEPSEEK,
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
             "partial_rotary_factor": 1.0, "scoring_func": "sigmoid", "num_experts_per_tok": 8,
@@ -433,15 +434,16 @@ FAMILIES = {
         },
     ),
     "MellumForCausalLM": Family(
-        "mellum", qkv_bias=None, qk_norm="head", windows="types", rope_per_kind=True, experts="mellum",
+        "mellum", qkv_bias=None, qk_norm="head", windows="types", rope_per_kind=True, experts=EXPERT_KINDS["mellum"],
         defaults={
             "num_key_value_heads": 4, "head_dim": 128, "rope_theta": 5e5, "rope_local_base_freq": 1e4,
             "sliding_window": 1024, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 896,
         },
     ),
     "BailingMoeV2ForCausalLM": Family(
-        "bailing_moe_v2", qkv_bias=None, bias_keys=("use_qkv_bias", "use_bias", ""), qk_norm="head", experts="bailing",
-        names=_BAILING, fused=("attention.query_key_value", ""), next_layers="num_nextn_predict_layers",
+        "bailing_moe_v2", qkv_bias=None, bias_keys=("use_qkv_bias", "use_bias", ""), qk_norm="head",
+        experts=EXPERT_KINDS["bailing"], names=_BAILING, fused=("attention.query_key_value", ""),
+        next_layers="num_nextn_predict_layers",
         next_names={"head_norm": "final_layernorm"},
         defaults={
             "num_key_value_heads": 4, "partial_rotary_factor": 0.5, "use_qk_norm": True, "score_function": "sigmoid",
@@ -450,18 +452,18 @@ FAMILIES = {
         },
     ),
     "MiniMaxM2ForCausalLM": Family(
-        "minimax_m2", qk_norm="all", experts="minimax",
-        names={"mlp.expert_bias": "block_sparse_moe.e_score_correction_bias"},
+        "minimax_m2", qk_norm="all", experts=EXPERT_KINDS["minimax"],
+        names={
+            "mlp.gate": "block_sparse_moe.gate", "mlp.expert_bias": "block_sparse_moe.e_score_correction_bias",
+        },
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6, "partial_rotary_factor": 1.0,
             "rotary_dim": None, "use_qk_norm": True, "num_local_experts": 256, "num_experts_per_tok": 8,
         },
     ),
     "Ernie4_5_MoeForCausalLM": Family(
-        "ernie4_5_moe", neighbours=True, experts="ernie",
-        names={
-            f"mlp.shared_expert.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
-        },
+        "ernie4_5_moe", neighbours=True, experts=EXPERT_KINDS["ernie"],
+        names=_DEEPSEEK | {"mlp.expert_bias": "mlp.moe_statics.e_score_correction_bias"},
         defaults={
             "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True,
             "moe_intermediate_size": 1536, "moe_num_experts": 64, "moe_k": 6, "moe_layer_start_index": 1,
@@ -471,7 +473,7 @@ FAMILIES = {
         "youtu", qkv_bias=None, latent=True, defaults={"q_lora_rank": 1536, "tie_word_embeddings": True},
     ),
     "Mistral4ForCausalLM": Family(
-        "mistral4", qkv_bias=None, latent=True, experts="deepseek", names=_DEEPSEEK,
+        "mistral4", qkv_bias=None, latent=True, experts=EXPERT_KINDS["mistral4"], names=_DEEPSEEK,
         defaults={
             "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "num_experts_per_tok": 4,
             "moe_intermediate_size": 2048, "n_routed_experts": 128, "first_k_dense_replace": 0,
@@ -483,7 +485,7 @@ FAMILIES = {
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss", qkv_bias=None, mlp_bias=True, activation="clamped", windows="types", full_every=2, sinks=True,
-        experts="gpt_oss",
+        experts=EXPERT_KINDS["gpt_oss"], names={"mlp.gate": "mlp.router"},
         defaults={
             "attention_bias": True, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
             "rope_theta": 15e4, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from kvcache.kernels.matrix import MATRIX_FORMATS
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.config import ModelConfig
-from kvcache.networks.expert_sizes import ExpertSizes
+from kvcache.networks.expert_kinds import Stack
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.names import (
     DELTA_PART,
     EXPERT,
+    EXPERT_BIASES,
     HEAD_PART,
     JOINT,
     LAYER,
@@ -36,17 +37,8 @@ __all__ = ["FolderTensors"]
 
 Float32 = NDArray[np.float32]
 
-_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-# The names of stacked experts, `(experts, out, in)`: gate above up, and down.
-_STACKS = {
-    "gemma4": ("experts.gate_up_proj", "experts.down_proj"),
-    "shared": (_GATE_UP, _DOWN),
-    "deepseek": (_GATE_UP, _DOWN),
-    "ernie": (_GATE_UP, _DOWN),
-    "granite": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-}
+_SHARED = re.compile(r"mlp\.shared_expert\.(gate|up)_proj\.weight")
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # those of the network, in MTP layers
-_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 class FolderTensors:
@@ -72,8 +64,7 @@ class FolderTensors:
         self._checkpoint, self._config = checkpoint, config
         self._family = FAMILIES[config.architecture]
         self._names = Names(checkpoint.__contains__)
-        quantised = self._names("model.layers.0.mlp.experts.down_proj_blocks")
-        self._blocks = self._family.experts == "gpt_oss" and quantised in checkpoint
+        self._stacks: dict[str, Stack | None] = {}  # of each layer with experts, by what its names begin with
         self._slab: tuple[tuple[str, int], StoredRows] | None = None  # the last expert that was read
 
     def __contains__(self, name: str) -> bool:
@@ -115,11 +106,9 @@ class FolderTensors:
             return (-np.exp(found.astype(np.float64))).astype(np.float32)
         if self._family.norms_less_one and name.endswith("norm.weight") and not name.endswith("mixer.norm.weight"):
             found = found + np.float32(1)
-        if self._family.experts == "gpt_oss":
-            if name.endswith("gate_proj.bias"):
-                return np.ascontiguousarray(found[:, 0::2])
-            if name.endswith("up_proj.bias"):
-                return np.ascontiguousarray(found[:, 1::2])
+        biases = EXPERT_BIASES.search(name)
+        if biases and biases[1] != "down" and (stack := self._stack_of(name)) and stack.in_turn:
+            return np.ascontiguousarray(found[:, biases[1] == "up" :: 2])
         return found
 
     def format(self, name: str) -> str:
@@ -150,10 +139,8 @@ class FolderTensors:
         place = self._place(name)
         inside = LAYER.fullmatch(name)
         expert = EXPERT.fullmatch(inside[2]) if inside else None
-        if expert and self._has_columns(place.name):
-            return self._transposed(place.name, int(expert[1]), expert[2], first, stop)
-        if expert and self._family.experts == "gpt_oss" and expert[2] != "down":
-            return self._in_turn(place.name, int(expert[1]), expert[2], first, stop)
+        if expert and (stack := self._stack_of(name)) and (stack.turned or (stack.in_turn and expert[2] != "down")):
+            return self._from_stack(stack, place.name, expert, first, stop)
         if (part := self._head_part(name)) is not None and part[0] == "k_b":
             return self._transposed_keys(name, first, stop)
         order = self._order(name, first, stop, place)
@@ -175,30 +162,20 @@ class FolderTensors:
             return None
         return key_head_rows(self._config.recurrence, found[1], first, stop) - place.first
 
-    def _transposed(self, name: str, expert: int, part: str, first: int, stop: int) -> StoredRows:
-        """Rows of an expert that is stored `(in, out)`."""
-        inputs = self._config.intermediate_size if part == "down" else self._config.hidden_size
-        slab = self._expert_of(name, expert, inputs)
-        inner = self._config.intermediate_size
-        if part == "down":
-            columns = slice(first, stop)
-        elif self._family.experts == "gpt_oss":
-            columns = slice(2 * first + (part == "up"), 2 * stop, 2)
-        else:
-            columns = slice(first + inner * (part == "up"), stop + inner * (part == "up"))
-        values = slab.values[:, columns]
-        return StoredRows(slab.format, np.ascontiguousarray(values.T))
-
-    def _in_turn(self, name: str, expert: int, part: str, first: int, stop: int) -> StoredRows:
-        """Rows of an expert that is stored `(out, in)`, rows of gate and up in turn."""
-        slab = self._expert_of(name, expert, 2 * self._config.intermediate_size)
-        return slab.rows(slice(2 * first + (part == "up"), 2 * stop, 2))
-
-    def _expert_of(self, name: str, expert: int, size: int) -> StoredRows:
-        """All rows of an expert, `size` of them."""
-        if self._slab is None or self._slab[0] != (name, expert):
-            self._slab = (name, expert), self._checkpoint.rows(name, expert * size, (expert + 1) * size)
-        return self._slab[1]
+    def _from_stack(self, stack: Stack, name: str, expert: re.Match[str], first: int, stop: int) -> StoredRows:
+        """Rows of an expert, of a stack that has them as columns, or those of gate and up in turn."""
+        assert self._config.experts is not None
+        number, down, up = int(expert[1]), expert[2] == "down", expert[2] == "up"
+        hidden, inner = self._config.hidden_size, self._config.experts.size
+        size = 2 * inner if not stack.turned else inner if down else hidden
+        if self._slab is None or self._slab[0] != (name, number):
+            self._slab = (name, number), self._checkpoint.rows(name, number * size, (number + 1) * size)
+        slab, wanted = self._slab[1], slice(first + inner * up, stop + inner * up)
+        if stack.in_turn and not down:
+            wanted = slice(2 * first + up, 2 * stop, 2)
+        if not stack.turned:
+            return slab.rows(wanted)
+        return StoredRows(slab.format, np.ascontiguousarray(slab.values[:, wanted].T))
 
     def _place(self, name: str) -> Place:
         place = self._place_of_texts(name)
@@ -209,13 +186,12 @@ class FolderTensors:
         inside = LAYER.fullmatch(name)
         if not inside:
             return Place(self._renamed(name))
-        layer, part = f"{self._family.prefix}{name[6 : inside.start(2)]}", inside[2]
+        layer, part = self._layer(inside), inside[2]
         if (ahead := int(inside[1]) - self._config.trunk_layers) >= 0:
-            layer = f"{self._family.next_prefix}{ahead}." if self._family.next_prefix else layer
             stem, _, kind = part.rpartition(".")
             if (own := self._family.next_names.get(stem, "")) and "mtp" in own:
                 return Place(f"{own}.{kind}")
-        place = self._expert(part, layer) if self._family.experts else None
+        place = self._expert(part, layer)
         found = DELTA_PART.search(part) if self._family.by_key_heads else None
         if found and self._config.recurrence is not None:
             names = "linear_attn.in_proj_ba.weight", "linear_attn.in_proj_qkvz.weight"
@@ -227,6 +203,12 @@ class FolderTensors:
         place = place or fused_place(self._config, part, *self._family.fused) or Place(part)
         return place._replace(name=layer + self._renamed(place.name, self._family.next_names if ahead >= 0 else None))
 
+    def _layer(self, inside: re.Match[str]) -> str:
+        """The start of the names of a layer's tensors in files of the text network alone."""
+        ahead = int(inside[1]) - self._config.trunk_layers
+        own = self._family.next_prefix if ahead >= 0 else ""
+        return f"{own}{ahead}." if own else f"{self._family.prefix}{inside.string[6 : inside.start(2)]}"
+
     def _renamed(self, name: str, more: Mapping[str, str] | None = None) -> str:
         """The name of a tensor in files of the family, or one of `more`; that of its layer is left out."""
         if name in self._family.names:
@@ -234,68 +216,43 @@ class FolderTensors:
         stem, dot, kind = name.rpartition(".")
         return f"{(more or {}).get(stem) or self._family.names.get(stem, stem)}{dot}{kind}"
 
-    def _stacked(
-        self, expert: int, part: str, layer: str, stacks: tuple[str, str], sizes: ExpertSizes
-    ) -> Place | None:
-        """The place of an expert's matrix where files stack all experts, gate above up; None: they do not."""
-        experts, hidden, inner = self._config.num_experts, self._config.hidden_size, sizes.size
-        if self._names(f"{layer}{stacks[1]}") not in self._checkpoint:
+    def _stack_of(self, name: str) -> Stack | None:
+        """How files stack the experts of the layer of this tensor."""
+        inside = LAYER.fullmatch(name)
+        return self._stack(self._layer(inside)) if inside else None
+
+    def _stack(self, layer: str) -> Stack | None:
+        """How files stack the experts of a layer; None: they do not."""
+        kind, sizes = self._family.experts, self._config.experts
+        if kind is None or sizes is None or not kind.stacks:
             return None
-        if part == "down":
-            return Place(stacks[1], expert * hidden, (experts, hidden, inner))
-        return Place(stacks[0], (2 * expert + (part == "up")) * inner, (experts, 2 * inner, hidden))
-
-    def _has_columns(self, name: str) -> bool:
-        """Whether a tensor has all experts, `(experts, in, out)`: files of Qwen3-VL may have them so."""
-        if self._family.experts != "qwen":
-            return self._family.experts == "gpt_oss" and name.endswith((_GATE_UP, _DOWN))
-        down = name.replace(_GATE_UP, _DOWN)
-        if not down.endswith(_DOWN) or down not in self._checkpoint:
-            return False
-        return self._checkpoint.shape(down)[1:] == (self._config.intermediate_size, self._config.hidden_size)
-
-    def _in_columns(self, expert: int, part: str) -> Place:
-        """The place of an expert's matrix where files stack all experts, `(experts, in, out)`."""
-        experts, hidden, inner = self._config.num_experts, self._config.hidden_size, self._config.intermediate_size
-        if part == "down":
-            return Place(_DOWN, expert, (experts, inner, hidden))
-        return Place(_GATE_UP, 2 * expert + (part == "up"), (experts, hidden, 2 * inner))
+        if layer not in self._stacks:
+            turned, found = (sizes.size, self._config.hidden_size), None if kind.each else kind.stacks[-1]
+            for stack in reversed(kind.stacks):
+                there = (name := self._names(f"{layer}{stack.down}")) in self._checkpoint
+                if there and (not stack.turned or self._checkpoint.shape(name)[1:] == turned):
+                    found = stack
+            self._stacks[layer] = found
+        return self._stacks[layer]
 
     def _expert(self, part: str, layer: str) -> Place | None:
-        config, expert = self._config, EXPERT.fullmatch(part)
-        experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
-        if expert and config.experts is not None and (stacks := _STACKS.get(self._family.experts)) is not None:
-            return self._stacked(int(expert[1]), expert[2], layer, stacks, config.experts)
-        beside = re.fullmatch(r"mlp\.shared_expert\.(gate|up)_proj\.weight", part)
-        if beside and config.experts is not None and self._family.experts == "granite":
-            shared = config.experts.shared
-            return Place("shared_mlp.input_linear.weight", shared * (beside[1] == "up"), (2 * shared, hidden))
-        if expert and config.experts is not None and self._family.experts == "qwen":
-            if self._has_columns(self._names(layer + _DOWN)):
-                return self._in_columns(int(expert[1]), expert[2])
-            return self._stacked(int(expert[1]), expert[2], layer, (_GATE_UP, _DOWN), config.experts)
-        if expert and self._family.experts == "lfm2":
-            return Place(f"feed_forward.experts.{expert[1]}.{_MIXTRAL[expert[2]]}.weight")
-        if expert and self._family.experts == "nemotron":
-            return Place(f"mixer.experts.{expert[1]}.{expert[2]}_proj.weight")
-        if self._family.experts == "ernie" and part == "mlp.expert_bias":
-            return Place("mlp.moe_statics.e_score_correction_bias", 0, (1, experts))
-        if self._family.experts in ("mixtral", "minimax"):
-            if expert:
-                return Place(f"block_sparse_moe.experts.{expert[1]}.{_MIXTRAL[expert[2]]}.weight")
-            return Place("block_sparse_moe.gate.weight") if part == "mlp.gate.weight" else None
-        if self._family.experts == "gpt_oss":
-            if expert and self._blocks and expert[2] == "down":
-                return Place("mlp.experts.down_proj_blocks", int(expert[1]) * hidden, (experts, hidden, inner))
-            if expert and self._blocks:
-                turn = 2 * int(expert[1]) + (expert[2] == "up")
-                return Place("mlp.experts.gate_up_proj_blocks", turn, (experts, 2 * inner, hidden))
-            if expert:
-                return self._in_columns(int(expert[1]), expert[2])
-            if part in ("mlp.gate.weight", "mlp.gate.bias"):
-                return Place(part.replace("gate", "router"))
-            if found := re.fullmatch(r"mlp\.experts\.(gate|up|down)_proj\.bias", part):
-                if found[1] == "down":
-                    return Place("mlp.experts.down_proj_bias")
-                return Place("mlp.experts.gate_up_proj_bias", found[1] == "up", (experts, 2 * inner))
-        return None
+        """The place of a tensor of a layer's experts that files name or store in another way; None: of any other."""
+        kind, sizes, experts = self._family.experts, self._config.experts, self._config.num_experts
+        if kind is None or sizes is None:
+            return None
+        hidden, inner, stack = self._config.hidden_size, sizes.size, self._stack(layer)
+        if (expert := EXPERT.fullmatch(part)) and stack is None:
+            return Place(kind.each.format(expert[1], kind.parts[("gate", "up", "down").index(expert[2])]))
+        if expert and stack and expert[2] == "down":
+            shape = (inner, hidden) if stack.turned else (hidden, inner)
+            return Place(stack.down, int(expert[1]) * hidden, (experts, *shape))
+        if expert and stack:
+            shape = (hidden, 2 * inner) if stack.turned else (2 * inner, hidden)
+            return Place(stack.gate_up, (2 * int(expert[1]) + (expert[2] == "up")) * inner, (experts, *shape))
+        if stack and (biases := EXPERT_BIASES.fullmatch(part)):
+            if biases[1] == "down":
+                return Place(stack.biases[1])
+            return Place(stack.biases[0], biases[1] == "up", (experts, 2 * inner))
+        if kind.shared_stack and (shared := _SHARED.fullmatch(part)):
+            return Place(kind.shared_stack, sizes.shared * (shared[1] == "up"), (2 * sizes.shared, hidden))
+        return Place(part, 0, (1, experts)) if kind.bias_row and part == "mlp.expert_bias" else None

@@ -23,6 +23,7 @@ __all__ = [
     "DELTA_PART",
     "EMBEDDING",
     "EXPERT",
+    "EXPERT_BIASES",
     "HEAD",
     "HEAD_PART",
     "INPUT_NORM",
@@ -57,6 +58,7 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 DELTA_PART = re.compile(r"mixer\.in_proj_(qkv|z|b|a)\.weight$")  # of layers of the delta rule
 HEAD_PART = re.compile(r"self_attn\.(k_b|v_b)\.(\d+)\.weight")  # of latent attention, of a head
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+EXPERT_BIASES = re.compile(r"mlp\.experts\.(gate|up|down)_proj\.bias")  # of all experts of a layer
 
 # What an MTP layer has beside its own tensors: a matrix of the embedding of the next token and the
 # hidden row, joined; the norms of the two, and that before the head.

@@ -1,0 +1,257 @@
+"""The kinds of experts: how a `config.json` describes them, and how folders name and store their matrices.
+
+A family names its kind (`Family.experts`). A further family needs one more row here, unless its experts are computed
+in another way (`ExpertSizes`, `ExpertChoice`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvcache.errors import CheckpointError
+from kvcache.networks.entries import Entries, Flag, Number, Only, Size
+from kvcache.networks.expert_sizes import ExpertChoice, ExpertSizes
+from kvcache.support.arguments import short
+
+__all__ = ["EXPERT_KINDS", "ExpertKind", "Stack"]
+
+_SIZE = Size("intermediate_size")
+_NORMALISE, _FACTOR = Flag("norm_topk_prob", True), Number("routed_scaling_factor", 1.0)
+
+
+class Stack(NamedTuple):
+    """Two tensors of a folder that have all experts of a layer: `(experts, 2 * size, in)` and `(experts, out, size)`.
+
+    Attributes:
+        gate_up, down: the names, in the layer.
+        turned: whether each expert is the transpose of this.
+        in_turn: whether rows of gate and up take turns; if not, gate is above up.
+        packed: the method of quantisation that writes it; "": none.
+        biases: the names of their biases.
+    """
+
+    gate_up: str = "mlp.experts.gate_up_proj"
+    down: str = "mlp.experts.down_proj"
+    turned: bool = False
+    in_turn: bool = False
+    packed: str = ""
+    biases: tuple[str, str] = ("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias")
+
+
+def _in_every_layer(read: Entries) -> None:
+    """Raise CheckpointError if some layers have an MLP in place of experts."""
+    step, dense = read.size("decoder_sparse_step", 1), read.get("mlp_only_layers") or []
+    if step != 1 or dense:
+        raise CheckpointError(f"mlp_only_layers: expected none and a step of 1, got {short(dense)} and {step}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKind:
+    """One row of the table. Entries are named by their keys in `config.json`.
+
+    Attributes:
+        count: the keys of the number of experts: the first that is there, or the last one.
+        at_least: the least number of experts; 0: a network may have none, and has the shared MLP alone.
+        switch: the key of a flag without which there are none; "": there is none.
+        layer: what lists of layers call one with experts; "": they do not say.
+        per_token: the key of how many experts a token has.
+        size: the intermediate size of an expert.
+        apart: whether MLPs in the place of experts, or beside them, have a size of their own: `intermediate_size`.
+        dense_first: the key of how many of the first layers have an MLP in place of experts; "": none has.
+        listed: whether `mlp_layer_types` may say which layers have one.
+        shared: the size of the MLP that all rows share, or of one of `shared_count`; None: that of an expert.
+        shared_count: how many of these there are, side by side as one; None: one if `shared` has a key, else none.
+        shared_gate: whether the results of that MLP have a gate.
+        latent: the key of the size of rows that experts take and give; "": the hidden size.
+        beside: see `ExpertSizes`.
+        choice: the fields of `ExpertChoice`, each a value or what reads it.
+        checks: raise CheckpointError for options that are not supported.
+        each: the name of one expert's matrix, of the numbers and the parts; "": folders stack them.
+        parts: the names of gate, up and down in there.
+        stacks: how folders may stack the experts of a layer; the first that is there is read.
+        shared_stack: the tensor of gate above up of the shared MLP; "": they are apart.
+        bias_row: whether folders have the bias of the choice as `(1, experts)`.
+    """
+
+    count: tuple[str, ...] = ("num_local_experts", "num_experts")
+    at_least: int = 1
+    switch: str = ""
+    layer: str = ""
+    per_token: str = "num_experts_per_tok"
+    size: Size = _SIZE
+    apart: bool = False
+    dense_first: str = ""
+    listed: bool = False
+    shared: Size | None = None
+    shared_count: Size | None = None
+    shared_gate: bool = False
+    latent: str = ""
+    beside: bool = False
+    choice: Mapping[str, Any] = field(default_factory=dict)
+    checks: tuple[Callable[[Entries], object] | Only | Flag, ...] = (_in_every_layer,)
+    each: str = "mlp.experts.{}.{}_proj.weight"
+    parts: tuple[str, str, str] = ("gate", "up", "down")
+    stacks: tuple[Stack, ...] = ()
+    shared_stack: str = ""
+    bias_row: bool = False
+
+    def number(self, read: Entries, layers: list[Any]) -> int:
+        """The number of experts in a layer that has them; 0: no layer has.
+
+        Args:
+            read: the configuration.
+            layers: what it calls the layers, if it does.
+        """
+        if (self.layer and self.layer not in layers) or (self.switch and not read.flag(self.switch, False)):
+            return 0
+        there = (key for key in self.count if read.get(key) is not None)
+        return read.size(next(there, self.count[-1]), at_least=self.at_least)
+
+    def mlp_size(self, read: Entries, experts: int) -> int:
+        """The intermediate size of MLPs; where no layer has one, that of an expert if it is not there."""
+        if not self.apart:
+            size = self.size(read)
+            return self.shared(read) if self.shared and not experts else size
+        return read.size("intermediate_size", None if self._has_mlps(read, experts) else self.size(read))
+
+    def _has_mlps(self, read: Entries, experts: int) -> bool:
+        """Whether some layers have an MLP, as far as a key says."""
+        listed = read.get("mlp_layer_types") if self.listed else None
+        if self.beside or self.layer or not experts:
+            return True
+        return "dense" in listed if isinstance(listed, list) else read.get(self.dense_first) not in (None, 0)
+
+    def has_experts(self, read: Entries, layers: int) -> list[bool]:
+        """Whether each of `layers` layers has experts, where no list of the mixers says; others have an MLP."""
+        listed = read.get("mlp_layer_types") if self.listed else None
+        if listed is not None:
+            if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= {"dense", "sparse"}:
+                expected = f"dense or sparse for each of {layers} layers"
+                raise CheckpointError(f"mlp_layer_types: expected {expected}, got {short(listed)}")
+            return [each == "sparse" for each in listed]
+        dense = read.size(self.dense_first, at_least=0, most=layers) if self.dense_first else 0
+        return [i >= dense for i in range(layers)]
+
+    def sizes(self, read: Entries) -> ExpertSizes:
+        """The sizes of experts and how they are chosen.
+
+        Raises:
+            CheckpointError: a key of the wrong kind, or an option that is not supported.
+        """
+        for check in self.checks:
+            check(read)
+        size, shared = self.size(read), 0
+        if self.shared_count is not None or self.shared is not None:
+            each = size if self.shared is None else (self.shared._replace(default=self.shared.default or size))(read)
+            shared = each if self.shared_count is None else each * self.shared_count(read)
+        latent = read.size(self.latent) if self.latent and read.get(self.latent) is not None else 0
+        choice = ExpertChoice(**{key: value(read) if callable(value) else value for key, value in self.choice.items()})
+        return ExpertSizes(size, latent, shared, self.shared_gate, choice, self.beside)
+
+
+def _groups(read: Entries, key: str = "n_routed_experts") -> int:
+    """The groups of the experts, whose number `key` says."""
+    groups, experts = read.size("n_group", 1), read.size(key)
+    if experts % groups:
+        raise CheckpointError(f"n_group: expected a divisor of {experts} experts, got {groups}")
+    return groups
+
+
+def _kept(read: Entries) -> int:
+    """The groups whose experts a token may choose."""
+    return read.size("topk_group", 1, most=read.size("n_group", 1))
+
+
+def _greedy(read: Entries) -> bool:
+    """Whether DeepSeek-V2 chooses from all experts, not from the groups of the best ones."""
+    method = read.get("topk_method")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise CheckpointError(f"topk_method: expected greedy or group_limited_greedy, got {short(method)}")
+    return str(method) == "greedy"
+
+
+def _to_the_last_layer(read: Entries) -> None:
+    """Raise CheckpointError if the last layers of ERNIE have an MLP in place of experts."""
+    layers, last = read.size("num_hidden_layers"), read.get("moe_layer_end_index")
+    if last not in (None, -1, layers - 1):
+        raise CheckpointError(f"moe_layer_end_index: expected -1 or the last of {layers} layers, got {short(last)}")
+
+
+_GROUPS = {"groups": _groups, "kept": _kept}
+_SIGMOID = {"normalise": _NORMALISE, "sigmoid": True, "bias": True, "eps": 1e-20, "factor": _FACTOR}
+_NO_BIASES = Only("mlp_bias", False, " with experts")
+_STACKED = (Stack(),)
+_W = ("w1", "w3", "w2")
+_MIXTRAL = ExpertKind(each="block_sparse_moe.experts.{}.{}.weight", parts=_W)
+_QWEN = ExpertKind(
+    size=Size("moe_intermediate_size"), choice={"normalise": Flag("norm_topk_prob", False)},
+    stacks=(Stack(turned=True), Stack()),
+)
+_DEEPSEEK = ExpertKind(
+    count=("n_routed_experts",), size=Size("moe_intermediate_size"), apart=True, dense_first="first_k_dense_replace",
+    listed=True, shared_count=Size("n_shared_experts", 1), choice=_SIGMOID | _GROUPS, checks=(), stacks=_STACKED,
+)
+EXPERT_KINDS = {
+    "mixtral": _MIXTRAL,
+    "minimax": replace(_MIXTRAL, choice={"sigmoid": True, "bias": True}),
+    "qwen": _QWEN,
+    "olmoe": replace(_QWEN, size=_SIZE),
+    "mellum": ExpertKind(
+        size=Size("moe_intermediate_size"), apart=True, listed=True, choice={"normalise": _NORMALISE}, checks=(),
+    ),
+    "gated": ExpertKind(  # Qwen3-Next and Qwen3.5
+        size=Size("moe_intermediate_size"), shared=Size("shared_expert_intermediate_size", 512), shared_gate=True,
+        checks=(_in_every_layer, Only("norm_topk_prob", True)), stacks=_STACKED,
+    ),
+    "gpt_oss": ExpertKind(each="", stacks=(
+        Stack("mlp.experts.gate_up_proj_blocks", "mlp.experts.down_proj_blocks", in_turn=True, packed="mxfp4"),
+        Stack(turned=True, in_turn=True),
+    )),
+    "lfm2": ExpertKind(
+        size=Size("moe_intermediate_size", 1792), apart=True, dense_first="num_dense_layers",
+        choice=_SIGMOID | {"bias": Flag("use_expert_bias", True), "eps": 1e-6},
+        each="feed_forward.experts.{}.{}.weight", parts=_W,
+    ),
+    "granite": ExpertKind(
+        count=("num_local_experts",), at_least=0, shared=Size("shared_intermediate_size"), each="",
+        stacks=(Stack("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),),
+        shared_stack="shared_mlp.input_linear.weight",
+    ),
+    "gemma4": ExpertKind(
+        switch="enable_moe_block", per_token="top_k_experts", size=Size("moe_intermediate_size"), apart=True,
+        beside=True, stacks=(Stack("experts.gate_up_proj", "experts.down_proj"),),
+    ),
+    "nemotron": ExpertKind(
+        count=("n_routed_experts",), layer="moe", size=Size("moe_intermediate_size", 7688), apart=True,
+        shared=Size("moe_shared_expert_intermediate_size", 7688), latent="moe_latent_size", choice=_SIGMOID | _GROUPS,
+        checks=(_NO_BIASES, Only("n_shared_experts", 1)), each="mixer.experts.{}.{}_proj.weight",
+    ),
+    "deepseek": _DEEPSEEK,
+    "deepseek_v2": replace(  # groups are ranked by their best expert
+        _DEEPSEEK, checks=(_NORMALISE, _NO_BIASES), choice={
+            "normalise": False, "eps": 1e-20, "factor": _FACTOR, "best": 1,
+            "groups": lambda read: (_groups(read), 1)[_greedy(read)],
+            "kept": lambda read: (_kept(read), 1)[_greedy(read)],
+        },
+    ),
+    "mistral4": replace(_DEEPSEEK, choice=_SIGMOID | _GROUPS | {"sigmoid": False, "bias": False}),
+    "bailing": ExpertKind(
+        count=("num_experts",), size=Size("moe_intermediate_size"), apart=True, dense_first="first_k_dense_replace",
+        shared=Size("moe_shared_expert_intermediate_size"), shared_count=Size("num_shared_experts", 1, 0),
+        choice=_SIGMOID | {
+            "bias": Flag("moe_router_enable_expert_bias", True), "groups": partial(_groups, key="num_experts"),
+            "kept": _kept,
+        },
+        checks=(Only("score_function", "sigmoid"),),
+    ),
+    "ernie": ExpertKind(
+        count=("moe_num_experts",), per_token="moe_k", size=Size("moe_intermediate_size"), apart=True,
+        dense_first="moe_layer_start_index", shared_count=Size("moe_num_shared_experts", 2, 0),
+        choice={"bias": True, "least": Number("moe_norm_min", 1e-12)},
+        checks=(_to_the_last_layer, Only("use_bias", False, " with experts"), Only("moe_layer_interval", 1)),
+        stacks=_STACKED, bias_row=True,
+    ),
+}
