@@ -64,6 +64,7 @@ class FolderTensors:
         self._checkpoint, self._config = checkpoint, config
         self._family = FAMILIES[config.architecture]
         self._names = Names(checkpoint.__contains__)
+        self._places: dict[str, Place] = {}  # of tensors that were asked for
         self._stacks: dict[str, Stack | None] = {}  # of each layer with experts, by what its names begin with
         self._slab: tuple[tuple[str, int], StoredRows] | None = None  # the last expert that was read
 
@@ -178,8 +179,10 @@ class FolderTensors:
         return StoredRows(slab.format, np.ascontiguousarray(slab.values[:, wanted].T))
 
     def _place(self, name: str) -> Place:
-        place = self._place_of_texts(name)
-        return place._replace(name=self._names(place.name))
+        if name not in self._places:
+            place = self._place_of_texts(name)
+            self._places[name] = place._replace(name=self._names(place.name))
+        return self._places[name]
 
     def _place_of_texts(self, name: str) -> Place:
         """The place of a tensor, as a checkpoint of the text network alone names it."""

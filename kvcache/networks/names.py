@@ -203,7 +203,7 @@ def key_head_place(sizes: RecurrentSizes, hidden: int, part: str, pair: str, who
 
 
 def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
-    """The matrices of a layer, in the order of `LayerWeights`: the names in a layer that are above each other."""
+    """The matrices of a layer: for each the names in the layer of the tensors that it has, above each other."""
     if config.mixers[layer] == "attention" and config.latent is not None:
         first = "q_a_proj" if config.latent.queries else "q_proj"
         yield f"self_attn.{first}.weight", "self_attn.kv_a_proj_with_mqa.weight"

@@ -7,7 +7,7 @@ not reach them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -41,7 +41,7 @@ from kvcache.networks.names import (
 )
 from kvcache.networks.quantised import open_folder
 from kvcache.networks.recurrence import RecurrentWeights
-from kvcache.networks.recurrent_sizes import Mixer, Mlp
+from kvcache.networks.recurrent_sizes import Mlp
 from kvcache.networks.tensors import Tensors
 from kvcache.support.arguments import short, spelled
 from kvcache.support.huge_pages import huge_bytes
@@ -304,6 +304,42 @@ def _too_large(size: int, available: int) -> OutOfMemoryError:
     return error
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The matrices and vectors of one layer, by their names in it.
+
+    Attributes:
+        prefix: the layer's, of names of tensors.
+        matrices: those of the network; one that stacks several tensors has the names of all.
+        checkpoint, shapes: where the vectors are, and which tensors there are.
+    """
+
+    prefix: str
+    matrices: Mapping[str, Weight]
+    checkpoint: Tensors
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def __getitem__(self, name: str) -> Weight:
+        return self.matrices[f"{self.prefix}{name}.weight"]
+
+    def find(self, *names: str) -> Weight | None:
+        """The matrix of the first of these names that the layer has; None: it has none."""
+        there = (f"{self.prefix}{name}.weight" for name in names)
+        return next((self.matrices[name] for name in there if name in self.matrices), None)
+
+    def mlp(self, stem: str) -> MlpWeights:
+        """An MLP without biases."""
+        return MlpWeights(self[f"{stem}.up_proj"], None, self[f"{stem}.down_proj"], None)
+
+    def vector(self, *names: str) -> Float32:
+        """The vectors of these names as one."""
+        return np.concatenate([self.checkpoint.read(f"{self.prefix}{name}") for name in names])
+
+    def optional(self, name: str) -> Float32 | None:
+        """The vector of this name; None: the layer has none."""
+        return self.vector(name) if f"{self.prefix}{name}" in self.shapes else None
+
+
 class _Loader:
     """One load: plans all matrices, allocates them together, and fills one after another."""
 
@@ -342,12 +378,12 @@ class _Loader:
         if size > (memory := machine_memory().total):
             raise _too_large(size, memory)
         try:
-            matrices = iter(self._fill(iter(empty_matrices(shapes)), size))
-            embedding, inputs = next(matrices), None
+            matrices, inputs = self._fill(iter(empty_matrices(shapes)), size), None
             if self._config.layer_inputs:
-                inputs = TokenInputs(next(matrices), next(matrices), self._vector(INPUT_NORM))
+                inputs = TokenInputs(matrices[INPUT_TABLE], matrices[INPUT_PROJECTION], self._vector(INPUT_NORM))
             layers = tuple(self._layer(i, matrices) for i in range(self._config.num_layers))
-            weights = Weights(embedding, layers, self._norm(NORM), next(matrices, embedding), inputs)
+            embedding = matrices[EMBEDDING]
+            weights = Weights(embedding, layers, self._norm(NORM), matrices.get(HEAD, embedding), inputs)
         except MemoryError:
             raise _too_large(size, 0) from None
         for array in weights.arrays():
@@ -355,8 +391,9 @@ class _Loader:
                 array.flags.writeable = False
         return weights
 
-    def _fill(self, empty: Iterator[Matrix], size: int) -> list[Weight]:
-        done, filled = 0, []
+    def _fill(self, empty: Iterator[Matrix], size: int) -> dict[str, Weight]:
+        """All matrices by the names of the tensors in them, which may be several."""
+        done, filled = 0, dict[str, Weight]()
         for plan in self._plans:
             parts = []
             for names, _ in plan:
@@ -367,7 +404,7 @@ class _Loader:
                 done += matrix.nbytes
                 self._progress(done, size)
                 parts.append(matrix)
-            filled.append(stacked(parts))
+            filled |= dict.fromkeys((name for names, _ in plan for name in names), stacked(parts))
         self._progress(size, size)
         return filled
 
@@ -388,89 +425,73 @@ class _Loader:
             return weight
         return np.stack([weight, self._checkpoint.read(f"{name}.bias") if self._config.norm_bias else 0 * weight])
 
-    def _layer(self, layer: int, matrices: Iterator[Weight]) -> LayerWeights:
-        config, prefix, mixer = self._config, f"model.layers.{layer}.", self._config.mixers[layer]
-        attends, recurs = mixer == "attention", mixer == "state"
-
-        def vector(*names: str | None) -> Float32:
-            return self._vector(*[f"{prefix}{name}" for name in names])
-
+    def _layer(self, layer: int, matrices: Mapping[str, Weight]) -> LayerWeights:
+        config, mixer = self._config, self._config.mixers[layer]
+        part = _Part(f"model.layers.{layer}.", matrices, self._checkpoint, self._shapes)
         parts = (mixer, mixer, config.mlps[layer], config.mlps[layer])
         before, after, before_mlp, after_mlp = (
-            None if name is None or not part else self._norm(prefix + name)
-            for name, part in zip(NORMS[config.norms], parts, strict=True)
+            None if name is None or not has else self._norm(part.prefix + name)
+            for name, has in zip(NORMS[config.norms], parts, strict=True)
         )
-        experts = config.mlps[layer] == "experts"
-        beside = config.experts if experts else None
+        attends, experts = mixer == "attention", config.mlps[layer] == "experts"
         return LayerWeights(
             input_norm=before,
-            qkv=next(matrices) if mixer else None,
-            qkv_bias=self._qkv_bias(layer, vector),
-            qk_norm=self._qk_norm(config.sizes[layer], vector) if config.qk_norm and attends else None,
-            sinks=vector("self_attn.sinks") if config.sinks and attends else None,
-            latent=self._latent(vector, matrices) if config.latent and attends else None,
-            recurrence=self._recurrence(prefix) if recurs else None,
-            output=next(matrices) if mixer else None,
-            output_bias=self._output_bias(mixer, vector),
+            qkv=part.find("self_attn.q_proj", "self_attn.q_a_proj", "mixer.in_proj", "mixer.in_proj_qkv"),
+            qkv_bias=self._qkv_bias(layer, part),
+            qk_norm=self._qk_norm(config.sizes[layer], part.vector) if config.qk_norm and attends else None,
+            sinks=part.optional("self_attn.sinks"),
+            latent=self._latent(part) if config.latent and attends else None,
+            recurrence=self._recurrence(part.prefix) if mixer == "state" else None,
+            output=part.find("self_attn.o_proj", "mixer.out_proj"),
+            output_bias=part.optional("mixer.out_proj.bias" if mixer == "state" else "self_attn.o_proj.bias"),
             output_norm=after,
             mlp_norm=before_mlp,
-            beside=self._beside(vector, matrices) if has_beside(config) else None,
-            router=next(matrices) if experts else None,
-            router_bias=vector("mlp.gate.bias") if experts and config.mlp_bias else None,
-            expert_bias=vector("mlp.expert_bias") if beside and beside.choice.bias else None,
-            latent_in=next(matrices) if beside and beside.latent else None,
-            latent_out=next(matrices) if beside and beside.latent else None,
-            shared=MlpWeights(next(matrices), None, next(matrices), None) if beside and beside.shared else None,
-            shared_gate=next(matrices) if beside and beside.shared_gate else None,
-            mlps=tuple(self._mlps(prefix, config.mlps[layer], matrices)),
+            beside=self._beside(part) if has_beside(config) else None,
+            router=part.find("mlp.gate"),
+            router_bias=part.optional("mlp.gate.bias"),
+            expert_bias=part.optional("mlp.expert_bias"),
+            latent_in=part.find("mlp.latent_in"),
+            latent_out=part.find("mlp.latent_out"),
+            shared=part.mlp("mlp.shared_expert") if experts and config.experts and config.experts.shared else None,
+            shared_gate=part.find("mlp.shared_expert_gate"),
+            mlps=tuple(self._mlps(config.mlps[layer], part)),
             down_norm=after_mlp,
-            inputs=self._inputs(vector, matrices) if config.layer_inputs else None,
-            scale=vector("layer_scalar") if config.layer_scales else None,
-            next=self._next(vector, matrices) if layer >= config.trunk_layers else None,
+            inputs=self._inputs(part) if config.layer_inputs else None,
+            scale=part.optional("layer_scalar"),
+            next=self._next(part) if layer >= config.trunk_layers else None,
         )
 
-    def _next(self, vector: Callable[..., Float32], matrices: Iterator[Weight]) -> NextWeights:
-        return NextWeights(next(matrices), *(vector(f"{name}.weight") for name in NEXT_NORMS))
+    def _next(self, part: _Part) -> NextWeights:
+        return NextWeights(part[JOINT.removesuffix(".weight")], *(part.vector(f"{name}.weight") for name in NEXT_NORMS))
 
-    def _latent(self, vector: Callable[..., Float32], matrices: Iterator[Weight]) -> LatentWeights:
-        sizes, heads = self._config.latent, self._config.num_heads
-        own = sizes is not None and sizes.queries > 0
-        queries = next(matrices) if own else None
-        each = [next(matrices) for _ in range(2 * heads)]
-        parts = [matrix for matrix in each if isinstance(matrix, Matrix)]
-        assert len(parts) == 2 * heads, "the matrix of a head is one tensor"
+    def _latent(self, part: _Part) -> LatentWeights:
+        heads, own = range(self._config.num_heads), part.find("self_attn.q_b_proj")
+        keys, values = ([part[f"self_attn.{each}.{head}"] for head in heads] for each in ("k_b", "v_b"))
+        parts = [matrix for matrix in keys + values if isinstance(matrix, Matrix)]
+        assert len(parts) == 2 * len(heads), "the matrix of a head is one tensor"
         return LatentWeights(
-            queries, vector("self_attn.q_a_layernorm.weight") if own else None,
-            vector("self_attn.kv_a_layernorm.weight"), tuple(parts[:heads]), tuple(parts[heads:]),
+            own, part.optional("self_attn.q_a_layernorm.weight"), part.vector("self_attn.kv_a_layernorm.weight"),
+            tuple(parts[: len(heads)]), tuple(parts[len(heads) :]),
         )
 
-    def _beside(self, vector: Callable[..., Float32], matrices: Iterator[Weight]) -> BesideWeights:
-        mlp = MlpWeights(next(matrices), None, next(matrices), None)
-        after, before, after_experts, router, factors = (vector(name) for name in BESIDE)
+    def _beside(self, part: _Part) -> BesideWeights:
+        after, before, after_experts, router, factors = (part.vector(name) for name in BESIDE)
         router *= np.float32(self._config.hidden_size**-0.5)
-        return BesideWeights(mlp, after, before, after_experts, router, factors)
+        return BesideWeights(part.mlp("mlp"), after, before, after_experts, router, factors)
 
-    def _inputs(self, vector: Callable[..., Float32], matrices: Iterator[Weight]) -> InputWeights:
-        return InputWeights(next(matrices), next(matrices), vector("post_per_layer_input_norm.weight"))
+    def _inputs(self, part: _Part) -> InputWeights:
+        gate, projection = part["per_layer_input_gate"], part["per_layer_projection"]
+        return InputWeights(gate, projection, part.vector("post_per_layer_input_norm.weight"))
 
-    def _qkv_bias(self, layer: int, vector: Callable[..., Float32]) -> Float32 | None:
-        sizes, mixer = self._config.recurrence, self._config.mixers[layer]
-        if mixer == "state":
-            return vector("mixer.in_proj.bias") if sizes is not None and sizes.projection_bias else None
-        if not mixer or not self._config.qkv_bias:
-            return None
-        parts = []
+    def _qkv_bias(self, layer: int, part: _Part) -> Float32 | None:
+        mixer = self._config.mixers[layer]
+        if mixer != "attention" or not self._config.qkv_bias:
+            return part.optional("mixer.in_proj.bias") if mixer == "state" else None
+        biases = []
         for name in next(matrices_of(self._config, layer)):
-            bias = name.replace(".weight", ".bias")
-            rows, *_ = self._shapes[f"model.layers.{layer}.{name}"]
-            parts.append(vector(bias) if f"model.layers.{layer}.{bias}" in self._shapes else np.zeros(rows, np.float32))
-        return np.concatenate(parts)
-
-    def _output_bias(self, mixer: Mixer, vector: Callable[..., Float32]) -> Float32 | None:
-        sizes = self._config.recurrence
-        if mixer == "state":
-            return vector("mixer.out_proj.bias") if sizes is not None and sizes.projection_bias else None
-        return vector("self_attn.o_proj.bias") if mixer and self._config.output_bias else None
+            bias, (rows, *_) = part.optional(name.replace(".weight", ".bias")), self._shapes[part.prefix + name]
+            biases.append(np.zeros(rows, np.float32) if bias is None else bias)
+        return np.concatenate(biases)
 
     def _recurrence(self, prefix: str) -> RecurrentWeights:
         sizes = self._config.recurrence
@@ -494,23 +515,21 @@ class _Loader:
         queries = [vector(names[0])] * config.num_heads
         return np.stack(queries if sizes.kv_layer is not None else queries + [vector(names[1])] * sizes.num_kv_heads)
 
-    def _mlps(self, prefix: str, kind: Mlp, matrices: Iterator[Weight]) -> Iterator[MlpWeights]:
+    def _mlps(self, kind: Mlp, part: _Part) -> Iterator[MlpWeights]:
         """The MLP of a layer, or its experts, whose biases are rows; or none."""
         if not kind:
             return
-        prefix += "mlp.experts." if kind == "experts" else "mlp."
-        count = self._config.num_experts if kind == "experts" else 1
+        count, stem = (self._config.num_experts, "mlp.experts") if kind == "experts" else (1, "mlp")
         names = ("gate", "up", "down")[not self._config.mlp_gate :]
         gate_up: list[Float32 | None] = [None] * count
         down: list[Float32 | None] = [None] * count
         if self._config.mlp_bias:
-            parts = [
-                self._checkpoint.read(f"{prefix}{name}_proj.bias").reshape(count, -1) for name in names
-            ]
-            gate_up, down = list(np.concatenate(parts[:-1], axis=1)), list(parts[-1])
-        curve = self._curve(prefix) if self._config.activation == "xielu" else None
+            biases = [part.vector(f"{stem}.{name}_proj.bias").reshape(count, -1) for name in names]
+            gate_up, down = list(np.concatenate(biases[:-1], axis=1)), list(biases[-1])
+        curve = self._curve(f"{part.prefix}{stem}.") if self._config.activation == "xielu" else None
         for i in range(count):
-            yield MlpWeights(next(matrices), gate_up[i], next(matrices), down[i], curve)
+            own = f"{stem}.{i}" if kind == "experts" else stem
+            yield MlpWeights(part[f"{own}.up_proj"], gate_up[i], part[f"{own}.down_proj"], down[i], curve)
 
     def _curve(self, prefix: str) -> Float32:
         """The numbers of xIELU: files have two of them before their softplus."""

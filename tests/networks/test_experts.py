@@ -1,6 +1,8 @@
 """Experts: the mixture compared with its definition, and their weights in every format and file."""
 
+import json
 import shutil
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -14,7 +16,10 @@ from kvcache.engine import Transformer
 from kvcache.errors import CheckpointError
 from kvcache.kernels.layers import top_experts
 from kvcache.networks.checkpoint import Checkpoint
+from kvcache.networks.entries import Flag, Size
+from kvcache.networks.expert_kinds import ExpertKind, Stack
 from kvcache.networks.experts import mix_experts
+from kvcache.networks.families import FAMILIES, Family
 
 pytestmark = pytest.mark.no_level
 
@@ -133,3 +138,106 @@ def test_other_shapes(tmp_path, name, tensor, shape):
 
     with pytest.raises(CheckpointError, match=rf"{tensor}: expected shape .*, got \({', '.join(map(str, shape))}\)"):
         Transformer.from_pretrained(rewritten(tmp_path, name, change))
+
+
+class MadeUp:
+    """A made-up network, `(x + experts(norm(x)))` behind attention that adds nothing, in float64."""
+
+    vocab, hidden, inner, experts, chosen, dense = 40, 32, 16, 6, 2, 1
+    kind = ExpertKind(
+        count=("experts",), per_token="top", size=Size("moe_size"), apart=True, dense_first="first",
+        shared_count=Size("shared"), choice={
+            "normalise": Flag("divide", False), "sigmoid": True, "bias": True,
+            "factor": lambda read: read.number("route_scale"),
+        }, checks=(),
+    )
+
+    def __init__(self, rng):
+        self.config = {
+            "architectures": ["MadeUpForCausalLM"], "model_type": "made_up", "vocab_size": self.vocab,
+            "hidden_size": self.hidden, "intermediate_size": 24, "moe_size": self.inner, "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "experts": self.experts,
+            "top": self.chosen, "first": self.dense, "shared": 2, "divide": True, "route_scale": 1.5,
+        }
+        self.names = {
+            "mlp.gate": "moe.router", "mlp.expert_bias": "moe.bias",
+            **{f"mlp.shared_expert.{name}_proj": f"moe.common.{name}" for name in ("gate", "up", "down")},
+        }
+
+        def draw(*shape):
+            return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+
+        self.tensors = {"model.norm.weight": 1 + draw(self.hidden), "lm_head.weight": draw(self.vocab, self.hidden)}
+        self.tensors["model.embed_tokens.weight"] = draw(self.vocab, self.hidden) * 5
+        for i in range(3):
+            layer = f"model.layers.{i}."
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                self.tensors[f"{layer}{norm}.weight"] = 1 + draw(self.hidden)
+            for name in "qkvo":
+                self.tensors[f"{layer}self_attn.{name}_proj.weight"] = draw(self.hidden, self.hidden) * (name != "o")
+            mlps = {"mlp.{}_proj.weight": 24}
+            if i >= self.dense:
+                mlps = {"moe.common.{}.weight": 2 * self.inner}
+                mlps |= {f"moe.{expert}.{{}}.w": self.inner for expert in range(self.experts)}
+                self.tensors[f"{layer}moe.router.weight"] = draw(self.experts, self.hidden)
+                self.tensors[f"{layer}moe.bias"] = draw(self.experts)
+            for name, inner in mlps.items():
+                for part in ("gate", "up"):
+                    self.tensors[layer + name.format(part)] = draw(inner, self.hidden)
+                self.tensors[layer + name.format("down")] = draw(self.hidden, inner)
+
+    def norm(self, x, name):
+        return x / np.sqrt(np.mean(x * x) + 1e-5) * self.tensors[f"{name}.weight"]
+
+    def mlp(self, x, name):
+        gate, up, down = (self.tensors[name.format(part)].astype(np.float64) for part in ("gate", "up", "down"))
+        inside = gate @ x
+        return down @ (inside / (1 + np.exp(-inside)) * (up @ x))
+
+    def logits(self, token):
+        x = self.tensors["model.embed_tokens.weight"][token].astype(np.float64)
+        for i in range(3):
+            layer = f"model.layers.{i}."
+            row = self.norm(x, f"{layer}post_attention_layernorm")
+            if i < self.dense:
+                x = x + self.mlp(row, f"{layer}mlp.{{}}_proj.weight")
+                continue
+            scores = 1 / (1 + np.exp(-self.tensors[f"{layer}moe.router.weight"].astype(np.float64) @ row))
+            best = np.argsort(-(scores + self.tensors[f"{layer}moe.bias"]))[: self.chosen]
+            x = x + self.mlp(row, f"{layer}moe.common.{{}}.weight")
+            for expert in best:
+                x = x + 1.5 * scores[expert] / scores[best].sum() * self.mlp(row, f"{layer}moe.{expert}.{{}}.w")
+        return self.tensors["lm_head.weight"] @ self.norm(x, "model.norm")
+
+    def stacked(self):
+        """The tensors with the experts of a layer in two, each transposed, gate and up in turn."""
+        found = {name: value for name, value in self.tensors.items() if not name.endswith(".w")}
+        for i in range(self.dense, 3):
+            gate, up, down = (
+                np.stack([self.tensors[f"model.layers.{i}.moe.{expert}.{part}.w"].T for expert in range(self.experts)])
+                for part in ("gate", "up", "down")
+            )
+            found[f"model.layers.{i}.moe.both"] = np.stack([gate, up], axis=3).reshape(*gate.shape[:2], -1)
+            found[f"model.layers.{i}.moe.down"] = down
+        return found
+
+
+def test_a_kind_of_experts_is_two_rows(tmp_path, monkeypatch, rng):
+    """A made-up family and its kind of experts: rows of two tables, no code; stored one by one, and stacked."""
+    made_up = MadeUp(rng)
+    (tmp_path / "config.json").write_text(json.dumps(made_up.config))
+    monkeypatch.setattr("kvcache.networks.families._BY_NAME", {"MadeUpForCausalLM": "MadeUpForCausalLM"})
+    want = np.stack([made_up.logits(token) for token in range(20)])
+    stack = Stack("moe.both", "moe.down", turned=True, in_turn=True)
+    for tensors, storage in (
+        (made_up.tensors, {"each": "moe.{}.{}.w"}), (made_up.stacked(), {"each": "", "stacks": (stack,)}),
+    ):
+        kind = replace(made_up.kind, **storage)
+        monkeypatch.setitem(FAMILIES, "MadeUpForCausalLM", Family("made_up", experts=kind, names=made_up.names))
+        (tmp_path / "model.safetensors").write_bytes(pack_arrays(tensors))
+        model = Transformer.from_pretrained(tmp_path)
+        assert model.config.mlps == ("mlp", "experts", "experts")
+        assert model.config.experts.shared == 2 * made_up.inner
+        found = run_dense(model, np.arange(20, dtype=np.uint32))
+        np.testing.assert_allclose(found, want, rtol=0, atol=2e-6 * np.abs(want).max())
