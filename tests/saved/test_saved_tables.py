@@ -62,6 +62,23 @@ def test_the_unchanged_file_is_loaded(tables):
     assert get(cache, "a", [1] * 20 + [3] * 9)[0] == 29
 
 
+def test_large_tables_are_checked_a_piece_at_a_time(tables, monkeypatch):
+    """The whole file is loaded; one with a wrong byte, or with a false segment and the right checksum, is refused."""
+    for name, count in (("_SMALL", 0), ("_PIECE", 64)):
+        monkeypatch.setattr(f"kvcache.saved.snapshot.{name}", count)
+    tables.write()
+    assert entries().load(tables.path, model=MODEL) == 3
+    whole = tables.path.read_bytes()
+    for at in range(tables.arenas, tables.end, 13):
+        tables.path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        refuse(entries(), tables.path, "expected", MODEL)
+    tables.path.write_bytes(whole[: tables.tokens] + b"\xff" + whole[tables.tokens + 1 :])
+    refuse(entries(), tables.path, "expected tables with their checksum, got damaged ones", MODEL)
+    tables.add(tables.segments + 16, 9)
+    tables.write()
+    refuse(entries(), tables.path, "expected segments that follow their parents", MODEL)
+
+
 NAME = struct.calcsize("<II")  # of the arena and of the length, before a name
 FALSE_TABLES = {
     "a layout": (lambda t: t.add(t.arenas + 22, 8), "expected an arena with pages of layout 1 to 4"),
