@@ -16,13 +16,13 @@ from kvcache.networks.entries import Entries, Flag, Number, Only, Size
 from kvcache.networks.expert_sizes import ExpertChoice, ExpertSizes
 from kvcache.support.arguments import short
 
-__all__ = ["EXPERT_KINDS", "ExpertKind", "Stack"]
+__all__ = ["EXPERT_KINDS", "ExpertKind", "StackedExperts"]
 
 _SIZE = Size("intermediate_size")
 _NORMALISE, _FACTOR = Flag("norm_topk_prob", True), Number("routed_scaling_factor", 1.0)
 
 
-class Stack(NamedTuple):
+class StackedExperts(NamedTuple):
     """Two tensors of a folder that have all experts of a layer: `(experts, 2 * size, in)` and `(experts, out, size)`.
 
     Attributes:
@@ -94,7 +94,7 @@ class ExpertKind:
     checks: tuple[Callable[[Entries], object] | Only | Flag, ...] = (_in_every_layer,)
     each: str = "mlp.experts.{}.{}_proj.weight"
     parts: tuple[str, str, str] = ("gate", "up", "down")
-    stacks: tuple[Stack, ...] = ()
+    stacks: tuple[StackedExperts, ...] = ()
     shared_stack: str = ""
     bias_row: bool = False
 
@@ -183,12 +183,12 @@ def _to_the_last_layer(read: Entries) -> None:
 _GROUPS = {"groups": _groups, "kept": _kept}
 _SIGMOID = {"normalise": _NORMALISE, "sigmoid": True, "bias": True, "eps": 1e-20, "factor": _FACTOR}
 _NO_BIASES = Only("mlp_bias", False, " with experts")
-_STACKED = (Stack(),)
+_STACKED = (StackedExperts(),)
 _W = ("w1", "w3", "w2")
 _MIXTRAL = ExpertKind(each="block_sparse_moe.experts.{}.{}.weight", parts=_W)
 _QWEN = ExpertKind(
     size=Size("moe_intermediate_size"), choice={"normalise": Flag("norm_topk_prob", False)},
-    stacks=(Stack(turned=True), Stack()),
+    stacks=(StackedExperts(turned=True), StackedExperts()),
 )
 _DEEPSEEK = ExpertKind(
     count=("n_routed_experts",), size=Size("moe_intermediate_size"), apart=True, dense_first="first_k_dense_replace",
@@ -207,8 +207,8 @@ EXPERT_KINDS = {
         checks=(_in_every_layer, Only("norm_topk_prob", True)), stacks=_STACKED,
     ),
     "gpt_oss": ExpertKind(each="", stacks=(
-        Stack("mlp.experts.gate_up_proj_blocks", "mlp.experts.down_proj_blocks", in_turn=True, packed="mxfp4"),
-        Stack(turned=True, in_turn=True),
+        StackedExperts("mlp.experts.gate_up_proj_blocks", "mlp.experts.down_proj_blocks", in_turn=True, packed="mxfp4"),
+        StackedExperts(turned=True, in_turn=True),
     )),
     "lfm2": ExpertKind(
         size=Size("moe_intermediate_size", 1792), apart=True, dense_first="num_dense_layers",
@@ -217,12 +217,12 @@ EXPERT_KINDS = {
     ),
     "granite": ExpertKind(
         count=("num_local_experts",), at_least=0, shared=Size("shared_intermediate_size"), each="",
-        stacks=(Stack("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),),
+        stacks=(StackedExperts("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),),
         shared_stack="shared_mlp.input_linear.weight",
     ),
     "gemma4": ExpertKind(
         switch="enable_moe_block", per_token="top_k_experts", size=Size("moe_intermediate_size"), apart=True,
-        beside=True, stacks=(Stack("experts.gate_up_proj", "experts.down_proj"),),
+        beside=True, stacks=(StackedExperts("experts.gate_up_proj", "experts.down_proj"),),
     ),
     "nemotron": ExpertKind(
         count=("n_routed_experts",), layer="moe", size=Size("moe_intermediate_size", 7688), apart=True,

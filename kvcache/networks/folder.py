@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvcache.kernels.matrix import MATRIX_FORMATS
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.config import ModelConfig
-from kvcache.networks.expert_kinds import Stack
+from kvcache.networks.expert_kinds import StackedExperts
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.names import (
     DELTA_PART,
@@ -65,7 +65,7 @@ class FolderTensors:
         self._family = FAMILIES[config.architecture]
         self._names = Names(checkpoint.__contains__)
         self._places: dict[str, Place] = {}  # of tensors that were asked for
-        self._stacks: dict[str, Stack | None] = {}  # of each layer with experts, by what its names begin with
+        self._stacks: dict[str, StackedExperts | None] = {}  # of each layer with experts, by what its names begin with
         self._slab: tuple[tuple[str, int], StoredRows] | None = None  # the last expert that was read
 
     def __contains__(self, name: str) -> bool:
@@ -163,7 +163,7 @@ class FolderTensors:
             return None
         return key_head_rows(self._config.recurrence, found[1], first, stop) - place.first
 
-    def _from_stack(self, stack: Stack, name: str, expert: re.Match[str], first: int, stop: int) -> StoredRows:
+    def _from_stack(self, stack: StackedExperts, name: str, expert: re.Match[str], first: int, stop: int) -> StoredRows:
         """Rows of an expert, of a stack that has them as columns, or those of gate and up in turn."""
         assert self._config.experts is not None
         number, down, up = int(expert[1]), expert[2] == "down", expert[2] == "up"
@@ -219,12 +219,12 @@ class FolderTensors:
         stem, dot, kind = name.rpartition(".")
         return f"{(more or {}).get(stem) or self._family.names.get(stem, stem)}{dot}{kind}"
 
-    def _stack_of(self, name: str) -> Stack | None:
+    def _stack_of(self, name: str) -> StackedExperts | None:
         """How files stack the experts of the layer of this tensor."""
         inside = LAYER.fullmatch(name)
         return self._stack(self._layer(inside)) if inside else None
 
-    def _stack(self, layer: str) -> Stack | None:
+    def _stack(self, layer: str) -> StackedExperts | None:
         """How files stack the experts of a layer; None: they do not."""
         kind, sizes = self._family.experts, self._config.experts
         if kind is None or sizes is None or not kind.stacks:

@@ -17,7 +17,7 @@ from kvcache.errors import CheckpointError
 from kvcache.kernels.layers import top_experts
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.entries import Flag, Size
-from kvcache.networks.expert_kinds import ExpertKind, Stack
+from kvcache.networks.expert_kinds import ExpertKind, StackedExperts
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.families import FAMILIES, Family
 
@@ -229,7 +229,7 @@ def test_a_kind_of_experts_is_two_rows(tmp_path, monkeypatch, rng):
     (tmp_path / "config.json").write_text(json.dumps(made_up.config))
     monkeypatch.setattr("kvcache.networks.families._BY_NAME", {"MadeUpForCausalLM": "MadeUpForCausalLM"})
     want = np.stack([made_up.logits(token) for token in range(20)])
-    stack = Stack("moe.both", "moe.down", turned=True, in_turn=True)
+    stack = StackedExperts("moe.both", "moe.down", turned=True, in_turn=True)
     for tensors, storage in (
         (made_up.tensors, {"each": "moe.{}.{}.w"}), (made_up.stacked(), {"each": "", "stacks": (stack,)}),
     ):
