@@ -31,10 +31,10 @@ INLINE void float_tile(const block *weights, kvc_matrix_format format, int rows,
     UNROLL
     for (int i = 0; i < rows * panels; i++) {
         UNROLL
-        for (int v = 0; v < VECTORS; v++) sums[i].v[v] = f32v_zero();
+        for (int v = 0; v < KVC_VECTORS; v++) sums[i].v[v] = f32v_zero();
     }
     for (int64_t k = 0; k < channels; k++, x += rows) {
-        f32v w[4][VECTORS];
+        f32v w[4][KVC_VECTORS];
         UNROLL
         for (int p = 0; p < panels; p++) {
             if (t->cold && k % (64 / (KVC_PANEL * size)) == 0) {
@@ -42,7 +42,7 @@ INLINE void float_tile(const block *weights, kvc_matrix_format format, int rows,
                 prefetch(0, data[p] + at + ahead_of(t, at, ahead), 64);
             }
             UNROLL
-            for (int v = 0; v < VECTORS; v++) w[p][v] = load_weights(format, data[p], k * KVC_PANEL + v * KVC_LANES);
+            for (int v = 0; v < KVC_VECTORS; v++) w[p][v] = load_weights(format, data[p], k * KVC_PANEL + v * KVC_LANES);
         }
         UNROLL
         for (int i = 0; i < rows; i++) {
@@ -50,7 +50,7 @@ INLINE void float_tile(const block *weights, kvc_matrix_format format, int rows,
             UNROLL
             for (int p = 0; p < panels; p++) {
                 UNROLL
-                for (int v = 0; v < VECTORS; v++)
+                for (int v = 0; v < KVC_VECTORS; v++)
                     sums[i * panels + p].v[v] = f32v_fma(w[p][v], value, sums[i * panels + p].v[v]);
             }
         }
@@ -59,7 +59,7 @@ INLINE void float_tile(const block *weights, kvc_matrix_format format, int rows,
 }
 
 /* Panels of a tile of so many rows: their sums, two vectors of weights at least and a broadcast fit the registers. */
-#define PANELS(rows) ((rows) * 4 * VECTORS <= KVC_FLOAT_SUMS ? 4 : (rows) * 2 * VECTORS <= KVC_FLOAT_SUMS ? 2 : 1)
+#define PANELS(rows) ((rows) * 4 * KVC_VECTORS <= KVC_FLOAT_SUMS ? 4 : (rows) * 2 * KVC_VECTORS <= KVC_FLOAT_SUMS ? 2 : 1)
 
 #define FLOAT(format, unused, rows)                                                        \
     NOINLINE void float_##format##_##rows(const block *weights, const void *x, tile *t) {  \

@@ -116,7 +116,7 @@ INLINE void quad_tile(const block *weights, int rows, int panels, const uint16_t
         for (int p = 0; p < panels; p++) {
             const f32x2x2 *from = both + (i / 2 * panels + p) * OF_PANEL;
             UNROLL
-            for (int v = 0; v < VECTORS; v++) sums[i * panels + p].v[v] = f32v_of_row(i % 2, from[2 * v], from[2 * v + 1]);
+            for (int v = 0; v < KVC_VECTORS; v++) sums[i * panels + p].v[v] = f32v_of_row(i % 2, from[2 * v], from[2 * v + 1]);
         }
     }
     keep(t, rows, panels, sums);

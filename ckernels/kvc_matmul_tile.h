@@ -8,7 +8,6 @@
 #include "kvc_simd.h"
 
 enum {
-    VECTORS = KVC_PANEL / KVC_LANES, /* of 16 rows */
     MOST_RESULTS = KVC_TILES ? 4 * KVC_TILED_ROWS * KVC_PANEL : KVC_FLOAT_SUMS * KVC_LANES,
 };
 
@@ -70,7 +69,7 @@ INLINE void keep_row(tile *t, int i, int panels, const f32x16 *sums) {
     UNROLL
     for (int p = 0; p < panels; p++) {
         UNROLL
-        for (int v = 0; v < VECTORS; v++) {
+        for (int v = 0; v < KVC_VECTORS; v++) {
             const int at = p * KVC_PANEL + v * KVC_LANES;
             const f32v own = sums[p].v[v];
             const f32v sum = t->before ? f32v_add(f32v_load(t->before + i * panels * KVC_PANEL + at), own) : own;

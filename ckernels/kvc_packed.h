@@ -97,7 +97,7 @@ INLINE f32v minima_of(const kvc_matrix_format_info *info, const unsigned char *r
 INLINE void add_scaled(int has_minima, const f32v *scaled, const unsigned char *correction, const f32v *scales, const f32v *minima,
                        f32x16 *sum) {
     UNROLL
-    for (int v = 0; v < VECTORS; v++) {
+    for (int v = 0; v < KVC_VECTORS; v++) {
         sum->v[v] = f32v_fma(scaled[v], scales[v], sum->v[v]);
         if (has_minima) sum->v[v] = f32v_fma(minima[v], f32v_set1(load_f32(correction)), sum->v[v]);
     }
@@ -106,10 +106,10 @@ INLINE void add_scaled(int has_minima, const f32v *scaled, const unsigned char *
 /* The same of whole numbers, which the row's scale multiplies first. */
 INLINE void add_whole(int has_minima, i32x16 dots, const unsigned char *scale, const unsigned char *correction,
                       const f32v *scales, const f32v *minima, f32x16 *sum) {
-    f32v scaled[VECTORS];
+    f32v scaled[KVC_VECTORS];
     i32x16_to_floats(dots, scaled);
     UNROLL
-    for (int v = 0; v < VECTORS; v++) scaled[v] = f32v_mul(scaled[v], f32v_set1(load_f32(scale)));
+    for (int v = 0; v < KVC_VECTORS; v++) scaled[v] = f32v_mul(scaled[v], f32v_set1(load_f32(scale)));
     add_scaled(has_minima, scaled, correction, scales, minima, sum);
 }
 

@@ -121,9 +121,9 @@ INLINE void add_share(const kvc_matrix_format_info *info, const unsigned char *c
     const unsigned char *less = at.behind + 4 * rows * (1 + kvc_scales_per_group(info));
     UNROLL
     for (int p = 0; p < panels; p++) {
-        f32v scales[VECTORS], minima[VECTORS];
+        f32v scales[KVC_VECTORS], minima[KVC_VECTORS];
         UNROLL
-        for (int v = 0; v < VECTORS; v++) {
+        for (int v = 0; v < KVC_VECTORS; v++) {
             scales[v] = scales_of(info, records[p], at.number, v);
             minima[v] = info->has_minima ? minima_of(info, records[p], at.number, v) : f32v_zero();
         }
@@ -134,7 +134,7 @@ INLINE void add_share(const kvc_matrix_format_info *info, const unsigned char *c
                 add_whole(info->has_minima, dots[i * panels + p], scale, correction, scales, minima, &sums[i * panels + p]);
                 continue;
             }
-            f32v scaled[VECTORS];
+            f32v scaled[KVC_VECTORS];
             i32x16_scaled(dots[i * panels + p], load_f32(scale), load_f32(less + 4 * i), scaled);
             add_scaled(info->has_minima, scaled, correction, scales, minima, &sums[i * panels + p]);
         }
@@ -157,7 +157,7 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
     UNROLL
     for (int i = 0; i < rows * panels; i++) {
         UNROLL
-        for (int v = 0; v < VECTORS; v++) sums[i].v[v] = f32v_zero();
+        for (int v = 0; v < KVC_VECTORS; v++) sums[i].v[v] = f32v_zero();
     }
     for (size_t at = 0; at < matrix->panel_bytes; at += kvc_record_bytes(info)) {
         const unsigned char *heads[2], *codes[2];

@@ -8,7 +8,7 @@
  *
  * Few rows (decode): K and V are read from the block, each row once; scores are dot products along dim.
  * Many rows (prefill): K is packed into panels of KVC_PANEL tokens, [panel][dim][token], for all rows.
- * Both give the same bits at every level. A score has 16 partial sums: sum `lane` adds dimensions lane, lane + 16, .. in
+ * Both give the same bits. A score has 16 partial sums: sum `lane` adds dimensions lane, lane + 16, .. in
  * this order, from zero; where the row ends, zeros. They are added by halves: in dot products lanes of a vector at a time,
  * of narrow vectors one after the other (kvc_lane); in panels lane by lane in that order. A mixed value is a sum over the
  * tokens in their order, for every tile.

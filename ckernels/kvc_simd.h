@@ -115,7 +115,7 @@ INLINE void end_parts(int n, const part16 *parts, i32x16 *sums) {
     for (int i = 0; i < n; i++) sums[i] = part16_end(parts[i], sums[i]);
 }
 
-/* 16 floats: a reduction is by these lanes at every level, then by halves (BITS.md). */
+/* 16 floats: a reduction is by these lanes at every level, then by halves. */
 enum { KVC_VECTORS = 16 / KVC_LANES };
 typedef struct f32x16 {
     f32v v[KVC_VECTORS];
@@ -154,22 +154,19 @@ INLINE f32x16 f32x16_abs(f32x16 x) {
     for (int i = 0; i < KVC_VECTORS; i++) x.v[i] = f32v_abs(x.v[i]);
     return x;
 }
-INLINE float f32x16_sum_of(f32x16 x) {
-    UNROLL
-    for (int half = KVC_VECTORS / 2; half > 0; half /= 2) {
-        UNROLL
-        for (int i = 0; i < half; i++) x.v[i] = f32v_add(x.v[i], x.v[i + half]);
+#define REDUCTION(name, of, of_lanes)                                            \
+    INLINE float name(f32x16 x) {                                               \
+        UNROLL                                                                  \
+        for (int half = KVC_VECTORS / 2; half > 0; half /= 2) {                 \
+            UNROLL                                                              \
+            for (int i = 0; i < half; i++) x.v[i] = of(x.v[i], x.v[i + half]);  \
+        }                                                                       \
+        return of_lanes(x.v[0]);                                                \
     }
-    return f32v_sum_of(x.v[0]);
-}
-INLINE float f32x16_max_of(f32x16 x) {
-    UNROLL
-    for (int half = KVC_VECTORS / 2; half > 0; half /= 2) {
-        UNROLL
-        for (int i = 0; i < half; i++) x.v[i] = f32v_max(x.v[i], x.v[i + half]);
-    }
-    return f32v_max_of(x.v[0]);
-}
+REDUCTION(f32x16_sum_of, f32v_add, f32v_sum_of)
+REDUCTION(f32x16_max_of, f32v_max, f32v_max_of)
+#undef REDUCTION
+
 /* Lane i of the 16 in the order in which those that are added first are neighbours: 0, 8, 4, 12, 2, 10, 6, 14, 1, .. */
 INLINE int kvc_lane(int i) { return (i & 1) << 3 | (i & 2) << 1 | (i & 4) >> 1 | (i & 8) >> 3; }
 

@@ -106,7 +106,7 @@ cdef object _format(int number):
     return Format(line.name.decode(), line.bits, line.quantised != 0, line.fitted != 0, line.largest.decode())
 
 
-BITS_VERSION = KVC_BITS  # of ckernels/BITS.md: results of one version have the same bits on every CPU
+BITS_VERSION = KVC_BITS  # each change of the bits of results adds 1
 FORMATS = {line.name: line for line in map(_format, range(KVC_NUM_FORMATS))}
 cdef list _NAMES = list(FORMATS)
 cdef object MAX_THREADS = 1024
@@ -377,6 +377,11 @@ def level_of_bits(level):
         ValueError: this CPU has no such level.
     """
     return _level_of(level, "level").bits.decode()
+
+
+def bits_in_use():
+    """The name of the bits of results now: that of `level_of_bits` at the level in use, and `BITS_VERSION`."""
+    return f"{level_of_bits(simd_level())}, bits {BITS_VERSION}"
 
 
 def bf16_order():

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.kernels.kernels import level_of_bits, simd_level
+from kvcache.kernels.kernels import bits_in_use
 from kvcache.prefix.block_file import arena_of_blocks, formats_of
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers.bodies import copy_in, copy_out
@@ -92,10 +92,9 @@ class TierSource:
         self._cached, self._size = cached, store.block_size
         self._pages = max(1, self._group_tokens // self._size)  # of a group
         self.format = ValueFormat(self._pages * self._size, self._pages * store.block_bytes)
-        # Levels of SIMD add in different orders, so each of these has K and V of its own.
+        # Levels of SIMD, and versions of the library, may compute other K and V: each has its own.
         model = self._model + formats_of(store)
-        level = level_of_bits(simd_level())
-        context = b"\0".join((b"%d" % VERSION, level.encode(), arena.pack(), model.encode()))
+        context = b"\0".join((b"%d" % VERSION, bits_in_use().encode(), arena.pack(), model.encode()))
         contexts = [context + b"\0encrypted" * link.encrypt for link in self._links]
         size = self.format.group_tokens
         self.context = context

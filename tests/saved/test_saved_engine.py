@@ -8,7 +8,7 @@ from places import GOLDEN, MODELS, in_every_build
 
 from kvcache import SnapshotError
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
-from kvcache.kernels.kernels import level_of_bits, simd_level
+from kvcache.kernels.kernels import bits_in_use
 from kvcache.networks.fingerprint import fingerprint
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
@@ -73,8 +73,8 @@ def test_another_models_file_is_refused_by_name(tmp_path, network):
     loaded = engine(other)
     with pytest.raises(SnapshotError) as caught:
         loaded.load(tmp_path / "cache")
-    level = level_of_bits(simd_level())
-    assert f"model '{fingerprint(other)}, {level}', got '{fingerprint(network)}, {level}'" in str(caught.value)
+    bits = bits_in_use()
+    assert f"model '{fingerprint(other)}, {bits}', got '{fingerprint(network)}, {bits}'" in str(caught.value)
     assert "Qwen3ForCausalLM" in fingerprint(other)
     assert "LlamaForCausalLM" in fingerprint(network)
     assert loaded.cache_stats().cached_blocks == 0
@@ -103,7 +103,7 @@ def test_rows_that_an_engine_would_not_compute_are_refused(tmp_path, network, mo
             engine(network, dtype="q4", residual_length=length).load(tmp_path / "cache")
     same = engine(network, dtype="q4", residual_length=16)
     with monkeypatch.context() as patch:
-        patch.setattr("kvcache.texts.settings.level_of_bits", lambda level: "another")
+        patch.setattr("kvcache.texts.settings.bits_in_use", lambda: "another")
         with pytest.raises(SnapshotError, match=r"expected model .*, another', got "):
             same.load(tmp_path / "cache")
     assert same.load(tmp_path / "cache") == 2

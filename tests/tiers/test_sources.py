@@ -13,7 +13,7 @@ from tier_stores import SECRET, ObjectStore, twin_keys, twin_value
 
 from kvcache import PrefixCache
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
-from kvcache.kernels.kernels import level_of_bits, simd_level
+from kvcache.kernels.kernels import bits_in_use
 from kvcache.prefix.block_file import arena_of_blocks
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers import Tiers, lookups
@@ -109,7 +109,7 @@ def test_the_values_of_a_cache_are_those_of_the_twin(rng):
         cache.evict(10)
         assert tiers.flush(60)
     arena = arena_of_blocks(cache._cached)
-    context = b"\0".join([b"1", level_of_bits(simd_level()).encode(), arena.pack(), b"name"])
+    context = b"\0".join([b"1", bits_in_use().encode(), arena.pack(), b"name"])
     keys = twin_keys(SECRET, context, encode_namespace(("a", 7)), tokens, 64)
     assert sorted(store.bucket) == sorted(keys)
     other = PrefixCache(10, SIZE, 3, 2, 8, dtype="q8", source=Tiers([store], secret=SECRET, deadline=60).source("name"))
