@@ -79,7 +79,7 @@ typedef struct kvc_seq {
     int64_t sink_tokens;
     int64_t num_queries;
     int64_t hidden_tokens; /* 0 to num_tokens */
-    int64_t skipped_tokens; /* the first so many tokens, which no query sees either; any number from 0 on */
+    int64_t skipped_tokens; /* the number of first tokens that no query sees either; any number from 0 on */
     int64_t start;         /* the text position of the first token, 0 to 2^62; the others follow it */
     int64_t window;        /* a query at position p sees positions from p - window + 1 on; 0: from the first token on */
     int32_t whole;         /* 1: every query sees all tokens but the hidden ones; there is neither window nor tree then */
@@ -137,7 +137,7 @@ typedef struct kvc_item {
     int64_t residual; /* tokens of the residual that these rows see, read by the last part; of scores: 1: they are of these */
     int32_t head, head_stop; /* KV heads */
     int32_t part, parts; /* of the context, in whole segments */
-    int64_t members; /* the item reads the first tokens of so many sequences, from `seq` on, which share them; 0: of one */
+    int64_t members; /* the number of sequences, from `seq` on, that share the first tokens, which the item reads; 0: of one */
     int64_t shared;  /* tokens of this sequence that an item with members reads; their results are in `results` */
     const struct kvc_item *own; /* the other items of the members, in order; each member has `parts` of them; or NULL */
     float *results; /* NULL, or the results of each segment of the context (kvc_segment.h), which combine_parts merges */

@@ -266,7 +266,7 @@ static void attend_chunk(const job *j, const chunk *now, const chunk *next, int 
     mix_values(j, now, head, j->rows, lanes, j->segment.acc + index * (size_t)j->v_padded, k, next);
 }
 
-/* Takes the tiles of the CPU where some of so many rows meet codes in them, and gives them back. */
+/* Takes the tiles of the CPU if some of `rows` rows meet codes in them, and gives them back. */
 static void begin_item(const job *j, int rows) {
     (void)j, (void)rows;
 #if KVC_TILES

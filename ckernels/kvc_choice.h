@@ -23,7 +23,7 @@
 
 /* ---- Which losses are the smallest. */
 
-/* Losses below the limit, and the first so many of those that are equal to it, which are below the next one. */
+/* Losses below the limit, and the first `ties` of those that are equal to it, which are below the next one. */
 typedef struct cut {
     float limit, next;
     int64_t ties;
@@ -171,7 +171,7 @@ INLINE void sum_page(int rows, int dim, const unsigned char *codes, const summar
     }
 }
 
-/* Estimates of so many rows (a constant), 1 to 4. The sums are exact, each below 2^24. */
+/* Estimates of `rows` rows (a constant), 1 to 4. The sums are exact, each below 2^24. */
 INLINE void score_rows(int rows, int dim, const summary_pages *p, const summary_query *q, float *scores, int64_t stride) {
     float variances[4 * SUMMARY_PAGES]; /* [row][page] */
     for (int i = 0; i < SUMMARY_PAGES; i += 2) {

@@ -58,7 +58,7 @@ INLINE void float_tile(const block *weights, kvc_matrix_format format, int rows,
     keep(t, rows, panels, sums);
 }
 
-/* Panels of a tile of so many rows: their sums, two vectors of weights at least and a broadcast fit the registers. */
+/* Panels of a tile of `rows` rows: their sums, two vectors of weights at least and a broadcast fit the registers. */
 #define PANELS(rows) ((rows) * 4 * KVC_VECTORS <= KVC_FLOAT_SUMS ? 4 : (rows) * 2 * KVC_VECTORS <= KVC_FLOAT_SUMS ? 2 : 1)
 
 #define FLOAT(format, unused, rows)                                                        \

@@ -42,7 +42,7 @@
  *   KVC_FLOAT_ROWS                  the most rows of a tile of float weights: 12, 6 or 2
  *   KVC_FLOAT_SUMS                  accumulators of a tile of float weights
  *   KVC_BF16_TARGET                 1: the level has bf16x2, for CPUs with the feature that KVC_BF16_FEATURE names
- * A level with KVC_BF16_SIDE multiplies so many channels of bf16 of 16 outputs at a time (kvc_matmul_bf16.c):
+ * A level with KVC_BF16_SIDE multiplies that number of channels of bf16 of 16 outputs at a time (kvc_matmul_bf16.c):
  *   put_side(to, from)              KVC_BF16_SIDE channels of 16 words each: those of an output side by side
  */
 #ifndef KVC_SIMD_H

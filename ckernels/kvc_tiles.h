@@ -77,14 +77,14 @@ INLINE u8x64 unit_codes(int bits, const unsigned char *packed, int n) {
     return u8x64_or(codes, u8x64_and(rest, (1 << bits) - (1 << low)));
 }
 
-/* Whether codes of so many bits are multiplied by shared digits. */
+/* Whether codes of `bits` bits are multiplied by shared digits. */
 INLINE int are_shared(int bits) { return KVC_SHARED_DIGITS && bits <= 4; }
 INLINE int radix_bits(int bits) { return are_shared(bits) ? 4 : 7; }
 
-/* Rows, the first ones of so many, that meet codes in the tiles of kvc_tiled.h: their digits have seven bits. */
+/* The number of rows, the first ones of `rows`, that meet codes in the tiles of kvc_tiled.h: their digits have seven bits. */
 INLINE int tiled_rows(int rows) { return KVC_TILES ? rows / 16 * 16 : 0; }
 
-/* Rounds x * inverse to the numbers that codes of so many bits are multiplied by; n is a multiple of 32. Returns their sum,
+/* Rounds x * inverse to the numbers that codes of `bits` bits are multiplied by; n is a multiple of 32. Returns their sum,
  * which is exact. Queries that are not finite become any numbers of 16 bits. */
 INLINE float split(int bits, int is_signed, int is_tiled, int n, const float *x, float inverse, int8_t *high, int8_t *low,
                    int16_t *whole) {
@@ -112,7 +112,7 @@ INLINE float split(int bits, int is_signed, int is_tiled, int n, const float *x,
     return f32v_sum_of(i32v_floats(sum));
 }
 
-/* The largest number that codes of so many bits are multiplied by, of queries and of weights: at every level, however it
+/* The largest number that codes of `bits` bits are multiplied by, of queries and of weights: at every level, however it
  * multiplies. */
 INLINE float most_of(int bits, int is_query) { return bits <= 4 ? 1791.0f : is_query ? 8127.0f : 16383.0f; }
 

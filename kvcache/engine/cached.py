@@ -271,7 +271,7 @@ class PrefixCachedEngine:
 
         Raises:
             as `PrefixCache.load`: SnapshotError for a damaged file, or one whose K and V this engine would not compute:
-                of another model, calibration, `residual_length`, `sparse_tokens` or SIMD level.
+                of another model, calibration, `residual_length`, `sparse_tokens`, SIMD level or version of bits.
         """
         self._check_cache()
         return self._pool.load(path, self._sequence.settings.named(model))

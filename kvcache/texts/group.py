@@ -89,7 +89,7 @@ class Group(Protocol):
     def prefixes(self) -> Sequence[PrefixCache]: ...
 
     def blocks_for(self, num_tokens: int) -> int:
-        """The blocks of so many tokens; 0: a text has room for all that it may keep."""
+        """The blocks of `num_tokens` tokens; 0: a text has room for all that it may keep."""
         ...
 
     @property
