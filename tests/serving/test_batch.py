@@ -90,8 +90,10 @@ def test_a_step_calls_an_event_loop_once(engine):
         loop = asyncio.get_running_loop()
         call = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *args: (calls.append(args), call(*args))
+        waiting = [loop.create_task(collect(request)) for request in requests]
+        await asyncio.sleep(0)  # until each of them waits for its first token
         engine.start()
-        return await asyncio.gather(*map(collect, requests))
+        return await asyncio.gather(*waiting)
 
     tokens = sum(map(len, asyncio.run(every())))
     assert 0 < len(calls) < tokens / 2
