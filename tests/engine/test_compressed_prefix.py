@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from oracles.compressed import DensePrefix, best_of
 from places import GOLDEN
+from serving import Clock
 
 from kvcache import BatchEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine import InferenceEngine, LayerAttention, Probe, Transformer
@@ -146,8 +147,7 @@ def test_blocks_behind_it_are_saved_and_in_tiers(network, prefix, tmp_path):
 def test_a_preempted_request_goes_on_behind_its_prefix(network, prefix):
     params = GREEDY.changed({"max_tokens": 40})
     want = InferenceEngine(network).generate(TAIL, params, prefix=prefix)
-    # A step of any machine has time for all three prompts.
-    with BatchEngine(network, num_blocks=7, block_size=16, max_running=4, target_gap=60.0) as batch:
+    with BatchEngine(network, num_blocks=7, block_size=16, max_running=4, clock=Clock()) as batch:
         requests = [batch.submit(TAIL, params, prefix=prefix, namespace=i) for i in range(3)]
         assert [request.result() for request in requests] == [want] * 3
         assert batch.stats().preemptions > 0

@@ -212,7 +212,7 @@ def test_a_text_at_fault_fails_alone():
 
 def test_preempted_texts_go_on_where_they_stopped():
     model, alone = StateNetwork("one of each"), Alone(StateNetwork("one of each"), block_size=8)
-    engine = BatchEngine(model, block_size=8, num_blocks=30)
+    engine = BatchEngine(model, block_size=8, num_blocks=30, clock=Clock())
     asked = [(prompt(i, 60), sampled(i, 60, logprobs=1)) for i in range(4)]
     requests = [engine.submit(*each) for each in asked]
     run(engine)

@@ -11,6 +11,7 @@ from dense_runs import run_dense
 from gguf_files import BOOL, U32
 from latent_gguf import as_converted, convert
 from seeded_weights import seeded, tensors_of, write
+from serving import Clock
 
 from kvcache import BatchEngine, Calibration, CheckpointError, InferenceEngine, PrefixCachedEngine
 from kvcache.calibration.calibrating import measure
@@ -145,7 +146,7 @@ def test_every_engine_gives_the_tokens_of_a_text_alone(name, storage, tmp_path, 
     for prompt, want in zip(prompts, alone, strict=True):
         result = again.complete(prompt, DRAWN)
         assert result.tokens == want
-    batch = BatchEngine(model, num_blocks=7, **options)
+    batch = BatchEngine(model, num_blocks=7, clock=Clock(), **options)
     requests = [batch.submit(prompt, DRAWN) for prompt in prompts]
     while batch.step():
         pass

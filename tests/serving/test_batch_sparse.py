@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from places import GOLDEN
 from seeded_weights import golden_folder
-from serving import Alone, repeating, run, same, settled
+from serving import Alone, Clock, repeating, run, same, settled
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine import LayerAttention, Transformer
@@ -24,7 +24,7 @@ def test_requests_beside_each_other_give_what_they_give_alone(rng, network, dtyp
     own = [np.concatenate([stem[: 100 + 30 * i], stem[i : 60 + i]]) for i in range(4)]
     options = {"dtype": dtype, "residual_length": length, "sparse_tokens": 16}
     asked = [(prompt, repeating(i, 60, logprobs=1)) for i, prompt in enumerate(own)]
-    alone, engine = Alone(network, **options), BatchEngine(network, num_blocks=26, **options)
+    alone, engine = Alone(network, **options), BatchEngine(network, num_blocks=26, clock=Clock(), **options)
     requests = [engine.submit(prompt, params) for prompt, params in asked]
     run(engine)
     for request, (prompt, params) in zip(requests, asked, strict=True):
