@@ -24,6 +24,9 @@
 /* Always inlined: what a caller gives as constants is constant inside. */
 #define INLINE static inline __attribute__((always_inline))
 
+/* The version of BITS.md: results of one version have the same bits at every level. It grows with each change of them. */
+enum { KVC_BITS = 1 };
+
 /* KVC_MAX_HEAD_DIM: of latent rows, those of DeepSeek V3; of others KVC_MOST_CHANNELS. */
 enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 576, KVC_MOST_CHANNELS = 512 };
 

@@ -8,6 +8,7 @@ class Format(NamedTuple):
     fitted: bool
     largest: str
 
+BITS_VERSION: int
 FORMATS: dict[str, Format]
 
 class Layout:

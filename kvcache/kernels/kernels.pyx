@@ -33,6 +33,7 @@ cdef extern from "kvc.h" nogil:
         void (*digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *) noexcept nogil
         void (*summarise_page)(const kvc_layout *, const unsigned char *, int32_t, int, const void *) noexcept nogil
 
+    enum: KVC_BITS
     int kvc_num_levels() noexcept
     const char *kvc_best_level() noexcept
     const kvc_kernels *kvc_level(int index) noexcept
@@ -105,6 +106,7 @@ cdef object _format(int number):
     return Format(line.name.decode(), line.bits, line.quantised != 0, line.fitted != 0, line.largest.decode())
 
 
+BITS_VERSION = KVC_BITS  # of ckernels/BITS.md: results of one version have the same bits on every CPU
 FORMATS = {line.name: line for line in map(_format, range(KVC_NUM_FORMATS))}
 cdef list _NAMES = list(FORMATS)
 cdef object MAX_THREADS = 1024
