@@ -31,7 +31,8 @@ static void fail(const char *what, ...) {
     abort();
 }
 
-/* A level with the bits of another one has its functions but for products, rows made ready for them, and attention. */
+/* A level that is another one but for some functions has all the others: products, rows made ready for them, and attention are
+ * its own. */
 static void expect_table(const kvc_kernels *kernels) {
     kvc_kernels twin = *kvc_find_level(kernels->bits);
     twin.multiply_packed = kernels->multiply_packed, twin.multiply_bf16 = kernels->multiply_bf16;
@@ -59,13 +60,56 @@ static const kvc_kernels *scalar_level(void) { return levels[num_levels() - 1]; 
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
-/* Compares floats bit for bit, but for NaNs: any NaN is the same as any other. */
-static int have_same_bits(memory x, memory y) {
-    const float *a = x.at, *b = y.at;
-    for (size_t i = 0; i < x.size / sizeof *a; i++) {
-        if (memcmp(a + i, b + i, sizeof *a) && !(isnan(a[i]) && isnan(b[i]))) return 0;
+/* The first of n floats that has other bits, or -1. Any NaN is the same as any other. */
+static int64_t first_other(const float *a, const float *b, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        if (memcmp(a + i, b + i, sizeof *a) && !(isnan(a[i]) && isnan(b[i]))) return i;
     }
-    return 1;
+    return -1;
+}
+static int same_bits(const float *a, const float *b, int64_t n) { return first_other(a, b, n) < 0; }
+static int have_same_bits(memory x, memory y) { return same_bits(x.at, y.at, (int64_t)(x.size / sizeof(float))); }
+
+/* Comparisons of a level with the scalar one, by kernel. With KVC_GO_ON=1 a difference ends nothing: main.c prints them all. */
+typedef struct comparison {
+    char kernel[48];
+    const char *level;
+    long done, other;
+} comparison;
+static comparison comparisons[512];
+static int num_comparisons;
+
+static comparison *comparison_of(const char *kernel, const char *level) {
+    int i = 0;
+    while (i < num_comparisons && (strcmp(comparisons[i].kernel, kernel) || comparisons[i].level != level)) i++;
+    if (i == (int)(sizeof comparisons / sizeof *comparisons)) fail("too many kernels");
+    if (i == num_comparisons) {
+        snprintf(comparisons[i].kernel, sizeof comparisons[i].kernel, "%s", kernel);
+        comparisons[num_comparisons++].level = level;
+    }
+    return &comparisons[i];
+}
+
+void print_comparisons(void);
+void print_comparisons(void) {
+    for (int i = 0; i < num_comparisons; i++) {
+        const comparison *c = &comparisons[i];
+        if (c->other) printf("%-40s %-8s %ld of %ld differ\n", c->kernel, c->level, c->other, c->done);
+    }
+}
+
+/* A level gives the bits of the scalar one. */
+static void expect_bits(const char *kernel, const kvc_kernels *level, const float *got, const float *want, int64_t n) {
+    static int go_on = -1;
+    const int64_t at = first_other(got, want, n);
+    comparison *c = comparison_of(kernel, level->name);
+    if (go_on < 0) go_on = getenv("KVC_GO_ON") != NULL;
+    c->done++;
+    if (at < 0) return;
+    if (!go_on) fail("%s at %s: number %lld of %lld is %a, not %a", kernel, level->name, (long long)at, (long long)n, got[at], want[at]);
+    if (!c->other++)
+        printf("%s at %s: number %lld of %lld is %a, not %a (%s)\n", kernel, level->name, (long long)at, (long long)n, got[at],
+               want[at], subject);
 }
 
 typedef struct sequence {
