@@ -93,9 +93,9 @@ INLINE void softmax_few(int units, const job *j, const chunk *c, int64_t row, in
     for (int r = 0; r < rows; r++) {
         float *w = weights + r * KVC_CHUNK;
         if (!all || j->cap > 0.0f) finish_scores(j, c, row + r, lanes, w);
-        f32v max_v = f32v_set1(largest[r]);
-        for (int t = 0; t < lanes; t += KVC_LANES) max_v = f32v_max(max_v, f32v_load(w + t));
-        const float max = f32v_max_of(max_v);
+        f32x16 most = f32x16_set1(largest[r]);
+        for (int t = 0; t < lanes; t += 16) most = f32x16_max(most, f32x16_load(w + t));
+        const float max = f32x16_max_of(most);
         alpha[r] = largest[r] - max;
         largest[r] = max;
     }
@@ -103,20 +103,24 @@ INLINE void softmax_few(int units, const job *j, const chunk *c, int64_t row, in
     for (int r = 0; r < rows; r++) {
         float *w = weights + r * KVC_CHUNK;
         const f32v largest_score = f32v_set1(largest[r]);
-        f32v sum_v = f32v_zero(), largest_v = f32v_zero(), base_v = f32v_zero();
-        (void)largest_v, (void)base_v; /* of levels with dots */
-        for (int t = 0; t < lanes; t += KVC_LANES) {
-            const f32v power = f32v_sub(f32v_load(w + t), largest_score);
-            f32v w_v = units ? f32v_exp2_short(power) : f32v_exp2(power);
-            sum_v = f32v_add(sum_v, w_v);
+        f32x16 all_w = f32x16_zero(), largest_u = f32x16_zero(), base = f32x16_zero();
+        (void)largest_u, (void)base; /* of levels with dots */
+        for (int t = 0; t < lanes; t += 16) {
+            UNROLL
+            for (int i = 0; i < KVC_VECTORS; i++) {
+                const int at = t + i * KVC_LANES;
+                const f32v power = f32v_sub(f32v_load(w + at), largest_score);
+                f32v w_v = units ? f32v_exp2_short(power) : f32v_exp2(power);
+                all_w.v[i] = f32v_add(all_w.v[i], w_v);
 #if defined(KVC_HAVE_DOTS)
-            if (units) w_v = scaled_weights(v, t, w_v, &largest_v, &base_v);
+                if (units) w_v = scaled_weights(v, at, w_v, &largest_u.v[i], &base.v[i]);
 #endif
-            f32v_store(w + t, w_v);
+                f32v_store(w + at, w_v);
+            }
         }
-        sum[r] = sum[r] * alpha[r] + f32v_sum_of(sum_v);
+        sum[r] = sum[r] * alpha[r] + f32x16_sum_of(all_w);
 #if defined(KVC_HAVE_DOTS)
-        if (units) end_scaled(lanes, w, largest_v, base_v, to + r);
+        if (units) end_scaled(lanes, w, largest_u, base, to + r);
 #endif
     }
 }

@@ -61,8 +61,9 @@ typedef struct unit_query {
         };
         int16_t whole[KVC_MAX_HEAD_DIM];
     };
-    float scale, sum, centre; /* the step; the sum of q; the rounding error of that sum times the centre of codes */
-    float unused[13];         /* up to a whole cache line, as below */
+    float scale, sum, centre; /* the step; the sum of q; what the centre of codes adds (kvc_tiles.h) */
+    int32_t start;            /* of sums of products with unsigned codes */
+    float unused[12];         /* up to a whole cache line, as below */
 } unit_query;
 
 /* The weights of one row and chunk, likewise. */

@@ -10,7 +10,7 @@ INLINE void unit_dot_tiles(int rows, int tiles, int bits, int dim, const unit_qu
     const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
     i32x16 sums[4];
     UNROLL
-    for (int r = 0; r < rows; r++) sums[r] = i32x16_zero();
+    for (int r = 0; r < rows; r++) sums[r] = bits == 8 ? i32x16_set1(q[r].start) : i32x16_zero();
     for (int d = 0, at = KVC_TILE_HEADER; d < dim; at += bytes) {
         if (ahead) fetch_lines(*ahead + at, bytes);
         UNROLL
@@ -43,7 +43,10 @@ INLINE void unit_dot_tiles(int rows, int tiles, int bits, int dim, const unit_qu
     const int together = kvc_units_together(bits), bytes = kvc_bytes_together(bits);
     i32x16 high[8], low[8]; /* [row][tile] */
     UNROLL
-    for (int i = 0; i < rows * tiles; i++) high[i] = low[i] = i32x16_zero();
+    for (int i = 0; i < rows * tiles; i++) {
+        high[i] = i32x16_zero();
+        low[i] = bits == 8 && !KVC_SIGNED_CODES ? i32x16_set1(q[i / tiles].start) : i32x16_zero();
+    }
     const unsigned char *numbers = (const unsigned char *)q + offsetof(unit_query, high), *stop = numbers + dim;
     for (size_t at = KVC_TILE_HEADER; numbers < stop; at += (size_t)bytes) {
         UNROLL

@@ -17,13 +17,13 @@ typedef struct kvc_centred {
  * never written. */
 INLINE void kvc_subtract(const float *x, const float *centre, int dim, float least, kvc_centred *centred) {
     float *out = centred->x;
-    f32v most = f32v_zero();
+    int below = 1;
     for (int d = 0; d < dim; d += KVC_LANES) {
         const f32v away = f32v_sub(load_dims(x, d, dim), load_dims(centre, d, dim));
         f32v_store(out + d, away);
-        most = f32v_max(most, f32v_abs(away));
+        below &= f32v_first_not_below(away, least) < 0;
     }
-    if (f32v_max_of(most) < least) {
+    if (below) {
         for (int d = 0; d < dim; d += KVC_LANES) f32v_store(out + d, f32v_set1(least));
     }
 }

@@ -99,7 +99,7 @@ static float best_of(const float *x, int64_t n) {
     for (; i + KVC_LANES <= n; i += KVC_LANES) best_v = f32v_pick(best_v, f32v_load(x + i), f32v_load(x + i), best_v);
     float best = f32v_max_of(best_v);
     for (; i < n; i++) best = best < x[i] ? x[i] : best;
-    return best;
+    return best + 0.0f; /* not -0: no loss is one either */
 }
 
 /* The loss of each of n columns of scores, [row][stride], up to whole vectors of which there are scores; infinite behind n. Returns a

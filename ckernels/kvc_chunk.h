@@ -115,7 +115,7 @@ static void load_scales(const job *j, const chunk *c, int head, v_scales *v) {
 }
 
 /* Writes the scores of the chunk for the rows packed at index to weights. Lanes without a token have undefined scores.
- * Returns the number of lanes written. */
+ * Returns the number of lanes with tokens, up to a multiple of 16. */
 NOINLINE int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead,
                          const chunk *next) {
 #if defined(KVC_HAVE_DOTS)
@@ -138,7 +138,7 @@ NOINLINE int score_chunk(const job *j, const chunk *c, int head, size_t index, i
     else
         KVC_FN(dots)(stage ? KVC_F32 : j->k_rows.format, j->k_rows.dim, rows, tokens, q, j->padded, k, offset, j->weights,
              ahead);
-    return tokens;
+    return (c->lanes + 15) / 16 * 16;
 }
 
 /* acc = acc * alpha + weights V. */

@@ -25,7 +25,7 @@ INLINE void float_tile(const block *weights, kvc_matrix_format format, int rows,
     const size_t ahead = size == 2 && rows <= 4 ? WORDS_AHEAD_OF_FEW : FLOATS_AHEAD;
     const int64_t channels = weights->channels;
     const unsigned char *data[4];
-    sums16 sums[24];
+    f32x16 sums[24];
     UNROLL
     for (int p = 0; p < panels; p++) data[p] = panel_of(weights, p, t);
     UNROLL
@@ -88,7 +88,7 @@ INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const block *wei
     const size_t ahead = rows <= 4 ? WORDS_AHEAD_OF_FEW : FLOATS_AHEAD;
     const int64_t channels = weights->channels;
     const unsigned char *data[4];
-    sums16 sums[24]; /* of one vector */
+    f32x16 sums[24]; /* of one vector */
     UNROLL
     for (int p = 0; p < panels; p++) data[p] = panel_of(weights, p, t);
     UNROLL

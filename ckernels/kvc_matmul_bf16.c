@@ -42,7 +42,7 @@ static void tile_of_16(const block *weights, const void *x, tile *t) {
     const size_t step = sizeof(uint16_t) * KVC_TILE_CHANNELS; /* bytes of a row, and of 16 pairs times 16 outputs / 16 */
     const unsigned char *numbers = x, *words[PANELS];
     const size_t rows = (size_t)t->block_rows;
-    sums16 sums[KVC_TILED_ROWS][PANELS];
+    f32x16 sums[KVC_TILED_ROWS][PANELS];
     for (int p = 0; p < PANELS; p++) words[p] = panel_of(weights, p, t);
     amx_zero(0);
     amx_zero(1);
@@ -87,7 +87,7 @@ INLINE void quad_tile(const block *weights, int rows, int panels, const uint16_t
     const int pairs = (rows + 1) / 2;
     const uint16_t *words[2];
     f32x2x2 both[KVC_FLOAT_SUMS];
-    sums16 sums[2 * KVC_FLOAT_ROWS];
+    f32x16 sums[2 * KVC_FLOAT_ROWS];
     UNROLL
     for (int p = 0; p < panels; p++) words[p] = (const uint16_t *)(const void *)panel_of(weights, p, t);
     UNROLL

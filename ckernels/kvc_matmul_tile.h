@@ -12,10 +12,6 @@ enum {
     MOST_RESULTS = KVC_TILES ? 4 * KVC_TILED_ROWS * KVC_PANEL : KVC_FLOAT_SUMS * KVC_LANES,
 };
 
-typedef struct sums16 {
-    f32v v[VECTORS];
-} sums16;
-
 /* The sums go straight into `out`, or by way of `results`, [row][panel][16], where they are not whole rows of results; those
  * of floats, as long as blocks of channels follow, go to `partial`, in the order of `results`. */
 typedef struct tile {
@@ -67,7 +63,7 @@ INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows,
 }
 
 /* Sums of row i; the number of panels is a constant. */
-INLINE void keep_row(tile *t, int i, int panels, const sums16 *sums) {
+INLINE void keep_row(tile *t, int i, int panels, const f32x16 *sums) {
     const int straight = t->out && !t->partial, add = straight && t->add;
     const int64_t stride = straight ? t->out_stride : panels * KVC_PANEL;
     float *to = (straight ? t->out : t->partial ? t->partial : (float *)t->results) + i * stride;
@@ -84,7 +80,7 @@ INLINE void keep_row(tile *t, int i, int panels, const sums16 *sums) {
 }
 
 /* Rows and panels are constants. */
-INLINE void keep(tile *t, int rows, int panels, const sums16 *sums) {
+INLINE void keep(tile *t, int rows, int panels, const f32x16 *sums) {
     UNROLL
     for (int i = 0; i < rows; i++) keep_row(t, i, panels, sums + i * panels);
 }

@@ -1,7 +1,6 @@
 /* kvc_network.c - what a network computes between two products: norms and activations, row by row.
  *
- * The bits of a row depend on that row and the level alone. Sums are added lane by lane over the vectors of a row, then over
- * the lanes.
+ * The bits of a row depend on that row alone. Sums are of 16 lanes over a row, then of the lanes by halves.
  */
 #include <math.h>
 #include <string.h>
@@ -9,18 +8,18 @@
 #include "kvc_row.h"
 
 /* out (n, heads, dim) = x / sqrt(mean of x^2 + eps) * weight (heads, dim); rows of x are x_stride floats apart. Relative
- * error below (dim / KVC_LANES + 8) * 2^-24. */
+ * error below (dim / 16 + 8) * 2^-24. */
 void KVC_FN(rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int64_t x_stride, const float *weight,
                       float eps, float *out) {
     for (int64_t i = 0; i < n; i++) {
         for (int64_t h = 0; h < heads; h++, out += dim) {
             const float *row = x + i * x_stride + h * dim, *weights = weight + h * dim;
-            f32v squares = f32v_zero();
-            for (int64_t d = 0; d < dim; d += KVC_LANES) {
-                const f32v v = load_some(row + d, dim - d);
-                squares = f32v_fma(v, v, squares);
+            f32x16 squares = f32x16_zero();
+            for (int64_t d = 0; d < dim; d += 16) {
+                const f32x16 x16 = f32x16_load_some(row + d, dim - d);
+                squares = f32x16_fma(x16, x16, squares);
             }
-            const f32v scale = f32v_set1(1.0f / sqrtf(f32v_sum_of(squares) / (float)dim + eps));
+            const f32v scale = f32v_set1(1.0f / sqrtf(f32x16_sum_of(squares) / (float)dim + eps));
             for (int64_t d = 0; d < dim; d += KVC_LANES) {
                 const f32v v = f32v_mul(load_some(row + d, dim - d), scale);
                 store_some(out + d, dim - d, f32v_mul(v, load_some(weights + d, dim - d)));
@@ -30,18 +29,23 @@ void KVC_FN(rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int
 }
 
 /* out (n, dim) = (x - mean) / sqrt(mean of (x - mean)^2 + eps) * weight + bias; rows of x are x_stride floats apart. The mean
- * errs by less than (dim / KVC_LANES + 5) * 2^-24 of the largest |x|, and each x - mean by that and half an ulp. */
+ * errs by less than (dim / 16 + 5) * 2^-24 of the largest |x|, and each x - mean by that and half an ulp. */
 void KVC_FN(layer_norm)(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *weight, const float *bias,
                         float eps, float *out) {
     for (int64_t i = 0; i < n; i++, x += x_stride, out += dim) {
-        f32v sum = f32v_zero(), squares = f32v_zero();
-        for (int64_t d = 0; d < dim; d += KVC_LANES) sum = f32v_add(sum, load_some(x + d, dim - d));
-        const f32v mean = f32v_set1(f32v_sum_of(sum) / (float)dim);
-        for (int64_t d = 0; d < dim; d += KVC_LANES) {
-            const f32v v = some_of(f32v_sub(load_some(x + d, dim - d), mean), dim - d);
-            squares = f32v_fma(v, v, squares);
+        f32x16 sum = f32x16_zero(), squares = f32x16_zero();
+        for (int64_t d = 0; d < dim; d += 16) sum = f32x16_add(sum, f32x16_load_some(x + d, dim - d));
+        const f32v mean = f32v_set1(f32x16_sum_of(sum) / (float)dim);
+        for (int64_t d = 0; d < dim; d += 16) {
+            UNROLL
+            for (int i = 0; i < KVC_VECTORS; i++) {
+                const int64_t left = dim - d - i * KVC_LANES;
+                if (left <= 0) continue;
+                const f32v v = some_of(f32v_sub(load_some(x + d + i * KVC_LANES, left), mean), left);
+                squares.v[i] = f32v_fma(v, v, squares.v[i]);
+            }
         }
-        const f32v scale = f32v_set1(1.0f / sqrtf(f32v_sum_of(squares) / (float)dim + eps));
+        const f32v scale = f32v_set1(1.0f / sqrtf(f32x16_sum_of(squares) / (float)dim + eps));
         for (int64_t d = 0; d < dim; d += KVC_LANES) {
             const f32v v = f32v_mul(f32v_sub(load_some(x + d, dim - d), mean), scale);
             store_some(out + d, dim - d,

@@ -95,7 +95,7 @@ INLINE f32v minima_of(const kvc_matrix_format_info *info, const unsigned char *r
 
 /* sum += floats, of one row, times the scales of weights, and the minima times the row's correction (kvc_matrix.h). */
 INLINE void add_scaled(int has_minima, const f32v *scaled, const unsigned char *correction, const f32v *scales, const f32v *minima,
-                       sums16 *sum) {
+                       f32x16 *sum) {
     UNROLL
     for (int v = 0; v < VECTORS; v++) {
         sum->v[v] = f32v_fma(scaled[v], scales[v], sum->v[v]);
@@ -105,7 +105,7 @@ INLINE void add_scaled(int has_minima, const f32v *scaled, const unsigned char *
 
 /* The same of whole numbers, which the row's scale multiplies first. */
 INLINE void add_whole(int has_minima, i32x16 dots, const unsigned char *scale, const unsigned char *correction,
-                      const f32v *scales, const f32v *minima, sums16 *sum) {
+                      const f32v *scales, const f32v *minima, f32x16 *sum) {
     f32v scaled[VECTORS];
     i32x16_to_floats(dots, scaled);
     UNROLL

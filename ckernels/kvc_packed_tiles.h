@@ -116,7 +116,7 @@ INLINE void dot_share(const kvc_matrix_format_info *info, const unsigned char *c
 
 /* sums[row, panel] += dots times both scales, and the minima times the sums of the rows' numbers. */
 INLINE void add_share(const kvc_matrix_format_info *info, const unsigned char *const *records, share at, int digits,
-                      int rows, int panels, const i32x16 *dots, sums16 *sums) {
+                      int rows, int panels, const i32x16 *dots, f32x16 *sums) {
     const unsigned char *corrections = at.behind + 4 * rows * (1 + at.part);
     const unsigned char *less = at.behind + 4 * rows * (1 + kvc_scales_per_group(info));
     UNROLL
@@ -150,7 +150,7 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
     const u8x64 own = u8x64_table(kvc_table_of(kvc_matrix_format_of(matrix->format)->table));
     const u8x64 table = is_wide(info) ? u8x64_weights(own) : own;
     const unsigned char *records[2];
-    sums16 sums[MOST_TILES];
+    f32x16 sums[MOST_TILES];
     UNROLL
     for (int p = 0; p < panels; p++)
         records[p] = matrix->data + (size_t)(t->panel + (p < t->existing ? p : t->existing - 1)) * matrix->panel_bytes;

@@ -8,9 +8,10 @@
  *
  * Few rows (decode): K and V are read from the block, each row once; scores are dot products along dim.
  * Many rows (prefill): K is packed into panels of KVC_PANEL tokens, [panel][dim][token], for all rows.
- * Both give the same bits. A score has KVC_LANES partial sums: sum `lane` adds dimensions lane, lane + KVC_LANES, .. in
- * this order, from zero. They are added in the order of f32v_sums: as lanes of a vector in dot products, one after the
- * other in panels. A mixed value is a sum over the tokens in their order, for every tile.
+ * Both give the same bits at every level. A score has 16 partial sums: sum `lane` adds dimensions lane, lane + 16, .. in
+ * this order, from zero; where the row ends, zeros. They are added by halves: in dot products lanes of a vector at a time,
+ * of narrow vectors one after the other (kvc_lane); in panels lane by lane in that order. A mixed value is a sum over the
+ * tokens in their order, for every tile.
  * Sums of a chunk start from zero and are added to the accumulator once, so rounding grows with the square root of
  * KVC_CHUNK + chunks, not of tokens.
  */
@@ -21,9 +22,9 @@
 #include "kvc_simd.h"
 
 #define KVC_PANEL (KVC_TILE_VECS * KVC_LANES)
-#define STEPS(dim) (((dim) + KVC_LANES - 1) / KVC_LANES) /* dimensions that a lane sums, padding included */
+#define STEPS(dim) (((dim) + 15) / 16) /* dimensions that a lane sums, padding included */
 #define KVC_PANEL_ROWS (KVC_TILE_ROWS / KVC_PANEL_LANES)
-enum { KVC_LANE_BITS = KVC_LANES == 16 ? 4 : KVC_LANES == 8 ? 3 : KVC_LANES == 4 ? 2 : 0 };
+enum { KVC_LANE_BITS = 4 }; /* of 16 lanes */
 _Static_assert(KVC_CHUNK % KVC_PANEL == 0, "a chunk is whole panels");
 _Static_assert(KVC_DOT_TOKENS % KVC_DOT_SUMS == 0,
                "a step of dot products is whole tiles for every row count");
@@ -63,32 +64,46 @@ INLINE void fetch_near(const unsigned char *line) { __builtin_prefetch(line, 0, 
 /* Accumulators of each of 1 to 4 rows, a power of two: 3 rows have as many each as 4. */
 #define ROW_SUMS(rows) (KVC_DOT_SUMS / ((rows) == 3 ? 4 : (rows)))
 
-/* rows (1 to 4) x ROW_SUMS(rows) tokens. */
-INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q_stride,
-                     const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead, int first) {
+/* Partial sums of rows (1 to 4) x ROW_SUMS(rows) tokens: of a vector of lanes from `lane` on. That of the first ones
+ * prefetches. */
+INLINE void dot_lanes(int lane, int rows, kvc_format format, int dim, const float *q, int q_stride,
+                      const unsigned char *const *k, size_t offset, ahead_rows ahead, int first, f32v *sums) {
     const int tokens = ROW_SUMS(rows);
-    f32v sums[KVC_DOT_SUMS];
     UNROLL
     for (int i = 0; i < KVC_DOT_SUMS; i++) sums[i] = f32v_zero();
     const int line = 512 / kvc_format_of(format)->bits; /* values of a cache line; the inner loop has constant bounds */
     for (int start = 0; start < dim; start += line) {
         UNROLL
-        for (int i = 0; i < line; i += KVC_LANES) {
-            const int d = start + i;
-            if (d >= dim) break;
+        for (int i = 0; i < line; i += 16) {
+            const int d = start + i + lane;
+            if (start + i >= dim) break;
             f32v q_v[4];
             UNROLL
             for (int r = 0; r < rows; r++) q_v[r] = f32v_load(q + r * q_stride + d);
             UNROLL
             for (int t = 0; t < tokens; t++) {
-                const f32v k_v = load_row(format, k[t] + offset, d, dim);
-                if (i == 0) fetch_near(k[t + tokens] + offset + (size_t)d * (64 / (size_t)line));
-                if (i == 0 && ahead.rows) fetch_ahead(ahead, first + t, d, line);
+                const f32v k_v = lane && d >= dim ? f32v_zero() : load_row(format, k[t] + offset, d, dim);
+                if (!lane && i == 0) fetch_near(k[t + tokens] + offset + (size_t)d * (64 / (size_t)line));
+                if (!lane && i == 0 && ahead.rows) fetch_ahead(ahead, first + t, d, line);
                 UNROLL
                 for (int r = 0; r < rows; r++)
                     sums[r * tokens + t] = f32v_fma(q_v[r], k_v, sums[r * tokens + t]);
             }
         }
+    }
+}
+
+/* Rows times tokens, as above. K is converted once, and rows and tokens are as many as if a vector were all lanes. */
+INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q_stride,
+                     const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead, int first) {
+    const int tokens = ROW_SUMS(rows);
+    f32v sums[KVC_DOT_SUMS], left[KVC_LANE_BITS * KVC_DOT_SUMS];
+    UNROLL
+    for (int g = 0; g < KVC_VECTORS; g++) {
+        dot_lanes(kvc_lane(g), rows, format, dim, q, q_stride, k, offset, ahead, first, sums);
+        const int n = f32v_join(g, KVC_DOT_SUMS, sums, left);
+        UNROLL
+        for (int i = 0; g + 1 < KVC_VECTORS && i < KVC_DOT_SUMS; i++) left[n * KVC_DOT_SUMS + i] = sums[i];
     }
     float lanes[KVC_DOT_SUMS];
     UNROLL
@@ -125,32 +140,32 @@ INLINE void dot_chunk(kvc_format format, int dim, int rows, int tokens, const fl
     }
 }
 
-/* The offset in a panel of the KVC_PANEL values of dimension step * KVC_LANES + lane, in the order of panel_tile. */
+/* The offset in a panel of the KVC_PANEL values of dimension step * 16 + lane, in the order of panel_tile. */
 INLINE int panel_at(int steps, int step, int lane) {
-    return ((lane / KVC_PANEL_LANES * steps + step) * KVC_PANEL_LANES + lane % KVC_PANEL_LANES) * KVC_PANEL;
+    const int i = kvc_lane(lane); /* the order is its own inverse */
+    return ((i / KVC_PANEL_LANES * steps + step) * KVC_PANEL_LANES + i % KVC_PANEL_LANES) * KVC_PANEL;
 }
 
 /* Packs rows of floats into panels by transposing squares of KVC_LANES x KVC_LANES. */
 INLINE void pack_panels(int dim, int tokens, const unsigned char *const *k, size_t offset, float *panels) {
     const int steps = STEPS(dim);
     for (int t = 0; t < tokens; t += KVC_LANES) {
-        float *panel = panels + t / KVC_PANEL * KVC_PANEL * steps * KVC_LANES + t % KVC_PANEL;
-        for (int step = 0; step < steps; step++) {
+        float *panel = panels + t / KVC_PANEL * KVC_PANEL * steps * 16 + t % KVC_PANEL;
+        for (int d = 0; d < 16 * steps; d += KVC_LANES) {
             f32v square[KVC_LANES];
             UNROLL
-            for (int i = 0; i < KVC_LANES; i++) {
-                square[i] = load_dims((const float *)(k[t + i] + offset), step * KVC_LANES, dim);
-            }
+            for (int i = 0; i < KVC_LANES; i++)
+                square[i] = d < dim ? load_dims((const float *)(k[t + i] + offset), d, dim) : f32v_zero();
             f32v_transpose(square);
             UNROLL
-            for (int i = 0; i < KVC_LANES; i++) f32v_store(panel + panel_at(steps, step, i), square[i]);
+            for (int i = 0; i < KVC_LANES; i++) f32v_store(panel + panel_at(steps, d / 16, d % 16 + i), square[i]);
         }
     }
 }
 
-/* Sums each of KVC_PANEL_LANES lanes over the steps, then adds these sums in the order of f32v_sums. */
+/* Sums each of KVC_PANEL_LANES lanes over the steps, the first of them at q, then adds these sums by halves. */
 INLINE void panel_lanes(int rows, int steps, const float *q, int q_stride, const float *panel,
-                        f32v sums[KVC_PANEL_ROWS][KVC_TILE_VECS]) {
+                        f32v sums[KVC_PANEL_ROWS * KVC_TILE_VECS]) {
     f32v each[KVC_PANEL_LANES][KVC_PANEL_ROWS][KVC_TILE_VECS];
     UNROLL
     for (int i = 0; i < KVC_PANEL_LANES; i++) {
@@ -160,7 +175,7 @@ INLINE void panel_lanes(int rows, int steps, const float *q, int q_stride, const
             for (int v = 0; v < KVC_TILE_VECS; v++) each[i][r][v] = f32v_zero();
         }
     }
-    for (int step = 0; step < steps; step++, q += KVC_LANES) {
+    for (int step = 0; step < steps; step++, q += 16) {
         UNROLL
         for (int i = 0; i < KVC_PANEL_LANES; i++, panel += KVC_PANEL) {
             f32v k_v[KVC_TILE_VECS];
@@ -168,7 +183,7 @@ INLINE void panel_lanes(int rows, int steps, const float *q, int q_stride, const
             for (int v = 0; v < KVC_TILE_VECS; v++) k_v[v] = f32v_load(panel + v * KVC_LANES);
             UNROLL
             for (int r = 0; r < rows; r++) {
-                const f32v q_v = f32v_set1(q[r * q_stride + i]);
+                const f32v q_v = f32v_set1(q[r * q_stride + kvc_lane(i)]);
                 UNROLL
                 for (int v = 0; v < KVC_TILE_VECS; v++) each[i][r][v] = f32v_fma(q_v, k_v[v], each[i][r][v]);
             }
@@ -184,41 +199,31 @@ INLINE void panel_lanes(int rows, int steps, const float *q, int q_stride, const
                 for (int i = 0; i < KVC_PANEL_LANES; i += 2 * apart)
                     each[i][r][v] = f32v_add(each[i][r][v], each[i + apart][r][v]);
             }
-            sums[r][v] = each[0][r][v];
+            sums[r * KVC_TILE_VECS + v] = each[0][r][v];
         }
     }
 }
 
-/* Adds groups of lanes one after the other: left[n] holds the sum of 2^n groups until the next 2^n are summed. */
+/* Adds groups of lanes one after the other. */
 INLINE void panel_tile(int rows, int dim, const float *q, int q_stride, const float *panel, float *s) {
-    const int steps = STEPS(dim), groups = KVC_LANES / KVC_PANEL_LANES;
-    f32v left[KVC_LANE_BITS + 1][KVC_PANEL_ROWS][KVC_TILE_VECS], sums[KVC_PANEL_ROWS][KVC_TILE_VECS];
-    for (int g = 0; g < groups; g++, q += KVC_PANEL_LANES, panel += steps * KVC_PANEL_LANES * KVC_PANEL) {
-        panel_lanes(rows, steps, q, q_stride, panel, sums);
-        int n = 0;
-        for (; g >> n & 1; n++) {
-            UNROLL
-            for (int r = 0; r < rows; r++) {
-                UNROLL
-                for (int v = 0; v < KVC_TILE_VECS; v++) sums[r][v] = f32v_add(left[n][r][v], sums[r][v]);
-            }
-        }
+    const int steps = STEPS(dim), groups = 16 / KVC_PANEL_LANES, count = rows * KVC_TILE_VECS;
+    f32v left[KVC_LANE_BITS * KVC_PANEL_ROWS * KVC_TILE_VECS], sums[KVC_PANEL_ROWS * KVC_TILE_VECS];
+    for (int g = 0; g < groups; g++, panel += steps * KVC_PANEL_LANES * KVC_PANEL) {
+        panel_lanes(rows, steps, q + kvc_lane(g * KVC_PANEL_LANES), q_stride, panel, sums);
+        const int n = f32v_join(g, count, sums, left);
         UNROLL
-        for (int r = 0; r < rows; r++) {
-            UNROLL
-            for (int v = 0; v < KVC_TILE_VECS; v++) {
-                if (g + 1 < groups)
-                    left[n][r][v] = sums[r][v];
-                else
-                    f32v_store(s + r * KVC_CHUNK + v * KVC_LANES, sums[r][v]);
-            }
+        for (int i = 0; i < count; i++) {
+            if (g + 1 < groups)
+                left[n * count + i] = sums[i];
+            else
+                f32v_store(s + i / KVC_TILE_VECS * KVC_CHUNK + i % KVC_TILE_VECS * KVC_LANES, sums[i]);
         }
     }
 }
 
 INLINE void panel_chunk(int dim, int rows, int tokens, const float *q, int q_stride, const float *panels,
                         float *s) {
-    for (int t = 0; t < tokens; t += KVC_PANEL, panels += KVC_PANEL * STEPS(dim) * KVC_LANES) {
+    for (int t = 0; t < tokens; t += KVC_PANEL, panels += KVC_PANEL * STEPS(dim) * 16) {
         int r = 0;
 #define PANEL_ROWS(n)                 \
     for (; r + (n) <= rows; r += (n)) \

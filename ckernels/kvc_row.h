@@ -23,6 +23,15 @@ INLINE void store_some(float *x, int64_t left, f32v value) {
     memcpy(x, some, (size_t)left * sizeof(float));
 }
 
+/* The same of 16 values. */
+INLINE f32x16 f32x16_load_some(const float *x, int64_t left) {
+    f32x16 all;
+    UNROLL
+    for (int v = 0; v < KVC_VECTORS; v++, x += KVC_LANES, left -= KVC_LANES)
+        all.v[v] = left > 0 ? load_some(x, left) : f32v_zero();
+    return all;
+}
+
 /* The first `left` values of a vector, at least one; the others are 0. */
 INLINE f32v some_of(f32v value, int64_t left) {
     float all[KVC_LANES];

@@ -7,8 +7,8 @@
  *   store_bytes: rounded as by round, 0 to 255,
  *   store_signed32: 32 rounded floats, -128 to 127,
  *   max_of, sum_of (over the lanes), first_not_below(x, limit): the first lane without |x| < limit, or -1,
- *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i is the sum of the lanes of row i, adding
- *   neighbours, then neighbouring pairs, and so on: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) ..,
+ *   (both by halves: 8 lanes i with i + 8, then 4 with i + 4, then 2, then 1, the lower one on the left),
+ *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i is the sum of the lanes of row i, likewise by halves,
  *   larger(a, b) of numbers that are not negative, NaN if one is NaN, and maxima(rows[KVC_LANES]), likewise,
  *   load8/store8 (and _half): 8 floats, if a vector is wider than 8.
  * Its types i16v, a pair of whole numbers from 0 to 2^15 - 1 per lane, and i32v, a sum per lane, have
@@ -113,6 +113,75 @@ INLINE void begin_parts(int n, const i32x16 *sums, part16 *parts) {
 INLINE void end_parts(int n, const part16 *parts, i32x16 *sums) {
     UNROLL
     for (int i = 0; i < n; i++) sums[i] = part16_end(parts[i], sums[i]);
+}
+
+/* 16 floats: a reduction is by these lanes at every level, then by halves (BITS.md). */
+enum { KVC_VECTORS = 16 / KVC_LANES };
+typedef struct f32x16 {
+    f32v v[KVC_VECTORS];
+} f32x16;
+
+INLINE f32x16 f32x16_set1(float x) {
+    f32x16 all;
+    UNROLL
+    for (int i = 0; i < KVC_VECTORS; i++) all.v[i] = f32v_set1(x);
+    return all;
+}
+INLINE f32x16 f32x16_zero(void) { return f32x16_set1(0.0f); }
+INLINE f32x16 f32x16_load(const float *p) {
+    f32x16 x;
+    UNROLL
+    for (int i = 0; i < KVC_VECTORS; i++) x.v[i] = f32v_load(p + i * KVC_LANES);
+    return x;
+}
+INLINE f32x16 f32x16_add(f32x16 a, f32x16 b) {
+    UNROLL
+    for (int i = 0; i < KVC_VECTORS; i++) a.v[i] = f32v_add(a.v[i], b.v[i]);
+    return a;
+}
+INLINE f32x16 f32x16_fma(f32x16 a, f32x16 b, f32x16 c) {
+    UNROLL
+    for (int i = 0; i < KVC_VECTORS; i++) c.v[i] = f32v_fma(a.v[i], b.v[i], c.v[i]);
+    return c;
+}
+INLINE f32x16 f32x16_max(f32x16 a, f32x16 b) {
+    UNROLL
+    for (int i = 0; i < KVC_VECTORS; i++) a.v[i] = f32v_max(a.v[i], b.v[i]);
+    return a;
+}
+INLINE f32x16 f32x16_abs(f32x16 x) {
+    UNROLL
+    for (int i = 0; i < KVC_VECTORS; i++) x.v[i] = f32v_abs(x.v[i]);
+    return x;
+}
+INLINE float f32x16_sum_of(f32x16 x) {
+    UNROLL
+    for (int half = KVC_VECTORS / 2; half > 0; half /= 2) {
+        UNROLL
+        for (int i = 0; i < half; i++) x.v[i] = f32v_add(x.v[i], x.v[i + half]);
+    }
+    return f32v_sum_of(x.v[0]);
+}
+INLINE float f32x16_max_of(f32x16 x) {
+    UNROLL
+    for (int half = KVC_VECTORS / 2; half > 0; half /= 2) {
+        UNROLL
+        for (int i = 0; i < half; i++) x.v[i] = f32v_max(x.v[i], x.v[i + half]);
+    }
+    return f32v_max_of(x.v[0]);
+}
+/* Lane i of the 16 in the order in which those that are added first are neighbours: 0, 8, 4, 12, 2, 10, 6, 14, 1, .. */
+INLINE int kvc_lane(int i) { return (i & 1) << 3 | (i & 2) << 1 | (i & 4) >> 1 | (i & 8) >> 3; }
+
+/* Adds the sums of turn g to those on their left: of 16 lanes in that order, some in each turn, left[n] has the sums of 2^n
+ * turns until the next 2^n are there. The number of sums is a constant. */
+INLINE int f32v_join(int g, int count, f32v *sums, const f32v *left) {
+    int n = 0;
+    for (; g >> n & 1; n++) {
+        UNROLL
+        for (int i = 0; i < count; i++) sums[i] = f32v_add(left[n * count + i], sums[i]);
+    }
+    return n;
 }
 
 /* Values [d, d + KVC_LANES) of a row of dim values, dim a multiple of 8. Only 16 lanes can exceed the row, by 8. */

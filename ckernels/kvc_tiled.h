@@ -88,8 +88,11 @@ static void dot_pair(int bits, int dim, int rows, int tiles, const unit_query *q
         for (int i = 0; i < BLOCK; i += 4) {
             i32x16 sums[8];
             UNROLL
-            for (int n = 0; n < 8; n++)
-                sums[n] = i32x16_joined(i32x16_load(of.high[n % 2][i + n / 2]), i32x16_load(of.low[n % 2][i + n / 2]), 7);
+            for (int n = 0; n < 8; n++) {
+                const int row = i + n / 2, start = bits == 8 ? q[row].start : 0;
+                const i32x16 low = i32x16_add(i32x16_load(of.low[n % 2][row]), i32x16_set1(start));
+                sums[n] = i32x16_joined(i32x16_load(of.high[n % 2][row]), low, 7);
+            }
             if (tiles == 2) {
                 store_scores(4, 2, sums, q + i, tile, s + i * KVC_CHUNK);
                 continue;

@@ -45,8 +45,6 @@
 
 #if defined(KVC_HAVE_DOTS)
 
-enum { UNIT_VECS = 16 / KVC_LANES };
-
 #if defined(KVC_AVXVNNI)
 #define UNITS(name) KVC_OWN(name) /* of other integer dot products */
 #else
@@ -112,23 +110,28 @@ INLINE float split(int bits, int is_signed, int is_tiled, int n, const float *x,
     return f32v_sum_of(i32v_floats(sum));
 }
 
-/* The middle of the codes' range; at 8 bits, the offset that makes them signed (KVC_SIGNED_CODES). */
+/* The largest number that codes of so many bits are multiplied by, of queries and of weights: at every level, however it
+ * multiplies. */
+INLINE float most_of(int bits, int is_query) { return bits <= 4 ? 1791.0f : is_query ? 8127.0f : 16383.0f; }
+
+/* The middle of the codes' range. Products of 8 bits are of code - 128, which may be unsigned: then the sum starts at -128 times
+ * the sum of the other factors, or the codes are signed (KVC_SIGNED_CODES). */
 INLINE float centre_of(int bits) { return bits == 8 ? 128.0f : 0.5f * (float)((1 << bits) - 1); }
 
 INLINE void quantise_query(int bits, const float *q, int dim, int is_tiled, unit_query *to) { /* dim a multiple of 32 */
-    f32v largest_v = f32v_zero(), sum_v = f32v_zero();
-    for (int d = 0; d < dim; d += KVC_LANES) {
-        const f32v q_v = f32v_load(q + d);
-        largest_v = f32v_max(largest_v, f32v_abs(q_v));
-        sum_v = f32v_add(sum_v, q_v);
+    f32x16 most = f32x16_zero(), sum = f32x16_zero();
+    for (int d = 0; d < dim; d += 16) {
+        const f32x16 x = f32x16_load(q + d);
+        most = f32x16_max(most, f32x16_abs(x));
+        sum = f32x16_add(sum, x);
     }
-    const int shared = are_shared(bits);
-    const float limit = shared ? 1791.0f : 8127.0f, largest = f32v_max_of(largest_v);
+    const float limit = most_of(bits, 1), largest = f32x16_max_of(most);
     const float inverse = largest > 0x1p-100f ? limit / largest : 0.0f;
     const float rounded = split(bits, 1, is_tiled, dim, q, inverse, to->high, to->low, to->whole);
     to->scale = largest / limit;
-    to->sum = f32v_sum_of(sum_v);
-    to->centre = centre_of(bits) * (to->sum - (bits == 8 && KVC_SIGNED_CODES ? 0.0f : to->scale * rounded));
+    to->sum = f32x16_sum_of(sum);
+    to->centre = centre_of(bits) * (bits == 8 ? to->sum : to->sum - to->scale * rounded);
+    to->start = -128 * (int32_t)rounded;
 }
 
 /* Sums of codes times numbers as scores of rows and tiles (constants). Rows are KVC_CHUNK scores apart. */
@@ -137,18 +140,18 @@ INLINE void store_scores(int rows, int tiles, const i32x16 *sums, const unit_que
     UNROLL
     for (int t = 0; t < tiles; t++) {
         const uint16_t *scales = (const uint16_t *)tile[t], *minima = scales + KVC_TILE;
-        f32v scale[UNIT_VECS], minimum[UNIT_VECS];
+        f32v scale[KVC_VECTORS], minimum[KVC_VECTORS];
         UNROLL
-        for (int v = 0; v < UNIT_VECS; v++) {
+        for (int v = 0; v < KVC_VECTORS; v++) {
             scale[v] = f32v_load_half(scales + v * KVC_LANES);
             minimum[v] = f32v_load_half(minima + v * KVC_LANES);
         }
         UNROLL
         for (int r = 0; r < rows; r++) {
-            f32v exact[UNIT_VECS];
+            f32v exact[KVC_VECTORS];
             i32x16_to_floats(sums[r * tiles + t], exact);
             UNROLL
-            for (int v = 0; v < UNIT_VECS; v++) {
+            for (int v = 0; v < KVC_VECTORS; v++) {
                 const f32v product = f32v_fma(exact[v], f32v_set1(q[r].scale), f32v_set1(q[r].centre));
                 const f32v score = f32v_fma(minimum[v], f32v_set1(q[r].sum), f32v_mul(scale[v], product));
                 f32v_store(s + r * KVC_CHUNK + t * KVC_TILE + v * KVC_LANES, score);
@@ -166,14 +169,15 @@ INLINE f32v scaled_weights(const v_scales *v, int t, f32v w_v, f32v *largest_v, 
     return u_v;
 }
 
-INLINE void end_scaled(int lanes, float *w, f32v largest_v, f32v base_v, unit_weights *to) {
+/* With a scale of V that is not finite, neither is any mixed value: whole numbers of such weights mean nothing. */
+INLINE void end_scaled(int lanes, float *w, f32x16 largest, f32x16 base, unit_weights *to) {
     for (int t = lanes; t % 32; t++) w[t] = 0.0f;
-    to->scale = f32v_max_of(largest_v), to->base = f32v_sum_of(base_v);
+    to->scale = f32x16_max_of(largest), to->base = f32x16_sum_of(base) + 0.0f * to->scale;
 }
 
 /* In digits or whole. */
 INLINE void round_row(int bits, int is_tiled, int lanes, const float *u, unit_weights *to) {
-    const float limit = are_shared(bits) ? 1791.0f : 16383.0f, largest = to->scale;
+    const float limit = most_of(bits, 0), largest = to->scale;
     const float inverse = largest > 0x1p-100f ? limit / largest : 0.0f;
     const float sum = split(bits, 0, is_tiled, (lanes + 31) / 32 * 32, u, inverse, to->high, to->low, to->whole);
     to->scale = largest / limit;
@@ -198,10 +202,10 @@ INLINE void store_mixed(int rows, int blocks, int cb, const i32x16 *sums, const 
     for (int r = 0; r < rows; r++) {
         UNROLL
         for (int c = 0; c < blocks; c++) {
-            f32v exact[UNIT_VECS];
+            f32v exact[KVC_VECTORS];
             i32x16_to_floats(sums[blocks * r + c], exact);
             UNROLL
-            for (int v = 0; v < UNIT_VECS; v++) {
+            for (int v = 0; v < KVC_VECTORS; v++) {
                 float *to = acc + r * acc_stride + 16 * (cb + c) + v * KVC_LANES;
                 const f32v mixed = f32v_fma(exact[v], f32v_set1(w[r].scale), f32v_set1(w[r].base));
                 f32v_store(to, f32v_fma(f32v_load(to), f32v_set1(alpha[r]), mixed));

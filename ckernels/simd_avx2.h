@@ -129,27 +129,24 @@ INLINE void f32v_transpose(f32v r[8]) {
     UNROLL
     for (int i = 0; i < 8; i++) r[i] = t[i];
 }
-INLINE f32v f32v_sums(const f32v r[8]) {
-    const f32v s01 = _mm256_hadd_ps(r[0], r[1]), s23 = _mm256_hadd_ps(r[2], r[3]);
-    const f32v s45 = _mm256_hadd_ps(r[4], r[5]), s67 = _mm256_hadd_ps(r[6], r[7]);
-    const f32v s0123 = _mm256_hadd_ps(s01, s23), s4567 = _mm256_hadd_ps(s45, s67);
-    return _mm256_add_ps(_mm256_permute2f128_ps(s0123, s4567, 0x20),
-                         _mm256_permute2f128_ps(s0123, s4567, 0x31));
-}
-
 INLINE f32v f32v_larger(f32v a, f32v b) {
     return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
 }
-INLINE f32v f32v_maxima(const f32v r[8]) {
-    f32v t[4], u[2];
-    UNROLL
-    for (int i = 0; i < 4; i++) /* per half: (r0, r1, r0, r1) */
-        t[i] = f32v_larger(_mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]), _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]));
-    UNROLL
-    for (int i = 0; i < 2; i++) /* per half: (r0, r1, r2, r3) */
-        u[i] = f32v_larger(_mm256_shuffle_ps(t[2 * i], t[2 * i + 1], 0x44), _mm256_shuffle_ps(t[2 * i], t[2 * i + 1], 0xee));
-    return f32v_larger(_mm256_permute2f128_ps(u[0], u[1], 0x20), _mm256_permute2f128_ps(u[0], u[1], 0x31));
-}
+/* By halves; a pair of shuffles keeps the halves of one row in their place and swaps those of the other. */
+#define REDUCTION(name, of)                                                                                      \
+    INLINE f32v name(const f32v r[8]) {                                                                          \
+        f32v t[4], u[2];                                                                                         \
+        UNROLL                                                                                                   \
+        for (int i = 0; i < 4; i++) /* 4 lanes of row i, then of row 4 + i */                                    \
+            t[i] = of(_mm256_blend_ps(r[i], r[i + 4], 0xf0), _mm256_permute2f128_ps(r[i], r[i + 4], 0x21));      \
+        UNROLL                                                                                                   \
+        for (int i = 0; i < 2; i++)                                                                              \
+            u[i] = of(_mm256_blend_ps(t[2 * i], t[2 * i + 1], 0xcc), _mm256_shuffle_ps(t[2 * i], t[2 * i + 1], 0x4e)); \
+        return of(_mm256_shuffle_ps(u[0], u[1], 0x88), _mm256_shuffle_ps(u[0], u[1], 0xdd));                     \
+    }
+REDUCTION(f32v_sums, f32v_add)
+REDUCTION(f32v_maxima, f32v_larger)
+#undef REDUCTION
 
 /* ---- Pairs of 16-bit numbers, one pair per lane (kvc_fit.h). */
 

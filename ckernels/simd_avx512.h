@@ -96,8 +96,18 @@ INLINE f32v f32v_butterfly8(f32v x) {
     return _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xff00, other, x);
 }
 
-INLINE float f32v_max_of(f32v x) { return _mm512_reduce_max_ps(x); }
-INLINE float f32v_sum_of(f32v x) { return _mm512_reduce_add_ps(x); }
+INLINE float f32v_max_of(f32v x) {
+    const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+}
+INLINE float f32v_sum_of(f32v x) {
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
 INLINE int f32v_first_not_below(f32v x, float limit) {
     const __mmask16 not_below = _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(limit), _CMP_NLT_UQ);
     return not_below ? __builtin_ctz(not_below) : -1;
@@ -136,22 +146,22 @@ INLINE void f32v_transpose(f32v r[16]) {
 INLINE f32v f32v_larger(f32v a, f32v b) {
     return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
 }
-#define REDUCTION(name, of)                                                                                           \
-    INLINE f32v name(const f32v r[16]) {                                                                              \
-        f32v t[8], u[4];                                                                                              \
-        UNROLL                                                                                                        \
-        for (int i = 0; i < 8; i++) { /* per quarter: (r0, r0, r1, r1) */                                             \
-            t[i] = of(_mm512_shuffle_ps(r[2 * i], r[2 * i + 1], 0x88),                                                \
-                      _mm512_shuffle_ps(r[2 * i], r[2 * i + 1], 0xdd));                                               \
-        }                                                                                                             \
-        UNROLL                                                                                                        \
-        for (int i = 0; i < 4; i++) { /* per quarter: (r0, r1, r2, r3) */                                             \
-            u[i] = of(_mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0x88),                                                \
-                      _mm512_shuffle_ps(t[2 * i], t[2 * i + 1], 0xdd));                                               \
-        }                                                                                                             \
-        const f32v lo = of(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));           \
-        const f32v hi = of(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));           \
-        return of(_mm512_shuffle_f32x4(lo, hi, 0x88), _mm512_shuffle_f32x4(lo, hi, 0xdd));                            \
+/* By halves; a pair of shuffles keeps the halves of one row in their place and swaps those of the other. */
+#define REDUCTION(name, of)                                                                                               \
+    INLINE f32v name(const f32v r[16]) {                                                                                  \
+        f32v t[8], u[4], w[2];                                                                                            \
+        UNROLL                                                                                                            \
+        for (int i = 0; i < 8; i++) { /* 8 lanes of row 8 (i % 2) + i / 2, and of the one 4 behind it */                  \
+            const f32v a = r[i % 2 * 8 + i / 2], b = r[i % 2 * 8 + i / 2 + 4];                                            \
+            t[i] = of(_mm512_mask_mov_ps(a, 0xff00, b), _mm512_shuffle_f32x4(a, b, 0x4e));                                \
+        }                                                                                                                 \
+        UNROLL                                                                                                            \
+        for (int i = 0; i < 4; i++) /* 4 lanes of rows i, 4 + i, 8 + i, 12 + i */                                         \
+            u[i] = of(_mm512_shuffle_f32x4(t[2 * i], t[2 * i + 1], 0x88), _mm512_shuffle_f32x4(t[2 * i], t[2 * i + 1], 0xdd)); \
+        UNROLL                                                                                                            \
+        for (int i = 0; i < 2; i++)                                                                                       \
+            w[i] = of(_mm512_mask_mov_ps(u[2 * i], 0xcccc, u[2 * i + 1]), _mm512_shuffle_ps(u[2 * i], u[2 * i + 1], 0x4e)); \
+        return of(_mm512_shuffle_ps(w[0], w[1], 0x88), _mm512_shuffle_ps(w[0], w[1], 0xdd));                              \
     }
 REDUCTION(f32v_sums, f32v_add)
 REDUCTION(f32v_maxima, f32v_larger)

@@ -79,8 +79,14 @@ INLINE void f32v_store_signed32(unsigned char *p, const f32v x[8]) {
     }
 }
 
-INLINE float f32v_max_of(f32v x) { return vmaxvq_f32(x); }
-INLINE float f32v_sum_of(f32v x) { return vaddvq_f32(x); }
+INLINE float f32v_max_of(f32v x) {
+    x = f32v_max(x, vextq_f32(x, x, 2));
+    return vgetq_lane_f32(f32v_max(x, vextq_f32(x, x, 1)), 0);
+}
+INLINE float f32v_sum_of(f32v x) {
+    const float32x2_t half = vadd_f32(vget_low_f32(x), vget_high_f32(x));
+    return vget_lane_f32(vpadd_f32(half, half), 0);
+}
 INLINE int f32v_first_not_below(f32v x, float limit) {
     const uint32x4_t below = vcaltq_f32(x, vdupq_n_f32(limit));
     if (vminvq_u32(below)) return -1;
@@ -91,18 +97,22 @@ INLINE int f32v_first_not_below(f32v x, float limit) {
     return i;
 }
 
+#define TRN64(n, x, y) \
+    vreinterpretq_f32_f64(vtrn##n##q_f64(vreinterpretq_f64_f32(x), vreinterpretq_f64_f32(y)))
 INLINE void f32v_transpose(f32v r[4]) {
     const f32v a = vtrn1q_f32(r[0], r[1]), b = vtrn2q_f32(r[0], r[1]);
     const f32v c = vtrn1q_f32(r[2], r[3]), d = vtrn2q_f32(r[2], r[3]);
-#define TRN64(n, x, y) \
-    vreinterpretq_f32_f64(vtrn##n##q_f64(vreinterpretq_f64_f32(x), vreinterpretq_f64_f32(y)))
     r[0] = TRN64(1, a, c);
     r[1] = TRN64(1, b, d);
     r[2] = TRN64(2, a, c);
     r[3] = TRN64(2, b, d);
-#undef TRN64
 }
-INLINE f32v f32v_sums(const f32v r[4]) { return vpaddq_f32(vpaddq_f32(r[0], r[1]), vpaddq_f32(r[2], r[3])); }
+INLINE f32v f32v_sums(const f32v r[4]) {
+    const f32v a = vaddq_f32(TRN64(1, r[0], r[1]), TRN64(2, r[0], r[1]));
+    const f32v b = vaddq_f32(TRN64(1, r[2], r[3]), TRN64(2, r[2], r[3]));
+    return vpaddq_f32(a, b);
+}
+#undef TRN64
 INLINE f32v f32v_larger(f32v a, f32v b) { return vmaxq_f32(a, b); }
 INLINE f32v f32v_maxima(const f32v r[4]) { return vpmaxq_f32(vpmaxq_f32(r[0], r[1]), vpmaxq_f32(r[2], r[3])); }
 
