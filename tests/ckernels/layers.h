@@ -119,8 +119,8 @@ static void expect_gated(const kvc_kernels *k, const layer *l, int which, const 
         }
         if (which == GEGLU || which == GELU) slope = 1.5957691216f * gate * (1 + 0.044715f * gate * gate);
         if (fabs(slope + 87) < 1e-4) continue; /* either side of where it becomes 0 */
-        const double expected = slope < -87 ? 0 : gate / (1 + exp(-slope)) * up;
         if (which == GATE) gate = 1;
+        const double expected = slope < -87 ? 0 : gate / (1 + exp(-slope)) * up;
         const double error = (5 + 3 * fmax(-slope, 0)) * 0x1p-23;
         expect_near_double(k, layer_names[which], out[d], expected,
                            error * fabs(expected) + 0x1p-149 * (1 + fabs(up) + fabs(gate)));

@@ -24,7 +24,7 @@ static void say(const char *what, ...) {
 static void fail(const char *what, ...) {
     va_list list;
     va_start(list, what);
-    fprintf(stderr, "FAILED: ");
+    fflush(stdout), fprintf(stderr, "FAILED: ");
     vfprintf(stderr, what, list);
     fprintf(stderr, " (%s)\n", subject);
     va_end(list);
@@ -76,7 +76,7 @@ typedef struct comparison {
     const char *level;
     long done, other;
 } comparison;
-static comparison comparisons[512];
+static comparison comparisons[2048];
 static int num_comparisons;
 
 static comparison *comparison_of(const char *kernel, const char *level) {
