@@ -48,8 +48,9 @@ INLINE f32v f32v_sub(f32v a, f32v b) { return vsubq_f32(a, b); }
 INLINE f32v f32v_mul(f32v a, f32v b) { return vmulq_f32(a, b); }
 INLINE f32v f32v_div(f32v a, f32v b) { return vdivq_f32(a, b); }
 INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return vfmaq_f32(c, a, b); }
-INLINE f32v f32v_min(f32v a, f32v b) { return vminq_f32(a, b); }
-INLINE f32v f32v_max(f32v a, f32v b) { return vmaxq_f32(a, b); }
+/* The second where one is NaN or both are zeros, as x86 has it. */
+INLINE f32v f32v_min(f32v a, f32v b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+INLINE f32v f32v_max(f32v a, f32v b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 INLINE f32v f32v_sqrt(f32v x) { return vsqrtq_f32(x); }
 INLINE f32v f32v_abs(f32v x) { return vabsq_f32(x); }
 INLINE f32v f32v_round(f32v x) { return vrndnq_f32(x); }

@@ -467,7 +467,7 @@ static void expect_answer(const answer *mine, const answer *scalar) {
 
 static void step_attend(source *s, world *w) {
     question q = draw_question(s, w);
-    answer answers[KVC_MOST_LEVELS];
+    answer answers[KVC_MOST_LEVELS + 1];
     for (int level = 0; level < num_levels(); level++) answers[level] = ask_level(level_at(level), &q);
     for (int level = 0; level < num_levels(); level++) expect_answer(&answers[level], &answers[num_levels() - 1]);
     int64_t first_query = 0, first_score = 0;

@@ -44,19 +44,22 @@ static void expect_table(const kvc_kernels *kernels) {
         fail("the table of %s is not that of %s", kernels->name, kernels->bits);
 }
 
-/* Queried once: in a virtual machine, CPUID takes longer than a small case. */
-static const kvc_kernels *levels[KVC_MOST_LEVELS];
+/* Queried once: in a virtual machine, CPUID takes longer than a small case. The last one is the scalar level, without instructions
+ * for fma; before it is that level with them, if the CPU has them. */
+static const kvc_kernels *levels[KVC_MOST_LEVELS + 1];
+extern const kvc_kernels kvc_kernels_scalar;
 
 static int num_levels(void) {
     static int count;
     if (!count) {
         count = kvc_num_levels();
         for (int i = 0; i < count; i++) expect_table(levels[i] = kvc_level(i));
+        if (levels[count - 1] != &kvc_kernels_scalar) levels[count++] = &kvc_kernels_scalar;
     }
     return count;
 }
 static const kvc_kernels *level_at(int index) { return levels[index]; }
-static const kvc_kernels *scalar_level(void) { return levels[num_levels() - 1]; } /* always the last */
+static const kvc_kernels *scalar_level(void) { return num_levels(), &kvc_kernels_scalar; }
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 

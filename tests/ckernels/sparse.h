@@ -261,8 +261,8 @@ static void expect_summaries(const kvc_kernels *kernels, const summary_memory *a
 static void step_sparse(source *s) {
     const int whole = draw(s, 2);
     sparse_question q = draw_sparse(s, whole);
-    memory answers[KVC_MOST_LEVELS];
-    summary_memory summaries[KVC_MOST_LEVELS];
+    memory answers[KVC_MOST_LEVELS + 1];
+    summary_memory summaries[KVC_MOST_LEVELS + 1];
     say("sparse, %d blocks of %d, %d of %d heads, dim %d, top %d, listed %d, whole %d", q.num_blocks, q.layout.block_size,
         q.query_heads, q.layout.num_heads, q.layout.head_dim, (int)q.top_tokens, (int)q.listed, whole);
     const int last_level = num_levels() - 1; /* the scalar one */
