@@ -164,7 +164,7 @@ INLINE void store_scores(int rows, int tiles, const i32x16 *sums, const unit_que
  * centre of the codes, lane by lane. */
 INLINE f32v scaled_weights(const v_scales *v, int t, f32v w_v, f32v *largest_v, f32v *base_v) {
     const f32v u_v = f32v_mul(w_v, f32v_load(v->scales + t));
-    *largest_v = f32v_max(*largest_v, u_v);
+    *largest_v = f32v_max(*largest_v, f32v_abs(u_v)); /* bytes that no call wrote may be negative scales */
     *base_v = f32v_fma(w_v, f32v_load(v->middles + t), *base_v);
     return u_v;
 }
