@@ -131,6 +131,7 @@ INLINE void quantise_query(int bits, const float *q, int dim, int is_tiled, unit
     to->scale = largest / limit;
     to->sum = f32x16_sum_of(sum);
     to->centre = centre_of(bits) * (bits == 8 ? to->sum : to->sum - to->scale * rounded);
+    to->centre += 0.0f * to->scale; /* NaN where a query is infinite: whole numbers of such mean nothing */
     to->start = -128 * (int32_t)rounded;
 }
 

@@ -122,10 +122,12 @@ INLINE f32v f32v_maxima(const f32v r[4]) { return vpmaxq_f32(vpmaxq_f32(r[0], r[
 typedef uint16x8_t i16v;
 typedef int32x4_t i32v;
 
-INLINE i16v i16v_pair(f32v even, f32v odd) {
-    const uint32x4_t even_u32x4 = vcvtnq_u32_f32(even), odd_u32x4 = vcvtnq_u32_f32(odd);
-    return vreinterpretq_u16_u32(vorrq_u32(even_u32x4, vshlq_n_u32(odd_u32x4, 16)));
+/* As CPUs of x86 have it, -2^31 for numbers from 2^31 on; NaN becomes 0, which has the same low bits. */
+INLINE uint32x4_t u32x4_whole(f32v x) {
+    const int32x4_t whole = vcvtnq_s32_f32(x);
+    return vsubq_u32(vreinterpretq_u32_s32(whole), vceqq_s32(whole, vdupq_n_s32(INT32_MAX)));
 }
+INLINE i16v i16v_pair(f32v even, f32v odd) { return vreinterpretq_u16_u32(vsliq_n_u32(u32x4_whole(even), u32x4_whole(odd), 16)); }
 INLINE i16v i16v_load(const uint16_t *p) { return vld1q_u16(p); }
 INLINE void i16v_store(uint16_t *p, i16v x) { vst1q_u16(p, x); }
 INLINE i16v i16v_add(i16v a, i16v b) { return vaddq_u16(a, b); }

@@ -11,14 +11,17 @@
 #define KVC_DOT_SUMS 16
 #define KVC_OWN_SIZES 0
 
-/* Half to even, by a sum that leaves no bits below the point: |x| < 2^22. */
-INLINE float kvc_rounded(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+/* Half to even, by a sum that leaves no bits below the point; with the sign of x. */
+INLINE float kvc_rounded(float x) {
+    const float magnitude = fabsf(x), whole = (magnitude + 0x1p23f) - 0x1p23f;
+    return magnitude < 0x1p23f ? copysignf(whole, x) : x;
+}
 /* p * 2^n for n from -127 to 128, where the result is a normal number, infinite or NaN. */
 INLINE float kvc_scaled(float p, float n) {
     return kvc_float_of_bits(kvc_float_bits(p) + ((uint32_t)(int32_t)(n == n ? n : 0.0f) << 23));
 }
-/* A whole number of 16 bits. */
-INLINE uint16_t kvc_whole(float x) { return (uint16_t)(int32_t)kvc_rounded(x); }
+/* The whole number of 32 bits; for what is none, and NaN, -2^31, as CPUs of x86 have it. */
+INLINE int32_t kvc_whole(float x) { return fabsf(x) < 0x1p31f ? (int32_t)kvc_rounded(x) : INT32_MIN; }
 
 #define EACH_LANE ROLLED for (int i = 0; i < KVC_LANES; i++)
 
@@ -63,8 +66,7 @@ INLINE void f32v_store8_half(uint16_t *p, f32v x) {
     for (int i = 0; i < 8; i++) p[i] = kvc_half_of_float(x.lane[i]);
 }
 
-/* Operations of one and of two vectors. min and max give b where a number is NaN, or both are zeros. Adding 1.5 * 2^23 leaves no
- * bits below the point: |x| < 2^22. */
+/* Operations of one and of two vectors. min and max give b where a number is NaN, or both are zeros. */
 #define ONE(name, value)                       \
     INLINE f32v name(f32v x) {                 \
         EACH_LANE {                            \
@@ -118,7 +120,7 @@ INLINE int f32v_first_not_below(f32v x, float limit) {
     return -1;
 }
 INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
-    EACH_LANE p[i] = (unsigned char)(int)kvc_rounded(x.lane[i]);
+    EACH_LANE p[i] = (unsigned char)kvc_whole(x.lane[i]);
 }
 INLINE void f32v_store_signed32(unsigned char *p, const f32v x[2]) {
     f32v_store_bytes(p, x[0]), f32v_store_bytes(p + KVC_LANES, x[1]);
@@ -182,7 +184,10 @@ typedef struct i32v {
 #define EACH_NUMBER ROLLED for (int i = 0; i < 2 * KVC_LANES; i++)
 INLINE i16v i16v_pair(f32v even, f32v odd) {
     i16v x;
-    EACH_LANE x.number[2 * i] = kvc_whole(even.lane[i]), x.number[2 * i + 1] = kvc_whole(odd.lane[i]);
+    EACH_LANE {
+        x.number[2 * i] = (uint16_t)kvc_whole(even.lane[i]);
+        x.number[2 * i + 1] = (uint16_t)kvc_whole(odd.lane[i]);
+    }
     return x;
 }
 INLINE i16v i16v_load(const uint16_t *p) {
@@ -342,7 +347,10 @@ INLINE i32x16 i32x16_dot_whole(i32x16 sums, i16x64 codes, const int16_t *x) {
 }
 INLINE i32v f32v_store_whole(int16_t *p, f32v x) {
     i32v whole;
-    EACH_LANE whole.lane[i] = p[i] = (int16_t)kvc_whole(x.lane[i]);
+    EACH_LANE {
+        const int32_t x_i32 = kvc_whole(x.lane[i]);
+        whole.lane[i] = p[i] = (int16_t)(x_i32 < INT16_MIN ? INT16_MIN : x_i32);
+    }
     return whole;
 }
 

@@ -265,11 +265,11 @@ static void step_sparse(source *s) {
     summary_memory summaries[KVC_MOST_LEVELS + 1];
     say("sparse, %d blocks of %d, %d of %d heads, dim %d, top %d, listed %d, whole %d", q.num_blocks, q.layout.block_size,
         q.query_heads, q.layout.num_heads, q.layout.head_dim, (int)q.top_tokens, (int)q.listed, whole);
-    const int last_level = num_levels() - 1; /* the scalar one */
+    const int last_level = num_levels() - 1, threads = DRAW_OF(s, 1, 2, 3, 8); /* of any bytes bits depend on what items are read */
     const char *kernel = q.listed ? "attend listed" : whole ? "attend chosen" : "attend chosen, any bytes";
     for (int level = last_level; level >= 0; level--) {
         summaries[level] = take_summaries(&q);
-        answers[level] = ask_sparse(level_at(level), &q, q.seqs, q.num_seqs, 0, q.queries, &summaries[level], DRAW_OF(s, 1, 2, 3, 8));
+        answers[level] = ask_sparse(level_at(level), &q, q.seqs, q.num_seqs, 0, q.queries, &summaries[level], threads);
         expect_summaries(level_at(level), &summaries[level], &summaries[last_level], &q);
         expect_bits(kernel, level_at(level), answers[level].at, answers[last_level].at,
                     (int64_t)(answers[level].size / sizeof(float)));
