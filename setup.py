@@ -33,11 +33,13 @@ AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")] + ["-mp
 AVXVNNI = ["-mavx512f", "-mavx512vl", "-mavx512vnni", "-DKVC_EVEX=1"] if EVEX else ["-mavxvnni"]
 AMX = ["-DKVC_EMULATED_TILES=1"] if EVEX else ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
 EVEX_FLAGS = ["-DKVC_EVEX=1", "-DKVC_EMULATED_TILES=1"]
-LEVELS = {"scalar": []}
+# The scalar level without what takes -O3 most of its time, and again with instructions for fma, if the CPU may have them.
+SCALAR = [] if DEBUG or SANITIZE or COVERAGE else ["-O1", "-ftree-vectorize"]
+LEVELS = {"scalar": SCALAR}
 # The machine that runs what is built: another one than this where Python's variable for cross builds is set.
 MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).split("-")[-1]
 if MACHINE == "x86_64":
-    LEVELS |= {"avx2": AVX2, "avx512": AVX2 + AVX512}
+    LEVELS |= {"scalarfma": [*SCALAR, "-mfma"], "avx2": AVX2, "avx512": AVX2 + AVX512}
     if compiles(AVXVNNI):  # gcc 11, clang 12
         LEVELS["avxvnni"] = AVX2 + AVXVNNI
     if sys.platform == "linux" and compiles(AMX):  # gcc 11, clang 11
@@ -53,15 +55,17 @@ if MACHINE in ("aarch64", "arm64"):
 # Levels without which another one cannot be.
 NEEDS = {"amx": "avx512", "avxvnni": "avx2", "i8mm": "neon"}
 KNOWN = [level for level in LEVELS if level != "scalar"]
+NAMED = {*LEVELS} - {"scalarfma"}
 asked = {level.strip() for level in os.environ.get("KVCACHE_LEVELS", "").split(",")} - {""}
 best = best_level(KNOWN, EVEX_FLAGS * EVEX) if is_for_developers() and not asked else None
 if "all" in asked or not (asked or best):
     BUILT = [*LEVELS]
 else:
     chosen = asked or {best}
-    if unknown := chosen - {*LEVELS}:
-        sys.exit(f"KVCACHE_LEVELS: expected all, or some of {', '.join(LEVELS)}, got {', '.join(sorted(unknown))}")
-    BUILT = [level for level in LEVELS if level in {"scalar", *chosen, *(NEEDS.get(each) for each in chosen)}]
+    if unknown := chosen - NAMED:
+        sys.exit(f"KVCACHE_LEVELS: expected all, or some of {', '.join(sorted(NAMED))}, got {', '.join(sorted(unknown))}")
+    always = {"scalar", "scalarfma"}
+    BUILT = [level for level in LEVELS if level in {*always, *chosen, *(NEEDS.get(each) for each in chosen)}]
 
 # -g0: Python's -g takes a quarter of the compile time.
 # No a * b + c in one rounding where the source has two: clang's default, at the mercy of what it inlines where.
@@ -87,8 +91,11 @@ if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
 PARTS = "dispatch layout matmul_parallel matrix network_parallel parallel recurrence_parallel rows_parallel"
 PARTS += " sparse_parallel threads"
 ONCE = [f"ckernels/kvc_{part}.c" for part in PARTS.split()]
-# amx and avxvnni have products, attention and a table of their own, the rest of avx512 and avx2; i8mm products alone.
+# amx and avxvnni have products, attention and a table of their own, the rest of avx512 and avx2; i8mm products alone. The scalar
+# level has files with fma twice.
 OWN = {
+    "scalarfma": "activations attend attend_floats attend_units matmul matmul_packed network packed_plain packed_k"
+    " packed_looked_up recurrence table",
     "amx": "matmul_tiles matmul_bf16 attend table",
     "avxvnni": "matmul_packed packed_plain packed_k packed_looked_up activations attend attend_units table",
     "i8mm": "matmul_packed packed_plain packed_k packed_looked_up matmul_bf16 activations table",
@@ -100,7 +107,7 @@ UNITS = [(source, "once", HAVE) for source in ONCE]
 for level in BUILT:
     defines = [f"-DKVC_LEVEL={level}", f"-DKVC_{level.upper()}=1"]
     checks = []
-    if SANITIZE and level != "scalar":  # one level checks pointer arithmetic, which takes half as long again to compile
+    if SANITIZE and not level.startswith("scalar"):  # one level checks pointer arithmetic, which takes half as long again to compile
         checks = ["-fno-sanitize=null,object-size,pointer-overflow"]
     UNITS += [(source, level, defines + LEVELS[level] + checks) for source in FEW.get(level, EACH)]
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one

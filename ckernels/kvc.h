@@ -24,7 +24,7 @@
 /* Always inlined: what a caller gives as constants is constant inside. */
 #define INLINE static inline __attribute__((always_inline))
 
-/* The version of the bits of results. Each change of them at any level adds 1. */
+/* The version of BITS.md: results of one version have the same bits at every level. It grows with each change of them. */
 enum { KVC_BITS = 1 };
 
 /* KVC_MAX_HEAD_DIM: of latent rows, those of DeepSeek V3; of others KVC_MOST_CHANNELS. */

@@ -178,7 +178,7 @@ static void write_row(const job *j, int head, int64_t row, const float *acc, flo
     float *out = args->out + pair * (size_t)dim;
     for (int d = 0; d < dim; d++) out[d] = acc[d] * inverse + 0.0f;
     const int rotated = kvc_rows_of(args->layout, KVC_VALUES).rotated;
-    if (rotated && !whole) KVC_FN(hadamard)(out, dim, rotated);
+    if (rotated && !whole) KVC_UNFUSED(hadamard)(out, dim, rotated);
     if (!whole) add_centre_of_values(j, head, sum * inverse, out);
     if (args->lse) args->lse[pair] = lse + centre;
     if (j->item->norms) {
@@ -203,7 +203,7 @@ static void make_whole(const job *j, results total, int first, int stop) {
         if (total.sum[i] == 0.0f) continue;
         const int head = j->item->head + i / j->rows;
         float *acc = total.acc + (size_t)i * (size_t)j->v_padded;
-        if (rotated) KVC_FN(hadamard)(acc, j->v_rows.dim, rotated);
+        if (rotated) KVC_UNFUSED(hadamard)(acc, j->v_rows.dim, rotated);
         add_centre_of_values(j, head, total.sum[i], acc);
         total.largest[i] += (float)(LOG2E * centre_score(j, head, j->item->row + i % j->rows));
     }

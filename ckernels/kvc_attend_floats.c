@@ -3,7 +3,7 @@
 
 /* One function per float format and head_dim: 64 and 128 as constants, the rest as a bound. */
 #define WITH_DIM(call, ...)                  \
-    switch (dim) {                           \
+    switch (KVC_OWN_SIZES ? dim : 0) {       \
     case 64: call(64, __VA_ARGS__); break;   \
     case 128: call(128, __VA_ARGS__); break; \
     default: call(dim, __VA_ARGS__); break;  \

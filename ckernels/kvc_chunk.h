@@ -17,7 +17,7 @@ static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, co
     for (int i = 0; rows.quantised && i < c->pieces; i++) {
         const piece *p = &c->piece[i];
         float *to = j->stage + p->lane * padded;
-        KVC_FN(dequantise_head)(rows, p->block + offset, p->slot, p->count, to, (size_t)padded);
+        KVC_UNFUSED(dequantise_head)(rows, p->block + offset, p->slot, p->count, to, (size_t)padded);
     }
     const int first = c->piece[0].lane;
     for (int t = 0; t < KVC_POINTERS; t++) {

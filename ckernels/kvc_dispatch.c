@@ -9,10 +9,10 @@
 
 #include <string.h>
 
-extern const kvc_kernels kvc_kernels_scalar, kvc_kernels_avx2, kvc_kernels_avxvnni, kvc_kernels_avx512, kvc_kernels_amx,
+extern const kvc_kernels kvc_kernels_scalar, kvc_kernels_scalarfma, kvc_kernels_avx2, kvc_kernels_avxvnni, kvc_kernels_avx512, kvc_kernels_amx,
     kvc_kernels_neon, kvc_kernels_i8mm;
 
-#if defined(KVC_HAVE_AVX2) || defined(KVC_HAVE_AVX512)
+#if defined(KVC_HAVE_SCALARFMA) || defined(KVC_HAVE_AVX2) || defined(KVC_HAVE_AVX512)
 #include <cpuid.h>
 
 enum { /* leaf 1, ecx */ FMA = 1 << 12, OSXSAVE = 1 << 27, AVX = 1 << 28, F16C = 1 << 29 };
@@ -32,11 +32,16 @@ static unsigned saved_state(void) {
 
 static int has_all(unsigned bits, unsigned wanted) { return (bits & wanted) == wanted; }
 
+static int cpu_runs(unsigned wanted) { /* of leaf 1, ecx, with AVX */
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && has_all(ecx, wanted | OSXSAVE | AVX) && has_all(saved_state(), XMM | YMM);
+}
+
+static int cpu_runs_scalarfma(void) { return cpu_runs(FMA); }
+
 static int cpu_runs_avx2(void) {
     unsigned eax, ebx, ecx, edx;
-    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !has_all(ecx, FMA | OSXSAVE | AVX | F16C)) return 0;
-    if (!has_all(saved_state(), XMM | YMM)) return 0;
-    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && has_all(ebx, AVX2);
+    return cpu_runs(FMA | F16C) && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && has_all(ebx, AVX2);
 }
 
 #if defined(KVC_HAVE_AVX512)
@@ -135,13 +140,14 @@ static int cpu_runs_i8mm(void) { return cpu_has("hw.optional.arm.FEAT_I8MM") && 
 
 static int cpu_runs_scalar(void) { return 1; }
 
-/* The levels that the machine knows, best first. */
+/* The levels that the machine knows, best first. The first of two that have one name is that level. */
 static const struct known_level {
     const char *name;
     int (*cpu_runs)(void);
     const kvc_kernels *kernels; /* NULL: left out of this build */
 } known_levels[] = {
-#define KNOWN(level, have) {#level, cpu_runs_##level, have ? &kvc_kernels_##level : NULL}
+#define NAMED(name, level, have) {name, cpu_runs_##level, have ? &kvc_kernels_##level : NULL}
+#define KNOWN(level, have) NAMED(#level, level, have)
 #if defined(KVC_HAVE_AMX) && !defined(KVC_EMULATED_TILES)
     KNOWN(amx, KVC_HAVE_AMX),
 #endif
@@ -163,6 +169,9 @@ static const struct known_level {
 #if defined(KVC_HAVE_NEON)
     KNOWN(neon, KVC_HAVE_NEON),
 #endif
+#if defined(KVC_HAVE_SCALARFMA)
+    NAMED("scalar", scalarfma, KVC_HAVE_SCALARFMA),
+#endif
     KNOWN(scalar, 1),
 };
 enum { NUM_KNOWN = sizeof known_levels / sizeof *known_levels };
@@ -178,7 +187,9 @@ const char *kvc_best_level(void) {
 static int find_levels(const kvc_kernels *levels[NUM_KNOWN]) {
     int count = 0;
     for (int i = 0; i < NUM_KNOWN; i++) {
-        if (known_levels[i].kernels && known_levels[i].cpu_runs()) levels[count++] = known_levels[i].kernels;
+        const struct known_level *known = &known_levels[i];
+        if (!known->kernels || !known->cpu_runs()) continue;
+        if (!count || strcmp(levels[count - 1]->name, known->name)) levels[count++] = known->kernels;
     }
     return count;
 }

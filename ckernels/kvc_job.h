@@ -255,7 +255,7 @@ static const float *query_row(const job *j, const kvc_tensor *queries, int head,
     const int64_t query = j->item->first_query + row / j->group;
     one.data += ((int64_t)head * j->group + row % j->group) * one.head_stride + query * one.token_stride;
     if (one.element == KVC_ELEMENT_F32) return (const float *)one.data;
-    KVC_FN(gather_rows)(&one, 0, 1, 1, j->k_rows.dim, q);
+    KVC_UNFUSED(gather_rows)(&one, 0, 1, 1, j->k_rows.dim, q);
     return q;
 }
 
@@ -273,7 +273,7 @@ static void pack_queries(const job *j, int head, int64_t row, int rows, size_t i
                 f32v_store(q + d, f32v_fma(x, scale_v, none));
             }
             for (int d = dim; d < j->padded; d++) q[d] = 0.0f;
-            if (j->k_rows.rotated) KVC_FN(hadamard)(q, dim, j->k_rows.rotated);
+            if (j->k_rows.rotated) KVC_UNFUSED(hadamard)(q, dim, j->k_rows.rotated);
 #if defined(KVC_HAVE_DOTS)
             if (j->units)
                 quantise_query(j->k_rows.bits, q, dim, r < tiled_rows(rows),

@@ -26,7 +26,7 @@ typedef struct kvc_coded {
 INLINE float *kvc_block(float *lanes, int j, int i) { return lanes + (j * KVC_LANES + i) * KVC_LANES; }
 
 /* Places part of row i, divided by its channels, after those steps of its rotation that are between its vectors; dim is
- * constant. */
+ * constant where sizes have code of their own. */
 INLINE void kvc_rotate_row(const float *x, int dim, int i, float *lanes) {
     f32v v[KVC_MAX_HEAD_DIM / KVC_LANES + 1];
     const int n = dim < KVC_LANES ? 1 : dim / KVC_LANES;
@@ -53,7 +53,8 @@ INLINE void kvc_place_row(kvc_rows rows, kvc_source source, int i, float *lanes)
         return;
     }
     for (int d = 0; d < rows.dim; d += rows.rotated, lanes += (ptrdiff_t)rows.rotated * KVC_LANES) {
-        switch (rows.rotated) {
+        switch (KVC_OWN_SIZES ? rows.rotated : 0) {
+        case 0: kvc_rotate_row(x + d, rows.rotated, i, lanes); break;
         case 8: kvc_rotate_row(x + d, 8, i, lanes); break;
         case 16: kvc_rotate_row(x + d, 16, i, lanes); break;
         case 32: kvc_rotate_row(x + d, 32, i, lanes); break;

@@ -29,7 +29,8 @@
 #include "kvc_lanes.h"
 
 static void transform_part(float *x, int dim) {
-    switch (dim) {
+    switch (KVC_OWN_SIZES || dim == 8 ? dim : 0) {
+    case 0: kvc_transform(x, dim); break;
     case 8: kvc_eight_steps(x); break;
     case 16: kvc_transform(x, 16); break;
     case 32: kvc_transform(x, 32); break;
@@ -41,7 +42,7 @@ static void transform_part(float *x, int dim) {
 }
 
 /* Transforms parts of a row in place, unscaled. A part has 8 to 512 channels, a power of two. */
-void KVC_FN(hadamard)(float *x, int dim, int part) {
+void KVC_UNFUSED(hadamard)(float *x, int dim, int part) {
     for (int d = 0; d < dim; d += part) transform_part(x + d, part);
 }
 
@@ -198,7 +199,7 @@ static void quantise_side(const kvc_layout *layout, kvc_side side, unsigned char
     }
 }
 
-void KVC_FN(quantise_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
+void KVC_UNFUSED(quantise_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs,
                            int64_t num_runs, kvc_float_rows keys, kvc_float_rows values, const kvc_head_keys *known) {
     row_queue queue;
     queue.count = 0;
@@ -207,7 +208,7 @@ void KVC_FN(quantise_runs)(const kvc_layout *layout, unsigned char *arena, const
     if (queue.count) write_queue(&queue);
 }
 
-void KVC_FN(dequantise_head)(kvc_rows rows, const unsigned char *head, int slot, int count, float *x,
+void KVC_UNFUSED(dequantise_head)(kvc_rows rows, const unsigned char *head, int slot, int count, float *x,
                              size_t row_stride) {
     for (int n; count > 0; count -= n, slot += n, x += (size_t)n * row_stride) {
         n = rows.tiled ? in_tile(slot, count) : 1;

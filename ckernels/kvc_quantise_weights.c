@@ -68,7 +68,7 @@ static void code_group(const float x[KVC_GROUP], int bits, unsigned char codes[K
 
 /* Rows x (count, columns), finite halves at most, as codes (count, columns), scales and minima (count, groups) of a packed
  * format: see kvc_matrix_put_codes. q4_1 has the minimum and scale of least squared error (kvc_fit.h). */
-void KVC_FN(quantise_weights)(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
+void KVC_UNFUSED(quantise_weights)(kvc_matrix_format format, int64_t count, int64_t columns, const float *x,
                               unsigned char *codes, uint16_t *scales, uint16_t *minima) {
     const int bits = kvc_matrix_format_of(format)->bits, fitted = kvc_matrix_format_of(format)->has_minima;
     const kvc_rows rows = {.format = KVC_Q4, .bits = bits, .quantised = 1, .dim = KVC_GROUP, .side = KVC_KEYS};

@@ -55,8 +55,8 @@ static void read_head(kvc_rows rows, const unsigned char *head, int slot, int co
                       size_t row_stride) {
     const int dim = rows.dim;
     if (rows.quantised) {
-        KVC_FN(dequantise_head)(rows, head, slot, count, x, row_stride);
-        for (int i = 0; rows.rotated && i < count; i++) KVC_FN(hadamard)(x + (size_t)i * row_stride, dim, rows.rotated);
+        KVC_UNFUSED(dequantise_head)(rows, head, slot, count, x, row_stride);
+        for (int i = 0; rows.rotated && i < count; i++) KVC_UNFUSED(hadamard)(x + (size_t)i * row_stride, dim, rows.rotated);
         return;
     }
     const unsigned char *row = head + (size_t)slot * kvc_row_bytes(rows);
@@ -82,13 +82,13 @@ static void read_values(kvc_rows keys, int dim, const unsigned char *head, int s
     }
 }
 
-void KVC_FN(write_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs, int64_t num_runs,
+void KVC_UNFUSED(write_runs)(const kvc_layout *layout, unsigned char *arena, const kvc_run *runs, int64_t num_runs,
                         kvc_float_rows keys, kvc_float_rows values, const kvc_head_keys *known) {
     const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
     const kvc_float_rows none = {NULL, 0};
     if (layout->latent) values = none;
     kvc_float_rows k = k_rows.quantised ? none : keys, v = v_rows.quantised ? none : values;
-    KVC_FN(quantise_runs)(layout, arena, runs, num_runs, k.data ? none : keys, v.data ? none : values, known);
+    KVC_UNFUSED(quantise_runs)(layout, arena, runs, num_runs, k.data ? none : keys, v.data ? none : values, known);
     for (int64_t i = 0; (k.data || v.data) && i < num_runs; i++) {
         unsigned char *block = arena + (size_t)runs[i].block * layout->block_bytes;
         const int first = runs[i].first, count = runs[i].stop - first, num_heads = layout->num_heads;
@@ -121,14 +121,14 @@ static void gather_row(const kvc_tensor *tensor, const unsigned char *from, int 
     }
 }
 
-void KVC_FN(gather_rows)(const kvc_tensor *tensor, int64_t first, int64_t count, int heads, int dim, float *rows) {
+void KVC_UNFUSED(gather_rows)(const kvc_tensor *tensor, int64_t first, int64_t count, int heads, int dim, float *rows) {
     for (int64_t i = first; i < first + count; i++) {
         const unsigned char *token = tensor->data + i * tensor->token_stride;
         for (int h = 0; h < heads; h++, rows += dim) gather_row(tensor, token + h * tensor->head_stride, dim, rows);
     }
 }
 
-void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs, int64_t num_runs,
+void KVC_UNFUSED(read_runs)(const kvc_layout *layout, const unsigned char *arena, const kvc_run *runs, int64_t num_runs,
                        float *keys, float *values, size_t token_stride, size_t head_stride,
                        const kvc_head_keys *known) {
     const kvc_rows k_rows = kvc_rows_of(layout, KVC_KEYS), v_rows = kvc_rows_of(layout, KVC_VALUES);
@@ -155,7 +155,7 @@ void KVC_FN(read_runs)(const kvc_layout *layout, const unsigned char *arena, con
     }
 }
 
-int64_t KVC_FN(check_representable)(const float *x, int64_t n, kvc_format format) {
+int64_t KVC_UNFUSED(check_representable)(const float *x, int64_t n, kvc_format format) {
     const float limit = kvc_format_of(format)->overflow;
     int64_t i = 0;
     for (; i + KVC_LANES <= n; i += KVC_LANES) {

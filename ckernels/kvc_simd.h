@@ -2,7 +2,8 @@
  *
  * A level defines one vector type f32v of KVC_LANES floats and these functions on it:
  *   load, store, load_half, store_half, load_bf16, zero, set1, add, sub, mul, div, fma, min, max, round (half to even), abs,
- *   scale2(p, n) = p * 2^n for whole n in [-127, 127], with KVC_SCALE2_ANY for any n; zero_below(r, x, limit) = x < limit ? 0 : r,
+ *   scale2(p, n) = p * 2^n for whole n in [-127, 128], by a sum with the exponent's bits, where that is a normal number, infinite
+ *   or NaN; with KVC_SCALE2_ANY for any n; min(a, b) = a < b ? a : b, max(a, b) = a > b ? a : b; zero_below(r, x, limit) = x < limit ? 0 : r,
  *   pick(x, limit, below, other) = x < limit ? below : other, below(x, limit): a bit for each lane with x < limit,
  *   store_bytes: rounded as by round, 0 to 255,
  *   store_signed32: 32 rounded floats, -128 to 127,
@@ -54,6 +55,12 @@
 #define KVC_JOIN(a, b) KVC_JOIN2(a, b)
 #define KVC_OWN(name) KVC_JOIN(name, KVC_LEVEL) /* kvc_<name>_<level>: each level's own copy of a function */
 #define KVC_FN(name) KVC_JOIN(name, KVC_BASE)   /* the same, or that of the level that this one is but for a few */
+#if defined(KVC_SCALARFMA) /* the scalar level with instructions for fma */
+#define KVC_SCALAR 1
+#define KVC_UNFUSED(name) KVC_JOIN(name, scalar)
+#else
+#define KVC_UNFUSED(name) KVC_FN(name) /* of a file without fma */
+#endif
 #define KVC_STR2(x) #x
 #define KVC_STR(x) KVC_STR2(x)
 
@@ -100,6 +107,9 @@ enum { KVC_MANY_UNITS = 1 << 20 }; /* of a part without a limit: more than any c
 #endif
 #if !defined(KVC_SCALE2_ANY)
 #define KVC_SCALE2_ANY 0 /* 1: numbers of that size, infinite ones too, are powers of two as they are */
+#endif
+#if !defined(KVC_OWN_SIZES)
+#define KVC_OWN_SIZES 1 /* 1: sizes of heads have code of their own, where they are constants */
 #endif
 #if !defined(KVC_TILES)
 #define KVC_TILES 0 /* 1: the level has those of simd_amx.h */
@@ -213,10 +223,11 @@ INLINE void store_row(kvc_format format, unsigned char *row, int d, int dim, f32
         store_dims_half((uint16_t *)row, d, dim, x);
 }
 
-/* 2^x for x <= 127; 0 below 2^-126 and for -inf; NaN for NaN, since f32v_max returns its second argument if it is NaN.
+/* 2^x: 0 where x < -126, infinite from 128 on; NaN for NaN, since f32v_max and f32v_min return their second argument if it is NaN.
  * x = n + f with |f| <= 1/2; 2^f is a polynomial, its coefficients from the highest degree down to 0 (constants). */
 INLINE f32v f32v_exp2_by(int degree, const float *coefficients, f32v x) {
-    const f32v near = KVC_SCALE2_ANY ? x : f32v_max(f32v_set1(-127.0f), x), n = f32v_round(near), f = f32v_sub(near, n);
+    const f32v held = KVC_SCALE2_ANY ? x : f32v_min(f32v_set1(128.0f), f32v_max(f32v_set1(-127.0f), x));
+    const f32v n = f32v_round(held), f = f32v_sub(held, n);
     f32v p = f32v_set1(coefficients[0]);
     UNROLL
     for (int i = 1; i <= degree; i++) p = f32v_fma(p, f, f32v_set1(coefficients[i]));

@@ -16,8 +16,8 @@
 /* The keys of one head of a page, without rotation, `stride` floats apart. */
 static void read_page(kvc_rows rows, const unsigned char *head, int slot, float *x, int stride) {
     if (rows.quantised) {
-        KVC_FN(dequantise_head)(rows, head, slot, KVC_PAGE, x, (size_t)stride);
-        for (int t = 0; rows.rotated && t < KVC_PAGE; t++) KVC_FN(hadamard)(x + t * stride, rows.dim, rows.rotated);
+        KVC_UNFUSED(dequantise_head)(rows, head, slot, KVC_PAGE, x, (size_t)stride);
+        for (int t = 0; rows.rotated && t < KVC_PAGE; t++) KVC_UNFUSED(hadamard)(x + t * stride, rows.dim, rows.rotated);
         return;
     }
     const unsigned char *row = head + (size_t)slot * kvc_row_bytes(rows);
@@ -66,7 +66,7 @@ static void summarise_head(int dim, const float *x, int stride, unsigned char *c
     }
 }
 
-void KVC_FN(summarise_page)(const kvc_layout *layout, const unsigned char *arena, int32_t block, int page, const kvc_summaries *summaries) {
+void KVC_UNFUSED(summarise_page)(const kvc_layout *layout, const unsigned char *arena, int32_t block, int page, const kvc_summaries *summaries) {
     float x[KVC_PAGE * (KVC_MAX_HEAD_DIM + KVC_LANES)];
     const kvc_rows rows = kvc_rows_of(layout, KVC_KEYS);
     const int stride = (rows.dim + KVC_LANES - 1) / KVC_LANES * KVC_LANES;

@@ -1,4 +1,5 @@
-/* kvc_table.c - the function table of the level that is being compiled. That of amx has the functions of avx512 but for products and
+/* kvc_table.c - the function table of the level that is being compiled. The scalar level has two, one of which has instructions for
+ * fma. That of amx has the functions of avx512 but for products and
  * attention, that of avxvnni likewise those of avx2, that of i8mm those of neon but for products. */
 #include "kvc_simd.h"
 
@@ -13,16 +14,16 @@
 #define ROWS(name) KVC_FN(name)
 #endif
 
-void KVC_FN(write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, kvc_float_rows,
+void KVC_UNFUSED(write_runs)(const kvc_layout *, unsigned char *, const kvc_run *, int64_t, kvc_float_rows,
                         kvc_float_rows, const kvc_head_keys *);
-void KVC_FN(gather_rows)(const kvc_tensor *, int64_t, int64_t, int, int, float *);
-void KVC_FN(read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *, float *,
+void KVC_UNFUSED(gather_rows)(const kvc_tensor *, int64_t, int64_t, int, int, float *);
+void KVC_UNFUSED(read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *, float *,
                        size_t, size_t, const kvc_head_keys *);
-int64_t KVC_FN(check_representable)(const float *, int64_t, kvc_format);
+int64_t KVC_UNFUSED(check_representable)(const float *, int64_t, kvc_format);
 void ATTENTION(attend_item)(const kvc_attend_args *, const kvc_item *, void *);
 void ATTENTION(combine_parts)(const kvc_attend_args *, const kvc_item *);
 void ATTENTION(score_item)(const kvc_attend_args *, const kvc_item *, void *);
-void KVC_FN(quantise_weights)(kvc_matrix_format, int64_t, int64_t, const float *, unsigned char *, uint16_t *,
+void KVC_UNFUSED(quantise_weights)(kvc_matrix_format, int64_t, int64_t, const float *, unsigned char *, uint16_t *,
                               uint16_t *);
 void ROWS(prepare_rows)(const kvc_matmul_args *, int64_t, int64_t);
 void KVC_FN(multiply_floats)(const kvc_matmul_args *, int64_t, int64_t, float *);
@@ -41,23 +42,28 @@ void KVC_FN(gate)(int64_t, int64_t, const float *, int64_t, const float *, int64
 void KVC_FN(convolve)(const kvc_convolution *, int64_t, int64_t, int64_t);
 void KVC_FN(scan)(const kvc_scan *, int64_t, int64_t, int64_t, int);
 void KVC_FN(decays)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float, float *, float *);
-void KVC_FN(digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *);
-void KVC_FN(summarise_page)(const kvc_layout *, const unsigned char *, int32_t, int, const struct kvc_summaries *);
+void KVC_UNFUSED(digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *);
+void KVC_UNFUSED(summarise_page)(const kvc_layout *, const unsigned char *, int32_t, int, const struct kvc_summaries *);
 void ATTENTION(attend_chosen)(const kvc_attend_args *, const struct kvc_sparse_args *, const kvc_item *, void *);
 
 extern const kvc_kernels KVC_OWN(kernels);
 const kvc_kernels KVC_OWN(kernels) = {
+#if defined(KVC_SCALARFMA)
+    .name = "scalar",
+    .bits = "scalar",
+#else
     .name = KVC_STR(KVC_LEVEL),
     .bits = KVC_STR(KVC_BASE),
+#endif
     .tiles = KVC_TILES,
-    .write_runs = KVC_FN(write_runs),
-    .gather_rows = KVC_FN(gather_rows),
-    .read_runs = KVC_FN(read_runs),
-    .check_representable = KVC_FN(check_representable),
+    .write_runs = KVC_UNFUSED(write_runs),
+    .gather_rows = KVC_UNFUSED(gather_rows),
+    .read_runs = KVC_UNFUSED(read_runs),
+    .check_representable = KVC_UNFUSED(check_representable),
     .attend_item = ATTENTION(attend_item),
     .combine_parts = ATTENTION(combine_parts),
     .score_item = ATTENTION(score_item),
-    .quantise_weights = KVC_FN(quantise_weights),
+    .quantise_weights = KVC_UNFUSED(quantise_weights),
     .prepare_rows = ROWS(prepare_rows),
     .multiply_floats = KVC_FN(multiply_floats),
     .multiply_packed = KVC_OWN(multiply_packed),
@@ -77,7 +83,7 @@ const kvc_kernels KVC_OWN(kernels) = {
     .convolve = KVC_FN(convolve),
     .scan = KVC_FN(scan),
     .decays = KVC_FN(decays),
-    .digest = KVC_FN(digest),
-    .summarise_page = KVC_FN(summarise_page),
+    .digest = KVC_UNFUSED(digest),
+    .summarise_page = KVC_UNFUSED(summarise_page),
     .attend_chosen = ATTENTION(attend_chosen),
 };

@@ -133,6 +133,7 @@ INLINE void quantise_query(int bits, const float *q, int dim, int is_tiled, unit
     to->scale = largest / limit;
     to->sum = f32x16_sum_of(sum);
     to->centre = centre_of(bits) * (bits == 8 ? to->sum : to->sum - to->scale * rounded);
+    to->centre += 0.0f * to->scale; /* NaN where a query is infinite: whole numbers of such mean nothing */
     to->start = (int32_t)(-128u * (uint32_t)(int32_t)rounded); /* may wrap around where q is not finite */
 }
 

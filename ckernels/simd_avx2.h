@@ -153,8 +153,8 @@ REDUCTION(f32v_maxima, f32v_larger)
 typedef __m256i i16v;
 typedef __m256i i32v;
 
-INLINE i16v i16v_pair(f32v even, f32v odd) {
-    return _mm256_or_si256(_mm256_cvtps_epi32(even), _mm256_slli_epi32(_mm256_cvtps_epi32(odd), 16));
+INLINE i16v i16v_pair(f32v even, f32v odd) { /* the low words: NaN becomes 0x80000000, so 0 */
+    return _mm256_blend_epi16(_mm256_cvtps_epi32(even), _mm256_slli_epi32(_mm256_cvtps_epi32(odd), 16), 0xaa);
 }
 INLINE i16v i16v_load(const uint16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 INLINE void i16v_store(uint16_t *p, i16v x) { _mm256_storeu_si256((__m256i *)p, x); }

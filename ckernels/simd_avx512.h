@@ -172,8 +172,9 @@ REDUCTION(f32v_maxima, f32v_larger)
 typedef __m512i i16v;
 typedef __m512i i32v;
 
-INLINE i16v i16v_pair(f32v even, f32v odd) {
-    return _mm512_or_si512(_mm512_cvtps_epi32(even), _mm512_slli_epi32(_mm512_cvtps_epi32(odd), 16));
+INLINE i16v i16v_pair(f32v even, f32v odd) { /* (even & 0xffff) | odd << 16: NaN becomes 0x80000000, so 0 */
+    const __m512i high = _mm512_slli_epi32(_mm512_cvtps_epi32(odd), 16);
+    return _mm512_ternarylogic_epi32(_mm512_cvtps_epi32(even), _mm512_set1_epi32(0xffff), high, 0xea);
 }
 INLINE i16v i16v_load(const uint16_t *p) { return _mm512_loadu_si512(p); }
 INLINE void i16v_store(uint16_t *p, i16v x) { _mm512_storeu_si512(p, x); }

@@ -48,8 +48,9 @@ INLINE f32v f32v_sub(f32v a, f32v b) { return vsubq_f32(a, b); }
 INLINE f32v f32v_mul(f32v a, f32v b) { return vmulq_f32(a, b); }
 INLINE f32v f32v_div(f32v a, f32v b) { return vdivq_f32(a, b); }
 INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return vfmaq_f32(c, a, b); }
-INLINE f32v f32v_min(f32v a, f32v b) { return vminq_f32(a, b); }
-INLINE f32v f32v_max(f32v a, f32v b) { return vmaxq_f32(a, b); }
+/* The second where one is NaN or both are zeros, as x86 has it. */
+INLINE f32v f32v_min(f32v a, f32v b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+INLINE f32v f32v_max(f32v a, f32v b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 INLINE f32v f32v_sqrt(f32v x) { return vsqrtq_f32(x); }
 INLINE f32v f32v_abs(f32v x) { return vabsq_f32(x); }
 INLINE f32v f32v_round(f32v x) { return vrndnq_f32(x); }
@@ -121,10 +122,12 @@ INLINE f32v f32v_maxima(const f32v r[4]) { return vpmaxq_f32(vpmaxq_f32(r[0], r[
 typedef uint16x8_t i16v;
 typedef int32x4_t i32v;
 
-INLINE i16v i16v_pair(f32v even, f32v odd) {
-    const uint32x4_t even_u32x4 = vcvtnq_u32_f32(even), odd_u32x4 = vcvtnq_u32_f32(odd);
-    return vreinterpretq_u16_u32(vorrq_u32(even_u32x4, vshlq_n_u32(odd_u32x4, 16)));
+/* As CPUs of x86 have it, -2^31 for numbers from 2^31 on; NaN becomes 0, which has the same low bits. */
+INLINE uint32x4_t u32x4_whole(f32v x) {
+    const int32x4_t whole = vcvtnq_s32_f32(x);
+    return vsubq_u32(vreinterpretq_u32_s32(whole), vceqq_s32(whole, vdupq_n_s32(INT32_MAX)));
 }
+INLINE i16v i16v_pair(f32v even, f32v odd) { return vreinterpretq_u16_u32(vsliq_n_u32(u32x4_whole(even), u32x4_whole(odd), 16)); }
 INLINE i16v i16v_load(const uint16_t *p) { return vld1q_u16(p); }
 INLINE void i16v_store(uint16_t *p, i16v x) { vst1q_u16(p, x); }
 INLINE i16v i16v_add(i16v a, i16v b) { return vaddq_u16(a, b); }

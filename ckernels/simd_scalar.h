@@ -1,96 +1,250 @@
-/* simd_scalar.h - the specification: vectors of one float. */
+/* simd_scalar.h - the specification (BITS.md): vectors of 16 lanes, lane by lane. */
 #include <math.h>
 
+#include "kvc_fma.h"
 #include "kvc_half.h"
 
-#define KVC_LANES 1
+#define KVC_LANES 16
 #define KVC_TILE_ROWS 4
-#define KVC_TILE_VECS 4
+#define KVC_TILE_VECS 1
 #define KVC_PANEL_LANES 1
-#define KVC_DOT_SUMS 4
+#define KVC_DOT_SUMS 16
+#define KVC_OWN_SIZES 0
 
-typedef float f32v;
-
-INLINE f32v f32v_zero(void) { return 0.0f; }
-INLINE f32v f32v_set1(float x) { return x; }
-INLINE f32v f32v_load(const float *p) { return *p; }
-INLINE void f32v_store(float *p, f32v x) { *p = x; }
-INLINE f32v f32v_load_half(const uint16_t *p) { return kvc_float_of_half(*p); }
-INLINE f32v f32v_load_bf16(const uint16_t *p) { return kvc_float_of_bits((uint32_t)*p << 16); }
-INLINE f32v f32v_load_signed(const unsigned char *p) { return (float)(int8_t)*p; }
-INLINE f32v f32v_load_bits(const unsigned char *p, int shift, int mask) { return (float)(*p >> shift & mask); }
-INLINE f32v f32v_load_e8m0(const unsigned char *p) { return kvc_float_of_e8m0(*p); }
-INLINE f32v f32v_load_e4m3(const unsigned char *p) { return kvc_float_of_half((uint16_t)(*p << 7)); }
-INLINE void f32v_store_half(uint16_t *p, f32v x) { *p = kvc_half_of_float(x); }
-INLINE f32v f32v_load8(const float *p) { return *p; } /* never called: one lane never exceeds a row */
-INLINE void f32v_store8(float *p, f32v x) { *p = x; }
-INLINE f32v f32v_load8_half(const uint16_t *p) { return kvc_float_of_half(*p); }
-INLINE void f32v_store8_half(uint16_t *p, f32v x) { *p = kvc_half_of_float(x); }
-
-INLINE f32v f32v_add(f32v a, f32v b) { return a + b; }
-INLINE f32v f32v_sub(f32v a, f32v b) { return a - b; }
-INLINE f32v f32v_mul(f32v a, f32v b) { return a * b; }
-INLINE f32v f32v_div(f32v a, f32v b) { return a / b; }
-INLINE f32v f32v_fma(f32v a, f32v b, f32v c) { return a * b + c; }
-INLINE f32v f32v_min(f32v a, f32v b) { return a < b ? a : b; }
-INLINE f32v f32v_max(f32v a, f32v b) { return a > b ? a : b; }
-INLINE f32v f32v_sqrt(f32v x) { return sqrtf(x); }
-INLINE f32v f32v_abs(f32v x) { return fabsf(x); }
-/* Adding 1.5 * 2^23 leaves no bits below the point; |x| < 2^22. */
-INLINE f32v f32v_round(f32v x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
-/* Infinite from 2^128 on, which only scores of unwritten K reach; NaN of NaN. */
-INLINE f32v f32v_scale2(f32v p, f32v n) {
-    if (!(n < 128.0f)) return n * INFINITY;
-    return kvc_float_of_bits(kvc_float_bits(p) + ((uint32_t)(int32_t)n << 23));
+/* Half to even, by a sum that leaves no bits below the point; with the sign of x. */
+INLINE float kvc_rounded(float x) {
+    const float magnitude = fabsf(x), whole = (magnitude + 0x1p23f) - 0x1p23f;
+    return magnitude < 0x1p23f ? copysignf(whole, x) : x;
 }
-INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) { return x < limit ? 0.0f : r; }
-INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) { return x < limit ? below : other; }
-INLINE unsigned f32v_below(f32v x, f32v limit) { return x < limit; }
-INLINE void f32v_store_bytes(unsigned char *p, f32v x) { *p = (unsigned char)(int)f32v_round(x); }
-INLINE void f32v_store_signed32(unsigned char *p, const f32v x[32]) {
-    for (int i = 0; i < 32; i++) f32v_store_bytes(p + i, x[i]);
+/* p * 2^n for n from -127 to 128, where the result is a normal number, infinite or NaN. */
+INLINE float kvc_scaled(float p, float n) {
+    return kvc_float_of_bits(kvc_float_bits(p) + ((uint32_t)(int32_t)(n == n ? n : 0.0f) << 23));
+}
+/* The whole number of 32 bits; for what is none, and NaN, -2^31, as CPUs of x86 have it. */
+INLINE int32_t kvc_whole(float x) { return fabsf(x) < 0x1p31f ? (int32_t)kvc_rounded(x) : INT32_MIN; }
+
+#define EACH_LANE ROLLED for (int i = 0; i < KVC_LANES; i++)
+
+typedef struct f32v {
+    float lane[KVC_LANES];
+} f32v;
+
+INLINE f32v f32v_set1(float x) {
+    f32v all;
+    EACH_LANE all.lane[i] = x;
+    return all;
+}
+INLINE f32v f32v_zero(void) { return f32v_set1(0.0f); }
+
+/* What is in memory as floats. */
+#define LOAD(name, type, value)          \
+    INLINE f32v name(const type *p) {    \
+        f32v x;                          \
+        EACH_LANE x.lane[i] = (value);   \
+        return x;                        \
+    }
+LOAD(f32v_load, float, p[i])
+LOAD(f32v_load_half, uint16_t, kvc_float_of_half(p[i]))
+LOAD(f32v_load_bf16, uint16_t, kvc_float_of_bits((uint32_t)p[i] << 16))
+LOAD(f32v_load_signed, unsigned char, (float)(int8_t)p[i])
+LOAD(f32v_load_e8m0, unsigned char, kvc_float_of_e8m0(p[i]))
+LOAD(f32v_load_e4m3, unsigned char, kvc_float_of_half((uint16_t)(p[i] << 7)))
+LOAD(f32v_load8, float, i < 8 ? p[i] : 0.0f)
+LOAD(f32v_load8_half, uint16_t, i < 8 ? kvc_float_of_half(p[i]) : 0.0f)
+#undef LOAD
+INLINE f32v f32v_load_bits(const unsigned char *p, int shift, int mask) {
+    f32v x;
+    EACH_LANE x.lane[i] = (float)(p[i] >> shift & mask);
+    return x;
+}
+INLINE void f32v_store(float *p, f32v x) { memcpy(p, x.lane, sizeof x); }
+INLINE void f32v_store8(float *p, f32v x) { memcpy(p, x.lane, sizeof x / 2); }
+INLINE void f32v_store_half(uint16_t *p, f32v x) {
+    EACH_LANE p[i] = kvc_half_of_float(x.lane[i]);
+}
+INLINE void f32v_store8_half(uint16_t *p, f32v x) {
+    for (int i = 0; i < 8; i++) p[i] = kvc_half_of_float(x.lane[i]);
 }
 
-INLINE float f32v_max_of(f32v x) { return x; }
-INLINE float f32v_sum_of(f32v x) { return x; }
-INLINE int f32v_first_not_below(f32v x, float limit) { return fabsf(x) < limit ? -1 : 0; }
-INLINE void f32v_transpose(f32v rows[KVC_LANES]) { (void)rows; }
-INLINE f32v f32v_sums(const f32v rows[KVC_LANES]) { return rows[0]; }
-INLINE f32v f32v_larger(f32v a, f32v b) { return a < b || b != b ? b : a; }
-INLINE f32v f32v_maxima(const f32v rows[KVC_LANES]) { return rows[0]; }
+/* Operations of one and of two vectors. min and max give b where a number is NaN, or both are zeros. */
+#define ONE(name, value)                       \
+    INLINE f32v name(f32v x) {                 \
+        EACH_LANE {                            \
+            const float a = x.lane[i];         \
+            x.lane[i] = (value);               \
+        }                                      \
+        return x;                              \
+    }
+ONE(f32v_sqrt, sqrtf(a))
+ONE(f32v_abs, fabsf(a))
+ONE(f32v_round, kvc_rounded(a))
+#undef ONE
+#define TWO(name, value)                                  \
+    INLINE f32v name(f32v x, f32v y) {                    \
+        EACH_LANE {                                       \
+            const float a = x.lane[i], b = y.lane[i];     \
+            x.lane[i] = (value);                          \
+        }                                                 \
+        return x;                                         \
+    }
+TWO(f32v_add, a + b)
+TWO(f32v_sub, a - b)
+TWO(f32v_mul, a * b)
+TWO(f32v_div, a / b)
+TWO(f32v_min, a < b ? a : b)
+TWO(f32v_max, a > b ? a : b)
+TWO(f32v_larger, a > b || a != a ? a : b)
+TWO(f32v_scale2, kvc_scaled(a, b))
+#undef TWO
+INLINE f32v f32v_fma(f32v a, f32v b, f32v c) {
+    EACH_LANE c.lane[i] = kvc_fma(a.lane[i], b.lane[i], c.lane[i]);
+    return c;
+}
+INLINE f32v f32v_zero_below(f32v r, f32v x, f32v limit) {
+    EACH_LANE r.lane[i] = x.lane[i] < limit.lane[i] ? 0.0f : r.lane[i];
+    return r;
+}
+INLINE f32v f32v_pick(f32v x, f32v limit, f32v below, f32v other) {
+    EACH_LANE x.lane[i] = x.lane[i] < limit.lane[i] ? below.lane[i] : other.lane[i];
+    return x;
+}
+INLINE unsigned f32v_below(f32v x, f32v limit) {
+    unsigned lanes = 0;
+    EACH_LANE lanes |= (unsigned)(x.lane[i] < limit.lane[i]) << i;
+    return lanes;
+}
+INLINE int f32v_first_not_below(f32v x, float limit) {
+    EACH_LANE {
+        if (!(fabsf(x.lane[i]) < limit)) return i;
+    }
+    return -1;
+}
+INLINE void f32v_store_bytes(unsigned char *p, f32v x) {
+    EACH_LANE p[i] = (unsigned char)kvc_whole(x.lane[i]);
+}
+INLINE void f32v_store_signed32(unsigned char *p, const f32v x[2]) {
+    f32v_store_bytes(p, x[0]), f32v_store_bytes(p + KVC_LANES, x[1]);
+}
+
+/* Reductions go by halves: lane i with lane i + 8, then i + 4, i + 2 and i + 1, the lower one on the left. */
+#define REDUCTION(of_lanes, of_rows, value)                                 \
+    INLINE float of_lanes(f32v x) {                                         \
+        for (int half = KVC_LANES / 2; half > 0; half /= 2) {               \
+            for (int i = 0; i < half; i++) {                                \
+                const float a = x.lane[i], b = x.lane[i + half];            \
+                x.lane[i] = (value);                                        \
+            }                                                               \
+        }                                                                   \
+        return x.lane[0];                                                   \
+    }                                                                       \
+    INLINE f32v of_rows(const f32v rows[KVC_LANES]) {                       \
+        f32v all;                                                           \
+        EACH_LANE all.lane[i] = of_lanes(rows[i]);                          \
+        return all;                                                         \
+    }
+REDUCTION(f32v_sum_of, f32v_sums, a + b)
+REDUCTION(f32v_larger_of, f32v_maxima, a > b || a != a ? a : b)
+INLINE float f32v_max_of(f32v x) {
+    for (int half = KVC_LANES / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; i++) x.lane[i] = x.lane[i] > x.lane[i + half] ? x.lane[i] : x.lane[i + half];
+    }
+    return x.lane[0];
+}
+#undef REDUCTION
+
+INLINE void f32v_transpose(f32v rows[KVC_LANES]) {
+    EACH_LANE {
+        for (int j = 0; j < i; j++) {
+            const float x = rows[i].lane[j];
+            rows[i].lane[j] = rows[j].lane[i], rows[j].lane[i] = x;
+        }
+    }
+}
+
+/* Within each 2n lanes: first half + second half, then first half - second half. */
+INLINE f32v f32v_butterflies(f32v x, int n) {
+    f32v all;
+    EACH_LANE all.lane[i] = i & n ? x.lane[i - n] - x.lane[i] : x.lane[i] + x.lane[i + n];
+    return all;
+}
+INLINE f32v f32v_butterfly1(f32v x) { return f32v_butterflies(x, 1); }
+INLINE f32v f32v_butterfly2(f32v x) { return f32v_butterflies(x, 2); }
+INLINE f32v f32v_butterfly4(f32v x) { return f32v_butterflies(x, 4); }
+INLINE f32v f32v_butterfly8(f32v x) { return f32v_butterflies(x, 8); }
+
+/* ---- Pairs of 16-bit numbers, one pair per lane (kvc_fit.h). */
 
 typedef struct i16v {
-    int even, odd; /* 0 to 2^15 - 1 */
+    uint16_t number[2 * KVC_LANES]; /* lane by lane */
 } i16v;
-typedef int32_t i32v;
+typedef struct i32v {
+    int32_t lane[KVC_LANES];
+} i32v;
 
-/* Defined for every float, like the instructions of the other levels; NaN becomes 0. */
-INLINE int i16_of(f32v x) { return x > 0.0f ? (int)f32v_round(x < 32767.0f ? x : 32767.0f) : 0; }
-INLINE i16v i16v_pair(f32v even, f32v odd) { return (i16v){i16_of(even), i16_of(odd)}; }
-INLINE i16v i16v_load(const uint16_t *p) { return (i16v){p[0], p[1]}; }
-INLINE void i16v_store(uint16_t *p, i16v x) { p[0] = (uint16_t)x.even, p[1] = (uint16_t)x.odd; }
-INLINE i16v i16v_add(i16v a, i16v b) { return (i16v){a.even + b.even, a.odd + b.odd}; }
+#define EACH_NUMBER ROLLED for (int i = 0; i < 2 * KVC_LANES; i++)
+INLINE i16v i16v_pair(f32v even, f32v odd) {
+    i16v x;
+    EACH_LANE {
+        x.number[2 * i] = (uint16_t)kvc_whole(even.lane[i]);
+        x.number[2 * i + 1] = (uint16_t)kvc_whole(odd.lane[i]);
+    }
+    return x;
+}
+INLINE i16v i16v_load(const uint16_t *p) {
+    i16v x;
+    memcpy(x.number, p, sizeof x);
+    return x;
+}
+INLINE void i16v_store(uint16_t *p, i16v x) { memcpy(p, x.number, sizeof x); }
+INLINE i16v i16v_add(i16v a, i16v b) {
+    EACH_NUMBER a.number[i] = (uint16_t)(a.number[i] + b.number[i]);
+    return a;
+}
 INLINE i16v i16v_above(i16v a, i16v b) {
-    return (i16v){a.even > b.even ? a.even - b.even : 0, a.odd > b.odd ? a.odd - b.odd : 0};
+    EACH_NUMBER a.number[i] = (uint16_t)(a.number[i] > b.number[i] ? a.number[i] - b.number[i] : 0);
+    return a;
 }
 INLINE i16v i16v_mul15(i16v a, i16v b) {
-    return (i16v){(a.even * b.even + (1 << 14)) >> 15, (a.odd * b.odd + (1 << 14)) >> 15};
+    EACH_NUMBER a.number[i] = (uint16_t)((a.number[i] * b.number[i] + (1 << 14)) >> 15);
+    return a;
 }
-INLINE i16v i16v_shr(i16v x, int n) { return (i16v){x.even >> n, x.odd >> n}; }
+INLINE i16v i16v_shr(i16v x, int n) {
+    EACH_NUMBER x.number[i] = (uint16_t)(x.number[i] >> n);
+    return x;
+}
 INLINE i16v i16v_min(i16v a, i16v b) {
-    return (i16v){a.even < b.even ? a.even : b.even, a.odd < b.odd ? a.odd : b.odd};
+    EACH_NUMBER a.number[i] = a.number[i] < b.number[i] ? a.number[i] : b.number[i];
+    return a;
 }
-INLINE i32v i32v_zero(void) { return 0; }
-INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) { return sums + a.even * b.even + a.odd * b.odd; }
-INLINE f32v i32v_floats(i32v x) { return (float)x; }
+INLINE i32v i32v_zero(void) { return (i32v){{0}}; }
+INLINE i32v i32v_add(i32v a, i32v b) {
+    EACH_LANE a.lane[i] += b.lane[i];
+    return a;
+}
+INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) {
+    EACH_LANE sums.lane[i] += a.number[2 * i] * b.number[2 * i] + a.number[2 * i + 1] * b.number[2 * i + 1];
+    return sums;
+}
+INLINE f32v i32v_floats(i32v x) {
+    f32v all;
+    EACH_LANE all.lane[i] = (float)x.lane[i];
+    return all;
+}
 
 /* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_matmul.c). */
 
+#define KVC_HAVE_DOTS 1
+#define KVC_SIGNED_CODES 0
+#define KVC_SHARED_DIGITS 0
+#define KVC_WHOLE_NUMBERS 1
+#define KVC_UNIT_DOT_ROWS 4
+#define KVC_UNIT_DOT_TILES 1
+#define KVC_UNIT_MIX_ROWS 2
 #define KVC_UNSIGNED_WEIGHTS 0
 #define KVC_PACKED_ROWS(n) 1
 #define KVC_PACKED_PANELS(rows) 1
 #define KVC_FLOAT_ROWS 2
-#define KVC_FLOAT_SUMS 32
+#define KVC_FLOAT_SUMS 2
 
 typedef struct u8x64 {
     uint8_t byte[64];
@@ -105,52 +259,52 @@ INLINE u8x64 u8x64_load(const unsigned char *p) {
     return x;
 }
 INLINE u8x64 u8x64_and(u8x64 x, int byte) {
-    for (int i = 0; i < 64; i++) x.byte[i] &= (uint8_t)byte;
+    ROLLED for (int i = 0; i < 64; i++) x.byte[i] &= (uint8_t)byte;
     return x;
 }
 INLINE u8x64 u8x64_shr(u8x64 x, int n) {
-    for (int i = 0; i < 64; i++) x.byte[i] = (uint8_t)(x.byte[i] >> n);
+    ROLLED for (int i = 0; i < 64; i++) x.byte[i] = (uint8_t)(x.byte[i] >> n);
     return x;
 }
 INLINE u8x64 u8x64_shl(u8x64 x, int n) {
-    for (int i = 0; i < 64; i++) x.byte[i] = (uint8_t)(x.byte[i] << n);
+    ROLLED for (int i = 0; i < 64; i++) x.byte[i] = (uint8_t)(x.byte[i] << n);
     return x;
 }
 INLINE u8x64 u8x64_or(u8x64 x, u8x64 y) {
-    for (int i = 0; i < 64; i++) x.byte[i] |= y.byte[i];
+    ROLLED for (int i = 0; i < 64; i++) x.byte[i] |= y.byte[i];
     return x;
 }
 INLINE u8x64 u8x64_table(const unsigned char table[16]) {
     u8x64 x;
-    for (int i = 0; i < 64; i++) x.byte[i] = table[i % 16];
+    ROLLED for (int i = 0; i < 64; i++) x.byte[i] = table[i % 16];
     return x;
 }
 INLINE u8x64 u8x64_lookup(u8x64 table, u8x64 x) {
-    for (int i = 0; i < 64; i++) x.byte[i] = table.byte[x.byte[i] & 15];
+    ROLLED for (int i = 0; i < 64; i++) x.byte[i] = table.byte[x.byte[i] & 15];
     return x;
 }
 INLINE u8x64 u8x64_weights(u8x64 codes) {
-    for (int i = 0; i < 64; i++) codes.byte[i] ^= 0x80;
+    ROLLED for (int i = 0; i < 64; i++) codes.byte[i] ^= 0x80;
     return codes;
 }
 INLINE i32x16 i32x16_set1(int32_t x) {
     i32x16 all;
-    for (int i = 0; i < 16; i++) all.sum[i] = x;
+    ROLLED for (int i = 0; i < 16; i++) all.sum[i] = x;
     return all;
 }
 INLINE i32x16 i32x16_zero(void) { return i32x16_set1(0); }
 /* sums[i] += the products of codes[4i .. 4i+3], from u8x64_weights, with 4 signed bytes. */
 INLINE i32x16 i32x16_dot_x(i32x16 sums, u8x64 codes, int32_t x) {
-    for (int i = 0; i < 64; i++) sums.sum[i / 4] += (int8_t)codes.byte[i] * (int8_t)((uint32_t)x >> 8 * (i % 4));
+    ROLLED for (int i = 0; i < 64; i++) sums.sum[i / 4] += (int8_t)codes.byte[i] * (int8_t)((uint32_t)x >> 8 * (i % 4));
     return sums;
 }
 
 INLINE i32x16 i32x16_dot_bytes(i32x16 sums, u8x64 codes, u8x64 x) {
-    for (int i = 0; i < 64; i++) sums.sum[i / 4] += codes.byte[i] * (int8_t)x.byte[i];
+    ROLLED for (int i = 0; i < 64; i++) sums.sum[i / 4] += codes.byte[i] * (int8_t)x.byte[i];
     return sums;
 }
 INLINE void i32x16_store_sums(const i32x16 x[16], float to[16]) {
-    for (int i = 0; i < 16; i++) {
+    ROLLED for (int i = 0; i < 16; i++) {
         int32_t sum = 0;
         for (int t = 0; t < 16; t++) sum += x[i].sum[t];
         to[i % 4 * 4 + i / 4] = (float)sum;
@@ -163,15 +317,41 @@ INLINE i32x16 part16_end(part16 part, i32x16 sums) { return (void)sums, part; }
 INLINE part16 part16_dot_q(part16 part, u8x64 codes, int32_t q) { return i32x16_dot_x(part, codes, q); }
 
 INLINE i32x16 i32x16_next_digit(i32x16 high, int32_t more) {
-    for (int i = 0; i < 16; i++) high.sum[i] = high.sum[i] * 128 + more;
+    ROLLED for (int i = 0; i < 16; i++) high.sum[i] = high.sum[i] * 128 + more;
     return high;
 }
-INLINE void i32x16_scaled(i32x16 x, float scale, float less, f32v out[16]) {
-    (void)less;
-    for (int i = 0; i < 16; i++) out[i] = (float)(x.sum[i] - KVC_SUM_START) * scale;
+INLINE void i32x16_scaled(i32x16 x, float scale, float less, f32v out[1]) {
+    EACH_LANE out->lane[i] = kvc_fma(kvc_float_of_bits((uint32_t)x.sum[i]), scale, less);
 }
-INLINE void i32x16_to_floats(i32x16 x, f32v out[16]) {
-    for (int i = 0; i < 16; i++) out[i] = (float)x.sum[i];
+INLINE void i32x16_to_floats(i32x16 x, f32v out[1]) {
+    EACH_LANE out->lane[i] = (float)x.sum[i];
+}
+
+/* 64 codes: the first of each four, the second, and so on, which meet the same number. */
+typedef struct i16x64 {
+    int16_t code[4][16];
+} i16x64;
+
+INLINE i16x64 i16x64_of(u8x64 codes) {
+    i16x64 x;
+    ROLLED for (int n = 0; n < 4; n++) {
+        EACH_LANE x.code[n][i] = codes.byte[4 * i + n];
+    }
+    return x;
+}
+INLINE i32x16 i32x16_dot_whole(i32x16 sums, i16x64 codes, const int16_t *x) {
+    ROLLED for (int n = 0; n < 4; n++) {
+        EACH_LANE sums.sum[i] += codes.code[n][i] * x[n];
+    }
+    return sums;
+}
+INLINE i32v f32v_store_whole(int16_t *p, f32v x) {
+    i32v whole;
+    EACH_LANE {
+        const int32_t x_i32 = kvc_whole(x.lane[i]);
+        whole.lane[i] = p[i] = (int16_t)(x_i32 < INT16_MIN ? INT16_MIN : x_i32);
+    }
+    return whole;
 }
 
 typedef struct u64x8 {

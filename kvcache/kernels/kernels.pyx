@@ -106,7 +106,7 @@ cdef object _format(int number):
     return Format(line.name.decode(), line.bits, line.quantised != 0, line.fitted != 0, line.largest.decode())
 
 
-BITS_VERSION = KVC_BITS  # each change of the bits of results adds 1
+BITS_VERSION = KVC_BITS  # of ckernels/BITS.md: results of one version have the same bits on every CPU
 FORMATS = {line.name: line for line in map(_format, range(KVC_NUM_FORMATS))}
 cdef list _NAMES = list(FORMATS)
 cdef object MAX_THREADS = 1024

@@ -1,4 +1,5 @@
-/* attention.h - the attention step: draws sequences and queries, runs every level, compares with the twin. */
+/* attention.h - the attention step: draws sequences and queries, runs every level, compares the scalar level with the twin, and
+ * the others with it. */
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
@@ -287,10 +288,10 @@ static int tree_sees(const kvc_seq *of, int64_t query, int64_t token) {
     return 0;
 }
 
-/* Compares one (query, query head) of every level's answers with the twin; adds its weights to `total` and their errors
+/* Compares one (query, query head) of the scalar level's answer with the twin; adds its weights to `total` and their errors
  * to `error`. Returns whether the row is ordinary. */
 static int expect_row(const question *q, int seq, int64_t query, int64_t first_query, int query_head,
-                      const answer *answers, double *weights, double *total, double *error) {
+                      const answer *scalar, double *weights, double *total, double *error) {
     const world *w = q->world;
     const int dim = w->layout.head_dim, head = query_head / (q->query_heads / w->layout.num_heads);
     const int v_dim = w->layout.value_head_dim;
@@ -327,26 +328,20 @@ static int expect_row(const question *q, int seq, int64_t query, int64_t first_q
     const int is_exact = !kvc_format_of(w->layout.key_format)->quantised &&
                          !kvc_format_of(w->layout.value_format)->quantised;
     const int plain = expected.plain && q->kind == GAUSSIAN && q->scale * sqrtf((float)dim) < 1.1f;
-    for (int level = 0; level < num_levels(); level++) {
-        const float *out = (const float *)answers[level].out.at + pair * (size_t)v_dim;
-        double off = 0, most = 0;
-        for (int d = 0; d < v_dim; d++) {
-            const double each = out[d] - expected.out[d];
-            off += each * each;
-            most = isfinite(each) ? fmax(most, fabs(each)) : INFINITY;
-        }
-        off = sqrt(off);
-        if (!(off <= expected.error))
-            fail("%s: output %g off, may %g", level_at(level)->name, off, expected.error);
-        const float *lse = (const float *)answers[level].lse.at + pair;
-        if (w->lse && !(seen || q->has_logits ? fabs(*lse - expected.lse) <= expected.lse_error : *lse == -INFINITY))
-            fail("%s: lse is %g, not %g, may err %g", level_at(level)->name, *lse, expected.lse,
-                 expected.lse_error);
-        if (plain && is_exact && most > 5e-6 * largest)
-            fail("%s: output %g of the largest off", level_at(level)->name, most / largest);
-        if (plain && !is_exact && off > 0.01 * sqrt(squares))
-            fail("%s: output %g of the row off", level_at(level)->name, off / sqrt(squares));
+    const float *out = (const float *)scalar->out.at + pair * (size_t)v_dim;
+    double off = 0, most = 0;
+    for (int d = 0; d < v_dim; d++) {
+        const double each = out[d] - expected.out[d];
+        off += each * each;
+        most = isfinite(each) ? fmax(most, fabs(each)) : INFINITY;
     }
+    off = sqrt(off);
+    if (!(off <= expected.error)) fail("output %g off, may %g", off, expected.error);
+    const float *lse = (const float *)scalar->lse.at + pair;
+    if (w->lse && !(seen || q->has_logits ? fabs(*lse - expected.lse) <= expected.lse_error : *lse == -INFINITY))
+        fail("lse is %g, not %g, may err %g", *lse, expected.lse, expected.lse_error);
+    if (plain && is_exact && most > 5e-6 * largest) fail("output %g of the largest off", most / largest);
+    if (plain && !is_exact && off > 0.01 * sqrt(squares)) fail("output %g of the row off", off / sqrt(squares));
     return 1;
 }
 
@@ -414,8 +409,7 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
         ask(&again);
         const float *out = (const float *)answers[level].out.at + row * (size_t)v_dim;
         const float *lse = (const float *)answers[level].lse.at + row;
-        if (memcmp(again.out.at, out, heads * (size_t)v_dim * sizeof *out) ||
-            (q->world->lse && memcmp(again.lse.at, lse, heads * sizeof *lse)))
+        if (!same_bits(again.out.at, out, (int64_t)heads * v_dim) || (q->world->lse && !same_bits(again.lse.at, lse, (int64_t)heads)))
             fail("%s: query %d has other bits alone%s", again.kernels->name, (int)query,
                  dropped ? ", without the tokens before its window" : "");
         give_back(&again.out), give_back(&again.scores), give_back(&again.lse);
@@ -426,6 +420,7 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
 
 static void expect_sequence(const question *q, int seq, int64_t first_query, int64_t first_score,
                             const answer *answers) {
+    const answer *scalar = &answers[num_levels() - 1];
     const kvc_seq *of = &q->seqs[seq];
     const sequence *tokens = &q->of[seq];
     for (int64_t t = 0; t < of->num_tokens; t++) {
@@ -439,41 +434,42 @@ static void expect_sequence(const question *q, int seq, int64_t first_query, int
     int ordinary = 1;
     for (int64_t query = 0; query < of->num_queries; query++) {
         for (int head = 0; head < q->query_heads; head++)
-            ordinary &= expect_row(q, seq, query, first_query, head, answers, weights, total, error);
+            ordinary &= expect_row(q, seq, query, first_query, head, scalar, weights, total, error);
     }
     for (int64_t i = 0; ordinary && i < 3 && i < of->num_queries; i++)
         expect_same_alone(q, seq, of->num_queries - 1 - i * (of->num_queries - 1) / 2, first_query, answers);
-    for (int level = 0; q->has_scores && ordinary && level < num_levels(); level++) {
-        for (int64_t i = 0; i < parts * all; i++) {
-            const int64_t part = i / all, t = i % all, shown = of->num_tokens - of->hidden_tokens;
-            if (t >= shown && t < of->num_tokens) continue;
-            const int64_t at = part * q->tokens + first_score + (t < shown ? t : t - of->hidden_tokens);
-            const float score = ((const float *)answers[level].scores.at)[at];
-            if (!(fabs(score - total[i]) <= error[i]))
-                fail("%s: weight of token %d is %g, not %g, may err %g", level_at(level)->name, (int)t, score,
-                     total[i], error[i]);
-        }
+    for (int64_t i = 0; q->has_scores && ordinary && i < parts * all; i++) {
+        const int64_t part = i / all, t = i % all, shown = of->num_tokens - of->hidden_tokens;
+        if (t >= shown && t < of->num_tokens) continue;
+        const int64_t at = part * q->tokens + first_score + (t < shown ? t : t - of->hidden_tokens);
+        const float score = ((const float *)scalar->scores.at)[at];
+        if (!(fabs(score - total[i]) <= error[i]))
+            fail("weight of token %d is %g, not %g, may err %g", (int)t, score, total[i], error[i]);
     }
     free(space);
 }
 
-/* Levels that promise the same bits have them. */
-static void expect_bits_of(const answer *mine, int level, const answer *answers) {
-    for (int other = 0; other < num_levels(); other++) {
-        const answer *theirs = &answers[other];
-        if (strcmp(level_at(level)->bits, level_at(other)->name)) continue;
-        if (!have_same_bits(mine->out, theirs->out) ||
-            (mine->question->world->lse && !have_same_bits(mine->lse, theirs->lse)) ||
-            (mine->question->has_scores && !have_same_bits(mine->scores, theirs->scores)))
-            fail("%s has other bits than %s", level_at(level)->name, level_at(other)->name);
+/* A level gives the bits of the scalar one. */
+static void expect_answer(const answer *mine, const answer *scalar) {
+    const world *w = mine->question->world;
+    const char *key = kvc_format_of(w->layout.key_format)->name, *value = kvc_format_of(w->layout.value_format)->name;
+    char kernel[48];
+#define EXPECT(part, is_asked)                                                                                  \
+    if (is_asked) {                                                                                             \
+        snprintf(kernel, sizeof kernel, "attend %s %s, %s", key, value, #part);                                 \
+        expect_bits(kernel, mine->kernels, mine->part.at, scalar->part.at, (int64_t)(mine->part.size / sizeof(float))); \
     }
+    EXPECT(out, 1)
+    EXPECT(lse, w->lse)
+    EXPECT(scores, mine->question->has_scores)
+#undef EXPECT
 }
 
 static void step_attend(source *s, world *w) {
     question q = draw_question(s, w);
-    answer answers[KVC_MOST_LEVELS];
+    answer answers[KVC_MOST_LEVELS + 1];
     for (int level = 0; level < num_levels(); level++) answers[level] = ask_level(level_at(level), &q);
-    for (int level = 0; level < num_levels(); level++) expect_bits_of(&answers[level], level, answers);
+    for (int level = 0; level < num_levels(); level++) expect_answer(&answers[level], &answers[num_levels() - 1]);
     int64_t first_query = 0, first_score = 0;
     for (int i = 0; i < q.num_seqs; i++) {
         expect_sequence(&q, i, first_query, first_score, answers);

@@ -2,6 +2,7 @@
 #ifndef DRAW_H
 #define DRAW_H
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -44,13 +45,15 @@ static inline float gaussian(uint64_t *state) { /* approximately: a sum of unifo
     return sum;
 }
 
-/* Kinds of float rows. Error bounds were measured on GAUSSIAN; ANY_BITS covers all floats. */
-enum { GAUSSIAN, WIDE, OUTLIERS, CONSTANT, EDGES, ANY_BITS, NUM_KINDS };
+/* Kinds of float rows. Error bounds were measured on GAUSSIAN; ANY_BITS covers all floats. ENDS are GAUSSIAN but for a few. */
+enum { GAUSSIAN, WIDE, OUTLIERS, CONSTANT, EDGES, ANY_BITS, ENDS, NUM_KINDS };
 
 static inline void draw_floats(source *s, int kind, float *x, size_t n) {
     static const float edges[] = {0.0f,  -0.0f,  65504.0f,  -65504.0f, 65519.996f, 0x1p-24f, 0x1p-25f,
                                   1e-8f, -6e-5f, 0x1p-126f, 0x1p-149f, 1.0f,       -1.0f,    0x1.ffcp-15f};
+    static const float ends[] = {INFINITY, -INFINITY, NAN, -NAN, 0x1.fffffep127f, -0x1.fffffep127f, 0x1p64f, 0x1p100f};
     uint64_t state = (uint64_t)draw(s, 65536);
+    const uint64_t apart = (uint64_t)1 << state % 12, end = state / 12 % 16; /* one end, or all of them */
     const float constant = gaussian(&state) * (float)(draw(s, 4) ? 1 : 60000);
     for (size_t i = 0; i < n; i++) {
         const uint64_t bits = splitmix(&state);
@@ -59,6 +62,7 @@ static inline void draw_floats(source *s, int kind, float *x, size_t n) {
         case WIDE: x[i] = gaussian(&state) * (float)((uint64_t)1 << bits % 40) * 0x1p-26f; break;
         case OUTLIERS: x[i] = gaussian(&state) * (bits % 61 ? 1.0f : 3000.0f); break;
         case CONSTANT: x[i] = constant; break;
+        case ENDS: x[i] = bits % (7 * apart) ? gaussian(&state) : ends[(end < 8 ? end : bits >> 32) % 8]; break;
         case EDGES: x[i] = edges[bits % (sizeof edges / sizeof *edges)]; break;
         default: { /* bits of the input, then of the generator */
             uint32_t word = (uint32_t)(bits >> 32);

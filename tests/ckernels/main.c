@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+void print_comparisons(void); /* runs.h */
 
 enum { MOST_BYTES = 4096, MOST_FILES = 1024 };
 
@@ -124,6 +125,7 @@ int main(int argc, char **argv) {
         snprintf(crash_name, sizeof crash_name, "crash-%ld-%ld", seed, done);
         LLVMFuzzerTestOneInput(current.data, current.size);
     }
+    print_comparisons();
     printf("%d files and %ld mutants of seed %ld, no failure\n", files, done, seed);
     return 0;
 }

@@ -3,8 +3,8 @@
  *
  *   codes, words    come back as they went in; a row reads as the float next to scale * (code - zero) + minimum
  *   quantised       the same codes at all levels; each value within the error that its format's steps allow
- *   products        of rows below 2^40 within the bounds of kvc_matrix.h; a row with infinities or NaN has no finite
- *                   result; all other rows any, but the call stays inside its memory
+ *   products        those of the scalar level, of any rows; of rows below 2^40 these are within the bounds of kvc_matrix.h; a
+ *                   row with infinities or NaN has no finite result
  *   rows            in several calls, on other numbers of threads, with panels in other pieces: the same bits
  *   bf16            where instructions multiply rows in bf16, the bits of their order (orders.h)
  *
@@ -420,8 +420,7 @@ static void expect_from(product *p, int64_t i) {
 /* Some rows, where instructions multiply words of bf16. */
 static void expect_order(const kvc_kernels *kernels, const product *p, const float *out) {
     const kvc_matrix *m = &p->of->matrix;
-    const kvc_bf16_rows order = p->rounded && m->format == KVC_MATRIX_BF16 ? kvc_bf16_rows_of(kernels) : KVC_BF16_FLOATS;
-    if (order <= KVC_BF16_ROUNDED) return;
+    const kvc_bf16_rows order = kvc_bf16_rows_of(kernels);
     float *w = malloc((size_t)m->columns * sizeof *w);
     for (int64_t row = 0; row < m->rows; row++) {
         kvc_matrix_get_row(m, row, w);
@@ -437,7 +436,21 @@ static void expect_order(const kvc_kernels *kernels, const product *p, const flo
     free(w);
 }
 
-static void expect_products(source *s, const product *p, const kvc_kernels *kernels) {
+/* Products beside the twin. */
+static void expect_near_twin(const product *p, const float *out) {
+    const int64_t rows = p->of->matrix.rows;
+    for (int64_t i = 0; i < p->n * rows; i++) {
+        const double allowed = p->allowed[i];
+        if (allowed < 0 && isfinite(out[i]))
+            fail("output %d, %d of %d is %g, from a row that is not finite", (int)(i / rows), (int)(i % rows), (int)p->n, out[i]);
+        if (allowed >= 0 && allowed < INFINITY && !(fabs(out[i] - p->expected[i]) <= allowed))
+            fail("output %d, %d of %d is %g, not %g, may err %g", (int)(i / rows), (int)(i % rows), (int)p->n, out[i],
+                 p->expected[i], allowed);
+    }
+}
+
+/* Products of the scalar level are near the twin, those of others the same; but where instructions have orders of their own. */
+static void expect_products(source *s, const product *p, const kvc_kernels *kernels, memory scalar) {
     const int64_t rows = p->of->matrix.rows, cut = draw(s, (int)p->n + 1);
     memory out = multiply(kernels, p, 0, p->n, DRAW_OF(s, 1, 2, 3, 4, 8));
 #if defined(CALLERS)
@@ -453,20 +466,16 @@ static void expect_products(source *s, const product *p, const kvc_kernels *kern
         expect_same(kernels, p, &out, 0, p->n, callers[i].out);
     }
 #endif
-    for (int64_t i = 0; i < p->n * rows; i++) {
-        const float got = ((const float *)out.at)[i];
-        const double allowed = p->allowed[i];
-        if (allowed < 0 && isfinite(got))
-            fail("%s: output %d, %d of %d is %g, from a row that is not finite", kernels->name, (int)(i / rows),
-                 (int)(i % rows), (int)p->n, got);
-        if (allowed >= 0 && allowed < INFINITY && !(fabs(got - p->expected[i]) <= allowed))
-            fail("%s: output %d, %d of %d is %g, not %g, may err %g", kernels->name, (int)(i / rows), (int)(i % rows),
-                 (int)p->n, got, p->expected[i], allowed);
+    const kvc_matrix_format_info *info = kvc_matrix_format_of(p->of->matrix.format);
+    const int in_order = p->rounded && p->of->matrix.format == KVC_MATRIX_BF16 && kvc_bf16_rows_of(kernels) > KVC_BF16_ROUNDED;
+    if (in_order || kernels == scalar_level()) expect_near_twin(p, out.at);
+    if (in_order)
+        expect_order(kernels, p, out.at);
+    else {
+        char kernel[48];
+        snprintf(kernel, sizeof kernel, info->packed ? "product %s, %d digits" : "product %s", info->name, p->digits);
+        expect_bits(kernel, kernels, out.at, scalar.at, p->n * rows);
     }
-    expect_order(kernels, p, out.at);
-    const kvc_kernels *twin = kvc_find_level(kernels->bits);
-    const int in_order = p->rounded && p->of->matrix.format == KVC_MATRIX_BF16; /* each has its own */
-    if (twin != kernels && !in_order) expect_same(kernels, p, &out, 0, p->n, multiply(twin, p, 0, p->n, 2));
     if (cut) expect_same(kernels, p, &out, 0, cut, multiply(kernels, p, 0, cut, draw(s, 5)));
     if (cut < p->n) expect_same(kernels, p, &out, cut, p->n - cut, multiply(kernels, p, cut, p->n - cut, draw(s, 5)));
     give_back(&out);
@@ -484,7 +493,9 @@ static void step_multiply(source *s, const weights *w) {
     draw_floats(s, draw(s, ANY_BITS), p.bias.at, rows); /* finite */
     p.expected = malloc(2 * (size_t)p.n * rows * sizeof(double)), p.allowed = p.expected + (size_t)p.n * rows;
     for (int64_t i = 0; i < p.n; i++) expect_from(&p, i);
-    for (int level = 0; level < num_levels(); level++) expect_products(s, &p, level_at(level));
+    memory scalar = multiply(scalar_level(), &p, 0, p.n, 1);
+    for (int level = 0; level < num_levels(); level++) expect_products(s, &p, level_at(level), scalar);
+    give_back(&scalar);
     free(p.expected), give_back(&p.x), give_back(&p.bias);
 }
 

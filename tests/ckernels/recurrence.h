@@ -1,5 +1,5 @@
-/* recurrence.h - layers with a state at every level (kvc_recurrence.c): within their memory for any bits; the same bits in
- * two pieces, on several threads and beside another text; of ordinary rows near double.
+/* recurrence.h - layers with a state at every level (kvc_recurrence.c): within their memory and with the bits of the scalar level
+ * for any bits; the same bits in two pieces, on several threads and beside another text; of ordinary rows near double.
  */
 #ifndef RECURRENCE_H
 #define RECURRENCE_H
@@ -75,14 +75,21 @@ static void try_recurrent(source *s, recurrent *r, int64_t width) {
     const int64_t n = r->n, cut = draw_between(s, 0, (int)n), zero = 0, one = 1;
     const int64_t both[] = {0, n, n}, slots[] = {2, 0}, whole[] = {0, n}, left[] = {0, cut}, right[] = {0, n - cut};
     const size_t bytes = (size_t)r->floats * sizeof(float);
+    const char *kernel = r->which == SCAN ? "scan" : r->c.silu ? "convolve, silu" : "convolve";
+    memory want = take((size_t)(n * width) * sizeof(float), 4, 1), left_behind = take(bytes, 4, 1);
+    memset(left_behind.at, 0, bytes);
+    run_recurrent(scalar_level(), r, (kvc_texts){1, whole, &zero, left_behind.at, r->floats}, 0, want.at, 1);
     for (int level = 0; level < num_levels(); level++) {
         const kvc_kernels *k = level_at(level);
         memory out = take((size_t)(n * width) * sizeof(float), 4, 1), again = take((size_t)(n * width) * sizeof(float), 4, 1);
         memory state = take(bytes, 4, 1), many = take(3 * bytes, 4, 0);
         memset(state.at, 0, bytes), memset(many.at, 0, 3 * bytes);
         run_recurrent(k, r, (kvc_texts){1, whole, &zero, state.at, r->floats}, 0, out.at, 1);
-        if (r->ordinary && r->which == CONVOLUTION) expect_convolved(k, &r->c, n, out.at);
-        if (r->ordinary && r->which == SCAN) expect_scanned(k, &r->s, n, out.at);
+        expect_bits(kernel, k, out.at, want.at, n * width);
+        expect_bits(kernel, k, state.at, left_behind.at, r->floats);
+        const int beside_double = r->ordinary && k == scalar_level();
+        if (beside_double && r->which == CONVOLUTION) expect_convolved(k, &r->c, n, out.at);
+        if (beside_double && r->which == SCAN) expect_scanned(k, &r->s, n, out.at);
         run_recurrent(k, r, (kvc_texts){1, left, &one, many.at, r->floats}, 0, again.at, 3);
         run_recurrent(k, r, (kvc_texts){1, right, &one, many.at, r->floats}, cut, (float *)again.at + cut * width, 2);
         if (!same_bits(again.at, out.at, n * width) || !same_bits((float *)many.at + r->floats, state.at, r->floats))
@@ -92,6 +99,7 @@ static void try_recurrent(source *s, recurrent *r, int64_t width) {
             fail("%s: other bits beside an empty text", k->name);
         give_back(&out), give_back(&again), give_back(&state), give_back(&many);
     }
+    give_back(&want), give_back(&left_behind);
 }
 
 static void step_recurrence(source *s) {
@@ -119,16 +127,21 @@ static void step_recurrence(source *s) {
     r.floats = r.which == SCAN ? heads * size * ((dim + 15) / 16 * 16) : channels * (taps - 1);
     say("%s of %d rows", r.which == SCAN ? "a scan" : "a convolution", (int)r.n);
     try_recurrent(s, &r, r.which == SCAN ? heads * dim : channels);
-    for (int level = 0; level < num_levels(); level++) {
-        memory a = take(sizes[3] * sizeof(float), 4, at_end), b = take(sizes[3] * sizeof(float), 4, at_end);
-        level_at(level)->decays(r.n, heads, decays, heads, parts[7].at, parts[7].at, 0.0f, 8.0f, a.at, b.at);
-        for (size_t i = 0; r.ordinary && i < sizes[3]; i++) {
-            const double input = (double)decays[i] + ((float *)parts[7].at)[i % (size_t)heads], step = log1p(exp(input));
-            const double expected = fmin(step, 8);
-            expect_near_double(level_at(level), "decays", ((float *)a.at)[i], expected, (6 + fmax(-input, 0)) * 0x1p-23 * expected);
-        }
-        give_back(&a), give_back(&b);
+    const size_t count = sizes[3];
+    memory want = take(2 * count * sizeof(float), 4, at_end);
+    for (int level = num_levels() - 1; level >= 0; level--) {
+        memory both = take(2 * count * sizeof(float), 4, at_end); /* steps, decays */
+        float *to = level_at(level) == scalar_level() ? want.at : both.at;
+        level_at(level)->decays(r.n, heads, decays, heads, parts[7].at, parts[7].at, 0.0f, 8.0f, to, to + count);
+        expect_bits("decays", level_at(level), to, want.at, 2 * (int64_t)count);
+        give_back(&both);
     }
+    for (size_t i = 0; r.ordinary && i < count; i++) {
+        const double input = (double)decays[i] + ((float *)parts[7].at)[i % (size_t)heads], step = log1p(exp(input));
+        const double expected = fmin(step, 8);
+        expect_near_double(scalar_level(), "decays", ((float *)want.at)[i], expected, (6 + fmax(-input, 0)) * 0x1p-23 * expected);
+    }
+    give_back(&want);
     for (int i = 0; i < 8; i++) give_back(&parts[i]);
 }
 

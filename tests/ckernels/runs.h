@@ -24,14 +24,15 @@ static void say(const char *what, ...) {
 static void fail(const char *what, ...) {
     va_list list;
     va_start(list, what);
-    fprintf(stderr, "FAILED: ");
+    fflush(stdout), fprintf(stderr, "FAILED: ");
     vfprintf(stderr, what, list);
     fprintf(stderr, " (%s)\n", subject);
     va_end(list);
     abort();
 }
 
-/* A level with the bits of another one has its functions but for products, rows made ready for them, and attention. */
+/* A level that is another one but for some functions has all the others: products, rows made ready for them, and attention are
+ * its own. */
 static void expect_table(const kvc_kernels *kernels) {
     kvc_kernels twin = *kvc_find_level(kernels->bits);
     twin.multiply_packed = kernels->multiply_packed, twin.multiply_bf16 = kernels->multiply_bf16;
@@ -43,29 +44,75 @@ static void expect_table(const kvc_kernels *kernels) {
         fail("the table of %s is not that of %s", kernels->name, kernels->bits);
 }
 
-/* Queried once: in a virtual machine, CPUID takes longer than a small case. */
-static const kvc_kernels *levels[KVC_MOST_LEVELS];
+/* Queried once: in a virtual machine, CPUID takes longer than a small case. The last one is the scalar level, without instructions
+ * for fma; before it is that level with them, if the CPU has them. */
+static const kvc_kernels *levels[KVC_MOST_LEVELS + 1];
+extern const kvc_kernels kvc_kernels_scalar;
 
 static int num_levels(void) {
     static int count;
     if (!count) {
         count = kvc_num_levels();
         for (int i = 0; i < count; i++) expect_table(levels[i] = kvc_level(i));
+        if (levels[count - 1] != &kvc_kernels_scalar) levels[count++] = &kvc_kernels_scalar;
     }
     return count;
 }
 static const kvc_kernels *level_at(int index) { return levels[index]; }
-static const kvc_kernels *scalar_level(void) { return levels[num_levels() - 1]; } /* always the last */
+static const kvc_kernels *scalar_level(void) { return num_levels(), &kvc_kernels_scalar; }
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
-/* Compares floats bit for bit, but for NaNs: any NaN is the same as any other. */
-static int have_same_bits(memory x, memory y) {
-    const float *a = x.at, *b = y.at;
-    for (size_t i = 0; i < x.size / sizeof *a; i++) {
-        if (memcmp(a + i, b + i, sizeof *a) && !(isnan(a[i]) && isnan(b[i]))) return 0;
+/* The first of n floats that has other bits, or -1. Any NaN is the same as any other. */
+static int64_t first_other(const float *a, const float *b, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        if (memcmp(a + i, b + i, sizeof *a) && !(isnan(a[i]) && isnan(b[i]))) return i;
     }
-    return 1;
+    return -1;
+}
+static int same_bits(const float *a, const float *b, int64_t n) { return first_other(a, b, n) < 0; }
+static int have_same_bits(memory x, memory y) { return same_bits(x.at, y.at, (int64_t)(x.size / sizeof(float))); }
+
+/* Comparisons of a level with the scalar one, by kernel. With KVC_GO_ON=1 a difference ends nothing: main.c prints them all. */
+typedef struct comparison {
+    char kernel[48];
+    const char *level;
+    long done, other;
+} comparison;
+static comparison comparisons[2048];
+static int num_comparisons;
+
+static comparison *comparison_of(const char *kernel, const char *level) {
+    int i = 0;
+    while (i < num_comparisons && (strcmp(comparisons[i].kernel, kernel) || comparisons[i].level != level)) i++;
+    if (i == (int)(sizeof comparisons / sizeof *comparisons)) fail("too many kernels");
+    if (i == num_comparisons) {
+        snprintf(comparisons[i].kernel, sizeof comparisons[i].kernel, "%s", kernel);
+        comparisons[num_comparisons++].level = level;
+    }
+    return &comparisons[i];
+}
+
+void print_comparisons(void);
+void print_comparisons(void) {
+    for (int i = 0; i < num_comparisons; i++) {
+        const comparison *c = &comparisons[i];
+        if (c->other) printf("%-40s %-8s %ld of %ld differ\n", c->kernel, c->level, c->other, c->done);
+    }
+}
+
+/* A level gives the bits of the scalar one. */
+static void expect_bits(const char *kernel, const kvc_kernels *level, const float *got, const float *want, int64_t n) {
+    static int go_on = -1;
+    const int64_t at = first_other(got, want, n);
+    comparison *c = comparison_of(kernel, level->name);
+    if (go_on < 0) go_on = getenv("KVC_GO_ON") != NULL;
+    c->done++;
+    if (at < 0) return;
+    if (!go_on) fail("%s at %s: number %lld of %lld is %a, not %a", kernel, level->name, (long long)at, (long long)n, got[at], want[at]);
+    if (!c->other++)
+        printf("%s at %s: number %lld of %lld is %a, not %a (%s)\n", kernel, level->name, (long long)at, (long long)n, got[at],
+               want[at], subject);
 }
 
 typedef struct sequence {

@@ -1,8 +1,10 @@
-/* sparse.h - attention to tokens that queries choose: summaries and output of every level, beside a twin in plain C.
+/* sparse.h - attention to tokens that queries choose: summaries and output of every level, those of the scalar one beside a twin
+ * in plain C.
  *
  *   whole numbers   f32: estimates are exact, so the twin chooses the same pages, of equal ones the first; it attends in float64
  *   listed          some calls list the tokens of each KV head: the twin attends to these
- *   any bytes       any format: the call ends and stays inside its memory; summaries of finite keys are equal at all levels
+ *   any bytes       any format: the call ends and stays inside its memory
+ *   all levels      give the summaries and the output of the scalar one
  *   one query       alone, with another number of threads: the same bits
  */
 #ifndef SPARSE_H
@@ -147,7 +149,7 @@ static int64_t choose_twin(const sparse_question *q, const kvc_seq *seq, int64_t
     return count;
 }
 
-static void expect_chosen(const sparse_question *q, const memory *answers) {
+static void expect_chosen(const sparse_question *q, const memory *scalar) {
     const int dim = q->layout.head_dim, group = q->query_heads / q->layout.num_heads, size = q->layout.block_size;
     int64_t row = 0;
     for (int s = 0; s < q->num_seqs; s++) {
@@ -174,13 +176,11 @@ static void expect_chosen(const sparse_question *q, const memory *answers) {
                     all += exp2(score - most);
                     for (int d = 0; d < q->layout.value_head_dim; d++) out[d] += exp2(score - most) * value[d];
                 }
-                for (int level = 0; level < num_levels(); level++) {
-                    const float *got = (const float *)answers[level].at + (row * q->query_heads + h) * q->layout.value_head_dim;
-                    for (int d = 0; d < q->layout.value_head_dim; d++) {
-                        largest = fmax(largest, fabs(out[d] / all));
-                        if (!(fabs(got[d] - out[d] / all) <= 1e-4 * largest))
-                            fail("%s: sparse query %d, head %d is %g, not %g", level_at(level)->name, (int)j, h, got[d], out[d] / all);
-                    }
+                const float *got = (const float *)scalar->at + (row * q->query_heads + h) * q->layout.value_head_dim;
+                for (int d = 0; d < q->layout.value_head_dim; d++) {
+                    largest = fmax(largest, fabs(out[d] / all));
+                    if (!(fabs(got[d] - out[d] / all) <= 1e-4 * largest))
+                        fail("sparse query %d, head %d is %g, not %g", (int)j, h, got[d], out[d] / all);
                 }
             }
         }
@@ -242,15 +242,18 @@ static sparse_question draw_sparse(source *s, int whole) {
     return q;
 }
 
-/* Summaries of whole numbers are the same at all levels; of any bytes, where keys are no NaN, whose place in a minimum differs. */
-static void expect_summaries(const summary_memory *a, const summary_memory *b, const sparse_question *q) {
+/* Summaries of a level, as numbers, are those of the scalar one. */
+static void expect_summaries(const kvc_kernels *kernels, const summary_memory *a, const summary_memory *b, const sparse_question *q) {
     const unsigned char *made = a->made.at;
     const size_t heads = (size_t)q->layout.num_heads, dim = (size_t)q->layout.head_dim;
+    float got[KVC_MAX_HEAD_DIM + 1], want[KVC_MAX_HEAD_DIM + 1];
+    if (memcmp(a->made.at, b->made.at, a->made.size)) fail("%s: summaries of other pages", kernels->name);
     for (size_t page = 0; page < a->made.size; page++) {
         for (size_t row = page * heads; made[page] && row < (page + 1) * heads; row++) {
-            if (((uint16_t *)a->scales.at)[row] != ((uint16_t *)b->scales.at)[row] ||
-                memcmp((char *)a->codes.at + row * dim, (char *)b->codes.at + row * dim, dim))
-                fail("page %d: other summaries", (int)page);
+            for (size_t d = 0; d < dim; d++)
+                got[d] = ((unsigned char *)a->codes.at)[row * dim + d], want[d] = ((unsigned char *)b->codes.at)[row * dim + d];
+            got[dim] = ((uint16_t *)a->scales.at)[row], want[dim] = ((uint16_t *)b->scales.at)[row];
+            expect_bits("summaries", kernels, got, want, (int64_t)dim + 1);
         }
     }
 }
@@ -258,16 +261,20 @@ static void expect_summaries(const summary_memory *a, const summary_memory *b, c
 static void step_sparse(source *s) {
     const int whole = draw(s, 2);
     sparse_question q = draw_sparse(s, whole);
-    memory answers[KVC_MOST_LEVELS];
-    summary_memory summaries[KVC_MOST_LEVELS];
+    memory answers[KVC_MOST_LEVELS + 1];
+    summary_memory summaries[KVC_MOST_LEVELS + 1];
     say("sparse, %d blocks of %d, %d of %d heads, dim %d, top %d, listed %d, whole %d", q.num_blocks, q.layout.block_size,
         q.query_heads, q.layout.num_heads, q.layout.head_dim, (int)q.top_tokens, (int)q.listed, whole);
-    for (int level = 0; level < num_levels(); level++) {
+    const int last_level = num_levels() - 1, threads = DRAW_OF(s, 1, 2, 3, 8); /* of any bytes bits depend on what items are read */
+    const char *kernel = q.listed ? "attend listed" : whole ? "attend chosen" : "attend chosen, any bytes";
+    for (int level = last_level; level >= 0; level--) {
         summaries[level] = take_summaries(&q);
-        answers[level] = ask_sparse(level_at(level), &q, q.seqs, q.num_seqs, 0, q.queries, &summaries[level], DRAW_OF(s, 1, 2, 3, 8));
-        expect_summaries(&summaries[level], &summaries[0], &q);
+        answers[level] = ask_sparse(level_at(level), &q, q.seqs, q.num_seqs, 0, q.queries, &summaries[level], threads);
+        expect_summaries(level_at(level), &summaries[level], &summaries[last_level], &q);
+        expect_bits(kernel, level_at(level), answers[level].at, answers[last_level].at,
+                    (int64_t)(answers[level].size / sizeof(float)));
     }
-    if (whole) expect_chosen(&q, answers);
+    if (whole) expect_chosen(&q, &answers[last_level]);
     int64_t row = 0;
     for (int i = 0; i < q.num_seqs; row += q.seqs[i].num_queries, i++) {
         kvc_seq alone = q.seqs[i]; /* the last query */
