@@ -242,3 +242,18 @@ void kvc_turns(int64_t n, int64_t pairs, const int64_t *positions, const double 
         }
     }
 }
+
+void kvc_product(int64_t n, int64_t k, int64_t m, const double *a, const double *b, double *restrict out) {
+    enum { COLUMNS = 512, DEPTH = 32 }; /* b of so many rows and columns stays in a cache */
+    for (int64_t first = 0; first < m; first += COLUMNS) {
+        const int64_t columns = m - first < COLUMNS ? m - first : COLUMNS;
+        for (int64_t top = 0; top < k; top += DEPTH) {
+            const int64_t stop = k - top < DEPTH ? k : top + DEPTH;
+            for (int64_t i = 0; i < n; i++) {
+                for (int64_t d = top; d < stop; d++) {
+                    for (int64_t j = 0; j < columns; j++) out[i * m + first + j] += a[i * k + d] * b[d * m + first + j];
+                }
+            }
+        }
+    }
+}

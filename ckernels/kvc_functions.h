@@ -21,4 +21,7 @@ double kvc_tanh(double x);
 void kvc_turns(int64_t n, int64_t pairs, const int64_t *positions, const double *frequencies, double scale, float *cosines,
                float *sines);
 
+/* out (n, m) += a (n, k) b (k, m): each adds its products in order. */
+void kvc_product(int64_t n, int64_t k, int64_t m, const double *a, const double *b, double *out);
+
 #endif

@@ -16,6 +16,7 @@ from kvcache.support.arguments import described
 
 __all__ = [
     "UNIT",
+    "column_sums",
     "cos",
     "exp",
     "exp2",
@@ -24,17 +25,20 @@ __all__ = [
     "log_add_exp",
     "log_sums",
     "power",
+    "product",
     "shares",
     "sin",
     "sum_of",
     "sums_of",
     "tanh",
     "turns",
+    "whole_exps",
 ]
 
 cnp.import_array()
 
 UNIT = 1 << 40    # the weight of a token with the largest logit
+cdef object MOST = 2**24    # tokens: the sum of their weights has 64 bits
 cdef double LOG2E = 1.4426950408889634
 cdef double LEAST_FACTOR = 2.0 ** -126    # normal floats: times it, minus infinity stays what it is
 
@@ -130,6 +134,18 @@ def shares(logits, double temperature=1.0):
     return out, total
 
 
+def whole_exps(x):
+    """The rounded `2^40 e^x`, uint64, of a float32 array of numbers that are hardly above 0: sums of up to 2^23 are exact."""
+    cdef cnp.ndarray rows = x if cnp.PyArray_ISCARRAY_RO(x) else np.array(x, order="C")
+    cdef cnp.ndarray out = np.empty(np.shape(rows), np.uint64)
+    if cnp.PyArray_TYPE(rows) != cnp.NPY_FLOAT32:
+        raise ValueError(f"x: expected a float32 array, got {described(x)}")
+    with nogil:
+        kernels.shares(cnp.PyArray_SIZE(rows), <const float *>cnp.PyArray_DATA(rows), 0, <float>LOG2E,
+                       <uint64_t *>cnp.PyArray_DATA(out))
+    return out
+
+
 def log_sums(logits):
     """`log(sum of e^logit)`, float64 `(n,)`, of each row of logits, float32 `(n, vocabulary)`: by `shares` at temperature 1.
 
@@ -158,13 +174,38 @@ def sum_of(x):
 
 def sums_of(x):
     """`sum_of` each row along the last axis: float64 of the shape without it."""
-    cdef cnp.ndarray given = _doubles(x), out = np.empty(np.shape(given)[:-1])
+    cdef cnp.ndarray given = _doubles(x), out = np.empty(np.shape(given)[:given.ndim - 1])
     cdef const double *source = <const double *>cnp.PyArray_DATA(given)
     cdef double *target = <double *>cnp.PyArray_DATA(out)
     cdef int64_t i, size = given.shape[given.ndim - 1]
     with nogil:
         for i in range(cnp.PyArray_SIZE(out)):
             target[i] = _sum_of(source + i * size, size)
+    return out
+
+
+def column_sums(x):
+    """The sums over the first axis, float64, which add one row after the other."""
+    cdef cnp.ndarray given = _doubles(x), out = np.zeros(np.shape(given)[1:])
+    cdef const double *source = <const double *>cnp.PyArray_DATA(given)
+    cdef double *target = <double *>cnp.PyArray_DATA(out)
+    cdef int64_t i, k, size = cnp.PyArray_SIZE(out)
+    with nogil:
+        for i in range(given.shape[0]):
+            for k in range(size):
+                target[k] += source[i * size + k]
+    return out
+
+
+def product(a, b):
+    """The matrix product of float64 `(n, k)` and `(k, m)`: each result adds its products in order, without fma."""
+    cdef cnp.ndarray left = _doubles(a), right = _doubles(b)
+    if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[0]:
+        raise ValueError(f"b: expected (k, m) for a of (n, k), got {np.shape(left)} and {np.shape(right)}")
+    cdef cnp.ndarray out = np.zeros((left.shape[0], right.shape[1]))
+    with nogil:
+        kernels.product(left.shape[0], left.shape[1], right.shape[1], <const double *>cnp.PyArray_DATA(left),
+                        <const double *>cnp.PyArray_DATA(right), <double *>cnp.PyArray_DATA(out))
     return out
 
 
@@ -224,4 +265,6 @@ cdef cnp.ndarray _doubles(object x):
 cdef cnp.ndarray _logits(object x, int axes):
     if not cnp.PyArray_Check(x) or cnp.PyArray_TYPE(x) != cnp.NPY_FLOAT32 or x.ndim != axes or not x.shape[axes - 1]:
         raise ValueError(f"logits: expected a float32 array of {axes} axes, not empty, got {described(x)}")
+    if x.shape[axes - 1] >= MOST:
+        raise ValueError(f"logits: expected fewer than {MOST} of them, got {x.shape[axes - 1]}")
     return x if cnp.PyArray_ISCARRAY_RO(x) else np.array(x, np.float32, order="C")

@@ -259,6 +259,7 @@ ctypedef enum function:
     EXP, EXP2, LOG, LOG1P, SIN, COS, TANH
 cdef uint64_t shares(int64_t n, const float *x, float most, float factor, uint64_t *out) noexcept nogil
 cdef double power(double x, double y) noexcept nogil
+cdef void product(int64_t n, int64_t k, int64_t m, const double *a, const double *b, double *out) noexcept nogil
 cdef double_function *function_of(function which) noexcept nogil
 cdef void turns(int64_t n, int64_t pairs, const int64_t *positions, const double *frequencies, double scale,
                 float *cosines, float *sines) noexcept nogil

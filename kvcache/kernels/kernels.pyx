@@ -26,6 +26,7 @@ cdef extern from "kvc_functions.h" nogil:
     double kvc_sin(double x) noexcept
     double kvc_cos(double x) noexcept
     double kvc_tanh(double x) noexcept
+    void kvc_product(int64_t n, int64_t k, int64_t m, const double *a, const double *b, double *out) noexcept
     void kvc_turns(int64_t n, int64_t pairs, const int64_t *positions, const double *frequencies, double scale,
                    float *cosines, float *sines) noexcept
 
@@ -289,6 +290,10 @@ cdef void turns(int64_t n, int64_t pairs, const int64_t *positions, const double
 
 cdef double power(double x, double y) noexcept nogil:
     return kvc_power(x, y)
+
+
+cdef void product(int64_t n, int64_t k, int64_t m, const double *a, const double *b, double *out) noexcept nogil:
+    kvc_product(n, k, m, a, b, out)
 
 
 cdef double_function *function_of(function which) noexcept nogil:
