@@ -357,8 +357,8 @@ def _kth(values: Float32, k: int) -> np.float32:
 
 def _top_p(weights: Whole, total: int, p: float) -> NDArray[np.intp]:
     """Indices of the fewest largest `weights` that sum to at least `p` of their total, by falling weight."""
-    # All weights below (1 - p) / n of the total sum to less than 1 - p of it, so the others sum to p without them, and the
-    # long tail of a large vocabulary need not be sorted. The bound is halved as a margin for rounding.
+    # All weights below (1 - p) / n of the total sum to less than 1 - p of it, so the others sum to p without them, and
+    # the long tail of a large vocabulary need not be sorted. The bound is halved as a margin for rounding.
     candidates = np.flatnonzero(weights >= np.uint64(0.5 * (1.0 - p) / len(weights) * total))
     order = candidates[np.argsort(-weights[candidates].astype(np.int64), kind="stable")]
     return order[: int(np.searchsorted(np.cumsum(weights[order]), _share(total, p))) + 1]
