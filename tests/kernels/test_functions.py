@@ -99,7 +99,8 @@ def test_powers():
             assert error(functions.power(x, y), (Decimal(y) * Decimal(x).ln()).exp()) < 0.6, (x, y)
     edges = {
         (2, 10): 1024, (2, 1024): INF, (2, -1074): TINY, (2, -1080): 0, (0, 2): 0, (0, -2): INF, (INF, 2): INF,
-        (INF, -1): 0, (2, INF): INF, (2, -INF): 0, (0.5, INF): 0, (0.5, -INF): INF, (1, INF): 1, (NAN, 0): 1, (TINY, 1): TINY,
+        (INF, -1): 0, (2, INF): INF, (2, -INF): 0, (0.5, INF): 0,
+        (0.5, -INF): INF, (1, INF): 1, (NAN, 0): 1, (TINY, 1): TINY,
         (2, 1e-300): 1, (1 + 2**-52, 1e300): INF,
     }
     assert {pair: functions.power(*map(float, pair)) for pair in edges} == edges
