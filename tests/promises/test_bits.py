@@ -17,8 +17,8 @@ ROOMS += ["core", "drafts", "gguf", "grammar", "kernels"]
 FUNCTIONS = {
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "cos", "sin", "tan", "tanh", "sinh", "cosh", "arctan",
     "power", "float_power", "pow", "logaddexp", "logaddexp2", "dot", "vdot", "inner", "matmul", "einsum", "tensordot",
-    "mean", "average", "var", "std", "nansum", "nanmean", "cbrt", "hypot", "erf", "gamma", "lgamma", "convolve", "interp",
-    "trapezoid", "norm", "fsum", "sumprod",
+    "mean", "average", "var", "std", "nansum", "nanmean", "cbrt", "hypot", "erf", "gamma", "lgamma", "convolve",
+    "interp", "trapezoid", "norm", "fsum", "sumprod",
 }
 SUMS = {"sum", "cumsum", "mean", "std", "var", "dot"}  # of whatever module and array; of whole numbers they are exact
 OWNERS = {"np", "numpy", "math", "cmath", "linalg", "fft"}
@@ -46,7 +46,7 @@ ALLOWED = {
 
 
 def uses(text):
-    """The names of such functions in a file and how often each is there; `@`, and powers by other than whole numbers."""
+    """The names of such functions in a file and how often each is there; `@`, powers by other than whole numbers."""
     found = Counter()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
