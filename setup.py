@@ -88,7 +88,7 @@ if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
 
 # Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
 # except the parts that exist once, which know what levels there are, and those of some levels alone.
-PARTS = "dispatch layout matmul_parallel matrix network_parallel parallel recurrence_parallel rows_parallel"
+PARTS = "dispatch functions layout matmul_parallel matrix network_parallel parallel recurrence_parallel rows_parallel"
 PARTS += " sparse_parallel threads"
 ONCE = [f"ckernels/kvc_{part}.c" for part in PARTS.split()]
 # amx and avxvnni have products, attention and a table of their own, the rest of avx512 and avx2; i8mm products alone. The scalar

@@ -200,6 +200,8 @@ typedef struct kvc_kernels {
                    const float *cos, const float *sin, float *out);
     void (*gate)(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates, int64_t gate_stride, int silu,
                  float *out);
+    /* kvc_shares.c: 2^40 * 2^((x - most) * factor) as whole numbers, to out unless it is NULL; returns their sum. */
+    uint64_t (*shares)(int64_t n, const float *x, float most, float factor, uint64_t *out);
     /* kvc_recurrence.c: one text, some of its channels or of its columns; the sizes of steps, and what they leave. */
     void (*convolve)(const kvc_convolution *, int64_t text, int64_t first, int64_t stop);
     void (*scan)(const kvc_scan *, int64_t text, int64_t head, int64_t block, int blocks);

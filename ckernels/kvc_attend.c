@@ -15,6 +15,7 @@
  * relative error of its weight.
  */
 #include "kvc_chunk.h"
+#include "kvc_functions.h"
 
 #include <math.h>
 
@@ -148,10 +149,10 @@ NOINLINE void add_sink(float sink, float largest, float sum, float *inverse, flo
         *lse = sink;
         return;
     }
-    const double score = sink * LOG2E, most = score > largest ? score : largest, factor = exp2(largest - most);
-    const double all = sum * factor + exp2(score - most);
+    const double score = sink * LOG2E, most = score > largest ? score : largest, factor = kvc_exp2(largest - most);
+    const double all = sum * factor + kvc_exp2(score - most);
     *inverse = (float)(factor / all);
-    *lse = (float)(most * LN2 + log(all));
+    *lse = (float)(most * LN2 + kvc_log(all));
 }
 
 /* Adds the centre of latent rows, whose first channels are V, to V mixed by weights of this sum. */
@@ -169,7 +170,7 @@ static void write_row(const job *j, int head, int64_t row, const float *acc, flo
     const int is_moved = !whole && sum != 0.0f && (args->lse || args->sinks); /* largest lacks the centre of the keys */
     const float centre = is_moved ? (float)centre_score(j, head, row) : 0.0f;
     float inverse = sum == 0.0f ? 0.0f : 1.0f / sum, lse = -INFINITY;
-    if (args->lse && sum != 0.0f) lse = largest * (float)LN2 + logf(sum);
+    if (args->lse && sum != 0.0f) lse = (float)(largest * LN2 + kvc_log(sum));
     if (args->sinks) {
         const size_t heads = (size_t)args->num_query_heads, query = pair / heads;
         const float sink = args->sinks[query * (size_t)args->sink_stride + pair % heads];

@@ -39,6 +39,7 @@ void KVC_FN(clamped_swiglu)(int64_t, int64_t, const float *, float, float, float
 void KVC_FN(softcap)(int64_t, const float *, float, float *);
 void KVC_FN(rotate)(int64_t, int64_t, int64_t, int64_t, const float *, int64_t, const float *, const float *, float *);
 void KVC_FN(gate)(int64_t, int64_t, const float *, int64_t, const float *, int64_t, int, float *);
+uint64_t KVC_FN(shares)(int64_t, const float *, float, float, uint64_t *);
 void KVC_FN(convolve)(const kvc_convolution *, int64_t, int64_t, int64_t);
 void KVC_FN(scan)(const kvc_scan *, int64_t, int64_t, int64_t, int);
 void KVC_FN(decays)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float, float *, float *);
@@ -80,6 +81,7 @@ const kvc_kernels KVC_OWN(kernels) = {
     .softcap = KVC_FN(softcap),
     .rotate = KVC_FN(rotate),
     .gate = KVC_FN(gate),
+    .shares = KVC_FN(shares),
     .convolve = KVC_FN(convolve),
     .scan = KVC_FN(scan),
     .decays = KVC_FN(decays),

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import CheckpointError
+from kvcache.kernels.functions import sums_of
 from kvcache.support.arguments import as_floats
 from kvcache.support.copies import refuse_copies
 from kvcache.support.descriptors import Replacement
@@ -193,7 +194,7 @@ def _factors(h: Float64, rotated: int) -> Float32:
     if rotated:  # a part x is stored as H x / rotated and read as H y: its query is H q
         h = _hadamard(_hadamard(h, rotated).swapaxes(-1, -2), rotated)
     diagonal = np.arange(dim)
-    damping = _DAMPING * h[..., diagonal, diagonal].mean(axis=-1, keepdims=True)
+    damping = _DAMPING * sums_of(h[..., diagonal, diagonal])[..., None] / dim
     h[..., diagonal, diagonal] += np.where(damping > 0, damping, 1.0)
     upper = np.zeros_like(h)  # A less its diagonal of ones
     for j in range(dim - 1, 0, -1):

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.kernels.functions import log_sums
 from kvcache.networks.protocols import Float32
 from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.sampling import Sampler
@@ -126,9 +127,7 @@ class Request:
 
 def logprobs_of(logits: Float32, token: int, count: int) -> TokenLogprobs:
     """The log-probabilities of `token` and of the `count` most likely ones, in float64."""
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max()
-    shifted -= np.log(np.exp(shifted).sum())
+    shifted = logits.astype(np.float64) - log_sums(logits[None])
     count = min(count, len(shifted))
     top: NDArray[np.intp] = np.empty(0, np.intp)
     if count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,6 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.engine.current import CurrentText
+from kvcache.kernels.functions import UNIT, exp, log_add_exp, log_sums, whole_exps
+from kvcache.kernels.layers import softcap
+from kvcache.kernels.matrix import Matrix
 from kvcache.networks.protocols import Float32, LayerAttention, layer_attention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.texts.budgets import Budgets, expect_alike
@@ -89,7 +93,7 @@ def _kept_by_probes(
             for head, logs in _log_weights(queries, keys, attention[layer]):
                 best = scores[layer, head, probe.start : probe.stop]
                 own = logs[..., sinks : sinks + len(best)].max(axis=(0, 1))
-                np.maximum(best, np.exp(own), out=best)
+                np.maximum(best, exp(own).astype(np.float32), out=best)
 
         current.forward.watch = watch
         current.extend(probe.tokens, count)
@@ -135,7 +139,7 @@ class _LastQueries:
             return
         keys, _ = self._cache.read(layer, text.seq_id)
         for head, logs in _log_weights(queries[first:], keys, self._attention[layer]):
-            self._masses[layer, head, : logs.shape[2]] += np.exp(logs).sum(axis=(0, 1), dtype=np.float64)
+            self._masses[layer, head, : logs.shape[2]] += whole_exps(logs).sum(axis=(0, 1)) / UNIT
 
     def keep(self, layer: int, seq_id: int) -> list[Int64]:
         """The tokens of each list of a layer that stay."""
@@ -166,7 +170,7 @@ def _log_weights(queries: Float32, keys: Float32, attention: LayerAttention) -> 
         A KV head and `(some queries, group, keys that the last of them sees)`, for all heads and queries.
     """
     (count, _, dim), heads = queries.shape, keys.shape[1]
-    scale = np.float32(dim**-0.5 if attention.scale is None else attention.scale)
+    scale = np.float32(1 / math.sqrt(dim) if attention.scale is None else attention.scale)
     sinks = None if attention.sinks is None else attention.sinks.astype(np.float32).reshape(heads, 1, -1, 1)
     for first in range(0, count, _QUERIES):
         some = queries[first : first + _QUERIES].reshape(-1, heads, queries.shape[1] // heads, dim)
@@ -174,13 +178,14 @@ def _log_weights(queries: Float32, keys: Float32, attention: LayerAttention) -> 
         seen = keys[: len(keys) - count + first + len(some)]
         for head in range(heads):
             own = some[:, head] * scale
-            logs: Any = (own.reshape(-1, dim) @ seen[:, head].T).reshape(*own.shape[:2], -1)
+            matrix = Matrix(len(seen), dim, "f32")
+            matrix.put(0, np.ascontiguousarray(seen[:, head]))
+            logs: Any = matrix.multiply(own.reshape(-1, dim)).reshape(*own.shape[:2], -1)
             if attention.softcap is not None:
-                logs = np.tanh(logs / np.float32(attention.softcap)) * np.float32(attention.softcap)
+                logs = softcap(logs, attention.softcap)
             logs[..., -len(some) :] += later[:, None]
-            top = logs.max(axis=2, keepdims=True)
-            total = np.exp(logs - top).sum(axis=2, keepdims=True)
+            total = log_sums(logs.reshape(-1, logs.shape[2])).reshape(*logs.shape[:2], 1)
             if sinks is not None:
-                total += np.exp(sinks[head] - top)
-            logs -= top + np.log(total)
+                total = log_add_exp(total, np.broadcast_to(sinks[head], total.shape))
+            logs -= total.astype(np.float32)
             yield head, logs

@@ -157,7 +157,7 @@ class NewRequests:
             self._count += 1
         # NumPy takes no negative seed; these are read as 64 bits without a sign.
         own = None if params.seed is None else _unsigned(params.seed + sample)
-        return np.random.default_rng((self._seed, number) if own is None else own)
+        return np.random.Generator(np.random.PCG64((self._seed, number) if own is None else own))
 
 
 def _unsigned(seed: int) -> int:

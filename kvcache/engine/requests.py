@@ -21,6 +21,7 @@ from kvcache.engine.drawn_tokens import DrawnTokens
 from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.partings import prompt_with_partings
 from kvcache.engine.turns import CallInTurn, Turn, Turns
+from kvcache.kernels.functions import log_sums
 from kvcache.networks.protocols import Float32
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
@@ -209,9 +210,6 @@ class Requests:
 
 
 def log_probabilities(logits: Float32, targets: Tokens) -> NDArray[np.float64]:
-    """log softmax of `logits` `(n, vocab)`, which are overwritten, at `targets` `(n,)`."""
-    logits -= logits.max(axis=1, keepdims=True)
+    """log softmax of `logits` `(n, vocab)` at `targets` `(n,)`."""
     chosen = logits[np.arange(len(targets)), targets].astype(np.float64)
-    total = np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)
-    result: NDArray[np.float64] = chosen - np.log(total)
-    return result
+    return chosen - log_sums(logits)

@@ -252,6 +252,18 @@ cdef void xielu(int64_t n, int64_t dim, const float *x, float positive, float ne
                 float *out) noexcept nogil
 cdef void clamped_swiglu(int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out) noexcept nogil
 cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nogil
+
+# Weights of tokens as whole numbers (kvc_shares.c), at the level in use; functions of doubles (kvc_functions.h), the same at all.
+ctypedef double double_function(double x) noexcept nogil
+ctypedef enum function:
+    EXP, EXP2, LOG, LOG1P, SIN, COS, TANH
+cdef uint64_t shares(int64_t n, const float *x, float most, float factor, uint64_t *out) noexcept nogil
+cdef double power(double x, double y) noexcept nogil
+cdef void product(int64_t n, int64_t k, int64_t m, const double *a, const double *b, double *out) noexcept nogil
+cdef double_function *function_of(function which) noexcept nogil
+cdef void turns(int64_t n, int64_t pairs, const int64_t *positions, const double *frequencies, double scale,
+                float *cosines, float *sines) noexcept nogil
+
 cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
                  const float *cos, const float *sin, float *out) noexcept nogil
 

@@ -17,6 +17,19 @@ from contextlib import contextmanager
 from kvcache.support.arguments import as_count, spelled
 from kvcache.support.cpus import available_cpus, has_quota
 
+cdef extern from "kvc_functions.h" nogil:
+    double kvc_exp(double x) noexcept
+    double kvc_exp2(double x) noexcept
+    double kvc_log(double x) noexcept
+    double kvc_log1p(double x) noexcept
+    double kvc_power(double x, double y) noexcept
+    double kvc_sin(double x) noexcept
+    double kvc_cos(double x) noexcept
+    double kvc_tanh(double x) noexcept
+    void kvc_product(int64_t n, int64_t k, int64_t m, const double *a, const double *b, double *out) noexcept
+    void kvc_turns(int64_t n, int64_t pairs, const int64_t *positions, const double *frequencies, double scale,
+                   float *cosines, float *sines) noexcept
+
 cdef extern from "kvc.h" nogil:
     ctypedef struct kvc_kernels:
         const char *name
@@ -28,6 +41,7 @@ cdef extern from "kvc.h" nogil:
         void (*quantise_weights)(kvc_matrix_format, int64_t, int64_t, const float *, unsigned char *, uint16_t *,
                                  uint16_t *) noexcept nogil
         void (*softcap)(int64_t, const float *, float, float *) noexcept nogil
+        uint64_t (*shares)(int64_t, const float *, float, float, uint64_t *) noexcept nogil
         void (*decays)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float, float *,
                        float *) noexcept nogil
         void (*digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *) noexcept nogil
@@ -265,6 +279,37 @@ cdef void clamped_swiglu(int64_t n, int64_t dim, const float *x, float alpha, fl
 
 cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nogil:
     _active.softcap(n, x, cap, out)
+
+
+cdef uint64_t shares(int64_t n, const float *x, float most, float factor, uint64_t *out) noexcept nogil:
+    return _active.shares(n, x, most, factor, out)
+
+
+cdef void turns(int64_t n, int64_t pairs, const int64_t *positions, const double *frequencies, double scale,
+                float *cosines, float *sines) noexcept nogil:
+    kvc_turns(n, pairs, positions, frequencies, scale, cosines, sines)
+
+
+cdef double power(double x, double y) noexcept nogil:
+    return kvc_power(x, y)
+
+
+cdef void product(int64_t n, int64_t k, int64_t m, const double *a, const double *b, double *out) noexcept nogil:
+    kvc_product(n, k, m, a, b, out)
+
+
+cdef double_function *function_of(function which) noexcept nogil:
+    if which == EXP:
+        return &kvc_exp
+    if which == EXP2:
+        return &kvc_exp2
+    if which == LOG:
+        return &kvc_log
+    if which == LOG1P:
+        return &kvc_log1p
+    if which == SIN:
+        return &kvc_sin
+    return &kvc_cos if which == COS else &kvc_tanh
 
 
 cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,

@@ -7,7 +7,7 @@ An array of another dtype or shape raises ValueError.
 import numpy as np
 
 cimport numpy as cnp
-from libc.math cimport INFINITY, NAN, exp
+from libc.math cimport INFINITY, NAN
 from libc.stdint cimport int64_t
 
 from kvcache.kernels cimport kernels
@@ -445,6 +445,7 @@ cdef double _sum_of_best(const double *scores, int64_t size, int64_t best) noexc
 
 cdef void _score(const float *logits, bint sigmoid, double[::1] shares) noexcept nogil:
     """Sigmoids of the logits, or their softmax before it is divided by its sum."""
+    cdef kernels.double_function *exp = kernels.function_of(kernels.EXP)
     cdef double most = -INFINITY
     cdef int64_t k
     for k in range(0 if sigmoid else shares.shape[0]):

@@ -6,6 +6,7 @@ Asymmetric 2bit Quantization for KV Cache", 2024). A rotation of the head replac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal as L
@@ -292,7 +293,7 @@ class CacheManager:
             raise ValueError(f"queries: expected a multiple of {config.num_heads} heads, got {q.shape[1]}")
         if not np.isfinite(q).all():
             raise ValueError("queries: expected finite numbers, got NaN or infinity")
-        scale = config.head_dim**-0.5 if scale is None else as_finite(scale, "scale")
+        scale = 1 / math.sqrt(config.head_dim) if scale is None else as_finite(scale, "scale")
         cap = None if softcap is None else as_finite(softcap, "softcap", 0.0, above=True)
         logits = None if sinks is None else as_floats(sinks, (q.shape[1],), "sinks")
         if logits is not None and not np.isfinite(logits).all():

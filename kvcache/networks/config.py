@@ -371,10 +371,10 @@ def _attention_scale(read: Entries, head_dim: int) -> float | None:
     scale = None
     if read.default("query_pre_attn_scalar"):
         scalar = read.cap("query_pre_attn_scalar")
-        scale = None if scalar is None else scalar**-0.5
+        scale = None if scalar is None else 1 / math.sqrt(scalar)
     elif read.default("attention_multiplier"):
         scale = read.number("attention_multiplier")
-    return None if scale == head_dim**-0.5 else scale
+    return None if scale == 1 / math.sqrt(head_dim) else scale
 
 
 def _biases(read: Entries, family: Family) -> tuple[bool, bool, bool]:

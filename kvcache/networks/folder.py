@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.kernels.functions import exp
 from kvcache.kernels.matrix import MATRIX_FORMATS
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.config import ModelConfig
@@ -104,7 +105,7 @@ class FolderTensors:
         if name.endswith("mlp.expert_bias"):
             return found.reshape(-1)
         if name.endswith("mixer.rate"):  # files have its logarithm
-            return (-np.exp(found.astype(np.float64))).astype(np.float32)
+            return (-exp(found)).astype(np.float32)
         if self._family.norms_less_one and name.endswith("norm.weight") and not name.endswith("mixer.norm.weight"):
             found = found + np.float32(1)
         biases = EXPERT_BIASES.search(name)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import CheckpointError
+from kvcache.kernels.functions import log
 from kvcache.networks.entries import Entries
 
 __all__ = ["LatentSizes", "latent_scale"]
@@ -90,9 +91,9 @@ def latent_scale(sizes: LatentSizes, rope: Mapping[str, Any]) -> float:
     Args:
         rope: the entry of a `config.json`, whose `mscale_all_dim` says that queries and keys both have it.
     """
-    scale, read = float(sizes.query**-0.5), Entries(rope, "rope_parameters.")
+    scale, read = 1 / math.sqrt(sizes.query), Entries(rope, "rope_parameters.")
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not read.get("mscale_all_dim"):
         return scale
     factor = read.number("factor", 1.0)
-    temperature = 0.1 * read.number("mscale_all_dim") * math.log(factor) + 1.0 if factor > 1 else 1.0
+    temperature = 0.1 * read.number("mscale_all_dim") * log(factor) + 1.0 if factor > 1 else 1.0
     return scale * temperature * temperature

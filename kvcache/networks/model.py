@@ -6,6 +6,7 @@ result, so the same network runs over a paged, a quantised or a shared cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -145,7 +146,7 @@ class Transformer:
         config, own, scale = self.config, self.config.sizes[i], self.config.attention_scale
         stored = stored_sizes(config.head_parts(i))
         if scale is None and sum(stored) != own.head_dim:
-            scale = own.head_dim**-0.5
+            scale = 1 / math.sqrt(own.head_dim)
         return LayerAttention(
             scale, config.windows[i], config.attention_softcap, self.weights.layers[i].sinks, own.num_kv_heads,
             sum(stored), own.kv_layer, None if config.latent is None else stored[0],
@@ -303,12 +304,12 @@ class Transformer:
         if weights is None:
             return None
         found = self._times(x, weights.projection)
-        found *= np.float32(config.hidden_size**-0.5)
+        found *= np.float32(1 / math.sqrt(config.hidden_size))
         found = rms_norm(found.reshape(-1, size), weights.norm, config.rms_norm_eps)
         stored = weights.table[tokens.astype(np.int64)].reshape(found.shape)
-        stored *= np.float32(size**0.5)
+        stored *= np.float32(math.sqrt(size))
         found += stored
-        found *= np.float32(0.5**0.5)
+        found *= np.float32(math.sqrt(0.5))
         return found.reshape(len(x), config.num_layers, size)
 
     def _mixed(

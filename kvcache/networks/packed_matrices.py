@@ -145,7 +145,7 @@ def _e4m3() -> Float32:
     """The value of each byte of F8_E4M3: a sign, 4 bits of exponent, 3 of mantissa; 127 and 255 are no numbers."""
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
-    sizes = np.where(exponent, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
+    sizes: NDArray[np.float64] = np.ldexp(np.where(exponent, 8.0 + mantissa, mantissa), np.maximum(exponent, 1) - 10)
     sizes[codes & 127 == 127] = np.nan
     return np.where(codes & 128, -sizes, sizes).astype(np.float32)
 

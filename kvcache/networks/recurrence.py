@@ -6,6 +6,7 @@ Each has three steps. `rows` takes the projection of a layer's rows apart, `run`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +81,7 @@ class DeltaRule:
     def __init__(self, sizes: RecurrentSizes, weights: RecurrentWeights, eps: float) -> None:
         self._sizes, self._weights, self._eps = sizes, weights, eps
         # Unit length by means of `rms_norm`: x / sqrt(sum of squares + e) = x / sqrt(mean + e / size) * size**-0.5.
-        factors = np.repeat([1 / sizes.size, sizes.size**-0.5], sizes.groups)
+        factors = np.repeat([1 / sizes.size, 1 / math.sqrt(sizes.size)], sizes.groups)
         self._units = np.repeat(factors.astype(np.float32)[:, None], sizes.size, axis=1)
         self._norms = np.tile(_given(weights.norm), (sizes.heads, 1))
 

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.kernels.functions import log, log1p, power, turns
 from kvcache.kernels.layers import rotate
 
 __all__ = ["Rope", "RopeTable"]
@@ -64,7 +65,7 @@ class Rope:
             head_dim: channels that are turned.
             regime: as `regime_of` says; 0 or 1.
         """
-        base: Float64 = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        base: Float64 = power(self.theta, -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim))
         if self.kind == "linear":
             return base / self.factor
         if self.kind == "llama3":
@@ -84,7 +85,7 @@ class Rope:
         """The factors of queries at these positions, `(n,)`; None: 1 each."""
         if not self.query_growth or positions.max(initial=0) < self.original_positions:
             return None
-        factors = 1 + self.query_growth * np.log1p(positions // self.original_positions)
+        factors = 1 + self.query_growth * log1p(positions // self.original_positions)
         return factors.astype(np.float32)
 
     def _llama3(self, base: Float64) -> Float64:
@@ -107,7 +108,7 @@ class Rope:
 
         def pair(rotations: float) -> float:
             wavelength = self.original_positions / (2 * math.pi * rotations)
-            return head_dim * math.log(wavelength) / (2 * math.log(self.theta))
+            return head_dim * log(wavelength) / (2 * log(self.theta))
 
         first, last = pair(self.beta_fast), pair(self.beta_slow)
         if self.truncate:
@@ -155,7 +156,4 @@ class RopeTable:
         return rotate(heads, *rows)
 
     def _rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
-        angles = positions.astype(np.float64)[:, None] * self._frequencies
-        cos = (np.cos(angles) * self._scale).astype(np.float32)
-        sin = (np.sin(angles) * self._scale).astype(np.float32)
-        return cos, sin
+        return turns(positions, self._frequencies, self._scale)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvcache.errors import CheckpointError
+from kvcache.kernels.functions import log, power
 from kvcache.networks.entries import Entries
 from kvcache.networks.families import Family
 from kvcache.networks.rope import Rope
@@ -163,7 +164,7 @@ def _rope(
     if kind == "mrope":  # several positions for a part of an image; those of a text are one
         kind = "default"
     if kind == "dynamic" and _ALPHA in family.defaults and read.get(_ALPHA) not in (None, 0) and rotary_dim > 2:
-        theta *= read.number(_ALPHA, at_least=1.0) ** (rotary_dim / (rotary_dim - 2))
+        theta *= power(read.number(_ALPHA, at_least=1.0), rotary_dim / (rotary_dim - 2))
         kind = "default"
     if kind not in _KNOWN:
         raise CheckpointError(
@@ -239,7 +240,7 @@ def _refuse_unread(read: Entries, where: str, family: Family) -> None:
 
 def long_attention_factor(factor: float, original: int) -> float:
     """The temperature of LongRoPE (Ding et al., arXiv 2402.13753, section 3.4) for a context `factor` times longer."""
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return math.sqrt(1 + log(factor) / log(original)) if factor > 1 and original > 1 else 1.0
 
 
 def _yarn_attention_factor(read: Entries, factor: float) -> float:
@@ -249,7 +250,7 @@ def _yarn_attention_factor(read: Entries, factor: float) -> float:
     """
 
     def temperature(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0
+        return 0.1 * mscale * log(factor) + 1.0
 
     if read.get("attention_factor") is not None:
         return read.number("attention_factor")

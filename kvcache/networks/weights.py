@@ -7,6 +7,7 @@ not reach them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import groupby
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import CheckpointError, OutOfMemoryError
+from kvcache.kernels.functions import log_add_exp
 from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.folder import FolderTensors
@@ -476,7 +478,7 @@ class _Loader:
 
     def _beside(self, part: _Part) -> BesideWeights:
         after, before, after_experts, router, factors = (part.vector(name) for name in BESIDE)
-        router *= np.float32(self._config.hidden_size**-0.5)
+        router *= np.float32(1 / math.sqrt(self._config.hidden_size))
         return BesideWeights(part.mlp("mlp"), after, before, after_experts, router, factors)
 
     def _inputs(self, part: _Part) -> InputWeights:
@@ -537,7 +539,7 @@ class _Loader:
         found = [float(self._checkpoint.read(f"{prefix}act_fn.{name}").reshape(-1)[0]) for name in names]
         if not np.isfinite(found).all() or found[-1] >= 0:
             raise CheckpointError(f"{prefix}act_fn: expected finite numbers and eps below 0, got {found}")
-        above, below = (float(np.logaddexp(0, each)) for each in found[:2])
+        above, below = (float(log_add_exp(0.0, each)) for each in found[:2])
         return np.array([above, found[2] + below, *found[2:]], np.float32)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import copy
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import InvalidOperationError
+from kvcache.kernels.functions import column_sums, cos, exp, product, sin, sums_of
 from kvcache.networks.protocols import Model, layer_attention
 from kvcache.networks.rope import Rope
 from kvcache.policies.ranked import Ranked
@@ -82,17 +84,17 @@ class ExpectedAttention(Ranked):
         if not len(keys):
             return found
         expected = self._turned(layer, rows[2].astype(np.float64), int(positions[-1]) + 1)
-        mean = expected.mean(axis=0)  # (group, head_dim)
-        scale = self._scales[layer] or float(keys.shape[1]) ** -0.5
-        logits = scale * (mean @ keys.T)
+        mean = column_sums(expected) / len(expected)  # (group, head_dim)
+        scale = self._scales[layer] or 1 / math.sqrt(keys.shape[1])
+        logits = scale * product(mean, keys.T)
         if self.covariance:
             for head, each in enumerate((expected - mean).swapaxes(0, 1)):
-                spread = each.T @ each / len(each)
-                logits[head] += 0.5 * scale**2 * ((keys @ spread) * keys).sum(axis=1)
-        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        attention = (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
+                spread = product(each.T, each) / len(each)
+                logits[head] += 0.5 * scale * scale * sums_of(product(keys, spread) * keys)
+        weights = exp(logits - logits.max(axis=1, keepdims=True))
+        attention = column_sums(weights / sums_of(weights)[:, None]) / len(weights)
         if self.value_norms:
-            attention = (attention + self.epsilon) * np.linalg.norm(values, axis=1)
+            attention = (attention + self.epsilon) * np.sqrt(sums_of(values * values))
         found[first:] = attention
         return found
 
@@ -102,7 +104,11 @@ class ExpectedAttention(Ranked):
         counted = places >= min(self.sinks, end - 1)
         rows, frequencies = queries[counted], self._frequencies[layer]
         pairs, future = len(frequencies), np.arange(end, end + self.future)
-        angles = np.exp(1j * np.multiply.outer(future, frequencies)).mean(axis=0)
-        turn = np.exp(-1j * np.multiply.outer(places[counted], frequencies)) * angles
-        both = (rows[..., :pairs] + 1j * rows[..., pairs : 2 * pairs]) * turn[:, None]
-        return np.concatenate([both.real, both.imag, rows[..., 2 * pairs :]], axis=-1)
+        angles, back = (np.multiply.outer(each, frequencies) for each in (future, places[counted]))
+        mean_cos, mean_sin = column_sums(cos(angles)) / self.future, column_sums(sin(angles)) / self.future
+        own_cos, own_sin = cos(back), sin(back)  # turned back by its own angle, then by the mean of those to come
+        real = (own_cos * mean_cos + own_sin * mean_sin)[:, None]
+        imaginary = (own_cos * mean_sin - own_sin * mean_cos)[:, None]
+        first, second = rows[..., :pairs], rows[..., pairs : 2 * pairs]
+        turned = first * real - second * imaginary, first * imaginary + second * real
+        return np.concatenate([*turned, rows[..., 2 * pairs :]], axis=-1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.kernels.functions import column_sums, sum_of, sums_of
 from kvcache.policies.ranked import Ranked
 
 __all__ = ["KeyDiff"]
@@ -30,8 +32,7 @@ class KeyDiff(Ranked):
     ) -> npt.NDArray[np.float64]:
         """See `Ranked.worth`."""
         keys = np.asarray(rows[0], np.float64)
-        keys = keys / np.maximum(np.linalg.norm(keys, axis=1, keepdims=True), 1e-12)
-        anchor = keys.mean(axis=0)
-        anchor /= max(float(np.linalg.norm(anchor)), 1e-12)
-        likeness: npt.NDArray[np.float64] = (keys * anchor).sum(axis=1)
-        return -likeness
+        keys = keys / np.maximum(np.sqrt(sums_of(keys * keys)), 1e-12)[:, None]
+        anchor = column_sums(keys) / len(keys)
+        anchor /= max(math.sqrt(sum_of(anchor * anchor)), 1e-12)
+        return -sums_of(keys * anchor)

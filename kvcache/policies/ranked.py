@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.kernels.functions import column_sums
 from kvcache.texts.policy import Policy
 
 __all__ = ["Ranked"]
@@ -50,8 +51,7 @@ class Ranked(Policy):
         worths = self.worths(layer, scores, positions, budget, *rows)
         if self.per_head:
             return [_best(each, budget) for each in worths]
-        total: Float64 = np.sum(worths, axis=0)
-        return _best(total, budget)
+        return _best(column_sums(np.stack(worths)), budget)
 
 
 def _best(worth: Float64, count: int) -> Int64:

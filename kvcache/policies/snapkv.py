@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.kernels.functions import sums_of
 from kvcache.policies.ranked import Ranked
 from kvcache.support.arguments import as_count
 
@@ -43,5 +44,5 @@ class SnapKV(Ranked):
         found = np.full(len(scores), np.inf)
         if before:
             padded = np.pad(scores[:before], reach)
-            found[:before] = np.lib.stride_tricks.sliding_window_view(padded, self.kernel).mean(axis=1)
+            found[:before] = sums_of(np.lib.stride_tricks.sliding_window_view(padded, self.kernel)) / self.kernel
         return found

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from kvcache.errors import GrammarError
 from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.matcher import Matcher
+from kvcache.kernels.functions import shares
 from kvcache.support.arguments import as_count, as_finite, as_floats, as_instance, as_number, short
 
 __all__ = ["Biases", "LogitsProcessor", "Sampler", "SamplingParams"]
 
 Float32 = NDArray[np.float32]
-Float64 = NDArray[np.float64]
+Whole = NDArray[np.uint64]
 LogitsProcessor = Callable[[NDArray[np.uint32], Float32], Any]
 
 GREEDY_TEMPERATURE = 1e-6  # below this temperature sampling is greedy
@@ -29,6 +30,7 @@ _GROUP = 64  # logits per group, see _top_k
 _MOST_BIAS, _MOST_PENALTY = 1e30, 1e6
 _MOST_STOP_TOKENS = 1 << 16
 _LEAST_SEED = -(2**63)
+_BITS = 53  # of a random number
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ class Sampler:
         """
         Args:
             params: the sampling parameters.
-            rng: source of random numbers; one is used per token, none for a greedy choice.
+            rng: source of random numbers, of a generator of 64 bits: one is used per token, none for a greedy choice.
             vocab_size: length of the logits.
             history: ids of the tokens so far, for the penalties and the logits processor.
             num_drawn: how many of the last of these are new tokens, not of the prompt.
@@ -230,13 +232,13 @@ class Sampler:
 
     def resumed(self, text: NDArray[np.uint32], num_drawn: int) -> Sampler:
         """A sampler of the same random numbers in its state after `text`, whose last `num_drawn` tokens it drew."""
-        rng = np.random.default_rng()
+        rng = np.random.Generator(np.random.PCG64())
         rng.bit_generator.state = self._first_state
         matcher = None if self.matcher is None else self.matcher.at(text[len(text) - num_drawn :].tolist())
         sampler = Sampler(self.params, rng, len(self._seen), text, num_drawn, self._biases, matcher, self._ends)
         sampler._first_state = self._first_state
         if not self.is_greedy:
-            rng.random(num_drawn)
+            rng.bit_generator.random_raw(num_drawn, False)
         return sampler
 
     def sample(self, logits: Float32) -> int:
@@ -303,21 +305,24 @@ class Sampler:
     def _draw(self, logits: Float32) -> int:
         params = self.params
         tokens = _top_k(logits, params.top_k)
-        weights = _softmax(logits if tokens is None else logits[tokens], params.temperature)
+        weights, total = shares(logits if tokens is None else logits[tokens], params.temperature)
         if params.top_p < 1.0:
-            kept = _top_p(weights, params.top_p)
+            kept = _top_p(weights, total, params.top_p)
             tokens = kept if tokens is None else tokens[kept]
             weights = weights[kept]
         if params.min_p > 0.0:
-            kept = np.flatnonzero(weights >= params.min_p * weights.max())
+            kept = np.flatnonzero(weights >= _share(int(weights.max()), params.min_p))
             tokens = kept if tokens is None else tokens[kept]
             weights = weights[kept]
         cumulative = np.cumsum(weights)
-        # side="right": a token of probability 0 has an empty interval and is never drawn. The product may round up to
-        # the total, hence the minimum.
-        index = int(np.searchsorted(cumulative, self._rng.random() * cumulative[-1], side="right"))
-        index = min(index, int(np.searchsorted(cumulative, cumulative[-1])))
+        place = (self._bits() * int(cumulative[-1])) >> _BITS
+        # side="right": a token of weight 0 has an empty interval and is never drawn.
+        index = int(np.searchsorted(cumulative, np.uint64(place), side="right"))
         return index if tokens is None else int(tokens[index])
+
+    def _bits(self) -> int:
+        """The next random number, of 53 bits. Streams of raw numbers stay as they are in all versions of NumPy."""
+        return int(self._rng.bit_generator.random_raw()) >> (64 - _BITS)
 
 
 def _top_k(logits: Float32, k: int) -> NDArray[np.intp] | None:
@@ -350,21 +355,16 @@ def _kth(values: Float32, k: int) -> np.float32:
     return largest
 
 
-def _softmax(logits: Float32, temperature: float) -> Float64:
-    """Probabilities in float64."""
-    weights = logits.astype(np.float64)
-    weights -= weights.max()
-    weights /= temperature
-    np.exp(weights, out=weights)
-    weights /= weights.sum()
-    return weights
+def _top_p(weights: Whole, total: int, p: float) -> NDArray[np.intp]:
+    """Indices of the fewest largest `weights` that sum to at least `p` of their total, by falling weight."""
+    # All weights below (1 - p) / n of the total sum to less than 1 - p of it, so the others sum to p without them, and
+    # the long tail of a large vocabulary need not be sorted. The bound is halved as a margin for rounding.
+    candidates = np.flatnonzero(weights >= np.uint64(0.5 * (1.0 - p) / len(weights) * total))
+    order = candidates[np.argsort(-weights[candidates].astype(np.int64), kind="stable")]
+    return order[: int(np.searchsorted(np.cumsum(weights[order]), _share(total, p))) + 1]
 
 
-def _top_p(weights: Float64, p: float) -> NDArray[np.intp]:
-    """Indices of the fewest largest `weights` that sum to at least `p`, by falling weight; all weights sum to 1."""
-    # All weights below (1 - p) / n sum to less than 1 - p, so the others sum to p without them, and the long tail of a
-    # large vocabulary need not be sorted. The bound is halved as a margin for rounding.
-    candidates = np.flatnonzero(weights >= 0.5 * (1.0 - p) / len(weights))
-    order = candidates[np.argsort(-weights[candidates], kind="stable")]
-    count = int(np.searchsorted(np.cumsum(weights[order]), p)) + 1
-    return order[:count]
+def _share(total: int, p: float) -> np.uint64:
+    """`p * total`, exact, rounded up."""
+    numerator, denominator = p.as_integer_ratio()
+    return np.uint64(-(-total * numerator // denominator))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.kernels.functions import column_sums
 from kvcache.networks.protocols import Float32
 from kvcache.paged.cache import PagedKvCache
 
@@ -130,8 +131,7 @@ class Scoring:
         seen_by = end - alive.positions  # the number of queries that could see each token, its own included
         if not self.queries:
             return alive.scores / seen_by
-        total: Float64 = alive.scores.sum(axis=0, dtype=np.float64)
-        return total / np.minimum(seen_by, len(alive.scores))
+        return column_sums(alive.scores) / np.minimum(seen_by, len(alive.scores))
 
     def keep(self, alive: Alive, kept: Int64) -> Alive:
         """The tokens at these indices alone."""

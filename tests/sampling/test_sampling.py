@@ -14,6 +14,7 @@ from oracles.engine import sampling_distribution
 
 from kvcache.engine import SamplingParams
 from kvcache.grammar import regex
+from kvcache.kernels.functions import UNIT, shares
 from kvcache.sampling.sampling import Sampler, _top_k
 
 pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
@@ -416,3 +417,33 @@ def test_settings_about_the_end_of_a_text():
     for wrong in ({"ignore_eos": True}, {"min_tokens": 1}):
         with pytest.raises(ValueError, match="expected none beside a grammar, got"):
             SamplingParams(grammar=regex("a"), **wrong)
+
+
+def test_random_numbers_are_those_of_the_specification():
+    """PCG64 of a seed or of a pair of them: the upper 53 of its 64 bits, one number for each drawn token."""
+    wanted = {
+        0: [5737240835340368, 2430022687152954, 369056694262205, 148867706415198],
+        7: [5630359420943529, 8081383479436493, 6986755571089759, 2028486033845572],
+        (3, 5): [1231044688790586, 7960113342173212, 8093958544174986, 5203237945318670],
+    }
+    for seed, numbers in wanted.items():
+        sampler = Sampler(PLAIN, np.random.Generator(np.random.PCG64(seed)), 4, HISTORY[:0])
+        assert [sampler._bits() for _ in range(4)] == numbers
+    even = np.zeros(1000, np.float32)  # all weights are equal: a number chooses its thousandth
+    sampler = Sampler(PLAIN, np.random.Generator(np.random.PCG64(7)), 1000, HISTORY[:0])
+    drawn = [sampler.sample(even) for _ in range(4)]
+    assert drawn == [number * 1000 >> 53 for number in wanted[7]]
+    resumed = sampler.resumed(np.array(drawn[:2], np.uint32), 2)
+    assert [resumed.sample(even) for _ in range(2)] == drawn[2:]
+
+
+def test_borders_of_top_p_and_min_p_are_exact():
+    """Halves and quarters of the weight are no matter of rounding."""
+    quarters = np.zeros(4, np.float32)
+    for p, count in ((0.25, 1), (0.25 + 2**-40, 2), (0.5, 2), (0.75, 3), (1 - 2**-53, 4), (2**-1074, 1)):
+        params = replace(PLAIN, top_p=p)
+        assert set(draw(params, quarters, [], 200)) == set(range(count)), p
+    halved = np.array([0.0, 0.0, -1.0], np.float32)
+    weight = int(shares(halved)[0][2])
+    for numerator, kept in ((weight, {0, 1, 2}), (weight + 1, {0, 1})):
+        assert set(draw(replace(PLAIN, min_p=numerator / UNIT), halved, [], 300)) == kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ def _packed(
 ) -> Any:
     rows, (batch, heads, n, width) = layer.rows, query.shape
     layer.state.ways.packed += 1
-    scale = width**-0.5 if scaling is None else float(scaling)
+    scale = 1 / math.sqrt(width) if scaling is None else float(scaling)
     sinks = None if s_aux is None else s_aux.detach().float().numpy()
     channels = rows.kind.channels
     queries = array_of(query, channels)
