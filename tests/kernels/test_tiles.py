@@ -20,7 +20,6 @@ from kvcache.kernels.kernels import bf16_order, level_of_bits
 from kvcache.kernels.matrix import MATRIX_FORMATS
 
 pytestmark = [
-    pytest.mark.every_level,
     pytest.mark.skipif(
         not {"amx", "avxvnni"} & {*simd_levels()}, reason="needs AMX or AVX-VNNI, or AVX-512 and a build for tests"
     ),

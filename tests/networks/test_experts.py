@@ -16,8 +16,6 @@ from kvcache.kernels.layers import top_experts
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.experts import mix_experts
 
-pytestmark = pytest.mark.no_level
-
 NETWORKS = ("qwen3_moe", "mixtral", "gpt_oss")
 
 
