@@ -1,17 +1,12 @@
-"""Makes `digests.json`: `python tests/golden/make_digests.py`, at the best SIMD level of this CPU.
+"""Makes `digests.json`, at the best SIMD level of this CPU: `PYTHONPATH=.:tests/support python tests/golden/make_digests.py`.
 
-It needs the package gguf, for networks in GGUF files, and no torch. A change of the file is a change of the bits of texts: of
-the specification `ckernels/BITS.md` and of the number that goes with it.
+It needs the package gguf, for networks in GGUF files, and no torch. A change of the file is a change of the bits of
+texts, and so of their specification.
 """
 
 import json
-import sys
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "support")]
-
-from digests import PATH, all_digests  # noqa: E402
+from digests import PATH, all_digests
 
 
 def main():

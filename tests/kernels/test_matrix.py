@@ -120,18 +120,6 @@ def test_the_scales_of_q8_are_fitted(rng):
         assert after.sum() < share * before.sum()
 
 
-def test_the_scales_of_q8_are_the_same_at_every_level(rng):
-    weights = normal(rng, 40, 320) * np.float32(10.0) ** rng.integers(-9, 4, (40, 1)).astype(np.float32)
-    with use_simd("scalar"):
-        want = matrix_of(weights, "q8_0")
-    for level in simd_levels():
-        with use_simd(level):
-            found = matrix_of(weights, "q8_0")
-        for row in range(40):
-            for mine, theirs in zip(found.codes(row)[:2], want.codes(row)[:2], strict=True):
-                np.testing.assert_array_equal(mine, theirs)
-
-
 @pytest.mark.parametrize("format", PACKED)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_codes_of_others_are_kept(rng, format, shape):

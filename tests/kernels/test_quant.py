@@ -130,21 +130,6 @@ def test_halves_between_two_codes_go_to_the_even_one(name):
 
 @formats
 @block_sizes
-@pytest.mark.parametrize("rotate", [False, True])
-def test_every_level_stores_the_same_bytes(rng, name, block_size, rotate):
-    for dim in (8, 64, 128):
-        rows = hard_rows(rng, dim)
-        results = []
-        for level in kernels.simd_levels():
-            with kernels.use_simd(level):
-                results.append(write_read(rows, name, rotate=rotate, block_size=block_size))
-        for got, arena in results:
-            np.testing.assert_array_equal(arena, results[0][1])
-            np.testing.assert_array_equal(got, results[0][0])
-
-
-@formats
-@block_sizes
 def test_writing_token_by_token_is_the_same_as_at_once(rng, name, block_size):
     layout = kernels.Layout(block_size, 2, 32, name, name)
     rows = rng.standard_normal((block_size, 2, 32)).astype(np.float32)

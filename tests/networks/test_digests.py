@@ -1,4 +1,4 @@
-"""Every SIMD level gives the digests of `tests/golden/digests.json`: one meaning of bits, whatever the CPU and the compiler.
+"""Every SIMD level gives the digests of `tests/golden/digests.json`, whatever the CPU and the compiler.
 
 `golden/make_digests.py` makes the file. Without the package gguf its entries of GGUF files are left out.
 """
@@ -23,9 +23,9 @@ def test_networks_have_the_same_bits_everywhere(level):
     with kernels.use_simd(level):
         found = all_digests(has_gguf)
     assert set(found) == {name for name in expected if has_gguf or not name.startswith("gguf/")}
-    wrong = {
-        name: [part for part, *pair in zip(PARTS, found[name].split(), expected[name].split(), strict=True) if pair[0] != pair[1]]
-        for name in found
-    }
-    lines = [f"{name}: {', '.join(parts)}" for name, parts in wrong.items() if parts]
+    lines = []
+    for name in found:
+        pairs = zip(PARTS, found[name].split(), expected[name].split(), strict=True)
+        if wrong := [part for part, mine, theirs in pairs if mine != theirs]:
+            lines.append(f"{name}: {', '.join(wrong)}")
     assert not lines, f"{level}: {len(lines)} of {len(found)} entries have other bits\n" + "\n".join(lines)

@@ -1,8 +1,8 @@
 """Digests of networks: what each gives for one text in each format, the same on every CPU and after every compiler.
 
-An entry of `tests/golden/digests.json` is a name, "NETWORK WEIGHTS CACHE", and three digests: of the logits after each piece of
-a prompt and each token that follows; of log-probabilities; and of the tokens of a sampled text. All inputs come from raw bits
-of a seeded stream (`seeded_weights.py`).
+An entry of `tests/golden/digests.json` is a name, "NETWORK WEIGHTS CACHE", and three digests: of the logits after each
+piece of a prompt and each token that follows; of log-probabilities; and of the tokens of a sampled text. All inputs
+come from raw bits of a seeded stream.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ MORE: dict[str, Callable[[Transformer], dict[str, Any]]] = {
 # Heads of other sizes; windows and sinks; latent rows.
 ALL_CACHES = ("llama", "gpt_oss", "qwen3_100", "deepseek_v3")
 ALL_WEIGHTS = ("llama", "gpt_oss", "qwen3_moe", "gemma4_experts", "qwen3_next", "demo", "wide")
-WEIGHTS = (("f32", "int8"), ("f16", "int8"), ("bf16", "int8"), ("q8", "int8"), ("q4", "int8"), ("q8", "exact"), ("q4", "exact"))
+WEIGHTS = (*((weights, "int8") for weights in ("f32", "f16", "bf16", "q8", "q4")), ("q8", "exact"), ("q4", "exact"))
 PACKED_ONLY = ("qwen3_moe",)  # beside "wide": experts share a call
 # Networks as GGUF files, which the package gguf writes: their angles and epsilons are said in other words.
 GGUF = ("llama", "gemma3", "phi3_longrope", "llama_llama3_bf16", "mistral_yarn", "gpt_oss")
@@ -153,9 +153,8 @@ def raw(seed: str, count: int) -> np.ndarray:
 
 def packed(seed: str, rows: int, columns: int, format: str) -> Matrix:
     """A matrix of random codes and scales, of such size that a product keeps the size of its rows."""
-    line, groups, records = (
-        MATRIX_FORMATS[format], -(-columns // MATRIX_FORMATS[format].channels), -(-columns // MATRIX_FORMATS[format].record)
-    )
+    line = MATRIX_FORMATS[format]
+    groups, records = -(-columns // line.channels), -(-columns // line.record)
     codes = (raw(seed + "/codes", rows * columns) & np.uint64((1 << line.bits) - 1)).astype(np.uint8)
     codes = codes.reshape(rows, columns)
     codes = codes.view(np.int8) if line.bits == 8 else codes
@@ -243,7 +242,8 @@ def networks(gguf: bool) -> Iterator[Network]:
     for name in ("wide", *PACKED_ONLY):
         for format, line in MATRIX_FORMATS.items():
             if line.packed:
-                yield Network(f"{name} {format}", lambda name=name, format=format: packed_network(name, format), ("f32",))
+                load = partial(packed_network, name, format)
+                yield Network(f"{name} {format}", load, ("f32",))
     for name in GGUF if gguf else ():
         yield Network(f"gguf/{name} auto", lambda name=name: Transformer.from_pretrained(gguf_of(name)), ("f32", "q4"))
 
