@@ -1,4 +1,4 @@
-"""Makes `digests.json`, at the best SIMD level of this CPU: `PYTHONPATH=.:tests/support python tests/golden/make_digests.py`.
+"""Makes `digests.json`, at the best SIMD level: `PYTHONPATH=.:tests/support python tests/golden/make_digests.py`.
 
 It needs the package gguf, for networks in GGUF files, and no torch. A change of the file is a change of the bits of
 texts, and so of their specification.
