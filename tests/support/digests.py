@@ -66,7 +66,7 @@ MORE: dict[str, Callable[[Transformer], dict[str, Any]]] = {
 }
 # Heads of other sizes; windows and sinks; latent rows.
 ALL_CACHES = ("llama", "gpt_oss", "qwen3_100", "deepseek_v3")
-ALL_WEIGHTS = ("llama", "gpt_oss", "qwen3_moe", "gemma4_experts", "qwen3_next", "demo", "wide")
+ALL_WEIGHTS = ("llama", "gpt_oss", "qwen3_moe", "gemma4_experts", "qwen3_next", "wide")
 WEIGHTS = (*((weights, "int8") for weights in ("f32", "f16", "bf16", "q8", "q4")), ("q8", "exact"), ("q4", "exact"))
 PACKED_ONLY = ("qwen3_moe",)  # beside "wide": experts share a call
 # Networks as GGUF files, which the package gguf writes: their angles and epsilons are said in other words.
@@ -99,7 +99,7 @@ class Network:
 
 WIDE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 288, "intermediate_size": 544,
-    "num_attention_heads": 4, "vocab_size": 300, "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 80,
+    "num_attention_heads": 4, "vocab_size": 300, "num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 80,
     "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }
 
