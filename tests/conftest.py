@@ -4,7 +4,6 @@
 --long              an hour's worth of random examples and of load
 KVCACHE_TESTS=fast  a tenth of most random examples, half of the failing allocations, every second value of some
                     parameters (pace.py), for builds that run slowly (sanitizers, bounds checks)
-KVCACHE_TESTS_AT    of the tests that run at every level, one level alone
 """
 
 import gc
@@ -22,7 +21,6 @@ from places import GOLDEN
 from selection import is_machine, select
 
 from kvcache.engine import InferenceEngine, Transformer
-from kvcache.kernels import kernels
 
 # No deadlines: a busy machine must not fail a test.
 settings.register_profile("any time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -50,37 +48,19 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what was not asked for; scale the examples of state machines; mark tests of every level."""
+    """Leave out what was not asked for; scale the examples of state machines."""
     select(config, items)
     machines = {item.cls for item in items if is_machine(item.cls)}
     times = LONGER if config.getoption("--long") else 0.1 if FAST else 0.2 if is_short(config) else 1
     for machine in machines:
         examples = max(1, int(machine.settings.max_examples * times))
         machine.settings = settings(machine.settings, max_examples=examples)
-    for item in items:
-        if "simd" in getattr(item, "fixturenames", ()):
-            item.add_marker("every_level")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def collect_only_what_is_new():
     """Make each gc.collect() examine only the objects of the current module: 10 times as fast."""
     gc.freeze()
-
-
-AT = os.environ.get("KVCACHE_TESTS_AT")
-LEVELS = [level for level in kernels.simd_levels() if level == (AT or kernels.level_of_bits(level))]
-
-
-@pytest.fixture(params=LEVELS)
-def simd(request):
-    """Each SIMD level of this build and CPU in turn; the running level is read from the function table.
-
-    But for levels that promise the bits of another one: tests/kernels/test_tiles.py compares them with it.
-    """
-    with kernels.use_simd(request.param):
-        assert kernels.simd_level() == request.param
-        yield request.param
 
 
 @pytest.fixture(scope="session")

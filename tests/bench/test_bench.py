@@ -28,7 +28,7 @@ from bench.trie.rivals import PREFIX, ChainedHashes, PromptDict, PromptScan, pre
 from bench.trie.trie import prompts
 from kvcache import simd_levels
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 SMALL = Mix(num_requests=150, system_tokens=200, document_tokens=800, task_tokens=200)
 
 

@@ -21,7 +21,7 @@ from bench.prefix.trace import through_trie
 from bench.prefix.workloads import Mix, Request, Trace, synthetic
 from kvcache.demo import DIRECTORY
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 COSTS = Costs()
 SEQUENTIAL = 1e-3  # load: no request meets another one
 SMALL = Mix(num_requests=200, system_tokens=200, document_tokens=800, task_tokens=200)

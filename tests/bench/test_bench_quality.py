@@ -33,7 +33,7 @@ from kvcache import EvictionPolicy, InferenceEngine
 from kvcache.calibration.residual import default_length
 from kvcache.demo import DIRECTORY
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from kvcache import InferenceEngine
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def test_divergences_are_those_of_the_distributions():

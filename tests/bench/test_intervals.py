@@ -7,7 +7,7 @@ pytest.importorskip("bench.support.common")
 
 from bench.support.intervals import median_interval
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def test_the_ranks_of_the_sign_test():

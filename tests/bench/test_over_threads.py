@@ -12,7 +12,7 @@ from bench.support.ceilings import _loaded
 from bench.support.common import Result, Table
 from bench.support.over_threads import plot_over_threads, print_over_threads
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 READ, PEAK = {"work": 1e9}, {"flop": 4e9}
 

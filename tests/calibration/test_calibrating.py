@@ -14,7 +14,7 @@ from kvcache.calibration.calibrating import measure, text_or_calibration
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 

@@ -16,7 +16,7 @@ from kvcache.engine import Transformer
 from kvcache.eviction import EvictionPolicy
 from kvcache.tiers import Tiers
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture(scope="module")

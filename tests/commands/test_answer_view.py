@@ -8,7 +8,7 @@ import pytest
 from kvcache.commands.answer_view import AnswerView, MarkdownView, answer_view, note
 
 console_of = pytest.importorskip("rich.console").Console
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 ANSWER = """\
 <think>

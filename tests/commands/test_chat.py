@@ -24,7 +24,7 @@ from kvcache.commands.message_reader import height, visible
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 REPORT = re.compile(
     r"\[(?P<end>[^\[\]]*; )?(?P<used>[\d,]+) of (?P<context>[\d,]+) tokens, (?P<rate>[\d.]+) tok/s, "

@@ -9,7 +9,7 @@ from places import search_path
 
 from kvcache.support import command_process
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def run(*arguments, path="", **environment):

@@ -13,7 +13,7 @@ from places import PROJECT
 from kvcache.commands.config_file import configured
 from kvcache.commands.serve import add_serve
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 DEPLOY = PROJECT / "deploy"
 

@@ -16,7 +16,7 @@ from kvcache.commands.shared_tiers import VARIABLE
 from kvcache.prefix.events.kv_events import KvEvents
 
 yaml = pytest.importorskip("yaml")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 FILE = PROJECT / "deploy" / "kubernetes.yaml"
 
 

@@ -17,7 +17,7 @@ from kvcache.demo import DIRECTORY
 from kvcache.support.machine_memory import MachineMemory
 
 pytest.importorskip("uvicorn")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture

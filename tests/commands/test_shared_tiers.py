@@ -14,7 +14,7 @@ from kvcache.commands.shared_tiers import VARIABLE, add_tiers, check_tiers, open
 from kvcache.demo import DIRECTORY
 
 pytest.importorskip("redis")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
 
 

@@ -26,8 +26,6 @@ from kvcache.eviction import pyramid_budgets
 from kvcache.kernels.matrix import Matrix
 from kvcache.support.arguments import short
 
-pytestmark = pytest.mark.no_level
-
 NO_COUNTS = [2.5, 4.0, float("nan"), True, np.True_, "4", None, 1j, np.float32(4), np.array(4), np.timedelta64(4, "s")]
 COUNTS = {
     "Priority": EvictionStrategy.Priority,
@@ -270,7 +268,7 @@ LARGEST = 2.0**96
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_values_as_large_as_f32_storage_takes_average_to_themselves(simd, sign):
+def test_values_as_large_as_f32_storage_takes_average_to_themselves(sign):
     """The sum of weights times values, before the division, does not overflow for 5000 of the largest values."""
     count = 5000
     cache = PagedKvCache(400, 16, 1, 16, dtype="f32")
@@ -282,7 +280,7 @@ def test_values_as_large_as_f32_storage_takes_average_to_themselves(simd, sign):
         np.testing.assert_allclose(out, sign * LARGEST, rtol=1e-5)
 
 
-def test_keys_as_large_as_f32_storage_takes_have_finite_scores(simd):
+def test_keys_as_large_as_f32_storage_takes_have_finite_scores():
     cache = PagedKvCache(4, 16, 1, 256, dtype="f32")
     cache.allocate(1, 40)
     keys = np.full((40, 1, 256), LARGEST, np.float32)

@@ -37,7 +37,7 @@ def attend(far, near, centres, queries, counts=COUNTS, seqs=None, threads=1, **o
 
 @pytest.mark.parametrize(("name", "tolerance"), FORMATS.items())
 @pytest.mark.parametrize(("centred", "threads"), [(False, 3), (True, 1)])
-def test_both_parts_are_one_context(simd, rng, name, tolerance, centred, threads):
+def test_both_parts_are_one_context(rng, name, tolerance, centred, threads):
     """All packed tokens, and of the others those up to each query."""
     far, near, centres, queries = contexts(rng, name, centred)
     sinks = rng.standard_normal(HEADS * GROUP).astype(np.float32)
@@ -65,7 +65,7 @@ def test_both_parts_are_one_context(simd, rng, name, tolerance, centred, threads
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("holes", [False, True])
-def test_bits_depend_on_no_other_sequence_and_on_no_thread(simd, rng, name, holes):
+def test_bits_depend_on_no_other_sequence_and_on_no_thread(rng, name, holes):
     far, near, centres, queries = contexts(rng, name, True, holes)
     out, lse, scores = attend(far, near, centres, queries)
     for threads in (2, 5):

@@ -16,7 +16,7 @@ from kvcache import PrefixCacheConfig, PrefixKvCache
 from kvcache.support.descriptors import Replacement
 from kvcache.support.regular_files import read_at, write_at
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 STEPS = ("open", "truncate", "pwritev", "fsync", "replace")
 

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.no_level
-
 PROGRAM = """
 import multiprocessing, os, tempfile
 import numpy as np

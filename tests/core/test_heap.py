@@ -13,8 +13,6 @@ from oracles.trie import NaiveHeap
 
 from kvcache.core.heap import IndexedHeap
 
-pytestmark = pytest.mark.no_level
-
 IDS = st.integers(0, 12)
 KEYS = st.one_of(st.integers(-3, 3), st.floats(-2, 2), st.sampled_from([math.inf, -math.inf, 2**53]))
 

@@ -14,8 +14,6 @@ from kvcache.kernels.matrix import Matrix
 from kvcache.support.huge_pages import HUGE_PAGE, huge_bytes, span_of
 from kvcache.support.mapped import MappedMemory
 
-pytestmark = pytest.mark.no_level
-
 SMAPS = """\
 100000000-100a00000 rw-p 00000000 00:00 0
 Size:              10240 kB

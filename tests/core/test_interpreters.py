@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.no_level
-
 OURS = "kvcache: expected the main interpreter, got a subinterpreter"
 CYTHONS = "Interpreter change detected - this module can only be loaded into one interpreter per process."
 CODE = """

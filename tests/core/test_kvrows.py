@@ -46,7 +46,7 @@ def bytes_after(rows, runs, dtypes):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("type_", TYPES)
-def test_rows_of_any_kind_store_the_bytes_of_their_floats(simd, rng, type_, layout):
+def test_rows_of_any_kind_store_the_bytes_of_their_floats(rng, type_, layout):
     runs = np.array([(4, 3, 5), (1, 0, SIZE), (0, 15, 18), (5, 39, 40), (2, 7, 33)], RUN)
     n = int((runs["stop"].astype(int) - runs["first"]).sum())
     (keys, key_floats), (values, value_floats) = (
@@ -62,7 +62,7 @@ def test_rows_of_any_kind_store_the_bytes_of_their_floats(simd, rng, type_, layo
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
 @pytest.mark.parametrize("dtype", ["f32", "f16", "q8", "q3"])
-def test_threads_write_the_same_bytes(simd, rng, dtype, threads):
+def test_threads_write_the_same_bytes(rng, dtype, threads):
     """Runs of one block stay together: some here share a tile, others are empty; few rows and many."""
     layout = kernels.Layout(SIZE, HEADS, DIM, dtype, dtype, value_head_dim=VALUE_DIM)
     some = [(4, 3, 5), (4, 5, 6), (4, 30, 31), (1, 0, SIZE), (0, 15, 18), (0, 18, 18), (5, 39, 40), (2, 7, 33)]
@@ -78,7 +78,7 @@ def test_threads_write_the_same_bytes(simd, rng, dtype, threads):
 
 @pytest.mark.parametrize("at_end", [False, True])
 @pytest.mark.parametrize("type_", TYPES)
-def test_nothing_beside_the_rows_is_read(simd, rng, type_, at_end):
+def test_nothing_beside_the_rows_is_read(rng, type_, at_end):
     for n, heads, dim in ((1, 1, 8), (17, 2, 8), (5, 3, 24)):
         rows, floats = stored(type_, rng.standard_normal((heads, n, dim)).astype(np.float32))
         rows = copy_guarded(rows, at_end=at_end).swapaxes(0, 1)  # head-major
@@ -135,7 +135,7 @@ def attended(cache, queries, sink_queries, **options):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("type_", TYPES)
-def test_queries_of_any_kind_have_the_bits_of_their_floats(simd, rng, type_, layout):
+def test_queries_of_any_kind_have_the_bits_of_their_floats(rng, type_, layout):
     caches = []
     for dtype, dim in (("f32", 24), ("f16", 64), ("q8", 32), ("q3", 24)):
         caches.append((PagedKvCache(20, 16, HEADS, dim, dtype=dtype, value_head_dim=40), dim))
@@ -157,7 +157,7 @@ def test_queries_of_any_kind_have_the_bits_of_their_floats(simd, rng, type_, lay
 
 @pytest.mark.parametrize("at_end", [False, True])
 @pytest.mark.parametrize("type_", TYPES)
-def test_nothing_beside_the_queries_is_read(simd, rng, type_, at_end):
+def test_nothing_beside_the_queries_is_read(rng, type_, at_end):
     for dim in (8, 24, 64):
         cache = PagedKvCache(2, 16, 2, dim, dtype="q8")
         cache.allocate(1, 20)

@@ -10,8 +10,6 @@ from kvcache.core.locks import AllLocks, CallLock, MendingLock
 from kvcache.engine.turns import CallInTurn, Turns
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 
-pytestmark = pytest.mark.no_level
-
 
 class Books:
     """An object that a `MendingLock` guards."""

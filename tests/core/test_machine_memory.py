@@ -7,7 +7,7 @@ from kvcache.demo import DIRECTORY
 from kvcache.support import machine_memory as room
 from kvcache.support.machine_memory import MachineMemory, as_memory, machine_memory, size_text
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from kvcache import InferenceEngine
 from kvcache.support import memory_nodes
 from kvcache.support.memory_nodes import nodes_of_cpus, warn_of_nodes
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ from kvcache.core.block_pool import BlockPool
 from kvcache.core.idmap import IdMap
 from kvcache.errors import BlockNotFoundError, OutOfMemoryError
 
-pytestmark = pytest.mark.no_level
-
 BLOCKS = st.lists(st.integers(-1, 9), max_size=6)
 
 

@@ -16,8 +16,6 @@ from kvcache.kernels.layers import rms_norm
 from kvcache.kernels.matrix import Matrix
 from kvcache.support.recycled import Piece, check, free_pieces
 
-pytestmark = pytest.mark.no_level
-
 LEAST, MOST, MOST_PIECES = 1 << 17, 128 << 20, 16
 
 

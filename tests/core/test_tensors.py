@@ -12,7 +12,6 @@ from kvcache.kernels.matrix import Matrix
 from kvcache.support.arguments import BFLOAT16, as_floats, as_indices, as_output
 from kvcache.support.dlpack import array_of, as_words
 
-pytestmark = pytest.mark.no_level
 SHAPE = (5, 2, 16)
 WORDS = np.arange(2**16, dtype=np.uint16)
 

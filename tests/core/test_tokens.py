@@ -10,8 +10,6 @@ import pytest
 
 from kvcache.support.token_ids import as_tokens
 
-pytestmark = pytest.mark.no_level
-
 
 def test_uint32_arrays_are_not_copied() -> None:
     tokens = np.arange(5, dtype=np.uint32)

@@ -15,7 +15,7 @@ from kvcache.demo.run import Pass, Request, run
 # Import the package under test from any directory, also if it was built in place.
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(DIRECTORY.parents[1])}
 pytest.importorskip("tokenizers")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from kvcache import BatchEngine, Calibration, EvictionPolicy, KvCacheError, Samp
 from kvcache.drafts.ngrams import NGrams
 from kvcache.engine import Transformer
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 # Every kind of layer: all tokens, windows, three kinds of states, latents, two regimes of positions.
 TARGETS = ["llama_odd", "starcoder2_window", "qwen3_5", "lfm3", "granite_hybrid", "deepseek_v3"]

@@ -3,7 +3,7 @@
 import pytest
 from drafted_engine import COMPUTE_BOUND, MEMORY_BOUND, TILES, DraftedEngine, KnownSource
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 PASSES = {"memory": MEMORY_BOUND, "compute": COMPUTE_BOUND, "tiles": TILES}
 LOAN, NOISY = 32, 1.005  # passes; the mean of the noise of a tenth

@@ -10,7 +10,7 @@ from kvcache.drafts.draft_account import DraftAccount
 from kvcache.drafts.draft_pace import DraftPace
 from kvcache.drafts.pass_times import PassTimes
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def test_a_text_begins_as_the_source_is():

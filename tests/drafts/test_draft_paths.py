@@ -12,7 +12,7 @@ from kvcache import BatchEngine, InferenceEngine
 pytest.importorskip("tokenizers")
 from spelled_networks import spelling
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def folder(place, size=256, **names):

@@ -18,7 +18,7 @@ pytest.importorskip("llguidance")
 pytest.importorskip("tokenizers")
 from spelled_networks import END, text_side
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 SIDE = text_side()
 SCHEMA = {

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvcache.drafts.ngrams import NGrams
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def ids(*tokens):

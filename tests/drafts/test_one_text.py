@@ -16,7 +16,7 @@ from kvcache.calibration.calibrating import measure
 from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture(autouse=True)

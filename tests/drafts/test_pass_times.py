@@ -6,7 +6,7 @@ import pytest
 from kvcache.drafts.pass_times import PassTimes
 from kvcache.drafts.typical_seconds import TypicalSeconds
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def measured(*passes):

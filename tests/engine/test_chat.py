@@ -23,7 +23,7 @@ from kvcache.sampling.tokenizer import CheckpointText
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.1, max_tokens=40)
 TALK = [{"role": "system", "content": "import os"}, {"role": "user", "content": "def walk(path):"}]

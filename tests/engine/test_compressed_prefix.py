@@ -16,8 +16,6 @@ from kvcache.errors import InvalidOperationError, OutOfMemoryError, SnapshotErro
 from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, KVzip, SnapKV
 from kvcache.texts.compressed_prefix import CompressedPrefix
 
-pytestmark = [pytest.mark.no_level]
-
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=6)
 TOKENS = np.random.default_rng(5).integers(3, 250, 75).astype(np.uint32)
 TAIL = np.random.default_rng(6).integers(3, 250, 20).astype(np.uint32)

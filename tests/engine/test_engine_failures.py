@@ -11,8 +11,6 @@ from engines import GREEDY, PROMPT, Failing, assert_same_state, state
 from kvcache.engine import InferenceEngine, SamplingParams
 from kvcache.errors import OutOfMemoryError
 
-pytestmark = pytest.mark.no_level
-
 # ---------------------------------------------------------------- invalid arguments
 
 

@@ -13,7 +13,7 @@ from kvcache.demo import DIRECTORY
 from kvcache.engine import Transformer
 from kvcache.errors import OutOfMemoryError
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 STREAM = EvictionPolicy.StreamingLLM(4, 12)
 

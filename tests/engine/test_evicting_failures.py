@@ -15,8 +15,6 @@ from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy, EvictionStrategy
 from kvcache.texts.budgets import Budgets
 
-pytestmark = pytest.mark.no_level
-
 
 @pytest.fixture(params=POLICIES, ids=str)
 def policies(request):

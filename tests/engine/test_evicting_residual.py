@@ -12,7 +12,7 @@ from kvcache.calibration.residual import residual_bytes
 from kvcache.errors import OutOfMemoryError
 from kvcache.policies import SnapKV
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 
 class Residual(DenseEvictingEngine):

@@ -9,7 +9,7 @@ from kvcache.engine.chat import render
 from kvcache.support.json_text import begun_object
 
 pytest.importorskip("jinja2")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 class Text:

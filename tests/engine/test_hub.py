@@ -8,7 +8,7 @@ from places import GOLDEN
 from kvcache.engine.hub import checkpoint_path
 from kvcache.engine.opening import checkpoint_text
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def test_smollm2_is_found_where_its_package_is(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from kvcache.networks.weights import Weights
 from kvcache.policies import ExpectedAttention, SnapKV
 from kvcache.tiers import Tiers
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 PADDED = {
     "llama_26": [32], "qwen3_100": [128, 128], "gpt_oss_18": [32, 32], "gemma4_20": [32, 32], "deepseek_v3_44": [96],

@@ -17,7 +17,7 @@ from kvcache.policies import AdaKV, ExpectedAttention, KeyDiff, SnapKV
 from kvcache.texts.budgets import survivors
 from kvcache.texts.policy import of_network
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 
 class Watched:

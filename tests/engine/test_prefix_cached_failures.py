@@ -10,8 +10,6 @@ from kvcache import OutOfMemoryError
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.errors import InvalidOperationError
 
-pytestmark = pytest.mark.no_level
-
 
 @pytest.fixture
 def cached(network):

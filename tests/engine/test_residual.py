@@ -200,12 +200,10 @@ def calls_of_a_step(dtype, length):
     return found
 
 
-@pytest.mark.no_level
 def test_a_step_makes_as_many_calls_as_without_a_residual():
     assert calls_of_a_step("q4", 16) == calls_of_a_step("f16", 0)
 
 
-@pytest.mark.no_level
 @pytest.mark.parametrize("dtype", ["f16", "q4"])
 def test_a_step_of_the_demo_makes_at_most_150_calls(dtype):
     """All of them, NumPy's too."""

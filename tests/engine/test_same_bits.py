@@ -34,7 +34,7 @@ def pieces_of(rng, tokens):
     [*((weights, "int8") for weights in WEIGHTS), ("q8", "exact"), ("q4", "exact"), ("bf16", "bf16")],
 )
 @pytest.mark.parametrize("name", half(NETWORKS))
-def test_pieces_and_threads(rng, simd, name, weights, activations):
+def test_pieces_and_threads(rng, name, weights, activations):
     model = Transformer.from_pretrained(GOLDEN / name, weights=weights, activations=activations)
     tokens = rng.integers(0, model.config.vocab_size, 45).astype(np.uint32)
     for dtype in ("f16",) if FAST else ("f32", "f16"):

@@ -16,7 +16,7 @@ from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingPa
 from kvcache.engine import Transformer
 from kvcache.engine.partings import partings
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 _TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
 _LOOP = "{% for m in messages %}" + _TURN + "{% endfor %}"

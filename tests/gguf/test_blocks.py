@@ -12,7 +12,7 @@ from matrices import values_of
 from kvcache.gguf import blocks
 from kvcache.kernels.matrix import MATRIX_FORMATS
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 # Where a block has float16 scales, in bytes from its start.
 SCALES = {

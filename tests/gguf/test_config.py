@@ -10,7 +10,7 @@ from kvcache.errors import CheckpointError
 from kvcache.gguf.config import config_of
 from kvcache.gguf.file import GgufFile
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 SIZES = {
     "block_count": (U32, 2), "context_length": (U32, 8192), "embedding_length": (U32, 64),

@@ -13,7 +13,7 @@ from kvcache.networks.quantisation import METHODS
 from kvcache.networks.towers import TOWERS
 from kvcache.sampling.vocabulary_tokenizer import _PRE
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 PAGE = (PROJECT / "kvcache" / "guides" / "checkpoints.md").read_text(encoding="utf-8")
 
 

@@ -31,7 +31,7 @@ from kvcache.errors import CheckpointError
 from kvcache.gguf import GgufFile
 from kvcache.gguf import file as module
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture

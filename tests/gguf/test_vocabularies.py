@@ -18,7 +18,6 @@ from kvcache.sampling.tokenizer import GgufText
 FOLDER = os.environ.get("KVCACHE_VOCABULARIES")
 FILES = sorted(Path(FOLDER).glob("ggml-vocab-*.gguf")) if FOLDER else []
 pytestmark = [
-    pytest.mark.no_level,
     pytest.mark.one_build,
     pytest.mark.skipif(not FILES, reason="KVCACHE_VOCABULARIES names no folder of vocabularies"),
 ]

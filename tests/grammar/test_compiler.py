@@ -18,7 +18,7 @@ from tokenizers.models import WordLevel
 
 from kvcache.grammar.compiler import GrammarCompiler
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOKENIZER = spelling()
 NAMES = {"type": "object", "propertyNames": {"pattern": "a"}}

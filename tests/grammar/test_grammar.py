@@ -10,7 +10,7 @@ from kvcache import SamplingParams
 from kvcache.errors import GrammarError
 from kvcache.grammar import Grammar, json_object, json_schema, lark, regex
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def test_equal_grammars_are_equal():

@@ -21,7 +21,7 @@ from kvcache.grammar.grammar_vocabulary import GrammarVocabulary
 from kvcache.grammar.mask_batch import MaskBatch
 from kvcache.support.byte_letters import byte_letters
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TAGS = ("<think>", "</think>", "<tool_call>")
 

@@ -15,7 +15,7 @@ from spelled_networks import END, spelling
 from kvcache.grammar.compiler import GrammarCompiler
 from kvcache.grammar.mask_batch import MaskBatch
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOKENIZER = spelling()
 BYTES = [TOKENIZER.decode([i]) for i in range(256)]

@@ -24,7 +24,7 @@ from spelled_networks import END, spelling
 
 from kvcache.grammar.compiler import GrammarCompiler
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOKENIZER = spelling()
 MULTIPLE = json_schema({"type": "integer", "multipleOf": 99_999_989})  # takes minutes, and gigabytes

@@ -11,7 +11,6 @@ from kvcache.integrations.transformers import PagedCache
 
 pytestmark = [
     pytest.mark.one_build,
-    pytest.mark.no_level,
     pytest.mark.filterwarnings("ignore:kvcache. attention made K and V dense"),
 ]
 

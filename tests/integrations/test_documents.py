@@ -9,7 +9,7 @@ import torch
 from hf_models import DENSE, PACKED, make_model
 from places import PROJECT
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 
 class Inputs(dict):

@@ -8,7 +8,7 @@ from hf_models import dynamic, left_padded, make_model
 
 from kvcache.integrations.transformers import PagedCache
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 KINDS = ("llama", "mistral", "gemma3_text", "gpt_oss")
 IDS, MASK = left_padded([21, 13, 5], 21)

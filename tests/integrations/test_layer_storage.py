@@ -13,7 +13,7 @@ from kvcache.calibration.layer_losses import formats_within
 from kvcache.engine import Transformer
 from kvcache.integrations.transformers import PagedCache, PrefixStore, calibrate
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 IDS = np.random.default_rng(4).integers(3, 61, 100)
 
 

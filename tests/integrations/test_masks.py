@@ -7,7 +7,7 @@ from hf_models import difference, dynamic, left_padded, logits_of, make_model
 from kvcache.integrations.transformers import PagedCache
 from kvcache.integrations.transformers.masks import PatternMask, make_mask
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 KINDS = ("llama", "mistral", "gemma2", "gpt_oss")
 IDS = left_padded([20] * 3, 20)[0]

@@ -9,7 +9,7 @@ from hf_packed import packed_experts, packed_layers, unpacked
 
 from kvcache.integrations.transformers import PagedCache, pack_weights
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 
 def run(model):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from kvcache.errors import CheckpointError
 from kvcache.integrations.transformers import PackedWeights, PagedCache, load_packed, pack_weights, save_packed
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 IDS, MASK = left_padded([12, 9], 12)
 

@@ -8,7 +8,7 @@ import torch
 
 from kvcache.integrations.transformers import pack_weights
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 
 class Counted:

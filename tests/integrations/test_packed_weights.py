@@ -11,7 +11,7 @@ from hf_packed import packed_experts, packed_layers, twin_of
 from kvcache.integrations.transformers import PackedWeights, PagedCache, pack_weights
 from kvcache.kernels.matrix import MATRIX_FORMATS
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 IDS, MASK = left_padded([12, 9], 12)
 

@@ -16,7 +16,7 @@ from kvcache import InvalidOperationError, OutOfMemoryError, SnapshotError
 from kvcache.integrations.transformers import PagedCache, PrefixStore, pool, prefixes
 from kvcache.tiers import DirectoryTier, Tiers
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 KINDS = ("llama", "gemma3_text", "gpt_oss", "gemma4_text")
 

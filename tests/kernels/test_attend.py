@@ -19,65 +19,65 @@ def assert_close(got, tolerance=TOLERANCE):
 
 @pytest.mark.parametrize("block_size", [1, 5, 15, 16, 17, 33, 256])
 @pytest.mark.parametrize("name", ["f32", "f16"])
-def test_decode_over_blocks_of_any_size(simd, rng, block_size, name):
+def test_decode_over_blocks_of_any_size(rng, block_size, name):
     s = Scattered(rng, [1, 2, 15, 16, 17, 63, 64, 65, 130], block_size=block_size, key_format=name)
     assert_close(attend(s, [1] * 9, rng=rng))
 
 
 @pytest.mark.parametrize("dim", [8, 16, 24, 40, 56, 64, 72, 80, 96, 104, 128, 160, 192, 248, 256, 264, 384, 512])
 @pytest.mark.parametrize("formats", [("f32", "f16"), ("f16", "f32")])
-def test_any_head_dim(simd, rng, dim, formats):
+def test_any_head_dim(rng, dim, formats):
     s = Scattered(rng, [37, 100], dim=dim, key_format=formats[0], value_format=formats[1])
     assert_close(attend(s, [1, 13], rng=rng))
 
 
 @pytest.mark.parametrize("group", range(1, 9))
 @pytest.mark.parametrize("name", ["f32", "f16"])
-def test_any_group_of_query_heads(simd, rng, group, name):
+def test_any_group_of_query_heads(rng, group, name):
     s = Scattered(rng, [70, 33], dim=64, key_format=name)
     assert_close(attend(s, [1, 2], group, rng=rng))
     assert_close(attend(s, [19, 1], group, rng=rng))
 
 
-def test_one_kv_head_for_very_many_query_heads(simd, rng):
+def test_one_kv_head_for_very_many_query_heads(rng):
     s = Scattered(rng, [300], heads=1, dim=64)
     assert_close(attend(s, [2], 71, rng=rng))
     assert_close(attend(s, [1], 130, rng=rng, threads=2))
 
 
 @pytest.mark.parametrize("num_queries", [1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 100])
-def test_prefill_is_causal(simd, rng, num_queries):
+def test_prefill_is_causal(rng, num_queries):
     s = Scattered(rng, [100, num_queries], heads=1, dim=16)
     assert_close(attend(s, [num_queries, num_queries], 3, rng=rng))
 
 
-def test_mixed_batch_of_decode_prefill_and_nothing(simd, rng):
+def test_mixed_batch_of_decode_prefill_and_nothing(rng):
     s = Scattered(rng, [90, 1, 200, 0, 64, 50], heads=3, dim=40)
     assert_close(attend(s, [1, 1, 150, 0, 64, 0], rng=rng, threads=2))
 
 
 @pytest.mark.parametrize("block_size", [5, 16, 33])
 @pytest.mark.parametrize("name", ["f32", "f16"])
-def test_holes(simd, rng, block_size, name):
+def test_holes(rng, block_size, name):
     s = Scattered(rng, [150, 90], block_size=block_size, key_format=name, holes=True)
     assert_close(attend(s, [1, 40], rng=rng))
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4, 16, 17, 64, 99, 100, 500])
-def test_sink_tokens_use_the_sink_queries(simd, rng, sinks):
+def test_sink_tokens_use_the_sink_queries(rng, sinks):
     s = Scattered(rng, [100, 100], heads=1)
     assert_close(attend(s, [1, 20], rng=rng, sinks=[sinks, sinks]))
 
 
 @pytest.mark.parametrize("tokens", [1000, 8192])
 @pytest.mark.parametrize("name", ["f32", "f16"])
-def test_long_contexts(simd, rng, tokens, name):
+def test_long_contexts(rng, tokens, name):
     s = Scattered(rng, [tokens], heads=1, dim=64, key_format=name)
     assert_close(attend(s, [1], 4, rng=rng))
     assert_close(attend(s, [9], 1, rng=rng))
 
 
-def test_a_constant_value_is_its_own_average(simd, rng):
+def test_a_constant_value_is_its_own_average(rng):
     s = Scattered(rng, [5000], heads=1, dim=16)
     kernelcalls.write(s.layout, s.arena, s.runs[0], None, np.full_like(s.values[0], 3.0))
     queries = rng.standard_normal((1, 1, 16)).astype(np.float32)
@@ -87,7 +87,7 @@ def test_a_constant_value_is_its_own_average(simd, rng):
 
 @pytest.mark.parametrize("num_queries", [1, 30])
 @pytest.mark.parametrize("top", [100.0, 1e4])
-def test_the_error_of_extreme_scores_is_their_rounding(simd, rng, num_queries, top):
+def test_the_error_of_extreme_scores_is_their_rounding(rng, num_queries, top):
     s = Scattered(rng, [300], heads=1, dim=64)
     out, scores, expected, _ = attend(s, [num_queries], rng=rng, scale=1.0, spread=top / 30)
     assert np.isfinite(out).all()
@@ -98,7 +98,7 @@ def test_the_error_of_extreme_scores_is_their_rounding(simd, rng, num_queries, t
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_equal_extreme_scores_share_the_weight(simd, sign):
+def test_equal_extreme_scores_share_the_weight(sign):
     layout = kernels.Layout(16, 1, 8)
     arena = np.zeros(8 * layout.block_bytes, np.uint8)
     runs = [(i, 0, 16) for i in range(7)]
@@ -111,7 +111,7 @@ def test_equal_extreme_scores_share_the_weight(simd, sign):
 
 
 @pytest.mark.parametrize("name", [name for name in kernels.FORMATS if kernels.FORMATS[name].quantised])
-def test_the_largest_sums_of_integers_fit(simd, name):
+def test_the_largest_sums_of_integers_fit(name):
     # Codes, query and weights are the largest there are, in heads of the largest size and in a whole chunk.
     n, dim = 128, 512
     layout = kernels.Layout(16, 1, dim, name, name)
@@ -133,7 +133,7 @@ def test_the_largest_sums_of_integers_fit(simd, name):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_change_nothing_but_rounding_and_each_count_repeats(simd, rng, threads):
+def test_threads_change_nothing_but_rounding_and_each_count_repeats(rng, threads):
     s = Scattered(rng, [2500, 300, 700], heads=2, dim=64)
     seed = rng.integers(1000)
     first = attend(s, [1, 1, 60], rng=np.random.default_rng(seed), threads=threads)
@@ -146,18 +146,18 @@ def test_threads_change_nothing_but_rounding_and_each_count_repeats(simd, rng, t
 @pytest.mark.parametrize("at_end", [False, True])
 @pytest.mark.parametrize("name", ["f32", "f16"])
 @pytest.mark.parametrize("dim", [8, 24, 64, 72])
-def test_nothing_outside_the_arrays_is_touched(simd, rng, at_end, name, dim):
+def test_nothing_outside_the_arrays_is_touched(rng, at_end, name, dim):
     for s, queries, out, scores in guarded_attention(rng, name, dim, at_end, (1, 2)):
         expected, mass = oracle.attention(queries, s.read_keys[0], s.read_values[0], 0.1)
         assert_close((out, scores, expected, mass))
 
 
-def test_no_sequences_are_no_work(simd):
+def test_no_sequences_are_no_work():
     layout = kernels.Layout(16, 1, 8)
     arena = np.zeros(layout.block_bytes, np.uint8)
     assert kernelcalls.attend(layout, arena, [], np.empty((0, 2, 8), np.float32), 1.0).shape == (0, 2, 8)
 
 
-def test_queries_before_the_first_token_give_zeros(simd, rng):
+def test_queries_before_the_first_token_give_zeros(rng):
     s = Scattered(rng, [3, 0], heads=1)
     assert_close(attend(s, [5, 2], rng=rng))

@@ -27,7 +27,7 @@ def queries_of(rng, n):
 @pytest.mark.parametrize(
     ("count", "bad"), half([(1, np.nan), (2, np.inf), (5, -np.inf), (40, np.nan), (40, np.inf), (TOKENS, -np.inf)])
 )
-def test_a_query_that_is_not_finite(rng, simd, cache, format, bad, count):
+def test_a_query_that_is_not_finite(rng, cache, format, bad, count):
     """It is in a call with others, of its own sequence and of another one."""
     queries = queries_of(rng, count + 3)
     row, head, options = count // 2, 4, {"query_lens": [count, 3], "return_lse": True, "return_scores": "head"}
@@ -51,7 +51,7 @@ def test_a_query_that_is_not_finite(rng, simd, cache, format, bad, count):
 
 
 @pytest.mark.parametrize("format", ["f32", "q4"])
-def test_where_all_scores_are_minus_infinity(rng, simd, format):
+def test_where_all_scores_are_minus_infinity(rng, format):
     """One token, whose key points away from the query."""
     cache = PagedKvCache(1, 16, 1, DIM, dtype=format)
     cache.allocate(1, 1)
@@ -65,7 +65,7 @@ def test_where_all_scores_are_minus_infinity(rng, simd, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_beside_sequences_that_share_blocks(rng, simd, cache, format):
+def test_beside_sequences_that_share_blocks(rng, cache, format):
     """They are read together, once for all."""
     ids = [1, *range(3, 10)]
     for seq_id in ids[1:]:
@@ -80,7 +80,7 @@ def test_beside_sequences_that_share_blocks(rng, simd, cache, format):
 
 
 @pytest.mark.parametrize("format", ["q8", "q4"])
-def test_with_a_residual(rng, simd, format):
+def test_with_a_residual(rng, format):
     cache = PagedKvCache(40, 16, HEADS, DIM, dtype=format, residual_length=32)
     cache.allocate(1, 100)
     cache.write(0, 1, *rng.standard_normal((2, 100, HEADS, DIM)).astype(np.float32))
@@ -98,7 +98,7 @@ def test_with_a_residual(rng, simd, format):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_scores(simd, sign):
+def test_the_largest_scores(sign):
     """Keys and queries as large as they may be: scores are near 2^103 or -2^103, and softmax is what it always is."""
     cache = PagedKvCache(4, 16, 1, DIM, dtype="f32")
     cache.allocate(1, 20)

@@ -68,7 +68,7 @@ def grown(rng, n):
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 @pytest.mark.parametrize("block_size", half([5, 64, 16, 33]))
-def test_windows(simd, rng, formats, block_size):
+def test_windows(rng, formats, block_size):
     s = Scattered(rng, [700, 1, 130, 64], block_size=block_size, key_format=formats[0], value_format=formats[1])
     for window in rng.choice(WINDOWS, 2, replace=False).tolist():
         for num_queries in ([1, 1, 1, 1], [1, 0, 130, 9]):
@@ -78,7 +78,7 @@ def test_windows(simd, rng, formats, block_size):
 
 @pytest.mark.parametrize("formats", [("f32", "f32"), ("q4", "q4"), ("q8", "f16")], ids="-".join)
 @pytest.mark.parametrize("dim", [8, 24, 64, 128, 256, 320, 512])
-def test_all_options_at_once(simd, rng, formats, dim):
+def test_all_options_at_once(rng, formats, dim):
     s = Scattered(rng, [300, 40], dim=dim, key_format=formats[0], value_format=formats[1])
     for group in (1, 3):
         sinks = rng.standard_normal(2 * group).astype(np.float32)
@@ -88,7 +88,7 @@ def test_all_options_at_once(simd, rng, formats, dim):
 
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("name", ["f32", "q8"])
-def test_windows_count_stored_tokens(simd, rng, holes, name):
+def test_windows_count_stored_tokens(rng, holes, name):
     s = Scattered(rng, [1500, 400], block_size=16, key_format=name, holes=holes)
     for window in (5, 130, 1025):
         compare(rng, s, [1, 30], window=window, threads=2)
@@ -96,7 +96,7 @@ def test_windows_count_stored_tokens(simd, rng, holes, name):
 
 
 @pytest.mark.parametrize("name", ["f32", "q4"])
-def test_hidden_tokens_and_windows(simd, rng, name):
+def test_hidden_tokens_and_windows(rng, name):
     """Queries whose windows end before, within and behind the tokens that are shown."""
     s = Scattered(rng, [200, 30], key_format=name)
     for hidden in (1, 20, 25, 100):
@@ -110,12 +110,12 @@ def test_hidden_tokens_and_windows(simd, rng, name):
 
 @pytest.mark.parametrize("cap", [1e-30, 0.01, 1.0, 50.0, 1e15])
 @pytest.mark.parametrize("num_queries", [1, 20])
-def test_soft_caps(simd, rng, cap, num_queries):
+def test_soft_caps(rng, cap, num_queries):
     s = Scattered(rng, [150], dim=64)
     compare(rng, s, [num_queries], softcap=cap, spread=5.0)
 
 
-def test_the_soft_cap_keeps_relative_precision(simd, rng):
+def test_the_soft_cap_keeps_relative_precision(rng):
     """The lse of a single token is its score; kvc_simd.h states 3e-7 for the tangent, products add 3e-7."""
     n = 4000
     x = np.concatenate([10.0 ** rng.uniform(-20, 3, n), rng.uniform(0.6, 0.65, n), rng.uniform(0, 12, n), [0.625, 0]])
@@ -135,7 +135,7 @@ def test_the_soft_cap_keeps_relative_precision(simd, rng):
 
 
 @pytest.mark.parametrize("sink", [-3e38, -200.0, 0.0, 7.0, 200.0, 3e38])
-def test_sinks_of_any_size(simd, rng, sink):
+def test_sinks_of_any_size(rng, sink):
     s = Scattered(rng, [100, 1, 0], heads=1)
     sinks = np.array([sink, 1.0], np.float32)
     out, lse = compare(rng, s, [5, 1, 2], sinks=sinks)
@@ -144,7 +144,7 @@ def test_sinks_of_any_size(simd, rng, sink):
 
 
 @pytest.mark.parametrize("formats", [("f32", "f32"), ("q4", "q4"), ("q8", "q3")], ids="-".join)
-def test_each_query_has_sinks_of_its_own(simd, rng, formats):
+def test_each_query_has_sinks_of_its_own(rng, formats):
     s = Scattered(rng, [100, 3000, 7, 2], key_format=formats[0], value_format=formats[1])
     sinks = (3 * rng.standard_normal((22, 6))).astype(np.float32)
     compare(rng, s, [7, 9, 4, 2], 3, sinks=sinks, window=2000, threads=2)
@@ -153,7 +153,7 @@ def test_each_query_has_sinks_of_its_own(simd, rng, formats):
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 @pytest.mark.parametrize("block_size", half([5, 33, 16]))
-def test_tokens_before_the_windows_are_not_read(simd, rng, formats, block_size):
+def test_tokens_before_the_windows_are_not_read(rng, formats, block_size):
     """Bytes of ones, which are NaN, in every block that no query sees a token of."""
     tokens, window = 40 * block_size, 2 * block_size
     s = Scattered(rng, [tokens], block_size=block_size, key_format=formats[0], value_format=formats[1])
@@ -176,7 +176,7 @@ def test_tokens_before_the_windows_are_not_read(simd, rng, formats, block_size):
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 @pytest.mark.parametrize("block_size", half([5, 33, 16]))
-def test_queries_that_see_everything(simd, rng, formats, block_size):
+def test_queries_that_see_everything(rng, formats, block_size):
     s = Scattered(rng, [150, 1, 0, 20], block_size=block_size, key_format=formats[0], value_format=formats[1])
     for num_queries in ([1, 3, 2, 0], [40, 1, 1, 70]):  # also more than there are tokens
         compare(rng, s, num_queries, whole=True, threads=2)
@@ -185,7 +185,7 @@ def test_queries_that_see_everything(simd, rng, formats, block_size):
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 @pytest.mark.parametrize("block_size", half([5, 64, 16]))
-def test_trees(simd, rng, formats, block_size):
+def test_trees(rng, formats, block_size):
     s = Scattered(rng, [1050, 7, 300], block_size=block_size, key_format=formats[0], value_format=formats[1])
     for counts in ([1, 7, 5], [40, 3, 0], [9, 0, 50 if FAST else 200]):
         for window in rng.choice((0, 1, 3, 20, 130), 1, replace=False).tolist():
@@ -196,7 +196,7 @@ def test_trees(simd, rng, formats, block_size):
 
 
 @pytest.mark.parametrize("name", ["f32", "q4"])
-def test_a_line_has_the_bits_of_a_causal_call(simd, rng, name):
+def test_a_line_has_the_bits_of_a_causal_call(rng, name):
     s = Scattered(rng, [1100], key_format=name)
     for count, window in ((1, 0), (20, 0), (100, 33), (130, 1)):
         queries = rng.standard_normal((count, 4, 32)).astype(np.float32)

@@ -64,7 +64,7 @@ def one(rng):
     np.testing.assert_allclose(scores, mass, rtol=4 * tolerance, atol=4 * tolerance, err_msg=case)
 
 
-def test_random_calls(simd, long):
+def test_random_calls(long):
     before = get_num_threads()
     try:
         rng = np.random.default_rng(11)

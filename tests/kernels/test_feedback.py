@@ -51,18 +51,17 @@ def oracle_steered(row, bits, factor):
 
 @formats
 @pytest.mark.parametrize("dim", [8, 24, 64])
-def test_codes_with_feedback_are_those_of_the_oracle(simd, rng, name, dim):
+def test_codes_with_feedback_are_those_of_the_oracle(rng, name, dim):
     rows = np.concatenate([hard_rows(rng, dim)[::4], rng.standard_normal((30, dim)).astype(np.float32)])[:, None]
     factors = calibration(rng, 1, 1, dim).factors(0)[0]
     want = [oracle_steered(row.tobytes(), BITS[name], factors[0].tobytes()) for row in rows[:, 0]]
     np.testing.assert_array_equal(stored(rows, name, factors=factors)[1][:, 0], np.stack(want))
 
 
-@pytest.mark.every_level
 @formats
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("block_size", [16, 48, 5])
-def test_every_level_and_every_division_into_calls_stores_the_same_bytes(rng, name, rotate, block_size):
+def test_every_division_into_calls_stores_the_same_bytes(rng, name, rotate, block_size):
     dim, heads = int(rng.choice([8, 32, 128])), 3
     rows = hard_rows(rng, dim)
     rows = rows[rng.integers(0, len(rows), (2 * block_size, heads))] / 2
@@ -71,18 +70,14 @@ def test_every_level_and_every_division_into_calls_stores_the_same_bytes(rng, na
     starts = [0, *sorted(rng.choice(np.arange(1, block_size), 3, replace=False).tolist()), block_size]
     runs = [(b, a, z) for b in range(2) for a, z in itertools.pairwise(starts)]
     tokens = [(b, i, i + 1) for b in range(2) for i in range(block_size)]
-    found = []
-    for level in kernels.simd_levels():
-        with kernels.use_simd(level):
-            for parts in (None, runs, tokens):
-                found.append(stored(rows, name, block_size=block_size, runs=parts, **options)[0])
+    found = [stored(rows, name, block_size=block_size, runs=parts, **options)[0] for parts in (None, runs, tokens)]
     for arena in found[1:]:
         np.testing.assert_array_equal(arena, found[0])
 
 
 @formats
 @pytest.mark.parametrize("rotate", [False, True])
-def test_feedback_reduces_the_error_of_scores(simd, rng, name, rotate):
+def test_feedback_reduces_the_error_of_scores(rng, name, rotate):
     rows = rng.standard_normal((100, 2, 64)).astype(np.float32)
     known = calibration(rng, 1, 2, 64)
     errors = []
@@ -95,7 +90,7 @@ def test_feedback_reduces_the_error_of_scores(simd, rng, name, rotate):
 @pytest.mark.parametrize("name", kernels.FORMATS)
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("block_size", [16, 5])
-def test_read_adds_the_centre_to_what_was_written_alone(simd, rng, name, rotate, block_size):
+def test_read_adds_the_centre_to_what_was_written_alone(rng, name, rotate, block_size):
     rotate = rotate and kernels.FORMATS[name].quantised
     rows = rng.standard_normal((block_size, 2, 32)).astype(np.float32)
     centres = rng.standard_normal((2, 32)).astype(np.float32) * 20

@@ -24,7 +24,7 @@ def rounded(x):
 @pytest.mark.parametrize("format", MATRIX_FORMATS)
 @pytest.mark.parametrize("counts", [[1], [0], [2, 0, 1, 7], [0, 0, 3], [5, 1, 1, 1, 0, 13]])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_groups(rng, simd, format, counts, has_bias):
+def test_groups(rng, format, counts, has_bias):
     matrices, n = matrices_of(rng, len(counts), format), sum(counts)
     biases = rng.standard_normal((len(counts), ROWS)).astype(np.float32) if has_bias else None
     x = rng.standard_normal((n, COLUMNS)).astype(np.float32)

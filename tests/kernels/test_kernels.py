@@ -35,7 +35,7 @@ def write_read(rows, name):
     return keys[:, 0]
 
 
-def test_all_halves_come_back_bit_for_bit(simd):
+def test_all_halves_come_back_bit_for_bit():
     expected = halves().astype(np.float32).reshape(-1, 8)
     got = write_read(expected, "f16")
     nan = np.isnan(expected)
@@ -43,7 +43,7 @@ def test_all_halves_come_back_bit_for_bit(simd):
     assert np.isnan(got[nan]).all()
 
 
-def test_floats_round_to_the_nearest_half_ties_to_even(simd, rng):
+def test_floats_round_to_the_nearest_half_ties_to_even(rng):
     finite = np.sort(halves()[np.isfinite(halves())].astype(np.float64))
     middles = (finite[1:] + finite[:-1]) / 2
     around = np.concatenate([np.nextafter(middles.astype(np.float32), np.float32(x)) for x in (-np.inf, np.inf)])
@@ -57,7 +57,7 @@ def test_floats_round_to_the_nearest_half_ties_to_even(simd, rng):
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("formats", [("f32", "f16"), ("f16", "f32")])
-def test_rows_are_read_as_the_format_stores_them(simd, rng, block_size, formats):
+def test_rows_are_read_as_the_format_stores_them(rng, block_size, formats):
     for dim in DIMS:
         s = Scattered(
             rng,
@@ -74,7 +74,7 @@ def test_rows_are_read_as_the_format_stores_them(simd, rng, block_size, formats)
             np.testing.assert_array_equal(s.read_values[i], to_format(s.values[i], formats[1]))
 
 
-def test_one_side_can_be_written_and_read_alone(simd, rng):
+def test_one_side_can_be_written_and_read_alone(rng):
     s = Scattered(rng, [20])
     more = rng.standard_normal(s.keys[0].shape).astype(np.float32)
     kernelcalls.write(s.layout, s.arena, s.runs[0], None, more)
@@ -87,7 +87,7 @@ def test_one_side_can_be_written_and_read_alone(simd, rng):
 
 @pytest.mark.parametrize("at_end", [False, True])
 @pytest.mark.parametrize("name", ["f32", "f16"])
-def test_write_and_read_stay_inside_their_arrays(simd, rng, at_end, name):
+def test_write_and_read_stay_inside_their_arrays(rng, at_end, name):
     for dim in DIMS:
         layout = kernels.Layout(5, 1, dim, name, name)
         arena = guarded(2 * layout.block_bytes, np.uint8, at_end=at_end)
@@ -107,7 +107,7 @@ BEYOND_F32 = [float(np.nextafter(np.float32(2.0**96), np.float32(np.inf))), -1e3
 
 @pytest.mark.parametrize("name", ["f16", "f32", "q4"])
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 15, 16, 17, 31, 33, 100])
-def test_check_names_the_first_value_that_does_not_fit(simd, name, n):
+def test_check_names_the_first_value_that_does_not_fit(name, n):
     x = copy_guarded(np.full(n, 65519.996 if name != "f32" else 2.0**96, np.float32))
     x[::2] *= -1
     assert kernelcalls.check(x, name) == -1
@@ -285,7 +285,6 @@ def test_an_environment_that_cannot_be_honoured_fails_the_import(name, value):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.no_level
 @pytest.mark.one_build
 def test_levels_that_a_build_has(monkeypatch):
     """A developer's build has what the CPU runs best, others all; KVCACHE_LEVELS names levels, with spaces or not."""

@@ -21,7 +21,7 @@ SIZES = [1, 3, 8, 15, 16, 17, 64, 100, 576, 2048]
 
 
 @pytest.mark.parametrize("dim", SIZES)
-def test_rms_norm(rng, simd, dim):
+def test_rms_norm(rng, dim):
     for shape in ((1, dim), (7, dim), (4, 3, dim)):
         x = rng.standard_normal(shape).astype(np.float32) * 3
         weight = rng.standard_normal(shape[1:]).astype(np.float32)
@@ -33,7 +33,7 @@ def test_rms_norm(rng, simd, dim):
         np.testing.assert_array_equal(np.concatenate(rows), out)
 
 
-def test_rms_norm_of_some_heads(rng, simd):
+def test_rms_norm_of_some_heads(rng):
     """A slice of heads is read where it lies; other strides are copied."""
     x = rng.standard_normal((5, 6, 24)).astype(np.float32)
     weight = rng.standard_normal((4, 24)).astype(np.float32)
@@ -45,7 +45,7 @@ def test_rms_norm_of_some_heads(rng, simd):
 
 
 @pytest.mark.parametrize("dim", SIZES)
-def test_layer_norm(rng, simd, dim):
+def test_layer_norm(rng, dim):
     """The error beside the largest number of a row; rows far from zero lose what their mean rounds."""
     weight, bias = rng.standard_normal((2, dim), dtype=np.float32)
     for shift in (0, 100):
@@ -64,7 +64,7 @@ def test_layer_norm(rng, simd, dim):
     assert layer_norm(x[:0], weight, bias, 1e-5).shape == (0, dim)
 
 
-def test_arrays_that_are_not_plain(rng, simd):
+def test_arrays_that_are_not_plain(rng):
     """Other strides, other byte orders and odd addresses give the bits of a plain array."""
     x, weight = rng.standard_normal((5, 24), dtype=np.float32), rng.standard_normal(24, dtype=np.float32)
     odd = np.zeros(x.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(x.shape)
@@ -81,7 +81,7 @@ def test_arrays_that_are_not_plain(rng, simd):
 
 
 @pytest.mark.parametrize("dim", [2, 16, 24, 64, 128])
-def test_rotate(rng, simd, dim):
+def test_rotate(rng, dim):
     """Each pair of channels is a complex number, turned by its angle; a slice of heads is read where it lies."""
     angles = rng.standard_normal((5, dim // 2)) * 10
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -96,7 +96,7 @@ def test_rotate(rng, simd, dim):
 
 
 @pytest.mark.parametrize(("dim", "turned"), [(24, 18), (16, 2), (8, 8), (7, 6), (8, 0)])
-def test_rotate_some_channels(rng, simd, dim, turned):
+def test_rotate_some_channels(rng, dim, turned):
     """The first channels as a head of that size; the others stay, bit for bit."""
     angles = rng.standard_normal((5, turned // 2)) * 10
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -108,7 +108,7 @@ def test_rotate_some_channels(rng, simd, dim, turned):
 
 
 @pytest.mark.parametrize("dim", SIZES)
-def test_swiglu(rng, simd, dim):
+def test_swiglu(rng, dim):
     x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 4
     gate, up = x[:, :dim].astype(np.float64), x[:, dim:].astype(np.float64)
     want = gate / (1 + np.exp(-gate)) * up
@@ -117,7 +117,7 @@ def test_swiglu(rng, simd, dim):
     np.testing.assert_array_equal(np.concatenate([swiglu(x[i : i + 1]) for i in range(5)]), out)
 
 
-def test_swiglu_far_out(simd):
+def test_swiglu_far_out():
     """Large gates pass or vanish without a NaN."""
     gates = np.array([-3e38, -1000, -104, -88, -80, 0, 80, 88, 1000, 3e38], np.float32)
     out = swiglu(np.concatenate([gates, np.ones_like(gates)])[None])[0]
@@ -132,14 +132,14 @@ def gelu_tanh(gate):
 
 
 @pytest.mark.parametrize("dim", SIZES)
-def test_geglu(rng, simd, dim):
+def test_geglu(rng, dim):
     x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 3
     out = geglu(x)
     np.testing.assert_allclose(out, gelu_tanh(x[:, :dim]) * x[:, dim:], rtol=3e-6, atol=1e-6)
     np.testing.assert_array_equal(np.concatenate([geglu(x[i : i + 1]) for i in range(5)]), out)
 
 
-def test_geglu_far_out(simd):
+def test_geglu_far_out():
     gates = np.array([-3e38, -1e13, -1000, -8, -5, -1, 0, 1, 80, 1e13, 3e38], np.float32)
     out = geglu(np.concatenate([gates, np.ones_like(gates)])[None])[0]
     assert np.isfinite(out).all()
@@ -149,7 +149,7 @@ def test_geglu_far_out(simd):
 
 
 @pytest.mark.parametrize("dim", SIZES)
-def test_gelu(rng, simd, dim):
+def test_gelu(rng, dim):
     """The bits of `geglu` beside ones."""
     x = rng.standard_normal((5, dim), dtype=np.float32) * 3
     x[0, 0] = -3e38
@@ -160,7 +160,7 @@ def test_gelu(rng, simd, dim):
 
 
 @pytest.mark.parametrize("dim", SIZES)
-def test_xielu(rng, simd, dim):
+def test_xielu(rng, dim):
     """From tiny numbers to large ones; at zero the lower part holds."""
     def twin(x, positive, negative, beta, eps):
         below = (np.expm1(np.minimum(x, eps)) - x) * negative + beta * x
@@ -178,7 +178,7 @@ def test_xielu(rng, simd, dim):
 
 
 @pytest.mark.parametrize("dim", SIZES)
-def test_clamped_swiglu(rng, simd, dim):
+def test_clamped_swiglu(rng, dim):
     x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 4
     x[0, :2] = -3e38, 3e38
     gate, up = np.minimum(x[:, :dim].astype(np.float64), 2.5), np.clip(x[:, dim:].astype(np.float64), -2.5, 2.5)
@@ -191,14 +191,14 @@ def test_clamped_swiglu(rng, simd, dim):
 
 
 @pytest.mark.parametrize("gate", [swiglu, geglu, lambda x: clamped_swiglu(x, 1.702, 7.0)])
-def test_gates_keep_nan(simd, gate):
+def test_gates_keep_nan(gate):
     x = np.ones((2, 34), np.float32)
     x[0, 3], x[1, 17 + 5] = np.nan, np.nan
     assert np.argwhere(np.isnan(gate(x))).tolist() == [[0, 3], [1, 5]]
 
 
 @pytest.mark.parametrize("dim", SIZES)
-def test_softcap(rng, simd, dim):
+def test_softcap(rng, dim):
     x = rng.standard_normal((5, dim)).astype(np.float32) * 30
     x[0, 0] = 3e38
     out = softcap(x, 30.0)
@@ -219,7 +219,7 @@ def test_top_experts(rng, experts, count, normalise):
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7])
-def test_threads_share_the_rows(rng, simd, threads):
+def test_threads_share_the_rows(rng, threads):
     """Rows in so many items that several threads compute them, the last item smaller: the bits of one thread."""
     x = rng.standard_normal((301, 12, 64)).astype(np.float32)
     weight = rng.standard_normal((9, 64)).astype(np.float32)

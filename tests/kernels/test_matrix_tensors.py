@@ -30,7 +30,7 @@ def capsules(tensor, arrays):
 @pytest.mark.parametrize("format", MATRIX_FORMATS)
 @pytest.mark.parametrize("sizes", [[40], [16, 32, 5], [48, 16]])
 @pytest.mark.parametrize("shape", half([(2, 3), (1,), (1, 17), (3, 0)]))
-def test_tensors_get_the_bits_of_a_product(rng, simd, format, sizes, shape):
+def test_tensors_get_the_bits_of_a_product(rng, format, sizes, shape):
     matrix, bias = filled(rng, sum(sizes), 70, format), rng.standard_normal(sum(sizes)).astype(np.float32)
     for biases in (None, bias):
         for activations in ("int8", "exact"):

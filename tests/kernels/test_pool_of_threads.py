@@ -15,8 +15,6 @@ from kvcache.kernels import kernelcalls
 from kvcache.kernels.matrix import Matrix
 from kvcache.support.cpus import available_cpus, has_quota
 
-pytestmark = pytest.mark.no_level
-
 
 def check_run(count, num_threads, work):
     times, threads = kernelcalls.run_items(count, num_threads, work)

@@ -54,7 +54,7 @@ def oracle_quantise(row, bits):
 @formats
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("block_size", [16, 5])
-def test_rows_are_read_within_the_error_bound(simd, rng, name, rotate, block_size):
+def test_rows_are_read_within_the_error_bound(rng, name, rotate, block_size):
     for dim in (8, 32, 64, 128, 256, 512):
         rows = hard_rows(rng, dim)
         rows = np.concatenate([rows[:160:5], rows[160:]])
@@ -71,7 +71,7 @@ def test_rows_are_read_within_the_error_bound(simd, rng, name, rotate, block_siz
 
 @pytest.mark.parametrize("name", ["q4", "q3", "q2"])
 @pytest.mark.parametrize("dim", [8, 24, 128, 512])
-def test_the_codes_are_those_of_the_oracle(simd, rng, name, dim):
+def test_the_codes_are_those_of_the_oracle(rng, name, dim):
     """Rows are read, bit for bit, as minimum + scale * code of the oracle."""
     heavy = rng.standard_t(3, (20, dim)) * np.exp(rng.standard_normal((20, 1)))
     rows = np.concatenate([hard_rows(rng, dim)[::3], np.clip(heavy, -60000, 60000)]).astype(np.float32)
@@ -99,7 +99,7 @@ def test_the_fit_reduces_the_error_of_normal_rows(rng, name, share, rotate):
 
 @pytest.mark.parametrize("name", ["q4", "q3", "q2"])
 @pytest.mark.parametrize("rotate", [False, True])
-def test_rows_on_a_grid_are_exact(simd, rng, name, rotate):
+def test_rows_on_a_grid_are_exact(rng, name, rotate):
     """If the range has no error, the fit is not used."""
     top = 2 ** BITS[name] - 1
     rows = rng.integers(0, top + 1, (50, 64)).astype(np.float32)
@@ -112,14 +112,14 @@ def test_rows_on_a_grid_are_exact(simd, rng, name, rotate):
 @formats
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 3.14159, -271.8, 65504.0, -65504.0, 1e-3, -1e-3, 6e-8, 65519.0])
-def test_constant_rows_are_exact_in_f16(simd, name, rotate, value):
+def test_constant_rows_are_exact_in_f16(name, rotate, value):
     for block_size in (16, 3):
         got, _ = write_read(np.full((3, 64), value, np.float32), name, rotate=rotate, block_size=block_size)
         np.testing.assert_array_equal(got, np.float32(np.float16(value)))
 
 
 @formats
-def test_halves_between_two_codes_go_to_the_even_one(simd, name):
+def test_halves_between_two_codes_go_to_the_even_one(name):
     top = 2 ** BITS[name] - 1
     codes = np.resize([0, top, 0.5, 1.5, 2.5, top - 0.5, top - 1.5, 1.4999999], 64)  # minimum 0, scale 1
     got, _ = write_read(codes[None], name)
@@ -130,22 +130,7 @@ def test_halves_between_two_codes_go_to_the_even_one(simd, name):
 
 @formats
 @block_sizes
-@pytest.mark.parametrize("rotate", [False, True])
-def test_every_level_stores_the_same_bytes(rng, name, block_size, rotate):
-    for dim in (8, 64, 128):
-        rows = hard_rows(rng, dim)
-        results = []
-        for level in kernels.simd_levels():
-            with kernels.use_simd(level):
-                results.append(write_read(rows, name, rotate=rotate, block_size=block_size))
-        for got, arena in results:
-            np.testing.assert_array_equal(arena, results[0][1])
-            np.testing.assert_array_equal(got, results[0][0])
-
-
-@formats
-@block_sizes
-def test_writing_token_by_token_is_the_same_as_at_once(simd, rng, name, block_size):
+def test_writing_token_by_token_is_the_same_as_at_once(rng, name, block_size):
     layout = kernels.Layout(block_size, 2, 32, name, name)
     rows = rng.standard_normal((block_size, 2, 32)).astype(np.float32)
     arenas = [rng.integers(0, 256, layout.block_bytes, dtype=np.uint8) for _ in range(2)]
@@ -165,7 +150,7 @@ def test_writing_token_by_token_is_the_same_as_at_once(simd, rng, name, block_si
 @formats
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("block_size", [16, 48, 5])
-def test_the_bytes_of_a_row_do_not_depend_on_other_rows(simd, rng, name, rotate, block_size):
+def test_the_bytes_of_a_row_do_not_depend_on_other_rows(rng, name, rotate, block_size):
     """Up to 16 rows are coded at a time: of one tile, or of many heads, sequences and both sides. The bytes are those
     of each row alone, whatever the runs of a call."""
     dim, heads, num_blocks = 64, 3, 6
@@ -257,7 +242,7 @@ def relative_errors(got):
 @formats
 @pytest.mark.parametrize("rotate", [False, True])
 @block_sizes
-def test_attention_agrees_with_the_rows_of_read(simd, rng, name, rotate, block_size):
+def test_attention_agrees_with_the_rows_of_read(rng, name, rotate, block_size):
     s = Scattered(rng, [1, 15, 100, 37], block_size=block_size, dim=64, key_format=name, rotate=rotate, holes=True)
     for num_queries in ([1, 1, 1, 1], [1, 15, 40, 2]):
         got = attend(s, num_queries, 3, rng=rng, sinks=[0, 3, 20, 16])
@@ -267,14 +252,14 @@ def test_attention_agrees_with_the_rows_of_read(simd, rng, name, rotate, block_s
 
 @formats
 @pytest.mark.parametrize("dim", half([8, 32, 24, 96, 40, 128, 80, 256, 320, 512]))
-def test_attention_at_any_head_dim(simd, rng, name, dim):
+def test_attention_at_any_head_dim(rng, name, dim):
     s = Scattered(rng, [77], dim=dim, key_format=name)
     for group in (1, 2, 5, 8):
         assert relative_errors(attend(s, [1], group, rng=rng)).max() <= 0.01
 
 
 @pytest.mark.parametrize("names", [("f16", "q4"), ("q8", "f32"), ("q6", "q4"), ("q3", "q6"), ("q2", "q8")])
-def test_keys_and_values_of_different_formats(simd, rng, names):
+def test_keys_and_values_of_different_formats(rng, names):
     s = Scattered(rng, [77], dim=64, key_format=names[0], value_format=names[1])
     assert relative_errors(attend(s, [1], 4, rng=rng)).max() <= 0.01
     assert relative_errors(attend(s, [20], 4, rng=rng)).max() <= 0.01
@@ -282,7 +267,7 @@ def test_keys_and_values_of_different_formats(simd, rng, names):
 
 @formats
 @pytest.mark.parametrize(("tokens", "spread"), half([(256, 3.0), (256, 1.0), (256, 8.0), (4096, 3.0)]))
-def test_the_bound_holds_for_any_score_spread(simd, rng, name, spread, tokens):
+def test_the_bound_holds_for_any_score_spread(rng, name, spread, tokens):
     errors = []
     for rotate in (False, True):
         s = Scattered(rng, [tokens], heads=2, dim=128, key_format=name, rotate=rotate)
@@ -293,7 +278,7 @@ def test_the_bound_holds_for_any_score_spread(simd, rng, name, spread, tokens):
 
 @formats
 @pytest.mark.parametrize("dim", [32, 64, 96, 256, 512])
-def test_the_largest_sums_do_not_overflow(simd, rng, name, dim):
+def test_the_largest_sums_do_not_overflow(rng, name, dim):
     """All codes but one of a row at one end, all digits of queries and of weights at theirs, with either sign."""
     s = Scattered(rng, [320], heads=1, dim=dim, key_format=name)
     row = np.ones(dim, np.float32)
@@ -310,7 +295,7 @@ def test_the_largest_sums_do_not_overflow(simd, rng, name, dim):
 
 @formats
 @pytest.mark.parametrize("rotate", [False, True])
-def test_outlier_channels_and_offsets(simd, rng, name, rotate):
+def test_outlier_channels_and_offsets(rng, name, rotate):
     s = Scattered(rng, [500], heads=1, dim=128, key_format=name, rotate=rotate)
     keys, values = s.keys[0], s.values[0]
     keys[..., [3, 50, 90, 127]] *= 8
@@ -323,7 +308,7 @@ def test_outlier_channels_and_offsets(simd, rng, name, rotate):
 
 
 @formats
-def test_attention_ignores_unused_slots(simd, rng, name):
+def test_attention_ignores_unused_slots(rng, name):
     def garbage(size, dtype):
         return np.full(size, 0xFF, dtype)  # scales and minima are NaN
 
@@ -336,6 +321,6 @@ def test_attention_ignores_unused_slots(simd, rng, name):
 @pytest.mark.parametrize("at_end", [False, True])
 @formats
 @pytest.mark.parametrize("dim", [8, 24, 64])
-def test_nothing_outside_the_arrays_is_touched(simd, rng, at_end, name, dim):
+def test_nothing_outside_the_arrays_is_touched(rng, at_end, name, dim):
     for _, _, out, _ in guarded_attention(rng, name, dim, at_end, (2,)):
         assert np.isfinite(out).all()

@@ -71,7 +71,7 @@ def whole(subject):
 @pytest.mark.parametrize(("biased", "silu"), [(False, False), (True, True)])
 @pytest.mark.parametrize("taps", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("channels", [1, 7, 16, 33, 300])
-def test_convolve(rng, simd, channels, taps, biased, silu):
+def test_convolve(rng, channels, taps, biased, silu):
     for n in (1, 2, 9):
         subject = convolution_subject(rng, n, channels, taps, biased, silu)
         out, slot = whole(subject)
@@ -84,7 +84,7 @@ def test_convolve(rng, simd, channels, taps, biased, silu):
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("shape", SCANS)
-def test_scan(rng, simd, shape, delta, tiled):
+def test_scan(rng, shape, delta, tiled):
     heads, _, size, dim = shape
     for n in (1, 2, 9):
         subject = scan_subject(rng, n, shape, delta, tiled)
@@ -105,7 +105,7 @@ def subjects(rng, n):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_bits_of_pieces_and_company(rng, simd, threads):
+def test_bits_of_pieces_and_company(rng, threads):
     """Texts in any pieces, any of them in a call, in any slots: results and states of each alone, bit for bit."""
     before = get_num_threads()
     try:
@@ -141,7 +141,7 @@ def test_bits_of_pieces_and_company(rng, simd, threads):
         set_num_threads(before)
 
 
-def test_many_threads_share_a_large_scan(rng, simd):
+def test_many_threads_share_a_large_scan(rng):
     before = get_num_threads()
     try:
         for subject in (scan_subject(rng, 40, (4, 2, 64, 64), True), convolution_subject(rng, 200, 300, 4, True, True)):
@@ -155,7 +155,7 @@ def test_many_threads_share_a_large_scan(rng, simd):
         set_num_threads(before)
 
 
-def test_rows_of_other_strides(rng, simd):
+def test_rows_of_other_strides(rng):
     """Slices of wider rows are read where they lie; other strides are copied."""
     keys, queries, values, left, steps = scan_subject(rng, 6, (4, 2, 8, 16), True).arrays
     wide = np.concatenate([keys.reshape(6, -1), queries.reshape(6, -1), values.reshape(6, -1)], axis=1)
@@ -174,7 +174,7 @@ def scan_of(rows, slots, at, index, lens):
 
 
 @pytest.mark.parametrize("heads", [1, 7, 16, 33])
-def test_decays(rng, simd, heads):
+def test_decays(rng, heads):
     x, bias, rate = normal(rng, 40, heads) * 12, normal(rng, heads), -rng.random(heads, np.float32) * 3
     steps, left = decays(x, bias, rate, 0.0, float("inf"))
     exact = softplus(x + bias)
@@ -188,7 +188,7 @@ def test_decays(rng, simd, heads):
         np.testing.assert_array_equal(alone[1][0], left[i])
 
 
-def test_decays_far_out(simd):
+def test_decays_far_out():
     """Steps near zero keep their digits: a long memory is made of them. Large ones are themselves."""
     x = np.array([[-1000, -80, -40, -16.7, -9, 0, 19.9, 20.1, 80, 3e38]], np.float32)
     steps, left = decays(x, np.zeros(10, np.float32), np.full(10, -1, np.float32), 0.0, float("inf"))
@@ -200,7 +200,7 @@ def test_decays_far_out(simd):
 
 @pytest.mark.parametrize("dim", [1, 7, 16, 100])
 @pytest.mark.parametrize("silu", [False, True])
-def test_gate(rng, simd, dim, silu):
+def test_gate(rng, dim, silu):
     wide = normal(rng, 5, 2 * dim) * 4
     x, gates = wide[:, :dim], wide[:, dim:]
     out = gate(x, gates, silu)

@@ -106,7 +106,7 @@ def check(rng, tokens, num_queries, *, dim, group=2, heads=2, sinks=0, spread=1.
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-def test_formats(simd, rng, formats):
+def test_formats(rng, formats):
     check(rng, 1300, 110, dim=64, key_format=formats[0], value_format=formats[1])
 
 
@@ -129,14 +129,14 @@ def test_levels_have_the_same_bits(rng, formats):
 
 @pytest.mark.parametrize("dim", half([8, 16, 24, 40, 80, 128, 256, 512]))
 @pytest.mark.parametrize("name", ["f32", "f16", "q8", "q3"])
-def test_head_dims(simd, rng, dim, name):
+def test_head_dims(rng, dim, name):
     rotate = dim & (dim - 1) == 0 and kernels.FORMATS[name].quantised
     check(rng, 560, 45, dim=dim, heads=1, key_format=name, rotate=rotate)
 
 
 @pytest.mark.parametrize("dims", half([(192, 128), (64, 256), (8, 40), (24, 16)]), ids=str)
 @pytest.mark.parametrize("formats", [("f32", "f32"), ("q8", "q8"), ("q4", "f16"), ("f32", "q3")], ids="-".join)
-def test_values_of_another_head_dim(simd, rng, dims, formats):
+def test_values_of_another_head_dim(rng, dims, formats):
     rotate = tuple(d & (d - 1) == 0 and kernels.FORMATS[name].quantised for d, name in zip(dims, formats, strict=True))
     check(
         rng, 1100, 45, dim=dims[0], value_dim=dims[1], heads=1, key_format=formats[0], value_format=formats[1],
@@ -146,44 +146,43 @@ def test_values_of_another_head_dim(simd, rng, dims, formats):
 
 @pytest.mark.parametrize("group", half(range(1, 9)))
 @pytest.mark.parametrize("name", ["f32", "q8", "q4"])
-def test_groups(simd, rng, group, name):
+def test_groups(rng, group, name):
     check(rng, 600, 20, dim=32, heads=1, group=group, key_format=name)
 
 
 @pytest.mark.parametrize("block_size", half([1, 5, 16, 64, 256]))
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("name", ["f32", "q4"])
-def test_blocks_and_holes(simd, rng, block_size, holes, name):
+def test_blocks_and_holes(rng, block_size, holes, name):
     check(rng, 1100, 30, dim=32, block_size=block_size, holes=holes, key_format=name, sinks=3 * holes)
 
 
 @pytest.mark.parametrize("sinks", [1, 4, 64, 600, 5000])
 @pytest.mark.parametrize("name", ["f16", "q8"])
-def test_sinks(simd, rng, sinks, name):
+def test_sinks(rng, sinks, name):
     check(rng, 1200, 25, dim=32, sinks=sinks, key_format=name)
 
 
 @pytest.mark.parametrize("name", ["f32", "f16", "q8", "q4"])
-def test_long_contexts(simd, rng, name):
-    tokens = 2100 if simd == "scalar" else 4500
-    check(rng, tokens, 18, dim=64, heads=1, group=3, key_format=name)
-    check(rng, tokens, 1300 if simd != "scalar" else 100, dim=32, heads=1, group=1, key_format=name)
+def test_long_contexts(rng, name):
+    check(rng, 4500, 18, dim=64, heads=1, group=3, key_format=name)
+    check(rng, 4500, 1300, dim=32, heads=1, group=1, key_format=name)
 
 
 @pytest.mark.parametrize("name", ["f32", "q8"])
-def test_the_first_tokens_of_a_sequence(simd, rng, name):
+def test_the_first_tokens_of_a_sequence(rng, name):
     check(rng, 130, 130, dim=32, key_format=name)
     check(rng, 1, 1, dim=32, key_format=name)
 
 
 @pytest.mark.parametrize("spread", [0.0, 40.0])
 @pytest.mark.parametrize("name", ["f32", "q4"])
-def test_equal_and_far_apart_scores(simd, rng, spread, name):
+def test_equal_and_far_apart_scores(rng, spread, name):
     check(rng, 1100, 40, dim=32, spread=spread, key_format=name)
 
 
 @pytest.mark.parametrize("name", ["f32", "q8"])
-def test_scores_do_not_depend_on_the_threads(simd, rng, name):
+def test_scores_do_not_depend_on_the_threads(rng, name):
     s = Scattered(rng, [1300], key_format=name)
     rows = Rows(s, 25, 4, rng, sinks=4)
     results = []
@@ -205,7 +204,7 @@ def threads_kept():
 
 @pytest.mark.parametrize("dtype", few("f16", "q8", "q4", "f32"))
 @pytest.mark.parametrize("block_size", [5, 16])
-def test_a_prompt_in_chunks_through_the_paged_cache(simd, threads_kept, rng, dtype, block_size):
+def test_a_prompt_in_chunks_through_the_paged_cache(threads_kept, rng, dtype, block_size):
     """Two prompts as a whole, and the same prompts in chunks of other sizes while the other one decodes."""
     lengths, heads, group, dim = [1200, 90], 2, 2, 32
     k, v = (rng.standard_normal((2, max(lengths), heads, dim)).astype(np.float32) for _ in range(2))

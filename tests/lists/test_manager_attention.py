@@ -29,7 +29,7 @@ def scattered(bits, heads, dim, rng, n=300, capacity=200):
 
 @pytest.mark.parametrize("num_queries", [1, 2, 65])
 @pytest.mark.parametrize(("heads", "group", "dim"), [(2, 4, 64), (1, 1, 4), (3, 2, 40)])
-def test_attention_over_scattered_slots(simd, unquantised, num_queries, heads, group, dim):
+def test_attention_over_scattered_slots(unquantised, num_queries, heads, group, dim):
     rng = np.random.default_rng(num_queries)
     cache = scattered(4, heads, dim, rng)
     q = rng.standard_normal((num_queries, heads * group, dim)).astype(np.float32)
@@ -39,7 +39,7 @@ def test_attention_over_scattered_slots(simd, unquantised, num_queries, heads, g
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(("heads", "group", "dim"), [(2, 4, 128), (1, 1, 12), (3, 2, 64)])
-def test_attention_on_packed_rows(simd, bits, heads, group, dim):
+def test_attention_on_packed_rows(bits, heads, group, dim):
     rng = np.random.default_rng(bits)
     cache = scattered(bits, heads, dim, rng)
     for num_queries in (1, 9):

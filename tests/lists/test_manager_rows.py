@@ -15,7 +15,7 @@ from kvcache import CacheManager, KVCacheConfig
         (4, [0, 0.5, -0.5, 1, -1], 1, 0.2),
     ],
 )
-def test_round_trip(simd, bits, row, heads, bound):
+def test_round_trip(bits, row, heads, bound):
     cache = manager(heads=heads, dim=len(row) // heads, bits=bits)
     cache.append(row, row)
     for got in cache.get([0]):
@@ -23,7 +23,7 @@ def test_round_trip(simd, bits, row, heads, bound):
         assert np.abs(got[0] - row).max() < bound
 
 
-def test_ties_round_to_even(simd):
+def test_ties_round_to_even():
     # 0 and 255 make the scale 1 (fewer bits would be fitted). Seven channels are padded in storage and so not rotated.
     row = np.array([0, 255, 2.5, 3.5, 4.5, 1.3, 1.7], np.float32)
     cache = manager(heads=1, dim=7, bits=8)
@@ -34,7 +34,7 @@ def test_ties_round_to_even(simd):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dim", [4, 5, 8, 40, 64])
 @pytest.mark.parametrize("constant", [0.5, 0.42, 1.0, 100.0, -1.0, -0.42])
-def test_constant_rows_are_exact(simd, bits, dim, constant):
+def test_constant_rows_are_exact(bits, dim, constant):
     cache = manager(dim=dim, bits=bits)
     row = np.full(2 * dim, constant, np.float32)
     cache.append(row, -row)

@@ -17,7 +17,7 @@ from kvcache.engine import ModelConfig, Transformer
 from kvcache.errors import CheckpointError
 from kvcache.networks.checkpoint import Checkpoint
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOKENS = np.arange(7, 27).astype(np.uint32)
 

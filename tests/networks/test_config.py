@@ -11,7 +11,7 @@ from configs import BAND, GEMMA2, GEMMA3, GPT_OSS, LLAMA, MISTRAL, QWEN2, QWEN3,
 from kvcache.engine import ModelConfig
 from kvcache.errors import CheckpointError
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def test_defaults_of_absent_keys():

@@ -21,8 +21,6 @@ from kvcache.networks.expert_kinds import ExpertKind, StackedExperts
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.families import FAMILIES, Family
 
-pytestmark = pytest.mark.no_level
-
 NETWORKS = ("qwen3_moe", "mixtral", "gpt_oss")
 
 

@@ -12,7 +12,7 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.towers import TOWERS
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def test_the_table_of_the_guide():

@@ -33,7 +33,6 @@ from kvcache.engine import InferenceEngine, ModelConfig, PrefixCachedEngine, Tra
 from kvcache.errors import CheckpointError
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
 
-pytestmark = pytest.mark.no_level
 
 @pytest.mark.parametrize("name", in_every_build(CONVERTIBLE))
 def test_the_same_network(tmp_path, name):

@@ -17,8 +17,6 @@ from seeded_weights import golden_folder, seeded
 from kvcache.engine import ModelConfig, Transformer
 
 llama_cpp = pytest.importorskip("llama_cpp")
-pytestmark = pytest.mark.no_level
-
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # llama.cpp rounds the bounds of YaRN, gpt-oss does not; it has no output matrix in Gemma 2; its OLMo 3 has three layers
 # with a window for one without, and all layers of its Mellum have one base.

@@ -21,8 +21,6 @@ from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.gguf import GgufCheckpoint
 
-pytestmark = pytest.mark.no_level
-
 SIMPLE = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")  # types that the gguf package can make
 
 

@@ -6,7 +6,7 @@ import pytest
 from hostile import checkpoints as hostile_checkpoints
 from hostile.limited_process import outcomes_of
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]
 
 
 @pytest.fixture(scope="module")

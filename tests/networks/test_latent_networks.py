@@ -23,7 +23,7 @@ from kvcache.eviction import EvictionPolicy
 from kvcache.kernels.kernels import FORMATS
 from kvcache.networks.config import ModelConfig
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 DRAWN = SamplingParams(temperature=0.8, seed=3, max_tokens=12, repetition_penalty=1.0)
 

@@ -20,7 +20,7 @@ from kvcache.kernels.matrix import Matrix
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.fingerprint import fingerprint
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOKENS = np.arange(40, dtype=np.uint32)
 

@@ -22,7 +22,7 @@ from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.hidden_rows import HiddenRows
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOKENS = np.random.default_rng(3).integers(0, 96, 30).astype(np.uint32)
 

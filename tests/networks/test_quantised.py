@@ -22,7 +22,7 @@ from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.names import tensors_of
 from kvcache.networks.packed_matrices import _E4M3
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,

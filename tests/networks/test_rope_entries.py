@@ -14,7 +14,7 @@ from seeded_weights import seeded
 from kvcache.engine import ModelConfig
 from kvcache.errors import CheckpointError
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def test_two_rotary_embeddings():

@@ -19,7 +19,7 @@ from kvcache.networks.files import MAX_JSON_BYTES
 from kvcache.networks.safetensors import SafetensorsFile
 from kvcache.support import regular_files as files
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture

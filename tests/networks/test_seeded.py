@@ -11,7 +11,7 @@ from serving import run, settled
 from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, SamplingParams, Transformer
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)
 NOISE = 2e-6  # of the largest logit: float32 against float64

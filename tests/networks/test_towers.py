@@ -17,7 +17,7 @@ from kvcache.errors import CheckpointError
 from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.towers import TOWERS
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOWER_FOLDERS = sorted(path.parent for path in GOLDEN.glob("towers/*/config.json"))
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=64)

@@ -407,7 +407,6 @@ def test_memory_and_progress():
 
 @pytest.mark.exhaustive
 @pytest.mark.one_build
-@pytest.mark.no_level
 def test_loading_takes_little_more_than_the_result(tmp_path):
     """The most memory that loading takes, in a process of its own, for a network whose f32 weights take 59 MB."""
     script = f"""

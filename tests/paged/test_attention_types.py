@@ -25,7 +25,7 @@ else:
             assert isinstance(value, get_origin(kind) or kind)
 
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 Float32 = npt.NDArray[np.float32]
 
 

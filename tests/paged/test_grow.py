@@ -257,7 +257,6 @@ print(before, status("VmRSS"), status("VmHWM"), sum("rw-p" in line for line in o
 
 
 @pytest.mark.one_build
-@pytest.mark.no_level
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_memory_in_use_rises_by_one_layer_at_most():
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=300)

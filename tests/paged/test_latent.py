@@ -49,7 +49,7 @@ def error_of(got, want):
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("latent", SIZES)
-def test_attention_is_that_over_rows_and_their_first_channels(simd, latent, dtype):
+def test_attention_is_that_over_rows_and_their_first_channels(latent, dtype):
     cache, _ = filled(latent, dtype)
     keys, values = cache.read(0, 0)
     assert np.array_equal(values, keys[:, :, : latent[0]])
@@ -125,7 +125,7 @@ def test_rows_in_f16_beside_packed_ones():
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("latent", SIZES)
-def test_rows_less_a_centre(simd, rng, latent, dtype):
+def test_rows_less_a_centre(rng, latent, dtype):
     """Outputs, log-sum-exps, masses and sinks are those of the rows that are read; V lacks the centre too."""
     dim, known = sum(latent), known_by(rng, sum(latent))
     rows = rng.standard_normal((TOKENS, 1, dim)).astype(np.float32) + known.centres[0]

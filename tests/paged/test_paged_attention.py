@@ -25,7 +25,7 @@ def close(got, want, tolerance=5e-6):
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 @pytest.mark.parametrize("block_size", [1, 3, 16, 256])
 @pytest.mark.parametrize(("heads", "group", "dim"), [(2, 4, 64), (1, 1, 8), (3, 2, 40)])
-def test_mixed_batch(simd, dtype, block_size, heads, group, dim):
+def test_mixed_batch(dtype, block_size, heads, group, dim):
     rng = np.random.default_rng(block_size)
     lengths, query_lens = [1, 37, 130, 64, 9], [1, 1, 40, 64, 0]
     cache = PagedKvCache(600 // block_size + 6, block_size, heads, dim, num_layers=2, dtype=dtype)
@@ -46,7 +46,7 @@ def test_mixed_batch(simd, dtype, block_size, heads, group, dim):
         token += n
 
 
-def test_holes_forks_and_sinks(simd):
+def test_holes_forks_and_sinks():
     rng = np.random.default_rng(1)
     cache = PagedKvCache(64, 8, 2, 32, dtype="f32")
     k, v = fill(cache, rng, 0, 100)
@@ -98,7 +98,7 @@ def test_bad_calls():
 
 
 @pytest.mark.parametrize("queries", [49, 97, 100])
-def test_scores_belong_to_the_output(simd, queries):
+def test_scores_belong_to_the_output(queries):
     """The weights of a query add up to 1 for every number of rows and every magnitude of scores."""
     rng = np.random.default_rng(queries)
     cache = PagedKvCache(16, 16, 1, 64, dtype="q4")

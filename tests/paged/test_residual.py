@@ -355,7 +355,6 @@ ACTS = {
 }
 
 
-@pytest.mark.no_level
 @pytest.mark.parametrize("length", [32, 0])
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 def test_a_call_that_is_stopped_anywhere_leaves_a_sound_cache(rng, act, length):

@@ -70,7 +70,7 @@ def expect_same_alone(rng, cache, group, lens, hidden=None, **options):
 
 @pytest.mark.parametrize("dtype", FORMATS[-3:] if FAST else FORMATS, ids=str)
 @pytest.mark.parametrize("which", range(2 if FAST else 3))
-def test_queries_have_the_bits_that_they_have_alone(simd, threads_kept, rng, dtype, which):
+def test_queries_have_the_bits_that_they_have_alone(threads_kept, rng, dtype, which):
     """Every length and every shape, not each with each."""
     for block_size, heads, group in SHAPES[which::3]:
         cache = family(rng, dtype, block_size, heads, *LENGTHS[which])
@@ -83,7 +83,7 @@ def test_queries_have_the_bits_that_they_have_alone(simd, threads_kept, rng, dty
         cache.check()
 
 
-def test_options_with_which_they_see_other_tokens(simd, threads_kept, rng):
+def test_options_with_which_they_see_other_tokens(threads_kept, rng):
     """Windows, other text positions, skipped tokens, and trees."""
     cache = family(rng, "q8", 16, 2, 1100, (300, 40, 1, 5))
     lens = rng.integers(1, 5, COUNT)
@@ -95,7 +95,7 @@ def test_options_with_which_they_see_other_tokens(simd, threads_kept, rng):
         expect_same_alone(rng, cache, 1, lens, **options)
 
 
-def test_blocks_with_holes_and_sinks(simd, threads_kept, rng):
+def test_blocks_with_holes_and_sinks(threads_kept, rng):
     """Eviction leaves no whole blocks of a shared text; sinks have queries of their own."""
     cache = family(rng, "q4", 16, 2, 1100, (300, 40, 1, 5))
     cache.keep_tokens(3, np.setdiff1d(np.arange(length(cache, 3)), [400, 700]))

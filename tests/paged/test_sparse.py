@@ -32,7 +32,7 @@ def filled(rng, tokens, heads=2, dim=64, **options):
 
 
 @pytest.mark.parametrize(("heads", "group", "dim", "block_size"), [(2, 3, 64, 16), (1, 1, 72, 256), (3, 4, 8, 48)])
-def test_whole_numbers_are_chosen_as_the_twin_does(simd, rng, heads, group, dim, block_size):
+def test_whole_numbers_are_chosen_as_the_twin_does(rng, heads, group, dim, block_size):
     """Scores are exact, many are equal, and equal ones are taken in text order; rows without a wish have no say."""
     cache = make(700, heads, dim, block_size, dtype="f32")
     keys, values = rng.integers(-3, 4, (2, 700, heads, dim)).astype(np.float32)
@@ -47,7 +47,7 @@ def test_whole_numbers_are_chosen_as_the_twin_does(simd, rng, heads, group, dim,
 
 
 @pytest.mark.parametrize("formats", FORMATS)
-def test_each_format_attends_to_what_the_twin_chooses(simd, rng, formats):
+def test_each_format_attends_to_what_the_twin_chooses(rng, formats):
     cache, *_ = filled(rng, 600, key_dtype=formats[0], value_dtype=formats[1])
     queries = rng.standard_normal((3, 4, 64)).astype(np.float32)
     keys, values = cache.read(0, 1)
@@ -137,7 +137,7 @@ def test_a_calibration_changes_what_is_stored_alone(rng):
 
 
 @pytest.mark.parametrize("formats", [("f32", "f32"), ("q4", "q4"), ("q8", "f16")])
-def test_listed_tokens_are_attended_and_no_others(simd, rng, formats):
+def test_listed_tokens_are_attended_and_no_others(rng, formats):
     """Lists of any lengths, of none and of all; the bits of a query are those that it has alone."""
     cache, *_ = filled(rng, 300, key_dtype=formats[0], value_dtype=formats[1])
     keys, values = cache.read(0, 1)

@@ -80,7 +80,7 @@ def test_sizes_and_text():
 
 @pytest.mark.parametrize("size", [16, 5])
 @pytest.mark.parametrize("dims", half(DIMS), ids=str)
-def test_each_side_is_stored_as_in_a_cache_of_its_head_dim(simd, rng, dims, size):
+def test_each_side_is_stored_as_in_a_cache_of_its_head_dim(rng, dims, size):
     """Bit for bit, in all pairs of formats: written at once and token by token, copied, moved and cleared."""
     for i, key in enumerate(FORMATS):
         formats = key, list(FORMATS)[(2 * i + 3) % len(FORMATS)] if i % 2 else key
@@ -117,7 +117,7 @@ def test_each_side_is_stored_as_in_a_cache_of_its_head_dim(simd, rng, dims, size
         cache.check()
 
 
-def test_attention_over_parts_merges(simd, rng):
+def test_attention_over_parts_merges(rng):
     cache, *_ = filled(rng, 700, (96, 40), ("q4", "q8"))
     queries = rng.standard_normal((3, 6, 96), np.float32)
     out = np.full((3, 6, 40), np.nan, np.float32)

@@ -101,19 +101,19 @@ def check(text, window, tries):
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 @pytest.mark.parametrize("block_size", half([5, 1, 16, 24, 33, 64, 256]))
-def test_what_has_left_changes_no_bit(simd, rng, formats, block_size):
+def test_what_has_left_changes_no_bit(rng, formats, block_size):
     text = Text(rng, int(rng.integers(1100, 1400)), block_size, formats)
     check(text, int(rng.choice(WINDOWS)), 4)
 
 
 @pytest.mark.parametrize("window", half(WINDOWS))
 @pytest.mark.parametrize("name", ["f32", "q4"])
-def test_every_window(simd, rng, name, window):
+def test_every_window(rng, name, window):
     check(Text(rng, 1300 + int(rng.integers(20)), 16, (name, name)), window, 4)
 
 
 @pytest.mark.parametrize("name", ["f16", "q8"])
-def test_long_texts(simd, rng, name):
+def test_long_texts(rng, name):
     text = Text(rng, 3100, 64, (name, name), sinks=False)
     for window in (700, 1024, 2500):
         check(text, window, 3)
@@ -121,7 +121,7 @@ def test_long_texts(simd, rng, name):
 
 @pytest.mark.parametrize("formats", [("f32", "f32"), ("q4", "q4"), ("q8", "f16")], ids="-".join)
 @pytest.mark.parametrize("block_size", [5, 16])
-def test_a_window_beyond_the_text_is_none(simd, rng, formats, block_size):
+def test_a_window_beyond_the_text_is_none(rng, formats, block_size):
     text = Text(rng, 1200, block_size, formats)
     for count in (1, 60):
         want = text.attend(1200 - count, 1200, (0, 0), None)
@@ -130,7 +130,7 @@ def test_a_window_beyond_the_text_is_none(simd, rng, formats, block_size):
 
 
 @pytest.mark.parametrize("dtype", ["f32", "q4"])
-def test_a_window_group_that_drops_blocks_while_a_text_runs(simd, rng, dtype):
+def test_a_window_group_that_drops_blocks_while_a_text_runs(rng, dtype):
     """Prefill in pieces, then decode; blocks before the window are dropped after each step."""
     window, n, size = 100, 1500, 16
     text = Text(rng, n, size, (dtype, dtype))

@@ -11,7 +11,7 @@ from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, KVzip, Sna
 kvpress = pytest.importorskip("kvpress", reason="pip install kvpress")
 torch = pytest.importorskip("torch", reason="pip install torch")
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 LENGTH, BUDGET = 150, 40
 PRESSES = {

@@ -8,7 +8,7 @@ from kvcache.engine import InferenceEngine
 from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, Ranked, SnapKV
 from kvcache.serving import BatchEngine
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 
 def snapkv_twin(scores, budget, window, kernel):

@@ -27,8 +27,6 @@ from kvcache.prefix.index.event_buffer import KINDS, EventBuffer
 from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.trie.trie import TokenTrie
 
-pytestmark = pytest.mark.no_level
-
 SIZE = 2
 NAMES = st.sampled_from([None, "a", "b"])
 TEXT = st.lists(st.integers(0, 1), max_size=11).map(tuple)

@@ -16,8 +16,6 @@ from pace import FAST
 from kvcache import PagedKvCache, PrefixCache, PrefixCacheConfig, PrefixKvCache
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 
-pytestmark = pytest.mark.no_level
-
 SIZE, HEADS, DIM = 4, 2, 8
 # Names that a join, a repr, a hash or a conversion would mistake for each other. (1 and True are one name in Python.)
 NAMES = (None, "None", "", b"", "a", b"a", "a/b", ("a", "b"), ("a/b",), (("a", "b"),), "1", 1, -1, -2, ())

@@ -1,11 +1,8 @@
 """Why a lookup of a `PrefixCache` missed."""
 
 import numpy as np
-import pytest
 
 from kvcache import PrefixCache
-
-pytestmark = pytest.mark.no_level
 
 SIZE = 2
 

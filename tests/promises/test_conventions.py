@@ -33,8 +33,6 @@ from kvcache import (
 )
 from kvcache.kernels.kernels import FORMATS
 
-pytestmark = pytest.mark.no_level
-
 
 class Capsule:
     """A tensor of another library, exported by DLPack."""

@@ -17,7 +17,7 @@ from places import SUPPORT, search_path
 
 import kvcache
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level]
+pytestmark = pytest.mark.exhaustive
 
 SUBJECTS = [
     (f"subjects.{path.stem}", name)

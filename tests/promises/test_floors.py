@@ -22,7 +22,7 @@ def room_of(module):
     return module.split(".")[1] if "." in module else "__init__"
 
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def test_the_map_is_complete():

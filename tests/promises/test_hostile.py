@@ -15,7 +15,7 @@ from hostile import makers as hostile_makers
 from hostile.target import Target
 from hostile.values import VALUES
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level]
+pytestmark = pytest.mark.exhaustive
 
 SOON = 10  # seconds of CPU time for a call; all but a few take less than a millisecond
 TARGETS = {

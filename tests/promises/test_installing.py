@@ -11,7 +11,7 @@ from places import PROJECT
 
 import kvcache
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def test_every_place_says_the_same_version():

@@ -8,7 +8,7 @@ import sys
 import pytest
 from places import search_path
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level]
+pytestmark = pytest.mark.exhaustive
 
 
 def test_every_integer_at_every_edge(long):

@@ -16,7 +16,7 @@ from subjects.interrupts import Lines, places
 from kvcache import Calibration, EvictionPolicy
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level]
+pytestmark = pytest.mark.exhaustive
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 TEXT = np.random.default_rng(5).integers(0, 200, 90).astype(np.uint32)

@@ -20,7 +20,7 @@ from kvcache import (
 )
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level]
+pytestmark = pytest.mark.exhaustive
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=4)
 

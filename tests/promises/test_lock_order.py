@@ -9,7 +9,7 @@ from forks import Forks
 from pace import FAST
 from places import search_path
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level]
+pytestmark = pytest.mark.exhaustive
 
 PAIRS = ["saves", "saves_over_one", "states", "engines", "engine_and_cache", "engine_and_save"]
 

@@ -25,7 +25,7 @@ from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
 from kvcache.networks.linear import MatrixStack
 from kvcache.support.arguments import as_bytes
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level]
+pytestmark = pytest.mark.exhaustive
 
 KEYS = {"kv", "bookkeeping", "scratch", "huge"}
 

@@ -10,7 +10,7 @@ from places import PROJECT
 from kvcache import CacheManager, EvictionPolicy, KVCacheConfig, SamplingParams, set_num_threads
 from kvcache.support import arguments
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 RAISE = re.compile(r"^( *)raise (ValueError|TypeError|IndexError|SnapshotError|CheckpointError|error)\(", re.MULTILINE)
 NAME = r"[\w{}./]+(?:, \w+)?(?:: [\w{}.]+)*: "

@@ -11,7 +11,7 @@ import kvcache.engine
 from bench.__main__ import BENCHES
 from bench.support.redis_servers import Server
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md")
 FOLDERS = (PROJECT / "kvcache" / "guides", PROJECT / "bench" / "pages", PROJECT / "tests" / "support")
 PAGES = sorted(str(path.relative_to(PROJECT)) for folder in FOLDERS for path in folder.glob("*.md"))

@@ -11,7 +11,7 @@ from forks import Forks
 from pace import FAST
 from places import SUPPORT, search_path
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level]
+pytestmark = pytest.mark.exhaustive
 
 SYSTEMS = [
     f"systems.{path.stem}.{name}"

@@ -10,7 +10,7 @@ import pytest
 from places import PROJECT
 
 yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 WORKFLOW = PROJECT / ".github" / "workflows" / "release.yml"
 MACHINES = {  # of the workflow, by the platforms whose wheels run there

@@ -30,7 +30,7 @@ from kvcache import (
 )
 from kvcache.support.strip import bar, strip
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from kvcache.sampling.dialects.argument_values import read_value
 from kvcache.sampling.dialects.python_words import number_of, python_calls, python_value
 from kvcache.sampling.dialects.value_choices import choices_of
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 SCALARS = [None, True, False, 0, 1, 2, 3, 7, 12, 0.5, 1.0, -2.5, 1e30, "", "a", "1", "true", "null", "None", "+3"]
 OTHERS = [

@@ -22,7 +22,7 @@ from kvcache.sampling.dialects.member_calls import MemberCalls
 from kvcache.sampling.dialects.spoken_answer import MarkTokens, SpokenAnswer
 from kvcache.sampling.dialects.tag_calls import TagCalls
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 PLACE = {"enum": ["here", "there"]}
 FUNCTIONS = [

@@ -18,7 +18,7 @@ from kvcache.engine.hub import checkpoint_path
 from kvcache.gguf import GgufFile
 from kvcache.sampling.defaults import folder_defaults, gguf_defaults
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def defaults(folder, content):

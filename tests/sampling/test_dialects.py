@@ -17,7 +17,7 @@ from kvcache.sampling.dialects.marks import MarkSearch
 from kvcache.sampling.dialects.spoken_answer import MarkTokens, SpokenAnswer
 from kvcache.sampling.dialects.transcript import Transcript
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture(scope="module")

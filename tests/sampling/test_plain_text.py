@@ -15,7 +15,7 @@ from kvcache.errors import CheckpointError
 from kvcache.sampling.plain_text import PlainText, _any_of
 from kvcache.sampling.sentinels import Sentinels
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content | trim }}{% if m.name %}{{ m.name }}{% endif %}<|end|>"

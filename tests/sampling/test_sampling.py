@@ -17,7 +17,7 @@ from kvcache.grammar import regex
 from kvcache.kernels.functions import UNIT, shares
 from kvcache.sampling.sampling import Sampler, _top_k
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0)
 # Ties at the top and at the border of top_k 4, both signs, and one token with probability 0.
 LOGITS = np.array([1.5, -0.5, 2.0, 2.0, 0.25, 1.0, 1.0, -2.0, 0.0, 1.0, -np.inf, 0.75], np.float32)

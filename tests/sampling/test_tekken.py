@@ -17,7 +17,7 @@ from kvcache.sampling.text_files import TextFiles
 from kvcache.sampling.tokenizer import CheckpointText
 from kvcache.sampling.vocabulary_tokenizer import TEKKEN_PATTERN
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 WORDS = [
     b"he", b"ll", b"lo", b"hell", b" w", b"  ", b"hello", b" wo", b"\xc3\xa9", b"\xe6\x97", b"ab", b"bc", b"abc", b"12",

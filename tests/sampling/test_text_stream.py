@@ -12,7 +12,7 @@ from kvcache.demo import DIRECTORY
 from kvcache.engine import InferenceEngine
 from kvcache.sampling.text_stream import TextStream
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 class Bytes:

@@ -15,7 +15,7 @@ from kvcache import BatchEngine, InferenceEngine, SamplingParams
 from kvcache.demo import DIRECTORY
 from kvcache.sampling.text_tokens import TooManyTokens, encoded, encoded_with_ends, least_tokens
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 

@@ -12,7 +12,7 @@ from kvcache.errors import CheckpointError
 from kvcache.sampling.tokenizer import CheckpointText
 from kvcache.sampling.vocabulary_tokenizer import KIMI_PATTERN
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 WORDS = [
     b"he", b"ll", b"hell", b" w", b"  ", b"hello", "你".encode(), "你好".encode(), b"ab", b"bc", b"abc", b"12", b"zz!",

@@ -17,7 +17,7 @@ from kvcache.sampling.text_stream import TextStream
 from kvcache.server.logprobs import TokenTexts
 
 tokenizers = pytest.importorskip("tokenizers")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 OWN = json.loads((DIRECTORY / "tokenizer.json").read_text())
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

@@ -13,7 +13,7 @@ from kvcache.errors import CheckpointError
 from kvcache.sampling import vocabulary_tokenizer as module
 from kvcache.sampling.tokenizer import GgufText
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TEXTS = [
     "", " ", "a", "  two  spaces ", "Hello world", "don't I'LL", "12345 3.14", "x1y22", "\n\n \t\r\n", "naïve café",

@@ -6,7 +6,7 @@ import pytest
 from hostile import false_snapshots
 from hostile.limited_process import outcomes_of
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level]
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")

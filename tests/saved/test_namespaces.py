@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from kvcache.saved.namespaces import decode_namespace, encode_namespace
 
-pytestmark = pytest.mark.no_level
-
 PLAIN = st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_categories=())) | st.binary()
 NAMES = st.recursive(PLAIN, lambda parts: st.lists(parts, max_size=4).map(tuple), max_leaves=8)
 

@@ -7,8 +7,6 @@ from saved_caches import DIM, HEADS, SIZE, assert_same, blocks, get, prompts, pu
 
 from kvcache import InvalidOperationError, PrefixCache, SnapshotError
 
-pytestmark = pytest.mark.no_level
-
 
 def other(capacity=512, size=2 * SIZE, **options):
     """A cache with blocks twice as large."""

@@ -8,7 +8,7 @@ from oracles.snapshot import parse, texts
 from pace import FAST
 from saved_caches import SIZE, assert_true, blocks, entries, get, prompts, put
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level]
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize("kind", [entries, blocks])

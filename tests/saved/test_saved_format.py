@@ -73,7 +73,7 @@ def test_the_file_has_the_blocks_of_the_cache(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("pair", [(a, a) for a in kernels.FORMATS] + [("q4", "f16"), ("f32", "q3")], ids="-".join)
-def test_any_bytes_can_be_read_and_attended(simd, pair, rng):
+def test_any_bytes_can_be_read_and_attended(pair, rng):
     """A file with valid checksums may have NaN scales, infinities or any other bytes; no memory error follows."""
     cache = PagedKvCache(6, 16, 2, 64, key_dtype=pair[0], value_dtype=pair[1])
     cache.allocate(0, 90)

@@ -10,8 +10,6 @@ from saved_caches import DIM, HEADS, NAMES, SIZE, assert_same, assert_true, bloc
 
 from kvcache import PagedKvCache, PrefixCache
 
-pytestmark = pytest.mark.no_level
-
 SHORT = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "put", "get"]), st.sampled_from(NAMES[:2]), SHORT), max_size=25)
 

@@ -11,8 +11,6 @@ from saved_caches import DIM, HEADS, SIZE, assert_same, blocks, entries, get, pr
 from kvcache import InvalidOperationError, PrefixCache, SnapshotError
 from kvcache.saved.segments import walk_back
 
-pytestmark = pytest.mark.no_level
-
 
 @pytest.fixture
 def saved_entries(tmp_path):

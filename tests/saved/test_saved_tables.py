@@ -11,8 +11,6 @@ from saved_caches import SIZE, blocks, entries, get, put, refuse
 from kvcache.support import regular_files as files_module
 from kvcache.support.descriptors import File
 
-pytestmark = pytest.mark.no_level
-
 HEADER, MODEL = 128, "this one"
 SIZE_OF_FILE, SEGMENTS, TOKENS, PAGES, NAMES_BYTES = 16, 24, 32, 40, 48  # uint64 each, in the header
 ARENAS, NAMES, MODEL_BYTES = 56, 60, 64  # uint32 each

@@ -17,7 +17,7 @@ from agent_script import TURNS, AgentScript, agent_folder
 from bench.serving.agents_cli import AGENTS, configure, serving, turn
 from kvcache import BatchEngine
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 MODEL = "m"
 SHELL = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}

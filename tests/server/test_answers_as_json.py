@@ -16,7 +16,7 @@ from kvcache.grammar.compiler import GrammarCompiler
 from kvcache.server import constraints
 
 pytest.importorskip("llguidance")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TALK = [{"role": "user", "content": "Which one?"}]
 SCHEMA = {

@@ -15,7 +15,7 @@ from kvcache.server.logprobs import Offsets, TokenTexts, of_chat, of_texts
 from kvcache.server.refusals import refusal, too_large
 from kvcache.server.written import JsonObject, pieces, written
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TALK = [{"role": "user", "content": "Hi"}]
 

@@ -12,7 +12,7 @@ from http_servers import MODEL, TEMPLATE, Served, tiny_file
 from kvcache.server import constraints, voices
 
 pytest.importorskip("llguidance")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TALK = [{"role": "user", "content": "Which one?"}]
 PARAMETERS = {

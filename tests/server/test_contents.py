@@ -15,7 +15,7 @@ from kvcache.server.fingerprints import Fingerprints
 from kvcache.server.message_bodies import chat_of_messages
 from kvcache.server.response_bodies import chat_of_responses, flattened, tools_of_body
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def file_of(text, kind="text/plain"):

@@ -7,7 +7,7 @@ from http_servers import MODEL, Served, answer, fetched, post, tiny_file
 
 from kvcache import SamplingParams
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 # Refuses system messages that are not the first, and turns that do not alternate.

@@ -10,7 +10,7 @@ from kvcache.server.fields import CHATS, TEXTS
 from kvcache.server.message_bodies import MESSAGES
 from kvcache.server.response_bodies import RESPONSES
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def rows(table):

@@ -27,7 +27,7 @@ from kvcache.server.response_bodies import RESPONSES, chat_of_responses
 from kvcache.server.response_form import ResponseForm
 from kvcache.server.written import written
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 FOLDER = os.environ.get("KVCACHE_VOCABULARIES")
 TEMPLATES = sorted((Path(FOLDER) / "templates").glob("*.jinja")) if FOLDER else []

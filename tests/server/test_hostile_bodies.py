@@ -16,7 +16,7 @@ from kvcache.server.message_bodies import MESSAGES, chat_of_messages
 from kvcache.server.prompts import Prompts
 from kvcache.server.response_bodies import RESPONSES, chat_of_responses
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"

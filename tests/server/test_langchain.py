@@ -8,7 +8,7 @@ from http_servers import MODEL, SAID, SCHEMA, TEMPLATE, Served, tiny_file, tools
 
 langchain_openai = pytest.importorskip("langchain_openai")
 pytest.importorskip("llguidance")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOOL = {"type": "function", "function": {"name": "weather", "description": "x", "parameters": SCHEMA}}
 FORM = {

@@ -18,7 +18,7 @@ from kvcache.server import logprobs
 from kvcache.server.api_keys import Keys
 from kvcache.server.limits import Threads
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TALK = [{"role": "user", "content": "Hi"}]
 

@@ -6,7 +6,7 @@ import pytest
 from http_servers import MODEL, SAID, SCHEMA, TALK, Served, tiny_file, tools_template
 
 litellm = pytest.importorskip("litellm")
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOOL = {"type": "function", "function": {"name": "weather", "description": "x", "parameters": SCHEMA}}
 CALLS = [("weather", {"city": "Köln"}), ("weather", {})]

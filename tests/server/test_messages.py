@@ -8,7 +8,7 @@ from http_servers import MODEL, SAID, SCHEMA, TALK, Served, answer, post, tiny_f
 
 from kvcache.server.fingerprints import Fingerprints
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOOL = {"name": "weather", "description": "x", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
 TEMPLATE = tools_template("{% if enable_thinking is defined %}{{ enable_thinking }}{{ reasoning_effort }}{% endif %}")

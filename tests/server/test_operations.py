@@ -15,7 +15,7 @@ import openai
 import pytest
 from http_servers import MODEL, Served, answer, fetched, post, tiny_file
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TALK = [{"role": "user", "content": "a text that no line has"}]
 

@@ -11,7 +11,7 @@ import pytest
 from browser import PROGRAM, Browser
 from http_servers import MODEL, SAID, Served, tiny_file, tools_template
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture(scope="module")

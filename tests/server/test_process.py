@@ -15,7 +15,7 @@ import pytest
 from http_servers import answer, post
 
 resource = pytest.importorskip("resource")
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]
 
 LIMITS = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
 MAIN = "from kvcache.__main__ import main; sys.exit(main(['serve', '--port', '0', *sys.argv[1:]]))"

@@ -19,7 +19,7 @@ from kvcache.server.limits import Threads
 from kvcache.server.retention import CacheMark
 from kvcache.server.served_model import ServedModel
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 MARK = {"cache_control": {"type": "ephemeral"}}
 TOOL = {"name": "f", "description": "F", "input_schema": {"type": "object", "properties": {"x": {"type": "string"}}}}

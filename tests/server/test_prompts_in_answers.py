@@ -6,7 +6,7 @@ import openai
 import pytest
 from http_servers import MODEL, Served, tiny_file
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>\n{% endfor %}"

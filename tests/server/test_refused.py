@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvcache import SamplingParams
 from kvcache.commands.serve import keys_of
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TALK = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

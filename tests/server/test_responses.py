@@ -6,7 +6,7 @@ import openai
 import pytest
 from http_servers import MODEL, SAID, SCHEMA, Served, answer, post, tiny_file, tools_template
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOOL = {"type": "function", "name": "weather", "description": "x", "parameters": SCHEMA}
 CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": "x", "parameters": SCHEMA}}

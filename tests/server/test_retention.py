@@ -11,7 +11,7 @@ from http_servers import MODEL, Served, tiny_file
 from kvcache.server.message_bodies import chat_of_messages
 from kvcache.server.retention import cache_options
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 LONG = "A text of some blocks, which stays. " * 4
 

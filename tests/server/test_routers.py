@@ -12,7 +12,7 @@ pytest.importorskip("bench.support.common")
 
 from bench.support.processes import Router, Server, posted
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 KEY = "k-7"
 HEADS = [f"# tenant {t} {random.Random(t).random()}\n" + "def walk(path, topdown=True):\n" * 6 for t in range(8)]

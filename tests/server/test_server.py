@@ -20,7 +20,7 @@ from serving import settled
 
 from kvcache import SamplingParams
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TALK = [{"role": "user", "content": "Where is the cat? — Und die Katze: 猫 🐈"}]
 STREAMS = 200

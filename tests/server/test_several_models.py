@@ -16,7 +16,7 @@ from kvcache.demo import DIRECTORY
 from kvcache.server.models import Models
 from kvcache.server.served_model import ServedModel
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import openai
 import pytest
 from http_servers import MODEL, Served, answer, post, tiny_file
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TALK = [{"role": "user", "content": "Hi 猫"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

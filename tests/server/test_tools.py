@@ -7,7 +7,7 @@ import openai
 import pytest
 from http_servers import MODEL, SAID, SCHEMA, TALK, Served, answer, post, tiny_file, tools_template
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 TOOL = {"type": "function", "function": {"name": "weather", "description": "x", "parameters": SCHEMA}}
 TEMPLATE = tools_template("{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")

@@ -10,7 +10,7 @@ from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SnapshotEr
 from kvcache.calibration.calibrating import measure
 from kvcache.tiers import Tiers
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from kvcache.engine import Transformer
 from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.serving import exposition
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 SIZE = 4
 BOTH = KvEvents("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
 

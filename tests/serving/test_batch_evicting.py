@@ -21,7 +21,7 @@ from kvcache.serving.request import Pending
 from kvcache.serving.work import Scoring
 from kvcache.tiers import DirectoryTier, Tiers
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 class Every:

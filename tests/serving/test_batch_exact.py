@@ -69,7 +69,7 @@ def test_texts_of_a_least_length_and_without_an_end(network):
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_every_format_and_little_memory(simd, network, dtype):
+def test_every_format_and_little_memory(network, dtype):
     """Requests that grow far beyond their prompts, in a pool that holds few of them."""
     asked = [(prompt, sampled(i, 40, logprobs=1)) for i, prompt in enumerate(prompts(2, 10, 60))]
     stats = all_of(network, asked, 16, dtype=dtype, block_size=8, residual_length=0)
@@ -138,7 +138,6 @@ def test_windows_and_little_memory(name, dtype):
     assert stats.accepted_tokens > 0
 
 
-@pytest.mark.no_level
 def test_a_window_that_has_left_is_a_miss_that_says_so(network):
     """Two texts part where the window has left: the second one runs from its start, and the window stays cached."""
     engine, alone = BatchEngine(Windowed(network, 12), num_blocks=80), Alone(Windowed(network, 12))
@@ -156,7 +155,6 @@ def test_a_window_that_has_left_is_a_miss_that_says_so(network):
     settled(engine)
 
 
-@pytest.mark.no_level
 def test_twins_wait_for_a_window():
     """Requests that share a prefix, at once: it runs once, and its window is there for those that waited for it."""
     model = RecordingNetwork(KINDS["longer"])
@@ -167,7 +165,6 @@ def test_twins_wait_for_a_window():
     assert engine.cache_stats().miss_reasons["window"] == 0
 
 
-@pytest.mark.no_level
 def test_the_memory_of_windows():
     """Five of six layers have a window of 512: at 32,768 tokens for each of four texts, 0.25 of keeping all."""
 
@@ -202,7 +199,6 @@ def test_the_memory_of_windows():
     settled(engine)
 
 
-@pytest.mark.no_level
 def test_saved_windows(network, tmp_path):
     """A file of `PrefixCachedEngine` serves a batch, and the other way round, windows included."""
     model = Windowed(network, 12)

@@ -15,7 +15,7 @@ from windowed_networks import Windowed
 
 from kvcache import BatchEngine, EvictionPolicy, InvalidOperationError, SamplingParams
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 ASKED = [
     (prompt, (sampled, repeating)[i % 2](i, 6 + i % 2 * 14, logprobs=1)) for i, prompt in enumerate(prompts(9, 5, 40))

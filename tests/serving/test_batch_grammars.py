@@ -22,7 +22,7 @@ pytest.importorskip("llguidance")
 pytest.importorskip("tokenizers")
 from spelled_networks import END, text_side
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
 NETWORK.config = replace(NETWORK.config, eos_token_ids=(END,))

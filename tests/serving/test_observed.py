@@ -21,7 +21,7 @@ from kvcache.engine import Transformer
 from kvcache.serving import exposition, observed
 from kvcache.tiers.links import FAILURES, Link
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 SIZE = 4
 
 

@@ -14,7 +14,7 @@ from kvcache import BatchEngine, EvictionPolicy, SamplingParams
 from kvcache.engine import Transformer
 from kvcache.serving import exposition, pins
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
 WARM = SamplingParams(temperature=0.0, max_tokens=0)

@@ -12,7 +12,7 @@ from kvcache import BatchEngine, SamplingParams
 from kvcache.serving.budget import LEAST, LEAST_ALONE, MOST, TokenBudget, pairs
 from kvcache.serving.shares import Shares
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 class Timed:

@@ -10,7 +10,7 @@ from windowed_networks import Windowed
 
 from kvcache import BatchEngine, QueueFullError
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]
 
 
 OPTIONS = {"q8": {"dtype": "q8"}, "residual": {"dtype": "q4", "residual_length": 12}, "windows": {"dtype": "f16"}}

@@ -17,7 +17,7 @@ CHECKED = {"llama", "gemma3", "gpt_oss", "phi3_longrope", "qwen3_moe"}
 
 def in_every_build(values, name_of=lambda value: value):
     """Parameters of tests over golden networks: those of `CHECKED` for every build and level, the others for one."""
-    once = [pytest.mark.one_build, pytest.mark.no_level]
+    once = pytest.mark.one_build
     return [value if name_of(value) in CHECKED else pytest.param(value, marks=once) for value in values]
 
 

@@ -1,8 +1,8 @@
 """The tests that `pytest` runs by itself: every rule of every room in minutes. `--all` is the suite, `--rest` the rest.
 
-- The best SIMD level; the kernels' own files scalar too, which is their specification.
+- The best SIMD level, and networks at each level of the build: scalar is the specification of the others.
 - Of a test with many parameters some values: those whose names have the smallest checksums, so they are drawn from all.
-- Of a test of golden networks one case a network.
+- Of a test of golden networks one case a network, of one of levels one a level.
 - No test that is marked `exhaustive`, and a fifth of the random examples (conftest.py).
 
 A test that the command line names (`::`, `-k`) is run as it is.
@@ -13,10 +13,8 @@ import zlib
 
 from hypothesis import is_hypothesis_test, settings
 
-from kvcache.kernels import kernels
-
 FEW = 3  # values of a test that all run
-NETWORKS = ("engine_of", "network")  # parameters that are golden networks
+EACH = ("engine_of", "network", "level")  # parameters of which each value runs: golden networks, SIMD levels
 
 
 def is_machine(cls):
@@ -40,31 +38,23 @@ def parameters(item):
     return {} if call is None else call.params
 
 
-def runs_at(item, level):
-    """Whether a test of this SIMD level is not left out; None: the level of the process."""
-    best = kernels.simd_levels()[0]
-    return level in (None, best) or (level == "scalar" and "kernels" in item.path.parts)
-
-
-def share(count, network, level):
-    """How many of the cases of a test run that differ in values alone."""
-    if network is not None:
+def share(count, alone):
+    """How many of the cases of a test run that differ in values alone; `alone`: one."""
+    if alone:
         return 1
-    most = count if count <= FEW else max(FEW, math.isqrt(count))
-    return most if level != "scalar" else (most + 1) // 2
+    return count if count <= FEW else max(FEW, math.isqrt(count))
 
 
 def chosen(items):
     """The ids of the tests that `pytest` runs by itself."""
     groups = {}
     for item in items:
-        values = parameters(item)
-        level, name = values.get("simd"), getattr(item, "originalname", item.name)
-        if item.get_closest_marker("exhaustive") is None and runs_at(item, level):
-            network = next((repr(values[each]) for each in NETWORKS if each in values), None)
-            groups.setdefault((item.path, item.parent.name, name, network, level), []).append(item.nodeid)
-    return {each for (*_, network, level), ids in groups.items()
-            for each in sorted(ids, key=checksum)[: share(len(ids), network, level)]}
+        if item.get_closest_marker("exhaustive") is None:
+            values, name = parameters(item), getattr(item, "originalname", item.name)
+            each = next((repr(values[each]) for each in EACH if each in values), None)
+            groups.setdefault((item.path, item.parent.name, name, each), []).append(item.nodeid)
+    return {nodeid for (*_, each), ids in groups.items()
+            for nodeid in sorted(ids, key=checksum)[: share(len(ids), each is not None)]}
 
 
 def select(config, items):

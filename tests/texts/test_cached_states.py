@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.texts.cached_states import CachedStates, name_of
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def tokens_of(number):

@@ -20,7 +20,7 @@ from kvcache.texts.text import Text
 from kvcache.texts.whole import WholeLayers
 from kvcache.texts.window import WindowLayers
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
 PLAIN = {

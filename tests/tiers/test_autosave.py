@@ -14,7 +14,7 @@ from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.tiers import DirectoryTier
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 PROCESS = """
 import sys

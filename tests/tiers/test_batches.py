@@ -13,7 +13,7 @@ from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer
 from kvcache.texts.arrivals import Arrivals
 from kvcache.tiers import Tiers
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def tiers_over(*stores, **options):

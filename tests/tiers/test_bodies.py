@@ -9,7 +9,7 @@ from kvcache.tiers.bodies import KEY_WORDS, copy_in, copy_out, digest
 from kvcache.tiers.spaces import Space
 
 
-def test_digests_are_those_of_the_twin(simd, rng):
+def test_digests_are_those_of_the_twin(rng):
     """Any number of bytes at any address, also where words and products are the largest ones."""
     largest = np.full(KEY_WORDS, 2**32 - 1, np.uint32)
     for size in (*range(130), *range(1020, 1030), 2048, 5000):

@@ -17,7 +17,7 @@ from bench.support.redis_servers import Cluster, Server
 from kvcache.tiers import RedisTier, connections
 from kvcache.tiers.connections import Connections, Unfit
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 MOST = 1 << 30  # bytes of a value
 

@@ -22,7 +22,7 @@ from tier_stores import SECRET
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.tiers import DirectoryTier, Tiers, directory
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 def keys(count, seed=0):

@@ -14,7 +14,7 @@ from kvcache.calibration.calibrating import measure
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 from kvcache.tiers import DirectoryTier, Tiers
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 SEEDED = SamplingParams(temperature=0.9, seed=5, max_tokens=5, logprobs=1)
 

@@ -12,7 +12,7 @@ from tier_stores import SECRET, ObjectStore
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
 from kvcache.tiers import DirectoryTier, RedisTier, Tiers, links, lookups, writing
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]
 
 
 class Ended(BaseException):

@@ -10,7 +10,7 @@ from tier_stores import SECRET, ObjectStore
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer
 from kvcache.tiers import Tiers
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

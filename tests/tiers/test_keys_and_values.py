@@ -10,7 +10,7 @@ from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers.keys import KeyChain, as_secret
 from kvcache.tiers.values import Encrypted, Signed, ValueFormat
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 NAMES = (None, 0, 1, True, "", "a", b"a", ("a", 1), (1, "a"), (None,), ())
 

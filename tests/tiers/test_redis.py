@@ -13,7 +13,7 @@ from bench.support.redis_servers import Cluster, Server
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer
 from kvcache.tiers import RedisTier, Tiers
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from kvcache.tiers.links import FAILURES, Link, Measured
 from kvcache.tiers.lookups import Lookup, pays
 from kvcache.tiers.values import Signed, ValueFormat
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 SIZE = 16
 

@@ -13,7 +13,7 @@ from kvcache import BatchEngine, InferenceEngine, PrefixCachedEngine, SamplingPa
 from kvcache.engine import Transformer
 from kvcache.tiers import Tiers, lookups
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=9, logprobs=1)
 OPTIONS = [

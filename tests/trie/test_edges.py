@@ -11,8 +11,6 @@ from pace import examples
 from kvcache.trie.edges import edges_of
 from kvcache.trie.trie import TokenTrie
 
-pytestmark = pytest.mark.no_level
-
 # Two letters and few pages, so that sequences share prefixes and fork inside pages.
 TEXT = st.lists(st.integers(0, 1), max_size=13).map(tuple)
 

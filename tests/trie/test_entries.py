@@ -12,8 +12,6 @@ from oracles.trie import NaiveEntries, Tokens
 
 from kvcache.trie.entries import EntryTrie
 
-pytestmark = pytest.mark.no_level
-
 KEYS = st.lists(st.integers(0, 2), min_size=1, max_size=10).map(tuple)
 
 

@@ -7,8 +7,6 @@ import pytest
 from kvcache.errors import InvalidOperationError
 from kvcache.trie.trie import TokenTrie
 
-pytestmark = pytest.mark.no_level
-
 
 def filled(page_size: int, *texts: list[int]) -> tuple[TokenTrie, int]:
     """A trie with one root and these sequences; page values count from 0 in the order of insertion."""

@@ -6,8 +6,6 @@ from pace import FAST
 
 from kvcache.trie.trie import TokenTrie
 
-pytestmark = pytest.mark.no_level
-
 
 def filled(page_size, prompts):
     """A trie with one root and these prompts; every page has another value."""

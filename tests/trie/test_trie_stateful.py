@@ -13,8 +13,6 @@ from oracles.trie import NaiveTrie, Tokens
 
 from kvcache.trie.trie import TokenTrie
 
-pytestmark = pytest.mark.no_level
-
 # Two letters and few pages, so that sequences share prefixes and fork inside pages, and evictions reach forks.
 TEXT = st.lists(st.integers(0, 1), max_size=13).map(tuple)
 

@@ -20,7 +20,7 @@ pytest.importorskip("bench.support.common")
 from bench.support.processes import DynamoFrontend, DynamoWorker, eventually, posted
 
 pytestmark = [
-    pytest.mark.no_level, pytest.mark.one_build,
+    pytest.mark.one_build,
     pytest.mark.skipif(find_spec("dynamo") is None, reason="needs ai-dynamo"),
 ]
 

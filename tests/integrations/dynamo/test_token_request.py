@@ -12,7 +12,7 @@ from kvcache.integrations.dynamo.__main__ import main
 from kvcache.integrations.dynamo.dynamo_options import engine_of, options_of
 from kvcache.integrations.dynamo.token_request import TokenRequest, chunk_of, end_of
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 DEFAULTS = SamplingParams(temperature=0.6, top_k=20, stop_token_ids=(7,))
 
 
