@@ -41,7 +41,7 @@ class Row:
         prompts, tokens: that were compared; tokens of prompts and new ones.
         different: prompts of which something differs.
         first: the first difference, in words; None: there is none.
-        note: about the last prompt.
+        note: about the last prompt, and why others were not computed in this way.
     """
 
     way: str

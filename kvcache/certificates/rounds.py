@@ -37,23 +37,29 @@ class _Tally:
     """The comparisons of one way."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.prompts, self.tokens, self.different, self.note = name, 0, 0, 0, "no time"
+        self.name, self.prompts, self.tokens, self.different = name, 0, 0, 0
         self.first: str | None = None
+        self._note, self._missing = "", dict[str, int]()
 
     def add(self, number: int, want: Record, got: Outcome) -> None:
-        if got.note or self.prompts == 0:
-            self.note = got.note
+        """Compare a prompt, if it was computed in this way."""
         if got.record is None:
+            self._missing[got.note] = self._missing.get(got.note, 0) + 1
             return
+        self._note = got.note
         self.prompts += 1
         self.tokens += want.prompt + len(want.tokens)
         if (found := first_difference(want, got.record)) is not None:
             self.different += 1
             self.first = self.first or f"prompt {number}, {found}"
 
-    @property
-    def row(self) -> Row:
-        return Row(self.name, self.prompts, self.tokens, self.different, self.first, self.note)
+    def row(self, records: int) -> Row:
+        """The row of the table, of which so many prompts could have been compared."""
+        missing = dict(self._missing)
+        if late := records - self.prompts - sum(missing.values()):
+            missing["no time"] = late
+        notes = [self._note, *(f"{count} not: {why}" for why, count in missing.items())]
+        return Row(self.name, self.prompts, self.tokens, self.different, self.first, "; ".join(filter(None, notes)))
 
 
 def named(ways: Sequence[str], levels: Sequence[str], subject: Subject, most_threads: int) -> list[Way]:
@@ -103,7 +109,7 @@ def verified(
         records.append(want)
         _compare(subject, case, want, known, tallies, lambda: bounds.clock() < end)
     del subject  # before others need the memory of its weights
-    rows = [tally.row for tally in tallies.values()]
+    rows = [tally.row(len(records)) for tally in tallies.values()]
     for i, level in enumerate(levels):
         left = (began + bounds.seconds - bounds.clock()) / (len(levels) - i)
         rows.append(_level_row(level, records, left))
@@ -124,4 +130,4 @@ def _level_row(level: Level, records: Sequence[Record], seconds: float) -> Row:
     tally = _Tally(f"level {level.name}")
     for number, (want, got) in enumerate(zip(records, level.records(len(records), seconds), strict=False)):
         tally.add(number, want, Outcome(got))
-    return tally.row
+    return tally.row(len(records))

@@ -11,7 +11,7 @@ from kvcache.certificates.server_client import Answer, ServerClient
 
 __all__ = ["Comparison", "compared"]
 
-_SHARED, _OWN = 120, 24  # words: of the beginning that prompts share, and of each prompt
+_OWN = 24  # words behind the beginning that prompts share
 _TRAFFIC = 3  # requests that share the beginning, before it is asked for again
 
 
@@ -44,14 +44,16 @@ class _Prompts(NamedTuple):
     Attributes:
         seed: of the run.
         count: how many there are.
+        words: of the beginning that a prompt shares with others.
     """
 
     seed: str
     count: int
+    words: int
 
     def text(self, number: int, end: str = "") -> str:
         """A prompt; `end` names another one with the same beginning."""
-        shared = words(f"{self.seed}, beginning {number}", _SHARED)
+        shared = words(f"{self.seed}, beginning {number}", self.words)
         return f"{shared} {words(f'{self.seed}, end {number}{end}', _OWN)}"
 
 
@@ -87,18 +89,19 @@ _WAYS: dict[str, Callable[[ServerClient, _Prompts, list[Answer]], list[Answer]]]
 }
 
 
-def compared(client: ServerClient, seed: str, count: int) -> list[Comparison]:
+def compared(client: ServerClient, seed: str, count: int, length: int) -> list[Comparison]:
     """Ask for answers in every way.
 
     Args:
         client: asks.
         seed: of the prompts.
         count: of prompts.
+        length: words of the beginning that a prompt shares with others.
 
     Raises:
         OSError: the server fails.
     """
-    prompts, colds, found = _Prompts(seed, count), list[Answer](), list[Comparison]()
+    prompts, colds, found = _Prompts(seed, count, length), list[Answer](), list[Comparison]()
     for name, ask in _WAYS.items():
         warm = ask(client, prompts, colds)
         found.append(_comparison(name, colds, warm))

@@ -67,8 +67,7 @@ def ways_of(subject: Subject, most_threads: int) -> list[Way]:
     """The ways of a network, the most telling first."""
     counts = sorted({1, *(2**i for i in range(most_threads.bit_length())), most_threads} - {get_num_threads()})
     threads = [Way(f"{n} thread{'s' if n > 1 else ''}", partial(_threads, number=n)) for n in counts]
-    exists = {"hit behind a window": bool(subject.windows), "hit of a state": subject.has_states}
-    hits = [Way(hit.name, partial(_hit, hit=hit)) for hit in HITS if exists.get(hit.name, True)]
+    hits = [Way(hit.name, partial(_hit, hit=hit)) for hit in HITS if hit.exists(subject)]
     return [
         *hits, Way("in a batch", _batch), Way("in pieces", _pieces), *threads, Way("preempted", _preempted),
         Way("draft tokens", _drafts), Way("after save and load", _saved), Way("through a folder", _folder),

@@ -21,10 +21,10 @@ from kvcache.support.arguments import as_count, as_finite
 
 __all__ = ["add_verify", "verify"]
 
-_SECONDS, _REQUESTS = 60.0, 8
+_SECONDS, _REQUESTS, _LENGTH = 60.0, 8, 120
 # Options of `add_network` and the model, which processes of other levels get too; what is None is left out.
 _OF_A_NETWORK = ("model", "dtype", "calibrate", "weights", "activations", "sparse_tokens", "threads")
-_OF_A_SERVER = ("requests", "api_key")
+_OF_A_SERVER = ("requests", "words", "api_key")
 _WITHOUT_A_SERVER = ("seconds", "prompts", "way", "json", "against")
 
 
@@ -41,6 +41,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     add("--against", metavar="FILE", help="compare with a certificate, of another machine or an earlier version")
     add("--server", metavar="URL", help="ask this server, of any engine with OpenAI's interface, cold and warm")
     add("--requests", type=int, metavar="N", help=f"prompts for a server ({_REQUESTS})")
+    add("--words", type=int, metavar="N", help=f"of the beginning that prompts for a server share ({_LENGTH})")
     add("--api-key", metavar="KEY", help="of the server")
 
 
@@ -110,7 +111,7 @@ def _verdict(row: Row) -> str:
     if row.different:
         return f"{row.different} differ: {row.first}"
     if not row.prompts:
-        return f"not compared: {row.note}"
+        return f"not compared; {row.note}"
     return f"equal; {row.note}" if row.note else "equal"
 
 
@@ -139,10 +140,11 @@ def _print_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
 
 def _verify_server(options: argparse.Namespace) -> int:
     count = as_count(_REQUESTS if options.requests is None else options.requests, "requests", 1, 1000)
+    length = as_count(_LENGTH if options.words is None else options.words, "words", 1, 100_000)
     client = ServerClient(options.server, options.api_key, options.model)
     seed = secrets.token_hex(8)
     note(f"{client.url}: {client.model}, {client.choose(f'{seed} Once upon a time')}, {count} prompts of seed {seed}")
-    found = compared(client, seed, count)
+    found = compared(client, seed, count, length)
     head = ("way", "answers", "flipped", "moved", "largest difference", "first token", "cached")
     _print_table((*head, ""), [(*_cells(each), "") for each in found])
     print("\nflipped: other tokens than the cold answer; moved: other tokens or log-probabilities")
