@@ -1,4 +1,4 @@
-"""The command line `kvcache`: the demo, and chat, generation and a server with a checkpoint of your own."""
+"""The command line `kvcache`: the demo, and chat, generation, a server and a proof with a checkpoint of your own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvcache.commands.config_file import configured
 from kvcache.commands.generate import add_generate, generate
 from kvcache.commands.options import in_words_of_options
 from kvcache.commands.serve import add_serve, serve
+from kvcache.commands.verify import add_verify, verify
 from kvcache.demo import DIRECTORY
 from kvcache.errors import KvCacheError
 
@@ -34,6 +35,8 @@ examples:
   kvcache generate --model ~/models/Qwen3-0.6B --prompt "The KV cache is" --temperature 0
   kvcache generate --model ~/models/Qwen3-0.6B-Q4_K_M.gguf -f prompt.txt --context 8192
   kvcache serve --model ~/models/Qwen3-0.6B --api-keys keys.txt --max-memory 4GiB
+  kvcache verify --model ~/models/Qwen3-0.6B --dtype q4 --json here.json --against there.json
+  kvcache verify --server http://127.0.0.1:8000/v1
 
 `python -m kvcache` is the same command.
 """
@@ -47,6 +50,11 @@ SERVE = """\
 A server with the interfaces of OpenAI and Anthropic: /v1/chat/completions, /v1/completions, /v1/responses,
 /v1/messages, /v1/models, /live, /ready and /metrics, and a page at / that shows what runs and has a chat. It needs the
 extra serve. It has no TLS: put a proxy before it where other machines reach it."""
+VERIFY = """\
+Prompts of the model's vocabulary, each computed cold and then in every way: behind hits, in a batch, in pieces, with
+other threads, preempted, with draft tokens, from files, and at every SIMD level of this CPU. Logits, log-probabilities
+and tokens are compared bit by bit. The exit status is 1 where something differs. --json writes a certificate, which
+another machine compares with its own by --against. --server asks a server instead, cold and warm."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add_chat(commands.add_parser("chat", help="talk with a model", description=CHAT, formatter_class=raw))
     add_generate(commands.add_parser("generate", help="continue a prompt", description=GENERATE))
     add_serve(commands.add_parser("serve", help="serve many users over HTTP", description=SERVE, formatter_class=raw))
+    add_verify(commands.add_parser("verify", help="compare all ways bit by bit", description=VERIFY, formatter_class=raw))
     return parser
 
 
@@ -93,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return chat(options, str(DIRECTORY))
         if options.command == "serve":
             return serve(options, str(DIRECTORY), _server)
+        if options.command == "verify":
+            return verify(options, str(DIRECTORY), kvcache.__version__)
         return generate(options) if options.command == "generate" else _demo()
     except KeyboardInterrupt:
         return 130

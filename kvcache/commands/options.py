@@ -30,9 +30,12 @@ from kvcache.support.arguments import as_count
 from kvcache.support.machine_memory import as_memory, machine_memory, size_text
 
 __all__ = [
+    "MODEL",
     "add_chat_template",
+    "add_network",
     "add_options",
     "chat_template_of",
+    "check_network",
     "checked",
     "default_sizes",
     "expect_chat_template",
@@ -41,6 +44,7 @@ __all__ = [
     "memory_of",
     "name_of",
     "open_engine",
+    "open_network",
 ]
 
 Engine = TypeVar("Engine")
@@ -66,7 +70,7 @@ _BYTES = re.compile(r"\b\d{4,}\b")
 
 
 def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_tokens: int) -> None:
-    """Add the options that the commands share."""
+    """Add the options that the commands with answers share."""
     add = parser.add_argument
     add("--model", required=model_required, metavar="PATH", help=MODEL)
     add("--max-tokens", type=int, default=max_tokens, metavar="N", help="maximum of new tokens (%(default)s)")
@@ -79,17 +83,7 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
     add("--frequency-penalty", type=float, metavar="P", help="0 is off")
     add("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the answer; may be repeated")
     add("--seed", type=int, metavar="N", help="seed of the random numbers (0; of chat another one each time)")
-    formats = f"{', '.join(FORMATS)}, or auto:B for B bits per value, with --calibrate"
-    add("--dtype", default="f32", help=f"storage of keys and values: {formats} (%(default)s)")
-    add("--calibrate", metavar="TEXT",
-        help="of the storage: auto, a file of text, or a saved calibration; without it none is measured")
-    add("--weights", default="auto", help=f"format of the matrices: {', '.join(WEIGHTS)} (%(default)s: as stored)")
-    add("--activations", default="int8", metavar="FORMAT",
-        help="how rows meet them: int8, exact, or bf16, which is faster for weights in bf16 on CPUs that multiply it "
-        "(%(default)s)")
-    add("--sparse-tokens", type=int, metavar="N",
-        help="each KV head attends to pages with 1.75 N tokens that a query chooses, to the first and to the newest "
-        "tokens: faster behind long texts, with other answers (all)")
+    add_network(parser)
     add("--draft", action="append", default=[], metavar="SOURCE",
         help="of draft tokens, which change no answer: ngram, mtp, auto, none, or the path of a smaller model with the "
         "same tokenizer; may be repeated")
@@ -101,6 +95,22 @@ def add_options(parser: argparse.ArgumentParser, *, model_required: bool, max_to
         f"of all texts ({CONTEXTS} times those of the model, at most {TOKENS}, within half of the memory that is "
         "available)")
     add("--num-blocks", type=int, metavar="N", help=f"the same in blocks of {BLOCK} tokens, one of which is spare")
+
+
+def add_network(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a network and of the storage of its K and V; `--model` is a command's own."""
+    add = parser.add_argument
+    formats = f"{', '.join(FORMATS)}, or auto:B for B bits per value, with --calibrate"
+    add("--dtype", default="f32", help=f"storage of keys and values: {formats} (%(default)s)")
+    add("--calibrate", metavar="TEXT",
+        help="of the storage: auto, a file of text, or a saved calibration; without it none is measured")
+    add("--weights", default="auto", help=f"format of the matrices: {', '.join(WEIGHTS)} (%(default)s: as stored)")
+    add("--activations", default="int8", metavar="FORMAT",
+        help="how rows meet them: int8, exact, or bf16, which is faster for weights in bf16 on CPUs that multiply it "
+        "(%(default)s)")
+    add("--sparse-tokens", type=int, metavar="N",
+        help="each KV head attends to pages with 1.75 N tokens that a query chooses, to the first and to the newest "
+        "tokens: faster behind long texts, with other answers (all)")
     add("--threads", type=int, metavar="N", help="that compute (as many as there are CPUs for this process)")
 
 
@@ -140,12 +150,17 @@ def checked(options: argparse.Namespace) -> dict[str, Any]:
     elif num_blocks is not None:
         as_count(num_blocks, "num_blocks", 1)
     as_count(options.draft_tokens, "draft_tokens", 1, CHEAP_ROWS)
+    check_network(options)
+    return {"num_blocks": num_blocks, "max_memory_bytes": memory}
+
+
+def check_network(options: argparse.Namespace) -> None:
+    """Find faults of the options of `add_network`, and set the number of threads."""
     checked_activations(options.activations)
     if options.sparse_tokens is not None:
         as_count(options.sparse_tokens, "sparse_tokens", 1)
     if options.threads is not None:
         set_num_threads(as_count(options.threads, "threads", 1, 1024))
-    return {"num_blocks": num_blocks, "max_memory_bytes": memory}
 
 
 def default_sizes(model: str, share: float) -> dict[str, Any]:
@@ -171,20 +186,33 @@ def open_engine(
     _text_of(options.model)
     if share is not None and not any(sizes.values()):
         sizes = default_sizes(options.model, share)
-    with _progress(f"loading {options.model}") as progress, _calibration_told(), _memory_explained():
-        engine: Any = make(
-            options.model, weights=options.weights, activations=options.activations, progress=progress,
-            dtype=options.dtype, calibrate=options.calibrate or False, sparse_tokens=options.sparse_tokens,
-            draft_tokens=options.draft_tokens, chat_template=template, **_drafts(options), **sizes, **more,
-        )
-        if engine.tokenizer is None:
-            raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")
-        engine.sampling_params = _params(options, engine.sampling_params)
-        most, context = engine.config.max_position_embeddings, options.context or 0
-        if context > most and options.command != "serve":
-            raise ValueError(f"context: expected at most {most} tokens, the positions of the model, got {context}")
+    engine: Any = open_network(
+        options, make, draft_tokens=options.draft_tokens, chat_template=template, **_drafts(options), **sizes, **more
+    )
+    if engine.tokenizer is None:
+        raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")
+    engine.sampling_params = _params(options, engine.sampling_params)
+    most, context = engine.config.max_position_embeddings, options.context or 0
+    if context > most and options.command != "serve":
+        raise ValueError(f"context: expected at most {most} tokens, the positions of the model, got {context}")
     opened: Engine = engine
     return opened
+
+
+def open_network(options: argparse.Namespace, make: Callable[..., Engine], **more: Any) -> Engine:
+    """The engine of the options of `add_network`, whose loading and calibration are told.
+
+    Args:
+        make: `from_pretrained` of the class of the engine; `more` are its options.
+
+    Raises:
+        as `open_engine`.
+    """
+    with _progress(f"loading {options.model}") as progress, _calibration_told(), _memory_explained():
+        return make(
+            options.model, weights=options.weights, activations=options.activations, progress=progress,
+            dtype=options.dtype, calibrate=options.calibrate or False, sparse_tokens=options.sparse_tokens, **more,
+        )
 
 
 @contextmanager

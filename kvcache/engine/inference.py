@@ -252,6 +252,16 @@ class InferenceEngine:
         """`top_tokens` of the attention of `PagedKvCache`; None: queries attend to all tokens."""
         return self._settings.sparse_tokens
 
+    @property
+    def storage(self) -> dict[str, Any]:
+        """The arguments of engines that say how K and V are stored, as this one has them; the sizes are left out."""
+        storage = self._settings.storage
+        return {
+            "key_dtype": storage.formats[0], "value_dtype": storage.formats[1], "rotate": self._settings.rotate,
+            "residual_length": storage.residual_length, "calibrate": storage.calibration or False,
+            "sparse_tokens": self.sparse_tokens,
+        }
+
     def alive_tokens(self, layer: int, head: int | None = None) -> int:
         """The number of tokens whose K and V this layer has; `num_tokens` without eviction.
 
