@@ -15,7 +15,7 @@ from kvcache.certificates.subject import Subject
 from kvcache.certificates.ways import cold, ways_of
 from kvcache.engine import Transformer
 
-pytestmark = [pytest.mark.one_build, pytest.mark.no_level]
+pytestmark = pytest.mark.one_build
 
 # With a window, a state, latent keys, another regime of positions, an MTP layer; in formats with a residual and without.
 NETWORKS = {

@@ -12,7 +12,7 @@ import pytest
 
 from kvcache.kernels import functions
 
-pytestmark = [pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 INF, NAN, TINY = math.inf, math.nan, 5e-324
 DRAWS = 1500  # for each range
 
@@ -73,7 +73,6 @@ def error(found, wanted):
     return float(abs(Decimal(found) - wanted) / Decimal(math.ulp(float(wanted))))
 
 
-@pytest.mark.no_level
 def test_errors_are_below_one_unit_in_the_last_place():
     draw = random.Random(7)
     with localcontext() as context:
@@ -87,7 +86,6 @@ def test_errors_are_below_one_unit_in_the_last_place():
             assert [function(x) for x in values[::50]] == found[::50].tolist()
 
 
-@pytest.mark.no_level
 def test_powers():
     draw = random.Random(8)
     pairs = [(draw.uniform(2, 1e7), -draw.random()) for _ in range(DRAWS)]
@@ -119,7 +117,6 @@ EDGES = {
 }
 
 
-@pytest.mark.no_level
 def test_edges():
     for name, edges in EDGES.items():
         function = getattr(functions, name)
@@ -143,7 +140,6 @@ BITS = {
 }
 
 
-@pytest.mark.no_level
 def test_bits():
     """The same on every machine: digests of the results, where NaN is NaN."""
     draw = random.Random(9)
@@ -156,7 +152,6 @@ def test_bits():
     assert digests == BITS
 
 
-@pytest.mark.no_level
 def test_sums_have_sixteen_parts_in_a_tree():
     rng = np.random.default_rng(5)
     for size in (0, 1, 15, 16, 17, 100, 1000):
@@ -211,7 +206,6 @@ def test_weights_in_whole_numbers():
             functions.shares(bad)
 
 
-@pytest.mark.no_level
 def test_log_add_exp():
     pairs = [(0.0, 0.0), (3.5, -2.0), (-700.0, 700.0), (-INF, -INF), (INF, INF), (-INF, 2.0), (INF, -INF), (INF, 1.0)]
     for a, b in pairs:
@@ -222,7 +216,6 @@ def test_log_add_exp():
     assert math.isnan(functions.log_add_exp(1.0, NAN))
 
 
-@pytest.mark.no_level
 def test_tables_of_turns():
     frequencies = functions.power(10000.0, -np.arange(0, 64, 2) / 64)
     positions = np.array([0, 1, 2, 4096, 10**7, 2**40, 2**62])

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from house_rules import sources
 
-pytestmark = [pytest.mark.no_level, pytest.mark.one_build]
+pytestmark = pytest.mark.one_build
 
 # Rooms between a prompt and its tokens. `kernels` has the functions in their place; a calibration is an input, and
 # `integrations` compute with tensors of other libraries.
