@@ -95,7 +95,7 @@ ONCE = [f"ckernels/kvc_{part}.c" for part in PARTS.split()]
 # level has files with fma twice.
 OWN = {
     "scalarfma": "activations attend attend_floats attend_units matmul matmul_packed network packed_plain packed_k"
-    " packed_looked_up recurrence table",
+    " packed_looked_up recurrence shares table",
     "amx": "matmul_tiles matmul_bf16 attend table",
     "avxvnni": "matmul_packed packed_plain packed_k packed_looked_up activations attend attend_units table",
     "i8mm": "matmul_packed packed_plain packed_k packed_looked_up matmul_bf16 activations table",
