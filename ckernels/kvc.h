@@ -25,7 +25,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 /* The version of BITS.md: results of one version have the same bits at every level. It grows with each change of them. */
-enum { KVC_BITS = 1 };
+enum { KVC_BITS = 2 };
 
 /* KVC_MAX_HEAD_DIM: of latent rows, those of DeepSeek V3; of others KVC_MOST_CHANNELS. */
 enum { KVC_MAX_BLOCK_SIZE = 256, KVC_MAX_HEAD_DIM = 576, KVC_MOST_CHANNELS = 512 };
@@ -156,8 +156,8 @@ struct kvc_sparse_args;
 /* The kernels of one SIMD level. Immutable; `name` is the compiled level, not the requested one. */
 typedef struct kvc_kernels {
     const char *name;
-    const char *bits; /* the name of the level that gives the same bits, but for products of rows in bf16: of amx avx512, of avxvnni
-                       * avx2, of i8mm neon, of another one itself */
+    const char *base; /* the level whose functions this one has but for a few: of amx avx512, of avxvnni avx2, of i8mm neon, of
+                       * another one itself */
     int tiles;        /* 1: it multiplies tiles, which the system has to permit */
     /* Rows, as many as the runs have slots, into these; NULL: not written, as values of latent rows never are. Of each
      * head what is known of its keys, or NULL. */

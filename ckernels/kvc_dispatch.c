@@ -198,7 +198,7 @@ kvc_bf16_rows kvc_bf16_rows_of(const kvc_kernels *kernels) {
     if (kernels->multiply_bf16 && !kernels->tiles) return KVC_BF16_QUADS;
     if (kernels->multiply_bf16 && kvc_permitted(kernels) == kernels) return KVC_BF16_TILES;
 #if defined(KVC_HAVE_AVX512)
-    if (strcmp(kernels->bits, "avx512") == 0 && cpu_has_fast_bf16_pairs()) return KVC_BF16_PAIRS;
+    if (strcmp(kernels->base, "avx512") == 0 && cpu_has_fast_bf16_pairs()) return KVC_BF16_PAIRS;
 #endif
     return KVC_BF16_ROUNDED;
 }

@@ -51,10 +51,10 @@ extern const kvc_kernels KVC_OWN(kernels);
 const kvc_kernels KVC_OWN(kernels) = {
 #if defined(KVC_SCALARFMA)
     .name = "scalar",
-    .bits = "scalar",
+    .base = "scalar",
 #else
     .name = KVC_STR(KVC_LEVEL),
-    .bits = KVC_STR(KVC_BASE),
+    .base = KVC_STR(KVC_BASE),
 #endif
     .tiles = KVC_TILES,
     .write_runs = KVC_UNFUSED(write_runs),

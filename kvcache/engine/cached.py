@@ -263,18 +263,20 @@ class PrefixCachedEngine:
         self._check_cache()
         self._pool.save(path, self._sequence.settings.named(model))
 
-    def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
+    def load(self, path: str | os.PathLike[str], model: str | None = None, *, exact: bool = True) -> int:
         """Add the blocks of a saved file to the cache and return their number; K and V are read at the first match.
 
         Args:
             model: as in `save`.
+            exact: False takes the file of another version of bits too; see `PrefixCache.load`.
 
         Raises:
             as `PrefixCache.load`: SnapshotError for a damaged file, or one whose K and V this engine would not compute:
-                of another model, calibration, `residual_length`, `sparse_tokens`, SIMD level or version of bits.
+                of another model, calibration, `residual_length`, `sparse_tokens` or version of bits. The CPU does not
+                matter.
         """
         self._check_cache()
-        return self._pool.load(path, self._sequence.settings.named(model))
+        return self._pool.load(path, self._sequence.settings.named(model), exact=exact)
 
     __reduce_ex__ = refuse_copies("`save` writes its cache to a file")
 

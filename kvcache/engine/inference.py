@@ -590,14 +590,17 @@ class InferenceEngine:
                 self._sequence, tokens, policy, max(1, int(len(tokens) * share)), self._encode, storing
             )
 
-    def load_compressed(self, path: str | PathLike[str]) -> CompressedPrefix:
+    def load_compressed(self, path: str | PathLike[str], *, exact: bool = True) -> CompressedPrefix:
         """Read the file of a prefix that an engine over the same network and with the same calibration compressed.
 
+        Args:
+            exact: as of `CompressedPrefix.load`.
+
         Raises:
-            SnapshotError: of another network or calibration; damaged.
+            SnapshotError: of another network, calibration or version of bits; damaged.
             TypeError, OSError: as `CompressedPrefix.load`.
         """
-        return CompressedPrefix.load(path, self.model, self._settings.storage.calibration)
+        return CompressedPrefix.load(path, self.model, self._settings.storage.calibration, exact=exact)
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:

@@ -33,7 +33,6 @@ cdef extern from "kvc_functions.h" nogil:
 cdef extern from "kvc.h" nogil:
     ctypedef struct kvc_kernels:
         const char *name
-        const char *bits
         void (*gather_rows)(const kvc_tensor *, int64_t, int64_t, int, int, float *) noexcept nogil
         void (*read_runs)(const kvc_layout *, const unsigned char *, const kvc_run *, int64_t, float *, float *,
                           size_t, size_t, const kvc_head_keys *) noexcept nogil
@@ -413,22 +412,6 @@ def simd_levels():
     return tuple(kvc_level(i).name.decode() for i in range(kvc_num_levels()))
 
 
-def level_of_bits(level):
-    """The level that results at `level` have the bits of: itself, but for "amx", which has those of "avx512",
-    "avxvnni", which has those of "avx2", and "i8mm", which has those of "neon". Products of rows in bf16 are apart:
-    `bf16_order`.
-
-    Raises:
-        ValueError: this CPU has no such level.
-    """
-    return _level_of(level, "level").bits.decode()
-
-
-def bits_in_use():
-    """The name of the bits of results now: that of `level_of_bits` at the level in use, and `BITS_VERSION`."""
-    return f"{level_of_bits(simd_level())}, bits {BITS_VERSION}"
-
-
 def bf16_order():
     """The order of sums where `activations="bf16"` meets weights in bf16, at the level in use: bits depend on it.
 
@@ -442,19 +425,15 @@ def bf16_order():
     return names[rows]
 
 
-cdef const kvc_kernels *_level_of(object level, str what) except NULL:
+cdef int _use_level(object level, str what) except -1:
+    global _active
     cdef const kvc_kernels *found = NULL
     if isinstance(level, str):
         name = level.encode()
         found = kvc_find_level(name)
     if found == NULL:
         raise ValueError(f"{what}: expected a level of this CPU, one of {', '.join(simd_levels())}, got {level!r:.100}")
-    return found
-
-
-cdef int _use_level(object level, str what) except -1:
-    global _active
-    _active = _level_of(level, what)
+    _active = found
     return 0
 
 

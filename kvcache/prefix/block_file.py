@@ -39,7 +39,8 @@ def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
             cache.index.fetch_all()
         model += _meaning(caches)
         arenas = [(cache.slots, arena_of_blocks(cache), _raw_pages(cache.store)) for cache in caches]
-        write_indices(path, "blocks", model, [cache.index for cache in caches], arenas)
+        exact = all(cache.exact for cache in caches)
+        write_indices(path, "blocks", model, [cache.index for cache in caches], arenas, exact)
         count = sum(len(cache.index) for cache in caches)
     logger.info("%s: saved %d blocks", os.fspath(path), count)
 
@@ -69,16 +70,21 @@ def _raw_pages(store: BlockStore) -> Callable[[Int32], Iterable[list[Any]]]:
     return lambda blocks: ([layer[block] for layer in layers] for block in blocks.tolist())
 
 
-def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[CachedBlocks]) -> int:
+def load_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[CachedBlocks], *, exact: bool) -> int:
     """Name the blocks of a file in caches that are empty; how many in the first. Raises as `PrefixCache.load`."""
     with AllLocks([cache.lock for cache in caches]):
         _require_empty(caches)
-        snapshot = Snapshot(path, "blocks", model + _meaning(caches))
+        snapshot = Snapshot(path, "blocks", model + _meaning(caches), exact=exact)
         try:
             takers = _takers(snapshot, caches)
         except SnapshotError as error:
             raise SnapshotError(f"{snapshot.path}: {error}") from error
-        load([_blocks_of(snapshot, arena, cache) for arena, cache in takers.items()])
+        try:
+            load([_blocks_of(snapshot, arena, cache) for arena, cache in takers.items()])
+        finally:  # also where Ctrl-C comes behind the load; a text is in all caches, so that none is exact alone
+            exact = snapshot.exact or not any(len(cache.index) for cache in caches)
+            for cache in caches:
+                cache.exact &= exact
         count = len(caches[0].index)
     logger.info("%s: loaded %d blocks", snapshot.path, count)
     return count

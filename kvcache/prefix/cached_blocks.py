@@ -85,6 +85,8 @@ class CachedBlocks:
     Attributes:
         source: a `Source` beside the cache; None: no source.
         evicted: a queue of what was evicted, which its reader empties; None: nobody reads it.
+        exact: whether all K and V have the bits of this version. A file of before ends that for good, for texts go on
+            from its blocks; nothing is offered to a source from then on.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class CachedBlocks:
         self.index = PrefixIndex(TokenTrie(self.store.block_size, policy), self.slots, self.max_blocks)
         self.source: Source | None = None
         self.evicted: deque[Evicted] | None = None
+        self.exact = True
         blocks.reserves.append(self.slots.reserve)  # first: what counts must have records of all blocks
         if shared:
             blocks.idle.append(self.num_idle)
@@ -208,7 +211,8 @@ class CachedBlocks:
         evicted = self.index.evict(count)
         if evicted is None:
             return 0
-        if self.source is not None and self.slots.num_waiting == waiting:  # else some have no content yet
+        # Of a block that waits there is no content yet.
+        if self.source is not None and self.exact and self.slots.num_waiting == waiting:
             self.source.spill(evicted.name, evicted.tokens, evicted.pages)
         if self.evicted is not None:
             size = self.store.block_size

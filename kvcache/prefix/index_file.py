@@ -29,12 +29,13 @@ Part = tuple[PrefixIndex, Iterator[Text]]  # of what `kvcache.prefix.index.prefi
 
 def write_indices(
     path: str | os.PathLike[str], content: str, model: str, indices: Sequence[PrefixIndex],
-    arenas: Sequence[tuple[Slots, Arena, Callable[[Int32], Iterable[list[Any]]]]],
+    arenas: Sequence[tuple[Slots, Arena, Callable[[Int32], Iterable[list[Any]]]]], exact: bool,
 ) -> None:
     """Write what the indices name to a file.
 
     Args:
         arenas: the slots of some namespaces, how a file stores them, and a function from such pages to the file's.
+        exact: see `write_snapshot`.
     """
     kinds = [slots for slots, _, _ in arenas]
     namespaces: list[tuple[int, Hashable]] = []
@@ -51,7 +52,7 @@ def write_indices(
     of_page = np.repeat(arena_of, segments.lengths // sizes[arena_of])
     write_snapshot(
         path, content, model, [arena for _, arena, _ in arenas], namespaces, segments,
-        lambda i: arenas[i][2](np.concatenate(pages)[of_page == i]),
+        lambda i: arenas[i][2](np.concatenate(pages)[of_page == i]), exact=exact,
     )
 
 

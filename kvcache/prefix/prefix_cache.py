@@ -306,7 +306,9 @@ class PrefixCache(IndexedCache):
         """
         save_blocks(path, str(model), self._and(beside))
 
-    def load(self, path: str | os.PathLike[str], model: str = "", *, beside: Sequence[PrefixCache] = ()) -> int:
+    def load(
+        self, path: str | os.PathLike[str], model: str = "", *, beside: Sequence[PrefixCache] = (), exact: bool = True
+    ) -> int:
         """Load what `save` wrote, the most recently used blocks first, as many as there is room for; how many.
 
         This reads which tokens there are, not their K and V: a block is read, and checked, when a lookup first finds
@@ -316,14 +318,18 @@ class PrefixCache(IndexedCache):
             model: as in `save`.
             beside: other caches; each loads the blocks of the cache that had its place in `save`, if formats and
                 dimensions are the same. All other blocks are ignored.
+            exact: False takes the file of another version of the library too whose K and V have other bits
+                (ckernels/BITS.md). `stats().exact` is False from then on: texts that go on from such blocks have other
+                bits than those of a cold run, a `source` receives nothing, and files of `save` say the same of
+                themselves.
 
         Raises:
             InvalidOperationError: blocks are cached here already, or in one of `beside`.
-            SnapshotError: not a file of `save`, damaged in what is read now, of another model, or of other formats
-                or dimensions; nothing has changed.
+            SnapshotError: not a file of `save`, damaged in what is read now, of another model or version of bits, or of
+                other formats or dimensions; nothing has changed.
             OSError: there is none, or it cannot be read.
         """
-        return load_blocks(path, str(model), self._and(beside))
+        return load_blocks(path, str(model), self._and(beside), exact=exact)
 
     def _and(self, beside: Sequence[PrefixCache]) -> list[CachedBlocks]:
         """The blocks of this cache and of those beside it; TypeError, ValueError: another object, or one twice."""
@@ -364,6 +370,7 @@ class PrefixCache(IndexedCache):
             return PrefixCacheStats(
                 self.hit_rate, len(self), self.capacity, self.memory_bytes, index.hits, index.misses, index.evictions,
                 index.hit_tokens, index.lookup_tokens, index.reasons, self._cached.memory()["bookkeeping"],
+                self._cached.exact,
             )
 
     def watch_evictions(self) -> deque[Evicted]:

@@ -28,6 +28,7 @@ class PrefixCacheStats:
             the prompt is shorter than a block, which is no miss. "no_shared_prefix": none of these.
         bookkeeping_bytes: memory of the index beside the K and V: tokens, trie, a record per block, and a hash of
             each of the blocks evicted last.
+        exact: whether no file of another version of bits was loaded: a text then has the bits of one without hits.
     """
 
     hit_rate: float
@@ -41,6 +42,7 @@ class PrefixCacheStats:
     lookup_tokens: int
     miss_reasons: Mapping[str, int]
     bookkeeping_bytes: int = 0
+    exact: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "miss_reasons", MappingProxyType(dict(self.miss_reasons)))

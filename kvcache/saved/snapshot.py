@@ -15,6 +15,9 @@ those of one arena after the other where these are of different caches.
 Every token has a slot in the arena of its namespace, counted in the order of the segments; a page is `page_tokens`
 slots. The file has nothing that can be computed from its other parts, so no part can contradict another one.
 
+K and V of one version of bits (ckernels/BITS.md) are the same on every CPU, so the header has that version, and 0 in
+files of before there was one, whose names end with a SIMD level. A file of another version is read on demand only.
+
 A CRC-32 finds accidental damage: every error within 32 consecutive bits, and all but one in 2**32 of the others. It is
 no protection against a file that was made on purpose with right checksums: such a file can have any K and V. It cannot
 do more, since reading any file ends in a result or in SnapshotError. Memory is bounded by the size of the tables, and
@@ -25,6 +28,7 @@ before memory is taken for them, so a sparse file of any size is refused after i
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -34,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import SnapshotError
+from kvcache.kernels.kernels import BITS_VERSION
 from kvcache.saved.file_tables import ARENA, NO_PARENT, SEGMENT, Arena, aligned, check_segments, unpack_arenas
 from kvcache.saved.namespaces import decode_namespace, encode_namespace
 from kvcache.saved.pages import read_pages
@@ -51,8 +56,9 @@ MAGIC, VERSION = b"kvcache\x1a", 1
 # segments are whole pages. prefix: a CompressedPrefix, whose lists are namespaces.
 KINDS = {"entries": 1, "blocks": 2, "prefix": 3}
 # magic, version, kind, bytes of the file, segments, tokens, pages, bytes of namespaces; arenas, namespaces, bytes of
-# the model's name, CRC-32 of all tables; CRC-32 of this header
-HEADER = struct.Struct("<8sIIQQQQQIIII52xI")
+# the model's name, CRC-32 of all tables, version of bits; CRC-32 of this header
+HEADER = struct.Struct("<8sIIQQQQQIIIII48xI")
+_LEVEL = re.compile(r", (?:scalar|avx2|avx512|neon)(?:, bits 1)?")  # in names of before headers had a version of bits
 _NAME = struct.Struct("<II")
 _ARENA_ALIGNMENT = 4096
 _SMALL = 64 << 20  # bytes of tables that are read at once
@@ -82,6 +88,8 @@ def write_snapshot(
     namespaces: Sequence[tuple[int, Hashable]],
     segments: Segments,
     pages: Callable[[int], Iterable[Sequence[Any]]],
+    *,
+    exact: bool = True,
 ) -> None:
     """Write a file; on failure the old file stays.
 
@@ -90,6 +98,7 @@ def write_snapshot(
         model: the model's name.
         namespaces: the arena of each, and its name.
         pages: of each arena, each as buffers of `page_bytes` in all.
+        exact: whether all K and V have the bits of this version; else the file says that it has none.
 
     Raises:
         TypeError: a namespace that has no encoding; before anything is written.
@@ -121,13 +130,18 @@ def write_snapshot(
         write_at(fd, tables, HEADER.size)
         header = HEADER.pack(
             MAGIC, VERSION, KINDS[kind], size, len(table), len(segments.tokens), num_pages, len(names),
-            len(arenas), len(namespaces), len(name), checksum(tables), 0,
+            len(arenas), len(namespaces), len(name), checksum(tables), BITS_VERSION if exact else 0, 0,
         )
         write_at(fd, [header[:-4] + struct.pack("<I", checksum([header[:-4]]))], 0)
 
 
 def _encoded(namespaces: Sequence[tuple[int, Hashable]]) -> list[tuple[int, bytes]]:
     return [(arena, encode_namespace(name)) for arena, name in namespaces]
+
+
+def _is_of_before(name: str, model: str) -> bool:
+    """Whether a name in a file is that of a model and of the level that computed its K and V."""
+    return any(name[: level.start()] + name[level.end() :] == model for level in _LEVEL.finditer(name))
 
 
 class Snapshot:
@@ -140,13 +154,15 @@ class Snapshot:
         path: of the file.
         kind: what it must be.
         model: the model's name, which the file must have.
+        exact: whether its K and V must have the bits of this version.
 
     Raises:
         OSError: there is none, or it cannot be read.
-        SnapshotError: not a saved cache, damaged, of another kind, version or model.
+        SnapshotError: not a saved cache, damaged, of another kind, version, version of bits or model.
 
     Attributes:
         path: see there.
+        exact: whether its K and V have the bits of this version.
         arenas: how K and V lie.
         names: the namespaces.
         arena_of: index of the arena of each namespace, int64.
@@ -155,24 +171,24 @@ class Snapshot:
         num_slots: of each arena, int64.
     """
 
-    def __init__(self, path: str | os.PathLike[str], kind: str, model: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], kind: str, model: str, *, exact: bool = True) -> None:
         self.path = os.fspath(path)
         self._file, size = open_regular(path, SnapshotError)
         try:
-            self._open(kind, model, size)
+            self._open(kind, model, exact, size)
         except BaseException as error:
             self._file.close()
             if isinstance(error, SnapshotError):
                 raise SnapshotError(f"{self.path}: {error}") from error
             raise
 
-    def _open(self, kind: str, model: str, file_size: int) -> None:
+    def _open(self, kind: str, model: str, exact: bool, file_size: int) -> None:
         header = bytearray(HEADER.size)
         if file_size < HEADER.size or not read_at(self._file.fd, [header], 0):
             raise SnapshotError(f"expected at least {HEADER.size} bytes, got {file_size}")
         (
             magic, version, number, size, num_segments, num_tokens, num_pages, names_bytes,
-            num_arenas, num_names, model_bytes, sum_of_tables, own,
+            num_arenas, num_names, model_bytes, sum_of_tables, bits, own,
         ) = HEADER.unpack(header)
         if magic != MAGIC:
             raise SnapshotError("expected a saved cache, got another file")
@@ -185,6 +201,10 @@ class Snapshot:
         if number != KINDS[kind]:
             kinds = {number: name for name, number in KINDS.items()}
             raise SnapshotError(f"expected saved {kind}, got {kinds.get(number, number)}")
+        self.exact = bits == BITS_VERSION
+        if exact and not self.exact:
+            found = f"version {bits}" if bits else "no version"
+            raise SnapshotError(f"expected bits of version {BITS_VERSION}, got {found}; `exact=False` takes the file")
         sizes = [num_arenas * ARENA.size, num_segments * 16, num_tokens * 4, num_pages * 4, names_bytes, model_bytes]
         if HEADER.size + sum(sizes) > size:
             raise SnapshotError(f"expected tables of at most {size - HEADER.size} bytes, got {sum(sizes)}")
@@ -240,7 +260,7 @@ class Snapshot:
             parts.append(memoryview(tables)[at : at + length])
             at += length
         name = bytes(parts[5]).decode("utf-8", "backslashreplace")
-        if name != model:
+        if name != model and (self.exact or not _is_of_before(name, model)):
             raise SnapshotError(f"expected model {model!r}, got {name[:100]!r}")
         self.arenas = unpack_arenas(parts[0])
         self._read_names(bytes(parts[4]), num_names)

@@ -536,14 +536,14 @@ class BatchEngine:
         self._expect_all_kept("save")
         self._pool.save(path, self._settings.named(model))
 
-    def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
+    def load(self, path: str | os.PathLike[str], model: str | None = None, *, exact: bool = True) -> int:
         """Add the blocks of a saved file to the cached prefixes; see `PrefixCachedEngine.load`.
 
         Raises:
             InvalidOperationError: prefixes are cached already.
         """
         self._expect_all_kept("load")
-        return self._pool.load(path, self._settings.named(model))
+        return self._pool.load(path, self._settings.named(model), exact=exact)
 
     def _expect_all_kept(self, call: str) -> None:
         budgets = self._settings.budgets

@@ -30,10 +30,11 @@ class CachedEntries:
 
     Attributes:
         max_bytes: of K and V, those of states that callers hold included.
+        exact: see `CachedBlocks`.
     """
 
     def __init__(self, config: PrefixCacheConfig, lock: CallLock) -> None:
-        self.config, self.lock, self.index = config, lock, PrefixIndex(EntryTrie())
+        self.config, self.lock, self.index, self.exact = config, lock, PrefixIndex(EntryTrie()), True
         self.max_bytes = as_bytes(config.max_memory_bytes, "max_memory_bytes")
         # The undamaged head of an entry becomes an entry, if lookups may find it.
         self.least = config.min_prefix_len if config.partial_matches else -1

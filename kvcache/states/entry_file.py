@@ -37,7 +37,7 @@ def save_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries)
     spaces = cache.index.namespaces()
     kinds = [kind for kind in cache.index.kinds if any(space.slots is kind for space in spaces)]
     arenas = [(kind, kind.rows.arena(), _row_pages(kind.rows)) for kind in kinds]
-    write_indices(path, "entries", model, [cache.index], arenas)
+    write_indices(path, "entries", model, [cache.index], arenas, cache.exact)
     logger.info("%s: saved %d entries", os.fspath(path), len(cache.index))
 
 
@@ -56,15 +56,18 @@ def _row_pages(rows: Rows) -> Callable[[Int32], Iterator[list[Any]]]:
     return pages
 
 
-def load_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries) -> int:
+def load_entries(path: str | os.PathLike[str], model: str, cache: CachedEntries, *, exact: bool) -> int:
     """Name the newest entries of a file, as many as fit; how many. As `PrefixKvCache.load`, with the lock held."""
-    snapshot = Snapshot(path, "entries", model)
+    snapshot = Snapshot(path, "entries", model, exact=exact)
     try:
         kinds = _kinds_for(snapshot, cache)
         well_formed(snapshot.segments, np.arange(len(snapshot.segments.lengths)), 1)
     except SnapshotError as error:
         raise SnapshotError(f"{snapshot.path}: {error}") from error
-    load([_entries_of(snapshot, kinds, cache)])
+    try:
+        load([_entries_of(snapshot, kinds, cache)])
+    finally:  # also where Ctrl-C comes behind the load
+        cache.exact &= snapshot.exact or not len(cache.index)
     logger.info("%s: loaded %d entries", snapshot.path, len(cache.index))
     return len(cache.index)
 

@@ -69,6 +69,7 @@ class PrefixKvStats:
         hits, misses: lookups.
         hit_tokens, lookup_tokens: tokens matched, of tokens asked for.
         evictions: entries evicted.
+        exact: whether no file of another version of bits was loaded.
     """
 
     entries: int
@@ -79,6 +80,7 @@ class PrefixKvStats:
     hit_tokens: int
     lookup_tokens: int
     evictions: int
+    exact: bool = True
 
     @property
     def hit_rate(self) -> float:

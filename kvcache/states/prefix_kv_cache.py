@@ -175,7 +175,7 @@ class PrefixKvCache(IndexedCache):
         with self._lock:
             save_entries(path, str(model), self._cached)
 
-    def load(self, path: str | os.PathLike[str], model: str = "") -> int:
+    def load(self, path: str | os.PathLike[str], model: str = "", *, exact: bool = True) -> int:
         """Load what `save` wrote, the most recently used entries first, as many as the limits allow; how many.
 
         This reads the tables, not the rows: a lookup reads them when it first matches them, and checks them
@@ -183,17 +183,18 @@ class PrefixKvCache(IndexedCache):
 
         Args:
             model: as in `save`.
+            exact: False takes the file of another version of bits too; see `PrefixCache.load`.
 
         Raises:
             InvalidOperationError: something is stored here already.
-            SnapshotError: not a file of `save`, damaged in what is read now, of another model, or of other formats;
-                nothing has changed.
+            SnapshotError: not a file of `save`, damaged in what is read now, of another model or version of bits, or of
+                other formats; nothing has changed.
             OSError: there is none, or it cannot be read.
         """
         with self._lock:
             if len(self):
                 raise InvalidOperationError(f"expected an empty cache to load into, got {len(self)} entries")
-            return load_entries(path, str(model), self._cached)
+            return load_entries(path, str(model), self._cached, exact=exact)
 
     # -- the rest -------------------------------------------------------------------------------------------
 
@@ -209,7 +210,9 @@ class PrefixKvCache(IndexedCache):
     def clear(self) -> None:
         """Forget everything and reset all counters; states that callers hold stay valid, and count no more."""
         with self._lock:
-            self._cached = CachedEntries(self.config, self._lock)
+            cached = CachedEntries(self.config, self._lock)
+            cached.exact = self._cached.exact  # states that callers hold may come back
+            self._cached = cached
 
     @property
     def memory_usage(self) -> int:
@@ -231,7 +234,8 @@ class PrefixKvCache(IndexedCache):
         with self._lock:
             index = self._index
             counts = index.hits, index.misses, index.hit_tokens, index.lookup_tokens, index.evictions
-            return PrefixKvStats(len(self), index.trie.num_tokens, self._cached.used_bytes(), *counts)
+            cached = self._cached
+            return PrefixKvStats(len(self), index.trie.num_tokens, cached.used_bytes(), *counts, cached.exact)
 
     def check(self) -> None:
         """Verify every invariant; AssertionError names the broken one."""

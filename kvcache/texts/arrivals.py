@@ -62,7 +62,7 @@ def model_name(
     model: Model, residual_length: int, calibration: Calibration | None, formats: RowFormats,
     sparse_tokens: int | None = None,
 ) -> str:
-    """The name of all that K and V depend on beside the library's formats and level; all engines share values."""
+    """The name of all that K and V depend on beside the library's formats and bits; all engines share values."""
     calibrated = "" if calibration is None else f", calibrated {calibration.fingerprint}"
     named = f", {formats.fingerprint}" if formats.fingerprint else ""
     return f"{fingerprint(model)}{computed_with(model, residual_length, sparse_tokens)}{calibrated}{named}"

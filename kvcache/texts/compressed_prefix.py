@@ -87,6 +87,8 @@ class CompressedPrefix:
     Attributes:
         tokens: those of the prefix, uint32 `(n,)`.
         whole_nbytes: the bytes of K and V that all tokens took before.
+        exact: whether K and V have the bits of this version. What is computed behind them is named by them, so that
+            texts behind a prefix of before may be cached and shared.
     """
 
     def __init__(self, model: Model, tokens: Tokens, kept: Kept, whole_bytes: int, storing: Storing) -> None:
@@ -99,6 +101,7 @@ class CompressedPrefix:
         self.cache.allocate_batch(np.arange(len(counts)), counts)
         self.tokens.flags.writeable = False
         self._name: bytes | None = None
+        self.exact = True
 
     def write(self, layer: int, keys: Float32, values: Float32) -> None:
         """Store what stays of the K and V of a layer, `(n, num_kv_heads, head_dim)`, of all tokens."""
@@ -205,7 +208,7 @@ class CompressedPrefix:
         def pages(arena: int) -> Iterable[Sequence[Any]]:
             return ([raw[block]] for block in blocks) if arena == 0 else ([] for _ in range(0, self.num_tokens, _PAGE))
 
-        write_snapshot(path, "prefix", model, self._arenas(), names, segments, pages)
+        write_snapshot(path, "prefix", model, self._arenas(), names, segments, pages, exact=self.exact)
 
     def _arenas(self) -> list[Arena]:
         store = self.cache.blocks.store
@@ -215,21 +218,23 @@ class CompressedPrefix:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], model: Model, calibration: Calibration | None = None
+        cls, path: str | os.PathLike[str], model: Model, calibration: Calibration | None = None, *, exact: bool = True
     ) -> CompressedPrefix:
         """Read a file that `save` wrote.
 
         Args:
             model: the network.
             calibration: of its keys, that of the engine that compressed the prefix; None: it had none.
+            exact: False takes a file of another version of bits too; the attribute `exact` is False then.
 
         Raises:
-            SnapshotError: the file is damaged, of another kind or version, or of another network or calibration.
+            SnapshotError: the file is damaged, of another kind or version, of another version of bits, or of another
+                network or calibration.
             OSError: it cannot be read.
             TypeError: the network is no `Transformer`.
         """
         suffix = Storing("", "", calibration=calibration).suffix
-        snapshot = Snapshot(path, "prefix", fingerprint(model) + suffix)
+        snapshot = Snapshot(path, "prefix", fingerprint(model) + suffix, exact=exact)
         try:
             return cls._of(snapshot, model, calibration)
         except SnapshotError as error:
@@ -265,6 +270,7 @@ class CompressedPrefix:
         pages = snapshot.read_pages(0, range(len(blocks)), [store.overwrite(block) for block in blocks.tolist()])
         if not pages.all():
             raise SnapshotError(f"pages: expected whole ones, got page {int(pages.argmin())} damaged")
+        prefix.exact = snapshot.exact
         return prefix
 
     __reduce_ex__ = refuse_copies("`save` writes it to a file")

@@ -288,13 +288,13 @@ class Pool:
         index, *beside = self.prefixes
         index.save(path, model, beside=beside)
 
-    def load(self, path: Any, model: str) -> int:
+    def load(self, path: Any, model: str, *, exact: bool) -> int:
         """Add the blocks of a saved file; see `PrefixCache.load`."""
         index, *beside = self.prefixes
         if index.is_empty:
             for cache in beside:  # of texts that are no longer cached
                 cache.clear()
-        return index.load(path, model, beside=beside)
+        return index.load(path, model, beside=beside, exact=exact)
 
     # -- blocks ---------------------------------------------------------------------------------------------
 

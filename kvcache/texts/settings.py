@@ -13,7 +13,6 @@ from kvcache.core.layer_formats import Formats, formats_of_layers, is_mixed, unp
 from kvcache.core.rowformat import Format
 from kvcache.core.store import BlockStore
 from kvcache.eviction import EvictionPolicy
-from kvcache.kernels.kernels import bits_in_use
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import LayerAttention, Model, Recurrence, layer_attention, layer_recurrences
 from kvcache.paged.cache import PagedKvCache
@@ -212,7 +211,7 @@ class CacheSettings:
         """
         name = fingerprint(self.model) if network is None else network
         made = computed_with(self.model, self.storage.residual_length, self.sparse_tokens)
-        return f"{name}{made}, {bits_in_use()}"
+        return f"{name}{made}"
 
     @property
     def piece(self) -> int:

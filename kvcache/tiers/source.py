@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.kernels.kernels import bits_in_use
+from kvcache.kernels.kernels import BITS_VERSION
 from kvcache.prefix.block_file import arena_of_blocks, formats_of
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers.bodies import copy_in, copy_out
@@ -92,9 +92,9 @@ class TierSource:
         self._cached, self._size = cached, store.block_size
         self._pages = max(1, self._group_tokens // self._size)  # of a group
         self.format = ValueFormat(self._pages * self._size, self._pages * store.block_bytes)
-        # Levels of SIMD, and versions of the library, may compute other K and V: each has its own.
+        # Each version of bits has its own values; every CPU computes the same ones.
         model = self._model + formats_of(store)
-        context = b"\0".join((b"%d" % VERSION, bits_in_use().encode(), arena.pack(), model.encode()))
+        context = b"\0".join((b"%d" % VERSION, b"%d" % BITS_VERSION, arena.pack(), model.encode()))
         contexts = [context + b"\0encrypted" * link.encrypt for link in self._links]
         size = self.format.group_tokens
         self.context = context
@@ -282,11 +282,13 @@ class TierSource:
 
     def write(self, name: Hashable, tokens: Tokens, pages: Int32, groups: Sequence[int], *, evicted: bool) -> None:
         """Queue groups of `tokens`, whose K and V are in `pages`, for the tiers that are to get them."""
+        assert self._cached is not None
+        if not self._cached.exact:
+            return
         try:
             keys = self._keys(name, tokens)
         except TypeError:  # a namespace that has no bytes
             return
-        assert self._cached is not None
         waits = self._cached.slots.records(pages)["waits"]  # pages that a saved file has, and that no request has read
         wanted: list[tuple[int, list[int]]] = []
         for group in groups:

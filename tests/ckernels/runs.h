@@ -34,14 +34,14 @@ static void fail(const char *what, ...) {
 /* A level that is another one but for some functions has all the others: products, rows made ready for them, and attention are
  * its own. */
 static void expect_table(const kvc_kernels *kernels) {
-    kvc_kernels twin = *kvc_find_level(kernels->bits);
+    kvc_kernels twin = *kvc_find_level(kernels->base);
     twin.multiply_packed = kernels->multiply_packed, twin.multiply_bf16 = kernels->multiply_bf16;
     twin.prepare_rows = kernels->prepare_rows;
     twin.attend_item = kernels->attend_item, twin.combine_parts = kernels->combine_parts, twin.score_item = kernels->score_item;
     twin.attend_chosen = kernels->attend_chosen;
     const size_t first = offsetof(kvc_kernels, write_runs); /* before it: names, which may lie apart, and padding */
     if (memcmp((char *)&twin + first, (const char *)kernels + first, sizeof twin - first))
-        fail("the table of %s is not that of %s", kernels->name, kernels->bits);
+        fail("the table of %s is not that of %s", kernels->name, kernels->base);
 }
 
 /* Queried once: in a virtual machine, CPUID takes longer than a small case. The last one is the scalar level, without instructions

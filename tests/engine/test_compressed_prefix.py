@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from oracles.compressed import DensePrefix, best_of
 from places import GOLDEN
+from saved_caches import set_bits
 from serving import Clock
 
 from kvcache import BatchEngine, PrefixCachedEngine, SamplingParams
 from kvcache.engine import InferenceEngine, LayerAttention, Probe, Transformer
 from kvcache.errors import InvalidOperationError, OutOfMemoryError, SnapshotError
+from kvcache.kernels.kernels import BITS_VERSION
 from kvcache.policies import TOVA, AdaKV, ExpectedAttention, KeyDiff, KVzip, SnapKV
 from kvcache.texts.compressed_prefix import CompressedPrefix
 
@@ -290,6 +292,27 @@ def test_heads_may_keep_nothing(network):
     twin.kept = [[np.array(each, int) for each in layer] for layer in kept]
     engine.reset(found)
     np.testing.assert_allclose(engine.prefill_from_pos(TAIL, len(TOKENS)), twin.run(TAIL)[-1], atol=2e-4)
+
+
+def test_a_prefix_of_other_bits(network, prefix, tmp_path):
+    """It is taken when asked for; texts behind it are named by its K and V, so that their blocks are shared."""
+    path, engine = tmp_path / "prefix", PrefixCachedEngine(InferenceEngine(network), 32)
+    prefix.save(path)
+    want = engine.complete(TAIL, GREEDY, prefix=prefix)
+    for version, found in ((1, "version 1"), (0, "no version")):
+        set_bits(path, version)
+        with pytest.raises(SnapshotError, match=f"expected bits of version {BITS_VERSION}, got {found}"):
+            engine.inner.load_compressed(path)
+        loaded = engine.inner.load_compressed(path, exact=False)
+        assert (prefix.exact, loaded.exact, loaded.name) == (True, False, prefix.name)
+        answer = engine.complete(TAIL, GREEDY, prefix=loaded)
+        assert (answer.tokens, answer.cached_tokens) == (want.tokens, 16)
+        assert engine.cache_stats().exact
+        loaded.save(path)
+        with pytest.raises(SnapshotError, match=f"expected bits of version {BITS_VERSION}, got no version"):
+            CompressedPrefix.load(path, network)
+    prefix.save(path)
+    assert engine.inner.load_compressed(path, exact=False).exact
 
 
 def test_damaged_and_invented_files_are_refused(network, prefix, tmp_path, rng):

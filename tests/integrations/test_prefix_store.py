@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hf_models import difference, dynamic, left_padded, make_model
+from saved_caches import set_bits
 
 from kvcache import InvalidOperationError, OutOfMemoryError, SnapshotError
 from kvcache.integrations.transformers import PagedCache, PrefixStore, pool, prefixes
@@ -280,6 +281,12 @@ def test_save_and_load(kind, tmp_path):
         assert other.memory()["kv"] == 0
     with pytest.raises(InvalidOperationError):
         tomorrow.load(tmp_path / "prefixes.kv")
+    set_bits(tmp_path / "prefixes.kv", 0)
+    later = PrefixStore(model.config, dtype="q8")
+    with pytest.raises(SnapshotError, match="expected bits of version"):
+        later.load(tmp_path / "prefixes.kv")
+    assert later.load(tmp_path / "prefixes.kv", exact=False) > 0
+    assert (tomorrow.stats().exact, later.stats().exact) == (True, False)
 
 
 def in_another_process(folder, kind, sent):

@@ -6,9 +6,11 @@ import os
 import numpy as np
 import pytest
 from contents import LAYERS
-from saved_caches import DIM, HEADS, SIZE, assert_same, blocks, entries, get, prompts, put, refuse
+from oracles.snapshot import parse
+from saved_caches import DIM, HEADS, SIZE, assert_same, blocks, entries, get, prompts, put, refuse, set_bits
 
 from kvcache import InvalidOperationError, PrefixCache, SnapshotError
+from kvcache.kernels.kernels import BITS_VERSION
 from kvcache.saved.segments import walk_back
 
 
@@ -33,6 +35,44 @@ def saved_blocks(tmp_path):
 def test_another_model_is_refused_by_name(saved_entries):
     refuse(entries(), saved_entries, "expected model 'that one', got 'this one'", model="that one")
     refuse(entries(), saved_entries, "expected model '', got 'this one'", model="")
+
+
+@pytest.mark.parametrize("kind", [entries, blocks])
+def test_other_bits_are_refused_and_taken_when_asked(tmp_path, kind):
+    """Files of before have names with a SIMD level, and no version or the first one; what has their K and V says so."""
+    path, saved, texts_ = tmp_path / "cache", kind(), prompts(7)
+    for name, tokens in texts_:
+        put(saved, name, tokens)
+    for model in ("this one", "this one, avx512", "this one, neon, bits 1"):
+        saved.save(path, model=model)
+        assert parse(path.read_bytes())["bits"] == BITS_VERSION
+        if model != "this one":  # files of these bits have no levels in their names
+            with pytest.raises(SnapshotError, match=f"expected model 'this one', got '{model}'"):
+                kind().load(path, "this one", exact=False)
+        for version, found in ((0, "no version"), (1, "version 1"), (BITS_VERSION + 1, f"version {BITS_VERSION + 1}")):
+            set_bits(path, version)
+            refuse(kind(), path, f"expected bits of version {BITS_VERSION}, got {found}; `exact=False` takes the file")
+            with pytest.raises(SnapshotError, match="expected model 'that one', got 'this one"):
+                kind().load(path, "that one", exact=False)
+            loaded = kind()
+            assert loaded.load(path, "this one", exact=False) == len(saved)
+            assert not loaded.stats().exact
+            for name, tokens in texts_:
+                assert_same(get(loaded, name, tokens), get(saved, name, tokens))
+            loaded.save(tmp_path / "again", "this one")
+            assert parse((tmp_path / "again").read_bytes())["bits"] == 0
+            loaded.clear()
+            assert not loaded.stats().exact
+            refuse(kind(), tmp_path / "again", "expected bits of version")
+    saved.save(path, "this one")
+    loaded = kind()
+    assert loaded.load(path, "this one", exact=False) == len(saved)
+    assert loaded.stats().exact
+    kind().save(path, "this one")
+    set_bits(path, 0)
+    nothing = kind()
+    assert nothing.load(path, "this one", exact=False) == 0
+    assert nothing.stats().exact
 
 
 def test_another_kind_is_refused(tmp_path, saved_entries):
@@ -148,6 +188,7 @@ def test_a_load_that_runs_out_of_memory_half_way(tmp_path, kind, monkeypatch):
     for name, tokens in texts_:
         put(saved, name, tokens)
     saved.save(tmp_path / "cache")
+    set_bits(tmp_path / "cache", 0)
     loaded = kind()
     for after in (0, 1, 4):
 
@@ -160,9 +201,10 @@ def test_a_load_that_runs_out_of_memory_half_way(tmp_path, kind, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("kvcache.prefix.index_file.walk_back", few)
             with pytest.raises(MemoryError):
-                loaded.load(tmp_path / "cache")
+                loaded.load(tmp_path / "cache", exact=False)
         assert len(loaded) == 0
+        assert loaded.stats().exact
         loaded.check()
-    assert loaded.load(tmp_path / "cache") == len(saved)
+    assert loaded.load(tmp_path / "cache", exact=False) == len(saved)
     for name, tokens in texts_:
         assert_same(get(loaded, name, tokens), get(saved, name, tokens))

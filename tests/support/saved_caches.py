@@ -1,5 +1,8 @@
 """Caches of both kinds for saving and loading, with K and V that identify their text."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 from contents import LAYERS, pairs, rows, state
@@ -70,6 +73,14 @@ def assert_true(found, name, tokens):
     length = found[0]
     if length:
         assert_same(found, (length, *rows(name, tokens[:length], HEADS * DIM)))
+
+
+def set_bits(path, version):
+    """Write another version of bits into the header of a file."""
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, 72, version)
+    struct.pack_into("<I", data, 124, zlib.crc32(data[:124]))
+    path.write_bytes(data)
 
 
 def refuse(cache, path, match, model="this one"):

@@ -7,9 +7,10 @@ import pytest
 from pace import FAST
 from places import GOLDEN, MODELS
 from prefix_engines import SHORT, prompt, settled
+from shared_folder import share
 from tier_stores import SECRET, Faulty, ObjectStore
 
-from kvcache import BatchEngine
+from kvcache import BatchEngine, simd_levels, use_simd
 from kvcache.calibration.calibrating import measure
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Transformer
 from kvcache.tiers import DirectoryTier, Tiers
@@ -52,6 +53,16 @@ def test_another_process_finds_what_one_computed(network, dtype, residual, block
     assert second.stats()[0].hits == 300 // size
     assert two.complete(tokens, SEEDED).logprobs == want.logprobs
     settled(two)
+
+
+@pytest.mark.parametrize("step", [1, -1], ids=["best first", "scalar first"])
+def test_every_level_finds_what_one_computed(tmp_path, step):
+    """In a folder of values and in saved caches, with the bits of a cold run."""
+    computed = []
+    for level in simd_levels()[::step]:
+        with use_simd(level):
+            computed.append(share(tmp_path))
+    assert computed == [True] + [False] * (len(computed) - 1)
 
 
 @pytest.mark.parametrize("head_start", [0, 60])

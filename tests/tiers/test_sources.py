@@ -9,11 +9,12 @@ import tracemalloc
 import numpy as np
 import pytest
 from prefix_engines import SHORT, prompt
+from saved_caches import set_bits
 from tier_stores import SECRET, ObjectStore, twin_keys, twin_value
 
 from kvcache import PrefixCache
 from kvcache.engine import InferenceEngine, PrefixCachedEngine
-from kvcache.kernels.kernels import bits_in_use
+from kvcache.kernels.kernels import BITS_VERSION
 from kvcache.prefix.block_file import arena_of_blocks
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.tiers import Tiers, lookups
@@ -80,6 +81,14 @@ def test_blocks_of_a_file_that_nobody_read_are_not_written(rng, tmp_path, count)
         assert len(store.bucket) == 1
         assert content(cache, text) == want
         cache.check()
+        set_bits(path, 0)
+        store.bucket.clear()
+        cache.clear()
+        cache.load(path, exact=False)
+        assert content(cache, text) == want
+        assert cache.evict(4) == 4  # their K and V have other bits
+        assert tiers.flush(60)
+        assert store.bucket == {}
 
 
 def test_lookups_for_which_there_is_no_room_end(rng):
@@ -109,7 +118,7 @@ def test_the_values_of_a_cache_are_those_of_the_twin(rng):
         cache.evict(10)
         assert tiers.flush(60)
     arena = arena_of_blocks(cache._cached)
-    context = b"\0".join([b"1", bits_in_use().encode(), arena.pack(), b"name"])
+    context = b"\0".join([b"1", b"%d" % BITS_VERSION, arena.pack(), b"name"])
     keys = twin_keys(SECRET, context, encode_namespace(("a", 7)), tokens, 64)
     assert sorted(store.bucket) == sorted(keys)
     other = PrefixCache(10, SIZE, 3, 2, 8, dtype="q8", source=Tiers([store], secret=SECRET, deadline=60).source("name"))

@@ -242,12 +242,16 @@ class PrefixStore:
         first, *others = self._in_order()
         first.save(path, self._name(model), beside=others)
 
-    def load(self, path: str | os.PathLike[str], model: str | None = None) -> int:
+    def load(self, path: str | os.PathLike[str], model: str | None = None, *, exact: bool = True) -> int:
         """Load what `save` wrote, as much as there is room for; how many blocks. K and V are read when first used.
+
+        Args:
+            model: as in `save`.
+            exact: False takes the file of another version of bits too; see `PrefixCache.load`.
 
         Raises:
             InvalidOperationError: blocks are kept here already.
-            SnapshotError: damaged, of another model, format or shape; nothing has changed.
+            SnapshotError: damaged, of another model, version of bits, format or shape; nothing has changed.
             OSError: there is none, or it cannot be read.
         """
         new = set() if self._pool.paged else set(self._pool.said.values())
@@ -257,7 +261,7 @@ class PrefixStore:
                 block = self._pool.block_bytes(kind)
                 self._pool.blocks_of(kind, max(1, size // block + 1))
             first, *others = self._in_order()
-            return first.load(path, self._name(model), beside=others)
+            return first.load(path, self._name(model), beside=others, exact=exact)
         except BaseException:
             for kind in new:
                 self._indexes.pop(kind, None)

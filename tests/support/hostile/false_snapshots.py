@@ -18,6 +18,7 @@ from hostile.limited_process import limit_memory
 from saved_caches import DIM, HEADS, SIZE, blocks, entries, get, put
 
 from kvcache import SnapshotError
+from kvcache.kernels.kernels import BITS_VERSION
 from kvcache.saved.namespaces import encode_namespace
 from kvcache.saved.snapshot import ARENA, HEADER, KINDS, MAGIC, VERSION
 
@@ -79,7 +80,8 @@ class File:
                 crc = zlib.crc32(file.read(end - HEADER.size))
         header = HEADER.pack(
             MAGIC, n.get("version", VERSION), n.get("number", n["kind"]), size % 2**64, n["segments"], n["tokens"],
-            n["pages"], n["names_bytes"], n["arenas"], n["names"], n["model_bytes"], crc, 0,
+            n["pages"], n["names_bytes"], n["arenas"], n["names"], n["model_bytes"], crc,
+            n.get("bits", BITS_VERSION), 0,
         )
         with open(path, "r+b") as file:
             file.write(header[:-4] + struct.pack("<I", zlib.crc32(header[:-4])))

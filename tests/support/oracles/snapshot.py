@@ -8,11 +8,11 @@ def parse(data):
     """The contents of a file: kind, model, arenas, and `segments`, each a dict; pages as bytes, None if damaged."""
     (
         magic, version, kind, size, num_segments, num_tokens, num_pages, names_bytes,
-        num_arenas, num_names, model_bytes, checksum,
-    ) = struct.unpack("<8sIIQQQQQIIII", data[:72])
+        num_arenas, num_names, model_bytes, checksum, bits,
+    ) = struct.unpack("<8sIIQQQQQIIIII", data[:76])
     assert magic == b"kvcache\x1a"
     assert version == 1
-    assert data[72:124] == bytes(52)
+    assert data[76:124] == bytes(48)
     assert struct.unpack("<I", data[124:128])[0] == zlib.crc32(data[:124])
     assert size == len(data)
 
@@ -67,7 +67,8 @@ def parse(data):
             at += arena["page_bytes"] + -arena["page_bytes"] % 64
             page += 1
     assert (page, at) == (num_pages, len(data))
-    return {"kind": {1: "entries", 2: "blocks"}[kind], "model": model, "arenas": arenas, "segments": segments}
+    kinds = {1: "entries", 2: "blocks"}
+    return {"kind": kinds[kind], "model": model, "bits": bits, "arenas": arenas, "segments": segments}
 
 
 def name_of(data):
