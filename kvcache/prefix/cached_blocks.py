@@ -211,7 +211,7 @@ class CachedBlocks:
         evicted = self.index.evict(count)
         if evicted is None:
             return 0
-        # Of a block that waits there is no content yet.
+        # Blocks that wait for a file have no content yet.
         if self.source is not None and self.exact and self.slots.num_waiting == waiting:
             self.source.spill(evicted.name, evicted.tokens, evicted.pages)
         if self.evicted is not None:

@@ -15,8 +15,9 @@ those of one arena after the other where these are of different caches.
 Every token has a slot in the arena of its namespace, counted in the order of the segments; a page is `page_tokens`
 slots. The file has nothing that can be computed from its other parts, so no part can contradict another one.
 
-K and V of one version of bits (ckernels/BITS.md) are the same on every CPU, so the header has that version, and 0 in
-files of before there was one, whose names end with a SIMD level. A file of another version is read on demand only.
+K and V of one version of bits (ckernels/BITS.md) are the same on every CPU, so the header has that version. It is 0 in
+files of before there was one, whose names have a SIMD level, and in those that a cache with K and V of such a file has
+saved. A file of another version is read where the caller says `exact=False`.
 
 A CRC-32 finds accidental damage: every error within 32 consecutive bits, and all but one in 2**32 of the others. It is
 no protection against a file that was made on purpose with right checksums: such a file can have any K and V. It cannot
