@@ -4,14 +4,15 @@
 #include "kvc_row.h"
 
 /* The rounded 2^((x - most) * factor) * 2^40 of n logits, none of which is above `most`, to out unless it is NULL; returns their sum.
- * The factor is a normal number above 0. Below 2^24 numbers the sum fits in 64 bits. */
+ * NaN has the weight 0. The factor is a normal number above 0. Below 2^24 numbers the sum fits in 64 bits. */
 uint64_t KVC_FN(shares)(int64_t n, const float *x, float most, float factor, uint64_t *out) {
     const f32v most_v = f32v_set1(most), factor_v = f32v_set1(factor);
     uint64_t sums[KVC_LANES] = {0}, total = 0;
     for (int64_t i = 0; i < n; i += KVC_LANES) {
         float weights[KVC_LANES];
         uint64_t whole[KVC_LANES];
-        f32v_store(weights, some_of(f32v_exp2(f32v_mul(f32v_sub(load_some(x + i, n - i), most_v), factor_v)), n - i));
+        const f32v power = f32v_exp2(f32v_mul(f32v_sub(load_some(x + i, n - i), most_v), factor_v));
+        f32v_store(weights, some_of(f32v_max(power, f32v_zero()), n - i));
         for (int k = 0; k < KVC_LANES; k++) {
             const double raised = (double)weights[k] * 0x1p40 + 0x1p52; /* the product is exact, the sum is rounded to a whole number */
             uint64_t bits;

@@ -12,7 +12,8 @@
  *   transpose(rows[KVC_LANES]) in place, sums(rows[KVC_LANES]): lane i is the sum of the lanes of row i, likewise by halves,
  *   larger(a, b) of numbers that are not negative, NaN if one is NaN, and maxima(rows[KVC_LANES]), likewise,
  *   load8/store8 (and _half): 8 floats, if a vector is wider than 8.
- * Its types i16v, a pair of whole numbers from 0 to 2^15 - 1 per lane, and i32v, a sum per lane, have
+ * Its types i16v, a pair of whole numbers from 0 to 2^15 - 1 per lane, and i32v, a sum per lane, have (of larger ones: unsigned, but
+ * products are of signed ones)
  *   pair(even, odd): of floats, rounded as by round, load, store, add, min, shr, above(a, b) = max(a - b, 0),
  *   mul15(a, b) = (a * b + 2^14) >> 15, dot(sums, a, b) = sums + the products of both pairs, floats.
  * Products with weights (kvc_matmul_packed.c) take scales in bytes: load_signed, load_bits(p, shift, mask), load_e8m0, load_e4m3

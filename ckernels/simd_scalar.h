@@ -172,7 +172,7 @@ INLINE f32v f32v_butterfly2(f32v x) { return f32v_butterflies(x, 2); }
 INLINE f32v f32v_butterfly4(f32v x) { return f32v_butterflies(x, 4); }
 INLINE f32v f32v_butterfly8(f32v x) { return f32v_butterflies(x, 8); }
 
-/* ---- Pairs of 16-bit numbers, one pair per lane (kvc_fit.h). */
+/* ---- Pairs of 16-bit numbers, one pair per lane (kvc_fit.h). Products are of signed ones, also of what a NaN has become. */
 
 typedef struct i16v {
     uint16_t number[2 * KVC_LANES]; /* lane by lane */
@@ -205,7 +205,7 @@ INLINE i16v i16v_above(i16v a, i16v b) {
     return a;
 }
 INLINE i16v i16v_mul15(i16v a, i16v b) {
-    EACH_NUMBER a.number[i] = (uint16_t)((a.number[i] * b.number[i] + (1 << 14)) >> 15);
+    EACH_NUMBER a.number[i] = (uint16_t)(((int16_t)a.number[i] * (int16_t)b.number[i] + (1 << 14)) >> 15);
     return a;
 }
 INLINE i16v i16v_shr(i16v x, int n) {
@@ -222,7 +222,10 @@ INLINE i32v i32v_add(i32v a, i32v b) {
     return a;
 }
 INLINE i32v i32v_dot(i32v sums, i16v a, i16v b) {
-    EACH_LANE sums.lane[i] += a.number[2 * i] * b.number[2 * i] + a.number[2 * i + 1] * b.number[2 * i + 1];
+    EACH_LANE {
+        const int16_t *x = (const int16_t *)a.number + 2 * i, *y = (const int16_t *)b.number + 2 * i;
+        sums.lane[i] += x[0] * y[0] + x[1] * y[1];
+    }
     return sums;
 }
 INLINE f32v i32v_floats(i32v x) {

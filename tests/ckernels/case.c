@@ -206,19 +206,25 @@ static kvc_float_rows apart_rows(source *s, const world *w, const sequence *q, i
     return (kvc_float_rows){x ? to->at : NULL, (int64_t)stride};
 }
 
-/* V of latent rows is the first channels of their keys, with the centre that both lack, at every level. */
-static void expect_whole_values(const world *w, const sequence *q, const kvc_head_keys *known) {
-    const size_t dim = w->row[KVC_KEYS], values = w->row[KVC_VALUES], n = (size_t)q->num_tokens;
-    float *k = malloc((n * dim + 1) * sizeof *k), *v = malloc((n * values + 1) * sizeof *v);
-    for (int level = 0; level < num_levels(); level++) {
+/* Rows with the centres that were subtracted are those of the scalar level. V of latent rows is the first channels of their keys. */
+static void expect_whole_rows(const world *w, const sequence *q, const kvc_head_keys *known) {
+    const size_t rows[2] = {w->row[0], w->row[1]}, n = (size_t)q->num_tokens;
+    const int dims[2] = {w->layout.head_dim, w->layout.value_head_dim};
+    float *x[2][2]; /* of the scalar level, of this one */
+    for (int i = 0; i < 4; i++) x[i / 2][i % 2] = malloc((n * rows[i % 2] + 1) * sizeof(float));
+    for (int level = num_levels() - 1; level >= 0; level--) {
         const kvc_kernels *kernels = level_at(level);
-        kernels->read_runs(&w->layout, w->arena, q->runs.at, q->num_runs, k, NULL, dim, dim, known);
-        kernels->read_runs(&w->layout, w->arena, q->runs.at, q->num_runs, NULL, v, values, values, known);
-        for (size_t t = 0; t < n; t++) {
-            if (memcmp(k + t * dim, v + t * values, values * sizeof *v)) fail("%s: V is no part of K", kernels->name);
+        float *const *own = x[kernels != scalar_level()];
+        for (int side = 0; side < 2; side++) {
+            kernels->read_runs(&w->layout, w->arena, q->runs.at, q->num_runs, side ? NULL : own[0], side ? own[1] : NULL,
+                               rows[side], (size_t)dims[side], known);
+            expect_bits("read rows with centres", kernels, own[side], x[0][side], (int64_t)(n * rows[side]));
+        }
+        for (size_t t = 0; w->layout.latent && t < n; t++) {
+            if (!same_bits(own[0] + t * rows[0], own[1] + t * rows[1], (int64_t)rows[1])) fail("%s: V is no part of K", kernels->name);
         }
     }
-    free(k), free(v);
+    for (int i = 0; i < 4; i++) free(x[i / 2][i % 2]);
 }
 
 /* A level stores the bytes of the scalar one; of rows with NaN, whose bytes may differ, what is read back is the same. */
@@ -280,7 +286,7 @@ static void step_write(source *s, world *w) {
     }
     for (int64_t t = 0; t < q.num_tokens; t++)
         w->plain[q.slots[t]] = kind == GAUSSIAN && given[0] && (given[1] || w->layout.latent) && !steered;
-    if (steered && w->layout.latent) expect_whole_values(w, &q, known);
+    if (steered) expect_whole_rows(w, &q, known);
     give_back(&of_known), free(all);
     give_back(&before), give_back(&x[0]), give_back(&x[1]), give_back(&apart[0]), give_back(&apart[1]);
     drop_runs(&q);
@@ -367,5 +373,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     step_digest(&s);
     step_recurrence(&s);
     step_sparse(&s);
+    step_shares(&s);
     return 0;
 }

@@ -1,5 +1,5 @@
-/* layers.h - norms, gated activations and rotary embeddings at every level (kvc_network.c); and sums of NH, compared with
- * integers (kvc_digest.c).
+/* layers.h - norms, gated activations and rotary embeddings at every level (kvc_network.c); weights of tokens (kvc_shares.c); and
+ * sums of NH, compared with integers (kvc_digest.c).
  *
  * All levels give the bits of the scalar one, whose results are within the errors that kvc_network.c states for inputs below
  * 2^40. A row alone has the same bits.
@@ -199,6 +199,40 @@ static void step_layer(source *s) {
     }
     give_back(&want);
     for (int i = 0; i < 4; i++) give_back(parts[i]);
+}
+
+/* Weights of tokens, and their sum without them. Those of ordinary logits are near double. */
+static void step_shares(source *s) {
+    const int64_t n = draw(s, 3) ? draw_between(s, 1, 70) : draw_between(s, 1, 3000);
+    const int kind = draw(s, 3) ? draw(s, 2) : draw(s, NUM_KINDS), at_end = draw(s, 2);
+    const float factor = ldexpf(1.4426950409f, DRAW_OF(s, 0, 0, 1, 3, -3, 20, -126)), spread = (float)DRAW_OF(s, 1, 10, 40);
+    memory x = take((size_t)n * sizeof(float), 4, at_end), want = take((size_t)n * sizeof(uint64_t), 8, at_end);
+    float *logits = x.at, most = -INFINITY;
+    say("weights of %d tokens", (int)n);
+    draw_floats(s, kind, logits, (size_t)n);
+    for (int64_t i = 0; i < n; i++) logits[i] *= spread, most = logits[i] > most ? logits[i] : most;
+    if (!isfinite(most)) most = 0.0f;
+    const uint64_t total = scalar_level()->shares(n, logits, most, factor, want.at);
+    for (int level = 0; level < num_levels(); level++) {
+        const kvc_kernels *k = level_at(level);
+        memory out = take((size_t)n * sizeof(uint64_t), 8, at_end);
+        if (k->shares(n, logits, most, factor, out.at) != total || k->shares(n, logits, most, factor, NULL) != total)
+            fail("%s: the sum of weights is not %llu", k->name, (unsigned long long)total);
+        for (int64_t i = 0; i < n; i++) {
+            if (((uint64_t *)out.at)[i] != ((uint64_t *)want.at)[i]) fail("%s: weight %d of %g", k->name, (int)i, logits[i]);
+        }
+        give_back(&out);
+    }
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const uint64_t weight = ((uint64_t *)want.at)[i];
+        const double power = (double)(logits[i] - most) * factor, exact = exp2(power + 40);
+        sum += weight;
+        if (isfinite(power) && power <= 0 && !(fabs((double)weight - exact) <= (1 - power) * 0x1p-21 * exact + 0.51))
+            fail("weight %d of %g is %g, not %g", (int)i, logits[i], (double)weight, exact);
+    }
+    if (sum != total) fail("the sum of weights is not theirs");
+    give_back(&x), give_back(&want);
 }
 
 /* Bytes at any address, and every word of the key, within their memory. */

@@ -71,7 +71,6 @@ static int64_t first_other(const float *a, const float *b, int64_t n) {
     return -1;
 }
 static int same_bits(const float *a, const float *b, int64_t n) { return first_other(a, b, n) < 0; }
-static int have_same_bits(memory x, memory y) { return same_bits(x.at, y.at, (int64_t)(x.size / sizeof(float))); }
 
 /* Comparisons of a level with the scalar one, by kernel. With KVC_GO_ON=1 a difference ends nothing: main.c prints them all. */
 typedef struct comparison {

@@ -18,6 +18,11 @@ enum { MOST_TEXTS = 3 };
 typedef struct sparse_question {
     kvc_layout layout;
     memory arena, runs[MOST_TEXTS], q, lists; /* lists: (queries, KV heads, listed), where not 0 */
+    memory sinks, centres, near_arena;        /* sinks of each head; of the residuals one block per text, or nothing */
+    kvc_head_keys known[2];
+    kvc_layout near;
+    kvc_run near_runs[MOST_TEXTS];
+    float softcap;
     kvc_seq seqs[MOST_TEXTS];
     int num_blocks, num_seqs, query_heads;
     int64_t queries, top_tokens, listed;
@@ -38,11 +43,16 @@ static summary_memory take_summaries(const sparse_question *q) {
 static kvc_summaries summaries_in(const summary_memory *b) { return (kvc_summaries){b->made.at, b->codes.at, b->scales.at}; }
 static void give_summaries(summary_memory *b) { give_back(&b->made), give_back(&b->codes), give_back(&b->scales); }
 
-/* Attends with sequences [first, ...) of a question whose queries begin at a row. */
+/* Attends with sequences [first, ...) of a question whose queries begin at a row: outputs, then the logarithms of their sums. */
 static memory ask_sparse(const kvc_kernels *kernels, const sparse_question *q, const kvc_seq *seqs, int count, int64_t row,
-                         int64_t queries, const summary_memory *b, int threads) {
+                         int64_t queries, const summary_memory *b, int threads, int first) {
     const int64_t dim = q->layout.head_dim, bytes = 4 * dim * q->query_heads;
-    memory out = take((size_t)(queries * q->query_heads * q->layout.value_head_dim) * sizeof(float), 4, 1);
+    const int64_t floats = queries * q->query_heads * q->layout.value_head_dim;
+    memory out = take((size_t)(floats + queries * q->query_heads) * sizeof(float), 4, 1);
+    kvc_seq residuals[MOST_TEXTS];
+    for (int i = 0; i < count; i++)
+        residuals[i] = (kvc_seq){.runs = &q->near_runs[first + i], .num_runs = 1, .num_tokens = q->near_runs[first + i].stop,
+                                 .num_queries = seqs[i].num_queries};
     const kvc_attend_args args = {.layout = &q->layout,
                                   .arena = q->arena.at,
                                   .seqs = seqs,
@@ -50,7 +60,14 @@ static memory ask_sparse(const kvc_kernels *kernels, const sparse_question *q, c
                                   .num_query_heads = q->query_heads,
                                   .scale = q->scale,
                                   .queries = {(unsigned char *)q->q.at + row * bytes, bytes, 4 * dim, KVC_ELEMENT_F32},
-                                  .out = out.at};
+                                  .out = out.at,
+                                  .lse = (float *)out.at + floats,
+                                  .softcap = q->softcap,
+                                  .sinks = q->sinks.at,
+                                  .known = q->centres.at ? q->known : NULL,
+                                  .residuals = q->near_arena.at ? residuals : NULL,
+                                  .residual_layout = &q->near,
+                                  .residual_arena = q->near_arena.at};
     kvc_sparse_args sparse = {.summaries = summaries_in(b), .top_tokens = q->top_tokens};
     const int32_t *lists = q->lists.at;
     if (q->listed) sparse = (kvc_sparse_args){.listed = lists + row * q->layout.num_heads * q->listed, .num_listed = q->listed};
@@ -205,6 +222,32 @@ static void draw_lists(source *s, sparse_question *q) {
     }
 }
 
+/* Soft caps, sinks, centres, hidden tokens, residuals: half of the calls have some. */
+static void draw_sparse_options(source *s, sparse_question *q) {
+    const int of_key = q->layout.num_heads * q->layout.head_dim, which = draw(s, 32);
+    uint64_t state = (uint64_t)draw(s, 65536);
+    if (which < 16 && which & 1) q->softcap = (float)DRAW_OF(s, 1, 20, 1000);
+    if (which & 2) {
+        q->sinks = take((size_t)q->query_heads * sizeof(float), 4, 1);
+        draw_floats(s, draw(s, NUM_KINDS), q->sinks.at, (size_t)q->query_heads);
+    }
+    if (which & 4 && q->softcap == 0.0f) {
+        q->centres = take((size_t)of_key * sizeof(float), 4, 1);
+        for (int i = 0; i < of_key; i++) ((float *)q->centres.at)[i] = gaussian(&state);
+        for (int h = 0; h < q->layout.num_heads; h++)
+            q->known[h] = (kvc_head_keys){(float *)q->centres.at + h * q->layout.head_dim, NULL};
+    }
+    for (int i = 0; which & 8 && !q->listed && i < q->num_seqs; i++)
+        q->seqs[i].hidden_tokens = (int64_t)(splitmix(&state) % 3) * q->seqs[i].num_queries / 2;
+    if (!(which & 16)) return;
+    const int size = draw_between(s, 1, 70);
+    if (kvc_layout_init(&q->near, size, q->layout.num_heads, q->layout.head_dim, q->layout.value_head_dim, KVC_F32, KVC_F32, 0, 0, 0))
+        fail("no residual");
+    q->near_arena = take(MOST_TEXTS * q->near.block_bytes, 64, 1);
+    for (size_t i = 0; i < q->near_arena.size / 4; i++) ((float *)q->near_arena.at)[i] = gaussian(&state);
+    for (int i = 0; i < MOST_TEXTS; i++) q->near_runs[i] = (kvc_run){i, 0, (uint16_t)(splitmix(&state) % (uint64_t)(size + 1))};
+}
+
 static float whole_number(source *s, int most) { return (float)(draw(s, 2 * most + 1) - most); }
 
 /* Whole numbers in f32, with a scale that makes scores whole too, or any bytes in any format. */
@@ -239,6 +282,7 @@ static sparse_question draw_sparse(source *s, int whole) {
     else
         draw_floats(s, draw(s, NUM_KINDS), q.q.at, q.q.size / 4);
     if (draw(s, 4) == 3) draw_lists(s, &q);
+    if (!whole && draw(s, 2)) draw_sparse_options(s, &q);
     return q;
 }
 
@@ -269,7 +313,7 @@ static void step_sparse(source *s) {
     const char *kernel = q.listed ? "attend listed" : whole ? "attend chosen" : "attend chosen, any bytes";
     for (int level = last_level; level >= 0; level--) {
         summaries[level] = take_summaries(&q);
-        answers[level] = ask_sparse(level_at(level), &q, q.seqs, q.num_seqs, 0, q.queries, &summaries[level], threads);
+        answers[level] = ask_sparse(level_at(level), &q, q.seqs, q.num_seqs, 0, q.queries, &summaries[level], threads, 0);
         expect_summaries(level_at(level), &summaries[level], &summaries[last_level], &q);
         expect_bits(kernel, level_at(level), answers[level].at, answers[last_level].at,
                     (int64_t)(answers[level].size / sizeof(float)));
@@ -282,9 +326,9 @@ static void step_sparse(source *s) {
         alone.num_queries = 1;
         for (int level = 0; level < num_levels(); level++) {
             summary_memory fresh = take_summaries(&q);
-            memory again = ask_sparse(level_at(level), &q, &alone, 1, last, 1, i ? &fresh : &summaries[level], 1);
-            memory before = {.at = (float *)answers[level].at + last * floats, .size = again.size};
-            if (!have_same_bits(again, before)) fail("%s: a sparse query has other bits alone", level_at(level)->name);
+            memory again = ask_sparse(level_at(level), &q, &alone, 1, last, 1, i ? &fresh : &summaries[level], 1, i);
+            const float *out = answers[level].at, *lse = out + q.queries * floats + last * q.query_heads;
+            if (!same_bits(again.at, out + last * floats, floats) || !same_bits((float *)again.at + floats, lse, q.query_heads)) fail("%s: a sparse query has other bits alone", level_at(level)->name);
             give_back(&again), give_summaries(&fresh);
         }
     }
@@ -292,6 +336,10 @@ static void step_sparse(source *s) {
     for (int i = 0; i < q.num_seqs; i++) give_back(&q.runs[i]);
     give_back(&q.arena), give_back(&q.q);
     if (q.listed) give_back(&q.lists);
+    memory *const more[] = {&q.sinks, &q.centres, &q.near_arena};
+    for (int i = 0; i < 3; i++) {
+        if (more[i]->at) give_back(more[i]);
+    }
 }
 
 #endif
