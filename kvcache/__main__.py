@@ -53,8 +53,9 @@ extra serve. It has no TLS: put a proxy before it where other machines reach it.
 VERIFY = """\
 Prompts of the model's vocabulary, each computed cold and then in every way: behind hits, in a batch, in pieces, with
 other threads, preempted, with draft tokens, from files, and at every SIMD level of this CPU. Logits, log-probabilities
-and tokens are compared bit by bit. The exit status is 1 where something differs. --json writes a certificate, which
-another machine compares with its own by --against. --server asks a server instead, cold and warm."""
+and tokens are compared bit by bit. The exit status is 1 where something differs, and 3 where nothing does but some way
+was not compared. --json writes a certificate, which another machine compares with its own by --against. --server asks a
+server instead, cold and warm."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add_chat(commands.add_parser("chat", help="talk with a model", description=CHAT, formatter_class=raw))
     add_generate(commands.add_parser("generate", help="continue a prompt", description=GENERATE))
     add_serve(commands.add_parser("serve", help="serve many users over HTTP", description=SERVE, formatter_class=raw))
-    add_verify(commands.add_parser("verify", help="compare all ways bit by bit", description=VERIFY, formatter_class=raw))
+    add_verify(commands.add_parser("verify", help="compare bit by bit", description=VERIFY, formatter_class=raw))
     return parser
 
 

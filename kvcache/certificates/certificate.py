@@ -1,4 +1,4 @@
-"""`Certificate`: what a machine computed with a network, as JSON, and the comparison with that of another machine."""
+"""`Certificate`: the answers of a network on one machine, as JSON, and their comparison with another machine's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from kvcache.certificates.prompts import tokens_of
-from kvcache.certificates.records import Record, digest_of, first_difference
+from kvcache.certificates.answer_digests import Record, digest_of, first_difference
+from kvcache.certificates.seeded_prompts import tokens_of
 from kvcache.certificates.subject import Subject
 from kvcache.kernels.kernels import BITS_VERSION, bf16_order, simd_level, simd_levels
 from kvcache.kernels.threads import get_num_threads
@@ -27,8 +27,8 @@ _MOST_BYTES = 1 << 28
 _TOKENS = 4096  # whose texts tell tokenizers apart
 # What two certificates are to have in common before their digests are compared, in this order.
 IDENTITY = {
-    "form": "form of certificates", "bits": "version of the specification of bits", "network": "network",
-    "tokenizer": "tokenizer", "weights": "format of weights", "activations": "activations", "kv": "format of K and V",
+    "form": "form", "bits": "bits, version", "network": "network", "tokenizer": "tokenizer", "weights": "weights",
+    "activations": "activations", "kv": "K and V",
 }
 
 
@@ -37,11 +37,12 @@ class Row:
     """A way, compared with the cold texts.
 
     Attributes:
-        way: its name.
-        prompts, tokens: that were compared; tokens of prompts and new ones.
-        different: prompts of which something differs.
+        way: the name.
+        prompts: how many were computed in this way and compared; 0: the way did not happen.
+        tokens: their tokens, and the new ones.
+        different: how many of these prompts differ.
         first: the first difference, in words; None: there is none.
-        note: about the last prompt, and why others were not computed in this way.
+        note: what happened to the last prompt, and why others were not computed in this way.
     """
 
     way: str
@@ -54,13 +55,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What a machine computed with a network.
+    """The answers of a network on one machine.
 
     Attributes:
-        identity: of the network and of the meaning of its bits, by the names of `IDENTITY`.
+        identity: the network and the meaning of its bits, by the names of `IDENTITY`.
         machine: the version of the library, the CPU, its levels and threads.
-        records: of the cold texts, one for each prompt.
-        rows: the ways.
+        records: the cold answers, one for each prompt.
+        rows: the ways, each compared with the cold answers.
     """
 
     identity: dict[str, Any]
@@ -75,8 +76,18 @@ class Certificate:
 
     @property
     def is_equal(self) -> bool:
-        """Whether no way differs."""
-        return not any(row.different for row in self.rows)
+        """Whether each way was compared with at least one prompt, and none differs."""
+        return not self.different and not self.missing
+
+    @property
+    def different(self) -> list[str]:
+        """The ways that differ."""
+        return [row.way for row in self.rows if row.different]
+
+    @property
+    def missing(self) -> list[str]:
+        """The ways in which no prompt was computed."""
+        return [row.way for row in self.rows if not row.prompts]
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON. OSError: an error of the file system."""
@@ -104,6 +115,8 @@ class Certificate:
             prompts, rows, digest = content.pop("prompts"), content.pop("ways"), content.pop("digest")
             records = [_record(each) for each in prompts]
             content.pop("equal")
+            if not records:
+                raise ValueError("prompts: expected at least one, got none")
             found = cls(identity, content, tuple(records), tuple(Row(**row) for row in rows))
         except (UnicodeDecodeError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: expected a certificate, got {short(str(error))}") from None
@@ -112,15 +125,15 @@ class Certificate:
             raise ValueError(f"{path}: expected the digests of its answers, got others")
         return found
 
-    def differences(self, other: Certificate) -> Iterator[str]:
-        """What differs from a certificate of another machine, in words; prompts that both have are compared.
+    def expect(self, identity: dict[str, Any]) -> None:
+        """ValueError: the certificate is of another network, format or version, so that its digests say nothing."""
+        for name, words in IDENTITY.items():
+            if self.identity[name] != identity[name]:
+                expected, got = _text(identity[name]), _text(self.identity[name])
+                raise ValueError(f"against: expected a certificate of {words} {expected}, got {got}")
 
-        Where another network, format or version was computed, the digests say nothing, and are not compared.
-        """
-        unlike = [name for name in IDENTITY if self.identity[name] != other.identity[name]]
-        yield from (f"{IDENTITY[each]}: {_text(self.identity[each])}, and {_text(other.identity[each])}" for each in unlike)
-        if unlike:
-            return
+    def differences(self, other: Certificate) -> Iterator[str]:
+        """Compare the prompts that both certificates have; yields each difference, in words."""
         for number, (own, others) in enumerate(zip(self.records, other.records, strict=False)):
             found = first_difference(own, others)
             if found is not None or own.digest != others.digest:
@@ -130,7 +143,7 @@ class Certificate:
 def _record(content: dict[str, Any]) -> Record:
     tokens, logprobs, steps = (tuple(content[name]) for name in ("tokens", "logprobs", "steps"))
     if not len(tokens) == len(logprobs) == len(steps) or not all(isinstance(each, float) for each in logprobs):
-        raise ValueError("a prompt whose lists do not fit each other")
+        raise ValueError(f"prompts: expected lists of one length, got {len(tokens)}, {len(logprobs)} and {len(steps)}")
     return Record(content["prompt"], tokens, logprobs, steps, content["scores"])
 
 
@@ -158,7 +171,7 @@ def identity_of(subject: Subject) -> dict[str, Any]:
 
 
 def _tokenizer(subject: Subject) -> str | None:
-    """A digest of the texts of some tokens, and of the tokens of these texts; None: there is no tokenizer."""
+    """Digest the texts of some tokens, and the tokens of these texts; None: there is no tokenizer."""
     tokenizer = subject.tokenizer
     if tokenizer is None:
         return None

@@ -10,13 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from kvcache.certificates.answer_digests import Record
 from kvcache.certificates.certificate import Certificate
-from kvcache.certificates.records import Record
 from kvcache.errors import KvCacheError
 
 __all__ = ["Level"]
 
-_GRACE = 5.0  # seconds that a process has to end, beyond its own bound
+_GRACE = 30.0  # seconds that a process has to start and to compute its first prompt, beyond its own bound
 
 
 class Level(NamedTuple):

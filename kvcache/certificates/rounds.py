@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import NamedTuple
 
+from kvcache.certificates.answer_digests import Record, first_difference
 from kvcache.certificates.certificate import Certificate, Row, identity_of, machine_of
+from kvcache.certificates.computed_ways import Outcome, Way, cold, ways_of
 from kvcache.certificates.levels import Level
-from kvcache.certificates.prompts import Case, case_of
-from kvcache.certificates.records import Record, first_difference
+from kvcache.certificates.seeded_prompts import Case, case_of
 from kvcache.certificates.subject import Subject
-from kvcache.certificates.ways import Outcome, Way, cold, ways_of
 
 __all__ = ["Bounds", "named", "verified"]
 
@@ -77,7 +77,7 @@ def named(ways: Sequence[str], levels: Sequence[str], subject: Subject, most_thr
 
 def verified(
     make_subject: Callable[[], Subject], bounds: Bounds, version: str, most_threads: int, ways: Sequence[str] = (),
-    levels: Sequence[Level] = (),
+    levels: Sequence[Level] = (), against: Certificate | None = None,
 ) -> Certificate:
     """Compute prompts in every way, and compare each with the cold text.
 
@@ -90,14 +90,17 @@ def verified(
         most_threads: that the CPU has.
         ways: beginnings of names of ways; none: all.
         levels: that other processes compute.
+        against: a certificate that will be compared with this one.
 
     Raises:
-        ValueError: see `named`.
+        ValueError: see `named` and `Certificate.expect`.
         KvCacheError: another process failed.
     """
     began = bounds.clock()
     subject = make_subject()
     identity, machine = identity_of(subject), machine_of(version)
+    if against is not None:
+        against.expect(identity)
     known = named(ways, [level.name for level in levels], subject, most_threads)
     levels = [level for level in levels if not ways or f"level {level.name}".startswith(tuple(ways))]
     tallies = {way.name: _Tally(way.name) for way in known}

@@ -10,7 +10,7 @@ from urllib.request import Request, urlopen
 
 from kvcache.support.arguments import short
 
-__all__ = ["Answer", "ServerClient"]
+__all__ = ["ServerAnswer", "ServerClient"]
 
 MAX_TOKENS = 32
 _TOP = 5
@@ -19,7 +19,7 @@ _MOST_BYTES = 1 << 26
 _FIXED = {"temperature": 0, "seed": 0, "max_tokens": MAX_TOKENS}
 
 
-class Answer(NamedTuple):
+class ServerAnswer(NamedTuple):
     """An answer of a server.
 
     Attributes:
@@ -44,7 +44,7 @@ class _Form(NamedTuple):
     body: Callable[[str], dict[str, Any]]
 
 
-# In this order; the first one that a server answers with log-probabilities is taken, else the first one that it answers.
+# The first form that a server answers with log-probabilities is taken, else the first one that it answers.
 _FORMS = (
     _Form("/completions", lambda prompt: {"prompt": prompt, "logprobs": _TOP}),
     _Form("/chat/completions", lambda prompt: {"messages": _talk(prompt), "logprobs": True, "top_logprobs": _TOP}),
@@ -101,12 +101,12 @@ class ServerClient:
         self._form = answered[-1] if answer.tokens else answered[0]
         return f"{self._form.path}, {'with' if answer.tokens else 'without'} log-probabilities"
 
-    def answer(self, prompt: str) -> Answer:
+    def answer(self, prompt: str) -> ServerAnswer:
         """The answer to a prompt. OSError: the server fails."""
         assert self._form is not None, "choose comes first"
         return self._ask(self._form, prompt)
 
-    def _ask(self, form: _Form, prompt: str) -> Answer:
+    def _ask(self, form: _Form, prompt: str) -> ServerAnswer:
         content = self._fetch(form.path, {"model": self.model, **_FIXED, **form.body(prompt)})
         try:
             return _read(content)
@@ -134,7 +134,7 @@ class ServerClient:
             raise OSError(f"{path}: expected JSON, got {short(str(error))}") from None
 
 
-def _read(content: Any) -> Answer:
+def _read(content: Any) -> ServerAnswer:
     """An answer of either form: lists of tokens and numbers, or a list of objects, as some servers have in both."""
     choice, usage = content["choices"][0], content.get("usage") or {}
     text = choice["text"] if "text" in choice else choice["message"]["content"]
@@ -151,5 +151,5 @@ def _read(content: Any) -> Answer:
         given = told.get("top_logprobs") or [{}] * len(tokens)
         tops = tuple({str(name): float(value) for name, value in (each or {}).items()} for each in given)
     if not len(tokens) == len(logprobs) == len(tops):
-        raise ValueError("log-probabilities of other lengths")
-    return Answer("" if text is None else str(text), tokens, logprobs, tops, cached)
+        raise ValueError(f"logprobs: expected {len(tokens)} numbers, got {len(logprobs)} and {len(tops)}")
+    return ServerAnswer("" if text is None else str(text), tokens, logprobs, tops, cached)

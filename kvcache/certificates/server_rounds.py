@@ -6,23 +6,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from kvcache.certificates.prompts import words
-from kvcache.certificates.server_client import Answer, ServerClient
+from kvcache.certificates.seeded_prompts import words
+from kvcache.certificates.server_client import ServerAnswer, ServerClient
 
-__all__ = ["Comparison", "compared"]
+__all__ = ["WarmComparison", "compared"]
 
 _OWN = 24  # words behind the beginning that prompts share
 _TRAFFIC = 3  # requests that share the beginning, before it is asked for again
 
 
-class Comparison(NamedTuple):
-    """The answers of one way beside the cold ones.
+class WarmComparison(NamedTuple):
+    """The answers of one way, compared with the cold ones.
 
     Attributes:
-        way: its name.
+        way: the name.
         answers: how many there are.
         flipped: how many have another text or other tokens.
-        moved: how many have other log-probabilities, or are flipped.
+        moved: how many have other log-probabilities or other alternatives, or are flipped.
         largest: the largest difference of a log-probability, of tokens up to the first that differs; None: the server
             gives none.
         first: the least number of tokens before the first one that differs; None: no token differs.
@@ -43,12 +43,12 @@ class _Prompts(NamedTuple):
 
     Attributes:
         seed: of the run.
-        count: how many there are.
+        number: how many there are.
         words: of the beginning that a prompt shares with others.
     """
 
     seed: str
-    count: int
+    number: int
     words: int
 
     def text(self, number: int, end: str = "") -> str:
@@ -57,39 +57,39 @@ class _Prompts(NamedTuple):
         return f"{shared} {words(f'{self.seed}, end {number}{end}', _OWN)}"
 
 
-def _again(client: ServerClient, prompts: _Prompts, colds: list[Answer]) -> list[Answer]:
+def _again(client: ServerClient, prompts: _Prompts, colds: list[ServerAnswer]) -> list[ServerAnswer]:
     """Each prompt, cold and then the same at once; the cold answers enter `colds`."""
-    warm = list[Answer]()
-    for number in range(prompts.count):
+    warm = list[ServerAnswer]()
+    for number in range(prompts.number):
         colds.append(client.answer(prompts.text(number)))
         warm.append(client.answer(prompts.text(number)))
     return warm
 
 
-def _after_traffic(client: ServerClient, prompts: _Prompts, colds: list[Answer]) -> list[Answer]:
+def _after_traffic(client: ServerClient, prompts: _Prompts, colds: list[ServerAnswer]) -> list[ServerAnswer]:
     """Each prompt behind others that share its beginning."""
-    warm = list[Answer]()
-    for number in range(prompts.count):
+    warm = list[ServerAnswer]()
+    for number in range(prompts.number):
         for i in range(_TRAFFIC):
             client.answer(prompts.text(number, f", {i}"))
         warm.append(client.answer(prompts.text(number)))
     return warm
 
 
-def _burst(client: ServerClient, prompts: _Prompts, colds: list[Answer]) -> list[Answer]:
+def _burst(client: ServerClient, prompts: _Prompts, colds: list[ServerAnswer]) -> list[ServerAnswer]:
     """All prompts at once."""
-    with ThreadPoolExecutor(prompts.count) as pool:
-        return [*pool.map(client.answer, map(prompts.text, range(prompts.count)))]
+    with ThreadPoolExecutor(prompts.number) as pool:
+        return [*pool.map(client.answer, map(prompts.text, range(prompts.number)))]
 
 
-_WAYS: dict[str, Callable[[ServerClient, _Prompts, list[Answer]], list[Answer]]] = {
+_WAYS: dict[str, Callable[[ServerClient, _Prompts, list[ServerAnswer]], list[ServerAnswer]]] = {
     "the same prompt again": _again,
     "behind others with its beginning": _after_traffic,
     "all prompts at once": _burst,
 }
 
 
-def compared(client: ServerClient, seed: str, count: int, length: int) -> list[Comparison]:
+def compared(client: ServerClient, seed: str, count: int, length: int) -> list[WarmComparison]:
     """Ask for answers in every way.
 
     Args:
@@ -101,38 +101,38 @@ def compared(client: ServerClient, seed: str, count: int, length: int) -> list[C
     Raises:
         OSError: the server fails.
     """
-    prompts, colds, found = _Prompts(seed, count, length), list[Answer](), list[Comparison]()
+    prompts, colds, found = _Prompts(seed, count, length), list[ServerAnswer](), list[WarmComparison]()
     for name, ask in _WAYS.items():
         warm = ask(client, prompts, colds)
-        found.append(_comparison(name, colds, warm))
+        found.append(_warm_comparison(name, colds, warm))
     return found
 
 
-def _comparison(way: str, colds: Sequence[Answer], warm: Sequence[Answer]) -> Comparison:
+def _warm_comparison(way: str, colds: Sequence[ServerAnswer], warm: Sequence[ServerAnswer]) -> WarmComparison:
     pairs = [*zip(colds, warm, strict=True)]
     flips = [a.text != b.text or a.tokens != b.tokens for a, b in pairs]
     same = [_same_tokens(a, b) for a, b in pairs]
     gaps = [_largest(a, b, count) for (a, b), count in zip(pairs, same, strict=True)]
     known = [gap for gap in gaps if gap is not None]
-    moved = sum(flip or bool(gap) for flip, gap in zip(flips, gaps, strict=True))
+    moved = sum((a.text, a.tokens, a.logprobs, a.tops) != (b.text, b.tokens, b.logprobs, b.tops) for a, b in pairs)
     first = min((count for flip, count in zip(flips, same, strict=True) if flip), default=None)
     cached = [b.cached for _, b in pairs if b.cached is not None]
-    return Comparison(
+    return WarmComparison(
         way, len(pairs), sum(flips), moved, max(known, default=None), first, sum(cached) if cached else None
     )
 
 
-def _same_tokens(a: Answer, b: Answer) -> int:
+def _same_tokens(a: ServerAnswer, b: ServerAnswer) -> int:
     """The tokens before the first one that differs; of texts without tokens the characters."""
     ours, theirs = (a.tokens, b.tokens) if a.tokens and b.tokens else (tuple(a.text), tuple(b.text))
     return next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), min(len(ours), len(theirs)))
 
 
-def _largest(a: Answer, b: Answer, count: int) -> float | None:
+def _largest(a: ServerAnswer, b: ServerAnswer, count: int) -> float | None:
     """The largest difference of a log-probability, up to the first token that differs, whose alternatives count."""
     if not a.tokens or not b.tokens:
         return None
-    gaps = [abs(x - y) for x, y in zip(a.logprobs[:count], b.logprobs[:count], strict=True)]
+    values = [*zip(a.logprobs[:count], b.logprobs[:count], strict=True)]
     for ours, theirs in zip(a.tops[: count + 1], b.tops[: count + 1], strict=False):
-        gaps += [abs(value - theirs[name]) for name, value in ours.items() if name in theirs]
-    return max(gaps, default=0.0)
+        values += [(value, theirs[name]) for name, value in ours.items() if name in theirs]
+    return max((abs(x - y) for x, y in values if x != y), default=0.0)

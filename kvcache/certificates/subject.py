@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvcache.certificates.prompts import Case, tokens_of
-from kvcache.certificates.records import LogitsDigests, Record
+from kvcache.certificates.answer_digests import LogitsDigests, Record
+from kvcache.certificates.seeded_prompts import Case, tokens_of
 from kvcache.engine.cached import PrefixCachedEngine
 from kvcache.engine.completion import Completion
 from kvcache.engine.inference import InferenceEngine

@@ -10,7 +10,7 @@ from kvcache.certificates.certificate import Certificate, Row
 from kvcache.certificates.levels import Level
 from kvcache.certificates.rounds import MOST_PROMPTS, Bounds, verified
 from kvcache.certificates.server_client import ServerClient
-from kvcache.certificates.server_rounds import Comparison, compared
+from kvcache.certificates.server_rounds import WarmComparison, compared
 from kvcache.certificates.subject import Subject
 from kvcache.commands.answer_view import note
 from kvcache.commands.options import MODEL, add_network, check_network, open_network
@@ -21,6 +21,7 @@ from kvcache.support.arguments import as_count, as_finite
 
 __all__ = ["add_verify", "verify"]
 
+EQUAL, DIFFERENT, INCOMPLETE = 0, 1, 3  # exit statuses; 2 is an error, as of all commands
 _SECONDS, _REQUESTS, _LENGTH = 60.0, 8, 120
 # Options of `add_network` and the model, which processes of other levels get too; what is None is left out.
 _OF_A_NETWORK = ("model", "dtype", "calibrate", "weights", "activations", "sparse_tokens", "threads")
@@ -31,7 +32,7 @@ _WITHOUT_A_SERVER = ("seconds", "prompts", "way", "json", "against")
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("--model", metavar="PATH", help=f"{MODEL} (the demo's); with --server the name of one that it serves (its first)")
+    add("--model", metavar="PATH", help=f"{MODEL} (the demo's); with --server the name of a model there (its first)")
     add_network(parser)
     add("--seconds", type=float, metavar="S", help=f"after which nothing new begins ({_SECONDS:g})")
     add("--prompts", type=int, metavar="N", help="at most (as many as there is time for)")
@@ -46,7 +47,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(options: argparse.Namespace, default: str, version: str) -> int:
-    """Print what is equal and what differs; returns the exit status, 1 where something differs.
+    """Print what is equal and what differs; returns the exit status: `EQUAL`, `DIFFERENT` or `INCOMPLETE`.
 
     Args:
         options: of the command.
@@ -72,14 +73,17 @@ def _verify_network(options: argparse.Namespace, default: str, version: str) -> 
     check_network(options)
     against = None if options.against is None else Certificate.read(options.against)
     levels = [Level(name, _arguments(options)) for name in simd_levels() if name != simd_level()]
-    found = verified(_subject(options), Bounds(seconds, prompts), version, most_threads, options.way or (), levels)
+    bounds, ways = Bounds(seconds, prompts), options.way or ()
+    found = verified(_subject(options), bounds, version, most_threads, ways, levels, against)
     _print_network(found)
     if options.json is not None:
         found.write(options.json)
-    different = not found.is_equal
+    different = bool(found.different)
     if against is not None:
         different |= _print_against(found, against)
-    return 1 if different else 0
+    if found.missing:
+        print(f"\nnot compared: {', '.join(found.missing)}; more --seconds or --prompts may compare them")
+    return DIFFERENT if different else INCOMPLETE if found.missing else EQUAL
 
 
 def _subject(options: argparse.Namespace) -> Callable[[], Subject]:
@@ -98,8 +102,9 @@ def _arguments(options: argparse.Namespace) -> list[str]:
 
 def _print_network(found: Certificate) -> None:
     identity, machine = found.identity, found.machine
-    print(f"{identity['network']}, weights {identity['weights']}, K and V {identity['kv']['keys']}, "
-        f"bits {identity['bits']}")
+    kv = identity["kv"]
+    formats = f"{kv['keys']}" if kv["keys"] == kv["values"] else f"{kv['keys']} and {kv['values']}"
+    print(f"{identity['network']}, weights {identity['weights']}, K and V {formats}, bits {identity['bits']}")
     print(f"{machine['cpu']}, {machine['level']}, {machine['threads']} threads, kvcache {machine['kvcache']}\n")
     lines = [("cold", f"{len(found.records)}", f"{sum(each.prompt + len(each.tokens) for each in found.records)}", "")]
     lines += [(row.way, str(row.prompts), str(row.tokens), _verdict(row)) for row in found.rows]
@@ -145,13 +150,16 @@ def _verify_server(options: argparse.Namespace) -> int:
     seed = secrets.token_hex(8)
     note(f"{client.url}: {client.model}, {client.choose(f'{seed} Once upon a time')}, {count} prompts of seed {seed}")
     found = compared(client, seed, count, length)
-    head = ("way", "answers", "flipped", "moved", "largest difference", "first token", "cached")
-    _print_table((*head, ""), [(*_cells(each), "") for each in found])
+    head = ("way", "answers", "flipped", "moved", "largest difference", "first token", "cached", "")
+    _print_table(head, [_cells(each) for each in found])
     print("\nflipped: other tokens than the cold answer; moved: other tokens or log-probabilities")
-    return 1 if any(each.moved for each in found) else 0
+    if any(each.moved for each in found):
+        return DIFFERENT
+    return INCOMPLETE if any(each.cached == 0 for each in found) else EQUAL
 
 
-def _cells(each: Comparison) -> tuple[str, ...]:
+def _cells(each: WarmComparison) -> tuple[str, ...]:
     largest = "unknown" if each.largest is None else f"{each.largest:.3g}"
     first, cached = ("-" if value is None else str(value) for value in (each.first, each.cached))
-    return each.way, str(each.answers), str(each.flipped), str(each.moved), largest, first, cached
+    verdict = "different" if each.moved else "not compared; no hit" if each.cached == 0 else "equal"
+    return each.way, str(each.answers), str(each.flipped), str(each.moved), largest, first, cached, verdict

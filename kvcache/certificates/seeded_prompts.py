@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import shake_256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,17 @@ NEW_TOKENS = 20  # of each answer: it enters another block of 16 in any case
 _LENGTHS = (44, 107, 330, 203)  # tokens of prompts, in turn: blocks of 16 in part, groups of 64 and of 128 tokens
 _MOST_WINDOW = 1024  # of windows that prompts reach past: longer prompts would take all the time
 _WORDS = (
-    "after again air all around ask back before begin book build carry city close cold come country day each early "
-    "earth eye fall far field find fire follow food friend garden give green ground hand head high home house kind "
-    "land large later learn letter light line little live long make many money morning mother mountain move music name "
-    "near never night number open other paper part people place plant point question rain read river road room school "
-    "sea second side small song sound stand start stone story street summer sun table talk tell three time town travel "
-    "tree turn under voice walk wall warm watch water way week white wind window winter wood word work world year"
-).split()
+    "after", "again", "air", "all", "around", "ask", "back", "before", "begin", "book", "build", "carry", "city",
+    "close", "cold", "come", "country", "day", "each", "early", "earth", "eye", "fall", "far", "field", "find",
+    "fire", "follow", "food", "friend", "garden", "give", "green", "ground", "hand", "head", "high", "home", "house",
+    "kind", "land", "large", "later", "learn", "letter", "light", "line", "little", "live", "long", "make", "many",
+    "money", "morning", "mother", "mountain", "move", "music", "name", "near", "never", "night", "number", "open",
+    "other", "paper", "part", "people", "place", "plant", "point", "question", "rain", "read", "river", "road",
+    "room", "school", "sea", "second", "side", "small", "song", "sound", "stand", "start", "stone", "story", "street",
+    "summer", "sun", "table", "talk", "tell", "three", "time", "town", "travel", "tree", "turn", "under", "voice",
+    "walk", "wall", "warm", "watch", "water", "way", "week", "white", "wind", "window", "winter", "wood", "word",
+    "work", "world", "year",
+)
 
 
 class Case(NamedTuple):
@@ -62,8 +66,9 @@ def case_of(model: Model, number: int) -> Case:
     tokens = tokens_of(f"prompt {number}", min(length, config.max_position_embeddings - NEW_TOKENS), config.vocab_size)
     if len(tokens) > 24:
         tokens[-8:] = tokens[4:12]
-    warm = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": number} if number % 2 else {"temperature": 0.0}
-    return Case(number, tokens, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5, **warm))
+    sampled: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": number}
+    drawn = sampled if number % 2 else {"temperature": 0.0}
+    return Case(number, tokens, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5, **drawn))
 
 
 def words(seed: str, count: int) -> str:

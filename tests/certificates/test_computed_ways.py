@@ -1,23 +1,25 @@
 """Every way of every kind of network happens, and gives the cold text; a way with other bits is found."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from seeded_weights import golden_folder
 
 from kvcache import InferenceEngine, SamplingParams
-from kvcache.certificates.hits import HITS
-from kvcache.certificates.prompts import case_of, numbers, words
-from kvcache.certificates.records import LogitsDigests, first_difference
+from kvcache.certificates.answer_digests import LogitsDigests, Record, first_difference
+from kvcache.certificates.computed_ways import cold, ways_of
+from kvcache.certificates.hits import HITS, Hit
 from kvcache.certificates.rounds import Bounds, named, verified
+from kvcache.certificates.seeded_prompts import case_of, numbers, words
 from kvcache.certificates.subject import Subject
-from kvcache.certificates.ways import cold, ways_of
 from kvcache.engine import Transformer
 
 pytestmark = pytest.mark.one_build
 
-# With a window, a state, latent keys, another regime of positions, an MTP layer; in formats with a residual and without.
+# With a window, a state, latent keys, another regime of positions, an MTP layer; with a residual and without.
 NETWORKS = {
     "llama": "q8", "gemma3": "f32", "gpt_oss": "q4", "qwen3_next": "q4", "deepseek_v3": "f16", "phi3_longrope": "q2",
     "lfm2": "f32",
@@ -34,10 +36,10 @@ def llama():
 
 
 def test_prompts_are_the_same_on_every_machine(llama):
-    """Their numbers are those of SHAKE-256."""
-    assert numbers("a", 2).tolist() == [1259387395391031687, 4671949720206318174]
-    assert case_of(llama.model, 0).tokens[:4].tolist() == [226, 17, 238, 135]
-    assert words("a", 9) == "W"
+    """Their numbers are those of SHAKE-256, which for an empty text begins with 46b9dd2b0ba88d13 233b3feb743eeb24."""
+    assert numbers("", 2).tolist() == [0x138DA80B2BDDB946, 0x24EB3E74EB3F3B23]
+    assert case_of(llama.model, 0).tokens[:4].tolist() == [172, 85, 69, 175]
+    assert words("a", 9) == "Winter turn earth eye back point name fire. River."
     lengths = [len(case_of(llama.model, i).tokens) for i in range(4)]
     assert lengths == [44, 107, 330, 203]
     greedy = [case_of(llama.model, i).params.temperature == 0 for i in range(4)]
@@ -60,15 +62,42 @@ def test_every_way_happens_and_is_equal(name):
 
 def test_what_hits_share(llama):
     case = case_of(llama.model, 1)
-    for hit in HITS[:3]:
+    for hit in HITS[:4]:
         earlier = hit.earlier(llama, case)
         shared = int(np.argmin([*(a == b for a, b in zip(earlier, case.tokens.tolist(), strict=False)), False]))
         assert shared == hit.shared(llama, case)
-    notes = {way.name: way.run(llama, case, None).note for way in ways_of(llama, 1) if way.name.startswith("hit")}
+    notes = {way.name: way.run(llama, case, None).note for way in ways_of(llama, 1)[:4]}
     assert notes == {
-        "hit of whole blocks": "48 tokens cached", "hit inside of a block": "55 tokens cached",
-        "hit of the whole prompt": "106 tokens cached",
+        "hit of whole blocks": "48 of 107 tokens cached", "hit inside of a block": "55 of 107 tokens cached",
+        "hit of the whole prompt": "107 of 107 tokens cached", "the same prompt again": "96 of 107 tokens cached",
     }
+
+
+def test_a_hit_of_another_kind_is_no_hit_of_this_kind(llama, monkeypatch):
+    """Fewer cached tokens than a kind of hit has: the way did not happen, and is not compared."""
+    monkeypatch.setattr(Hit, "earlier", lambda hit, subject, case: case.tokens[:40].tolist())
+    inside = ways_of(llama, 1)[1]
+    assert inside.run(llama, case_of(llama.model, 1), None) == (None, "a hit of 32 tokens")
+
+
+def test_levels(llama):
+    """A level with other bits is found, and one that has no records is not compared."""
+    class Twin(NamedTuple):
+        name: str
+        change: Callable[[list[Record]], list[Record]]
+
+        def records(self, prompts, seconds):
+            return self.change([cold(llama, case_of(llama.model, i)) for i in range(prompts)])
+
+    levels = [
+        Twin("same", list), Twin("late", lambda records: []),
+        Twin("other", lambda records: [records[0], replace(records[1], steps=("0" * 16, *records[1].steps[1:]))]),
+    ]
+    found = verified(lambda: llama, Bounds(1e9, 2), "test", 2, ["level"], levels)
+    assert [(row.prompts, row.different, row.note) for row in found.rows] == [
+        (2, 0, ""), (0, 0, "2 not: no time"), (2, 1, ""),
+    ]
+    assert (found.different, found.missing, found.is_equal) == (["level other"], ["level late"], False)
 
 
 def test_a_network_whose_rows_depend_on_their_pieces(llama, monkeypatch):
@@ -119,20 +148,22 @@ def test_the_bound_of_time(llama):
     times = iter(range(0, 10_000, 10))
     found = verified(lambda: llama, Bounds(25, 9, lambda: next(times)), "test", 1)
     assert len(found.records) == 1
-    assert [row.prompts for row in found.rows][:2] == [1, 0]
-    assert all(row.note == "1 not: no time" for row in found.rows[1:])
-    assert found.is_equal
+    assert [row.prompts for row in found.rows][:3] == [1, 1, 0]
+    assert all(row.note == "1 not: no time" for row in found.rows[2:])
+    assert not found.different
+    assert found.missing == [row.way for row in found.rows[2:]]
+    assert not found.is_equal, "what was not compared is not equal"
 
 
 def test_names_of_ways(llama):
     assert [way.name for way in named(["in a"], [], llama, 1)] == ["in a batch"]
     assert named(["cold", "level s"], ["scalar"], llama, 1) == []
-    with pytest.raises(ValueError, match="^way: expected the beginning of one of cold, hit of whole blocks, .*, got x$"):
+    with pytest.raises(ValueError, match=r"^way: expected the beginning of one of cold, hit of whole .*, got x$"):
         named(["x"], [], llama, 1)
 
 
 def test_the_storage_of_an_engine_makes_another_one_like_it(rng):
-    """Formats, rotation, residual, calibration and sparse tokens: the same K and V in bits."""
+    """Formats, rotation, residual, calibration and sparse tokens: K and V have the same bits."""
     tokens = rng.integers(0, 250, 300)
     for options in (
         {"dtype": "q4"}, {"key_dtype": "q8", "value_dtype": "q3", "residual_length": 32}, {"sparse_tokens": 32},

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.certificates.answer_digests import LogitsDigests, Record
 from kvcache.certificates.hits import HITS, Hit
-from kvcache.certificates.prompts import Case
-from kvcache.certificates.records import LogitsDigests, Record
+from kvcache.certificates.seeded_prompts import Case
 from kvcache.certificates.subject import Subject, length_of
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.engine.cached import PrefixCachedEngine
@@ -90,17 +90,21 @@ def _with_threads(number: int) -> Iterator[None]:
 
 def _threads(subject: Subject, case: Case, want: Record, *, number: int) -> Outcome:
     with _with_threads(number):
+        if get_num_threads() != number:
+            return Outcome(None, f"{get_num_threads()} threads")
         return Outcome(cold(subject, case))
 
 
 # -- hits -----------------------------------------------------------------------------------------------------
 
 
-def _warm(subject: Subject, case: Case, engine: PrefixCachedEngine) -> Outcome:
-    """A prompt with what an engine has cached."""
+def _warm(subject: Subject, case: Case, engine: PrefixCachedEngine, least: int = 1) -> Outcome:
+    """Compute a prompt with what an engine has cached; without a hit of `least` tokens the way did not happen."""
     record, answer = subject.record(case, engine.complete)
     found = answer.cached_tokens
-    return Outcome(record, f"{found} tokens cached") if found else Outcome(None, "no hit")
+    if found >= least:
+        return Outcome(record, f"{found} of {len(case.tokens)} tokens cached")
+    return Outcome(None, f"a hit of {found} tokens" if found else "no hit")
 
 
 def _hit(subject: Subject, case: Case, want: Record, *, hit: Hit) -> Outcome:
@@ -109,7 +113,7 @@ def _hit(subject: Subject, case: Case, want: Record, *, hit: Hit) -> Outcome:
         return Outcome(None, "the prompt is too short")
     engine = subject.cached(case)
     engine.generate(earlier, _ONE)
-    return _warm(subject, case, engine)
+    return _warm(subject, case, engine, hit.least_cached(subject, case))
 
 
 def _saved(subject: Subject, case: Case, want: Record) -> Outcome:
@@ -138,13 +142,16 @@ def _folder(subject: Subject, case: Case, want: Record) -> Outcome:
 # -- many requests --------------------------------------------------------------------------------------------
 
 
-def _run(engine: BatchEngine) -> None:
+def _run(engine: BatchEngine) -> int:
+    """Run all requests; the most that ran at once."""
+    most = 0
     while engine.step():
-        pass
+        most = max(most, engine.stats().running)
+    return most
 
 
 def _batch(subject: Subject, case: Case, want: Record) -> Outcome:
-    """A request between others, two of which share its beginning; and its scores beside those of another text."""
+    """Run a request between others, one of which shares its beginning; score its prompt beside another text."""
     digests, others = LogitsDigests(), [subject.other(f"beside {case.number}, {i}", 30 + 25 * i) for i in range(3)]
     others[1] = case.tokens[: len(case.tokens) // 2].tolist() + others[1]
     num_blocks = subject.blocks(*[length_of(case) + 80] * 4)
@@ -154,13 +161,15 @@ def _batch(subject: Subject, case: Case, want: Record) -> Outcome:
         engine.submit(tokens, company)
     request = engine.submit(case.tokens, digests.params(case.params))
     engine.submit(others[2], company)
-    _run(engine)
+    running = _run(engine)
+    if running < 2:
+        return Outcome(None, "no other request ran")
     scores = subject.batch(num_blocks).score_batch([others[0], case.tokens], progress=False)[1]
-    return Outcome(digests.record(len(case.tokens), request.completions()[0], scores))
+    return Outcome(digests.record(len(case.tokens), request.completions()[0], scores), f"{running} requests at once")
 
 
 def _preempted(subject: Subject, case: Case, want: Record) -> Outcome:
-    """A request whose place an urgent one takes, with the memory of what it had computed."""
+    """Run a request that loses its memory to an urgent one, and begins again."""
     digests = LogitsDigests()
     engine = subject.batch(subject.blocks(length_of(case)) + 1, max_running=1)
     request = engine.submit(case.tokens, digests.params(case.params))
@@ -174,7 +183,7 @@ def _preempted(subject: Subject, case: Case, want: Record) -> Outcome:
 
 
 class _KnownAnswer:
-    """A network that says the answer of a text, with every fourth token another one: of draft tokens, most hold."""
+    """A network that proposes a known answer with every fourth token wrong: draft tokens are accepted and rejected."""
 
     def __init__(self, subject: Subject, case: Case, want: Record) -> None:
         config = subject.model.config
@@ -198,7 +207,7 @@ class _KnownAnswer:
 
 def _drafts(subject: Subject, case: Case, want: Record) -> Outcome:
     digests = LogitsDigests()
-    # An engine pauses a source that took longer than it saves, which no clock shows here.
+    # An engine pauses a source that takes longer than it saves; this clock shows no such times.
     engine = subject.batch(
         2 * subject.blocks(length_of(case)), draft=("auto", _KnownAnswer(subject, case, want)),
         draft_tokens=MOST_DRAFTS, clock=partial(next, count(0, 0.001)),
@@ -206,7 +215,7 @@ def _drafts(subject: Subject, case: Case, want: Record) -> Outcome:
     request = engine.submit(case.tokens, digests.params(case.params))
     _run(engine)
     stats = engine.stats()
-    if not stats.draft_tokens:
-        return Outcome(None, "no draft tokens")
-    note = f"{stats.accepted_tokens} of {stats.draft_tokens} draft tokens held"
+    if not 0 < stats.accepted_tokens < stats.draft_tokens:
+        return Outcome(None, f"{stats.accepted_tokens} of {stats.draft_tokens} draft tokens accepted")
+    note = f"{stats.accepted_tokens} of {stats.draft_tokens} draft tokens accepted"
     return Outcome(digests.record(len(case.tokens), request.completions()[0]), note)
