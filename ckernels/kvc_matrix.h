@@ -88,6 +88,8 @@ enum {
     KVC_SPARE_ROWS = 12,   /* of sums: the last tiles of a chunk may be four panels wide where fewer panels are left */
     KVC_UNIT_BYTES = 64,
     KVC_TILED_ROWS = 16,   /* of a block that meets packed weights in tiles (simd_amx.h) */
+    KVC_TILED_CHUNK = 512, /* rows that meet a span of channels there */
+    KVC_TILED_PANELS = 8,  /* that these rows meet one after another */
     KVC_WIDE_ROWS = 96,    /* from so many rows on, weights of 16 bits are converted to floats once for all of a chunk: */
     KVC_WIDE_FLOATS = 4 * KVC_PANEL * KVC_CHANNEL_BLOCK, /* a block of channels of up to four panels at a time */
     KVC_TILE_CHANNELS = 32, /* of bf16: 16 pairs */
@@ -304,11 +306,15 @@ static inline int kvc_widens(const kvc_matmul_args *args) {
 }
 
 /* Floats that a thread needs: for weights that are converted or brought into order, and for the sums of a chunk and a group, of
- * the blocks of channels before the last one. */
+ * the blocks of channels before the last one; with packed weights for those of tiles, which the level may have. */
 static inline size_t kvc_thread_floats(const kvc_matmul_args *args) {
     const kvc_matrix *m = args->matrix;
     const int64_t rows = args->n < KVC_CHUNK_ROWS ? args->n : KVC_CHUNK_ROWS;
-    const int sums = !kvc_matrix_format_of(m->format)->packed && m->columns > KVC_CHANNEL_BLOCK;
+    if (kvc_matrix_format_of(m->format)->packed) {
+        const int64_t tiled = args->n / KVC_TILED_ROWS * KVC_TILED_ROWS;
+        return (size_t)(tiled < KVC_TILED_CHUNK ? tiled : KVC_TILED_CHUNK) * KVC_TILED_PANELS * KVC_PANEL;
+    }
+    const int sums = m->columns > KVC_CHANNEL_BLOCK;
     return (kvc_widens(args) || kvc_in_order(args) ? KVC_WIDE_FLOATS : 0) +
            (sums ? (size_t)(rows + KVC_SPARE_ROWS) * KVC_GROUP_PANELS * KVC_PANEL : 0);
 }

@@ -145,6 +145,10 @@ INLINE f32x16 f32x16_load(const float *p) {
     for (int i = 0; i < KVC_VECTORS; i++) x.v[i] = f32v_load(p + i * KVC_LANES);
     return x;
 }
+INLINE void f32x16_store(float *p, f32x16 x) {
+    UNROLL
+    for (int v = 0; v < KVC_VECTORS; v++) f32v_store(p + v * KVC_LANES, x.v[v]);
+}
 INLINE f32x16 f32x16_add(f32x16 a, f32x16 b) {
     UNROLL
     for (int i = 0; i < KVC_VECTORS; i++) a.v[i] = f32v_add(a.v[i], b.v[i]);

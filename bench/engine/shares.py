@@ -53,6 +53,7 @@ def _targets(engine: InferenceEngine) -> Iterator[tuple[Any, str, str]]:
     yield type(engine.cache), "write_and_attend", ATTENTION
     yield type(engine.cache), "append_batch", ROOM
     yield network.Transformer, "_times", PRODUCTS
+    yield network.Transformer, "_add_times", PRODUCTS
     yield network, "rms_norm", ROWS
     yield network, "swiglu", ROWS
     yield RopeTable, "rotate", ROWS

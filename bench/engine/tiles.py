@@ -1,4 +1,4 @@
-"""`python -m bench tiles`: the level amx beside avx512, on a CPU that has it; two or three minutes.
+"""`python -m bench tiles`: the level amx beside avx512, on a CPU that has it; five minutes.
 
 Whether both give the same bits; what the instructions cost in cycles; products, prompts of a network of a billion
 weights in Q4_0 (if llama-cpp-python writes the file, else in q4 as the engine packs them), and chunks of attention.
@@ -7,6 +7,7 @@ weights in Q4_0 (if llama-cpp-python writes the file, else in q4 as the engine p
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +40,12 @@ FORMATS = ("q8_0", "q4_0", "q4_k", "q6_k")
 ROWS = (1, 16, 32, 512)
 COLUMNS = Columns(LEVELS, rivals=("avx512",), unit="GFLOP/s")
 FEW = "a row"
+# What short products are to gain, with the core for us alone and beside a busy thread.
+WINDOWS = (
+    ("q8_0", 512, "1.6, 1.4"), ("q8_0", 32, "1.5, 1.3"), ("q8_0", 16, "1.35"),
+    ("q4_0", 512, "1.6, 1.4"), ("q4_0", 32, "1.5, 1.3"), ("q4_0", 16, "1.35"),
+    ("q4_k", 512, "1.4"), ("q6_k", 512, "1.4"), ("bf16", 512, ""),
+)
 
 
 def at_level(level: str, run: Callable[[], object]) -> object:
@@ -81,19 +89,55 @@ def same_bits(shape: tuple[int, int], context: int) -> bool:
     return equal
 
 
-def print_costs() -> None:
-    """Compile and run tiles.c: what the instructions do and cost on this CPU."""
-    source = Path(__file__).parents[1] / "support" / "tiles.c"
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder, "tiles")
-        command = [*shlex.split(os.environ.get("CC", "cc")), "-O2", "-mamx-tile", "-mamx-int8", "-mavx512f"]
-        try:
-            subprocess.run([*command, str(source), "-o", str(program)], check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            print(f"\nnot measured: instructions ({type(error).__name__}: a compiler that knows them is needed)")
-            return
+def compiled(folder: str, *flags: str) -> Path | None:
+    """tiles.c as a program or a library; None, with a line that says so, if no compiler knows the instructions."""
+    source, made = Path(__file__).parents[1] / "support" / "tiles.c", Path(folder, "-".join(("tiles", *flags)))
+    command = [*shlex.split(os.environ.get("CC", "cc")), "-O2", "-mamx-tile", "-mamx-int8", "-mavx512f", *flags]
+    try:
+        subprocess.run([*command, str(source), "-o", str(made)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"\nnot measured: instructions ({type(error).__name__}: expected a compiler that knows them)")
+        return None
+    return made
+
+
+def print_costs(folder: str) -> None:
+    """Run tiles.c: what the instructions do and cost on this CPU."""
+    if (program := compiled(folder)) is not None:
         found = subprocess.run([str(program)], check=False, capture_output=True, text=True)
         print(f"\n{found.stdout}" if found.returncode == 0 else f"\nnot measured: instructions ({found.returncode})")
+
+
+def print_windows(folder: str, windows: int) -> None:
+    """Print how many times as fast as avx512 products of 32 outputs are: windows of some 0.1 ms.
+
+    A window counts if the core was for us alone before it and behind it, or shared with a busy thread both times.
+    """
+    if (path := compiled(folder, "-shared", "-fPIC")) is None:
+        return
+    state, rng = ctypes.CDLL(str(path)).state_of_the_core, np.random.default_rng(5)
+    head = f"{'alone':>14} (windows){'beside a busy thread':>25}    asked for"
+    print(f"\n{'times as fast as avx512, by medians':40}{head}")
+    set_threads(1)
+    for format, rows, wanted in WINDOWS:
+        matrix = Products(format, (32, 2048), 0).matrices[0]
+        x, how = rng.standard_normal((rows, 2048), np.float32), "bf16" if format == "bf16" else "int8"
+        run = partial(matrix.multiply, x, activations=how)
+        seconds: dict[tuple[str, int], list[float]] = {}
+        for window in range(windows):
+            level = LEVELS[window % 2]
+            with kvcache.use_simd(level):
+                before, began = state(), perf_counter()
+                run()
+                took = perf_counter() - began
+            if window > 10 and state() == before:
+                seconds.setdefault((level, before), []).append(took)
+        line = f"{format}, {rows} rows".ljust(40)
+        for place in range(2):
+            mine, theirs = (seconds.get((level, place), []) for level in LEVELS)
+            enough = min(len(mine), len(theirs)) >= 10
+            line += f"{f'{np.median(theirs) / np.median(mine):.2f}' if enough else '-':>14} ({len(mine):5})"
+        print(f"{line}    {wanted}", flush=True)
 
 
 def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads: int) -> Iterator[Case]:
@@ -113,13 +157,13 @@ def network_cases(path: Path, weights: str, vocabulary: int, threads: int) -> It
     engine = Ours(path, weights, PROMPT)
     tokens = np.random.default_rng(3).integers(3, vocabulary, PROMPT, dtype=np.uint32)
     yield Case(f"{PROMPT} tokens", partial(at_both, partial(engine.prefill, tokens), {"work": float(PROMPT)}),
-               (faster(2.0, "amx", "avx512"),))
+               (faster(1.5, "amx", "avx512"),))
 
     def few() -> Iterator[Candidate]:
         yield from at_both(partial(engine.prefill, tokens[:32]), {"work": 32.0})
         yield Candidate(FEW, partial(engine.prefill, tokens[:1]), facts={"work": 1.0})
 
-    yield Case("32 tokens", few, (at_most(1.3, "amx", FEW),))
+    yield Case("32 tokens", few, (at_most(2.2, "amx", FEW),))
 
 
 def attention_cases(context: int, threads: int) -> Iterator[Case]:
@@ -131,7 +175,7 @@ def attention_cases(context: int, threads: int) -> Iterator[Case]:
     for dtype in ("q8", "q4"):
         scattered = Scattered(shape, dtype, cold=False)
         run = partial(scattered.attend, queries, np.empty_like(queries), query_lens=np.array([PROMPT]))
-        claims = (faster(2.0, "amx", "avx512"),)
+        claims = (faster(1.4, "amx", "avx512"),)
         yield Case(f"{dtype}, {PROMPT} queries over {context}", partial(at_both, run, facts), claims)
 
 
@@ -157,7 +201,9 @@ def main(options: argparse.Namespace) -> int:
     quick, rounds = options.quick, 1 if options.quick else options.rounds
     shape, cold, context = ((256, 512), 1 << 20, 1024) if quick else (SHAPE, COLD_BYTES, 4096)
     equal, tables = same_bits((304, 2080), 1000), Tables(options)
-    print_costs()
+    with tempfile.TemporaryDirectory() as folder:
+        print_costs(folder)
+        print_windows(folder, 200 if quick else 3000)
 
     def run(title: str, cases: Iterator[Case], columns: Columns) -> None:
         tables.rates(title, columns, [measured(case, rounds) for case in cases])

@@ -2,16 +2,20 @@
 
 cimport cython
 cimport numpy as cnp
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 
 from kvcache.support.mapped cimport MappedMemory
 
 from kvcache.errors import OutOfMemoryError
 
+cdef extern from "stdlib.h" nogil:
+    void *aligned_alloc(size_t alignment, size_t size)
+
 __all__ = ["Piece", "check", "free_pieces"]
 
 cnp.import_array()
 
+cdef Py_ssize_t _LINE = 64              # bytes of a line of the cache, where each piece begins
 cdef Py_ssize_t _LEAST = 1 << 17        # bytes of a piece that is kept
 cdef Py_ssize_t _MOST = 128 << 20       # bytes of all free pieces
 cdef Py_ssize_t _MOST_PIECES = 16
@@ -20,7 +24,7 @@ cdef list _free = []                    # MappedMemory, in the order in which it
 
 @cython.no_gc       # so that the memory is still there when the object goes
 cdef class Piece:
-    """`size` bytes of memory that may have been in use before.
+    """`size` bytes of memory that may have been in use before, from a line of the cache on.
 
     Raises:
         OutOfMemoryError: the system refuses the memory (in bytes).
@@ -31,7 +35,7 @@ cdef class Piece:
             self.memory = _taken(size)
             self.bytes = self.memory.bytes
         else:
-            self.bytes = <unsigned char *>malloc(max(size, 1))
+            self.bytes = <unsigned char *>aligned_alloc(_LINE, (max(size, 1) + _LINE - 1) // _LINE * _LINE)
         if self.bytes == NULL:
             raise OutOfMemoryError(size, 0, "bytes")
 
