@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bench.prefix.workloads import Trace
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams
 from kvcache.networks.protocols import Attend, LayerAttention, Logits
-from kvcache.texts.window import num_pages
+from kvcache.texts.kinds.window import num_pages
 
 __all__ = ["NETWORKS", "hit_rates"]
 

@@ -25,7 +25,6 @@ from kvcache.support.copies import refuse_copies
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.text import Text
-from kvcache.texts.whole import WholeLayers
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
 
@@ -71,7 +70,7 @@ class PrefixCachedEngine:
     Attributes:
         inner: the engine.
         prefix_cache: the trie of blocks, a `PrefixAwarePrefill`.
-        windows: the groups of layers that keep a window alone, with the cached windows of prefixes.
+        windows: the groups of layers that keep a window or a state, with what is cached of them.
         newest: the unpacked groups; None: the engine has no residual.
         tiers: see above, those of `autosave` too; None: there are none.
         strict: see above.
@@ -109,12 +108,10 @@ class PrefixCachedEngine:
         if seed is not None:
             engine.reseed(seed)
         self._pool = self._sequence.pool
-        whole = self._pool.groups[0]
-        assert isinstance(whole, WholeLayers)
-        assert whole.index is not None
-        self.prefix_cache, self.newest = PrefixAwarePrefill(whole.index), whole.newest
-        self.windows = self._pool.groups[1:]
-        self._arrivals = None if self.tiers is None else Arrivals(self.tiers, engine.model, self._pool)
+        index = self._pool.block_index
+        assert index is not None
+        self.prefix_cache, self.newest, self.windows = PrefixAwarePrefill(index.pages), index.newest, self._pool.with_pages
+        self._arrivals = None if self.tiers is None else Arrivals(self.tiers, settings, self._pool)
         self.strict = strict
 
     def close(self, timeout: float = 5.0) -> bool:

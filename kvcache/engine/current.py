@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from kvcache.errors import InvalidOperationError, KvCacheError, OutOfMemoryError
 from kvcache.networks.protocols import Float32, Logits
 from kvcache.paged.cache import PagedKvCache
+from kvcache.texts.block_index import CachedStart
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.forward import Forward
-from kvcache.texts.group import CachedStart
 from kvcache.texts.pool import Pool
 from kvcache.texts.settings import CacheSettings
 from kvcache.texts.shared_prefixes import Arrived
@@ -69,12 +69,12 @@ class CurrentText:
 
     @reclaim.setter
     def reclaim(self, function: Callable[[OutOfMemoryError], bool] | None) -> None:
-        self._reclaim = self.pool.groups[0].reclaim = function
+        self._reclaim = self.pool.counted.reclaim = function
 
     @property
     def cache(self) -> PagedKvCache:
         """The cache of the layers that keep all tokens, or of all layers that evict."""
-        return self.pool.groups[0].caches[0]
+        return self.pool.counted.caches[0]
 
     @property
     def num_tokens(self) -> int:
@@ -126,8 +126,7 @@ class CurrentText:
 
         The old sequence is freed afterwards. Raises what `share` raises, and ValueError if its result is wrong.
         """
-        whole, *others = self.pool.groups
-        cache, fresh, places = self.cache, 1 - self.text.seq_id, list[Any]()
+        groups, cache, fresh, places = self.pool.groups, self.cache, 1 - self.text.seq_id, list[Any]()
         try:
             num_tokens = share(cache, fresh)
             made = cache.get_sequence(fresh)
@@ -136,10 +135,11 @@ class CurrentText:
                 raise ValueError(f"share: expected sequence {fresh} of {num_tokens!r} tokens, got {held}")
             if cache.residual_length or cache.first_tokens:
                 cache.unpack(fresh)  # what it shares is read packed
-            places = [None, *[group.begin(fresh, num_tokens, CachedStart(num_tokens)) for group in others]]
+            start = CachedStart(num_tokens)
+            places = [None if cache in group.caches else group.begin(fresh, num_tokens, start) for group in groups]
         except Exception:
             with suppress(KvCacheError):  # `share` may have failed before it created the sequence
-                for group in (whole, *others):
+                for group in groups:
                     group.free(fresh, None)
             raise
         text = Text(np.zeros(num_tokens, np.uint32))

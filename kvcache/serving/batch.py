@@ -174,7 +174,7 @@ class BatchEngine:
         if tiers is not None and settings.budgets is not None:
             raise ValueError(f"tiers: expected none with an eviction_policy, got {tiers}")
         self._pool = settings.pool(settings.total_blocks())
-        arrivals = None if tiers is None else Arrivals(tiers, model, self._pool)
+        arrivals = None if tiers is None else Arrivals(tiers, settings, self._pool)
         forward = Forward(model, self._pool)
         self._drafter = sources.drafter(forward, draft_tokens, clock)
         scheduler = Scheduler(

@@ -9,19 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from functools import partial
-from hashlib import blake2b
 from math import lcm
 
 from kvcache.core.calibration import Calibration
 from kvcache.core.rowformat import RowFormats
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Model
+from kvcache.texts.cache_arguments import CacheArguments
+from kvcache.texts.kinds.base import Layers
 from kvcache.texts.pool import Pool
-from kvcache.texts.state import StateLayers
 from kvcache.texts.storage import computed_with
 from kvcache.texts.text import Text
-from kvcache.texts.whole import WholeLayers
-from kvcache.texts.window import WindowLayers
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.lookups import Lookup
 from kvcache.tiers.source import GROUP_TOKENS
@@ -73,7 +71,7 @@ class Arrivals:
 
     Args:
         tiers: where blocks come from and go to.
-        model: the network.
+        made: the arguments of the engine.
         pool: K and V of its layers; not of layers that evict.
 
     Attributes:
@@ -83,37 +81,25 @@ class Arrivals:
         TypeError: the model is no `Transformer`.
     """
 
-    def __init__(self, tiers: Tiers, model: Model, pool: Pool) -> None:
-        self._tiers, self._pool = tiers, pool
-        whole = pool.groups[0]
-        assert isinstance(whole, WholeLayers)
-        assert whole.index is not None
-        cache = whole.cache
+    def __init__(self, tiers: Tiers, made: CacheArguments, pool: Pool) -> None:
+        self._tiers, self._pool, index = tiers, pool, pool.block_index
+        assert index is not None
+        cache = index.cache
         self._group, self._firsts = cache.residual_length or 1, cache.first_tokens
         name = partial(
-            model_name, model, cache.residual_length, formats=cache.formats, sparse_tokens=whole.sparse_tokens
+            model_name, made.model, cache.residual_length, formats=cache.formats, sparse_tokens=made.sparse_tokens
         )
-        self._states = [group for group in pool.groups if isinstance(group, StateLayers) and group.cached is not None]
-        size = lcm(GROUP_TOKENS, *(group.unit for group in self._states))
+        size = lcm(GROUP_TOKENS, *(group.unit for group in pool.with_pages if group.prefixes))
         self.source = tiers.source(name(cache.calibration), waits=False, group_tokens=size)
-        whole.index.source = self.source
-        self._windows = [group for group in pool.groups[1:] if isinstance(group, WindowLayers)]
-        parts: list[WindowSource] = []
-        for group in self._windows:
-            part = tiers.window_source(f"{name(group.cache.calibration)}, layers {group.layers}", group.window)
-            parts.append(part)
-            assert group.pages is not None
-            group.pages.source, group.ends = part, self.source.format.group_tokens
-        for states in self._states:
-            assert states.cached is not None
-            states.ends = self.source.format.group_tokens
-            if states.ends % states.unit:
+        index.pages.source = self.source
+        self._with_pages: list[tuple[Layers, WindowSource]] = []  # the groups whose texts need more than the index has
+        for group in pool.with_pages:
+            if group.prefixes and self.source.format.group_tokens % group.unit:
                 raise ValueError(f"block_size: expected one that divides {size} with tiers, got {cache.block_size}")
-            own = f"states of layers {states.layers} beside {blake2b(self.source.context).hexdigest()}"
-            parts.append(tiers.state_source(own, states.ends))
-            states.cached.index.source = parts[-1]
-        if parts:
-            self.source.make_lookup = partial(WindowedLookup, sources=parts)
+            if (source := group.connect(tiers, name, self.source)) is not None:
+                self._with_pages.append((group, source))
+        if self._with_pages:
+            self.source.make_lookup = partial(WindowedLookup, sources=[source for _, source in self._with_pages])
         self._lookups: dict[Text, Lookup] = {}
         self._asked: set[Text] = set()
 
@@ -129,20 +115,19 @@ class Arrivals:
             lookup.wait(self._tiers.head_start)
 
     def arrived(self, text: Text, found: int) -> None:
-        """Cache the windows that have arrived for a text of which `found` tokens are cached in the other layers."""
+        """Cache the pages that have arrived for a text of which `found` tokens are cached in the other layers."""
         lookup = self._lookups.get(text)
         if lookup is None or found < lookup.available(0):
             return
-        if not self._take_windows(lookup, text):
+        if not self._take_pages(lookup, text):
             self.end(text)
 
-    def _take_windows(self, lookup: Lookup, text: Text) -> bool:
-        """Cache the windows that a lookup has fetched, where its text may continue; whether there is room for them."""
+    def _take_pages(self, lookup: Lookup, text: Text) -> bool:
+        """Cache the pages that a lookup has fetched, where its text may continue; whether there is room for them."""
         if not isinstance(lookup, WindowedLookup) or not lookup.target:
             return True
         tokens, target = text.tokens, lookup.target
-        groups: list[WindowLayers | StateLayers] = [*self._windows, *self._states]
-        for group, part in zip(groups, lookup.parts, strict=True):
+        for (group, _), part in zip(self._with_pages, lookup.parts, strict=True):
             group.take(tokens, target, text.space, part.bodies)
         return self._pool.shared.longest_of(tokens, target, text.space) == target
 
@@ -159,7 +144,7 @@ class Arrivals:
         lookup = self._lookups.get(text)
         if lookup is None or text.computed < self._firsts:  # these run in any case, since all read them in f16
             return False
-        if (self._windows or self._states) and left_at >= 0:  # it has begun again, and had no room for all of them
+        if self._with_pages and left_at >= 0:  # it has begun again, and had no room for all of them
             self.end(text)
             return False
         ended, most = lookup.ended, min(lookup.available(text.computed), text.num_prompt - 1)
@@ -175,19 +160,11 @@ class Arrivals:
         if not text.shares or text.seq_id < 0:
             return
         tokens = text.tokens[: text.computed]
-        self._pool.keep_beside(text, text.computed)
+        self._pool.keep_pages(text, text.computed)
         self.source.used(text.space, tokens)
-        for group in self._windows:
-            source = group.prefixes[0].source
-            assert isinstance(source, WindowSource)
-            ends = {min(length, len(tokens)) // group.ends * group.ends for length in (text.num_prompt, len(tokens))}
-            for end in sorted(ends - {0}):
-                source.ends(text.space, tokens, partial(group.blocks, tokens, end, text.space))
-        for states in self._states:
-            source = states.prefixes[0].source
-            assert isinstance(source, WindowSource)
-            for end in states.lengths(tokens, text.space):
-                source.ends(text.space, tokens, partial(states.blocks, tokens, end, text.space))
+        for group, source in self._with_pages:
+            for pages in group.offered(text):
+                source.ends(text.space, tokens, pages)
 
     def keep(self, texts: Collection[Text]) -> None:
         """End the lookups of all but these texts, after an exception too."""

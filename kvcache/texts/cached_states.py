@@ -17,9 +17,10 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import count
 from typing import Any
@@ -29,8 +30,10 @@ from numpy.typing import NDArray
 
 from kvcache.networks.protocols import Float32
 from kvcache.paged.cache import PagedKvCache
+from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.text import Tokens
+from kvcache.tiers.windows import StateSource
 
 __all__ = ["CachedStates", "name_of", "page_shape"]
 
@@ -189,22 +192,28 @@ class CachedStates:
         self.end(number, tokens, space)
         return name_of(tokens, space) in self._entries
 
-    def arrive(self, tokens: Tokens, space: Hashable, source: Any, body: memoryview) -> None:
-        """Cache the state after `tokens`, whose page `source` has fetched, if there is room for it."""
+    def offered(self, tokens: Tokens, space: Hashable, ends: int) -> list[Callable[[PrefixIndex], dict[int, int]]]:
+        """For each cached state after a multiple of `ends`, its page by the number of the group that ends there."""
         self._sync()
-        name = name_of(tokens, space)
+        names = [each for each in self._names(tokens, len(tokens), space) if each in self._entries]
+        found = [(name, length) for name in names if (length := name[1]) % ends == 0]
+        return [partial(_page_of, tokens[length - 1 : length], name, length // ends - 1) for name, length in found]
+
+    def take(self, tokens: Tokens, stop: int, space: Hashable, bodies: dict[int, memoryview], ends: int) -> None:
+        """Cache the state after `stop` tokens, which has arrived from tiers, if there is room for it."""
+        body, name = bodies.get(stop // ends - 1), name_of(tokens[:stop], space)
+        if body is None:
+            return
+        self._sync()
         while name not in self._entries and not self._paged.free_block_count:
             if not self._evict():
                 return
+        source = self.index.source
+        assert isinstance(source, StateSource)
         source.arrived = {name: body}
-        with self.index.open_again(tokens[-1:], name):
+        with self.index.open_again(tokens[stop - 1 : stop], name):
             source.arrived = {}
         self._sync()
-
-    def names(self, tokens: Tokens, space: Hashable) -> list[Name]:
-        """The names of all states of the prefixes of a text that are cached, the shortest first."""
-        self._sync()
-        return [name for name in self._names(tokens, len(tokens), space) if name in self._entries]
 
     def forget(self, tokens: Tokens, space: Hashable) -> None:
         """Drop the state after `tokens`, unless a text has continued from it."""
@@ -287,6 +296,12 @@ def _let_go(holds: Counter[Name], name: Name) -> None:
     holds[name] -= 1
     if holds[name] <= 0:
         del holds[name]
+
+
+def _page_of(token: Tokens, name: Name, number: int, index: PrefixIndex) -> dict[int, int]:
+    """The page of a state, of the index of the pages, whose lock is held; empty: it has left."""
+    match = index.find(token, name)
+    return {number: int(match.pages[0])} if match.length else {}
 
 
 def name_of(tokens: Tokens, space: Hashable) -> Name:

@@ -11,7 +11,7 @@ import numpy as np
 from kvcache.networks.hidden_rows import HiddenRows
 from kvcache.networks.protocols import Attend, Float32, Model, draft_layers, layer_attention
 from kvcache.texts.compressed_prefix import is_behind
-from kvcache.texts.group import Lens
+from kvcache.texts.kinds.base import Lens
 from kvcache.texts.pool import Pool
 from kvcache.texts.text import Text
 

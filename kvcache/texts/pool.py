@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from kvcache.core.memory import total
 from kvcache.networks.protocols import Attend, Float32
-from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.texts.group import CachedStart, Group, Lens
+from kvcache.texts.block_index import CachedStart
+from kvcache.texts.kinds.base import Layers, Lens
 from kvcache.texts.shared_prefixes import Arrived, SharedPrefixes
-from kvcache.texts.state import StateLayers
 from kvcache.texts.text import Text
 
 __all__ = ["Pool"]
@@ -37,20 +36,28 @@ class Pool:
     """The groups of a network's layers. Verbs that change several texts change all of them, or raise and change none.
 
     Args:
-        groups: each layer is in one of them; of several the first is that of the layers that keep all tokens.
+        groups: each layer is in one of them.
         block_size: tokens per block.
         chunk: prompts run in pieces that end at multiples of this; 0: in any pieces.
 
     Attributes:
         groups, chunk: see above.
-        shared: the prefixes that are cached, of all groups.
-        keeps_states: whether a group keeps a state per text.
+        counted: the group whose blocks bound how many tokens there are.
+        block_index: the index of cached prefixes; None: nothing is cached.
+        with_pages: the groups that need more behind cached tokens than the blocks of the index: pages of their own.
+        shared, prefixes: what is cached, of all groups.
+        keeps_states: whether texts go on from kept places alone, as behind states.
     """
 
-    def __init__(self, groups: Sequence[Group], block_size: int, chunk: int = 0) -> None:
+    def __init__(self, groups: Sequence[Layers], block_size: int, chunk: int = 0) -> None:
         self.groups, self.block_size, self.chunk = tuple(groups), block_size, chunk
-        self.shared = SharedPrefixes(self.groups)
-        self._numbers, self.keeps_states = count(), any(isinstance(each, StateLayers) for each in self.groups)
+        (self.counted,) = (group for group in groups if group.is_counted)
+        self.block_index = self.counted.index
+        self._with_pages = [(i, group) for i, group in enumerate(self.groups) if group.reason]
+        self.with_pages = tuple(group for _, group in self._with_pages)
+        self.shared = SharedPrefixes(self.groups, self.block_index, block_size)
+        self.prefixes = self.shared.prefixes
+        self._numbers, self.keeps_states = count(), any(group.exact for group in self.groups)
         self._group_of = {layer: i for i, group in enumerate(self.groups) for layer in group.layers}
 
     # -- texts begin and end --------------------------------------------------------------------------------
@@ -112,9 +119,11 @@ class Pool:
         other.moved(seq_id, computed, tuple(places))
 
     def stop(self, text: Text) -> None:
-        """Take a text's sequence away; its full blocks stay cached until their memory is needed."""
+        """Take a text's sequence away; what others need behind it stays cached until its memory is needed."""
         if text.seq_id >= 0:
-            self.keep_end(text)
+            if self.keeps_states and self.block_index is not None:
+                self.block_index.keep(text, text.computed, ends=True)
+            self.keep_pages(text, text.computed, ends=True)
             self.drop(text)
 
     def drop(self, text: Text) -> None:
@@ -199,7 +208,7 @@ class Pool:
 
         As many may run one by one, and some of them may be cut again: what the others read in f16 is still there.
         """
-        length = max((cache.residual_length for group in self.groups for cache in group.caches), default=0)
+        length = self.counted.caches[0].residual_length
         return min(most, length - text.computed % length) if length else most
 
     def expect(self, text: Text, pos: int) -> None:
@@ -253,30 +262,21 @@ class Pool:
         """Cache what another text needs to continue behind the first `stop` tokens, as far as it is there.
 
         Args:
-            ends: see `Group.keep`.
+            ends: see `Layers.keep`.
         """
-        for i, group in enumerate(self.groups):
-            group.keep(text, i, stop, ends and self.keeps_states)
+        if self.block_index is not None:
+            self.block_index.keep(text, stop, ends and self.keeps_states)
+        self.keep_pages(text, stop, ends and self.keeps_states)
 
-    def keep_end(self, text: Text) -> None:
-        """Cache what another text needs to continue where this one ends, which is about to lose its sequence."""
-        for i, group in enumerate(self.groups):
-            if i or self.keeps_states:
-                group.keep(text, i, text.computed, ends=True)
-
-    def keep_beside(self, text: Text, stop: int) -> None:
-        """Do so in all groups but that of the index."""
-        for i, group in enumerate(self.groups[1:], 1):
-            group.keep(text, i, stop)
+    def keep_pages(self, text: Text, stop: int, ends: bool = False) -> None:
+        """Cache what other texts need with the blocks of the index."""
+        for i, group in self._with_pages:
+            group.keep(text, i, stop, ends)
 
     def index(self, text: Text) -> None:
         """Cache the full blocks of a text, so that others share them while it runs."""
-        self.groups[0].keep(text, 0, text.computed)
-
-    @property
-    def prefixes(self) -> list[PrefixCache]:
-        """The prefix caches of all groups, that of the index first, as they are saved in one file."""
-        return [each for group in self.groups for each in group.prefixes]
+        if self.block_index is not None:
+            self.block_index.keep(text, text.computed)
 
     def clear(self) -> None:
         """Forget every cached prefix; texts that run keep their blocks."""
@@ -300,16 +300,16 @@ class Pool:
 
     def blocks_for(self, num_tokens: int) -> int:
         """The blocks of so many tokens, in the layers that keep all of them."""
-        return self.groups[0].blocks_for(num_tokens)
+        return self.counted.blocks_for(num_tokens)
 
     @property
     def total_blocks(self) -> int:
         """Blocks in all, of these layers."""
-        return self.groups[0].total_blocks
+        return self.counted.total_blocks
 
     def count(self) -> dict[str, int]:
         """How many of these blocks are "free", "claimed" and "cached"."""
-        return self.groups[0].count()
+        return self.counted.count()
 
     # -- reports --------------------------------------------------------------------------------------------
 
@@ -334,9 +334,12 @@ class Pool:
 
     def memory(self, texts: Sequence[Text]) -> dict[str, int]:
         """Bytes of K and V, "kv", of "bookkeeping" and of "scratch"; `texts` are those that run."""
-        return total(*[report for i, group in enumerate(self.groups) for report in group.memory(texts, i)])
+        own = [] if self.block_index is None else self.block_index.memory()
+        return total(*own, *[report for i, group in enumerate(self.groups) for report in group.memory(texts, i)])
 
     def check(self, texts: Sequence[Text]) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
+        if self.block_index is not None:
+            self.block_index.check()
         for i, group in enumerate(self.groups):
             group.check(texts, i)

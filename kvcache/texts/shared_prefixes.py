@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.prefix.prefix_stats import PrefixCacheStats
-from kvcache.texts.group import CachedStart, Group
+from kvcache.texts.block_index import BlockIndex, CachedStart
+from kvcache.texts.kinds.base import Layers
 from kvcache.texts.text import Text, Tokens
-from kvcache.texts.whole import WholeLayers
 
 __all__ = ["Arrived", "SharedPrefixes"]
 
@@ -20,31 +21,37 @@ class SharedPrefixes:
     """The cached prefixes of all groups.
 
     Args:
-        groups: the first one has the index, which says how many tokens are cached at most.
+        groups: all.
+        index: says how many tokens are cached at most; None: nothing is cached.
+        block_size: tokens per block.
 
     Attributes:
+        prefixes: the prefix caches: those of the index, and those of the groups, as they are saved in one file.
         gone: texts that continued before the end of their cached prefix, since a group lacked what they needed there,
             by the reason that the group gives.
         gone_tokens: the tokens between the two.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = groups
-        self.gone, self.gone_tokens = {group.reason: 0 for group in groups[1:]}, 0
+    def __init__(self, groups: Sequence[Layers], index: BlockIndex | None, block_size: int) -> None:
+        self._groups, self._index, self._block_size = groups, index, block_size
+        self._with_pages = [group for group in groups if group.reason]
+        own = () if index is None else index.prefixes
+        self.prefixes: list[PrefixCache] = [*own, *(each for group in self._with_pages for each in group.prefixes)]
+        self.gone, self.gone_tokens = {group.reason: 0 for group in self._with_pages}, 0
 
     def longest(self, text: Text) -> int:
         """How many tokens of a text are cached."""
-        if not text.shares:
+        if self._index is None or not text.shares:
             return 0
         tokens, space = text.tokens, text.space
-        return self.longest_of(tokens, self._groups[0].longest(tokens, text.num_tokens, space), space)
+        return self.longest_of(tokens, self._index.longest(tokens, text.num_tokens, space), space)
 
     def longest_of(self, tokens: Tokens, stop: int, space: object) -> int:
-        """The longest prefix of at most `stop` tokens that every group but the first one has."""
-        before, others = -1, self._groups[1:]
-        while before != stop and others:
+        """The longest prefix of at most `stop` tokens, which the index has, that every group has."""
+        before = -1
+        while before != stop and self._with_pages:
             before = stop
-            for group in others:
+            for group in self._with_pages:
                 stop = group.longest(tokens, stop, space)
         return stop
 
@@ -61,25 +68,32 @@ class SharedPrefixes:
         Yields:
             The number of its tokens, and what each group has of them.
         """
-        tokens, space, others = text.tokens[:most], text.space, self._groups[1:]
+        tokens, space, index = text.tokens[:most], text.space, self._index
         with ExitStack() as session:
-            first = self._groups[0].hold(tokens, text.num_tokens - 1, space, session, again)
-            assert first is not None
+            most = text.num_tokens - 1
+            first = CachedStart(0) if index is None else index.hold(tokens, most, space, session, again)
             if arrived is not None:
                 arrived(text, first.cached)
             cached = first.stop
             while True:
                 with ExitStack() as held:
                     stop = self.longest_of(text.tokens, first.stop, space)
-                    if stop < first.stop and (first := self._shorter(text, stop, first)).stop < stop:
-                        continue
-                    starts = [group.hold(text.tokens, stop, space, held, again) for group in others]
+                    if index is not None and stop < first.stop:
+                        first = index.start_of(text.tokens, stop, space, first.blocks)._replace(cached=first.cached)
+                        if first.stop < stop:
+                            continue
+                    # Where two texts part, and a group lacks what the next such text needs.
+                    at = cached - cached % self._block_size
+                    start = first._replace(parting=at) if stop < at else first
+                    starts = [
+                        group.hold(text.tokens, stop, space, held) if group.reason else start for group in self._groups
+                    ]
                     if None not in starts:
-                        break_at = self._parting(cached, stop)
                         if stop < cached and not again:
-                            self.gone[self._lacking(text.tokens, cached, space)] += 1
+                            lacking = min(self._with_pages, key=lambda each: each.longest(text.tokens, cached, space))
+                            self.gone[lacking.reason] += 1
                             self.gone_tokens += cached - stop
-                        yield stop, [first._replace(parting=break_at or first.parting), *filter(None, starts)]
+                        yield stop, [*filter(None, starts)]
                         return
 
     def pin(self, text: Text, most: int) -> tuple[int, ExitStack]:
@@ -88,41 +102,27 @@ class SharedPrefixes:
         Returns:
             The number of its tokens, and the stack.
         """
-        size, whole = self._groups[0].caches[0].block_size, False
+        size, whole = self._block_size, False
         while not whole:  # the beginning of a block is not held
             most -= most % size
             with self.hold(text, most, again=True) as (stop, _):
                 most, whole = stop, stop % size == 0
         with ExitStack() as held:
             with self.hold(text, most, again=True) as (stop, _):
-                for group in self._groups if stop else ():
-                    group.hold(text.tokens[:stop], stop, text.space, held, True)
+                if self._index is not None and stop:
+                    self._index.hold(text.tokens[:stop], stop, text.space, held, again=True)
+                    for group in self._with_pages:
+                        group.hold(text.tokens[:stop], stop, text.space, held)
             return stop, held.pop_all()
-
-    def _shorter(self, text: Text, stop: int, start: CachedStart) -> CachedStart:
-        """The start of the first group with `stop` tokens, or fewer where it cannot go on after these."""
-        whole = self._groups[0]
-        assert isinstance(whole, WholeLayers)
-        return whole.cached_start(text.tokens, stop, text.space, start.blocks)._replace(cached=start.cached)
-
-    def _lacking(self, tokens: Tokens, stop: int, space: object) -> str:
-        """The reason of the group that has the shortest prefix."""
-        return min(self._groups[1:], key=lambda group: group.longest(tokens, stop, space)).reason
-
-    def _parting(self, cached: int, stop: int) -> int:
-        """Where two texts part and a group lacks what the next such text needs; 0: none does."""
-        at = cached // self._groups[0].caches[0].block_size * self._groups[0].caches[0].block_size
-        return at if stop < at else 0
 
     def close_sessions(self) -> None:
         """Release all that is held; for an owner whose calls have ended."""
-        for group in self._groups:
-            for cache in group.prefixes:
-                cache.close_sessions()
+        for cache in self.prefixes:
+            cache.close_sessions()
 
     def counted(self, stats: PrefixCacheStats) -> PrefixCacheStats:
         """`stats` without the tokens that were found and ran again; the reasons of other groups count these texts."""
-        if not self._groups[1:]:
+        if not self._with_pages:
             return stats
         hit = stats.hit_tokens - self.gone_tokens
         reasons = {**stats.miss_reasons, **self.gone}

@@ -9,6 +9,7 @@ from state_networks import FULL, KINDS, VOCABULARY, StateNetwork
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, InvalidOperationError, PrefixCachedEngine
 from kvcache.engine import SamplingParams
+from kvcache.texts.kinds.state import page_bytes
 
 NONE = SamplingParams(max_tokens=0)
 FOUR = SamplingParams(temperature=0.0, max_tokens=4, logprobs=1)
@@ -238,7 +239,7 @@ def test_a_budget_of_states_is_kept(limit):
     model = StateNetwork("one of each")
     probe = BatchEngine(model, max_state_bytes=0)
     assert probe._pool.groups[-1].cached is None
-    size = probe._settings.page_bytes
+    size = page_bytes(probe._settings.recurrences)
     engine, alone = BatchEngine(model, max_state_bytes=limit * size), Alone(model)
     for i in range(12):
         tokens, params = np.r_[prompt(i % 3, 70), prompt(i, 20)], sampled(i, 4, logprobs=1)
@@ -357,7 +358,7 @@ def test_random_conversations(seed):
 def test_a_pinned_state_stays():
     """A prefix that is kept for a time has its state, whatever else comes within a budget of three states."""
     model = StateNetwork("one of each")
-    size = BatchEngine(model)._settings.page_bytes
+    size = page_bytes(BatchEngine(model)._settings.recurrences)
     engine, alone = BatchEngine(model, num_blocks=60, max_state_bytes=3 * size), Alone(model)
     kept = prompt(0, 64)
     engine.submit(np.r_[kept, prompt(1, 10)], sampled(0, 3), keep=[(64, 3600.0)])

@@ -101,7 +101,7 @@ def test_layers_with_a_window_keep_little_more(kind):
 def groups(model):
     """The layers that keep all tokens, and those of each window."""
     settings = InferenceEngine(model)._settings
-    return settings.whole, {kind.window: layers for kind, layers in settings.windows.items()}
+    return settings.whole, {settings.window_of(layers[0]): layers for layers in settings.layers["window"]}
 
 
 def test_the_groups_of_a_network():
@@ -115,7 +115,7 @@ def test_the_groups_of_a_network():
 def test_the_groups_of_layers_of_several_sizes():
     settings = InferenceEngine(network("two sizes"))._settings
     assert settings.whole == (0,)
-    assert settings.windows == {(20, 1, 16, 0): (3,), (20, 2, 16, 0): (1,), (TOKENS, 2, 16, 0): (2,)}
+    assert settings.layers["window"] == ((3,), (1,), (2,))  # ascending by window and KV heads
     pool = InferenceEngine(network("shared"))._sequence.pool
     assert [group.layers for group in pool.groups] == [(1, 5), (0, 3), (2, 4)]
     assert [(c.num_layers, c.num_heads, c.head_dim) for group in pool.groups for c in group.caches] == [

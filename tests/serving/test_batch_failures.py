@@ -268,14 +268,14 @@ def test_a_cache_that_another_thread_clears(network, monkeypatch):
     """Between a failed append and an eviction: then blocks are free, though none was evicted here."""
     engine = BatchEngine(network, num_blocks=6, block_size=8)
     engine.submit(np.arange(40), SamplingParams(max_tokens=1)).result()
-    evict, cleared = engine._pool.groups[0].index.evict, []
+    evict, cleared = engine._pool.block_index.pages.evict, []
 
     def cleared_before(count):
         if not cleared and any(work.num_new for work in engine._steps._scheduler.running):
             cleared.append(engine.clear_cache())
         return evict(count)
 
-    monkeypatch.setattr(engine._pool.groups[0].index, "evict", cleared_before)
+    monkeypatch.setattr(engine._pool.block_index.pages, "evict", cleared_before)
     asked = np.arange(8) + 60, SamplingParams(temperature=0.0, max_tokens=30)
     assert engine.submit(*asked).result() == Alone(network)(*asked).tokens
     assert cleared

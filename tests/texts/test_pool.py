@@ -1,7 +1,5 @@
 """A pool of each kind of group: random verbs over many texts keep every invariant, and change no bit of a text."""
 
-import inspect
-
 import numpy as np
 import pytest
 from oracles.text import PlainTexts
@@ -11,14 +9,9 @@ from windowed_networks import Windowed
 
 from kvcache import EvictionPolicy, OutOfMemoryError
 from kvcache.engine import Transformer
-from kvcache.texts.evicting import EvictingLayers
 from kvcache.texts.forward import Forward
-from kvcache.texts.group import Group
 from kvcache.texts.settings import CacheSettings, Load
-from kvcache.texts.state import StateLayers
 from kvcache.texts.text import Text
-from kvcache.texts.whole import WholeLayers
-from kvcache.texts.window import WindowLayers
 
 pytestmark = pytest.mark.one_build
 
@@ -38,15 +31,6 @@ KINDS = {
     "a state behind a window": (StateNetwork("behind a window"), {"dtype": "q8"}),
     "evicting": (NETWORK, {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 20}),
 }
-
-
-@pytest.mark.parametrize("kind", [WholeLayers, WindowLayers, EvictingLayers, StateLayers])
-def test_every_kind_has_the_verbs_of_a_group(kind):
-    verbs = [name for name, value in vars(Group).items() if inspect.isfunction(value) and not name.startswith("_")]
-    assert len(verbs) > 10
-    for name in verbs:
-        wanted, found = (list(inspect.signature(getattr(each, name)).parameters) for each in (Group, kind))
-        assert found == wanted, name
 
 
 class Texts:

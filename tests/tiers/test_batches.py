@@ -86,7 +86,7 @@ def test_windows_that_arrive_and_have_no_room(monkeypatch, wait):
     want = InferenceEngine(model).complete(tokens, sampled(3, logprobs=1))
     with tiers_over(store) as tiers, BatchEngine(model, tiers=tiers) as engine:
         engine.generate_batch([tokens], SHORT)
-    monkeypatch.setattr(Arrivals, "_take_windows", lambda *_: False)
+    monkeypatch.setattr(Arrivals, "_take_pages", lambda *_: False)
     with tiers_over(store, head_start=wait) as tiers, BatchEngine(model, tiers=tiers) as engine:
         request = engine.submit(tokens, sampled(3, logprobs=1))
         same(request.completions()[0], want)

@@ -30,7 +30,7 @@ rotates a second set of queries to their index in the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,13 +40,15 @@ from numpy.typing import NDArray
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.protocols import Float32, LayerAttention
 from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache.support.arguments import as_bytes, as_count
+from kvcache.texts.block_index import CachedStart
 from kvcache.texts.budgets import Budgets, most_blocks
-from kvcache.texts.group import CachedStart, Ids, LayerCall, Lens, Reclaim, append_within, settle_within
+from kvcache.texts.cache_arguments import CacheArguments
+from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens, settle_within
 from kvcache.texts.scores import Alive, Drawn
-from kvcache.texts.text import Text, Tokens
+from kvcache.texts.text import Text
 
-__all__ = ["EvictingLayers", "Survivors"]
+__all__ = ["EVICTING", "EvictingLayers", "Survivors"]
 
 
 class Survivors(NamedTuple):
@@ -65,7 +67,7 @@ class Survivors(NamedTuple):
     alive: tuple[Alive, ...]
 
 
-class EvictingLayers:
+class EvictingLayers(Layers):
     """All layers of a network, each within its budget.
 
     Args:
@@ -76,7 +78,7 @@ class EvictingLayers:
         most: the most texts.
     """
 
-    reason = "evicted"
+    is_counted = True
 
     def __init__(
         self, budgets: Budgets, attention: Sequence[LayerAttention | None], make_cache: Callable[[], PagedKvCache],
@@ -88,22 +90,10 @@ class EvictingLayers:
             [_of_head(each, head, budgets.lists) for head in range(budgets.lists)]
             for each in attention if each is not None
         ]
-        self._caches = [make_cache()]
+        self.caches = self._caches = [make_cache()]
         self._ids = np.arange(len(self.layers) * budgets.lists, dtype=np.uint64)
         self._drawn: dict[int, list[Drawn]] = {}  # by sequence: what attention gave in the pass that runs, of each list
         self._taken: dict[int, int] = {}  # the cache of each sequence
-        self.reclaim: Reclaim | None = None
-
-    @property
-    def caches(self) -> Sequence[PagedKvCache]:
-        return self._caches
-
-    @property
-    def prefixes(self) -> Sequence[PrefixCache]:
-        return ()
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return 0
 
     @property
     def total_blocks(self) -> int:
@@ -111,7 +101,7 @@ class EvictingLayers:
         return self._most * self._caches[0].total_blocks
 
     def count(self) -> dict[str, int]:
-        """See `Group`; the blocks of texts that have no cache yet are free."""
+        """See `Layers`; the blocks of texts that have no cache yet are free."""
         used = sum(cache.used_block_count for cache in self._caches)
         return {"free": self.total_blocks - used, "claimed": used, "cached": 0}
 
@@ -164,14 +154,11 @@ class EvictingLayers:
             self.compact(text, index)
             each = np.full(len(self._ids), counts[i])
             try:
-                append_within(cache, self._ids + np.uint64(place.first), each, self._make_room)
+                self.append_to(cache, self._ids + np.uint64(place.first), each)
             except Exception:
                 for other in texts[:i]:
                     self.cut(other, index, other.computed)
                 raise
-
-    def _make_room(self, error: Any) -> bool:
-        return self.reclaim is not None and self.reclaim(error)
 
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
         """One attention call per text and list; positions of the queries for the sinks, where a text has a hole."""
@@ -249,9 +236,6 @@ class EvictingLayers:
                 if num_blocks > most_blocks(len(alive.positions), cache.block_size):
                     cache.compact(place.first + i)
 
-    def expect_room(self, text: Text, index: int, pos: int, count: int, beside: bool) -> None:
-        """Do nothing: a cache has room for the survivors of a text, a copy of them, and a piece."""
-
     # -- going back -----------------------------------------------------------------------------------------
 
     def loses(self, text: Text, index: int, end: int, chunk: int) -> bool:
@@ -259,9 +243,6 @@ class EvictingLayers:
         more = end - text.computed
         lens = [len(alive.positions) + more for alive in self._place(text, index).alive]
         return any(self.budgets.exceeds(layer, [lens[i] for i in self._lists(layer)]) for layer in self.layers)
-
-    def nearest(self, text: Text, index: int, pos: int) -> int:
-        return pos
 
     def expect(self, text: Text, index: int, pos: int) -> None:
         if pos == text.computed:
@@ -312,17 +293,6 @@ class EvictingLayers:
                 self._put(text, index, self.cut(text, index, text.computed))
         return lost
 
-    # -- cached prefixes: a prefix with holes is not shared ---------------------------------------------------
-
-    def longest(self, tokens: Tokens, stop: int, space: Any) -> int:
-        return 0
-
-    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> CachedStart | None:
-        return CachedStart(0)
-
-    def keep(self, text: Text, index: int, stop: int, ends: bool = False) -> None:
-        """Do nothing."""
-
     # -- reports --------------------------------------------------------------------------------------------
 
     def positions(self, text: Text, index: int, layer: int, head: int | None) -> NDArray[np.int64]:
@@ -372,3 +342,39 @@ def _of_head(attention: LayerAttention, head: int, lists: int) -> dict[str, Any]
     if attention.sinks is not None:
         options["sinks"] = np.split(attention.sinks, lists)[head]
     return options
+
+
+def _of(made: CacheArguments, left: Sequence[int]) -> list[tuple[int, ...]]:
+    return [] if made.budgets is None else [tuple(left)]
+
+
+def _make(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int | None) -> EvictingLayers:
+    assert made.budgets is not None
+    options = made.options(layers, blocks) | {"separate_layers": True}
+    if made.budgets.per_head:
+        known = made.storage.calibration
+        by_head = None if known is None else known.by_head()
+        options |= {"num_layers": len(layers) * made.budgets.lists, "calibration": by_head}
+
+    def make_cache() -> PagedKvCache:
+        return made.make_cache(**options)
+
+    return EvictingLayers(made.budgets, made.attention, make_cache, _most_texts(made, layers, blocks))
+
+
+def _most_texts(made: CacheArguments, layers: Sequence[int], blocks: int) -> int:
+    """The most texts, each with `blocks` blocks of its own. ValueError: there is too little for one."""
+    most = max(1, made.load.texts)
+    if not made.load.texts:
+        return most
+    if made.num_blocks is not None:
+        most = min(most, as_count(made.num_blocks, "num_blocks", blocks, most=None) // blocks)
+    if made.max_memory_bytes is not None:
+        limit, own = as_bytes(made.max_memory_bytes, "max_memory_bytes"), made.bytes_of_whole(layers, blocks, 0)
+        if limit < own:
+            raise ValueError(f"max_memory_bytes: expected at least {own}, the bytes of one text, got {limit}")
+        most = min(most, limit // own)
+    return most
+
+
+EVICTING = Kind("evicting", _of, CacheArguments.bytes_of_whole, _make)

@@ -26,44 +26,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import InvalidOperationError, OutOfMemoryError
+from kvcache.errors import InvalidOperationError
 from kvcache.networks.protocols import LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.queried import QueriedSequences
 from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.texts.group import (
-    CachedStart,
-    Ids,
-    LayerCall,
-    Lens,
-    Reclaim,
-    append_within,
-    calls_of,
-    free_blocks,
-    free_within,
-    has_blocks,
-    settle_within,
-)
+from kvcache.texts.block_index import CachedStart
+from kvcache.texts.cache_arguments import CacheArguments
+from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens, Named, PagesOf, calls_of, settle_within
 from kvcache.texts.text import Text, Tokens
+from kvcache.tiers.source import TierSource
+from kvcache.tiers.tiers import Tiers
 from kvcache.tiers.windows import WindowSource
 
-__all__ = ["WindowLayers", "num_kept", "num_pages"]
+__all__ = ["WINDOW", "WindowLayers", "num_pages"]
 
 _SHARE = 4  # cached blocks of the layers that keep all tokens per cached page of a window
 
 
-def num_kept(kept: int, block_size: int) -> int:
+def _num_kept(kept: int, block_size: int) -> int:
     """The most blocks that a group has between two passes for `kept` tokens of a text, and one that a token begins."""
     return -(-kept // block_size) + 2
 
 
 def num_pages(kept: int, block_size: int, blocks: int, share: int = _SHARE) -> int:
     """The pages of one window beside a prefix cache of `blocks` blocks: a share of them, but at least two windows."""
-    return max(2 * num_kept(kept, block_size), blocks // share) if blocks else 0
+    return max(2 * _num_kept(kept, block_size), blocks // share) if blocks else 0
 
 
-class WindowLayers:
+class WindowLayers(Layers):
     """The layers of one window, and the cache of their newest tokens.
 
     Args:
@@ -86,44 +78,25 @@ class WindowLayers:
         self, window: int, kept: int, layers: Sequence[int], attention: Sequence[LayerAttention | None],
         cache: PagedKvCache, pages: PrefixCache | None, most_piece: int, own_ids: Iterable[int] | None = None,
     ) -> None:
-        self.window, self.cache, self.pages = window, cache, pages
+        self.window, self.cache, self.caches, self.pages = window, cache, (cache,), pages
+        self.prefixes = () if pages is None else (pages,)
         self._size, self._most_piece, self._own_ids = cache.block_size, most_piece, own_ids
         self._kept = -(-kept // self._size) * self._size  # whole blocks: a fork then shares full ones alone
         self._calls = calls_of(layers, attention)
         self.layers = tuple(self._calls)
         self.ends = 1
-        self.reclaim: Reclaim | None = None
-
-    @property
-    def caches(self) -> Sequence[PagedKvCache]:
-        return (self.cache,)
-
-    @property
-    def prefixes(self) -> Sequence[PrefixCache]:
-        return [] if self.pages is None else [self.pages]
 
     def first_seen(self, pos: int) -> int:
         """The first token that the query at `pos` sees."""
         return max(0, pos - self.window + 1)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return min(-(-num_tokens // self._size), num_kept(self._kept, self._size) + -(-self._most_piece // self._size))
-
-    @property
-    def total_blocks(self) -> int:
-        return self.cache.total_blocks
-
-    def count(self) -> dict[str, int]:
-        free, idle = self.cache.free_block_count, sum(each.idle_blocks for each in self.prefixes)
-        return {"free": free, "claimed": self.cache.total_blocks - free - idle, "cached": idle}
-
     # -- a text begins --------------------------------------------------------------------------------------
 
     def has_room(self, text: Text, found: int, start: CachedStart, running: Sequence[Text]) -> bool:
         size, first, spare = self._size, start.first // self._size, len(running)
-        most = num_kept(self._kept, size) + -(-self._most_piece // size)
+        most = _num_kept(self._kept, size) + -(-self._most_piece // size)
         needed = min(-(-text.num_tokens // size) - first, most) - (found // size - first)
-        return has_blocks(self.cache, self.prefixes, needed + spare, len(start.blocks) + spare * (most + 1))
+        return self.has_blocks(self.cache, needed + spare, len(start.blocks) + spare * (most + 1))
 
     def begin(self, seq_id: int, found: int, start: CachedStart) -> int:
         """Start a sequence of the window of `found` tokens.
@@ -156,24 +129,12 @@ class WindowLayers:
                 text.places = (*text.places[:index], None, *text.places[index + 1 :])
                 self.cache.apply_streaming_llm(text.seq_id, 0, text.computed - first)
                 text.places = (*text.places[:index], first, *text.places[index + 1 :])
-        append_within(self.cache, ids, counts, self._make_room)
-
-    def _make_room(self, error: OutOfMemoryError) -> bool:
-        return free_blocks(self.cache, self.pages, self.reclaim, error)
+        self.append_to(self.cache, ids, counts)
 
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
         starts = np.array([text.places[index] for text in texts])
         sequences = QueriedSequences(ids, lens, starts=starts).kept()
         return partial(self.cache.write_and_attend, sequences, self._calls), {}
-
-    def ran(self, text: Text, index: int, before: int) -> None:
-        """Do nothing: blocks leave when room is made for the next tokens."""
-
-    def compact(self, text: Text, index: int) -> None:
-        """Do nothing: its blocks are full but for the last one."""
-
-    def expect_room(self, text: Text, index: int, pos: int, count: int, beside: bool) -> None:
-        """Do nothing: there is room for two windows and a piece of each."""
 
     # -- going back -----------------------------------------------------------------------------------------
 
@@ -181,9 +142,6 @@ class WindowLayers:
         """The last one of several chunks drops what the first one sees."""
         last = (end - 1) // chunk * chunk
         return last > text.computed and max(0, last - self._kept) // self._size * self._size > self._first(text, index)
-
-    def nearest(self, text: Text, index: int, pos: int) -> int:
-        return pos
 
     def expect(self, text: Text, index: int, pos: int) -> None:
         first = self._first(text, index)
@@ -202,9 +160,6 @@ class WindowLayers:
         self.cache.truncate(text.seq_id, max(0, pos - first))
         place: int = min(first, pos)  # of an empty sequence: where the next token is its first
         return place
-
-    def free(self, seq_id: int, place: Any) -> None:
-        free_within(self.cache, seq_id)
 
     def settle(self, texts: Sequence[Text], index: int) -> list[Text]:
         lost = [text for text in texts if text.seq_id not in self.cache]
@@ -228,7 +183,7 @@ class WindowLayers:
                 best = i * self._size
         return best
 
-    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> CachedStart | None:
+    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack) -> CachedStart | None:
         blocks = []
         for page, name in self._window(tokens, stop, space):
             assert self.pages is not None
@@ -256,12 +211,20 @@ class WindowLayers:
                 if i >= 0:  # after a prefix that ended inside a page, the text may begin a page later
                     self.pages.adopt(ids, blocks[i : i + 1], name)
 
-    def blocks(self, tokens: Tokens, stop: int, space: Any, index: PrefixIndex) -> dict[int, int]:
-        """The blocks of the window of the first `stop` tokens, by page; empty unless all of them are cached.
+    # -- tiers ----------------------------------------------------------------------------------------------
 
-        Args:
-            index: of `pages`, whose lock is held.
-        """
+    def connect(self, tiers: Tiers, name: Named, index: TierSource) -> WindowSource | None:
+        if self.pages is None:
+            return None
+        source = tiers.window_source(f"{name(self.cache.calibration)}, layers {self.layers}", self.window)
+        self.pages.source, self.ends = source, index.format.group_tokens
+        return source
+
+    def offered(self, text: Text) -> Sequence[PagesOf]:
+        ends = {min(length, text.computed) // self.ends * self.ends for length in (text.num_prompt, text.computed)}
+        return [partial(self._pages_of, text.tokens[:end], end, text.space) for end in sorted(ends - {0})]
+
+    def _pages_of(self, tokens: Tokens, stop: int, space: Any, index: PrefixIndex) -> dict[int, int]:
         found = {}
         for number, (page, name) in enumerate(self._window(tokens, stop, space), self._first_page(stop)):
             match = index.find(page, name)
@@ -271,7 +234,6 @@ class WindowLayers:
         return found
 
     def take(self, tokens: Tokens, stop: int, space: Any, bodies: dict[int, memoryview]) -> None:
-        """Cache the pages of the window of the first `stop` tokens that have arrived from tiers."""
         assert self.pages is not None
         source = self.pages.source
         assert isinstance(source, WindowSource)
@@ -294,9 +256,6 @@ class WindowLayers:
 
     def positions(self, text: Text, index: int, layer: int, head: int | None) -> NDArray[np.int64]:
         return np.arange(self._first(text, index), text.computed)
-
-    def memory(self, texts: Sequence[Text], index: int) -> list[dict[str, int]]:
-        return [self.cache.memory(), *[each.memory() for each in self.prefixes]]
 
     def check(self, texts: Sequence[Text], index: int) -> None:
         cache, claimed = self.cache, set[int]()
@@ -328,3 +287,51 @@ def _pages(tokens: Tokens, size: int, first: int, space: Any) -> Iterator[tuple[
         page = tokens[start : start + size]
         yield page, (space, before.digest())
         before.update(page.tobytes())
+
+
+def _of(made: CacheArguments, left: Sequence[int]) -> list[tuple[int, ...]]:
+    """The layers with a window, by their sizes.
+
+    Layers that see all positions and have other sizes than the first such layer have a window of all positions.
+    """
+    whole, found = None, dict[tuple[int, ...], tuple[int, ...]]()
+    for layer in left:
+        each = made.attention_of(layer)
+        sizes = each.num_kv_heads or 0, each.head_dim or 0, each.latent or 0
+        if made.has_kv(layer) and each.window is None and sizes == (whole or sizes):
+            whole = sizes
+        elif made.has_kv(layer):
+            own = made.window_of(layer), *sizes
+            found[own] = (*found.get(own, ()), layer)
+    return [found[sizes] for sizes in sorted(found)]
+
+
+def _num_blocks(made: CacheArguments, window: int, blocks: int, cached: int) -> int:
+    """The blocks of a window's cache; see `Kind.nbytes`.
+
+    There is room for the windows of all texts that run, the pieces of a pass, and some cached pages. With many texts
+    there are never more than `blocks`, so that a window takes no more memory than all tokens would.
+    """
+    load, size, kept = made.load, made.block_size, window - 1 + made.load.spare
+    piece = -(-load.piece // size) + 1
+    if load.texts:
+        return min(blocks, load.texts * _num_kept(kept, size) + piece + num_pages(kept, size, blocks, 16))
+    most = 2 * (-(-made.model.config.max_position_embeddings // size) + 1)
+    return min(2 * (_num_kept(kept, size) + piece), most) + num_pages(kept, size, cached)
+
+
+def _nbytes(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int) -> int:
+    return _num_blocks(made, made.window_of(layers[0]), blocks, cached) * made.block_bytes(layers)
+
+
+def _make(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int | None) -> WindowLayers:
+    window, load, pages = made.window_of(layers[0]), made.load, None
+    cache = made.make_cache(**made.options(layers, _num_blocks(made, window, blocks, cached or 0)))
+    kept = window - 1 + load.spare
+    if made.shares(cached):
+        pages = PrefixCache.over(cache, None if cached is None else num_pages(kept, made.block_size, cached))
+    own_ids = None if load.texts else (0, 1)
+    return WindowLayers(window, kept, layers, made.attention, cache, pages, load.piece, own_ids)
+
+
+WINDOW = Kind("window", _of, _nbytes, _make)

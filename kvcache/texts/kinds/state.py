@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from hashlib import blake2b
+from math import lcm
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,15 +24,22 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.networks.protocols import Float32, Recurrence
-from kvcache.paged.cache import PagedKvCache
-from kvcache.prefix.index.prefix_index import PrefixIndex
-from kvcache.prefix.prefix_cache import PrefixCache
-from kvcache.texts.cached_states import CachedStates, name_of
-from kvcache.texts.group import CachedStart, Ids, LayerCall, Lens, Reclaim
+from kvcache.support.arguments import as_bytes
+from kvcache.texts.block_index import CachedStart
+from kvcache.texts.cache_arguments import CacheArguments
+from kvcache.texts.cached_states import CachedStates, page_shape
+from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens, Named, PagesOf
 from kvcache.texts.text import Text, Tokens
+from kvcache.tiers.source import TierSource
+from kvcache.tiers.tiers import Tiers
+from kvcache.tiers.windows import WindowSource
 
-__all__ = ["StateLayers"]
+__all__ = ["STATE", "StateLayers", "page_bytes"]
 
+_LEAST_STATES = 8  # that are cached, unless a limit says otherwise
+_STATES_ALONE = 64  # the same, of a network without K and V
+_SPACING = 64  # tokens between states that are kept in any text, where states are small
+_SPACING_ALONE = 1024  # the same, of a network without K and V
 _VOID = -1  # tokens of a state that a pass has changed and not completed
 _BEFORE_END = 4  # tokens of a prompt behind its state, where nothing is known of the next request
 Rows = tuple[Float32, ...]
@@ -53,7 +62,7 @@ class _Part(NamedTuple):
     pages: tuple[tuple[int, int], ...] = ()
 
 
-class StateLayers:
+class StateLayers(Layers):
     """The layers that keep a state.
 
     The place of a text is its slot.
@@ -70,7 +79,7 @@ class StateLayers:
         ends: states are kept after the last multiple of this too, a multiple of `unit`: where the groups of tiers end.
     """
 
-    reason = "state"
+    reason, exact = "state", True
 
     def __init__(
         self, recurrences: Mapping[int, Recurrence], num_slots: int, cached: CachedStates | None = None, unit: int = 1,
@@ -87,28 +96,7 @@ class StateLayers:
         self._pages: dict[int, list[tuple[int, int]]] = {}  # by slot, lengths and pages of the pass that runs
         self._due: dict[int, list[int]] = {}  # by slot, lengths at its end, or among its drafts, that are to be kept
         self._last: dict[int, int] = {}  # by sequence, the length of the state that the next one of an answer replaces
-        self.reclaim: Reclaim | None = None
-
-    @property
-    def caches(self) -> Sequence[PagedKvCache]:
-        return ()
-
-    @property
-    def prefixes(self) -> Sequence[PrefixCache]:
-        return [] if self.cached is None else [self.cached.index]
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return 0
-
-    @property
-    def total_blocks(self) -> int:
-        """Slots in all."""
-        return len(self._at)
-
-    def count(self) -> dict[str, int]:
-        """See `Group`: slots, and states that are cached beside them."""
-        cached = 0 if self.cached is None else len(self.cached.index)
-        return {"free": len(self._free), "claimed": len(self._owned), "cached": cached}
+        self.prefixes = () if cached is None else (cached.index,)
 
     # -- a text begins --------------------------------------------------------------------------------------
 
@@ -153,9 +141,6 @@ class StateLayers:
         return slot
 
     # -- a pass ---------------------------------------------------------------------------------------------
-
-    def append(self, texts: Sequence[Text], index: int, ids: Ids, counts: Lens) -> None:
-        """Do nothing: a slot has room for any number of tokens."""
 
     def attend(self, texts: Sequence[Text], index: int, ids: Ids, lens: Lens) -> tuple[LayerCall, dict[str, Any]]:
         parts: list[_Part] = []
@@ -258,16 +243,6 @@ class StateLayers:
             self._recurrences[layer].run(own, self._slots[layer], index, lens)
         self._at[slot] = end
 
-    def loses(self, text: Text, index: int, end: int, chunk: int) -> bool:
-        """Nothing that `nearest` does not find again: a text that fails runs again."""
-        return False
-
-    def compact(self, text: Text, index: int) -> None:
-        """Do nothing: a slot is all that there is."""
-
-    def expect_room(self, text: Text, index: int, pos: int, count: int, beside: bool) -> None:
-        """Do nothing: there is a slot for the text, and one for a copy."""
-
     # -- going back -----------------------------------------------------------------------------------------
 
     def nearest(self, text: Text, index: int, pos: int) -> int:
@@ -278,9 +253,6 @@ class StateLayers:
             return 0
         return self.cached.longest(text.tokens, pos, text.space)
 
-    def expect(self, text: Text, index: int, pos: int) -> None:
-        """Do nothing: `nearest` says where a text can go on."""
-
     def cut(self, text: Text, index: int, pos: int) -> int:
         slot = self._slot(text, index)
         at = int(self._at[slot])
@@ -288,7 +260,7 @@ class StateLayers:
             return slot
         self._at[slot] = _VOID
         with ExitStack() as held:
-            start = None if not text.is_known else self.hold(text.tokens, pos, text.space, held, True)
+            start = None if not text.is_known else self.hold(text.tokens, pos, text.space, held)
             if start is not None:
                 states = None if not pos or self.cached is None else self.cached.read(start.blocks)
                 for i, layer in enumerate(self.layers):
@@ -317,7 +289,7 @@ class StateLayers:
     def longest(self, tokens: Tokens, stop: int, space: Any) -> int:
         return 0 if self.cached is None else self.cached.longest(tokens, stop, space)
 
-    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack, again: bool) -> CachedStart | None:
+    def hold(self, tokens: Tokens, stop: int, space: Any, held: ExitStack) -> CachedStart | None:
         if not stop:
             return CachedStart(0)
         page = None if self.cached is None else self.cached.hold(tokens, stop, space, held)
@@ -387,25 +359,20 @@ class StateLayers:
 
     # -- tiers ----------------------------------------------------------------------------------------------
 
-    def lengths(self, tokens: Tokens, space: Any) -> list[int]:
-        """The prefixes of a text, multiples of `ends`, whose states are cached."""
-        names = [] if self.cached is None else self.cached.names(tokens, space)
-        return [length for _, length, _ in names if length % self.ends == 0]
+    def connect(self, tiers: Tiers, name: Named, index: TierSource) -> WindowSource | None:
+        if self.cached is None:
+            return None
+        self.ends = index.format.group_tokens
+        own = f"states of layers {self.layers} beside {blake2b(index.context).hexdigest()}"
+        self.cached.index.source = source = tiers.state_source(own, self.ends)
+        return source
 
-    def blocks(self, tokens: Tokens, stop: int, space: Any, index: PrefixIndex) -> dict[int, int]:
-        """The page of the state after `stop` tokens by the number of the group that ends there; empty: there is none.
-
-        Args:
-            index: of the pages, whose lock is held.
-        """
-        match = index.find(tokens[stop - 1 : stop], name_of(tokens[:stop], space))
-        return {stop // self.ends - 1: int(match.pages[0])} if match.length else {}
+    def offered(self, text: Text) -> Sequence[PagesOf]:
+        return [] if self.cached is None else self.cached.offered(text.tokens[: text.computed], text.space, self.ends)
 
     def take(self, tokens: Tokens, stop: int, space: Any, bodies: dict[int, memoryview]) -> None:
-        """Cache the state after `stop` tokens that has arrived from tiers."""
-        body = bodies.get(stop // self.ends - 1)
-        if body is not None and self.cached is not None:
-            self.cached.arrive(tokens[:stop], space, self.cached.index.source, body)
+        if self.cached is not None:
+            self.cached.take(tokens, stop, space, bodies, self.ends)
 
     # -- reports --------------------------------------------------------------------------------------------
 
@@ -458,3 +425,62 @@ def _aligned(num_slots: int, size: int) -> Float32:
     numbers = np.zeros(num_slots * size + 16, np.float32)
     first = -numbers.ctypes.data % 64 // 4
     return numbers[first : first + num_slots * size].reshape(num_slots, size)
+
+
+def page_bytes(recurrences: Mapping[int, Recurrence]) -> int:
+    """Bytes of a cached state."""
+    heads, dim = page_shape(max((each.size for each in recurrences.values()), default=1))
+    return 8 * heads * dim * len(recurrences)
+
+
+def _of(made: CacheArguments, left: Sequence[int]) -> list[tuple[int, ...]]:
+    layers = tuple(layer for layer in left if layer in made.recurrences)
+    return [layers] if layers else []
+
+
+def _num_slots(made: CacheArguments) -> int:
+    """The most texts that have a state: as fit a quarter of `max_memory_bytes`, at least one."""
+    if not made.load.texts:
+        return 2
+    if made.max_memory_bytes is None:
+        return made.load.texts
+    share = as_bytes(made.max_memory_bytes, "max_memory_bytes") // 4 // _state_bytes(made)
+    return max(1, min(made.load.texts, share))
+
+
+def _state_bytes(made: CacheArguments) -> int:
+    return 4 * sum(each.size for each in made.recurrences.values())
+
+
+def _num_pages(made: CacheArguments, blocks: int) -> int:
+    """The most cached states beside a prefix cache of `blocks` blocks."""
+    size = page_bytes(made.recurrences)
+    if not blocks:
+        return 0
+    if made.max_state_bytes is not None:
+        return made.max_state_bytes // size
+    kv = blocks * made.block_bytes(made.whole)
+    return max(_LEAST_STATES, kv // size) if kv else _STATES_ALONE
+
+
+def _nbytes(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int) -> int:
+    pages = _num_pages(made, blocks if made.load.texts else cached)
+    return _num_slots(made) * _state_bytes(made) + pages * page_bytes(made.recurrences)
+
+
+def _make(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int | None) -> StateLayers:
+    sizes = [each.size for each in made.recurrences.values()]
+    pages = _num_pages(made, blocks if cached is None else cached) if made.shares(cached) else 0
+    unit = (made.storage.residual_length or made.block_size) if made.keeps_f16 else 1
+    if made.layers["window"]:  # which are cached in whole blocks
+        unit = lcm(unit, made.block_size)
+    per_token = -(-made.block_bytes(made.whole) // made.block_size)
+    # As far apart as K and V of as many bytes are long.
+    spacing = max(_SPACING, page_bytes(made.recurrences) // per_token) if per_token else _SPACING_ALONE
+    return StateLayers(
+        made.recurrences, _num_slots(made), CachedStates(sizes, pages) if pages else None, unit,
+        -(-spacing // unit) * unit, one_text=not made.load.texts,
+    )
+
+
+STATE = Kind("state", _of, _nbytes, _make)
