@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats
@@ -102,7 +103,9 @@ class PrefixStore:
                     if self._tiers is not None:
                         known, own = paged.calibration, paged.formats.fingerprint
                         meaning = "" if known is None else f" calibrated {known.fingerprint}"
-                        name = f"{self._model} {self._digest(('dtype',))} {kind}{meaning}" + (f" {own}" if own else "")
+                        # PyTorch computes K and V, and its bits depend on the instructions of the CPU.
+                        meaning += f" by {torch.backends.cpu.get_cpu_capability()}" + (f" {own}" if own else "")
+                        name = f"{self._model} {self._digest(('dtype',))} {kind}{meaning}"
                         index.source = self._tiers.source(name)
                         self._sources[kind] = index.source
                     self._indexes[kind] = index
