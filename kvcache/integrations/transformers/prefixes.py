@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvcache.core.calibration import Calibration
 from kvcache.core.layer_formats import Formats
@@ -19,6 +18,7 @@ from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
 from kvcache.errors import InvalidOperationError
 from kvcache.integrations.transformers.cache import PagedCache
+from kvcache.integrations.transformers.hf import torch
 from kvcache.integrations.transformers.layer import State
 from kvcache.integrations.transformers.pool import PAGED_TYPES, Kind, PagedPool
 from kvcache.prefix.prefix_cache import PrefixCache
