@@ -110,7 +110,8 @@ class PrefixCachedEngine:
         self._pool = self._sequence.pool
         index = self._pool.block_index
         assert index is not None
-        self.prefix_cache, self.newest, self.windows = PrefixAwarePrefill(index.pages), index.newest, self._pool.with_pages
+        self.prefix_cache, self.newest = PrefixAwarePrefill(index.pages), index.newest
+        self.windows = self._pool.with_pages
         self._arrivals = None if self.tiers is None else Arrivals(self.tiers, settings, self._pool)
         self.strict = strict
 

@@ -152,7 +152,7 @@ class CacheSettings(CacheArguments):
     # -- sizes ----------------------------------------------------------------------------------------------
 
     def kv_bytes(self, blocks: int, cached: int = 0) -> int:
-        """Bytes of K, V and states of a pool with so many blocks, of which the prefix cache may have `cached`."""
+        """Bytes of K, V and states of a pool of `blocks` blocks, of which the prefix cache may have `cached`."""
         return sum(kind.nbytes(self, each, blocks, cached) for kind in KINDS for each in self.layers[kind.name])
 
     def fitting(self, most: int, needed: Callable[[int], int], limit: Any, of_what: str = "of one block") -> int:

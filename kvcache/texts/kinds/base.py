@@ -91,7 +91,7 @@ class Layers(ABC):
 
     @abstractmethod
     def has_room(self, text: Text, found: int, start: CachedStart, running: Sequence[Text]) -> bool:
-        """Whether all tokens of a text have room behind its first `found`, which `start` has, beside those that run."""
+        """Whether all tokens of a text have room behind its first `found`, which `start` has, with those that run."""
 
     @abstractmethod
     def begin(self, seq_id: int, found: int, start: CachedStart) -> Any:

@@ -71,7 +71,7 @@ class StateLayers(Layers):
         recurrences: of these layers.
         num_slots: the most texts.
         cached: states of prefixes; None: none are kept.
-        unit: states are kept after multiples of so many tokens, where the other layers can go on.
+        unit: states are kept after multiples of this number of tokens, where the other layers can go on.
         spacing: tokens between states that are kept whatever the text; 0: none are.
         one_text: whether the texts are those of an engine with one text, which runs again what it needs.
 
@@ -317,7 +317,7 @@ class StateLayers(Layers):
         return sorted(length for length in found if start < length <= stop)
 
     def _begin_pages(self, text: Text, lengths: Sequence[int]) -> list[tuple[int, int]]:
-        """Pages for the states after so many tokens: the lengths of those that there is room for, and numbers."""
+        """Begin pages for the states after `lengths` tokens: each length that there is room for, and its page."""
         if self.cached is None:
             return []
         pages = [(length, self.cached.begin(text.tokens[:length], text.space)) for length in lengths]

@@ -102,7 +102,7 @@ class WholeLayers(Layers):
         self._expect_free(-(-(pos + count) // cache.block_size) - kept + copied - own)
 
     def _expect_free(self, blocks: int) -> None:
-        """Free blocks until there are so many; OutOfMemoryError: that is not possible."""
+        """Free blocks until `blocks` are free; OutOfMemoryError: that is not possible."""
         while (free := self.cache.free_block_count) < blocks:
             error = OutOfMemoryError(blocks, free)
             if not self.make_room(self.cache, error):
