@@ -1,4 +1,4 @@
-"""`Level`: the cold texts of another SIMD level, which a process of its own computes from the files on."""
+"""`Level`: the cold answers of another SIMD level, which a process of its own computes."""
 
 from __future__ import annotations
 
@@ -53,4 +53,7 @@ class Level(NamedTuple):
             if done.returncode:
                 said = done.stderr.decode(errors="replace").strip().splitlines()
                 raise KvCacheError(f"level {self.name}: expected a certificate, got {said[-1] if said else 'none'}")
-            return Certificate.read(file).records
+            found = Certificate.read(file)
+            if found.machine.get("level") != self.name:
+                raise KvCacheError(f"level {self.name}: expected a certificate of it, got {found.machine.get('level')}")
+            return found.records

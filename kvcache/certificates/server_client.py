@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from http.client import HTTPException
 from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -130,6 +131,8 @@ class ServerClient:
             raise OSError(f"{path}: expected an answer, got status {error.code}: {said}") from None
         except URLError as error:
             raise OSError(f"{self.url}: expected a server, got {error.reason}") from None
+        except HTTPException as error:
+            raise OSError(f"{self.url}: expected an answer of HTTP, got {error!r}") from None
         except ValueError as error:
             raise OSError(f"{path}: expected JSON, got {short(str(error))}") from None
 

@@ -27,6 +27,7 @@ class WarmComparison(NamedTuple):
             gives none.
         first: the least number of tokens before the first one that differs; None: no token differs.
         cached: tokens of prompts that the server says were cached; None: it does not say.
+        is_missing: whether the way needs hits, and the server says that some prompt had none.
     """
 
     way: str
@@ -36,6 +37,7 @@ class WarmComparison(NamedTuple):
     largest: float | None
     first: int | None
     cached: int | None
+    is_missing: bool
 
 
 class _Prompts(NamedTuple):
@@ -82,11 +84,12 @@ def _burst(client: ServerClient, prompts: _Prompts, colds: list[ServerAnswer]) -
         return [*pool.map(client.answer, map(prompts.text, range(prompts.number)))]
 
 
-_WAYS: dict[str, Callable[[ServerClient, _Prompts, list[ServerAnswer]], list[ServerAnswer]]] = {
-    "the same prompt again": _again,
-    "behind others with its beginning": _after_traffic,
-    "all prompts at once": _burst,
-}
+# Names, how answers are asked for, and whether a prompt must be cached.
+_WAYS: tuple[tuple[str, Callable[[ServerClient, _Prompts, list[ServerAnswer]], list[ServerAnswer]], bool], ...] = (
+    ("the same prompt again", _again, True),
+    ("behind others with its beginning", _after_traffic, True),
+    ("all prompts at once", _burst, False),
+)
 
 
 def compared(client: ServerClient, seed: str, count: int, length: int) -> list[WarmComparison]:
@@ -102,13 +105,15 @@ def compared(client: ServerClient, seed: str, count: int, length: int) -> list[W
         OSError: the server fails.
     """
     prompts, colds, found = _Prompts(seed, count, length), list[ServerAnswer](), list[WarmComparison]()
-    for name, ask in _WAYS.items():
+    for name, ask, needs_hit in _WAYS:
         warm = ask(client, prompts, colds)
-        found.append(_warm_comparison(name, colds, warm))
+        found.append(_warm_comparison(name, needs_hit, colds, warm))
     return found
 
 
-def _warm_comparison(way: str, colds: Sequence[ServerAnswer], warm: Sequence[ServerAnswer]) -> WarmComparison:
+def _warm_comparison(
+    way: str, needs_hit: bool, colds: Sequence[ServerAnswer], warm: Sequence[ServerAnswer]
+) -> WarmComparison:
     pairs = [*zip(colds, warm, strict=True)]
     flips = [a.text != b.text or a.tokens != b.tokens for a, b in pairs]
     same = [_same_tokens(a, b) for a, b in pairs]
@@ -118,7 +123,8 @@ def _warm_comparison(way: str, colds: Sequence[ServerAnswer], warm: Sequence[Ser
     first = min((count for flip, count in zip(flips, same, strict=True) if flip), default=None)
     cached = [b.cached for _, b in pairs if b.cached is not None]
     return WarmComparison(
-        way, len(pairs), sum(flips), moved, max(known, default=None), first, sum(cached) if cached else None
+        way, len(pairs), sum(flips), moved, max(known, default=None), first, sum(cached) if cached else None,
+        bool(needs_hit and cached and not all(cached)),
     )
 
 

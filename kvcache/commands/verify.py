@@ -155,11 +155,11 @@ def _verify_server(options: argparse.Namespace) -> int:
     print("\nflipped: other tokens than the cold answer; moved: other tokens or log-probabilities")
     if any(each.moved for each in found):
         return DIFFERENT
-    return INCOMPLETE if any(each.cached == 0 for each in found) else EQUAL
+    return INCOMPLETE if any(each.is_missing for each in found) else EQUAL
 
 
 def _cells(each: WarmComparison) -> tuple[str, ...]:
     largest = "unknown" if each.largest is None else f"{each.largest:.3g}"
     first, cached = ("-" if value is None else str(value) for value in (each.first, each.cached))
-    verdict = "different" if each.moved else "not compared; no hit" if each.cached == 0 else "equal"
+    verdict = "different" if each.moved else "not compared; no hit" if each.is_missing else "equal"
     return each.way, str(each.answers), str(each.flipped), str(each.moved), largest, first, cached, verdict
