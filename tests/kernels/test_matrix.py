@@ -6,11 +6,10 @@ from blocks import copy_guarded, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import fill, filled, random_parts, values_of
-from oracles.matrix import product, rounded, rounded_to_bf16
+from oracles.matrix import product, rounded
 from pace import examples, half
 
 from kvcache import get_num_threads, set_num_threads
-from kvcache.kernels.kernels import bf16_order
 from kvcache.kernels.matrix import ACTIVATIONS, MATRIX_FORMATS, Matrix
 from kvcache.networks.linear import MatrixStack
 
