@@ -96,9 +96,9 @@ typedef struct kvc_seq {
  * the tokens of seqs[i] and those of residuals[i], which come last in the sum; scores are in this order too.
  *
  * The bits of a row of out and lse depend on its query, the scale, softcap and sink, the tokens that the query sees and
- * their text positions, the position that ends the sink tokens, the layouts and the level. They do not depend on other
- * queries and sequences of the call, on tokens that the query does not see (whether they are stored or not), or on the
- * number of threads. If K and V are both tiled (kvc_quant.h), they also depend on how these tokens are divided into
+ * their text positions, the position that ends the sink tokens, and the layouts. They do not depend on other queries and
+ * sequences of the call, on tokens that the query does not see (whether they are stored or not), on the number of threads,
+ * or on the level (BITS.md). If K and V are both tiled (kvc_quant.h), they also depend on how these tokens are divided into
  * runs, but not on the blocks' ids; and if runs with holes between them lie before the first of these tokens in its
  * segment, on those runs. scores are sums over queries and do not depend on the number of threads. */
 typedef struct kvc_attend_args {
@@ -156,8 +156,8 @@ struct kvc_sparse_args;
 /* The kernels of one SIMD level. Immutable; `name` is the compiled level, not the requested one. */
 typedef struct kvc_kernels {
     const char *name;
-    const char *base; /* the level whose functions this one has but for a few: of amx avx512, of avxvnni avx2, of i8mm neon, of
-                       * another one itself */
+    const char *base; /* the name of the level whose functions it has but for a few: of amx avx512, of avxvnni avx2, of i8mm neon, of
+                       * another one itself. All levels give the same bits but for products of rows in bf16 (BITS.md). */
     int tiles;        /* 1: it multiplies tiles, which the system has to permit */
     /* Rows, as many as the runs have slots, into these; NULL: not written, as values of latent rows never are. Of each
      * head what is known of its keys, or NULL. */

@@ -105,7 +105,6 @@ INLINE void softmax_few(int units, const job *j, const chunk *c, int64_t row, in
         float *w = weights + r * KVC_CHUNK;
         const f32v largest_score = f32v_set1(largest[r]);
         f32x16 all_w = f32x16_zero(), largest_u = f32x16_zero(), base = f32x16_zero();
-        (void)largest_u, (void)base; /* of levels with dots */
         for (int t = 0; t < lanes; t += 16) {
             UNROLL
             for (int i = 0; i < KVC_VECTORS; i++) {
@@ -113,16 +112,12 @@ INLINE void softmax_few(int units, const job *j, const chunk *c, int64_t row, in
                 const f32v power = f32v_sub(f32v_load(w + at), largest_score);
                 f32v w_v = units ? f32v_exp2_short(power) : f32v_exp2(power);
                 all_w.v[i] = f32v_add(all_w.v[i], w_v);
-#if defined(KVC_HAVE_DOTS)
                 if (units) w_v = scaled_weights(v, at, w_v, &largest_u.v[i], &base.v[i]);
-#endif
                 f32v_store(w + at, w_v);
             }
         }
         sum[r] = sum[r] * alpha[r] + f32x16_sum_of(all_w);
-#if defined(KVC_HAVE_DOTS)
         if (units) end_scaled(lanes, w, largest_u, base, to + r);
-#endif
     }
 }
 
@@ -132,13 +127,11 @@ NOINLINE void softmax_rows(const job *j, const chunk *c, int64_t row, int rows, 
     for (int r = 0; r < rows; r += KVC_LANES) {
         const int few = rows - r < KVC_LANES ? rows - r : KVC_LANES;
         float *w = j->weights + r * KVC_CHUNK;
-#if defined(KVC_HAVE_DOTS)
         if (j->units) {
             softmax_few(1, j, c, row + r, few, lanes, v, w, j->alpha + r, largest + r, sum + r, j->unit_w + r);
             round_weights(j->v_rows.bits, r < tiled_rows(rows), few, lanes, w, j->unit_w + r);
             continue;
         }
-#endif
         softmax_few(0, j, c, row + r, few, lanes, v, w, j->alpha + r, largest + r, sum + r, NULL);
     }
 }

@@ -1,8 +1,6 @@
 /* kvc_attend_units.c - the products of attention on packed codes (kvc_tiles.h), compiled for each quantised format. */
 #include "kvc_tiles.h"
 
-#if defined(KVC_HAVE_DOTS)
-
 #if KVC_WHOLE_NUMBERS
 /* rows (a constant) times one tile, `tiles` is 1: 16 scores for each row. */
 INLINE void unit_dot_tiles(int rows, int tiles, int bits, int dim, const unit_query *q,
@@ -204,5 +202,3 @@ void UNITS(unit_mix)(int bits, int dim, int rows, int tiles, const unit_weights 
     switch (bits) { KVC_QUANTISED_FORMATS(MIX_TILES) }
 #undef MIX_TILES
 }
-
-#endif

@@ -6,7 +6,7 @@
  *
  * Rows are the query heads of the KV head. Pages are ranked by their loss: how far the estimate lies below the best one of a row,
  * for the row that wants the page most. A row of zeros, or one that is not finite, wants none. Equal losses are taken in text order.
- * So what is chosen is a function of the query, of the tokens that it sees and of their positions, and of the level.
+ * So what is chosen is a function of the query, of the tokens that it sees and of their positions.
  *
  * All keys of a chosen page are scored, and all its tokens attended. A second choice, of tokens by these scores, would read as many
  * pages of V but for a few: the best tokens lie in nearly all pages that are worth a look.

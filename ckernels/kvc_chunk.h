@@ -31,7 +31,6 @@ static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, co
     }
 }
 
-#if defined(KVC_HAVE_DOTS)
 /* The tiles of a head's rows in a chunk, and those of the next chunk to prefetch; where it has fewer, the same again.
  * `offset`: of the head in a block, from head 0 on. Returns whether there is a next chunk. */
 INLINE int list_tiles(const unsigned char *const *first, const unsigned char *const *then, int tiles, int more, size_t offset,
@@ -101,26 +100,20 @@ static void mix_tiles(const job *j, const chunk *c, int head, int rows, float *a
     UNITS(unit_mix)(j->v_rows.bits, j->v_rows.dim, rows - tiled, c->pieces, j->unit_w + tiled, tile, j->alpha + tiled,
              acc + (size_t)tiled * (size_t)j->v_padded, j->v_padded, more && !tiled ? ahead : NULL);
 }
-#endif
 
 /* Loads the scales of a head's V in a chunk. */
 static void load_scales(const job *j, const chunk *c, int head, v_scales *v) {
-    (void)j, (void)c, (void)head, (void)v;
-#if defined(KVC_HAVE_DOTS)
     const size_t offset = (size_t)head * j->layout->value_head_bytes;
     const float centre = centre_of(j->v_rows.bits);
     for (int i = 0; i < c->pieces; i++)
         tile_scales(&c->piece[i], c->v[i] + offset, centre, v->scales + KVC_TILE * i, v->middles + KVC_TILE * i);
-#endif
 }
 
 /* Writes the scores of the chunk for the rows packed at index to weights. Lanes without a token have undefined scores.
  * Returns the number of lanes with tokens, up to a multiple of 16. */
 NOINLINE int score_chunk(const job *j, const chunk *c, int head, size_t index, int rows, ahead_rows ahead,
                          const chunk *next) {
-#if defined(KVC_HAVE_DOTS)
     if (j->units) return score_tiles(j, c, head, (c->sink ? j->unit_sink_q : j->unit_q) + index, rows, next);
-#endif
     (void)next;
     const float *q = (c->sink ? j->sink_q : j->q) + index * (size_t)j->padded;
     const int few = rows <= KVC_DOT_ROWS,
@@ -144,12 +137,10 @@ NOINLINE int score_chunk(const job *j, const chunk *c, int head, size_t index, i
 /* acc = acc * alpha + weights V. */
 NOINLINE void mix_values(const job *j, const chunk *c, int head, int rows, int tokens, float *acc,
                          ahead_rows ahead, const chunk *next) {
-#if defined(KVC_HAVE_DOTS)
     if (j->units) {
         mix_tiles(j, c, head, rows, acc, next);
         return;
     }
-#endif
     (void)next;
     const int few = rows <= KVC_DOT_ROWS;
     const unsigned char *staged[KVC_POINTERS], *const *v = c->v;

@@ -104,15 +104,15 @@ static int64_t pieces_before(const kvc_seq *seq, int64_t size, const cursor *at,
     const kvc_run *run = at->run;
     if (!fills_blocks(seq, size) && count > slot - run->first) {
         pieces = slot / KVC_TILE - run->first / KVC_TILE;
-        count -= slot - run->first;
+        count -= slot - run->first, slot = run->first;
         while (run > seq->runs) {
             run--;
             const int64_t first = count < run->stop - run->first ? run->stop - count : run->first;
-            if (run->stop > first) pieces += (run->stop - 1) / KVC_TILE - first / KVC_TILE + 1;
-            count -= run->stop - first;
+            if (run->stop == first) continue; /* it has no token, and so no slot */
+            pieces += (run->stop - 1) / KVC_TILE - first / KVC_TILE + 1;
+            count -= run->stop - first, slot = first;
             if (!count) return pieces;
         }
-        slot = run->first;
     }
     return pieces + tiles_before(slot + ahead, size) - tiles_before(slot + ahead - count, size);
 }
@@ -204,9 +204,7 @@ static void read_from(job *j, int residual, int64_t token_stop) {
     j->v_rows = kvc_rows_of(layout, KVC_VALUES);
     j->k_row_bytes = kvc_row_bytes(j->k_rows);
     j->v_row_bytes = kvc_row_bytes(layout->latent ? j->k_rows : j->v_rows);
-#if defined(KVC_HAVE_DOTS)
     j->units = j->k_rows.tiled && j->v_rows.tiled;
-#endif
 }
 
 static void start(job *j, const kvc_attend_args *args, const kvc_item *item) {
@@ -274,11 +272,9 @@ static void pack_queries(const job *j, int head, int64_t row, int rows, size_t i
             }
             for (int d = dim; d < j->padded; d++) q[d] = 0.0f;
             if (j->k_rows.rotated) KVC_UNFUSED(hadamard)(q, dim, j->k_rows.rotated);
-#if defined(KVC_HAVE_DOTS)
             if (j->units)
                 quantise_query(j->k_rows.bits, q, dim, r < tiled_rows(rows),
                                (sink ? j->unit_sink_q : j->unit_q) + index + (size_t)r);
-#endif
         }
     }
 }

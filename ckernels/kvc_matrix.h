@@ -53,7 +53,7 @@
  * A RESULT is a sum of integer dot products over the channels of a scale, each exact, times both scales, added with one
  * rounding each.
  * Floats are added channel by channel in blocks of 256, and the blocks one after another. So the bits of a row of the result
- * depend on that row of x, the matrix, the digits and the level alone: not on other rows, threads or pieces. Where the call asks
+ * depend on that row of x, the matrix and the digits alone: not on other rows, threads, pieces or the level. Where the call asks
  * for x in bf16 they depend on the order of a block's sums too (kvc_bf16_rows), which is that of the instruction: what is below
  * 2^-126, as an operand or a sum, counts as zero in
  *

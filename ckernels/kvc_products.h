@@ -98,7 +98,6 @@ INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q
                      const unsigned char *const *k, size_t offset, float *s, ahead_rows ahead, int first) {
     const int tokens = ROW_SUMS(rows);
     f32v sums[KVC_DOT_SUMS], left[KVC_LANE_BITS * KVC_DOT_SUMS];
-    for (int i = 0; KVC_LANES == 1 && i < KVC_LANE_BITS * KVC_DOT_SUMS; i++) left[i] = f32v_zero(); /* gcc warns otherwise */
     UNROLL
     for (int g = 0; g < KVC_VECTORS; g++) {
         dot_lanes(kvc_lane(g), rows, format, dim, q, q_stride, k, offset, ahead, first, sums);

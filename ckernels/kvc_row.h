@@ -9,13 +9,13 @@
 /* The vector at x, of which `left` values exist, at least one; the others are 0. */
 INLINE f32v load_some(const float *x, int64_t left) {
     float some[KVC_LANES] = {0};
-    if (KVC_LANES == 1 || left >= KVC_LANES) return f32v_load(x);
+    if (left >= KVC_LANES) return f32v_load(x);
     memcpy(some, x, (size_t)left * sizeof(float));
     return f32v_load(some);
 }
 INLINE void store_some(float *x, int64_t left, f32v value) {
     float some[KVC_LANES];
-    if (KVC_LANES == 1 || left >= KVC_LANES) {
+    if (left >= KVC_LANES) {
         f32v_store(x, value);
         return;
     }

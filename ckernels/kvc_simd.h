@@ -28,7 +28,7 @@
  *   where no factor is larger than these. Only the AVX2 level has a limit; at the others a part is the sums themselves.
  *   A level with KVC_UNIT_PAIRS multiplies two units with two rows at a time, in sums of both rows, i32x32: of(first, second),
  *   first_of, second_of, and i32x32_dot(pairs, sums, a, b, x, y): of unit a with the numbers of the rows at x, of b at y.
- * Attention (kvc_tiles.h) adds the products of a unit to sums at a level with KVC_HAVE_DOTS, in one of two ways:
+ * Attention (kvc_tiles.h) adds the products of a unit to sums, in one of two ways:
  *   i32x16_dot_q (codes, signed ones with KVC_SIGNED_CODES, times signed bytes), joined(high, low, bits) =
  *   high * 2^bits + low, f32v_seven_bits(x, centre, high, low): 32 rounded x = 128 high + low, high is (x + centre) / 128,
  *   rounded down; or, with KVC_WHOLE_NUMBERS, i16x64_of(u8x64) and i32x16_dot_whole: codes times four numbers of 16 bits,

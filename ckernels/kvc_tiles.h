@@ -45,8 +45,6 @@
 
 #include <stddef.h>
 
-#if defined(KVC_HAVE_DOTS)
-
 #if defined(KVC_AVXVNNI)
 #define UNITS(name) KVC_OWN(name) /* of other integer dot products */
 #else
@@ -232,5 +230,4 @@ void UNITS(unit_dot)(int bits, int dim, int rows, int tiles, const unit_query *q
 void UNITS(unit_mix)(int bits, int dim, int rows, int tiles, const unit_weights *w, const unsigned char *const *tile,
                      const float *alpha, float *acc, int acc_stride, const unsigned char *const *ahead);
 
-#endif
 #endif

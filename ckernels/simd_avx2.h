@@ -180,7 +180,6 @@ INLINE f32v i32v_floats(i32v x) { return _mm256_cvtepi32_ps(x); }
 #define dpwssd _mm256_dpwssd_avx_epi32
 #endif
 
-#define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_CODES 0
 #define KVC_SHARED_DIGITS 0
 #define KVC_WHOLE_NUMBERS 1

@@ -190,7 +190,6 @@ INLINE f32v i32v_floats(i32v x) { return _mm512_cvtepi32_ps(x); }
 
 /* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). */
 
-#define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_CODES 0
 #define KVC_SHARED_DIGITS 1
 #define KVC_WHOLE_NUMBERS 0

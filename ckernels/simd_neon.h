@@ -148,7 +148,6 @@ INLINE f32v i32v_floats(i32v x) { return vcvtq_f32_s32(x); }
 
 /* ---- Units of 64 codes against bytes, 16 sums of 4 products each (kvc_tiles.h). Both operands of sdot are signed. */
 
-#define KVC_HAVE_DOTS 1
 #define KVC_SIGNED_CODES 1
 #define KVC_SHARED_DIGITS 0
 #define KVC_WHOLE_NUMBERS 0

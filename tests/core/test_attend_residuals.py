@@ -1,4 +1,4 @@
-"""A context of packed tokens and of others in a second layout, merged in the kernel, at every level."""
+"""A context of packed tokens and of others in a second layout, merged in the kernel."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Queries with NaN or infinities: NaN in their own results at every level, and nothing in others. Large ones."""
+"""Queries with NaN or infinities: NaN in their own results, and nothing in others. Large ones."""
 
 import numpy as np
 import pytest

@@ -180,7 +180,7 @@ def test_sums_have_sixteen_parts_in_a_tree():
 
 
 def test_weights_in_whole_numbers():
-    """At every level: near the exact ones, their sum exact, and those of equal logits equal wherever they stand."""
+    """Near the exact ones, their sum exact, and those of equal logits equal wherever they stand."""
     rng = np.random.default_rng(6)
     for size in (1, 7, 16, 33, 5000):
         logits = (rng.standard_normal(size) * 4).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and gated activations, compared with float64 at every level; rows do not share bits."""
+"""Norms, rotary embeddings and gated activations, compared with float64; rows do not share bits."""
 
 import numpy as np
 import pytest

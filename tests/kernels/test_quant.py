@@ -1,4 +1,4 @@
-"""Quantised formats: packed sizes, error bounds, the same bytes at every level, attention over them."""
+"""Quantised formats: packed sizes, error bounds, attention over them."""
 
 import itertools
 from functools import cache

@@ -1,4 +1,4 @@
-"""Layers with a state, compared with float64 at every level; bits depend on neither pieces nor company nor threads."""
+"""Layers with a state, compared with float64; bits depend on neither pieces nor company nor threads."""
 
 from __future__ import annotations
 

@@ -110,23 +110,6 @@ def test_formats(rng, formats):
     check(rng, 1300, 110, dim=64, key_format=formats[0], value_format=formats[1])
 
 
-@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-def test_levels_have_the_same_bits(rng, formats):
-    """All but scalar, which has no fma: of few rows and of many, with head_dims that fill no vector too."""
-    levels = [level for level in kernels.simd_levels() if level != "scalar"]
-    if len(levels) < 2:
-        pytest.skip("this build has one level")
-    for dim, num_queries in ((64, 40), (72, 40), (128, 3), (8, 2)):
-        s = Scattered(rng, [1100, 70], dim=dim, heads=2, key_format=formats[0], value_format=formats[1])
-        rows, found = Rows(s, num_queries, 4, rng), []
-        for level in levels:
-            with kernels.use_simd(level):
-                found.append(rows.call([range(num_queries)]))
-        for level, got in zip(levels[1:], found[1:], strict=True):
-            for got_bits, want_bits in zip(got, found[0], strict=True):
-                np.testing.assert_array_equal(got_bits, want_bits, f"{level}, head_dim {dim}")
-
-
 @pytest.mark.parametrize("dim", half([8, 16, 24, 40, 80, 128, 256, 512]))
 @pytest.mark.parametrize("name", ["f32", "f16", "q8", "q3"])
 def test_head_dims(rng, dim, name):

@@ -1,6 +1,7 @@
 """Every SIMD level gives the digests of `tests/golden/digests.json`, whatever the CPU and the compiler.
 
-`golden/make_digests.py` makes the file. Without the package gguf its entries of GGUF files are left out.
+`golden/make_digests.py` makes the file. Without the package gguf its entries of GGUF files are left out;
+KVCACHE_TESTS=fast takes every eighth network, for an emulator.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 from digests import PARTS, PATH, all_digests
+from pace import FAST
 
 from kvcache.kernels import kernels
 
@@ -21,8 +23,9 @@ def test_networks_have_the_same_bits_everywhere(level):
     has_gguf = find_spec("gguf") is not None
     expected = json.loads(PATH.read_text())
     with kernels.use_simd(level):
-        found = all_digests(has_gguf)
-    assert set(found) == {name for name in expected if has_gguf or not name.startswith("gguf/")}
+        found = all_digests(has_gguf, 8 if FAST else 1)
+    known = {name for name in expected if has_gguf or not name.startswith("gguf/")}
+    assert len(found) > 10 if FAST else set(found) == known
     lines = []
     for name in found:
         pairs = zip(PARTS, found[name].split(), expected[name].split(), strict=True)

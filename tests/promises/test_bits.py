@@ -20,8 +20,13 @@ FUNCTIONS = {
     "mean", "average", "var", "std", "nansum", "nanmean", "cbrt", "hypot", "erf", "gamma", "lgamma", "convolve",
     "interp", "trapezoid", "norm", "fsum", "sumprod",
 }
-SUMS = {"sum", "cumsum", "mean", "std", "var", "dot"}  # of whatever module and array; of whole numbers they are exact
+# Of whatever module and array; of whole numbers they are exact.
+SUMS = {"sum", "cumsum", "mean", "std", "var", "dot", "cumprod", "reduce", "reduceat", "accumulate"}
 OWNERS = {"np", "numpy", "math", "cmath", "linalg", "fft"}
+ALL_OF = {"linalg", "fft"}  # LAPACK and pocketfft: every function
+# Functions of libm in C, but for those that IEEE 754 rounds (sqrt) or that are exact (fabs, copysign).
+LIBM = "exp exp2 expm1 log log2 log10 log1p pow asin sin sinh acos cos cosh atan atan2 tan tanh cbrt hypot erf erfc"
+LIBM += " tgamma lgamma fmod remainder fma rint"
 # What may stand there, by file: each with the reason.
 ALLOWED = {
     "kvcache/drafts/draft_pace.py": {"**": 1},  # how many tokens are drafted, which changes no text
@@ -59,7 +64,7 @@ def uses(text):
             found.update(each.name for each in node.names if each.name in FUNCTIONS | SUMS)
         elif isinstance(node, ast.Attribute):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", None)
-            if node.attr in SUMS or (node.attr in FUNCTIONS and owner in OWNERS):
+            if node.attr in SUMS or (node.attr in FUNCTIONS and owner in OWNERS) or owner in ALL_OF:
                 found[node.attr] += 1
     return found
 
@@ -72,11 +77,31 @@ def test_nothing_in_the_way_of_a_token_has_bits_of_the_cpu():
 
 def test_cython_takes_nothing_of_libm():
     """All that it may take from there are roots, which IEEE 754 rounds, kinds of numbers, and their names."""
-    taken = set()
-    for _, text in sources("pyx", "pxd"):
+    taken, other = set(), {}
+    for name, text in sources("pyx", "pxd"):
         for names in re.findall(r"from libc.math cimport (.*)", text):
             taken.update(re.split(r"[, ]+", names))
+        if found := in_cython(text):
+            other[name] = found
     assert taken == {"INFINITY", "NAN", "isfinite", "isnan", "sqrt"}
+    assert not other
+
+
+def in_cython(text):
+    """The same functions of NumPy and `math`, other ways to libm, and powers by other than whole numbers."""
+    calls = re.findall(rf"\b(?:np|numpy|math)\.(?:{'|'.join(sorted(FUNCTIONS))})\(", text)
+    return calls + re.findall(r"libc cimport math|cimport libc\.math|math\.h|[\w)] \*\* [a-z(]", text)
+
+
+def in_c(text):
+    """Calls of functions of libm in C, without its comments."""
+    return re.findall(rf"\b(?:{LIBM.replace(' ', '|')})[fl]?\(", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
+
+
+def test_kernels_take_nothing_of_libm():
+    found = {name: in_c(text) for name, text in sources("c", "h", rooms=["ckernels"]) if in_c(text)}
+    assert not found
+    assert len(list(sources("c", rooms=["ckernels"]))) > 20
 
 
 def test_what_is_found():
@@ -85,5 +110,10 @@ import numpy as np, math
 from math import log
 a = np.exp(x) + math.cos(y) + x.sum() + a @ b + x**-0.5 + x**n + np.add(x, y) + x**2 + np.linalg.norm(x) + own.log(x)
 x **= 0.5
+np.add.reduce(x); np.linalg.solve(x, y)
 """
-    assert uses(text) == {"log": 1, "exp": 1, "cos": 1, "sum": 1, "@": 1, "**": 3, "norm": 1}
+    assert uses(text) == {"log": 1, "exp": 1, "cos": 1, "sum": 1, "@": 1, "**": 3, "norm": 1, "reduce": 1, "solve": 1}
+    assert in_cython("np.exp(x)\nfrom libc cimport math\na = b ** c + 2.0 ** -40 + d ** 2\nf(**options)") == [
+        "np.exp(", "libc cimport math", "b ** c"
+    ]
+    assert in_c("/* exp(x) */ y = expf(x) + kvc_exp(x) + f32v_exp2(x) + pow (x, y) + pow(x, y);") == ["expf(", "pow("]

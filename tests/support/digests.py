@@ -285,10 +285,10 @@ def digests_of(model: Transformer, options: dict[str, Any]) -> str:
     ))
 
 
-def all_digests(gguf: bool) -> dict[str, str]:
-    """Each entry at the SIMD level in use; `gguf`: those of GGUF files too."""
+def all_digests(gguf: bool, step: int = 1) -> dict[str, str]:
+    """Each entry at the SIMD level in use; `gguf`: those of GGUF files too; `step`: of each such network."""
     found = {}
-    for network in networks(gguf):
+    for network in list(networks(gguf))[::step]:
         model = network.load()
         found |= {entry.name: digests_of(model, entry.options) for entry in network.entries(model)}
     return found

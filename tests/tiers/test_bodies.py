@@ -1,4 +1,4 @@
-"""Bodies of values: the bytes of blocks, and sums of NH at every level."""
+"""Bodies of values: the bytes of blocks, and sums of NH."""
 
 import numpy as np
 import pytest
