@@ -257,6 +257,17 @@ static const float *query_row(const job *j, const kvc_tensor *queries, int head,
     return q;
 }
 
+/* Puts each 16 channels of a query into the order in which panels have them (kvc_lane): a panel reads two side by side, which
+ * takes less time than two that are 8 apart. */
+static void order_lanes(int padded, float *q) {
+    for (float *end = q + padded; q < end; q += 16) {
+        float lanes[16];
+        memcpy(lanes, q, sizeof lanes);
+        UNROLL
+        for (int i = 0; i < 16; i++) q[i] = lanes[kvc_lane(i)];
+    }
+}
+
 /* Copies rows of one KV head to index and following: scaled, and rotated and split into digits if K is. */
 static void pack_queries(const job *j, int head, int64_t row, int rows, size_t index) {
     const f32v scale_v = f32v_set1((float)(j->args->scale * LOG2E));
@@ -272,6 +283,7 @@ static void pack_queries(const job *j, int head, int64_t row, int rows, size_t i
             }
             for (int d = dim; d < j->padded; d++) q[d] = 0.0f;
             if (j->k_rows.rotated) KVC_UNFUSED(hadamard)(q, dim, j->k_rows.rotated);
+            if (rows > KVC_DOT_ROWS && !j->units) order_lanes(j->padded, q);
             if (j->units)
                 quantise_query(j->k_rows.bits, q, dim, r < tiled_rows(rows),
                                (sink ? j->unit_sink_q : j->unit_q) + index + (size_t)r);

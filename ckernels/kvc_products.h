@@ -1,6 +1,6 @@
 /* kvc_products.h - the two products of attention over one chunk of tokens, in register tiles.
  *
- *   scores    s[row][token]  = q[row] . k[token]                    q: [row][dim padded to 16 with zeros]
+ *   scores    s[row][token]  = q[row] . k[token]                    q: [row][dim padded to 16 with zeros], for panels by kvc_lane
  *   mixing    acc[row][dim]  = acc * alpha[row] + sum of s[row][token] * v[token]
  *
  * Tokens are given as pointers to their rows, so the products do not depend on block sizes, holes or staging. A chunk
@@ -64,15 +64,16 @@ INLINE void fetch_near(const unsigned char *line) { __builtin_prefetch(line, 0, 
 /* Accumulators of each of 1 to 4 rows, a power of two: 3 rows have as many each as 4. */
 #define ROW_SUMS(rows) (KVC_DOT_SUMS / ((rows) == 3 ? 4 : (rows)))
 
-/* Partial sums of rows (1 to 4) x ROW_SUMS(rows) tokens: of a vector of lanes from `lane` on. That of the first ones
- * prefetches. */
-INLINE void dot_lanes(int lane, int rows, kvc_format format, int dim, const float *q, int q_stride,
+/* Partial sums of rows (1 to 4) x ROW_SUMS(rows) tokens: of the vector of lanes of turn g. Each turn prefetches some of the lines: all
+ * of them in one turn would leave the memory idle in the others. */
+INLINE void dot_lanes(int g, int rows, kvc_format format, int dim, const float *q, int q_stride,
                       const unsigned char *const *k, size_t offset, ahead_rows ahead, int first, f32v *sums) {
-    const int tokens = ROW_SUMS(rows);
+    const int tokens = ROW_SUMS(rows), lane = kvc_lane(g);
     UNROLL
     for (int i = 0; i < KVC_DOT_SUMS; i++) sums[i] = f32v_zero();
     const int line = 512 / kvc_format_of(format)->bits; /* values of a cache line; the inner loop has constant bounds */
     for (int start = 0; start < dim; start += line) {
+        const int fetches = start / line % KVC_VECTORS == g;
         UNROLL
         for (int i = 0; i < line; i += 16) {
             const int d = start + i + lane;
@@ -83,8 +84,8 @@ INLINE void dot_lanes(int lane, int rows, kvc_format format, int dim, const floa
             UNROLL
             for (int t = 0; t < tokens; t++) {
                 const f32v k_v = lane && d >= dim ? f32v_zero() : load_row(format, k[t] + offset, d, dim);
-                if (!lane && i == 0) fetch_near(k[t + tokens] + offset + (size_t)d * (64 / (size_t)line));
-                if (!lane && i == 0 && ahead.rows) fetch_ahead(ahead, first + t, d, line);
+                if (i == 0 && fetches) fetch_near(k[t + tokens] + offset + (size_t)start * (64 / (size_t)line));
+                if (i == 0 && fetches && ahead.rows) fetch_ahead(ahead, first + t, start, line);
                 UNROLL
                 for (int r = 0; r < rows; r++)
                     sums[r * tokens + t] = f32v_fma(q_v[r], k_v, sums[r * tokens + t]);
@@ -100,7 +101,7 @@ INLINE void dot_tile(int rows, kvc_format format, int dim, const float *q, int q
     f32v sums[KVC_DOT_SUMS], left[KVC_LANE_BITS * KVC_DOT_SUMS];
     UNROLL
     for (int g = 0; g < KVC_VECTORS; g++) {
-        dot_lanes(kvc_lane(g), rows, format, dim, q, q_stride, k, offset, ahead, first, sums);
+        dot_lanes(g, rows, format, dim, q, q_stride, k, offset, ahead, first, sums);
         const int n = f32v_join(g, KVC_DOT_SUMS, sums, left);
         if (g + 1 == KVC_VECTORS) break;
         UNROLL
@@ -152,14 +153,18 @@ INLINE void pack_panels(int dim, int tokens, const unsigned char *const *k, size
     const int steps = STEPS(dim);
     for (int t = 0; t < tokens; t += KVC_LANES) {
         float *panel = panels + t / KVC_PANEL * KVC_PANEL * steps * 16 + t % KVC_PANEL;
-        for (int d = 0; d < 16 * steps; d += KVC_LANES) {
-            f32v square[KVC_LANES];
+        for (int step = 0; step < steps; step++) {
             UNROLL
-            for (int i = 0; i < KVC_LANES; i++)
-                square[i] = d < dim ? load_dims((const float *)(k[t + i] + offset), d, dim) : f32v_zero();
-            f32v_transpose(square);
-            UNROLL
-            for (int i = 0; i < KVC_LANES; i++) f32v_store(panel + panel_at(steps, d / 16, d % 16 + i), square[i]);
+            for (int half = 0; half < 16; half += KVC_LANES) {
+                const int d = 16 * step + half;
+                f32v square[KVC_LANES];
+                UNROLL
+                for (int i = 0; i < KVC_LANES; i++)
+                    square[i] = d < dim ? load_dims((const float *)(k[t + i] + offset), d, dim) : f32v_zero();
+                f32v_transpose(square);
+                UNROLL
+                for (int i = 0; i < KVC_LANES; i++) f32v_store(panel + panel_at(steps, step, half + i), square[i]);
+            }
         }
     }
 }
@@ -184,7 +189,7 @@ INLINE void panel_lanes(int rows, int steps, const float *q, int q_stride, const
             for (int v = 0; v < KVC_TILE_VECS; v++) k_v[v] = f32v_load(panel + v * KVC_LANES);
             UNROLL
             for (int r = 0; r < rows; r++) {
-                const f32v q_v = f32v_set1(q[r * q_stride + kvc_lane(i)]);
+                const f32v q_v = f32v_set1(q[r * q_stride + i]);
                 UNROLL
                 for (int v = 0; v < KVC_TILE_VECS; v++) each[i][r][v] = f32v_fma(q_v, k_v[v], each[i][r][v]);
             }
@@ -210,7 +215,7 @@ INLINE void panel_tile(int rows, int dim, const float *q, int q_stride, const fl
     const int steps = STEPS(dim), groups = 16 / KVC_PANEL_LANES, count = rows * KVC_TILE_VECS;
     f32v left[KVC_LANE_BITS * KVC_PANEL_ROWS * KVC_TILE_VECS], sums[KVC_PANEL_ROWS * KVC_TILE_VECS];
     for (int g = 0; g < groups; g++, panel += steps * KVC_PANEL_LANES * KVC_PANEL) {
-        panel_lanes(rows, steps, q + kvc_lane(g * KVC_PANEL_LANES), q_stride, panel, sums);
+        panel_lanes(rows, steps, q + g * KVC_PANEL_LANES, q_stride, panel, sums);
         const int n = f32v_join(g, count, sums, left);
         UNROLL
         for (int i = 0; i < count; i++) {
