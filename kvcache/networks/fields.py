@@ -361,7 +361,7 @@ def _per_token(read: Reading) -> int:
 
 
 def _mlps(read: Reading) -> tuple[Mlp, ...]:
-    """What follows the mixer of each layer: experts, or an MLP in the place of experts in layers that have none."""
+    """The MLPs of the layers: experts, or an MLP in their place in layers that have none."""
     kind, count = read.family.experts, read.num_layers
     has = kind.has_experts(read, count) if kind and read.found.num_experts else [False] * count
     return mlps_of(read.listed, read.found.mixers, has)

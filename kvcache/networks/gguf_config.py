@@ -93,8 +93,9 @@ def network_of(file: GgufFile, **more: Any) -> ModelConfig:
     except CheckpointError as error:
         key, _, rest = str(error).partition(": ")
         names = [name for own, name in keys if own == key]
-        name = next((name for name in reversed(names) if read.either(name) is not None), names[0] if names else "")
-        raise CheckpointError(f"{read.prefix}{name}: {rest}" if name else str(error)) from None
+        name = next((name for name in reversed(names) if read.either(name) is not None), (*names, "")[0])
+        key = f"{read.prefix}{name}" if name else key
+        raise CheckpointError(f"{key}: {rest}") from None
 
 
 def _model_type(read: _Entries, architecture: Architecture) -> str:
@@ -195,7 +196,7 @@ def _set_layer_counts(read: _Entries, family: Family, found: dict[str, Any]) -> 
 
 
 def _set_experts(read: _Entries, family: Family, kind: ExpertKind, found: dict[str, Any]) -> None:
-    """What files leave to the number of experts, and of groups; without a key that says so there are some."""
+    """Set keys that follow from the number of experts; refuse a file without experts unless a key allows it."""
     has = kind.count[0] in found
     if kind.switch:
         found[kind.switch] = has

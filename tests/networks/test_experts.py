@@ -221,7 +221,7 @@ class MadeUp:
             found[f"model.layers.{i}.moe.down"] = down
         return found
 
-    def write_gguf(self, path):
+    def write_gguf(self, path, **changes):
         """The same network as a GGUF file; all experts of a part are one tensor."""
         names = {
             "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
@@ -249,7 +249,7 @@ class MadeUp:
             "leading_dense_block_count": (U32, self.dense), "expert_shared_count": (U32, 2),
             "expert_weights_norm": (BOOL, True), "expert_weights_scale": (F32, 1.5), "expert_gating_func": (U32, 2),
         }
-        entries = {f"made-up.{key}": content for key, content in entries.items()}
+        entries = {f"made-up.{key}": content for key, content in (entries | changes).items()}
         return write(path, "made-up", entries | {"tokenizer.ggml.model": (STRING, "none")}, tensors)
 
 
@@ -280,3 +280,11 @@ def test_a_kind_of_experts_is_two_rows(tmp_path, monkeypatch, rng):
     assert (model.config.mlps, model.config.experts.shared) == (("mlp", "experts", "experts"), 2 * made_up.inner)
     found = run_dense(model, np.arange(20, dtype=np.uint32))
     np.testing.assert_allclose(found, want, rtol=0, atol=2e-6 * np.abs(want).max())
+    for changes, message in (
+        ({"expert_gating_func": (U32, 1)}, "made-up.expert_gating_func: expected sigmoids, got 1"),
+        ({"expert_count": (U32, 0)}, "made-up.expert_count: expected experts, got 0"),
+        ({"expert_used_count": (U32, 7)}, "made-up.expert_used_count: expected a positive whole number up to 6, got 7"),
+        ({"expert_group_count": (U32, 2)}, "made-up.expert_group_count: expected 0 or 1, got 2"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            Transformer.from_pretrained(made_up.write_gguf(tmp_path / "x.gguf", **changes))
