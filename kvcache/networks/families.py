@@ -59,7 +59,7 @@ class Family:
         next_prefix: what the names of their tensors begin with in folders, before the number of a layer among them;
             "": they are those of layers behind the last one.
         next_names: what folders call the tensors that only they have.
-        defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`. Soft caps,
+        defaults: the values of absent keys; those that the table leaves out are in `fields`. Soft caps,
             factors, `partial_rotary_factor`, `rotary_dim`, `use_qk_norm`, `layer_rope_theta`, `llama_4_scaling_beta`
             and `alpha` are read only where they are here. Files have to say what is None.
     """
