@@ -1,4 +1,4 @@
-"""GGUF files: metadata and tensors, block types, configuration, tokenizer."""
+"""GGUF files: metadata and tensors, block types, vocabulary."""
 
 from kvcache.gguf.file import GgufFile, TensorInfo
 

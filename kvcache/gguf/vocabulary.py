@@ -22,29 +22,11 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of tokens; 5 unused
 _MAX_KIND = 6
 MOST = 1 << 21  # tokens, and merges; the largest vocabularies have an eighth of it
 # Special tokens with these texts end a text too: files name one or two of them by id, networks use several.
-_ENDS = frozenset(
-    {
-        "<EOT>",
-        "[EOS]",
-        "[EOT]",
-        "[e~[",
-        "<｜end▁of▁sentence｜>",
-        "<turn|>",
-        "<|call|>",
-        "<|calls|>",
-        "<|flush|>",
-        "<eos>",
-        "<end_of_turn>",
-        "<|end_of_text|>",
-        "<|end|>",
-        "<|endoftext|>",
-        "<|eom_id|>",
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|return|>",
-        "<|tool_response>",
-    }
-)
+_ENDS = frozenset((
+    "<EOT>", "[EOS]", "[EOT]", "[e~[", "<｜end▁of▁sentence｜>", "<turn|>", "<|call|>", "<|calls|>", "<|flush|>",
+    "<eos>", "<end_of_turn>", "<|end_of_text|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>",
+    "<|return|>", "<|tool_response>",
+))
 # This one does if it is a control token. In some vocabularies it is a piece of text: HTML ends `<s>` with it.
 _HTML_END = "</s>"
 _NEVER_STRIP = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # of the tokens of Phi-3

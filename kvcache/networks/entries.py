@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvcache.errors import CheckpointError
 from kvcache.support.arguments import short
 
-__all__ = ["Entries", "Flag", "Number", "Only", "Size"]
+__all__ = ["Cap", "Entries", "Flag", "Number", "Only", "Size"]
 
 _MAX_SIZE = 2**31 - 1  # of any one dimension: keeps products inside int64
 _MAX_NUMBER = 1e30  # of any factor: keeps products inside float64
@@ -36,6 +36,10 @@ class Entries:
     def get(self, key: str) -> Any:
         """The value as it is: None if it is null, or absent and without a default."""
         return self._values.get(key, self._defaults.get(key))
+
+    def has_default(self, key: str) -> bool:
+        """Whether the defaults have the key, be it with None."""
+        return key in self._defaults
 
     def default(self, key: str) -> Any:
         """The default of an absent key, or None."""
@@ -91,15 +95,16 @@ class Entries:
 
 
 class Size(NamedTuple):
-    """A whole number as data: its key, the default of an absent one, the least that is accepted."""
+    """A whole number as data: its key, the default of an absent one, the least and the most that is accepted."""
 
     key: str
     default: int | None = None
     at_least: int = 1
+    most: int = _MAX_SIZE
 
     def __call__(self, read: Entries) -> int:
         """The value, see `Entries.size`."""
-        return read.size(self.key, self.default, at_least=self.at_least)
+        return read.size(self.key, self.default, at_least=self.at_least, most=self.most)
 
 
 class Number(NamedTuple):
@@ -111,6 +116,16 @@ class Number(NamedTuple):
     def __call__(self, read: Entries) -> float:
         """The value, see `Entries.number`."""
         return read.number(self.key, self.default)
+
+
+class Cap(NamedTuple):
+    """A positive number or null as data; None where no default is known."""
+
+    key: str
+
+    def __call__(self, read: Entries) -> float | None:
+        """The value, see `Entries.cap`."""
+        return read.cap(self.key) if read.has_default(self.key) else None
 
 
 class Flag(NamedTuple):

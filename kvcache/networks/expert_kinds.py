@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from kvcache.errors import CheckpointError
@@ -135,8 +134,14 @@ class ExpertKind:
         dense = read.size(self.dense_first, at_least=0, most=layers) if self.dense_first else 0
         return [i >= dense for i in range(layers)]
 
-    def sizes(self, read: Entries) -> ExpertSizes:
-        """The sizes of experts and how they are chosen.
+    def gguf_keys(self) -> list[tuple[str, str]]:
+        """The keys of `config.json` with those of GGUF files, which all kinds share."""
+        rows = [(self.choice.get(name, getattr(self, name, "")), key) for name, key in _GGUF_KEYS.items()]
+        keys = [(row[0] if isinstance(row, tuple) else row, key) for row, key in rows]  # of rows as `Size`
+        return [(own, key) for own, key in keys if own and isinstance(own, str)]
+
+    def sizes(self, read: Entries, experts: int) -> ExpertSizes:
+        """The sizes of `experts` experts and how they are chosen.
 
         Raises:
             CheckpointError: a key of the wrong kind, or an option that is not supported.
@@ -149,28 +154,26 @@ class ExpertKind:
             shared = each if self.shared_count is None else each * self.shared_count(read)
         latent = read.size(self.latent) if self.latent and read.get(self.latent) is not None else 0
         choice = ExpertChoice(**{key: value(read) if callable(value) else value for key, value in self.choice.items()})
+        if experts % choice.groups:
+            key = self.choice["groups"].key
+            raise CheckpointError(f"{key}: expected a divisor of {experts} experts, got {choice.groups}")
+        if choice.kept > choice.groups:
+            expected = f"a positive whole number up to {choice.groups}"
+            raise CheckpointError(f"{self.choice['kept'].key}: expected {expected}, got {choice.kept}")
         return ExpertSizes(size, latent, shared, self.shared_gate, choice, self.beside)
 
 
-def _groups(read: Entries, key: str = "n_routed_experts") -> int:
-    """The groups of the experts, whose number `key` says."""
-    groups, experts = read.size("n_group", 1), read.size(key)
-    if experts % groups:
-        raise CheckpointError(f"n_group: expected a divisor of {experts} experts, got {groups}")
-    return groups
+class _IfLimited(NamedTuple):
+    """A number of groups of DeepSeek-V2; 1 if it chooses from all experts."""
 
+    key: str
 
-def _kept(read: Entries) -> int:
-    """The groups whose experts a token may choose."""
-    return read.size("topk_group", 1, most=read.size("n_group", 1))
-
-
-def _greedy(read: Entries) -> bool:
-    """Whether DeepSeek-V2 chooses from all experts, not from the groups of the best ones."""
-    method = read.get("topk_method")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise CheckpointError(f"topk_method: expected greedy or group_limited_greedy, got {short(method)}")
-    return str(method) == "greedy"
+    def __call__(self, read: Entries) -> int:
+        """The value. Raises CheckpointError for an unknown method."""
+        found, method = read.size(self.key, 1), read.get("topk_method")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise CheckpointError(f"topk_method: expected greedy or group_limited_greedy, got {short(method)}")
+        return 1 if method == "greedy" else found
 
 
 def _to_the_last_layer(read: Entries) -> None:
@@ -180,7 +183,14 @@ def _to_the_last_layer(read: Entries) -> None:
         raise CheckpointError(f"moe_layer_end_index: expected -1 or the last of {layers} layers, got {short(last)}")
 
 
-_GROUPS = {"groups": _groups, "kept": _kept}
+# What GGUF files say of experts, by the fields of `ExpertKind` and `ExpertChoice`.
+_GGUF_KEYS = {
+    "count": "expert_count", "per_token": "expert_used_count", "size": "expert_feed_forward_length",
+    "dense_first": "leading_dense_block_count", "shared": "expert_shared_feed_forward_length",
+    "shared_count": "expert_shared_count", "latent": "moe_latent_size", "normalise": "expert_weights_norm",
+    "factor": "expert_weights_scale", "groups": "expert_group_count", "kept": "expert_group_used_count",
+}
+_GROUPS = {"groups": Size("n_group", 1), "kept": Size("topk_group", 1)}
 _SIGMOID = {"normalise": _NORMALISE, "sigmoid": True, "bias": True, "eps": 1e-20, "factor": _FACTOR}
 _NO_BIASES = Only("mlp_bias", False, " with experts")
 _STACKED = (StackedExperts(),)
@@ -233,18 +243,14 @@ EXPERT_KINDS = {
     "deepseek_v2": replace(  # groups are ranked by their best expert
         _DEEPSEEK, checks=(_NORMALISE, _NO_BIASES), choice={
             "normalise": False, "eps": 1e-20, "factor": _FACTOR, "best": 1,
-            "groups": lambda read: (_groups(read), 1)[_greedy(read)],
-            "kept": lambda read: (_kept(read), 1)[_greedy(read)],
+            "groups": _IfLimited("n_group"), "kept": _IfLimited("topk_group"),
         },
     ),
     "mistral4": replace(_DEEPSEEK, choice=_SIGMOID | _GROUPS | {"sigmoid": False, "bias": False}),
     "bailing": ExpertKind(
         count=("num_experts",), size=Size("moe_intermediate_size"), apart=True, dense_first="first_k_dense_replace",
         shared=Size("moe_shared_expert_intermediate_size"), shared_count=Size("num_shared_experts", 1, 0),
-        choice=_SIGMOID | {
-            "bias": Flag("moe_router_enable_expert_bias", True), "groups": partial(_groups, key="num_experts"),
-            "kept": _kept,
-        },
+        choice=_SIGMOID | _GROUPS | {"bias": Flag("moe_router_enable_expert_bias", True)},
         checks=(Only("score_function", "sigmoid"),),
     ),
     "ernie": ExpertKind(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvcache.errors import CheckpointError
@@ -59,7 +59,7 @@ class Family:
         next_prefix: what the names of their tensors begin with in folders, before the number of a layer among them;
             "": they are those of layers behind the last one.
         next_names: what folders call the tensors that only they have.
-        defaults: the values of absent keys; those that the table leaves out are in `ModelConfig.from_dict`. Soft caps,
+        defaults: the values of absent keys; those that the table leaves out are in `fields`. Soft caps,
             factors, `partial_rotary_factor`, `rotary_dim`, `use_qk_norm`, `layer_rope_theta`, `llama_4_scaling_beta`
             and `alpha` are read only where they are here. Files have to say what is None.
     """
@@ -109,7 +109,7 @@ _GEMMA = {
     "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
 }
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
-_GEMMA4 = {
+_GEMMA4_DEFAULTS = {
     "vocab_size": 262144, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512,
     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "tie_word_embeddings": True,
     "attention_multiplier": 1.0, "final_logit_softcapping": None,
@@ -119,6 +119,12 @@ _GEMMA4 = {
     },
 }
 
+_GEMMA4 = Family(
+    "gemma4_unified_text", qkv_bias=None, qk_norm="head", norms="both", embedding_by_size=True,
+    activation_key="hidden_activation", windows="types", full_every=6, rope_per_kind=True, layers_differ=True,
+    value_norm=True, layer_scales=True,
+    defaults=_GEMMA4_DEFAULTS | {"sliding_window": 1024, "max_position_embeddings": 262144},
+)
 _LFM2 = {
     "model.norm": "model.embedding_norm", "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.o_proj": "self_attn.out_proj", "self_attn.q_norm": "self_attn.q_layernorm",
@@ -127,12 +133,10 @@ _LFM2 = {
     "mlp.expert_bias": "feed_forward.expert_bias", "mixer.in_proj": "conv.in_proj", "mixer.conv1d": "conv.conv",
     "mixer.out_proj": "conv.out_proj",
 }
-_LFM3 = {
-    "model.norm": "model.embedding_norm", "input_layernorm": "operator_norm",
+_LFM2_DEFAULTS = {"num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
+_LFM3 = {name: own for name, own in _LFM2.items() if "self_attn" not in name} | {
     "post_attention_layernorm": "post_operator_norm", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffn_norm", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2", "mixer.in_proj": "conv.in_proj", "mixer.conv1d": "conv.conv",
-    "mixer.out_proj": "conv.out_proj",
+    "post_feedforward_layernorm": "post_ffn_norm",
 }
 _QWEN3_5 = {
     "mixer": "linear_attn", "mixer.rate": "linear_attn.A_log",
@@ -163,10 +167,15 @@ _GLM4 = {
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }
 
-_NEXT_OF_QWEN = {
-    "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
-    "head_norm": "mtp.norm",
-}
+_DELTA = Family(
+    "qwen3_5_text", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
+    names=_QWEN3_5, next_layers="mtp_num_hidden_layers", next_prefix="mtp.layers.",
+    next_names={
+        "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
+        "head_norm": "mtp.norm",
+    },
+    defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
+)
 _DEEPSEEK = {"mlp.expert_bias": "mlp.gate.e_score_correction_bias", **{
     f"mlp.shared_expert.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
 }}
@@ -231,10 +240,7 @@ FAMILIES = {
     ),
     "Lfm2ForCausalLM": Family(
         "lfm2", qk_norm="head", recurrence="conv", eps_key="norm_eps", names=_LFM2,
-        defaults={
-            "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True,
-            "block_multiple_of": 256,
-        },
+        defaults=_LFM2_DEFAULTS | {"block_multiple_of": 256},
     ),
     "Lfm3ForCausalLM": Family(
         "lfm3", qkv_bias=None, bias_keys=("attention_bias", "attention_bias", ""), qk_norm="head", recurrence="conv",
@@ -251,34 +257,22 @@ FAMILIES = {
     ),
     "Lfm2MoeForCausalLM": Family(
         "lfm2_moe", qk_norm="head", recurrence="conv", eps_key="norm_eps", names=_LFM2, experts=EXPERT_KINDS["lfm2"],
-        defaults={
-            "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True,
-            "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4,
+        defaults=_LFM2_DEFAULTS | {"num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4},
+    ),
+    "Qwen3_5MoeForCausalLM": replace(
+        _DELTA, model_type="qwen3_5_moe_text", experts=EXPERT_KINDS["gated"], defaults={
+            **_DELTA.defaults, "num_key_value_heads": 2, "moe_intermediate_size": 512, "num_experts": 256,
+            "num_experts_per_tok": 8,
         },
     ),
-    "Qwen3_5MoeForCausalLM": Family(
-        "qwen3_5_moe_text", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
-        names=_QWEN3_5, experts=EXPERT_KINDS["gated"], next_layers="mtp_num_hidden_layers", next_prefix="mtp.layers.",
-        next_names=_NEXT_OF_QWEN,
-        defaults={
-            "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "moe_intermediate_size": 512,
-            "num_experts": 256, "num_experts_per_tok": 8,
+    "Qwen3NextForCausalLM": replace(
+        _DELTA, model_type="qwen3_next", by_key_heads=True, experts=EXPERT_KINDS["gated"],
+        next_layers="num_nextn_predict_layers", defaults={
+            **_DELTA.defaults, "num_key_value_heads": 2, "moe_intermediate_size": 512, "num_experts": 512,
+            "num_experts_per_tok": 10, "num_nextn_predict_layers": 1,  # its files do not say it
         },
     ),
-    "Qwen3NextForCausalLM": Family(
-        "qwen3_next", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
-        by_key_heads=True, names=_QWEN3_5, experts=EXPERT_KINDS["gated"], next_layers="num_nextn_predict_layers",
-        next_prefix="mtp.layers.", next_names=_NEXT_OF_QWEN,
-        defaults={
-            "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25, "moe_intermediate_size": 512,
-            "num_experts": 512, "num_experts_per_tok": 10, "num_nextn_predict_layers": 1,  # its files do not say it
-        },
-    ),
-    "Qwen3_5ForCausalLM": Family(
-        "qwen3_5_text", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
-        names=_QWEN3_5, next_layers="mtp_num_hidden_layers", next_prefix="mtp.layers.", next_names=_NEXT_OF_QWEN,
-        defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
-    ),
+    "Qwen3_5ForCausalLM": _DELTA,
     "GraniteMoeHybridForCausalLM": Family(
         "granitemoehybrid", qkv_bias=None, recurrence="mamba", experts=EXPERT_KINDS["granite"], names=_GRANITE_NAMES,
         fused=("", "shared_mlp.input_linear"),
@@ -296,19 +290,11 @@ FAMILIES = {
             "num_experts_per_tok": 2,
         },
     ),
-    "Gemma4ForCausalLM": Family(
-        "gemma4_text", qkv_bias=None, qk_norm="head", norms="both", embedding_by_size=True,
-        activation_key="hidden_activation", windows="types", full_every=6, rope_per_kind=True,
-        experts=EXPERT_KINDS["gemma4"], layers_differ=True, value_norm=True, layer_scales=True,
-        names={"mlp.gate": "router.proj"},
-        defaults=_GEMMA4 | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
+    "Gemma4ForCausalLM": replace(
+        _GEMMA4, model_type="gemma4_text", experts=EXPERT_KINDS["gemma4"], names={"mlp.gate": "router.proj"},
+        defaults=_GEMMA4_DEFAULTS | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
     ),
-    "Gemma4UnifiedForCausalLM": Family(
-        "gemma4_unified_text", qkv_bias=None, qk_norm="head", norms="both", embedding_by_size=True,
-        activation_key="hidden_activation", windows="types", full_every=6, rope_per_kind=True, layers_differ=True,
-        value_norm=True, layer_scales=True,
-        defaults=_GEMMA4 | {"sliding_window": 1024, "max_position_embeddings": 262144},
-    ),
+    "Gemma4UnifiedForCausalLM": _GEMMA4,
     "Phi3ForCausalLM": Family("phi3", windows="all", fused=("self_attn.qkv_proj", "mlp.gate_up_proj"), defaults={
         "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,
     }),

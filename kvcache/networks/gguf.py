@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import CheckpointError
-from kvcache.gguf.architectures import NEXT_LAYERS
 from kvcache.gguf.blocks import FORMATS, LOADABLE, parts, row_bytes, values
-from kvcache.gguf.config import KEYS, architecture_of, config_of
 from kvcache.gguf.file import MAGIC, GgufFile, TensorInfo
 from kvcache.gguf.vocabulary import end_tokens
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.entries import Entries
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import FAMILIES
+from kvcache.networks.gguf_architectures import NEXT_LAYERS
+from kvcache.networks.gguf_config import architecture_of, network_of
 from kvcache.networks.names import (
     DELTA_PART,
     EXPERT,
@@ -54,67 +54,33 @@ _INFINITE = 1e30  # what files say for pairs that do not turn
 # The tensors of other networks in the same file: for sounds, for images, and what leads from these to texts.
 _OTHERS = ("a.", "v.", "mm.")
 _ROPE, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
-_SHORT_CONVOLUTION = {"mixer.in_proj": "shortconv.in_proj", "mixer.conv1d": "shortconv.conv",
-                      "mixer.out_proj": "shortconv.out_proj", "model.norm": "token_embd_norm"}
-_OF_BAILING = {"head_norm": "layer_output_norm"}
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
 _FLOATS = ("F32", "F16", "BF16")  # of vectors
 _COPIES = (".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight")  # matrices of the network, once more
 _CURVE = re.compile(r"model\.layers\.(\d+)\.mlp\.act_fn\.(\w+)")  # of xIELU: entries of the metadata
 _BY_KEY_HEADS = ("ssm_ba.weight", "ssm_in.weight")  # of Qwen3-Next; the second one in its older files
+_PARTS = ("gate", "up", "down")
 _NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
-    "post_feedforward_layernorm_1": "post_ffw_norm_1",
-    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-    "post_feedforward_layernorm_2": "post_ffw_norm_2",
-    "eh_proj": "nextn.eh_proj",
-    "enorm": "nextn.enorm",
-    "hnorm": "nextn.hnorm",
-    "head_norm": "nextn.shared_head_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.latent_in": "ffn_latent_down",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm", "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm", "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2", "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "q_a", "q_b")},
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in ("q", "k")},
+    **{f"self_attn.{part}_a_layernorm": f"attn_{part}_a_norm" for part in ("q", "kv")},
+    "self_attn.o_proj": "attn_output", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in _PARTS},
+    **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in _PARTS},
+    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in _PARTS},
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.latent_in": "ffn_latent_down",
     "mlp.latent_out": "ffn_latent_up",
-    "mixer.in_proj": "ssm_in",
-    "mixer.in_proj_qkv": "attn_qkv",
-    "mixer.in_proj_z": "attn_gate",
-    "mixer.in_proj_b": "ssm_beta",
-    "mixer.in_proj_a": "ssm_alpha",
-    "mixer.conv1d": "ssm_conv1d",
-    "mixer.norm": "ssm_norm",
-    "mixer.out_proj": "ssm_out",
+    **{name: f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm")}, "head_norm": "nextn.shared_head_norm",
+    "mixer.in_proj": "ssm_in", "mixer.in_proj_qkv": "attn_qkv", "mixer.in_proj_z": "attn_gate",
+    "mixer.in_proj_b": "ssm_beta", "mixer.in_proj_a": "ssm_alpha", "mixer.conv1d": "ssm_conv1d",
+    "mixer.norm": "ssm_norm", "mixer.out_proj": "ssm_out",
 }
 # Whole names of vectors of a layer.
 _WHOLE = {
@@ -162,14 +128,11 @@ class GgufCheckpoint:
     @cached_property
     def config(self) -> ModelConfig:
         """The network's configuration. Raises CheckpointError naming the entry and its value."""
-        path, prefix = self.file.path, f"{self.file.metadata['general.architecture']}."
         ends = end_tokens(self.file)
         try:
-            config = ModelConfig.from_dict(config_of(self.file) | {"eos_token_id": ends})
+            config = network_of(self.file, eos_token_id=ends)
         except CheckpointError as error:
-            key, _, rest = str(error).partition(": ")
-            key = prefix + KEYS[key] if key in KEYS else key
-            raise CheckpointError(f"{path}: {key}: {rest}") from None
+            raise CheckpointError(f"{self.file.path}: {error}") from None
 
         biased = {layer[2] for name in self.file if name.endswith(".bias") and (layer := _BLOCK.match(name))}
 
@@ -177,27 +140,18 @@ class GgufCheckpoint:
             """Whether any layer has it: the first ones may not attend, or have experts."""
             return f"{name}.bias" in biased
 
+        family = FAMILIES[config.architecture]
+        tiled = config.recurrence is not None and config.recurrence.kind == "delta" and not family.by_key_heads
         return replace(
             config,
             qkv_bias=config.qkv_bias or has_bias("attn_q" if config.latent is None else "attn_kv_a_mqa"),
             output_bias=has_bias("attn_output"),
             mlp_bias=config.mlp_bias or has_bias("ffn_down"),
             rope=self._rope(config),
-            recurrence=config.recurrence and replace(config.recurrence, tiled=self._has_tiled_heads(config)),
-            window_rope=self._window_rope(config),
+            recurrence=config.recurrence and replace(config.recurrence, tiled=tiled),  # value heads as ggml broadcasts
+            # The divisors of Gemma 4 are those of layers without a window.
+            window_rope=config.window_rope or (config.rope if family.layers_differ else None),
         )
-
-    def _window_rope(self, config: ModelConfig) -> Rope | None:
-        """The rotary embedding of layers with a window; None: that of the others."""
-        if self._architecture.model_type == "granite_swa":
-            return None  # its files have one for all
-        # The divisors of Gemma 4 are those of layers without a window.
-        return config.window_rope or (config.rope if self._architecture.layers_differ else None)
-
-    def _has_tiled_heads(self, config: ModelConfig) -> bool:
-        """Whether value heads are in the order of ggml's broadcasts."""
-        delta = config.recurrence is not None and config.recurrence.kind == "delta"
-        return delta and not FAMILIES[config.architecture].by_key_heads
 
     def take_draft_layer(self) -> None:
         """Read the MTP layer as the last one of the network, if the file has one."""
@@ -238,7 +192,7 @@ class GgufCheckpoint:
             raise CheckpointError(f"{path}: {name}: expected no other scaling beside it, got {config.rope.kind}")
         divisors = np.empty(info.shape, "<f4")
         self.file.read([divisors], name)
-        still = (divisors >= _INFINITE) & self._architecture.layers_differ
+        still = (divisors >= _INFINITE) & FAMILIES[config.architecture].layers_differ
         wrong = ~((divisors > 0) & (divisors <= _MAX_DIVISOR) | still)
         if wrong.any():
             worst = divisors[wrong][0]
@@ -409,9 +363,7 @@ class GgufCheckpoint:
 
     def _named(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
-        own = _SHORT_CONVOLUTION if self.config.recurrence and self.config.recurrence.kind == "conv" else {}
-        own = _OF_BAILING if self._architecture.model_type == "bailing_moe_v2" else own
-        return f"{own.get(stem) or _NAMES[stem]}.{kind}"
+        return f"{self._architecture.parts.get(stem) or _NAMES[stem]}.{kind}"
 
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -19,33 +19,10 @@ from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.recurrent_sizes import RecurrentSizes
 
 __all__ = [
-    "BESIDE",
-    "DELTA_PART",
-    "EMBEDDING",
-    "EXPERT",
-    "EXPERT_BIASES",
-    "HEAD",
-    "HEAD_PART",
-    "INPUT_NORM",
-    "INPUT_PROJECTION",
-    "INPUT_TABLE",
-    "JOINT",
-    "LAYER",
-    "NEXT_NORMS",
-    "NORM",
-    "NORMS",
-    "STORED",
-    "Place",
-    "fused_place",
-    "has_beside",
-    "key_head_place",
-    "key_head_rows",
-    "matrices_of",
-    "paired_rows",
-    "refuse_more_layers",
-    "stored_tensors",
-    "tensors_of",
-    "unread_of",
+    "BESIDE", "DELTA_PART", "EMBEDDING", "EXPERT", "EXPERT_BIASES", "HEAD", "HEAD_PART", "INPUT_NORM",
+    "INPUT_PROJECTION", "INPUT_TABLE", "JOINT", "LAYER", "NEXT_NORMS", "NORM", "NORMS", "STORED", "Place",
+    "fused_place", "has_beside", "key_head_place", "key_head_rows", "matrices_of", "paired_rows", "refuse_more_layers",
+    "stored_tensors", "tensors_of", "unread_of",
 ]
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"
@@ -69,10 +46,7 @@ NORMS = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     "both": (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     ),
     "parallel": ("input_layernorm", None, None, None),
 }
@@ -95,8 +69,6 @@ BESIDE = (
     "router.scale", "router.per_expert_scale",
 )
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
-
-
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
 
 

@@ -16,20 +16,8 @@ from numpy.typing import NDArray
 from kvcache.core.attention_call import AttentionCall
 
 __all__ = [
-    "Attend",
-    "LayerAttention",
-    "Logits",
-    "Model",
-    "NetworkConfig",
-    "Recur",
-    "Recurrence",
-    "StreamingModel",
-    "cached_sizes",
-    "draft_layers",
-    "latent_layers",
-    "layer_attention",
-    "layer_recurrences",
-    "other_layers",
+    "Attend", "LayerAttention", "Logits", "Model", "NetworkConfig", "Recur", "Recurrence", "StreamingModel",
+    "cached_sizes", "draft_layers", "latent_layers", "layer_attention", "layer_recurrences", "other_layers",
     "unlike_layers",
 ]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvcache.errors import CheckpointError
-from kvcache.networks.entries import Entries
+from kvcache.networks.entries import Entries, Flag, Size
 from kvcache.support.arguments import short
 
-__all__ = ["Kind", "Mixer", "Mlp", "RecurrentSizes", "layer_types_of", "mixers_of", "mlps_of"]
+__all__ = ["STATE_SIZES", "Kind", "Mixer", "Mlp", "RecurrentSizes", "layer_types_of", "mixers_of", "mlps_of"]
 
 Mixer = Literal["attention", "state", ""]
 Mlp = Literal["mlp", "experts", ""]
@@ -19,6 +19,27 @@ Kind = Literal["conv", "delta", "mamba"]
 _MAX_TAPS = 64
 # What files call these layers: as they are published, and as transformers 5 writes them.
 _STATES = {"conv": ("conv",), "delta": ("linear_attention",), "mamba": ("mamba", "linear_attention")}
+# The sizes of these layers and their biases, by the kind, or by the family that has keys of its own.
+STATE_SIZES: dict[str, dict[str, Size]] = {
+    "conv": {"taps": Size("conv_L_cache", 3, 2, _MAX_TAPS)},
+    "delta": {
+        "groups": Size("linear_num_key_heads", 16), "heads": Size("linear_num_value_heads", 32),
+        "size": Size("linear_key_head_dim", 128), "dim": Size("linear_value_head_dim", 128),
+        "taps": Size("linear_conv_kernel_dim", 4, most=_MAX_TAPS),
+    },
+    "granite": {
+        "heads": Size("mamba_n_heads", 128), "dim": Size("mamba_d_head"), "size": Size("mamba_d_state", 256),
+        "groups": Size("mamba_n_groups", 1), "taps": Size("mamba_d_conv", 4, most=_MAX_TAPS),
+    },
+    "mamba": {
+        "heads": Size("mamba_num_heads"), "dim": Size("mamba_head_dim", 64), "size": Size("ssm_state_size", 128),
+        "groups": Size("n_groups", 8), "taps": Size("conv_kernel", 4, most=_MAX_TAPS),
+    },
+}
+_BIASES = {
+    "granite": (Flag("mamba_conv_bias", True), Flag("mamba_proj_bias", False)),
+    "mamba": (Flag("use_conv_bias", True), Flag("use_bias", False)),
+}
 _ATTENDING = ("attention", "full_attention")
 _MLPS: dict[str, Mlp] = {"mlp": "mlp", "moe": "experts"}  # layers without a mixer
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -61,41 +82,30 @@ class RecurrentSizes:
         """Read the keys of a `config.json`. Raises CheckpointError naming the key and its value."""
         if kind == "conv":
             bias = read.flag("conv_bias", False)
-            return cls(kind, read.size("conv_L_cache", 3, at_least=2, most=_MAX_TAPS), hidden_size, bias, bias)
-        return _delta(read) if kind == "delta" else _mamba(read, hidden_size)
+            return cls(kind, STATE_SIZES[kind]["taps"](read), hidden_size, bias, bias)
+        keys = "granite" if kind == "mamba" and not read.default("mamba_num_heads") else kind
+        _expect_silu(read, "mamba_hidden_act" if keys == "mamba" else "hidden_act")
+        rows = STATE_SIZES[keys]
+        heads, groups, size, taps = (rows[name](read) for name in ("heads", "groups", "size", "taps"))
+        dim = _granite_dim(read, hidden_size, heads) if keys == "granite" else rows["dim"](read)
+        if heads % groups and kind == "delta":
+            raise CheckpointError(f"{rows['heads'].key}: expected a multiple of {groups} key heads, got {heads}")
+        if heads % groups:
+            raise CheckpointError(f"{rows['groups'].key}: expected a divisor of {heads} heads, got {groups}")
+        channels = heads * dim + 2 * groups * size
+        if kind == "delta":
+            return cls(kind, taps, channels, heads=heads, groups=groups, size=size, dim=dim)
+        conv, projection = (row(read) for row in _BIASES[keys])
+        return cls(kind, taps, channels, conv, projection, heads, groups, size, dim, step_limits=_limits(read))
 
 
-def _delta(read: Entries) -> RecurrentSizes:
-    groups, heads = read.size("linear_num_key_heads", 16), read.size("linear_num_value_heads", 32)
-    if heads % groups:
-        raise CheckpointError(f"linear_num_value_heads: expected a multiple of {groups} key heads, got {heads}")
-    size, dim = read.size("linear_key_head_dim", 128), read.size("linear_value_head_dim", 128)
-    taps = read.size("linear_conv_kernel_dim", 4, most=_MAX_TAPS)
-    channels = 2 * groups * size + heads * dim
-    _expect_silu(read, "hidden_act")
-    return RecurrentSizes("delta", taps, channels, heads=heads, groups=groups, size=size, dim=dim)
-
-
-def _mamba(read: Entries, hidden_size: int) -> RecurrentSizes:
-    """Granite's keys, or Nemotron's."""
-    has_own = bool(read.default("mamba_num_heads"))
-    _expect_silu(read, "mamba_hidden_act" if has_own else "hidden_act")
-    if has_own:
-        heads, dim = read.size("mamba_num_heads"), read.size("mamba_head_dim", 64)
-        size, groups, taps = read.size("ssm_state_size", 128), read.size("n_groups", 8), "conv_kernel"
-        biases = read.flag("use_conv_bias", True), read.flag("use_bias", False)
-    else:
-        heads, inner = read.size("mamba_n_heads", 128), read.size("mamba_expand", 2) * hidden_size
-        dim = inner // heads if read.get("mamba_d_head") in (None, "auto") else read.size("mamba_d_head")
-        if heads * dim != inner:
-            raise CheckpointError(f"mamba_n_heads: expected heads of {inner} channels in all, got {heads} of {dim}")
-        size, groups, taps = read.size("mamba_d_state", 256), read.size("mamba_n_groups", 1), "mamba_d_conv"
-        biases = read.flag("mamba_conv_bias", True), read.flag("mamba_proj_bias", False)
-    if heads % groups:
-        key = "n_groups" if taps == "conv_kernel" else "mamba_n_groups"
-        raise CheckpointError(f"{key}: expected a divisor of {heads} heads, got {groups}")
-    rows, channels = read.size(taps, 4, most=_MAX_TAPS), heads * dim + 2 * groups * size
-    return RecurrentSizes("mamba", rows, channels, *biases, heads, groups, size, dim, step_limits=_limits(read))
+def _granite_dim(read: Entries, hidden_size: int, heads: int) -> int:
+    """The channels of a head of Granite, which are those of the layer over its heads."""
+    inner = read.size("mamba_expand", 2) * hidden_size
+    dim = inner // heads if read.get("mamba_d_head") in (None, "auto") else read.size("mamba_d_head")
+    if heads * dim != inner:
+        raise CheckpointError(f"mamba_n_heads: expected heads of {inner} channels in all, got {heads} of {dim}")
+    return dim
 
 
 def _expect_silu(read: Entries, key: str) -> None:
@@ -136,11 +146,10 @@ def layer_types_of(config: Mapping[str, Any], kind: Kind | Literal[""]) -> list[
     return listed
 
 
-def mlps_of(listed: list[Any] | None, mixers: tuple[Mixer, ...], *, experts: bool) -> tuple[Mlp, ...]:
+def mlps_of(listed: list[Any] | None, mixers: tuple[Mixer, ...], has_experts: list[bool]) -> tuple[Mlp, ...]:
     """The MLPs behind the mixer of each layer; where some layers are an MLP alone, the others have none."""
-    every: Mlp = "experts" if experts else "mlp"
     if all(mixers):
-        return (every,) * len(mixers)
+        return tuple("experts" if own else "mlp" for own in has_experts)
     return tuple("" if mixer else _MLPS[each] for mixer, each in zip(mixers, listed or (), strict=True))
 
 

@@ -21,13 +21,11 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PARAMETERS, _SCALING = "rope_parameters", "rope_scaling"
 _KNOWN = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 # The keys that one of the kinds reads. transformers too ignores those of another kind.
-_READ = frozenset(
-    {
-        "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
-        "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
-        "short_factor", "long_factor",
-    }
-)
+_READ = frozenset((
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
+    "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
+    "short_factor", "long_factor",
+))
 # Keys that nothing here reads and that change no text: sections are those of images, the others are remarks.
 _REMARKS = frozenset({"mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned"})
 # Keys that some families read, or none, and the values without an effect.

@@ -58,11 +58,7 @@ Progress = Callable[[int, int], None]
 # What `weights=` accepts: the formats of all matrices but embedding and head, and of these.
 # The head of "q4" has 8 bits: its error goes straight into the logits, and it is a small part of most networks.
 FORMATS = {
-    "auto": ("", ""),
-    "f32": ("f32", "f32"),
-    "f16": ("f16", "f16"),
-    "bf16": ("bf16", "bf16"),
-    "q8": ("q8_0", "q8_0"),
+    "auto": ("", ""), "f32": ("f32", "f32"), "f16": ("f16", "f16"), "bf16": ("bf16", "bf16"), "q8": ("q8_0", "q8_0"),
     "q4": ("q4_1", "q8_0"),
 }
 _INV_FREQ = "rotary_emb.inv_freq"  # the frequencies of RoPE: in older files, and redundant

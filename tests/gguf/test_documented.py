@@ -5,10 +5,10 @@ import re
 import pytest
 from places import PROJECT
 
-from kvcache.gguf.architectures import ARCHITECTURES
 from kvcache.gguf.blocks import FORMATS, TYPES
 from kvcache.kernels.matrix import Matrix
 from kvcache.networks.families import FAMILIES
+from kvcache.networks.gguf_architectures import ARCHITECTURES
 from kvcache.networks.quantisation import METHODS
 from kvcache.networks.towers import TOWERS
 from kvcache.sampling.vocabulary_tokenizer import _PRE

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from dense_runs import run_dense
-from gguf_files import as_converted, convert
+from gguf_files import BOOL, F32, STRING, U32, as_converted, convert, write
 from places import GOLDEN
 from tensor_files import pack_arrays
 
@@ -16,10 +16,11 @@ from kvcache.engine import Transformer
 from kvcache.errors import CheckpointError
 from kvcache.kernels.layers import top_experts
 from kvcache.networks.checkpoint import Checkpoint
-from kvcache.networks.entries import Flag, Size
+from kvcache.networks.entries import Flag, Number, Size
 from kvcache.networks.expert_kinds import ExpertKind, StackedExperts
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.families import FAMILIES, Family
+from kvcache.networks.gguf_architectures import ARCHITECTURES, Architecture
 
 NETWORKS = ("qwen3_moe", "mixtral", "gpt_oss")
 
@@ -146,7 +147,7 @@ class MadeUp:
         count=("experts",), per_token="top", size=Size("moe_size"), apart=True, dense_first="first",
         shared_count=Size("shared"), choice={
             "normalise": Flag("divide", False), "sigmoid": True, "bias": True,
-            "factor": lambda read: read.number("route_scale"),
+            "factor": Number("route_scale"),
         }, checks=(),
     )
 
@@ -220,9 +221,43 @@ class MadeUp:
             found[f"model.layers.{i}.moe.down"] = down
         return found
 
+    def write_gguf(self, path, **changes):
+        """The same network as a GGUF file; all experts of a part are one tensor."""
+        names = {
+            "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
+            "moe.router": "made_up_router", **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+            **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+            **{f"moe.common.{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+        }
+        whole = {"output_norm": "model.norm", "output": "lm_head", "token_embd": "model.embed_tokens"}
+        tensors = {f"{name}.weight": self.tensors[f"{own}.weight"] for name, own in whole.items()}
+        for name, values in self.tensors.items():
+            layer, _, part = name.removeprefix("model.layers.").partition(".")
+            if layer.isdecimal() and part == "moe.bias":
+                tensors[f"blk.{layer}.exp_probs_b.bias"] = values
+            elif layer.isdecimal() and not part.endswith(".w"):
+                tensors[f"blk.{layer}.{names[part.removesuffix('.weight')]}.weight"] = values
+        for i in range(self.dense, 3):
+            for part in ("gate", "up", "down"):
+                each = [self.tensors[f"model.layers.{i}.moe.{expert}.{part}.w"] for expert in range(self.experts)]
+                tensors[f"blk.{i}.ffn_{part}_exps.weight"] = np.stack(each)
+        entries = {
+            "block_count": (U32, 3), "context_length": (U32, 64), "embedding_length": (U32, self.hidden),
+            "feed_forward_length": (U32, 24), "attention.head_count": (U32, 2), "rope.freq_base": (F32, 1e4),
+            "attention.layer_norm_rms_epsilon": (F32, 1e-5), "expert_count": (U32, self.experts),
+            "expert_used_count": (U32, self.chosen), "expert_feed_forward_length": (U32, self.inner),
+            "leading_dense_block_count": (U32, self.dense), "expert_shared_count": (U32, 2),
+            "expert_weights_norm": (BOOL, True), "expert_weights_scale": (F32, 1.5), "expert_gating_func": (U32, 2),
+        }
+        entries = {f"made-up.{key}": content for key, content in (entries | changes).items()}
+        return write(path, "made-up", entries | {"tokenizer.ggml.model": (STRING, "none")}, tensors)
+
 
 def test_a_kind_of_experts_is_two_rows(tmp_path, monkeypatch, rng):
-    """A made-up family and its kind of experts: rows of two tables, no code; stored one by one, and stacked."""
+    """A made-up family and its kind of experts: rows of two tables, no code; stored one by one, and stacked.
+
+    A GGUF file of it needs one row more, which says nothing of experts.
+    """
     made_up = MadeUp(rng)
     (tmp_path / "config.json").write_text(json.dumps(made_up.config))
     monkeypatch.setattr("kvcache.networks.families._BY_NAME", {"MadeUpForCausalLM": "MadeUpForCausalLM"})
@@ -239,3 +274,17 @@ def test_a_kind_of_experts_is_two_rows(tmp_path, monkeypatch, rng):
         assert model.config.experts.shared == 2 * made_up.inner
         found = run_dense(model, np.arange(20, dtype=np.uint32))
         np.testing.assert_allclose(found, want, rtol=0, atol=2e-6 * np.abs(want).max())
+    monkeypatch.setattr("kvcache.networks.families._BY_TYPE", {"made_up": "MadeUpForCausalLM"})
+    monkeypatch.setitem(ARCHITECTURES, "made-up", Architecture("made_up", parts={"mlp.gate": "made_up_router"}))
+    model = Transformer.from_pretrained(made_up.write_gguf(tmp_path / "x.gguf"))
+    assert (model.config.mlps, model.config.experts.shared) == (("mlp", "experts", "experts"), 2 * made_up.inner)
+    found = run_dense(model, np.arange(20, dtype=np.uint32))
+    np.testing.assert_allclose(found, want, rtol=0, atol=2e-6 * np.abs(want).max())
+    for changes, message in (
+        ({"expert_gating_func": (U32, 1)}, "made-up.expert_gating_func: expected sigmoids, got 1"),
+        ({"expert_count": (U32, 0)}, "made-up.expert_count: expected experts, got 0"),
+        ({"expert_used_count": (U32, 7)}, "made-up.expert_used_count: expected a positive whole number up to 6, got 7"),
+        ({"expert_group_count": (U32, 2)}, "made-up.expert_group_count: expected 0 or 1, got 2"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            Transformer.from_pretrained(made_up.write_gguf(tmp_path / "x.gguf", **changes))

@@ -7,9 +7,9 @@ import pytest
 from places import GOLDEN, PROJECT
 
 from kvcache.errors import CheckpointError
-from kvcache.gguf.architectures import ARCHITECTURES
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.families import FAMILIES
+from kvcache.networks.gguf_architectures import ARCHITECTURES
 from kvcache.networks.towers import TOWERS
 
 pytestmark = pytest.mark.one_build

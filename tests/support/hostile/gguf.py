@@ -21,7 +21,10 @@ from hostile.limited_process import limit_memory
 from places import GOLDEN
 
 from kvcache.engine import InferenceEngine
-from kvcache.gguf import config, file
+from kvcache.gguf import file
+from kvcache.networks.families import FAMILIES
+from kvcache.networks.fields import gguf_keys
+from kvcache.networks.gguf_config import NEUTRAL
 
 LIMIT = file.MAX_HEADER_BYTES // 32  # of headers here: a header of the full size takes some seconds
 ROOM = 1 << 28  # bytes that the process may allocate in addition
@@ -102,7 +105,8 @@ for key in ("llama.block_count", "llama.embedding_length", "llama.attention.head
         shown = f"{key} of {content!r}"
         more = {key.replace(".", "__"): (kind, content)}
         case(shown, lambda path, _, more=more: gguf_files.convert(GOLDEN / "llama", path, **more))
-KEYS = [*config.KEYS.values(), *config.NEUTRAL, "rope.dimension_count", "attention.value_length", "rope.scaling.type"]
+KEYS = [name for _, name in gguf_keys(FAMILIES["LlamaForCausalLM"])]
+KEYS += [*NEUTRAL, "rope.dimension_count", "attention.value_length", "rope.scaling.type"]
 KEYS = [f"llama.{key}" for key in [*dict.fromkeys(KEYS), "rope.scaling.factor", "rope.scale_linear"]]
 KEYS += [key.replace("__", ".") for key in TOKENS if "tokens" not in key and "merges" not in key]
 KEYS += [f"tokenizer.ggml.{key}" for key in ("bos_token_id", "unknown_token_id", "eot_token_id", "add_bos_token")]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from gguf_files import ARRAY, BOOL, F32, STRING, U32, array, entry, pack
 
-from kvcache.engine import ModelConfig
 from kvcache.errors import CheckpointError
-from kvcache.gguf.config import config_of
 from kvcache.gguf.file import GgufFile
+from kvcache.networks.gguf_config import network_of
 
 pytestmark = pytest.mark.one_build
 
@@ -29,7 +28,7 @@ def parse(tmp_path):
             entries.append(entry(f"{letters}.{key.replace('__', '.')}", *content))
         path = tmp_path / "x.gguf"
         path.write_bytes(pack(entries))
-        return ModelConfig.from_dict(config_of(GgufFile(path)) | {"vocab_size": 96})
+        return network_of(GgufFile(path), vocab_size=96)
 
     return parse
 
