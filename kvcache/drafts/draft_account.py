@@ -24,6 +24,7 @@ __all__ = ["DraftAccount"]
 _FULL = 32.0  # passes: enough to draft for a few texts, or to read a short prompt
 _ALLOWANCE = 0.02  # of the time of passes: what a source may lose
 _MARGIN = 1.05  # of the rate without draft tokens: the best of many estimates is mostly too good
+_REST = 4  # passes without a decision, when nothing is worth it: one takes some 20 us
 _SOONEST = 1e-12  # seconds of a pass at least, where a clock stands still
 
 
@@ -43,6 +44,7 @@ class DraftAccount:
         self._bucket = _FULL * share
         self._each, self._read = TypicalSeconds(), TypicalSeconds()  # of a draft token, of a token that is read
         self._newest = 0  # the pass that was planned with draft tokens last
+        self._next = 0  # the pass that is planned next
         self._spent = 0.0  # seconds of this pass
         self._settled = 0, 0  # draft tokens of earlier passes that ran, and that were drawn
 
@@ -52,8 +54,8 @@ class DraftAccount:
 
     @property
     def may_ask(self) -> bool:
-        """Whether the bucket has something left."""
-        return self._bucket >= 0.0
+        """Whether the bucket has something left, and the source does not rest."""
+        return self._bucket >= 0.0 and self._times.passes >= self._next
 
     def may_read(self, tokens: int, base: int) -> bool:
         """Whether half of the bucket, in passes of `base` rows, is enough to read `tokens`, as far as is known."""
@@ -86,6 +88,8 @@ class DraftAccount:
                 heappush(heap, (chance * chances[i], depth + 1, i))
         if best:
             self._newest = passes
+        else:
+            self._next = passes + _REST
         return [order[:best].count(i) for i in range(len(texts))]
 
     def read(self, tokens: int, seconds: float) -> None:

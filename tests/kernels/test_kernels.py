@@ -332,7 +332,7 @@ def test_levels_that_a_build_has(monkeypatch):
     assert every == built(" all", "--inplace") == built("avx2,all")
     assert {"scalar", kernels.best_level()} <= {*built("", "--inplace")}
     assert built(" avx2 ,", "--inplace") == built("avx2", "bdist_wheel") == ["scalar", "scalarfma", "avx2"]
-    with pytest.raises(SystemExit, match=r"KVCACHE_LEVELS: expected all, or some of scalar, avx2, .*, got sse9"):
+    with pytest.raises(SystemExit, match=r"KVCACHE_LEVELS: expected all, or some of .*avx2, .*scalar, got sse9"):
         built("avx2, sse9")
     monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-x86_64")
     assert built("", "--inplace") == every
