@@ -62,7 +62,7 @@ def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads:
         if n < MANY:
             yield read
         if peak is not None:
-            # The time that the machine's peak needs for so many operations.
+            # The time that the machine's peak needs for `operations`.
             yield Candidate(name, peak[0], peak[1] / operations, facts={"flop": operations})
 
     for n in (*FEW, MANY):

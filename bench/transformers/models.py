@@ -38,7 +38,7 @@ SHAPES = {
             "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128, "num_experts": 64,
             "num_experts_per_tok": 8},
 }
-FEW_ROWS = 256  # matrices with at most so many rows are drawn whole, so that routers choose different experts
+FEW_ROWS = 256  # the most rows of a matrix that is drawn whole, so that routers choose different experts
 PART = 1024  # tokens that are filled in at once
 
 

@@ -51,7 +51,7 @@ def budget_of(dtype: Any) -> float | None:
 
 
 def formats_within(losses: Float32, head_dim: int, bits: float, drafts: int = 0) -> tuple[list[str], list[str]]:
-    """Formats of K and V of each layer, whose rows have at most so many bits per value on average, scales included.
+    """Formats of K and V of each layer, with at most `bits` bits per value on average, scales included.
 
     Args:
         losses: `(num_layers, 2)`, as `measure_losses` returns them; `(num_layers, 1)`: K and V are one row.

@@ -118,7 +118,7 @@ class DraftNetwork:
         return False
 
     def _run(self, pieces: Sequence[tuple[Text, int]], rows: int) -> list[Float32]:
-        """Run the next tokens of texts; so many of the last logits of each, or nothing where there is no room."""
+        """Run the next tokens of texts; the last `rows` logits of each, or nothing if there is no room."""
         while True:
             try:
                 self._pool.append(pieces)

@@ -55,7 +55,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, asked: Sequence[Ask]) -> list[Tokens]:
-        """Draft tokens of each text, at most so many; none where there is nothing to go by."""
+        """Draft tokens of each text, at most `Ask.most`; none if there is nothing to go by."""
         ...
 
     def end(self, key: object) -> None:

@@ -163,7 +163,7 @@ class CachedBlocks:
         return existing + room - first
 
     def as_adoptable(self, block_ids: npt.ArrayLike, num_tokens: int) -> Int32:
-        """The ids of the full blocks of so many tokens; raises as `PrefixCache.adopt`. Called without the lock."""
+        """The ids of the full blocks of `num_tokens` tokens; raises as `PrefixCache.adopt`. Called without the lock."""
         full = num_tokens // self.store.block_size
         blocks = self._blocks.as_ids(block_ids)[:full]
         if not self._shared:

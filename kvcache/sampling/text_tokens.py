@@ -62,7 +62,7 @@ def encoded(
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
         name: of the argument, for messages.
-        most: raise TooManyTokens, without a look at the tokens, for a text that certainly has more than so many.
+        most: raise TooManyTokens, without a look at the tokens, for a text that certainly has more tokens.
         add_special_tokens: whether the tokenizer surrounds the text with those of its post-processor.
 
     Raises:

@@ -299,7 +299,7 @@ class Pool:
     # -- blocks ---------------------------------------------------------------------------------------------
 
     def blocks_for(self, num_tokens: int) -> int:
-        """The blocks of so many tokens, in the layers that keep all of them."""
+        """The blocks of `num_tokens`, in the layers that keep all of them."""
         return self.groups[0].blocks_for(num_tokens)
 
     @property

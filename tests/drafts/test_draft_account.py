@@ -10,7 +10,7 @@ LOAN, NOISY = 32, 1.005  # passes; the mean of the noise of a tenth
 
 
 def source(chance, passes=0.0, unread=0, seconds=10e-3):
-    """A source whose tokens hold with a chance, each of so many passes of 10 ms."""
+    """A source whose tokens hold with a chance; each takes `passes` passes of 10 ms."""
     at = chance if callable(chance) else lambda _: chance
     return lambda clock: KnownSource(clock, at, passes * seconds, unread)
 

@@ -113,7 +113,7 @@ def make_model(kind, attention=None, dtype=torch.float32, seed=0, **settings):
 
 
 def left_padded(lengths, total, vocabulary=61, seed=0):
-    """`(ids, mask)` of rows with so many tokens, at their end."""
+    """`(ids, mask)` of rows with `lengths` tokens, at their end."""
     ids = torch.randint(3, vocabulary, (len(lengths), total), generator=torch.Generator().manual_seed(seed))
     mask = torch.arange(total)[None] >= total - torch.tensor(lengths)[:, None]
     return ids * mask, mask.long()

@@ -197,7 +197,7 @@ class TagCalls:
         return True
 
     def _read(self, length: int) -> None:
-        """Be done with so many characters."""
+        """Drop the first `length` characters, which were read."""
         if self._count < 0:
             self._span.keep(self._text[:length])
         self._text = self._text[length:]

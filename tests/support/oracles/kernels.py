@@ -228,7 +228,7 @@ def stored(row, bits, rotated):
 
 
 def read_pages(content, offsets, lengths, checksums):
-    """`(good, arrays)`: pages of a file as bytes, each cut into arrays of so many bytes; undefined for a bad page."""
+    """`(good, arrays)`: pages of a file as bytes, each cut into arrays of `lengths` bytes; undefined for a bad page."""
     good, arrays = [], []
     for offset, parts, checksum in zip(offsets, lengths, checksums, strict=True):
         page = content[offset : offset + sum(parts)]
