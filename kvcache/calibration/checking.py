@@ -1,4 +1,4 @@
-"""The check of formats beside a calibration: whether a network loses more than these formats promise."""
+"""The check of formats with a calibration: whether a network loses more than its formats promise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Float64 = NDArray[np.float64]
 
 
 def promised(dtypes: Sequence[Formats], num_layers: int) -> float:
-    """The largest KL divergence that these formats of K and V are to have: the mean of what their layers promise."""
+    """The largest KL divergence that formats of K and V are to have: the mean of what their layers promise."""
     names = [name for dtype in dtypes for name in ([dtype] * num_layers if isinstance(dtype, str) else dtype)]
     return _TIMES * sum(PROMISES.get(name, 0.0) for name in names) / len(names) + _FLOOR
 
@@ -63,7 +63,7 @@ def check_formats(
     model: Model, dtypes: Sequence[Formats], calibration: Calibration, residual_length: int, firsts: int,
     tokens: NDArray[np.uint32], path: Path | None,
 ) -> None:
-    """Warn, with numbers, where K and V in these formats lose more than they promise, over 512 tokens of a text.
+    """Warn, with numbers, if K and V lose more than their formats promise, over 512 tokens of a text.
 
     Args:
         dtypes, calibration, residual_length, firsts: of an engine, see `Storage`.
@@ -92,7 +92,7 @@ def _name(dtype: Formats) -> str:
 
 
 def _kept(path: Path) -> dict[str, float]:
-    """The numbers in a file; none where it is missing or damaged."""
+    """The numbers in a file; none if it is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {str(name): float(value) for name, value in found.items()}

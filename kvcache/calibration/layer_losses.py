@@ -1,4 +1,4 @@
-"""`dtype="auto:4.0"`: formats of each layer within a budget of bits, by what a network loses where a layer is packed.
+"""`dtype="auto:4.0"`: formats of each layer within a budget of bits, by what a network loses if a layer is packed.
 
 A few layers of a network make most of the loss, and other texts name the same ones. So each layer is packed in q2 by
 itself, first its keys, then its values, and the KL divergence of the next token from that of unpacked ones is its loss.

@@ -46,7 +46,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(options: argparse.Namespace, default: str, version: str) -> int:
-    """Print what is equal and what differs; returns the exit status, 1 where something differs.
+    """Print what is equal and what differs; returns the exit status, 1 if something differs.
 
     Args:
         options: of the command.

@@ -106,7 +106,7 @@ class PagedBlocks:
             self.store.copy_blocks(self.pool.in_use(src), self.pool.in_use(dst))
 
     def run(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call; where it lacks blocks, its error counts those that prefix caches could give back."""
+        """Call; if it lacks blocks, its error counts those that prefix caches could give back."""
         try:
             call(*arguments)
         except OutOfMemoryError as error:

@@ -221,12 +221,12 @@ class PagedKvCache:
 
     @property
     def key_dtype(self) -> str | tuple[str, ...]:
-        """Format that stores K; a tuple where layers differ."""
+        """Format that stores K; a tuple if layers differ."""
         return self._store.key_dtype
 
     @property
     def value_dtype(self) -> str | tuple[str, ...]:
-        """Format that stores V; a tuple where layers differ."""
+        """Format that stores V; a tuple if layers differ."""
         return self._store.value_dtype
 
     @property
@@ -754,7 +754,7 @@ class PagedKvCache:
         self._blocks.copy(sources, targets)
 
     def reference_counts(self, block_ids: npt.ArrayLike) -> Int32:
-        """References of sequences and prefix caches on each of these blocks, int32 `(n,)`; 0 where it is free."""
+        """References of sequences and prefix caches on each of the blocks, int32 `(n,)`; 0 if it is free."""
         ids = self._blocks.as_ids(block_ids)
         with self._lock:
             return self._pool.ref_counts()[ids]

@@ -107,7 +107,7 @@ class CachedBlocks:
         return self.pool.num_blocks if self._limit is None else min(self._limit, self.pool.num_blocks)
 
     def attach(self, source: Source | None) -> None:
-        """Make `source` the store beside the cache."""
+        """Make `source` the store that the cache reads from and writes to."""
         with self.lock:
             if source is not None:
                 source.attach(self)

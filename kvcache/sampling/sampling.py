@@ -41,7 +41,7 @@ class SamplingParams:
         logits_processor: a function of the text so far, uint32 `(n,)`, prompt and new tokens, read-only, and of the
             logits, float32 `(vocab_size,)`. It returns logits, or changes them in place and returns None. None is off.
         grammar: what the text may be, see `kvcache.grammar`: the logits of tokens that cannot follow become minus
-            infinity, and the text ends, with the reason "stop", where nothing may follow. None is off.
+            infinity, and the text ends, with the reason "stop", if nothing may follow. None is off.
         logit_bias: is added to the logits of some tokens, `{token: bias}`, from -1e30 to 1e30; minus infinity excludes
             a token.
         repetition_penalty: for tokens that the prompt or the text so far contains, positive logits are divided

@@ -120,7 +120,7 @@ def _tokens_before(encoding: Any, end: int) -> int:
 
 
 def least_tokens(tokenizer: Any, text: str) -> int:
-    """A number of tokens that a text has at least, by its length; 0 where the tokenizer allows no such bound.
+    """A number of tokens that a text has at least, by its length; 0 if the tokenizer allows no such bound.
 
     Raises:
         CheckpointError: the tokenizer fails.

@@ -258,7 +258,7 @@ Rows = PlainRows | PackedRows
 def rows_of(
     num_layers: int, kv_dim: int, key_dtype: str, value_dtype: str, rotate: bool | str, head_dim: int | None
 ) -> Rows:
-    """Rows of these formats: plain ones where neither is quantised.
+    """Rows of the given formats: plain ones if neither is quantised.
 
     Args:
         head_dim: channels per head, a divisor of kv_dim; None: the whole row is one head.

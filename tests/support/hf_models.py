@@ -96,7 +96,7 @@ DENSE = {
 
 
 def make_model(kind, attention=None, dtype=torch.float32, seed=0, **settings):
-    """A random model of this architecture, in inference; with transformers' `sdpa` where it has it."""
+    """A random model of an architecture, in inference; with transformers' `sdpa` where it has it."""
     torch.manual_seed(seed)
     values = COMMON | PACKED.get(kind, {}) | DENSE.get(kind, {}) | settings
     config = AutoConfig.for_model(kind, **{name: value for name, value in values.items() if value is not None})

@@ -65,7 +65,7 @@ def _fused(total, x, w):
 
 
 def _to_odd(a, b):
-    """a + b of float64: towards zero to 24 bits, the last of which is 1 where that is not exact."""
+    """a + b of float64: towards zero to 24 bits, the last of which is 1 if that is not exact."""
     total = a + b
     of_b = total - a
     lost = (a - (total - of_b)) + (b - of_b)
