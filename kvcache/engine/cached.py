@@ -119,7 +119,7 @@ class PrefixCachedEngine(ChatEngine):
         self.strict = strict
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Write what waits for the tiers, at most `timeout` seconds long, and go on without them; whether all was written.
+        """Write what waits for the tiers, `timeout` seconds at most, and go on without them; whether all was written.
 
         Without tiers it does nothing.
         """
