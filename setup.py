@@ -19,7 +19,8 @@ import numpy
 from setuptools import Extension, setup
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # an isolated build does not have it there
-from ckernels.build import Plan, best_level, build_kernels, check_machine, compiles, is_for_developers
+from ckernels.build import Plan, best_level, build_kernels, check_machine, is_for_developers
+from ckernels.levels import EVEX_FLAGS, LEVELS, defines_of, flags_of_levels, sources_of
 
 check_machine()
 DEBUG, SANITIZE, COVERAGE, EVEX = (
@@ -27,45 +28,25 @@ DEBUG, SANITIZE, COVERAGE, EVEX = (
 )
 EVEX = EVEX or DEBUG or SANITIZE or COVERAGE
 
-# One name per level, the same in ckernels/simd_<level>.h, in KVCACHE_SIMD and in the kernel table itself.
-AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")] + ["-mprefer-vector-width=512"]
-AVXVNNI = ["-mavx512f", "-mavx512vl", "-mavx512vnni", "-DKVC_EVEX=1"] if EVEX else ["-mavxvnni"]
-AMX = ["-DKVC_EMULATED_TILES=1"] if EVEX else ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
-EVEX_FLAGS = ["-DKVC_EVEX=1", "-DKVC_EMULATED_TILES=1"]
-# The scalar level without what takes -O3 most of its time, and again with instructions for fma, if the CPU may have them.
+# The scalar level without what takes -O3 most of its time.
 SCALAR = [] if DEBUG or SANITIZE or COVERAGE else ["-O1", "-ftree-vectorize"]
-LEVELS = {"scalar": SCALAR}
 # The machine that runs what is built: another one than this where Python's variable for cross builds is set.
 MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).split("-")[-1]
-if MACHINE == "x86_64":
-    LEVELS |= {"scalarfma": [*SCALAR, "-mfma"], "avx2": AVX2, "avx512": AVX2 + AVX512}
-    if compiles(AVXVNNI):  # gcc 11, clang 12
-        LEVELS["avxvnni"] = AVX2 + AVXVNNI
-    if sys.platform == "linux" and compiles(AMX):  # gcc 11, clang 11
-        LEVELS["amx"] = AVX2 + AVX512 + AMX
-if MACHINE in ("aarch64", "arm64"):
-    NEON = "-march=armv8.2-a+dotprod+fp16"
-    if not compiles([NEON]):  # as zig names the same
-        NEON = "-mcpu=generic+v8_2a+dotprod+fullfp16"
-    LEVELS["neon"] = [NEON]
-    if compiles([NEON + "+i8mm+bf16"]):  # gcc 10, clang 11
-        LEVELS["i8mm"] = [NEON + "+i8mm+bf16"]
-
-# Levels without which another one cannot be.
-NEEDS = {"amx": "avx512", "avxvnni": "avx2", "i8mm": "neon"}
-KNOWN = [level for level in LEVELS if level != "scalar"]
-NAMED = {*LEVELS} - {"scalarfma"}
+LEVEL_FLAGS = flags_of_levels(MACHINE, EVEX, SCALAR)
+NEEDS = {level.name: level.needs for level in LEVELS}
+KNOWN = [level for level in LEVEL_FLAGS if level != "scalar"]
+NAMED = {*LEVEL_FLAGS} - {"scalarfma"}
 asked = {level.strip() for level in os.environ.get("KVCACHE_LEVELS", "").split(",")} - {""}
 best = best_level(KNOWN, EVEX_FLAGS * EVEX) if is_for_developers() and not asked else None
 if "all" in asked or not (asked or best):
-    BUILT = [*LEVELS]
+    BUILT = [*LEVEL_FLAGS]
 else:
     chosen = asked or {best}
     if unknown := chosen - NAMED:
-        sys.exit(f"KVCACHE_LEVELS: expected all, or some of {', '.join(sorted(NAMED))}, got {', '.join(sorted(unknown))}")
+        expected = f"all, or some of {', '.join(sorted(NAMED))}"
+        sys.exit(f"KVCACHE_LEVELS: expected {expected}, got {', '.join(sorted(unknown))}")
     always = {"scalar", "scalarfma"}
-    BUILT = [level for level in LEVELS if level in {*always, *chosen, *(NEEDS.get(each) for each in chosen)}]
+    BUILT = [level for level in LEVEL_FLAGS if level in {*always, *chosen, *(NEEDS[each] for each in chosen)}]
 
 # -g0: Python's -g takes a quarter of the compile time.
 # No a * b + c in one rounding where the source has two: clang's default, at the mercy of what it inlines where.
@@ -86,30 +67,14 @@ KERNELS = ["-O1", "-fno-wrapv"] if SANITIZE or COVERAGE else []
 if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
     KERNELS += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
-# Kernels: every kvc_<part>.c is compiled once per level, with the level's flags and its primitives,
-# except the parts that exist once, which know what levels there are, and those of some levels alone.
-PARTS = "dispatch functions layout matmul_parallel matrix network_parallel parallel recurrence_parallel rows_parallel"
-PARTS += " sparse_parallel threads"
-ONCE = [f"ckernels/kvc_{part}.c" for part in PARTS.split()]
-# amx and avxvnni have products, attention and a table of their own, the rest of avx512 and avx2; i8mm products alone. The scalar
-# level has files with fma twice.
-OWN = {
-    "scalarfma": "activations attend attend_floats attend_units matmul matmul_packed network packed_plain packed_k"
-    " packed_looked_up recurrence shares table",
-    "amx": "matmul_tiles matmul_bf16 attend table",
-    "avxvnni": "matmul_packed packed_plain packed_k packed_looked_up activations attend attend_units table",
-    "i8mm": "matmul_packed packed_plain packed_k packed_looked_up matmul_bf16 activations table",
-}
-FEW = {level: [f"ckernels/kvc_{part}.c" for part in parts.split()] for level, parts in OWN.items()}
-EACH = sorted({*glob("ckernels/kvc_*.c")} - {*ONCE, "ckernels/kvc_matmul_tiles.c", "ckernels/kvc_matmul_bf16.c"})
+# Kernels: kvc_<part>.c is compiled once per level, with its flags and primitives; levels.py has the exceptions.
 HAVE = [f"-DKVC_HAVE_{level.upper()}={int(level in BUILT)}" for level in KNOWN] + EVEX_FLAGS * EVEX
-UNITS = [(source, "once", HAVE) for source in ONCE]
+UNITS = [(source, "once", HAVE) for source in sources_of("once")]
 for level in BUILT:
-    defines = [f"-DKVC_LEVEL={level}", f"-DKVC_{level.upper()}=1"]
     checks = []
-    if SANITIZE and not level.startswith("scalar"):  # one level checks pointer arithmetic, which takes half as long again to compile
+    if SANITIZE and not level.startswith("scalar"):  # one level checks pointers, which takes half as long again
         checks = ["-fno-sanitize=null,object-size,pointer-overflow"]
-    UNITS += [(source, level, defines + LEVELS[level] + checks) for source in FEW.get(level, EACH)]
+    UNITS += [(source, level, defines_of(level) + LEVEL_FLAGS[level] + checks) for source in sources_of(level)]
 UNITS.sort(key=lambda unit: -os.path.getsize(unit[0]))  # no CPU waits long for the last one
 
 DIRECTIVES = {"language_level": "3", "wraparound": False, "embedsignature": True, "embedsignature.format": "python"}

@@ -43,16 +43,6 @@ def check_machine():
         os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
 
 
-def compiles(flags):
-    """Whether the compiler makes an object with these flags."""
-    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "empty.c")
-        source.write_text("typedef int nothing;\n")
-        command = [*compiler, *flags, "-c", source, "-o", source.with_suffix(".o")]
-        return bool(shutil.which(compiler[0])) and not subprocess.run(command, capture_output=True).returncode
-
-
 def is_for_developers():
     """Whether the build is for the machine that it runs on, and stays in the clone."""
     editable = {"develop", "editable_wheel", "--inplace", "-i"} & set(sys.argv)

@@ -52,7 +52,7 @@ static int64_t count_below(const float *losses, int64_t n, float limit) {
  * found by the bits of a float, which have the order of numbers that are not negative. A probe is where a straight line would reach
  * the count; after one that leaves more than half of the losses in between, the middle of the bits. */
 static cut find_cut(const float *losses, int64_t n, int64_t count, float most) {
-    uint32_t low = 0, high = kvc_float_bits(most) + 1; /* fewer than `count` are below the first, at least so many below the second */
+    uint32_t low = 0, high = kvc_float_bits(most) + 1; /* fewer than `count` are below the first, at least `count` below the second */
     int64_t below = 0, all = (n + KVC_LANES - 1) / KVC_LANES * KVC_LANES;
     const int64_t padded = all;
     if (count >= n) return (cut){INFINITY, INFINITY, 0};

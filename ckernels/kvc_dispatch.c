@@ -175,7 +175,7 @@ static const struct known_level {
     KNOWN(scalar, 1),
 };
 enum { NUM_KNOWN = sizeof known_levels / sizeof *known_levels };
-_Static_assert((int)NUM_KNOWN <= (int)KVC_MOST_LEVELS, "callers have room for so many");
+_Static_assert((int)NUM_KNOWN <= (int)KVC_MOST_LEVELS, "callers have room for all levels");
 
 const char *kvc_best_level(void) {
     int i = 0;

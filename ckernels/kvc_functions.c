@@ -244,7 +244,7 @@ void kvc_turns(int64_t n, int64_t pairs, const int64_t *positions, const double 
 }
 
 void kvc_product(int64_t n, int64_t k, int64_t m, const double *a, const double *b, double *restrict out) {
-    enum { COLUMNS = 512, DEPTH = 32 }; /* b of so many rows and columns stays in a cache */
+    enum { COLUMNS = 512, DEPTH = 32 }; /* b of DEPTH rows and COLUMNS columns stays in a cache */
     for (int64_t first = 0; first < m; first += COLUMNS) {
         const int64_t columns = m - first < COLUMNS ? m - first : COLUMNS;
         for (int64_t top = 0; top < k; top += DEPTH) {

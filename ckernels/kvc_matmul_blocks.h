@@ -29,8 +29,8 @@ typedef void float_fn(const block *weights, const void *x, tile *);
 /* How rows meet panels. */
 typedef struct meeting {
     float_fn *const *tiles;       /* by rows */
-    int (*rows)(int64_t left);    /* of the next tile, where so many are left */
-    int64_t (*panels)(int rows);  /* of tiles of so many rows */
+    int (*rows)(int64_t left);    /* of the next tile, if `left` are left */
+    int64_t (*panels)(int rows);  /* of tiles of `rows` rows */
     block (*changed)(kvc_matrix_format, block weights, int64_t panels, size_t ahead, float *to); /* first; NULL: as they are */
     int64_t channels; /* of a row that lie side by side: a block is filled up to a multiple */
     int64_t bytes;    /* of a number of x */
@@ -94,7 +94,7 @@ INLINE void multiply_four(const kvc_matmul_args *args, const meeting *how, int m
     if (whole < stop) multiply_block(args, how, whole, stop, panel, panel_stop, k, sums + 4 * each, floats);
 }
 
-/* The results of panels [panel, panel_stop) for all rows, which meet them in blocks of up to so many. */
+/* The results of panels [panel, panel_stop) for all rows, which meet them in blocks of up to `most` rows. */
 INLINE void multiply_blocks(const kvc_matmul_args *args, const meeting *how, int most, int64_t panel, int64_t panel_stop,
                             float *scratch) {
     const int64_t group = args->n <= FEW_ROWS ? 4 : KVC_GROUP_PANELS;

@@ -11,7 +11,7 @@ enum {
     FINE_ITEMS = 16,          /* per thread, for many rows and packed weights: threads end at nearly the same time. Not for
                                * floats, which read all rows from memory once for each item. */
     MANY_ROWS = 64,
-    READING_ROWS = 4, /* from so many on a byte takes longer than its reading */
+    READING_ROWS = 4, /* from these on, a byte's products take longer than its reading */
 };
 
 typedef struct call {

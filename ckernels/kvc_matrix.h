@@ -8,7 +8,7 @@
  *   one panel     | channel 0 of rows 0 .. 15 | channel 1 of rows 0 .. 15 | ...
  *
  * PACKED, as the field's formats of these names. A group has 32 channels of a row; one scale, and perhaps a minimum, belongs to
- * so many channels of it:
+ * the `channels` of it in this table:
  *
  *     format  channels  codes   value                                         scales and minima
  *     q8_0          32  8 bits  scale * (code - 128)                          f16
@@ -90,7 +90,7 @@ enum {
     KVC_TILED_ROWS = 16,   /* of a block that meets packed weights in tiles (simd_amx.h) */
     KVC_TILED_CHUNK = 512, /* rows that meet a span of channels there */
     KVC_TILED_PANELS = 8,  /* that these rows meet one after another */
-    KVC_WIDE_ROWS = 96,    /* from so many rows on, weights of 16 bits are converted to floats once for all of a chunk: */
+    KVC_WIDE_ROWS = 96,    /* from these on, weights of 16 bits are converted to floats once for all rows of a chunk: */
     KVC_WIDE_FLOATS = 4 * KVC_PANEL * KVC_CHANNEL_BLOCK, /* a block of channels of up to four panels at a time */
     KVC_TILE_CHANNELS = 32, /* of bf16: 16 pairs */
 };
@@ -252,7 +252,7 @@ typedef struct kvc_matmul_args {
     int add;
     int digits; /* of activations that meet packed weights: 1 or 2 */
     kvc_bf16_rows bf16_rows; /* words of 16 bits where kvc_bf16_rows_of says so, and only there */
-    int64_t tiled; /* so many rows, the first ones, are prepared in blocks of KVC_TILED_ROWS; kvc_matmul sets it */
+    int64_t tiled; /* the number of first rows that are prepared in blocks of KVC_TILED_ROWS; kvc_matmul sets it */
     unsigned char *prepared; /* kvc_matmul_scratch_bytes at any alignment of 4: rows, then floats of each thread */
 } kvc_matmul_args;
 

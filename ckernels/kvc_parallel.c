@@ -54,7 +54,7 @@ typedef struct unit { /* rows and heads that share their tokens */
 typedef struct walk { /* over the units of a call */
     int64_t seq, first_query, index; /* the next unit: its sequence, and its index among those of the sequence */
     int64_t units;                   /* of that sequence, known from index 0 on */
-    int64_t group_stop, group_shared, members; /* the sequences up to there share tokens; so many of them are a set */
+    int64_t group_stop, group_shared, members; /* the sequences up to there share tokens; `members` of them are a set */
     int64_t set_stop, shared, head; /* the set, its shared tokens (0: one sequence alone), and the next head over these */
 } walk;
 
@@ -140,7 +140,7 @@ static int64_t num_head_groups(const plan *p, const kvc_seq *seq) {
     return groups < p->layout->num_heads ? groups : p->layout->num_heads;
 }
 
-/* Rows of each of so many units of one head; the last one may have fewer. */
+/* Rows of each of the `units` of one head; the last one may have fewer. */
 static int64_t rows_of_unit(int64_t rows, int64_t units) {
     return ceil_div(ceil_div(rows, units), UNIT_ROWS) * UNIT_ROWS;
 }

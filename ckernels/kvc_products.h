@@ -48,7 +48,7 @@ void KVC_FN(mix_few)(kvc_format format, int dim, int rows, int tokens, const flo
 void KVC_FN(mix_many)(int dim, int rows, int tokens, const float *s, const unsigned char *const *v, size_t offset,
                       const float *alpha, float *acc, int acc_stride, ahead_rows ahead);
 
-/* Prefetches what lies as far in the next product's row as a line of so many values (a constant) from d on lies in its own. Into
+/* Prefetches what lies as far in the next product's row as a line of `values` (a constant) from d on lies in its own. Into
  * the L2 cache: a chunk of K or V is larger than the L1 cache, and prefetching there measured twice as slow. One line at a time,
  * between the multiplications: a burst fills the miss buffers and stalls the core. */
 INLINE void fetch_ahead(ahead_rows ahead, int token, int d, int line) {

@@ -193,7 +193,7 @@ static void leave_cpu(int cpu) {
 #endif
 }
 
-/* Divides the items among so many threads. The first share is the caller's, and is not counted. */
+/* Divides the items among `threads` threads. The first share is the caller's, and is not counted. */
 static void divide(job *j, int threads) {
     const int most = j->count < MAX_SHARES ? (int)j->count : MAX_SHARES, n = threads < most ? threads : most;
     for (int s = 0; s < n; s++) {

@@ -25,7 +25,7 @@ typedef enum kvc_work {
     KVC_NUM_WORKS
 } kvc_work;
 
-/* How many of `num_threads` threads are worth having for so many units of work: fewer where helpers would have to be woken.
+/* How many of `num_threads` threads are worth having for `units` units of work: fewer where helpers would have to be woken.
  * What a unit takes is measured in calls of kvc_run_work. */
 int kvc_threads_worth(kvc_work work, int64_t units, int num_threads);
 

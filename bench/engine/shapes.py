@@ -61,7 +61,7 @@ def _outside(hidden: int) -> Tensors:
 
 
 def _tied(hidden: int, norm: str = "output_norm") -> Tensors:
-    """Yield the tensors before and behind the layers, where the output matrix is the embedding."""
+    """Yield the tensors before and behind the layers, if the output matrix is the embedding."""
     yield "token_embd.weight", (VOCABULARY, hidden)
     yield f"{norm}.weight", (hidden,)
 

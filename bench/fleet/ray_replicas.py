@@ -1,6 +1,6 @@
 """`python -m bench.fleet.ray_replicas PORT MODEL NUM_BLOCKS [DIRECTORY]`: the deployment of the guide of Ray Serve.
 
-Runs in a process of its own, with `deployment.py`, the guide's block, on its path. Two replicas of so many blocks each
+Runs in a process of its own, with `deployment.py`, the guide's block, on its path. Two replicas with NUM_BLOCKS each
 share the directory, if any. The last line of an answer has the replica's process too (`pid`).
 """
 

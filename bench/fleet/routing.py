@@ -1,4 +1,4 @@
-"""`python -m bench routing`: cached tokens behind four routers of others, beside servers without one.
+"""`python -m bench routing`: cached tokens behind four routers of others, against servers without one.
 
 Two servers of the demo's model, or two workers or replicas of it, get the same conversations through each router that
 is installed: Dynamo, vllm-router, Ray Serve and SGLang's router, with small and large memories, with and without a

@@ -17,7 +17,7 @@ class Store:
 
     Args:
         num_pages: that it has room for; 0: there is no store.
-        nodes: servers, over which pages are spread evenly: together they have so many links.
+        nodes: servers, over which pages are spread evenly; each has a link.
 
     Attributes:
         read, written: tokens.
@@ -37,7 +37,7 @@ class Store:
         return count
 
     def _transfer(self, now: float, tokens: int) -> float:
-        """Seconds until so many tokens have been transferred."""
+        """Seconds until `tokens` tokens have been transferred."""
         own = self._costs.transfer(tokens)
         self._free = max(now, self._free) + own / self._nodes
         return max(self._free - now, own) + self._costs.latency

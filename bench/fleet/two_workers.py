@@ -60,7 +60,7 @@ def _cached(url: str, prompt: Sequence[int]) -> int:
 
 
 def _wait_for(folder: Path, values: int) -> None:
-    """Wait until so many values are in a directory."""
+    """Wait until `values` values are in a directory."""
     end = monotonic() + _PATIENCE
     while sum(1 for each in folder.rglob("*") if each.is_file()) < values and monotonic() < end:
         sleep(0.002)

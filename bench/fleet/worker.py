@@ -57,7 +57,7 @@ class Job:
         return self.tokens(self.found + self.stored)
 
     def tokens(self, pages: int) -> int:
-        """Tokens of so many pages of the prompt that a hit on them spares."""
+        """Tokens that a hit on `pages` pages of the prompt spares."""
         return min(pages * self.page_size, self.request.prompt_tokens - 1)
 
 

@@ -38,7 +38,7 @@ def flop(shape: Shape, rows: int) -> float:
 
 
 def peak(threads: int, work: float) -> Candidate:
-    """The time of `work` FLOP at the FMA peak of these threads."""
+    """The time of `work` FLOP at the FMA peak of `threads` threads."""
     run, done = fma(threads)
     return Candidate(PEAK, run, count=done / work, facts={"work": work})
 

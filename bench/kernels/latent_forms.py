@@ -91,7 +91,7 @@ class Forms:
         return self._attend(self._long, self.queries)
 
     def made(self) -> Float32:
-        """K and V of each head made for these queries, and attention over them; as `absorbed`."""
+        """K and V of each head made for the queries, and attention over them; as `absorbed`."""
         self.make()
         return self.kept()
 

@@ -39,7 +39,7 @@ KINDS = (
 
 
 def recurrence_cases(tokens: Sequence[int], threads: Sequence[int]) -> Iterator[Case]:
-    """One text of so many tokens; the peak is the time of as many fused multiply-adds."""
+    """One text of each number of `tokens`; the peak is the time of its fused multiply-adds."""
     for kind in KINDS:
         for count in threads:
             for n in tokens:

@@ -50,7 +50,7 @@ def prepare_case() -> Iterator[Candidate]:
 
 
 def namespaces_case(session: Callable[[PrefixCache], object], sizes: tuple[int, ...]) -> Iterator[Candidate]:
-    """A block in each of so many namespaces."""
+    """A block in each namespace, whose numbers are `sizes`."""
     row = [np.zeros(4 * 8, np.float32)]
     for size in sizes:
         cache = PrefixCache(size, 4, 1, 1, 8)

@@ -388,6 +388,6 @@ def verdicts(figures: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def progress(text: str) -> None:
-    """Overwrite the line of the state, where a person watches."""
+    """Overwrite the line of the state, if a person watches."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

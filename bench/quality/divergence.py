@@ -21,7 +21,7 @@ Logits = Callable[[npt.NDArray[np.uint32]], npt.NDArray[np.float32]]  # of each 
 
 @dataclass
 class Divergence:
-    """One run beside its reference.
+    """One run against its reference.
 
     Attributes:
         kl: the KL divergence of each token's distribution from the reference, an array per window.

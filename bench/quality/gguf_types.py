@@ -87,7 +87,7 @@ def _random_blocks(kind: str, count: int, size: int, rng: np.random.Generator) -
 
 
 def _quantised(kind: str, values: Float32) -> Bytes | None:
-    """The values in blocks of this type: by the gguf package, or by ggml; None where neither can make them."""
+    """The values in blocks of type `kind`: by the gguf package, or by ggml; None if neither can make them."""
     import gguf
 
     number = gguf.GGMLQuantizationType[kind]

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sparse", nargs="+", type=_count, default=[], metavar="N",
-        help="--model: also rows whose queries choose so many tokens (`sparse_tokens`), over f32 and over q4",
+        help="--model: also rows whose queries choose N tokens (`sparse_tokens`), over f32 and over q4",
     )
     parser.add_argument("--questions", type=_count, default=10, help="--tasks: questions of each task (default 10)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`python -m bench weights-quality`: packed weights measured end to end, beside llama.cpp's files of the same network.
+"""`python -m bench weights-quality`: packed weights measured end to end, against llama.cpp's files of the same network.
 
 Every run has K and V in float32. Runs of the engine are compared with its own f32 weights, those of llama.cpp with its
 own f32 file.

@@ -70,7 +70,7 @@ AGENTS = (
 
 
 class Script:
-    """A logits processor: a call where the last message of the user has no result yet, and then an answer."""
+    """A logits processor: a call if the last message of the user has no result yet, and then an answer."""
 
     def __init__(self, tokenizer: Any, end: int) -> None:
         self._tokenizer, self._end = tokenizer, end
@@ -200,7 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print a table; 1 where a second turn found less than 95 % of what did not change, or a result was not read."""
+    """Print a table; 1 if a second turn found less than 95 % of what did not change, or a result was not read."""
     path = None if options.programs is None else str(options.programs.absolute())
     asked = [agent for agent in AGENTS if options.only in (None, agent.program)]
     found = [(agent, program) for agent in asked if (program := shutil.which(agent.program, path=path))]

@@ -132,7 +132,7 @@ class Batch(Engine):
 
 
 class LongGaps(Batch):
-    """The same where prompts may keep written texts waiting for twice the time."""
+    """The same if prompts may keep written texts waiting for twice the time."""
 
     options: ClassVar[dict[str, float]] = {"target_gap": 0.1}
 

@@ -1,4 +1,4 @@
-"""Bodies of requests that take memory or time where a server has no limit for them."""
+"""Bodies of requests that take memory or time if a server has no limit for them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _matrices(model: Transformer) -> list[Weight]:
 
 
 def seconds_of_products(file: Path, counts: list[int], threads: int) -> list[float]:
-    """Seconds of all products of one pass over so many rows each: medians. Empty for a network with experts."""
+    """Seconds of all products of one pass over each of `counts` rows: medians. Empty for a network with experts."""
     set_threads(threads)
     model = Transformer.from_gguf(file)
     if model.config.num_experts:

@@ -153,7 +153,7 @@ def _in_a_process(call: Callable[..., Any], *arguments: Any) -> Any:
 def served_by(
     name: str, network: Network, workloads: Sequence[Workload], threads: int, again: int = 0
 ) -> list[Served]:
-    """`_serve` in a new process; an empty list where the engine's package is absent, or does not read the network."""
+    """`_serve` in a new process; an empty list if the engine's package is absent, or does not read the network."""
     try:
         return _in_a_process(_serve, name, network, workloads, again, threads)  # type: ignore[no-any-return]
     except Exception as error:

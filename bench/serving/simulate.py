@@ -1,6 +1,6 @@
 """100,000 requests without a network: what the scheduler itself costs per step, whatever waits and whatever is cached.
 
-The network is a stand-in whose steps advance a clock by the seconds that a step of so many rows takes (`SECONDS`, read
+The network is a stand-in whose steps advance a clock by the seconds that a step takes, by its rows (`SECONDS`, read
 off a run of SmolLM2 on two threads); it has one layer of 8 channels, so that nearly all of the measured time is
 the scheduler's, the blocks' and the index's. Seconds are those of the thread's processor, so that other processes
 count little.

@@ -35,7 +35,7 @@ def blas_found() -> bool:
 
 
 def set_threads(threads: int) -> None:
-    """Set the number of threads of all these libraries, as far as they are loaded."""
+    """Set the number of threads of all BLAS libraries, as far as they are loaded."""
     kvcache.set_num_threads(threads)
     if _setter() is not None:
         _setter()(threads)

@@ -27,7 +27,7 @@ def counts(text: str) -> list[int]:
 
 
 def _by_threads(done: Iterable[tuple[Table, list[Result]]]) -> dict[tuple[str, str], dict[int, Result]]:
-    """`(title, case)` without the number of threads -> the results by that number, where there are several."""
+    """`(title, case)` without the number of threads -> the results by that number, if there are several."""
     found: dict[tuple[str, str], dict[int, Result]] = {}
     for table, results in done:
         for result in results:

@@ -107,7 +107,7 @@ def plot_lines(
 
     Args:
         log: whether the second axis is logarithmic.
-        named: whether lines are named at their ends, where none ends over another; if not, in a legend.
+        named: whether lines are named at their ends, if none ends over another; if not, in a legend.
         about: what was measured, for the title; the file is named after `title` alone.
         unit: of the numbers of the second axis.
     """

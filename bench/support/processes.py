@@ -84,7 +84,7 @@ class Process:
         return self.running.stdout.readline()
 
     def end(self, how: int = signal.SIGTERM, patience: float = 60) -> None:
-        """Send a signal, and wait until it has ended; after so many seconds it is killed."""
+        """Send a signal, and wait until the process has ended; after `patience` seconds it is killed."""
         self.running.send_signal(how)
         with suppress(subprocess.TimeoutExpired):
             self.running.wait(patience)

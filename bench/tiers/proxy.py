@@ -1,4 +1,4 @@
-"""A proxy on loopback between a client and a server: so many bytes per second each way, so many seconds later."""
+"""A proxy on loopback between a client and a server, with a given rate each way and a given delay."""
 
 from __future__ import annotations
 

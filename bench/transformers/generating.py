@@ -1,4 +1,4 @@
-"""`python -m bench transformers`: decode, prefill, glue and bytes of `PagedCache`, beside transformers' own caches.
+"""`python -m bench transformers`: decode, prefill, glue and bytes of `PagedCache`, against transformers' own caches.
 
 Models have random weights and caches random contexts: neither changes how long a step takes.
 """

@@ -38,7 +38,7 @@ SHAPES = {
             "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128, "num_experts": 64,
             "num_experts_per_tok": 8},
 }
-FEW_ROWS = 256  # matrices with at most so many rows are drawn whole, so that routers choose different experts
+FEW_ROWS = 256  # the most rows of a matrix that is drawn whole, so that routers choose different experts
 PART = 1024  # tokens that are filled in at once
 
 
@@ -84,7 +84,7 @@ def make_model(shape: str, dtype: str) -> Any:
 
 
 def makers(config: Any, names: Collection[str] = ()) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """`(name, attn_implementation, new cache)` of every cache, or of those with one of these in the name."""
+    """`(name, attn_implementation, new cache)` of every cache, or of those with one of `names` in the name."""
     made: dict[str, tuple[str, Callable[[], Any]]] = {}
     made["DynamicCache, sdpa"] = "sdpa", partial(DynamicCache, config=config)
     for backend, axis in (("quanto", 0), ("hqq", 1)):
@@ -118,7 +118,7 @@ def packed(
 
 
 def is_one(name: str, names: Collection[str]) -> bool:
-    """True if one of these is part of a name, or none is given."""
+    """True if one of `names` is part of `name`, or none is given."""
     return not names or any(part in name for part in names)
 
 

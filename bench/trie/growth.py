@@ -98,7 +98,7 @@ def cold_case(num_pages: int) -> Iterator[Candidate]:
 
 
 def pin_case(nodes: tuple[int, ...]) -> Iterator[Candidate]:
-    """Pin the result of a match and unpin it, on paths of so many nodes."""
+    """Pin the result of a match and unpin it, on paths of each number of `nodes`."""
     for num_nodes in nodes:
         (tokens,) = prompts(1, 32_768)
         trie, root = filled(path_of(tokens, num_nodes, PAGE))

@@ -1,4 +1,4 @@
-"""The check of formats beside a calibration: whether a network loses more than these formats promise."""
+"""The check of formats with a calibration: whether a network loses more than its formats promise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["check_formats", "divergence", "promised"]
 
 # The KL divergence of the next token with a calibration, of SmolLM2 in windows of 2,048 tokens.
 PROMISES = {"q8": 1.5e-5, "q6": 1.5e-4, "q4": 0.004, "q3": 0.018, "q2": 0.066}
-_TIMES = 3.0  # other networks and texts lose up to so many times as much; real failures a hundred times
+_TIMES = 3.0  # the most that other networks and texts lose, over SmolLM2; real failures lose a hundred times as much
 _FLOOR = 0.01  # what rounded activations add by themselves: 0.004 for SmolLM2
 _TOKENS, _COUNTED = 512, 256
 
@@ -28,7 +28,7 @@ Float64 = NDArray[np.float64]
 
 
 def promised(dtypes: Sequence[Formats], num_layers: int) -> float:
-    """The largest KL divergence that these formats of K and V are to have: the mean of what their layers promise."""
+    """The largest KL divergence that formats of K and V are to have: the mean of what their layers promise."""
     names = [name for dtype in dtypes for name in ([dtype] * num_layers if isinstance(dtype, str) else dtype)]
     return _TIMES * sum(PROMISES.get(name, 0.0) for name in names) / len(names) + _FLOOR
 
@@ -63,7 +63,7 @@ def check_formats(
     model: Model, dtypes: Sequence[Formats], calibration: Calibration, residual_length: int, firsts: int,
     tokens: NDArray[np.uint32], path: Path | None,
 ) -> None:
-    """Warn, with numbers, where K and V in these formats lose more than they promise, over 512 tokens of a text.
+    """Warn, with numbers, if K and V lose more than their formats promise, over 512 tokens of a text.
 
     Args:
         dtypes, calibration, residual_length, firsts: of an engine, see `Storage`.
@@ -92,7 +92,7 @@ def _name(dtype: Formats) -> str:
 
 
 def _kept(path: Path) -> dict[str, float]:
-    """The numbers in a file; none where it is missing or damaged."""
+    """The numbers in a file; none if it is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {str(name): float(value) for name, value in found.items()}

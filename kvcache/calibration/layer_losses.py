@@ -1,4 +1,4 @@
-"""`dtype="auto:4.0"`: formats of each layer within a budget of bits, by what a network loses where a layer is packed.
+"""`dtype="auto:4.0"`: formats of each layer within a budget of bits, by what a network loses if a layer is packed.
 
 A few layers of a network make most of the loss, and other texts name the same ones. So each layer is packed in q2 by
 itself, first its keys, then its values, and the KL divergence of the next token from that of unpacked ones is its loss.
@@ -51,7 +51,7 @@ def budget_of(dtype: Any) -> float | None:
 
 
 def formats_within(losses: Float32, head_dim: int, bits: float, drafts: int = 0) -> tuple[list[str], list[str]]:
-    """Formats of K and V of each layer, whose rows have at most so many bits per value on average, scales included.
+    """Formats of K and V of each layer, with at most `bits` bits per value on average, scales included.
 
     Args:
         losses: `(num_layers, 2)`, as `measure_losses` returns them; `(num_layers, 1)`: K and V are one row.

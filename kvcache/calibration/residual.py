@@ -43,7 +43,7 @@ def as_length(
         without: what excludes a residual; empty: nothing does.
 
     Raises:
-        ValueError: not 0 to 256; not 0 where it is excluded.
+        ValueError: not 0 to 256; not 0 if it is excluded.
     """
     if length is None:
         return 0 if without else default_length(key_dtype, value_dtype) or 64 * calibrated
@@ -54,7 +54,7 @@ def as_length(
 
 
 def num_firsts(measured: bool, length: int) -> int:
-    """The first tokens that are kept unpacked beside a residual of this length: some beside a measured calibration."""
+    """How many first tokens are kept unpacked with a residual of `length`: some with a measured calibration."""
     return min(FIRSTS, length or FIRSTS) if measured else 0
 
 
@@ -71,7 +71,7 @@ def most_unpacked(length: int, chunk: int, firsts: int = 0) -> int:
 def residual_bytes(
     config: NetworkConfig, dtypes: tuple[Formats, Formats], length: int, chunk: int, firsts: int = 0
 ) -> int:
-    """Bytes of K and V of the unpacked tokens beside a cache of these formats."""
+    """Bytes of K and V of the unpacked tokens of a cache with the given formats."""
     if not length and not firsts:
         return 0
     key, value = map(unpacked, dtypes)

@@ -18,7 +18,7 @@ _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 
 
 def answer_view(plain: bool) -> AnswerView:
-    """A `MarkdownView` where the standard output is a terminal and `rich` is installed; else an `AnswerView`."""
+    """A `MarkdownView` if the standard output is a terminal and `rich` is installed; else an `AnswerView`."""
     if not plain and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         try:
             return MarkdownView()

@@ -46,7 +46,7 @@ class Conversation:
         return [*self.messages, {"role": "user", "content": question}]
 
     def count(self, messages: Messages) -> int:
-        """The tokens of these messages, with the beginning of an answer."""
+        """The tokens of `messages`, with the beginning of an answer."""
         return len(self._engine.apply_chat_template(messages, tokenize=True))
 
     def used(self) -> int:
@@ -56,11 +56,11 @@ class Conversation:
         return 0
 
     def answer(self, messages: Messages, params: SamplingParams, progress: Progress | None = None) -> Answer:
-        """Answer these messages; errors and `progress` are those of `PrefixCachedEngine.chat`."""
+        """Answer `messages`; errors and `progress` are those of `PrefixCachedEngine.chat`."""
         return self._engine.chat(messages, params, progress=progress)
 
     def keep(self, messages: Messages, answer: str) -> None:
-        """Continue with these messages and their answer."""
+        """Continue with `messages` and their answer."""
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def undo(self) -> str | None:
@@ -128,7 +128,7 @@ class Conversation:
         return self.messages[:1] if self.messages and self.messages[0]["role"] == "system" else []
 
     def _replace(self, messages: Messages) -> None:
-        """Continue with these messages, if the template takes them with a question behind them."""
+        """Continue with `messages`, if the template takes them with a question behind them."""
         self._engine.apply_chat_template([*messages, {"role": "user", "content": ""}])
         self.messages = messages
 

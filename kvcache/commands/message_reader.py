@@ -40,7 +40,7 @@ class MessageReader:
                 return message
 
     def confirm(self, question: str, *, default: bool = True) -> bool:
-        """Whether a person says yes; Enter alone is the default. False where there is no person."""
+        """Whether a person says yes; Enter alone is the default. False if there is no person."""
         if not self.is_typed:
             return False
         try:

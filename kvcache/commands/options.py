@@ -217,7 +217,7 @@ def open_network(options: argparse.Namespace, make: Callable[..., Engine], **mor
 
 @contextmanager
 def _memory_explained() -> Iterator[None]:
-    """Say which options ask for less where the system refuses memory, and how much memory there is."""
+    """Say which options ask for less if the system refuses memory, and how much memory there is."""
     try:
         yield
     except OutOfMemoryError as error:
@@ -324,7 +324,7 @@ def _size(number: re.Match[str]) -> str:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Progress]:
-    """Say what takes a while, where a person watches, for as long as it takes, and which share is done."""
+    """Say what takes a while, if a person watches, for as long as it takes, and which share is done."""
     shown = sys.stderr.isatty()
     if shown:
         print(f"{what} ...", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`SlashCommands`: what a person can do in a conversation beside asking."""
+"""`SlashCommands`: what a person can do in a conversation besides asking."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SlashCommands:
     Args:
         conversation: is changed.
         tell: called with each text that a command prints.
-        confirm: asks the person a question; whether the answer is yes, which Enter alone is not where `default` is
+        confirm: asks the person a question; whether the answer is yes, which Enter alone is not if `default` is
             False.
     """
 

@@ -12,7 +12,7 @@ __all__ = ["AttentionCall"]
 cdef double MOST_CAP = 2.0 ** 64
 # Scores below it differ by nothing that a weight shows: a smaller cap is this one, whose inverse is a float.
 cdef double LEAST_CAP = 2.0 ** -100
-# Text positions: so many that no sum with a number of tokens overflows.
+# The last text position: no sum of it with a number of tokens overflows.
 cdef int64_t MOST_SKIPPED = 2 ** 62
 
 cnp.import_array()

@@ -132,7 +132,7 @@ cdef class BlockPool:
         return ids
 
     def grow(self, num_blocks):
-        """Room for so many blocks; the new ones are handed out after those that are free now.
+        """Make room for `num_blocks` blocks; the new ones are handed out after those that are free now.
 
         Raises:
             ValueError: more than 2**31 - 1; MemoryError: nothing has changed.

@@ -96,7 +96,7 @@ class Calibration:
         return sum(each.nbytes for each in (self.centres, self.moments, self.losses) if each is not None)
 
     def of_layers(self, layers: list[int]) -> Calibration:
-        """The part of these layers, in their order."""
+        """The part of `layers`, in their order."""
         parts = [None if each is None else each[layers] for each in (self.moments, self.losses)]
         return Calibration(self.centres[layers], *parts)
 
@@ -107,7 +107,7 @@ class Calibration:
         return Calibration(self.centres.reshape(layers * heads, 1, dim), moments)
 
     def without_centres(self, layers: list[int]) -> Calibration:
-        """The same, with centres of zeros in these layers."""
+        """The same, with centres of zeros in `layers`."""
         centres = self.centres.copy()
         centres[layers] = 0
         return Calibration(centres, self.moments, self.losses)

@@ -14,6 +14,6 @@ cdef class KnownKeys:
 
     cdef bint same(self, KnownKeys other) noexcept    # whether keys mean the same in both
 
-# TypeError, ValueError: no calibration of so many layers, heads and channels.
+# TypeError, ValueError: no calibration of the layers, heads and channels of `layouts`.
 cdef KnownKeys known_keys(object calibration, Layouts layouts)
 cdef bint is_centred(const kvc_head_keys *known, int num_heads) noexcept nogil    # whether any of them is

@@ -29,7 +29,7 @@ def formats_of_layers(dtype: Any, layers: Sequence[int]) -> Any:
 
 
 def unpacked(dtype: Formats) -> str:
-    """The format of tokens that stay unpacked beside a cache of these: f16, or f32 where a layer stores that."""
+    """Format of the tokens that stay unpacked: f16, or f32 if `dtype` stores a layer in f32."""
     names = names_of(dtype)
     floats = [name for name in names if not FORMATS[name].quantised]
     return max(["f16" if len(floats) < len(names) else floats[0], *floats], key=lambda name: FORMATS[name].bits)

@@ -7,7 +7,7 @@
     bookkeeping  tables, pools, orders of eviction, indexes
     scratch      work memory of the kernels: what attention keeps from call to call, as much as its largest call took,
                  and of engines the rows and partial sums of the largest product so far, which it freed when it ended
-    huge         of weights and kv, what lies on huge pages now; 0 where the system does not say, as only Linux does
+    huge         of weights and kv, what lies on huge pages now; 0 if the system does not say, as only Linux does
 
 Arrays that a call returns, and a network's rows of activations, belong to the call and are not counted. Of the memory
 that they leave, the process keeps up to 128 MiB for the next ones (support/recycled.pxd).

@@ -56,6 +56,6 @@ cdef class BlockStore:
 
     # Growing takes two steps: what can fail, then what cannot. `move_to` copies blocks that were ever written, layer by
     # layer, and gives the old layer back to the system: at most one layer is there twice. Views of the bytes are void.
-    cdef MappedMemory memory_for(self, num_blocks)       # of a store of so many blocks; or OutOfMemoryError, ValueError
+    cdef MappedMemory memory_for(self, num_blocks)       # of a store of `num_blocks`; or OutOfMemoryError, ValueError
     cdef void move_to(self, MappedMemory memory, int32_t num_blocks)
     cdef void _take(self, MappedMemory memory, int32_t num_blocks)

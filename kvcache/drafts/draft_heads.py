@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache.drafts.proposer import Ask
+from kvcache.drafts.proposer import Ask, Proposer
 from kvcache.errors import KvCacheError
 from kvcache.texts.forward import Forward
-from kvcache.texts.text import Text, Tokens
+from kvcache.texts.text import Tokens
 
 __all__ = ["DraftHeads"]
 
 
-class DraftHeads:
+class DraftHeads(Proposer):
     """The MTP layer, as a source; see `Proposer`.
 
     Args:
@@ -29,12 +29,6 @@ class DraftHeads:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
-
-    def knows(self, text: Text) -> bool:
-        return True
-
-    def behind(self, ask: Ask) -> int:
-        return 0
 
     def prepare(self, asked: Sequence[Ask]) -> list[Ask]:
         return [
@@ -64,15 +58,3 @@ class DraftHeads:
             for ask in asked:
                 pool.cut(ask.text, ask.text.computed)
         return [np.array(each[1:], np.uint32) for each in drafts]
-
-    def end(self, key: object) -> None:
-        """Do nothing: the engine ends its texts."""
-
-    def settle(self) -> None:
-        """Do nothing: the engine cuts its texts to what they have computed."""
-
-    def memory(self) -> dict[str, int]:
-        return {}
-
-    def check(self) -> None:
-        """Do nothing: the engine checks its pool."""

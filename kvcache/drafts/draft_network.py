@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcache.core.memory import total
-from kvcache.drafts.proposer import NO_DRAFT, Ask
+from kvcache.drafts.proposer import NO_DRAFT, Ask, Proposer
 from kvcache.errors import KvCacheError, OutOfMemoryError
 from kvcache.networks.protocols import Float32, Model
 from kvcache.texts.forward import Forward
@@ -25,7 +25,7 @@ _READ = 64  # tokens of texts that are new here, in a step: other texts wait for
 _SOON = 16  # tokens that a shadow may be behind, and still propose
 
 
-class DraftNetwork:
+class DraftNetwork(Proposer):
     """A small network as a source; see `Proposer`.
 
     Args:
@@ -47,9 +47,6 @@ class DraftNetwork:
         self._strange: set[object] = set()  # keys of texts with a token that this network does not have
 
     # -- shadows --------------------------------------------------------------------------------------------
-
-    def knows(self, text: Text) -> bool:
-        return True
 
     def behind(self, ask: Ask) -> int:
         shadow = self._shadows.get(ask.key)
@@ -118,7 +115,7 @@ class DraftNetwork:
         return False
 
     def _run(self, pieces: Sequence[tuple[Text, int]], rows: int) -> list[Float32]:
-        """Run the next tokens of texts; so many of the last logits of each, or nothing where there is no room."""
+        """Run the next tokens of texts; the last `rows` logits of each, or nothing if there is no room."""
         while True:
             try:
                 self._pool.append(pieces)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvcache.drafts.pass_times import PassTimes, hope
+
 __all__ = ["MOST_DRAFTS", "DraftPace"]
 
 MOST_DRAFTS = 8  # per pass; products of so few rows cost little more than those of one
@@ -13,17 +15,16 @@ class DraftPace:
     """The draft tokens of one source: of one text, or of all.
 
     Args:
+        times: count the passes; what was seen long ago counts less.
         source: of all texts, which this one begins as; None: this is the one of all.
-        now: see `asked`.
 
     Attributes:
         proposed, accepted: tokens so far that ran, and those of them that were drawn.
-        asked: the pass in which the text was last asked for.
     """
 
-    def __init__(self, source: DraftPace | None = None, now: int = 0) -> None:
+    def __init__(self, times: PassTimes, source: DraftPace | None = None) -> None:
         self.proposed = self.accepted = 0
-        self.asked = now
+        self._times, self._newest = times, times.passes
         self._source, self._kept = source, _SOURCE if source is None else _TEXT
         self._held = self._failed = 0.0
 
@@ -31,7 +32,8 @@ class DraftPace:
     def likely(self) -> float:
         """The chance that a draft token holds behind those that do."""
         before = _FIRST if self._source is None else self._source.likely
-        return (self._held + _PRIOR * before) / (self._held + self._failed + _PRIOR)
+        counts = hope(self._times.passes - self._newest)
+        return (counts * self._held + _PRIOR * before) / (counts * (self._held + self._failed) + _PRIOR)
 
     def learn(self, proposed: int, accepted: int) -> None:
         """Note how many draft tokens of a pass were drawn: behind the first that was not, no other tells anything."""
@@ -48,6 +50,6 @@ class DraftPace:
             self._source.fail()
 
     def _note(self, held: int, failed: int) -> None:
-        kept = self._kept ** (held + failed)
-        self._held = kept * self._held + held
-        self._failed = kept * self._failed + failed
+        kept = self._kept ** (held + failed) * hope(self._times.passes - self._newest)
+        self._held, self._failed = kept * self._held + held, kept * self._failed + failed
+        self._newest = self._times.passes

@@ -46,7 +46,7 @@ class Drafted(Protocol):
 
 
 class Drafter:
-    """The sources of draft tokens of an engine. What each may take beside what it saves, `DraftAccount` promises.
+    """The sources of draft tokens of an engine. `DraftAccount` bounds the time that each may lose.
 
     A source that fails is given up; texts go on without it.
 
@@ -95,32 +95,24 @@ class Drafter:
             return  # this pass measures it, or others do whose grammars force nothing
         for number, account in enumerate(self._accounts):
             waiting = [each for each in waiting if not len(each[0].itself.draft)]
-            if number in self._proposers and left > 0 and waiting and account.may_ask(rows):
+            if number in self._proposers and left > 0 and waiting and account.may_ask:
                 given = self._ask(number, waiting, left, rows)
                 left, rows = left - given, rows + given
 
     def _ask(self, number: int, texts: Sequence[tuple[Drafted, TextDrafts]], left: int, rows: int) -> int:
-        """Give texts draft tokens of one source, beside so many rows; how many."""
-        account, began, given, is_reading = self._accounts[number], self._clock(), 0, False
-        proposer, most = self._proposers[number], min(left, self.most)
+        """Give texts draft tokens of one source, in a pass of `rows` others; how many."""
+        account, proposer, began = self._accounts[number], self._proposers[number], self._clock()
         try:
             texts = [each for each in texts if proposer.knows(each[0].itself)]
-        except Exception as error:  # of memory
-            return self._give_up(number, error)
-        paces = [(drafts.paces[number], text.most_drafts(most)) for text, drafts in texts]
-        counts = account.plan(paces, rows, left) if texts else []
-        by_key: dict[object, tuple[Drafted, TextDrafts]] = {drafts: (text, drafts) for text, drafts in texts}
-        asked = [Ask(text.itself, count, drafts) for (text, drafts), count in zip(texts, counts, strict=True) if count]
-        ready, found = list[Ask](), list[Tokens]()
-        try:
-            asked = [ask for ask in asked if account.may_read(proposer.behind(ask))]
-            if asked:
-                ready, is_reading = self._prepare(proposer, account, asked)
-            if ready:
-                found = self._propose(proposer, account, ready)
+            found = self._proposed(number, texts, left, rows) if texts else []
         except Exception as error:  # of a network, or of memory
-            return self._give_up(number, error)
-        for ask, tokens in zip(ready, found, strict=True):
+            del self._proposers[number]  # it has given no draft tokens
+            logger.warning("draft: %s has failed, and is not asked again: %s", proposer.name, short(error))
+            proposer.settle()
+            return 0
+        by_key: dict[object, tuple[Drafted, TextDrafts]] = {drafts: (text, drafts) for text, drafts in texts}
+        given = 0
+        for ask, tokens in found:
             text, drafts = by_key[ask.key]
             kept = tokens[: left - given]
             if len(kept) and text.matcher is not None:
@@ -132,31 +124,28 @@ class Drafter:
                 ask.text.draft, drafts.source = kept, number
             given += len(kept)
         seconds = self._clock() - began
-        account.pay(seconds, is_asked=bool(asked) or not texts, is_reading=is_reading)
+        account.pay(seconds)
         self.seconds += seconds
         return given
 
-    def _give_up(self, number: int, error: Exception) -> int:
-        """Ask a source no more: it has given no draft tokens."""
-        proposer = self._proposers.pop(number)
-        logger.warning("draft: %s has failed, and is not asked again: %s", proposer.name, short(error))
-        proposer.settle()
-        return 0
-
-    def _prepare(self, proposer: Proposer, account: DraftAccount, asked: Sequence[Ask]) -> tuple[list[Ask], bool]:
-        """Let a source read; the texts that it may propose for, and whether there are none since it still reads."""
-        began = self._clock()
-        before = sum(map(proposer.behind, asked))
+    def _proposed(
+        self, number: int, texts: Sequence[tuple[Drafted, TextDrafts]], left: int, rows: int
+    ) -> list[tuple[Ask, Tokens]]:
+        """What a source proposes for texts: those that are worth it, and of which it has read enough."""
+        account, proposer, most = self._accounts[number], self._proposers[number], min(left, self.most)
+        counts = account.plan([(drafts.paces[number], text.most_drafts(most)) for text, drafts in texts], rows, left)
+        asked = [Ask(text.itself, count, drafts) for (text, drafts), count in zip(texts, counts, strict=True) if count]
+        asked = [ask for ask in asked if account.may_read(proposer.behind(ask), rows)]
+        if not asked:
+            return []
+        began, behind = self._clock(), sum(map(proposer.behind, asked))
         ready = proposer.prepare(asked)
-        read = before - sum(map(proposer.behind, asked)) if before else 0
-        account.read(read, self._clock() - began)
-        return ready, read > 0 and not ready
-
-    def _propose(self, proposer: Proposer, account: DraftAccount, asked: Sequence[Ask]) -> list[Tokens]:
-        began = self._clock()
-        found = proposer.propose(asked)
+        if behind:
+            account.read(behind - sum(map(proposer.behind, asked)), self._clock() - began)
+            began = self._clock()
+        found = proposer.propose(ready) if ready else []
         account.proposed(sum(map(len, found)), self._clock() - began)
-        return found
+        return list(zip(ready, found, strict=True))
 
     def ran(self, rows: int, seconds: float | None) -> None:
         """Note a pass with `rows` of decodes and draft tokens.

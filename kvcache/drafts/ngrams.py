@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.drafts.proposer import NO_DRAFT, Ask
+from kvcache.drafts.proposer import NO_DRAFT, Ask, Proposer
 from kvcache.texts.text import Text, Tokens
 
 __all__ = ["NGrams"]
@@ -16,19 +16,13 @@ _GRAM = 3  # tokens that must agree
 _REACH = 8192  # tokens that are searched
 
 
-class NGrams:
+class NGrams(Proposer):
     """Proposes what followed the newest place of a text's last tokens; see `Proposer`."""
 
     name = "ngram"
 
     def knows(self, text: Text) -> bool:
         return _place(text.tokens) > 0
-
-    def behind(self, ask: Ask) -> int:
-        return 0
-
-    def prepare(self, asked: Sequence[Ask]) -> list[Ask]:
-        return list(asked)
 
     def propose(self, asked: Sequence[Ask]) -> list[Tokens]:
         return [self.follow(ask.text.tokens, ask.most) for ask in asked]
@@ -37,18 +31,6 @@ class NGrams:
         """At most `most` tokens that may follow others."""
         place = _place(tokens)
         return tokens[place : place + most].copy() if most > 0 and place > 0 else NO_DRAFT
-
-    def end(self, key: object) -> None:
-        """Do nothing: nothing is kept."""
-
-    def settle(self) -> None:
-        """Do nothing, likewise."""
-
-    def memory(self) -> dict[str, int]:
-        return {}
-
-    def check(self) -> None:
-        """Do nothing: there are no invariants."""
 
 
 def _place(tokens: Tokens) -> int:

@@ -7,7 +7,7 @@ random number, and a draft token stays if it is the token that was drawn: the te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,44 +32,42 @@ class Ask(NamedTuple):
     key: object
 
 
-class Proposer(Protocol):
+class Proposer:
     """A source of draft tokens for many texts at once. What it proposes never changes a text.
+
+    The methods are those of a source that keeps nothing; each overrides what it has more of.
 
     Attributes:
         name: what messages call it.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     def knows(self, text: Text) -> bool:
-        """Whether it may have something to go by in a text: asked in each pass, before anything is decided."""
-        ...
+        """Whether the source may propose something for a text: asked in each pass, before anything is decided."""
+        return True
 
     def behind(self, ask: Ask) -> int:
         """How many tokens of a text, about, `prepare` is to read before `propose` may be called."""
-        ...
+        return 0
 
     def prepare(self, asked: Sequence[Ask]) -> list[Ask]:
         """Read a part of texts of which many tokens are new; return those that `propose` may be called with now."""
-        ...
+        return list(asked)
 
     def propose(self, asked: Sequence[Ask]) -> list[Tokens]:
-        """Draft tokens of each text, at most so many; none where there is nothing to go by."""
-        ...
+        """Draft tokens of each text, at most `Ask.most`; none if the source knows none."""
+        raise NotImplementedError
 
     def end(self, key: object) -> None:
         """Forget the text with this key; its tokens may stay cached."""
-        ...
 
     def settle(self) -> None:
         """Forget what an exception has left half done; may run at any time."""
-        ...
 
     def memory(self) -> dict[str, int]:
         """Bytes of its own, as `BatchEngine.memory` names them."""
-        ...
+        return {}
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
-        ...

@@ -17,7 +17,8 @@ from kvcache.texts.settings import CacheSettings, Load
 
 __all__ = ["SOURCE_NAMES", "DraftSources", "each_source"]
 
-SOURCE_NAMES = ("ngram", "mtp", "auto")
+_NAMED: dict[str, Callable[[Forward], Proposer]] = {"ngram": lambda _: NGrams(), "mtp": DraftHeads}
+SOURCE_NAMES = (*_NAMED, "auto")
 _FILL = 128  # rows by which families fill embeddings to sizes that differ: Qwen2.5 has 151,936 and 152,064
 
 
@@ -36,19 +37,17 @@ class DraftSources:
     """
 
     def __init__(self, draft: Any, model: Model, load: Load, block_size: int) -> None:
-        self._sources, has_mtp = list[Any](), draft_layers(model) > 0
-        self._vocab_size = model.config.vocab_size
+        self._sources, self._vocab_size = list[Any](), model.config.vocab_size
+        known = [name for name in _NAMED if name != "mtp" or draft_layers(model)]
         for each in each_source(draft):
-            names = ["ngram", "mtp"][: 1 + has_mtp] if isinstance(each, str) and each == "auto" else [each]
-            self._sources += [name for name in names if name not in self._sources]
-        for each in self._sources:
             if isinstance(each, str) and each not in SOURCE_NAMES:
                 raise ValueError(f"draft: expected {', '.join(SOURCE_NAMES)} or a network, got {short(each)}")
-            if isinstance(each, str) and each == "mtp" and not has_mtp:
-                expected = "a network with an MTP layer"
-                raise ValueError(f"draft: expected {expected} for mtp, got {short(model)}")
+            if isinstance(each, str) and each not in (*known, "auto"):
+                raise ValueError(f"draft: expected a network with an MTP layer for {each}, got {short(model)}")
             if not isinstance(each, str) and not hasattr(each, "forward"):
                 raise TypeError(f"draft: expected None, a name or a network, got {type(each).__name__}")
+            names = known if isinstance(each, str) and each == "auto" else [each]
+            self._sources += [name for name in names if name not in self._sources]
         networks = [each for each in self._sources if not isinstance(each, str)]
         own = Load(2 * max(load.texts, 1), load.piece, load.drafts, load.prompts, 1, load.default_tokens, 1)
         self._settings = {id(each): _settings_of(each, own, block_size, self._vocab_size) for each in networks}
@@ -72,13 +71,12 @@ class DraftSources:
         return settings.within(limit * own // max(1, own + sum(sizes)))
 
     def drafter(self, forward: Forward, most: int, clock: Callable[[], float]) -> Drafter:
-        """The sources, beside the passes and the memory of the engine."""
-        found, num_blocks = list[Proposer](), forward.pool.total_blocks
-        for each in self._sources:
-            if isinstance(each, str):
-                found.append(NGrams() if each == "ngram" else DraftHeads(forward))
-            else:
-                found.append(DraftNetwork(self._settings[id(each)], num_blocks, self._vocab_size))
+        """The sources, over the passes and the memory of the engine."""
+        found = [
+            _NAMED[each](forward) if isinstance(each, str)
+            else DraftNetwork(self._settings[id(each)], forward.pool.total_blocks, self._vocab_size)
+            for each in self._sources
+        ]
         return Drafter(found, most, clock)
 
 

@@ -1,4 +1,4 @@
-"""`TypicalSeconds`: a running mean of what takes about as long each time, where disturbances count little."""
+"""`TypicalSeconds`: a running mean of what takes about as long each time; disturbances count little."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from kvcache.engine.chat import Answer
+from kvcache.engine.chat import Answer, ChatEngine
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.inference import InferenceEngine
 from kvcache.engine.turns import Turn
@@ -20,6 +20,7 @@ from kvcache.networks.weights import Progress
 from kvcache.prefix.prefill import PrefixAwarePrefill
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
+from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_count, as_instance
 from kvcache.support.copies import refuse_copies
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
@@ -33,7 +34,7 @@ __all__ = ["PrefixCachedEngine"]
 logger = logging.getLogger("kvcache")
 
 
-class PrefixCachedEngine:
+class PrefixCachedEngine(ChatEngine):
     """An `InferenceEngine` with a prefix cache in front.
 
     Each request resets the sequence, looks up the longest cached prefix, shares its blocks, prefills the rest, inserts
@@ -116,7 +117,7 @@ class PrefixCachedEngine:
         self.strict = strict
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Write what waits for the tiers, for so many seconds at most, and go on without them; whether all was written.
+        """Write what waits for the tiers, `timeout` seconds at most, and go on without them; whether all was written.
 
         Without tiers it does nothing.
         """
@@ -187,14 +188,8 @@ class PrefixCachedEngine:
         request = self._checked(prompt, params, sampling, namespace, prefix, with_text=True)
         return request.complete(self._stream_in_turn(request, namespace, whole=True))
 
-    def apply_chat_template(
-        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
-        template: Any = None,
-    ) -> str | list[int]:
-        """See `InferenceEngine.apply_chat_template`."""
-        return self.inner.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=tokenize, template=template
-        )
+    def _checkpoint(self) -> CheckpointText | GgufText | None:
+        return self._requests.text
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,

@@ -23,7 +23,7 @@ from kvcache.sampling.tokenizer import SPECIAL_TOKENS, CheckpointText, GgufText
 from kvcache.support.arguments import plain_int, short
 from kvcache.support.json_text import read_json_text
 
-__all__ = ["Answer", "chat_tokens", "chat_tokens_with_ends", "render", "template_arguments"]
+__all__ = ["Answer", "ChatEngine", "chat_tokens", "chat_tokens_with_ends", "render", "template_arguments"]
 
 _OLDEST = (3, 1, 6)  # of jinja2: earlier sandboxes have known holes
 # Where a template reads the thoughts of an assistant.
@@ -72,6 +72,50 @@ class Answer:
 
     def __repr__(self) -> str:
         return f"Answer({len(self.tokens)} tokens to {self.prompt_tokens}, {self.finish_reason or 'not at its end'})"
+
+
+class ChatEngine:
+    """The base of the engines: the tokenizer and the chat template of the checkpoint that each has."""
+
+    def _checkpoint(self) -> CheckpointText | GgufText | None:
+        raise NotImplementedError
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's `tokenizers.Tokenizer`, loaded on first use; None if it has none.
+
+        Raises:
+            ImportError: the checkpoint has one, but the `tokenizers` package (extra `text`) is not installed.
+            CheckpointError: it is damaged.
+        """
+        return None if (text := self._checkpoint()) is None else text.tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's Jinja template of a conversation; None if it has none. CheckpointError: it is damaged."""
+        return None if (text := self._checkpoint()) is None else text.chat_template
+
+    def apply_chat_template(
+        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
+        template: Any = None,
+    ) -> Any:
+        """A conversation in the words of the checkpoint's chat template, as transformers writes it; text or token ids.
+
+        Turns of an assistant that the template refuses are written in another way, such as several calls one by one.
+
+        Args:
+            messages: dicts with "role", "content" and what else the template knows.
+            tools: JSON schemas of functions, dicts.
+            add_generation_prompt: whether the beginning of the answer follows.
+            tokenize: return token ids instead of the text. The tokenizer adds no special tokens to those in the text.
+            template: more variables of the template, such as `{"enable_thinking": False}`: plain data by their names.
+
+        Raises:
+            TypeError, ValueError: no template or tokenizer; messages that the template does not take.
+            ImportError: without the packages of the extra `text`. CheckpointError: a damaged template.
+        """
+        text = render(self._checkpoint(), messages, tools, add_generation_prompt, template)
+        return chat_tokens(self._checkpoint(), text) if tokenize else text
 
 
 def chat_tokens(text: CheckpointText | GgufText | None, rendered: str, most: int | None = None) -> list[int]:

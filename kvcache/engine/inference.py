@@ -15,7 +15,7 @@ from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import DraftSources
-from kvcache.engine.chat import Answer, chat_tokens, render
+from kvcache.engine.chat import Answer, ChatEngine
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.compression import compressed
 from kvcache.engine.current import CurrentText, Share
@@ -29,6 +29,7 @@ from kvcache.networks.weights import Progress
 from kvcache.paged.cache import PagedKvCache
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.text_tokens import encoded
+from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_count, as_finite, as_floats, as_index, as_instance, short
 from kvcache.support.copies import refuse_copies
 from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
@@ -39,7 +40,7 @@ from kvcache.texts.settings import CacheSettings, Load
 __all__ = ["InferenceEngine"]
 
 
-class InferenceEngine:
+class InferenceEngine(ChatEngine):
     """Runs one sequence at a time through a network and stores its keys and values in a `PagedKvCache`.
 
     `generate`, `stream` and `score` start a new sequence; `prefill_from_pos` and `decode_step` extend the current one.
@@ -337,20 +338,8 @@ class InferenceEngine:
         """The number of tokens prefilled by all requests so far; failed calls and `score` do not count."""
         return self.requests.num_prefilled
 
-    @property
-    def tokenizer(self) -> Any:
-        """The checkpoint's `tokenizers.Tokenizer`, loaded on first use; None if it has none.
-
-        Raises:
-            ImportError: the checkpoint has one, but the `tokenizers` package (extra `text`) is not installed.
-            CheckpointError: it is damaged.
-        """
-        return self.requests.tokenizer
-
-    @property
-    def chat_template(self) -> str | None:
-        """The checkpoint's Jinja template of a conversation; None if it has none. CheckpointError: it is damaged."""
-        return None if self.requests.text is None else self.requests.text.chat_template
+    def _checkpoint(self) -> CheckpointText | GgufText | None:
+        return self.requests.text
 
     def memory(self) -> dict[str, int]:
         """Bytes: "weights" (0: the model does not say), "kv" (cache, residual), "bookkeeping", "scratch", "huge"."""
@@ -419,28 +408,6 @@ class InferenceEngine:
         continued on another thread.
         """
         return self.requests.stream(self._request(prompt_tokens, params, sampling, prefix=prefix), whole=False)
-
-    def apply_chat_template(
-        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
-        template: Any = None,
-    ) -> str | list[int]:
-        """A conversation in the words of the checkpoint's chat template, as transformers writes it.
-
-        Turns of an assistant that the template refuses are written in another way, such as several calls one by one.
-
-        Args:
-            messages: dicts with "role", "content" and what else the template knows.
-            tools: JSON schemas of functions, dicts.
-            add_generation_prompt: whether the beginning of the answer follows.
-            tokenize: return token ids instead of the text. The tokenizer adds no special tokens to those in the text.
-            template: more variables of the template, such as `{"enable_thinking": False}`: plain data by their names.
-
-        Raises:
-            TypeError, ValueError: no template or tokenizer; messages that the template does not take.
-            ImportError: without the packages of the extra `text`. CheckpointError: a damaged template.
-        """
-        text = render(self.requests.text, messages, tools, add_generation_prompt, template)
-        return chat_tokens(self.requests.text, text) if tokenize else text
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,

@@ -121,7 +121,7 @@ def _units(block: NDArray[Any]) -> Float32:
 
 
 def _unit(block: NDArray[Any], parts: int = 1) -> Float32:
-    """The unit of scales, or one of so many parts of it: `(n,)`."""
+    """The unit of scales, or one of `parts` parts of it: `(n,)`."""
     with np.errstate(invalid="ignore"):  # of a damaged file
         found: Float32 = block["d"].astype(np.float32) / np.float32(parts)
     return found

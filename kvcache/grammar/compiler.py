@@ -104,7 +104,7 @@ class GrammarCompiler:
 
     @property
     def _kept(self) -> int:
-        """Bytes of the grammars that stay, where there are several."""
+        """Bytes of the grammars that stay, if there are several."""
         return sum(self._held[each] for each in self._compiled.values()) if len(self._compiled) > 1 else 0
 
     def knows(self, grammar: Grammar, stop_tokens: Iterable[int] = ()) -> bool:
@@ -116,7 +116,7 @@ class GrammarCompiler:
     def _key(
         self, vocabulary: GrammarVocabulary, grammar: Grammar, stop_tokens: Iterable[int]
     ) -> tuple[bytes, bool]:
-        """The digest of a grammar behind these stop tokens, and whether its masks may be forced."""
+        """The digest of a grammar with its stop tokens, and whether its masks may be forced."""
         forces = grammar.forces and not any(map(vocabulary.is_text, (*self._end_tokens, *stop_tokens)))
         parts = grammar.kind, grammar.text, grammar.strict, grammar.whitespace, grammar.lead, forces
         return sha256(repr(parts).encode()).digest(), forces

@@ -55,7 +55,7 @@ class Matcher:
         return Matcher(self._start, self._vocab_size, self._end_token, stop_tokens, text, first, self._remade)
 
     def at(self, text: Sequence[int]) -> Matcher:
-        """A matcher of the same text, which is at these tokens."""
+        """A matcher of the same text, after its tokens `text`."""
         return self.fresh(self._stops, text)
 
     @property
@@ -143,7 +143,7 @@ class Matcher:
         return tokens
 
     def holds(self, draft: Sequence[int]) -> int:
-        """How many of these tokens may follow one another."""
+        """How many tokens of `draft` may follow one another."""
         count: int = self.state.validate_tokens(list(draft))
         return count
 

@@ -113,7 +113,7 @@ def _watch(most: int) -> None:
 
 
 def _resident() -> int:
-    """Bytes that the process has; where the system does not say it, had at its most."""
+    """Bytes that the process has; if the system does not say it, had at its most."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * _PAGE

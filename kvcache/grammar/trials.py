@@ -206,7 +206,7 @@ class Trials:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process, and its forks, which are of its group, and outlive it where another one has killed it."""
+    """Kill a process, and its forks, which are of its group, and outlive it if another one has killed it."""
     if process.returncode is None:  # its id is its own until it is waited for
         with suppress(OSError):  # it has no group yet
             os.killpg(process.pid, signal.SIGKILL)

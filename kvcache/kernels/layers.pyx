@@ -227,7 +227,7 @@ def top_experts(logits, int64_t count, bint normalise, *, bint sigmoid=False, bi
         bias: float32 `(experts,)`, added to the scores for the choice alone; or None.
         eps: added to the sum of chosen sigmoids.
         factor: multiplies all weights.
-        groups, kept: the experts of `kept` of so many groups may be chosen (DeepSeek-V2, arXiv 2405.04434), those with
+        groups, kept: the experts of `kept` of the `groups` may be chosen (DeepSeek-V2, arXiv 2405.04434), those with
             the largest sum of their `best` (1 or 2) largest scores.
         least: chosen shares of a softmax are divided by at least this (ERNIE 4.5).
 

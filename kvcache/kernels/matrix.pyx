@@ -410,7 +410,7 @@ cdef class Matrix:
         return Matrix(rows, self.c.columns, self.format, self.memory[start:])
 
     cdef int64_t _rows(self, object row, int64_t count, int64_t columns) except -1:
-        """The first of `count` rows from `row` on, which exist and have so many columns."""
+        """The first of `count` rows from `row` on, which exist and have `columns` columns."""
         first = as_count(row, "row")
         if columns != self.c.columns or first + count > self.c.rows:
             raise ValueError(f"row: expected rows of ({self.c.rows}, {self.c.columns}), "
@@ -432,7 +432,7 @@ cdef kvc_matrix_format _number(object name) except *:
 
 
 cdef cnp.ndarray _as_float32(object x, int ndim):
-    """x as contiguous float32: itself, if it has so many dimensions."""
+    """x as contiguous float32: itself, if it has `ndim` dimensions."""
     return x if is_plain(x, cnp.NPY_FLOAT32, ndim) else np.array(x, np.float32, order="C")
 
 

@@ -196,7 +196,7 @@ class CacheManager:
         return evict_from_all([entries.kept for entries in self._layers.values()], rules)
 
     def get(self, positions: npt.ArrayLike, layer_idx: int | None = None) -> tuple[Float32, Float32]:
-        """K and V of the entries at these indices, dequantised.
+        """K and V of the entries at `positions`, dequantised.
 
         Args:
             positions: integers `(n,)`, indices into the list in text order; repetitions are allowed.

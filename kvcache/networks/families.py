@@ -31,7 +31,7 @@ class Family:
         activation: that of the MLP; None: the key that `activation_key` names.
         windows: which layers may have the window of `sliding_window`: none, all, or those of `layer_types`.
         window_switch: whether windows need a true `use_sliding_window`.
-        full_every: without `layer_types`, every so manyth layer has no window; 0: the first `max_window_layers`
+        full_every: without `layer_types`, one in each `full_every` has no window; 0: the first `max_window_layers`
             have none.
         rope_per_kind: whether layers with and without a window have a rotary embedding each.
         mlp_gate: whether an MLP has a gate.

@@ -36,7 +36,7 @@ class LayerAttention:
         sinks: `(num_heads,)`, a logit per query head that joins the normaliser of the softmax; None: there are none.
         num_kv_heads, head_dim: of this layer; None: those of the configuration.
         kv_layer: an earlier layer, whose K and V this one reads; None: it has its own.
-        latent: V is the first so many channels of K, and `values` of `Attend` is None; None: V is given.
+        latent: the number of first channels of K that are V, and `values` of `Attend` is None; None: V is given.
     """
 
     scale: float | None = None

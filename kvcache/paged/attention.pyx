@@ -26,7 +26,7 @@ __all__ = ["SequenceAttention"]
 
 cnp.import_array()
 
-# Text positions: so many that no sum with a number of tokens overflows.
+# The last text position: no sum of it with a number of tokens overflows.
 cdef int64_t MOST_START = 2 ** 62
 
 # The numbers of each sequence, NULL of None; or ValueError.

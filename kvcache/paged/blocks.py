@@ -33,7 +33,7 @@ class PagedBlocks:
         holders: what holds references on the blocks (sequences, prefix caches), each a function that counts them,
             `() -> int32 (num_blocks,)`.
         reserves: what keeps records of the blocks (prefix caches), each a function that makes room for the records of
-            so many blocks before the pool grows; MemoryError: nothing has changed.
+            its argument's number of blocks before the pool grows; MemoryError: nothing has changed.
         idle: the prefix caches, each a function that counts the blocks which it alone holds.
     """
 
@@ -106,7 +106,7 @@ class PagedBlocks:
             self.store.copy_blocks(self.pool.in_use(src), self.pool.in_use(dst))
 
     def run(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call; where it lacks blocks, its error counts those that prefix caches could give back."""
+        """Call; if it lacks blocks, its error counts those that prefix caches could give back."""
         try:
             call(*arguments)
         except OutOfMemoryError as error:

@@ -221,12 +221,12 @@ class PagedKvCache:
 
     @property
     def key_dtype(self) -> str | tuple[str, ...]:
-        """Format that stores K; a tuple where layers differ."""
+        """Format that stores K; a tuple if layers differ."""
         return self._store.key_dtype
 
     @property
     def value_dtype(self) -> str | tuple[str, ...]:
-        """Format that stores V; a tuple where layers differ."""
+        """Format that stores V; a tuple if layers differ."""
         return self._store.value_dtype
 
     @property
@@ -556,7 +556,7 @@ class PagedKvCache:
             context_lens: integers `(n,)`: how many of its first tokens each sequence shows, by default all. Where a
                 part of the context is attended elsewhere, `merge_attention` merges the parts. A sequence may then be
                 named several times, with different queries. The output of a query that sees no token is 0.
-            skip_tokens: the first so many tokens of each sequence are seen by no query, as if a window had left them.
+            skip_tokens: how many tokens at the front of each sequence no query sees, as if a window had left them.
             return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf without tokens.
             window: the query at position p sees positions p - window + 1 to p. Tokens that no query sees are not read.
             softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); above 0.
@@ -654,7 +654,7 @@ class PagedKvCache:
         self._sequences.pack(as_seq_id(seq_id), as_count(num_tokens, "num_tokens"))
 
     def reserve_unpacked(self, num_tokens: int) -> None:
-        """Map f16 rows for so many tokens in all, now rather than when they are needed; touched when first written."""
+        """Map f16 rows for `num_tokens` in all, now rather than when they are needed; touched when first written."""
         self._expect_residual()
         self._sequences.reserve_unpacked(as_count(num_tokens, "num_tokens"))
 
@@ -754,7 +754,7 @@ class PagedKvCache:
         self._blocks.copy(sources, targets)
 
     def reference_counts(self, block_ids: npt.ArrayLike) -> Int32:
-        """References of sequences and prefix caches on each of these blocks, int32 `(n,)`; 0 where it is free."""
+        """References of sequences and prefix caches on each of the blocks, int32 `(n,)`; 0 if it is free."""
         ids = self._blocks.as_ids(block_ids)
         with self._lock:
             return self._pool.ref_counts()[ids]

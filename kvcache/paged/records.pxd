@@ -94,7 +94,7 @@ cdef class SequenceRecords:
     cdef int32_t find(self, uint64_t seq_id) except -1            # its row, or SequenceNotFoundError
     cdef int refuse_taken(self, uint64_t seq_id) except -1        # or InvalidOperationError
 
-    # A row for a new, empty sequence with room for so many runs of its tokens and of its residual, -1: it has none.
+    # A row for a new, empty sequence: room for the given numbers of runs of its tokens and residual, -1: it has none.
     # `holes`: the tokens have positions of their own.
     cdef int32_t open_(self, uint64_t seq_id, int64_t num_runs, bint holes, int64_t residual_runs) except -1
     cdef void close_(self, int32_t row) noexcept nogil

@@ -189,7 +189,7 @@ cdef class PagedSequences:
     # -- blocks ---------------------------------------------------------------------------------------------
 
     def grow(self, int64_t num_blocks, reserves):
-        """`num_blocks` more blocks, after every function of `reserves` has made room for so many in all."""
+        """`num_blocks` more blocks, after every function of `reserves` has made room for all blocks."""
         cdef BlockPool pool = self.table.pool
         cdef MappedMemory memory
         if num_blocks < 0:
@@ -281,7 +281,7 @@ cdef class PagedSequences:
         return keys, values
 
     def reserve_unpacked(self, int64_t num_tokens):
-        """Map memory for so many rows in f16."""
+        """Map memory for `num_tokens` rows in f16."""
         with self.lock:
             self.residual.grow_to_(blocks_of(num_tokens, self.residual.store.layout.block_size))
 

@@ -46,7 +46,7 @@ def save_blocks(path: str | os.PathLike[str], model: str, caches: Sequence[Cache
 
 
 def _meaning(caches: Sequence[CachedBlocks]) -> str:
-    """Everything beside the model that the meaning of stored rows depends on: a suffix of its name in the file.
+    """All but the model that the meaning of stored rows depends on: a suffix of its name in the file.
 
     Keys centred by another calibration mean something else. So do rows of another format that is written in Python,
     since all of those are stored in f32.

@@ -62,7 +62,7 @@ class CacheSession:
 
     @property
     def shared_blocks(self) -> list[int]:
-        """The blocks of these tokens, the tail block last."""
+        """The blocks of the session's tokens, the tail block last."""
         return [*self.block_indices, self.tail_block] if self.tail_tokens else list(self.block_indices)
 
     def __repr__(self) -> str:

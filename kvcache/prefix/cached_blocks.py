@@ -110,7 +110,7 @@ class CachedBlocks:
         return self.pool.num_blocks if self._limit is None else min(self._limit, self.pool.num_blocks)
 
     def attach(self, source: Source | None) -> None:
-        """Make `source` the store beside the cache."""
+        """Make `source` the store that the cache reads from and writes to."""
         with self.lock:
             if source is not None:
                 source.attach(self)
@@ -166,7 +166,7 @@ class CachedBlocks:
         return existing + room - first
 
     def as_adoptable(self, block_ids: npt.ArrayLike, num_tokens: int) -> Int32:
-        """The ids of the full blocks of so many tokens; raises as `PrefixCache.adopt`. Called without the lock."""
+        """The ids of the full blocks of `num_tokens` tokens; raises as `PrefixCache.adopt`. Called without the lock."""
         full = num_tokens // self.store.block_size
         blocks = self._blocks.as_ids(block_ids)[:full]
         if not self._shared:

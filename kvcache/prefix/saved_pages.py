@@ -46,7 +46,7 @@ class SavedPages:
         self._warned = False
 
     def pages_at(self, places: Int64) -> Int32:
-        """The pages that wait for these places."""
+        """The pages that wait for `places`."""
         return self._page_of[places]
 
     def fetch(self, pages: Int32) -> Int32:

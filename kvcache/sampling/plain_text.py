@@ -132,7 +132,7 @@ class PlainText:
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """A pattern for any of these words, the longest that fits, in a time that hardly depends on their number."""
+    """A pattern for any of `words`, the longest that fits, in a time that hardly depends on their number."""
     groups: dict[str, list[str]] = {}
     for word in words:
         groups.setdefault(word[:1], []).append(word)

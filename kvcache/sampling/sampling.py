@@ -41,7 +41,7 @@ class SamplingParams:
         logits_processor: a function of the text so far, uint32 `(n,)`, prompt and new tokens, read-only, and of the
             logits, float32 `(vocab_size,)`. It returns logits, or changes them in place and returns None. None is off.
         grammar: what the text may be, see `kvcache.grammar`: the logits of tokens that cannot follow become minus
-            infinity, and the text ends, with the reason "stop", where nothing may follow. None is off.
+            infinity, and the text ends, with the reason "stop", if nothing may follow. None is off.
         logit_bias: is added to the logits of some tokens, `{token: bias}`, from -1e30 to 1e30; minus infinity excludes
             a token.
         repetition_penalty: for tokens that the prompt or the text so far contains, positive logits are divided
@@ -62,7 +62,7 @@ class SamplingParams:
         stop_token_ids: tokens that end the text, besides the model's own, at most 65,536; they are not returned.
         ignore_eos: whether the model's own tokens that end a text are tokens like others; those of `stop_token_ids`
             still end it. Not beside a `grammar`, whose texts end.
-        min_tokens: before so many new tokens, none that ends the text is drawn. Not beside a `grammar`.
+        min_tokens: the number of new tokens before which none that ends the text is drawn. Not beside a `grammar`.
         stop: strings that end the text, one or several; the engine needs a tokenizer. The tokens that spell one are
             returned by `generate` and `stream`; the text of `complete` ends before it.
         logprobs: for `complete`: report the log-probability of each new token, and of this many most likely ones

@@ -1,4 +1,4 @@
-"""Mistral's own tokenizer file, `tekken.json`, where a folder has no `tokenizer.json`.
+"""Mistral's own tokenizer file, `tekken.json`, if a folder has no `tokenizer.json`.
 
 It lists tokens as bytes, in the order of their ranks: a text is divided by a regular expression, and of all neighbours
 whose bytes together are a token those of the lowest rank are joined first. The ids of special tokens come before.

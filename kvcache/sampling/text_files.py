@@ -26,7 +26,7 @@ _OTHERS = {
 
 
 class TextFiles:
-    """The contents of these files, read now: a folder that is moved, changed or removed later changes nothing.
+    """The contents of files, read now: a folder that is moved, changed or removed later changes nothing.
 
     A file that cannot be read is an error where it is needed.
 
@@ -66,7 +66,7 @@ class TextFiles:
         return found
 
     def json(self, name: str) -> dict[str, Any]:
-        """The object of a file; empty where there is none. CheckpointError: as of `content`, or other JSON."""
+        """The object of a file; empty if there is none. CheckpointError: as of `content`, or other JSON."""
         return json_object(self.folder / name, self.content(name)) if name in self else {}
 
     def text(self, name: str) -> str:

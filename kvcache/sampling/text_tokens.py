@@ -62,7 +62,7 @@ def encoded(
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
         name: of the argument, for messages.
-        most: raise TooManyTokens, without a look at the tokens, for a text that certainly has more than so many.
+        most: raise TooManyTokens, without a look at the tokens, for a text that certainly has more tokens.
         add_special_tokens: whether the tokenizer surrounds the text with those of its post-processor.
 
     Raises:
@@ -120,7 +120,7 @@ def _tokens_before(encoding: Any, end: int) -> int:
 
 
 def least_tokens(tokenizer: Any, text: str) -> int:
-    """A number of tokens that a text has at least, by its length; 0 where the tokenizer allows no such bound.
+    """A number of tokens that a text has at least, by its length; 0 if the tokenizer allows no such bound.
 
     Raises:
         CheckpointError: the tokenizer fails.

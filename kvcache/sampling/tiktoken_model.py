@@ -1,4 +1,4 @@
-"""Kimi's tokenizer files, `tiktoken.model` and `tokenizer_config.json`, where a folder has no `tokenizer.json`.
+"""Kimi's tokenizer files, `tiktoken.model` and `tokenizer_config.json`, if a folder has no `tokenizer.json`.
 
 The first lists tokens as bytes with their ranks, the second the special tokens, whose ids come behind. The regular
 expression that divides a text is in the Python beside them, which is read and never run.

@@ -137,7 +137,7 @@ def tokenizer_of(vocabulary: Vocabulary, path: Path) -> Any:
 
 
 def _check_pieces(path: Path, vocabulary: Vocabulary) -> None:
-    """Raise CheckpointError where the search for merges would take too long."""
+    """Raise CheckpointError if the search for merges would take too long."""
     sizes = [len(text) for text in vocabulary.texts]
     if max(sizes, default=0) > _MAX_PIECE or sum(sizes) > _MAX_CHARACTERS:
         raise CheckpointError(

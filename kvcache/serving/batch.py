@@ -15,7 +15,7 @@ from kvcache.core.memory import total
 from kvcache.core.rowformat import Format
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import DraftSources
-from kvcache.engine.chat import chat_tokens, render
+from kvcache.engine.chat import ChatEngine
 from kvcache.engine.completion import as_prompt
 from kvcache.engine.new_requests import NewRequests, Shared
 from kvcache.engine.opening import Opened, open_checkpoint, open_drafts, open_gguf, split_options
@@ -31,6 +31,7 @@ from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.stop_strings import StopWatch
 from kvcache.sampling.text_stream import TextStream
+from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.serving.budget import CHEAP_ROWS, MOST, MOST_PROMPTS, TokenBudget
 from kvcache.serving.engine_events import EngineEvents
 from kvcache.serving.many import run_all
@@ -57,7 +58,7 @@ __all__ = ["BatchEngine"]
 Clock = Callable[[], float]
 
 
-class BatchEngine:
+class BatchEngine(ChatEngine):
     """Runs many requests at once through a network; they share the blocks of equal prefixes.
 
     `submit` queues a request, and each `step` runs one pass of the network over the next tokens of many. `with engine:`
@@ -186,7 +187,7 @@ class BatchEngine:
         self._steps = Steps(scheduler, forward, self.max_queue, clock)
         self.max_positions = settings.max_positions
         self._new = NewRequests(model.config, self.max_positions, seed, self._steps.inbox_lock)
-        self._text: Any = None
+        self._text: CheckpointText | GgufText | None = None
         self._events: EngineEvents | None = None
         if kv_events is not None:
             if settings.budgets is not None:
@@ -395,13 +396,8 @@ class BatchEngine:
             pending.raise_error()
         return [work.scores for work in works]
 
-    def apply_chat_template(
-        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
-        template: Any = None,
-    ) -> Any:
-        """A conversation in the words of the checkpoint's template; see `InferenceEngine.apply_chat_template`."""
-        text = render(self._text, messages, tools, add_generation_prompt, template)
-        return chat_tokens(self._text, text) if tokenize else text
+    def _checkpoint(self) -> CheckpointText | GgufText | None:
+        return self._text
 
     def chat_parts(
         self, messages: Any, prompt: Sequence[int], *, tools: Any = None, template: Any = None
@@ -475,11 +471,6 @@ class BatchEngine:
         return self.model.config
 
     @property
-    def tokenizer(self) -> Any:
-        """The checkpoint's `tokenizers.Tokenizer`, see `InferenceEngine.tokenizer`."""
-        return None if self._text is None else self._text.tokenizer
-
-    @property
     def shared_block_size(self) -> int:
         """Tokens of a block of cached prefixes; 0: requests share none, since tokens are evicted."""
         return 0 if self._settings.budgets is not None else self._settings.block_size
@@ -495,11 +486,6 @@ class BatchEngine:
     def total_tokens(self) -> int:
         """Tokens that there is memory for: of requests that run and of cached prefixes together."""
         return self._pool.total_blocks * self._settings.block_size
-
-    @property
-    def chat_template(self) -> str | None:
-        """The checkpoint's Jinja template of a conversation, see `InferenceEngine.chat_template`."""
-        return None if self._text is None else self._text.chat_template
 
     def stats(self) -> BatchStats:
         """The counters at the end of the last step, and blocks and requests that wait as they are now.

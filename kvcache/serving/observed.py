@@ -87,7 +87,7 @@ class Observed:
         work.cached_tokens += num_tokens
 
     def drew(self, work: Work, now: float, count: int) -> None:
-        """A work has so many further new tokens; `times` are those of the ones before."""
+        """Record `count` new tokens of a work at time `now`; `times` are those of the tokens before."""
         if work.times:
             self.gap.add(now - work.times[-1])
         else:

@@ -102,7 +102,7 @@ class Pending:
                 raise work.error.with_traceback(work.trace)
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Wait until a condition holds; TimeoutError after so many seconds."""
+        """Wait until a condition holds; TimeoutError after `timeout` seconds."""
         steps = self._steps
         stop = None if timeout is None else steps.clock() + timeout
         while not until():

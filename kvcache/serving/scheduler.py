@@ -211,7 +211,7 @@ class Scheduler:
                 heapq.heappush(self._waiting, work)
 
     def _draft(self, decodes: Pieces, most: int) -> Pieces:
-        """Add the draft tokens of works; together with the decodes they are at most so many rows."""
+        """Add the draft tokens of works; together with the decodes they are at most `most` rows."""
         self.drafter.give([work for work, _ in decodes if not work.followers], most - len(decodes))
         drafted = []
         for work, count in decodes:

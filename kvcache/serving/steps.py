@@ -88,7 +88,7 @@ class Steps:
             raise InvalidOperationError("expected an engine that is open, got one after close")
 
     def expect_room(self, count: int) -> None:
-        """Raise what `enqueue` of so many works raises now."""
+        """Raise what `enqueue` of `count` works raises now."""
         self.expect_open()
         if count > self._max_queue:
             raise ValueError(f"n: expected at most {self._max_queue}, the requests that may wait, got {count}")

@@ -102,7 +102,7 @@ class Work(Text, ABC):
         """The number of the next `count` tokens, the last ones, whose logits are due."""
 
     def masks_due(self, rows: int) -> list[tuple[Matcher, list[int]]]:
-        """The matcher that `take` asks for the masks of so many rows of logits, and the draft tokens between them."""
+        """The matcher that `take` asks for the masks of `rows` rows of logits, and the draft tokens between them."""
         return []
 
     @abstractmethod

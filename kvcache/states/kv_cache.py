@@ -47,7 +47,7 @@ class KvCache(KvCacheHandle, KvCacheAccess):
         try:
             self._keys = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
             self._values = np.zeros((num_layers, max_seq_len, kv_dim), np.float32)
-        except (MemoryError, ValueError):  # NumPy says ValueError where the bytes pass 2**63
+        except (MemoryError, ValueError):  # NumPy says ValueError if the bytes pass 2**63
             raise OutOfMemoryError(8 * num_layers * max_seq_len * kv_dim, 0, "bytes") from None
         self._num_heads = num_heads
         self._writes = PendingWrites()  # shared, like all of this, by all handles on this cache

@@ -49,11 +49,11 @@ class KvCacheAccess(Protocol):
         return 0
 
     def for_each_key(self, layer: int, visit: Callable[[int, Float32], None]) -> None:
-        """Call `visit(position, row)` for every row of K. InvalidOperationError where `kv_dim` is unknown."""
+        """Call `visit(position, row)` for every row of K. InvalidOperationError if `kv_dim` is unknown."""
         _visit(self.kv_dim, lambda: self.get_keys(layer), visit)
 
     def for_each_value(self, layer: int, visit: Callable[[int, Float32], None]) -> None:
-        """Call `visit(position, row)` for every row of V. InvalidOperationError where `kv_dim` is unknown."""
+        """Call `visit(position, row)` for every row of V. InvalidOperationError if `kv_dim` is unknown."""
         _visit(self.kv_dim, lambda: self.get_values(layer), visit)
 
 

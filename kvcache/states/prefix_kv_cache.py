@@ -199,7 +199,7 @@ class PrefixKvCache(IndexedCache):
     # -- the rest -------------------------------------------------------------------------------------------
 
     def remove(self, tokens: Any, namespace: Hashable = None) -> bool:
-        """Forget the entry stored under exactly these tokens; False if there is none."""
+        """Forget the entry stored under exactly `tokens`; False if there is none."""
         ids = as_tokens(tokens)
         with self._lock:
             removed = self._cached.index.remove(ids, namespace)

@@ -54,7 +54,7 @@ class PlainRows:
         return [span_of(rows) for rows in self._sides]
 
     def grow(self, num_slots: int) -> None:
-        """Room for so many slots, at least. MemoryError: nothing has changed."""
+        """Make room for at least `num_slots` slots. MemoryError: nothing has changed."""
         if num_slots <= self._sides[0].shape[1]:
             return  # an earlier call, which was interrupted, has grown them
         grown = [np.empty((self.num_layers, num_slots, self.kv_dim), rows.dtype) for rows in self._sides]
@@ -160,7 +160,7 @@ class PackedRows:
         return [store.span for _, store in self._stores]
 
     def grow(self, num_slots: int) -> None:
-        """Room for so many slots, at least. MemoryError: nothing has changed."""
+        """Make room for at least `num_slots` slots. MemoryError: nothing has changed."""
         first, store = self._stores[-1] if self._stores else (0, self._empty)
         end = first + store.num_blocks * BLOCK_SIZE
         blocks = -(-(num_slots - end) // BLOCK_SIZE)
@@ -258,7 +258,7 @@ Rows = PlainRows | PackedRows
 def rows_of(
     num_layers: int, kv_dim: int, key_dtype: str, value_dtype: str, rotate: bool | str, head_dim: int | None
 ) -> Rows:
-    """Rows of these formats: plain ones where neither is quantised.
+    """Rows of the given formats: plain ones if neither is quantised.
 
     Args:
         head_dim: channels per head, a divisor of kv_dim; None: the whole row is one head.

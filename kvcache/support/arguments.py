@@ -354,7 +354,7 @@ def as_integer(value: Any, name: str) -> int:
 
 
 def as_index(value: Any, name: str, size: int | None = None) -> int:
-    """`value` as an int from 0 to `size - 1`, without an end where `size` is None; TypeError, IndexError otherwise."""
+    """`value` as an int from 0 to `size - 1`, without an end if `size` is None; TypeError, IndexError otherwise."""
     index = as_integer(value, name)
     if index < 0 or (size is not None and index >= size):
         expected = "an int >= 0" if size is None else f"an int in [0, {size})"
@@ -373,7 +373,7 @@ def _digits(value: int) -> str:
 
 
 def check_integers(**values: Any) -> None:
-    """Raise as `as_integer` for the first of these, named like its argument, that is none."""
+    """Raise as `as_integer` for the first argument that is no integer, by its name."""
     for name, value in values.items():
         as_integer(value, name)
 

@@ -14,7 +14,7 @@ __all__ = ["available_cpus", "has_quota"]
 def available_cpus(root: str = "/") -> int:
     """CPUs that the process may keep busy, at least 1: the fast ones that it may run on, at most its quota, rounded up.
 
-    Slow cores are left out where the system tells them: macOS has performance cores, and Linux has a capacity for
+    Slow cores are left out if the system tells them: macOS has performance cores, and Linux has a capacity for
     each CPU of a machine with several kinds. Those with more than half of the largest one count: all of a P+E
     processor, since a slower core takes fewer of the pieces of a call, but not the little cores of ARM's big.LITTLE,
     for which a call would wait.
@@ -37,7 +37,7 @@ def has_quota(root: str = "/") -> bool:
 
 
 def _fast_cpus(root: Path, allowed: set[int]) -> int:
-    """How many of the CPUs have more than half of the capacity of the best one; all where Linux tells none."""
+    """How many of the CPUs have more than half of the capacity of the best one; all if Linux tells none."""
     try:
         capacities = [int(_text(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity")) for cpu in allowed]
     except ValueError:

@@ -22,7 +22,7 @@ def span_of(array: NDArray[np.generic]) -> tuple[int, int]:
 
 
 def huge_bytes(spans: Iterable[tuple[int, int]], smaps: str = "/proc/self/smaps") -> int:
-    """How many bytes of the spans, `(address, bytes)` each, lie on huge pages now; 0 where the system does not say.
+    """How many bytes of the spans, `(address, bytes)` each, lie on huge pages now; 0 if the system does not say.
 
     It tells the huge pages of a mapping as a sum, so what several share counts as far as each could have it.
     """

@@ -24,7 +24,7 @@ class MachineMemory(NamedTuple):
 
 
 def machine_memory(root: str = "/") -> MachineMemory:
-    """The memory of the machine, or less where this process or a control group around it has a limit.
+    """The memory of the machine, or less if this process or a control group around it has a limit.
 
     Args:
         root: where /proc and /sys are.

@@ -11,7 +11,7 @@ __all__ = ["nodes_of_cpus", "warn_of_nodes"]
 
 
 def nodes_of_cpus(root: str = "/") -> list[int]:
-    """The nodes that have CPUs which this process may use, in order; none where the system does not tell.
+    """The nodes that have CPUs which this process may use, in order; none if the system does not tell.
 
     Args:
         root: where /sys is.

@@ -14,7 +14,7 @@ _PANIC = ("pyo3_runtime", "PanicException")  # a class that no module exports
 
 
 class rust_errors:  # not by contextlib: each token of a stream passes through it
-    """Raise what a call of such a package raises, panics too, as the error that `as_error` makes of its text.
+    """Raise what a call of a package in Rust raises, panics too, as the error that `as_error` makes of its text.
 
     A MemoryError stays one, and so does what is neither an `Exception` nor a panic.
     """

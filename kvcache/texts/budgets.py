@@ -97,7 +97,7 @@ class Budgets:
         return isinstance(self.policy, EvictionPolicy) and self.policy.endless
 
     def exceeds(self, layer: int, counts: Sequence[int]) -> bool:
-        """Whether lists of so many tokens are above the budget of a layer."""
+        """Whether lists of `counts` tokens are above the budget of a layer."""
         return sum(counts) > len(counts) * self.rules[layer].limit
 
     def keep(self, layer: int, lists: Sequence[Alive], end: int, reads: Sequence[Read]) -> list[Int64]:

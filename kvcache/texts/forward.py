@@ -32,7 +32,7 @@ class Forward:
 
     Attributes:
         pool: see above.
-        regime_of: of a text of so many tokens, see `protocols.Model`; None: there is one regime.
+        regime_of: the regime by the number of tokens, see `protocols.Model`; None: there is one regime.
         watch: called with a text that runs alone, a layer and its queries, when these have attended; None: nothing is.
     """
 
@@ -49,7 +49,7 @@ class Forward:
         self.regime_of = regime if several else None
 
     def regime(self, num_tokens: int) -> int:
-        """The regime of a text of so many tokens."""
+        """The regime of a text of `num_tokens`."""
         return 0 if self.regime_of is None else self.regime_of(num_tokens)
 
     def space_of(self, text: Text) -> Hashable:

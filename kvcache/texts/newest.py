@@ -61,7 +61,7 @@ class NewestGroups:
     Args:
         source: the cache of the sequences, with a residual or first tokens. Their groups are stored here.
         max_blocks: maximum number of blocks of the prefix cache over it; sets the room for groups, at least two.
-        texts: instead of it, room for the sink tokens of so many texts, which are then all that is kept.
+        texts: instead of it, the number of texts whose sink tokens have room, which are then all that is kept.
 
     Attributes:
         cache: the blocks. A group that begins at token `first` is a text of its own in the namespace `(namespace, the

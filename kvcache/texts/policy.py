@@ -143,7 +143,7 @@ def as_kept(found: Any, count: int, budget: int, name: str = "keep") -> Int64:
 
 
 def as_kept_by_head(found: Any, counts: Sequence[int], budget: int) -> list[Int64]:
-    """Check what `keep` returned for KV heads with so many tokens each, as `as_kept` does.
+    """Check what `keep` returned for KV heads with `counts` tokens, as `as_kept` does.
 
     Raises:
         TypeError, ValueError: not one row of indices for each head; more than `budget` of a head on average.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["NO_TOKEN", "Text", "Tokens"]
 
 Tokens = NDArray[np.uint32]
-NO_TOKEN = 2**32 - 1  # fills a cached block behind the end of a text; no network has so many tokens
+NO_TOKEN = 2**32 - 1  # fills a cached block behind the end of a text; no vocabulary has this token
 _NO_TOKENS: Tokens = np.empty(0, np.uint32)
 Self = TypeVar("Self", bound="Text")
 

@@ -24,7 +24,7 @@ from kvcache.tiers.spaces import SPACE
 
 __all__ = ["Connections", "Unfit"]
 
-_NEAR, _LARGE = 1e-3, 1 << 18  # a round trip of so many seconds, a value of so many bytes: one request at a time
+_NEAR, _LARGE = 1e-3, 1 << 18  # seconds of a round trip, bytes of a value: from there on, one request at a time
 _LINE, _MOST_LINE = 32, 1 << 10  # bytes that have the first line of a value; the most that a line has, such as an error
 _MOST_SECONDS = 30.0  # of one call, however often a server sends a byte
 _GONE = ("ClusterDownError", "ConnectionError", "SlotNotCoveredError")  # errors of a cluster that may have other nodes
@@ -80,7 +80,7 @@ class _Stream:
         return getattr(self.connection, "_sock", None)
 
     def ask(self, ahead: int) -> None:
-        """Send requests for values until so many are under way."""
+        """Send requests for values until `ahead` are under way."""
         while self.names and self.waiting < ahead:
             self._send([_command(b"GET", self.names.popleft())])
             self.waiting += 1
@@ -208,7 +208,7 @@ class Connections:
         return self._call(names, run)
 
     def put(self, items: Sequence[tuple[bytes, Buffer]], ttl: int | None) -> None:
-        """Store values by name, for so many seconds; raises as `get`."""
+        """Store values by name, for `ttl` seconds; raises as `get`."""
 
         def run(streams: list[_Stream]) -> None:
             for stream, (name, value) in zip(streams, items, strict=True):

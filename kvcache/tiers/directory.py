@@ -164,7 +164,7 @@ class DirectoryTier:
             self._written += size
 
     def _make_room(self, root: File, size: int) -> bool:
-        """Whether so many bytes more fit, if need be when others were deleted."""
+        """Whether `size` bytes more fit; others are deleted, if need be."""
         with self._lock:
             if self._bytes + size > self.max_bytes or self._written > self.max_bytes // _SHARE:
                 self._shrink(root, size)

@@ -278,7 +278,7 @@ def _window(link: Link) -> float:
 
 
 def pays(lookup: Lookup, link: Link, groups: int, saved: int = 0) -> bool:
-    """Whether a fetch of so many groups takes less than half of the time of computing them, as far as is known.
+    """Whether a fetch of `groups` groups takes less than half of the time of computing them, as far as is known.
 
     Args:
         saved: groups that need not be computed then, those too that have arrived and are of no use alone; 0: `groups`.

@@ -76,7 +76,7 @@ class WriteBehind:
         self._wake.put(None)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the queue is empty, for so many seconds at most; whether all since the last call was written."""
+        """Wait until the queue is empty, for `timeout` seconds at most; whether all since the last call was written."""
         end = monotonic() + timeout
         self._wake.put(None)
         while self.queued_bytes and monotonic() < end:

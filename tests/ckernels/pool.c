@@ -274,7 +274,7 @@ static void share_threads(void) {
 
 /* ---- Threads by the time of the work. */
 
-/* For a job of so many ns. */
+/* For a job of `ns` nanoseconds. */
 static int worth(int64_t ns, int num_threads) {
     return kvc_threads_worth(KVC_WRITING, (ns * 1000 + first_paces[KVC_WRITING] - 1) / first_paces[KVC_WRITING], num_threads);
 }

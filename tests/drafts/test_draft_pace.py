@@ -14,8 +14,9 @@ pytestmark = pytest.mark.one_build
 
 
 def test_a_text_begins_as_the_source_is():
-    source = DraftPace()
-    first, second = DraftPace(source), DraftPace(source)
+    times = PassTimes()
+    source = DraftPace(times)
+    first, second = DraftPace(times, source), DraftPace(times, source)
     assert first.likely == second.likely == source.likely > 0.8
     for _ in range(20):
         first.learn(4, 0)
@@ -32,7 +33,7 @@ def test_a_text_begins_as_the_source_is():
 def test_only_the_first_that_fails_counts():
     """Tokens behind one that was not drawn say nothing."""
     for most in (1, 8):
-        pace = DraftPace()
+        pace = DraftPace(PassTimes())
         for _ in range(40):
             pace.learn(most, most)
             pace.learn(most, 0)
@@ -43,15 +44,33 @@ def test_only_the_first_that_fails_counts():
     assert pace.proposed == 80 * 8, "it did not run"
 
 
+def test_what_was_seen_long_ago_counts_less():
+    """A text without tokens that hold is tried again, and so is a source: it becomes what a new one is."""
+    times = PassTimes()
+    source = DraftPace(times)
+    text = DraftPace(times, source)
+    for _ in range(40):
+        text.learn(4, 0)
+    found = []
+    for _ in range(6):
+        found.append(text.likely)
+        for _ in range(2048):
+            times.observe(1, 1.0)
+    assert found == sorted(found)
+    assert found[0] < 0.03
+    assert found[5] > 0.6
+    text.learn(1, 0)
+    assert text.likely < 0.6, "one that fails now counts whole"
+
+
 def planned(chances, times, base=None, left=16):
     account = DraftAccount(times, 1.0)
-    paces = [DraftPace(account.pace) for _ in chances]
+    paces = [account.begin() for _ in chances]
     for pace, (held, failed) in zip(paces, chances, strict=True):
         for _ in range(10):
             pace.learn(held, held)
             pace.learn(failed, 0)
     account.proposed(1, 0.0)
-    assert account.may_ask(base or len(paces))
     return account.plan([(pace, 8) for pace in paces], base or len(paces), left)
 
 
@@ -64,7 +83,7 @@ def test_what_gives_most_tokens_in_a_second():
     assert planned([(1, 1)], flat) == [8]
     assert planned([(9, 0), (9, 0), (9, 0)], flat, left=7) == [3, 2, 2]
     assert planned([(9, 0), (1, 8)], flat, left=9) == [8, 1]
-    assert planned([(0, 9)], steep) == [1], "nothing pays, and one is tried"
+    assert planned([(0, 9)], steep) == [0], "nothing pays"
     assert planned([(9, 0), (0, 9)], steep, left=4)[1] == 0
 
 
@@ -79,19 +98,19 @@ def test_a_plan_is_the_best_of_all(chances, seconds, left):
         for rows, each in enumerate(seconds, 1):
             times.observe(rows, each)
     account = DraftAccount(times, 1.0)
-    paces = [DraftPace(account.pace) for _ in chances]
+    paces = [account.begin() for _ in chances]
     for pace, (held, failed) in zip(paces, chances, strict=True):
         pace.learn(held, held)
         pace.learn(failed, 0)
     account.proposed(1, 0.05)
-    assert account.may_ask(base)
     found = account.plan([(pace, 3) for pace in paces], base, left)
 
     def rate(counts):
         drawn = sum(pace.likely**j for pace, count in zip(paces, counts, strict=True) for j in range(1, count + 1))
-        return (base + drawn) / (times.seconds(base + sum(counts)) + 0.05 * sum(counts))
+        return (base + drawn) / (times.curve(base + sum(counts), 1)[0] + 0.05 * sum(counts))
 
     best = max(rate(counts) for counts in product(range(4), repeat=base) if sum(counts) <= left)
-    if sum(found) > 1 or best > 1.04 * rate([0] * base):  # one may be a trial, and less is not worth it
-        assert rate(found) == pytest.approx(best)
+    plain = rate([0] * base)
+    if not 1.04 < best / plain < 1.06:  # what is hoped of old measurements may decide
+        assert rate(found) == pytest.approx(best if best > 1.05 * plain else plain, rel=1e-2)
     assert sum(found) <= left

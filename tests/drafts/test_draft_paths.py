@@ -16,7 +16,7 @@ pytestmark = pytest.mark.one_build
 
 
 def folder(place, size=256, **names):
-    """A checkpoint of 256 rows with so many tokens, some of which have other names."""
+    """A checkpoint of 256 rows with `size` tokens, some of which have other names."""
     shutil.copytree(GOLDEN / "llama", place)
     content = json.loads(spelling(size).to_str())
     for old, new in names.items():

@@ -21,20 +21,21 @@ def test_between_and_beyond_what_was_measured():
     assert PassTimes().curve(1, 3) == [0, 0, 0]
     assert measured((2, 8.0), (2, 8.0)).curve(1, 3) == pytest.approx([8, 8, 0.75 * 9])
     times = measured(*[(1, 4.0), (5, 8.0)] * 2)
-    assert times.curve(1, 6) == pytest.approx([4, 0.75 * 5, 0.75 * 6, 0.75 * 7, 8, 0.75 * 8.4])
-    assert times.seconds(9) == pytest.approx(0.75 * 9.6)
-    assert times.seconds(90) == pytest.approx(0.75 * 42)
+    assert times.curve(1, 6) == pytest.approx([4, 0.75 * 5, 0.75 * 6, 0.75 * 7, 8, 0.75 * 8.4], rel=1e-2)
+    assert times.seconds(9) == pytest.approx(0.75 * 9.6, rel=1e-2)
+    assert times.seconds(90) == pytest.approx(0.75 * 42, rel=1e-2)
     times.observe(3, 2.0)
     assert times.seconds(3) == 0.75 * 2
     times.observe(3, 2.0)
-    assert times.curve(3, 2) == pytest.approx([2, 0.75 * 5]), "more rows may take less time"
+    assert times.curve(3, 2) == pytest.approx([2, 0.75 * 5], rel=1e-2), "more rows may take less time"
 
 
 def test_it_follows_what_is_measured():
-    """Longer texts make passes of all counts longer, those too that are not measured meanwhile."""
+    """What was measured long ago is hoped to be less, until it is measured again."""
     times = measured(*[(1, 4.0), (5, 8.0)] * 4, *[(1, 8.0)] * 60)
     assert times.seconds(1) == pytest.approx(8, rel=1e-2)
-    assert 10 < times.seconds(5) < 16
+    assert times.seconds(5) == 8
+    assert times.curve(5, 1)[0] == pytest.approx(8 * 0.5 ** (60 / 2048))
     rng = np.random.default_rng(1)
     times = measured(*[(rows, (3.0 + rows) * np.exp(0.1 * rng.standard_normal())) for rows in [1, 5, 2, 9] * 50])
     assert [times.seconds(rows) for rows in (1, 2, 5, 9)] == pytest.approx([4, 5, 8, 12], rel=0.1)

@@ -147,10 +147,10 @@ def test_blocks_behind_it_are_saved_and_in_tiers(network, prefix, tmp_path):
 def test_a_preempted_request_goes_on_behind_its_prefix(network, prefix):
     params = GREEDY.changed({"max_tokens": 40})
     want = InferenceEngine(network).generate(TAIL, params, prefix=prefix)
-    with BatchEngine(network, num_blocks=7, block_size=16, max_running=4, clock=Clock()) as batch:
-        requests = [batch.submit(TAIL, params, prefix=prefix, namespace=i) for i in range(3)]
-        assert [request.result() for request in requests] == [want] * 3
-        assert batch.stats().preemptions > 0
+    batch = BatchEngine(network, num_blocks=7, block_size=16, max_running=4, clock=Clock())  # no thread
+    requests = [batch.submit(TAIL, params, prefix=prefix, namespace=i) for i in range(3)]
+    assert [request.result() for request in requests] == [want] * 3
+    assert batch.stats().preemptions > 0
 
 
 def test_positions_go_on_behind_it(network, prefix):

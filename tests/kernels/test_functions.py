@@ -22,7 +22,7 @@ def exp(x):
 
 
 def turned(x, quarters):
-    """The sine of x and so many quarters of a turn more."""
+    """The sine of x, plus `quarters` of a turn."""
     with localcontext() as context:
         context.prec = 420  # the largest doubles have 309 digits before the point
         whole = (Decimal(x) / HALF_PI).to_integral_value()

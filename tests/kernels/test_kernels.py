@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import runpy
 import subprocess
 import sys
@@ -284,6 +285,31 @@ def test_an_environment_that_cannot_be_honoured_fails_the_import(name, value):
     assert "ValueError" in got.stderr
 
 
+@pytest.mark.one_build
+def test_levels_are_one_list(monkeypatch):
+    """kvc_dispatch.c asks for each level of levels.py, each file of kernels is compiled, and parts exist."""
+    folder = PROJECT / "ckernels"
+    if not (folder / "levels.py").exists():
+        pytest.skip("the sources of a clone")
+    levels = runpy.run_path(str(folder / "levels.py"))
+    names = [level.name for level in levels["LEVELS"]]
+    asked = re.findall(r"KNOWN\((\w+), KVC_HAVE_|NAMED\(\"scalar\", (\w+), |KNOWN\((scalar), 1", (
+        folder / "kvc_dispatch.c").read_text())
+    assert {"".join(each) for each in asked} == {*names}
+    files = {str(path) for path in folder.glob("kvc_*.c")}
+    parts = {each: {*levels["sources_of"](each, str(folder))} for each in ("once", *names)}
+    assert set().union(*parts.values()) == files
+    assert not any(parts["once"] & parts[name] for name in names)
+    assert {level.needs for level in levels["LEVELS"]} <= {"", *names}
+    flags = levels["flags_of_levels"]
+    others = {"neon", "i8mm"} if sys.platform == "linux" else {"neon", "i8mm", "amx"}
+    assert [*flags("x86_64", True, ["-O1"])] == [name for name in names if name not in others]
+    assert flags("x86_64", True, ["-O1"])["scalarfma"] == ["-O1", "-mfma"]
+    assert [*flags("riscv64", True, [])] == ["scalar"]
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert [*flags("aarch64", False, [])] == ["scalar", "neon"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.one_build
 def test_levels_that_a_build_has(monkeypatch):
@@ -305,8 +331,8 @@ def test_levels_that_a_build_has(monkeypatch):
     assert {"scalar", "avx2", "avx512"} <= {*every}
     assert every == built(" all", "--inplace") == built("avx2,all")
     assert {"scalar", kernels.best_level()} <= {*built("", "--inplace")}
-    assert built(" avx2 ,", "--inplace") == built("avx2", "bdist_wheel") == ["scalar", "avx2"]
-    with pytest.raises(SystemExit, match=r"KVCACHE_LEVELS: expected all, or some of scalar, avx2, .*, got sse9"):
+    assert built(" avx2 ,", "--inplace") == built("avx2", "bdist_wheel") == ["scalar", "scalarfma", "avx2"]
+    with pytest.raises(SystemExit, match=r"KVCACHE_LEVELS: expected all, or some of .*avx2, .*scalar, got sse9"):
         built("avx2, sse9")
     monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-x86_64")
     assert built("", "--inplace") == every

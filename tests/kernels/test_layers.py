@@ -220,7 +220,7 @@ def test_top_experts(rng, experts, count, normalise):
 
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_threads_share_the_rows(rng, threads):
-    """Rows in so many items that several threads compute them, the last item smaller: the bits of one thread."""
+    """Rows in enough items for several threads, the last item smaller: the bits of one thread."""
     x = rng.standard_normal((301, 12, 64)).astype(np.float32)
     weight = rng.standard_normal((9, 64)).astype(np.float32)
     cos, sin = rng.standard_normal((2, 301, 24)).astype(np.float32)

@@ -200,7 +200,7 @@ def test_a_row_has_the_same_bits_in_any_company(format, data):
 )
 @pytest.mark.parametrize(("n", "shape"), half([(29, (70, 520)), (250, (70, 520)), (131, (9, 16_000))]))
 def test_many_rows_meet_a_matrix_in_chunks(rng, format, activations, n, shape):
-    """More rows than a chunk of kvc_matmul.c has at any level, with so many channels: the bits of few at a time."""
+    """More rows than a chunk of kvc_matmul.c has at any level, with many channels: the bits of few at a time."""
     matrix, x, bias = filled(rng, *shape, format), normal(rng, n, shape[1]), normal(rng, shape[0])
     out = matrix.multiply(x, bias, activations=activations)
     few = [matrix.multiply(x[i : i + 10], bias, activations=activations) for i in range(0, n, 10)]

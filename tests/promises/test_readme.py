@@ -50,6 +50,21 @@ def test_every_path_exists(document):
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
+def test_the_way_of_a_request_names_what_exists():
+    """Each step of the guide has a file with its name: a class, a function, or a method of that class."""
+    page = DOCUMENTS["kvcache/guides/how_it_runs.md"]
+    steps = re.findall(r"(?m) (\S+\.\w+): ([\w.]+)$", page)
+    assert len(steps) > 25
+    assert len(re.search(r"(?s)```text\n(.*?)```", page)[1].splitlines()) <= 45
+    for file, name in steps:
+        text = (PROJECT / ("" if file.startswith("ckernels/") else "kvcache") / file).read_text(encoding="utf-8")
+        owner, _, method = name.rpartition(".")
+        if owner:
+            text = re.search(rf"(?ms)^(?:cdef )?class {owner}\b.*?(?=^\S|\Z)", text)[0]
+        defined = rf"(?m)^\s*(?:async )?(?:(?:cdef )?class|def|void KVC_OWN\() ?{method}\b"
+        assert re.search(defined, text), f"{file}: {name}"
+
+
 def test_every_bench_has_a_page():
     pages = {path.stem for path in (PROJECT / "bench" / "pages").iterdir()}
     assert pages == {*BENCHES, "demo"}

@@ -19,7 +19,7 @@ SPECIAL = tuple(mark for mark in MARKS if mark not in PLAIN)
 
 
 def mark_tokenizer(special=SPECIAL, plain=PLAIN):
-    """A tokenizer with a token for each byte and for each of these marks."""
+    """A tokenizer with a token for each byte and for each mark."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

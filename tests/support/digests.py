@@ -152,7 +152,7 @@ def raw(seed: str, count: int) -> np.ndarray:
 
 
 def packed(seed: str, rows: int, columns: int, format: str) -> Matrix:
-    """A matrix of random codes and scales, of such size that a product keeps the size of its rows."""
+    """A matrix of random codes and scales, sized so that a product keeps the size of its rows."""
     line = MATRIX_FORMATS[format]
     groups, records = -(-columns // line.channels), -(-columns // line.record)
     codes = (raw(seed + "/codes", rows * columns) & np.uint64((1 << line.bits) - 1)).astype(np.uint8)

@@ -78,7 +78,7 @@ class KnownText:
 
 
 class DraftedEngine:
-    """Runs passes of texts that end after so many tokens, each followed by a new one.
+    """Runs passes of texts that end after `length` tokens, each followed by a new one.
 
     Args:
         seconds: of a pass, by its rows.

@@ -96,7 +96,7 @@ DENSE = {
 
 
 def make_model(kind, attention=None, dtype=torch.float32, seed=0, **settings):
-    """A random model of this architecture, in inference; with transformers' `sdpa` where it has it."""
+    """A random model of an architecture, in inference; with transformers' `sdpa` where it has it."""
     torch.manual_seed(seed)
     values = COMMON | PACKED.get(kind, {}) | DENSE.get(kind, {}) | settings
     config = AutoConfig.for_model(kind, **{name: value for name, value in values.items() if value is not None})
@@ -113,7 +113,7 @@ def make_model(kind, attention=None, dtype=torch.float32, seed=0, **settings):
 
 
 def left_padded(lengths, total, vocabulary=61, seed=0):
-    """`(ids, mask)` of rows with so many tokens, at their end."""
+    """`(ids, mask)` of rows with `lengths` tokens, at their end."""
     ids = torch.randint(3, vocabulary, (len(lengths), total), generator=torch.Generator().manual_seed(seed))
     mask = torch.arange(total)[None] >= total - torch.tensor(lengths)[:, None]
     return ids * mask, mask.long()

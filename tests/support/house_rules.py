@@ -22,7 +22,7 @@ UPSIDE_DOWN = re.compile(r"(Of|As of|Those|That|What|Whose)\b")
 
 
 def sources(*kinds, rooms=("kvcache",)):
-    """The files of these kinds, with their names from the project on."""
+    """The files of the given kinds, with their names from the project on."""
     for room in rooms:
         for path in sorted((PROJECT / room).rglob("*")):
             if path.suffix[1:] in kinds and path.is_file():

@@ -164,7 +164,7 @@ class Served:
         return kind(base_url=self.url, api_key=key, max_retries=0, timeout=120)
 
     def connect(self, request, receive_buffer=None):
-        """A bare connection that has sent these bytes."""
+        """A bare connection that has sent `request`."""
         connection = socket.socket()
         if receive_buffer is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)

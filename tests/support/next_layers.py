@@ -22,7 +22,7 @@ SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")  
 
 
 def with_next_layer(name, folder, knows=False, vocab_size=None):
-    """Write the folder of a golden network with such a layer; returns it.
+    """Write the folder of a golden network with an MTP layer; returns it.
 
     Args:
         knows: no layer adds anything to the embedding, so that this layer proposes what the network says.
@@ -53,7 +53,7 @@ def with_next_layer(name, folder, knows=False, vocab_size=None):
 
 
 def add_next_layer(name, config, spec):
-    """Add such a layer to a configuration and to what its tensors are drawn by; what names of its own begin with, those
+    """Add an MTP layer to a configuration and to what its tensors are drawn by; what names of its own begin with, those
     of its matrix and of its norms."""
     layers, hidden, like = config["num_hidden_layers"], config["hidden_size"], MADE_AFTER[name]
     qwen = name.startswith("qwen")

@@ -16,7 +16,7 @@ PIECES = (
 
 
 def spelling(size=256):
-    """A byte-level BPE tokenizer of so many tokens."""
+    """A byte-level BPE tokenizer of `size` tokens."""
     alphabet = sorted(ByteLevel.alphabet(), key=ord)
     ascii_bytes = [character for character in alphabet if ord(character) < 128 or character in "ĠĊ"]
     vocab, merges = {"<pad>": 0, "<start>": 1, "<end>": END}, []

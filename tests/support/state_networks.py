@@ -49,7 +49,7 @@ class Decay:
 
 
 class StateNetwork:
-    """A network with these layers."""
+    """A network with the given layers."""
 
     selects_rows = True
 

@@ -16,7 +16,7 @@ def tokens_of(number):
 
 
 def stored(most):
-    """States of so many texts, each of which has its number in all places."""
+    """States of up to `most` texts, each of which has its number in all places."""
     states = CachedStates([6, 4], most)
     for number in range(most):
         assert states.store(tokens_of(number), None, [np.full(size, number, np.float32) for size in (6, 4)])

@@ -65,7 +65,7 @@ def attention(
         if reason is None:
             if attention_mask is not None:
                 causal, window = attention_mask.causal, attention_mask.window
-            else:  # as `sdpa` reads it; one query sees all there is, and is the last token where there is a window
+            else:  # as `sdpa` reads it; one query sees all there is, and is the last token if there is a window
                 causal, window = getattr(module, "is_causal", True) if is_causal is None else is_causal, None
                 causal = bool(causal or (query.shape[2] == 1 and layer.window))
             window = (window or layer.window) if causal else None

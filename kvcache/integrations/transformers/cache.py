@@ -181,7 +181,7 @@ class PagedCache(DynamicCache):
         self._others("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep these rows: integers, or booleans."""
+        """Keep the rows `indices`: integers, or booleans."""
         self._settle()
         if (rows := self._rows()) is not None:
             self._select(rows[np.asarray(indices)])
@@ -295,7 +295,7 @@ class PagedCache(DynamicCache):
         return f"PagedCache({self.state.pool.formats}, {self._batch()} rows of {self.get_seq_length()} tokens)"
 
 
-# A break in every graph of torch.compile: the decorator itself would cost 2 us per layer where nothing is compiled.
+# A break in every graph of torch.compile: the decorator itself would cost 2 us per layer if nothing is compiled.
 _update_apart = torch.compiler.disable(
     PagedCache.update, reason="kvcache: expected no fullgraph=True, got it: its attention is no graph of torch's"
 )

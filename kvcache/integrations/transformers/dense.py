@@ -13,7 +13,7 @@ def dense_attention(
     module: Any, query: Any, key: Any, value: Any, mask: Any, *, scaling: float | None, dropout: float,
     softcap: float | None, s_aux: Any, is_causal: bool | None, position_bias: Any,
 ) -> Any:
-    """softmax(q K^T scaling + mask) V as transformers' `sdpa` computes it, with soft caps and sinks beside.
+    """softmax(q K^T scaling + mask) V as transformers' `sdpa` computes it, with soft caps and sinks.
 
     Args:
         query, key, value: `(batch, heads, tokens, head_dim)`, fewer heads in `key` and `value`.

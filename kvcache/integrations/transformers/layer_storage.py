@@ -73,7 +73,7 @@ class LayerStorage(NamedTuple):
         return cls(pair, centred)
 
     def __str__(self) -> str:
-        """The name of the format, those of K and V where they differ."""
+        """The name of the format, those of K and V if they differ."""
         names = [name_of(each) if is_format(each) else short(each).strip("'") for each in self.formats]
         return "/".join(dict.fromkeys(names))
 
@@ -92,7 +92,7 @@ class LayerStorage(NamedTuple):
         }
 
     def stored(self, layers: Sequence[int]) -> tuple[Any, Any]:
-        """The formats of the library in which K and V of these layers lie."""
+        """The formats of the library in which K and V of the layers lie."""
         keys, values = stored_dtypes(self.formats, None)
         return formats_of_layers(keys, layers), formats_of_layers(values, layers)
 

@@ -41,7 +41,7 @@ def are_few(x: Any, columns: int) -> bool:
 def few_products(
     matrix: Matrix, bias: Float32 | None, x: Any, activations: str, sizes: Sequence[int]
 ) -> list[Any]:
-    """`product` in tensors of so many columns each."""
+    """`product` in one tensor for each of `sizes`, its number of columns."""
     if not x.is_contiguous():
         x = x.contiguous()
     outs = [x.new_empty((*x.shape[:-1], size)) for size in sizes]

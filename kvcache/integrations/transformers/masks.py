@@ -1,7 +1,7 @@
 """Attention masks: `PatternMask` says a known pattern in a few words, and is made dense where an operation needs it.
 
 transformers builds the mask of a forward pass with the function registered here, once per kind of layer. Causal,
-causal within a window and bidirectional patterns, each with any 2D padding, become a `PatternMask`; or None where every
+causal within a window and bidirectional patterns, each with any 2D padding, become a `PatternMask`; or None if every
 query sees all tokens up to its own, as for `sdpa`. Any other pattern becomes the boolean 4D mask of `sdpa`.
 """
 
@@ -31,7 +31,7 @@ class PatternMask(torch.Tensor):
     Attributes:
         causal: whether a query sees the tokens up to its own; otherwise all.
         window: a query at position p sees positions p - window + 1 to p; None: no limit.
-        padding: bool `(batch, keys)`, False where a token is masked; None: no token is.
+        padding: bool `(batch, keys)`, False if a token is masked; None: no token is.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -103,7 +103,7 @@ def make_mask(
             padding = None
     if window is not None and kv_length <= window:
         window = None
-    # None where `sdpa` may have None, and reads it alike: all visible, or causal over equally many queries and keys.
+    # None if `sdpa` may have None, and reads it alike: all visible, or causal over equally many queries and keys.
     if padding is None and window is None and (not causal or q_length in (1, kv_length)):
         return None
     return PatternMask((batch_size, 1, q_length, kv_length), causal, window, padding, make)

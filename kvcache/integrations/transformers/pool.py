@@ -149,7 +149,7 @@ class PagedPool:
                 paged.grow(wanted)
 
     def prepare(self, kind: Kind, count: int) -> None:
-        """Make or add blocks until so many are free, as far as the limit allows."""
+        """Make or add blocks until `count` are free, as far as the limit allows."""
         with self.lock:
             if kind not in self.paged:
                 with suppress(OutOfMemoryError):

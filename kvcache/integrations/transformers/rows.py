@@ -113,7 +113,7 @@ class Rows:
         """Room for the tokens up to `total`.
 
         Args:
-            padding: bool `(batch, visible)` of the last `visible` tokens, False where one is masked; None: none is.
+            padding: bool `(batch, visible)` of the last `visible` tokens, False if one is masked; None: none is.
             trim: whether tokens before the window may go.
         """
         new = total - self.length
@@ -275,7 +275,7 @@ class Rows:
         return forks
 
     def read(self, slot: int, which: int, total: int, visible: int) -> Float32:
-        """K (`which` 0) or V of the text positions `total - visible` to `total`, zeros where none is stored.
+        """K (`which` 0) or V of the text positions `total - visible` to `total`, zeros if none is stored.
 
         Returns:
             float32 `(batch, KV heads, visible, channels)`.

@@ -90,7 +90,7 @@ class EventStream:
             raise
 
     def replay(self, start: int) -> list[tuple[int, bytes]]:
-        """The kept batches from number `start` on, or from the last snapshot on where that is not kept, or lost.
+        """The kept batches from number `start` on, or from the last snapshot on if that is not kept, or lost.
 
         Their first event is then `AllBlocksCleared`, and the one before it is not needed.
         """

@@ -101,7 +101,7 @@ cdef class Slots:
             free(claim)
 
     def reserve(self, Py_ssize_t num_pages):
-        """Records of so many pages, before the pool has them; MemoryError: nothing has changed."""
+        """Make records of `num_pages` pages, before the pool has them; MemoryError: nothing has changed."""
         old_records, old_tokens, table = self.arrays
         n = len(old_records)
         if num_pages <= n:

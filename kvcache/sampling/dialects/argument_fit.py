@@ -34,7 +34,7 @@ class ArgumentFit:
         self._known, self.left, self.is_sure = known, steps, True
 
     def fits(self, value: Any, schema: Any) -> bool:
-        """Whether it is one; True as well where that takes too long to say."""
+        """Whether it is one; True as well if that takes too long to say."""
         try:
             return self._fits(value, schema)
         except (_TooLong, RecursionError):

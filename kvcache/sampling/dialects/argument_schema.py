@@ -178,7 +178,7 @@ class ArgumentSchema:
         return found
 
     def alternatives(self, schema: Any) -> list[dict[str, Any]]:
-        """Schemas without references and choices: a value is one by some of them. `allOf` stays where two say of a
+        """Schemas without references and choices: a value is one by some of them. `allOf` stays if two say of a
         keyword what no single one does.
 
         Raises:
@@ -219,7 +219,7 @@ class ArgumentSchema:
             raise GrammarError("grammar: expected a schema with keywords of their kinds, got others") from None
 
     def whole(self) -> dict[str, Any]:
-        """All of it as one schema without references, where that is one, and as it is otherwise."""
+        """All of it as one schema without references, if that is one, and as it is otherwise."""
         with suppress(GrammarError):
             found = self.alternatives(self.root)
             return found[0] if len(found) == 1 else dict(self.root)

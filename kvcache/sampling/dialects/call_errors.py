@@ -6,7 +6,7 @@ __all__ = ["CALL_ERRORS", "NoCall"]
 
 
 class NoCall(Exception):
-    """A text that says no call. It leaves no reader: these then return None."""
+    """A text that says no call. It leaves no reader: they then return None."""
 
 
 CALL_ERRORS = (NoCall, ValueError, TypeError, RecursionError, MemoryError, OverflowError)

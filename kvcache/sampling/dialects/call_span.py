@@ -40,7 +40,7 @@ class CallSpan:
         schemas: of the arguments of each function, by its name.
         mark: that begins the span.
         offered: whether the mark may be text as well: only functions with a schema may then be called.
-        thinks: whether it stands within a thought, which goes on where there is no call.
+        thinks: whether it stands within a thought, which goes on if there is no call.
     """
 
     def __init__(

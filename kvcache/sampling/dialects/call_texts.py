@@ -1,4 +1,4 @@
-"""Calls as networks write them, read when they are whole: a list of calls, or None where a text says none."""
+"""Calls as networks write them, read when they are whole: a list of calls, or None if a text says none."""
 
 from __future__ import annotations
 

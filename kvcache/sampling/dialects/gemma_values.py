@@ -22,7 +22,7 @@ _DEPTH, _MOST = 100, 10_000  # levels, and values of a call, which take 50 ms
 
 
 def gemma_member(text: str, known: ArgumentSchema) -> tuple[str, Any]:
-    """A key and its value in these words. NoCall: none; ValueError: a text without end.
+    """A key and its value in Gemma's words. NoCall: none; ValueError: a text without end.
 
     Args:
         text: all of it: a text without quotes may have commas.

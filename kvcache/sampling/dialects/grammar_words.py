@@ -159,7 +159,7 @@ class GrammarWords:
 
     @property
     def silence(self) -> str:
-        """The marks that say nothing, where an answer has some before anything else."""
+        """The marks that say nothing, if an answer has some before anything else."""
         silent = self.marks.dialect.silent[: self.marks.dialect.framed]
         return f"({' | '.join(map(self.mark, silent))}){{0,2}}" if silent else ""
 

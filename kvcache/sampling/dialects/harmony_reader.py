@@ -25,7 +25,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyReader:
-    """Reads such an answer, which begins with the header of its first message; see `Dialect` for the arguments.
+    """Reads a harmony answer, which begins with the header of its first message; see `Dialect` for the arguments.
 
     Content are all messages to the user: those of the channel final, and what is said beside calls.
     """

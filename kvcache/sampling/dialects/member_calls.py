@@ -144,7 +144,7 @@ class MemberCalls:
         return self._give_up()
 
     def _read(self, length: int) -> None:
-        """Be done with so many characters of the head."""
+        """Drop the first `length` characters of the head, which were read."""
         self._span.keep(self._text[:length])
         self._text, self._at = self._text[length:], 0
 

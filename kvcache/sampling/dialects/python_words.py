@@ -49,7 +49,7 @@ def python_value(text: str) -> Any:
 
 
 def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """The names and arguments of `f(a=1)`, or of a list of such calls; names may be any words.
+    """The names and arguments of `f(a=1)`, or of a list of calls; names may be any words.
 
     Raises:
         NoCall, ValueError: there are none.
@@ -93,7 +93,7 @@ class _PythonWords:
         return next((value for word, value in words.items() if self.takes(word)), "")
 
     def expect_end(self) -> None:
-        """Raise NoCall where there is more."""
+        """Raise NoCall if there is more."""
         self._skip()
         if self._at < len(self._text):
             raise NoCall

@@ -112,7 +112,7 @@ class SpokenAnswer:
         return self.stop_string != ""
 
     def extend(self, tokens: Iterable[int], *, ended: bool) -> list[ChannelPiece]:
-        """The pieces that are complete with these tokens; with `ended` also what still waits."""
+        """The pieces that are complete with `tokens`; with `ended` also what still waits."""
         for token in tokens:
             if self.stopped:
                 break

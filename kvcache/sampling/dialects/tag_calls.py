@@ -140,7 +140,7 @@ class TagCalls:
         return self._give_up()
 
     def _end_of(self, key: str, end: int, behind: int) -> tuple[int, int]:
-        """The end of a value, and the place behind its tag: there is none where the next argument begins on a line of
+        """The end of a value, and the place behind its tag: there is none if the next argument begins on a line of
         its own, one that the function has and that has not come."""
         style, text, at = self._style, self._text, 0
         while style.wraps and (at := text.find("\n" + style.key[0], at, end) + 1):
@@ -197,7 +197,7 @@ class TagCalls:
         return True
 
     def _read(self, length: int) -> None:
-        """Be done with so many characters."""
+        """Drop the first `length` characters, which were read."""
         if self._count < 0:
             self._span.keep(self._text[:length])
         self._text = self._text[length:]

@@ -23,7 +23,7 @@ CALL_BEGINNINGS = "|".join(
 
 
 class TaggedReader:
-    """Reads such an answer; see `Dialect` for the arguments.
+    """Reads an answer with tags; see `Dialect` for the arguments.
 
     Thoughts begin before any content, or after calls, and a call ends them. A mark of calls within a thought that is no
     special token may be text, and so may one of calls whose first mark is left out: there a call is one if the function

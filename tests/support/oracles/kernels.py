@@ -74,7 +74,7 @@ def seen_by(query, count, tokens, window, causal, parents):
 
 
 def log_of_sums(scores):
-    """The logarithm of each row's sum of exp(score); -inf where all scores are."""
+    """The logarithm of each row's sum of exp(score); -inf if all scores are."""
     largest = scores.max(1, initial=-np.inf)
     largest = np.where(largest > -np.inf, largest, 0)
     sums = np.exp(scores - largest[:, None]).sum(1)
@@ -228,7 +228,7 @@ def stored(row, bits, rotated):
 
 
 def read_pages(content, offsets, lengths, checksums):
-    """`(good, arrays)`: pages of a file as bytes, each cut into arrays of so many bytes; undefined for a bad page."""
+    """`(good, arrays)`: pages of a file as bytes, each cut into arrays of `lengths` bytes; undefined for a bad page."""
     good, arrays = [], []
     for offset, parts, checksum in zip(offsets, lengths, checksums, strict=True):
         page = content[offset : offset + sum(parts)]

@@ -21,7 +21,7 @@ PIECE = 512  # tokens after which layers evict
 
 
 class PlainTexts:
-    """The answers of an `InferenceEngine` with these options, one text after another.
+    """The answers of an `InferenceEngine` with `options`, one text after another.
 
     The engine is asked for its settings alone: how it stores K and V, and what a policy keeps.
     """

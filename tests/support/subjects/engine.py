@@ -158,7 +158,7 @@ class ServedResidual(Served):
 
 
 class ServedStates(Served):
-    """The same where layers keep a state, of which few are cached."""
+    """The same if layers keep a state, of which few are cached."""
 
     model = Transformer.from_pretrained(seeded("lfm2"))
     generate = Served.generate

@@ -249,7 +249,7 @@ class PagedSystem(PrefixCalls, System):
 
     def _mixed(self, out):
         assert np.isfinite(out).all()
-        # What lies in channel 0 is the last digit of a sequence, or 0 where nothing was written.
+        # What lies in channel 0 is the last digit of a sequence, or 0 if nothing was written.
         assert out[..., 0].min() >= -1e-4
         assert out[..., 0].max() <= 3 + 1e-4
         return out
