@@ -31,7 +31,7 @@ _CHOICES = {"auto": ToolChoice(), "any": ToolChoice("required"), "none": ToolCho
 
 
 def asked_of_message(given: dict[str, Any], defaults: SamplingParams) -> Asked:
-    """Read the fields `given` of a body, `checked` by `MESSAGES`; `defaults` and errors are as of `asked_of_completion`."""
+    """Read the fields of a body, `checked` by `MESSAGES`; `defaults` and errors are as of `asked_of_completion`."""
     contents = Contents("messages")
     said = [*_system(given.get("system", ""), contents), *_messages(given["messages"], contents)]
     messages, tools = [message for message, _ in said], [*_tools(given.get("tools", []))]

@@ -76,7 +76,7 @@ _LOADING = ("additional_tools", "tool_search_output")  # items with tools that m
 
 
 def asked_of_response(given: dict[str, Any], defaults: SamplingParams) -> Asked:
-    """Read the fields `given` of a body, `checked` by `RESPONSES`; `defaults` and errors are as of `asked_of_completion`."""
+    """Read the fields of a body, `checked` by `RESPONSES`; `defaults` and errors are as of `asked_of_completion`."""
     contents = Contents("input")
     system = [{"role": "system", "content": given["instructions"]}] if given.get("instructions") else []
     messages = [*system, *_messages(given["input"], contents)]
