@@ -578,8 +578,7 @@ class InferenceEngine:
                 policy adds counted.
             OutOfMemoryError: the cache is too small for the prompt and what the policy adds.
         """
-        tokens = self.requests.new.tokens_of(prompt, lambda: self.tokenizer, self.requests.max_positions)
-        self.requests.new.check_span(tokens, 0)
+        tokens = self.requests.new.prompt(prompt)
         share, storage = as_finite(ratio, "ratio", 0.0, 1.0, above=True), self._settings.storage
         formats = storage.formats if dtype is None else (dtype, dtype)
         if dtype is None and any(map(is_mixed, storage.dtypes)):

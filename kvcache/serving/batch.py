@@ -49,6 +49,7 @@ from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.forward import Forward
 from kvcache.texts.policy import Policy
 from kvcache.texts.settings import CacheSettings, Load
+from kvcache.texts.text import Tokens
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
 
@@ -185,7 +186,9 @@ class BatchEngine:
         self.max_queue = as_count(max_queue, "max_queue", 1)
         self._steps = Steps(scheduler, forward, self.max_queue, clock)
         self.max_positions = settings.max_positions
-        self._new = NewRequests(model.config, self.max_positions, seed, self._steps.inbox_lock)
+        self._new = NewRequests(
+            model.config, self.max_positions, seed, self._steps.inbox_lock, lambda: self.tokenizer
+        )
         self._text: Any = None
         self._events: EngineEvents | None = None
         if kv_events is not None:
@@ -277,10 +280,10 @@ class BatchEngine:
         deadline = None if deadline is None else as_finite(deadline, "deadline", 0.0)
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
         params = params.changed(sampling)
-        prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size, self.max_positions)
+        prompt = self._new.prompt(prompt, prefix)
         places = tuple(as_count(each, "parts_at", 1, len(prompt)) for each in parts_at)
         self._steps.expect_room(n)  # before each sample takes its random numbers
-        shared = self._new.shared(params, lambda: self.tokenizer)
+        shared = self._new.shared(params, with_text=True)
         kept = None if keep is None else as_kept(keep, len(prompt), self._pool.block_size)
         if kept is not None and self._settings.budgets is not None:
             raise ValueError("keep: expected none with an eviction_policy, got one")
@@ -288,7 +291,7 @@ class BatchEngine:
         for name, other in (("keep", kept), ("prefix", prefix)):
             if top is not None and other is not None:
                 raise ValueError(f"{name}: expected none with prompt_logprobs, got one")
-        samples = [self._sample(prompt, params, namespace, shared, i, prefix, watch) for i in range(n)]
+        samples = [self._sample(prompt, namespace, shared, i, prefix, watch) for i in range(n)]
         if kept is not None:
             samples[0].keep = kept
         if top is not None:
@@ -322,22 +325,19 @@ class BatchEngine:
             ImportError: without llguidance.
         """
         grammar = as_instance(grammar, Grammar, "grammar")
-        self._new.matcher(grammar, lambda: self.tokenizer, stop_token_ids, trials)
+        self._new.matcher(grammar, stop_token_ids, trials)
 
     def knows_grammar(self, grammar: Grammar, stop_token_ids: Iterable[int] = ()) -> bool:
         """Whether `prepare_grammar` with these compiles nothing: it was compiled, or refused by trials."""
         grammar = as_instance(grammar, Grammar, "grammar")
-        return self._new.compiler(lambda: self.tokenizer).knows(grammar, stop_token_ids)
+        return self._new.compiler().knows(grammar, stop_token_ids)
 
     def _sample(
-        self, prompt: Any, params: SamplingParams, namespace: Hashable, shared: Shared, number: int,
-        prefix: CompressedPrefix | None, watch: Callable[[], StopWatch] | None,
+        self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, prefix: CompressedPrefix | None,
+        watch: Callable[[], StopWatch] | None,
     ) -> Drawing:
-        request = self._new.request(
-            prompt, params, lambda: self.tokenizer, with_text=True, shared=shared, sample=number, prefix=prefix
-        )
-        decoder = None if request.text is None else self.tokenizer
-        make_text = None if decoder is None else partial(TextStream, decoder, request.tokens, shared.stop_strings)
+        request, decoder = self._new.request(prompt, shared, number, prefix), shared.decoder
+        make_text = None if decoder is None else partial(TextStream, decoder, prompt, shared.stop_strings)
         work = Drawing(request, make_text, self.config, namespace, self._drafter.begin(), watch)
         if self._settings.budgets is not None:
             work.evict(self._pool.chunk, endless=self._settings.max_positions is None)

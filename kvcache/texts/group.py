@@ -25,8 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.attention_call import AttentionCall
+from kvcache.core.kvrows import KvRows
 from kvcache.errors import OutOfMemoryError
-from kvcache.networks.protocols import Attend, Float32, LayerAttention
+from kvcache.networks.protocols import Attend, LayerAttention
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.text import Text, Tokens
@@ -40,7 +41,7 @@ Ids = NDArray[np.uint64]
 Lens = NDArray[np.int64]
 # `(layer, queries, keys, values, sink_queries)` of the network's layer, to its outputs.
 LayerCall = Attend
-Rows = Sequence[tuple[Float32, Float32]]
+Rows = Sequence[KvRows]
 Reclaim = Callable[[OutOfMemoryError], bool]
 
 
