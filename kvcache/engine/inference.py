@@ -29,8 +29,9 @@ from kvcache.networks.weights import Progress
 from kvcache.paged.cache import PagedKvCache
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.text_tokens import encoded
-from kvcache.support.arguments import as_count, as_finite, as_floats, as_index, as_instance, short
+from kvcache.support.arguments import as_count, as_finite, as_floats, as_index, as_instance
 from kvcache.support.copies import refuse_copies
+from kvcache.support.exclusions import expect
 from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
 from kvcache.texts.policy import Policy
 from kvcache.texts.prefix_policy import PrefixPolicy
@@ -137,8 +138,7 @@ class InferenceEngine:
             make_cache=self._make_cache, sparse_tokens=sparse_tokens,
         )
         self._budgets = settings.budgets
-        if self._budgets is not None and not sources.is_empty:
-            raise ValueError(f"draft: expected None with an eviction_policy, got {short(draft)}")
+        expect("draft", None if sources.is_empty else draft, settings.features)
         self._settings = sources.split(settings)
         self._sequence = CurrentText(self._settings, self._settings.total_blocks())
         # Internal: a `PrefixCachedEngine` runs its own by it too.

@@ -17,6 +17,7 @@ from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.matcher import Matcher
 from kvcache.kernels.functions import shares
 from kvcache.support.arguments import as_count, as_finite, as_floats, as_instance, as_number, short
+from kvcache.support.exclusions import expect
 
 __all__ = ["Biases", "LogitsProcessor", "Sampler", "SamplingParams"]
 
@@ -134,8 +135,7 @@ class SamplingParams:
         if self.grammar is not None:
             as_instance(self.grammar, Grammar, "grammar")
             for name in ("ignore_eos", "min_tokens"):
-                if getattr(self, name):
-                    raise ValueError(f"{name}: expected none beside a grammar, got {getattr(self, name)}")
+                expect(name, getattr(self, name) or None, {"grammar"})
 
 
 class Biases(NamedTuple):

@@ -42,8 +42,9 @@ from kvcache.serving.scheduler import Scheduler
 from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
 from kvcache.serving.work import Drawing, Scoring, Work
-from kvcache.support.arguments import as_count, as_finite, as_instance, as_integer, short
+from kvcache.support.arguments import as_count, as_finite, as_instance, as_integer
 from kvcache.support.copies import refuse_copies
+from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.forward import Forward
@@ -172,8 +173,8 @@ class BatchEngine:
             residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
             max_state_bytes=max_state_bytes, sparse_tokens=sparse_tokens,
         ))
-        if tiers is not None and settings.budgets is not None:
-            raise ValueError(f"tiers: expected none with an eviction_policy, got {tiers}")
+        expect("tiers", tiers, settings.features)
+        expect("kv_events", kv_events, settings.features)
         self._pool = settings.pool(settings.total_blocks())
         arrivals = None if tiers is None else Arrivals(tiers, model, self._pool)
         forward = Forward(model, self._pool)
@@ -192,8 +193,6 @@ class BatchEngine:
         self._text: Any = None
         self._events: EngineEvents | None = None
         if kv_events is not None:
-            if settings.budgets is not None:
-                raise ValueError(f"kv_events: expected none with an eviction_policy, got {short(kv_events)}")
             self._events = EngineEvents(self._pool.prefixes[0], kv_events, forward.name_of)
 
     @classmethod
@@ -285,12 +284,11 @@ class BatchEngine:
         self._steps.expect_room(n)  # before each sample takes its random numbers
         shared = self._new.shared(params, with_text=True)
         kept = None if keep is None else as_kept(keep, len(prompt), self._pool.block_size)
-        if kept is not None and self._settings.budgets is not None:
-            raise ValueError("keep: expected none with an eviction_policy, got one")
         top = None if prompt_logprobs is None else as_count(prompt_logprobs, "prompt_logprobs")
-        for name, other in (("keep", kept), ("prefix", prefix)):
-            if top is not None and other is not None:
-                raise ValueError(f"{name}: expected none with prompt_logprobs, got one")
+        if kept is not None or prefix is not None:
+            features = self._settings.features | (set() if top is None else {"logprobs"})
+            expect("keep", keep, features)
+            expect("prefix", prefix, features)
         samples = [self._sample(prompt, namespace, shared, i, prefix, watch) for i in range(n)]
         if kept is not None:
             samples[0].keep = kept

@@ -16,6 +16,7 @@ from kvcache.core.calibration import Calibration
 from kvcache.core.rowformat import RowFormats
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Model
+from kvcache.support.exclusions import expect
 from kvcache.texts.pool import Pool
 from kvcache.texts.state import StateLayers
 from kvcache.texts.storage import computed_with
@@ -49,9 +50,8 @@ def as_tiers(
         return None
     if tiers is not None and not isinstance(tiers, Tiers):
         raise TypeError(f"tiers: expected a Tiers, got {type(tiers).__name__}")
-    if tiers is not None and autosave is not None:
-        raise ValueError("autosave: expected None with tiers, which may have a DirectoryTier, got a path")
     if tiers is not None:
+        expect("autosave", autosave, {"tiers"})
         return tiers
     assert autosave is not None
     directory = autosave if isinstance(autosave, DirectoryTier) else DirectoryTier(autosave, AUTOSAVE_BYTES)

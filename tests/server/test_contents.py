@@ -73,7 +73,7 @@ def test_parts_by_their_kinds():
 
 
 def asked_of(**given):
-    """What a body asks for: one of `/v1/responses` where it has an input."""
+    """Read a body: one of `/v1/responses` where it has an input."""
     read = asked_of_response if "input" in given else asked_of_message
     return read({"model": MODEL, **given}, SamplingParams())
 

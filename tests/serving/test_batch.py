@@ -493,7 +493,7 @@ def test_arguments(network, engine):
             BatchEngine(network, **options)
     windowed = Windowed(network, 10)
     assert BatchEngine(windowed, dtype="q4").residual_length == 0
-    with pytest.raises(ValueError, match="residual_length: expected 0 or none with layers that keep a window, got 64"):
+    with pytest.raises(ValueError, match="residual_length: expected 0 or none with layers that have a window, got 64"):
         BatchEngine(windowed, residual_length=64)
     for call, message in (
         (lambda: engine.submit([]), "tokens: expected at least one, got none"),
