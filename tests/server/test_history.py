@@ -114,7 +114,7 @@ def with_and_without(results):
 
 
 def by_chat(sample):
-    """What the next turn of a chat asks for: with results of the calls, and without."""
+    """Read the next turn of a chat: with results of the calls, and without."""
     said = as_json(CompletionForm(ASKED, ENGINE, None).whole([REQUEST], [sample]))["choices"][0]["message"]
     calls = said.get("tool_calls", [])
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "R"} for call in calls]
