@@ -8,11 +8,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import total
-from kvcache.core.rowformat import Format
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import DraftSources
 from kvcache.engine.chat import chat_tokens, render
@@ -21,8 +19,8 @@ from kvcache.engine.new_requests import NewRequests, Shared
 from kvcache.engine.opening import Opened, open_checkpoint, open_drafts, open_gguf, split_options
 from kvcache.engine.partings import partings
 from kvcache.engine.requests import SCORE_FLOATS
+from kvcache.engine.settings import Options, Settings, with_options
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
-from kvcache.eviction import EvictionPolicy
 from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.trials import Trials
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
@@ -48,11 +46,13 @@ from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.forward import Forward
-from kvcache.texts.policy import Policy
 from kvcache.texts.settings import CacheSettings, Load
 from kvcache.texts.text import Tokens
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
+
+if TYPE_CHECKING:  # typing has it from Python 3.11 on
+    from typing_extensions import Unpack
 
 __all__ = ["BatchEngine"]
 
@@ -78,10 +78,12 @@ class BatchEngine:
         model: a `Transformer`, or anything with the `Model` protocol.
         sampling_params: the default for requests without `params`.
         seed: for requests without their own.
-        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `InferenceEngine`.
-        num_blocks: size of the cache, of running requests and cached prefixes together; by default four times the
-            whole context, at most for 16,384 tokens.
-        max_memory_bytes: the most bytes of K and V, as of `InferenceEngine`; with `num_blocks` the lower limit counts.
+        settings, options: how K and V are stored, see `Settings`; its attributes are keywords too. `num_blocks` is the
+            size of the cache, of running requests and cached prefixes together; by default four times the whole
+            context, at most for 16,384 tokens. The unpacked tokens of all requests that may run count in
+            `max_memory_bytes`. With an `eviction_policy` each request has a budget of its own; such requests share
+            nothing, have no draft tokens and are not preempted: one begins if there is memory for all that it may
+            keep.
         max_queue: the most requests that wait, samples counted.
         max_running: the most requests that run at a time, samples counted.
         target_gap: seconds between new tokens that prompts of other requests may cause: fewer tokens of prompts run in
@@ -95,15 +97,8 @@ class BatchEngine:
             "auto": n-grams, and that layer where there is one. Several of these, in a tuple: each is asked where those
             before it have none. None: there are none.
         draft_tokens: the most draft tokens of a request in a step, up to 16.
-        residual_length: as of `InferenceEngine`, with the same default; the unpacked tokens of all requests that may
-            run count in `max_memory_bytes`. Networks with windows have no residual here.
-        calibrate: as of `InferenceEngine`.
-        eviction_policy, kv_budget: as of `InferenceEngine`; each request has a budget of its own. Such requests share
-            nothing, have no draft tokens and are not preempted: one begins where there is memory for all that it may
-            keep.
         max_state_bytes: the most bytes of cached states, an int or a text, for networks whose layers keep one; those of
             running requests come to it. By default as many as K and V have, and at least eight states.
-        sparse_tokens: as of `InferenceEngine`.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
         autosave: as of `PrefixCachedEngine`; `close` writes what is left.
         on_eviction: called with an `Eviction` after each step in which cached blocks left to make room, in the thread
@@ -126,35 +121,26 @@ class BatchEngine:
         max_positions: the most tokens of a text; None: any number, under StreamingLLM.
     """
 
+    @with_options
     def __init__(
         self,
         model: Model,
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: Formats | Format = "f32",
-        key_dtype: Formats | Format | None = None,
-        value_dtype: Formats | Format | None = None,
-        rotate: bool | str = "auto",
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        max_memory_bytes: int | str | None = None,
+        settings: Settings | None = None,
         max_queue: int = 1024,
         max_running: int = 64,
         target_gap: float | None = None,
         draft: Any = "ngram",
         draft_tokens: int = MOST_DRAFTS,
-        residual_length: int | None = None,
-        calibrate: Any = False,
-        eviction_policy: EvictionPolicy | Policy | None = None,
-        kv_budget: int | None = None,
         max_state_bytes: int | str | None = None,
-        sparse_tokens: int | None = None,
         tiers: Tiers | None = None,
         autosave: str | os.PathLike[str] | DirectoryTier | None = None,
         on_eviction: OnEviction | None = None,
         kv_events: KvEvents | str | None = None,
         clock: Clock = monotonic,
+        **options: Unpack[Options],
     ) -> None:
         self.model, self.clock = model, clock
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
@@ -162,31 +148,28 @@ class BatchEngine:
         max_running = as_count(max_running, "max_running", 1)
         self.tiers = tiers = as_tiers(tiers, autosave)
         self._autosaves = autosave is not None
-        block_size = as_count(block_size, "block_size", 1, most=None)
+        given = Settings.of(settings, options)
+        block_size = as_count(given.block_size, "block_size", 1, most=None)
         spare = 1 if tiers is None else max(GROUP_TOKENS, block_size) + 1
         draft_tokens = as_count(draft_tokens, "draft_tokens", 1, CHEAP_ROWS)
         load = Load(max_running, MOST, draft_tokens, MOST_PROMPTS + CHEAP_ROWS, spare, 16384, 4)
         sources = DraftSources(open_drafts(draft), model, load, block_size)
-        self._settings = settings = sources.split(CacheSettings.of(
-            model, load, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
-            block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
-            residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
-            max_state_bytes=max_state_bytes, sparse_tokens=sparse_tokens,
-        ))
-        expect("tiers", tiers, settings.features)
-        expect("kv_events", kv_events, settings.features)
-        self._pool = settings.pool(settings.total_blocks())
+        checked = CacheSettings.of(model, load, max_state_bytes=max_state_bytes, **given.as_keywords())
+        self._settings = checked = sources.split(checked)
+        expect("tiers", tiers, checked.features)
+        expect("kv_events", kv_events, checked.features)
+        self._pool = checked.pool(checked.total_blocks())
         arrivals = None if tiers is None else Arrivals(tiers, model, self._pool)
         forward = Forward(model, self._pool)
         self._drafter = sources.drafter(forward, draft_tokens, clock)
         scheduler = Scheduler(
-            forward, arrivals, TokenBudget(target_gap), max_running, MOST_PROMPTS if settings.keeps_f16 else MOST,
+            forward, arrivals, TokenBudget(target_gap), max_running, MOST_PROMPTS if checked.keeps_f16 else MOST,
             max(1, SCORE_FLOATS // model.config.vocab_size),
             Observed(self._pool, on_eviction, clock, forward.name_of), self._drafter,
         )
         self.max_queue = as_count(max_queue, "max_queue", 1)
         self._steps = Steps(scheduler, forward, self.max_queue, clock)
-        self.max_positions = settings.max_positions
+        self.max_positions = checked.max_positions
         self._new = NewRequests(
             model.config, self.max_positions, seed, self._steps.inbox_lock, lambda: self.tokenizer
         )
