@@ -51,6 +51,11 @@ def step_of(batch: BatchEngine) -> Callable[[], Any]:
     return lambda: batch.step()
 
 
+def submit_of(batch: BatchEngine) -> Callable[[], Any]:
+    """A function that submits a request."""
+    return lambda: batch.submit(PROMPT, temperature=0.0, max_tokens=32)
+
+
 def subjects(dtype: str) -> dict[str, Callable[[], Any]]:
     """Functions to count, by what they do."""
     model = Transformer.from_pretrained(DIRECTORY)
@@ -62,6 +67,7 @@ def subjects(dtype: str) -> dict[str, Callable[[], Any]]:
         "a decode step of one text": lambda: engine.decode_step(5, next(positions)),
         "`generate` of one token over a cached prefix": lambda: cached.generate(PROMPT, ONE),
     }
+    found["`submit` of a `BatchEngine`, with keywords"] = submit_of(BatchEngine(model, dtype=dtype, num_blocks=512))
     for requests in (1, 8):
         batch = BatchEngine(model, dtype=dtype, num_blocks=512)
         for i in range(requests):

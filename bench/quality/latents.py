@@ -11,7 +11,7 @@ import numpy.typing as npt
 from bench.quality.network import Recorder
 from kvcache.calibration.passes import new_cache, run_piece
 from kvcache.engine import Transformer
-from kvcache.networks.protocols import latent_layers, other_layers, unlike_layers
+from kvcache.texts.features import features_of
 
 __all__ = ["AsLatents", "fits", "like_factors"]
 
@@ -21,7 +21,7 @@ TOKENS, FIRSTS = 512, 16  # of the text that says how large K and V are, and tho
 
 def fits(model: Transformer) -> bool:
     """Whether all layers of a network have K and V of one size, and a row has room for those of a token."""
-    alike = not (other_layers(model) or latent_layers(model) or unlike_layers(model))
+    alike = not features_of(model) & {"state", "silent", "latent", "shared", "sizes"}
     return alike and 2 * model.config.num_kv_heads * model.config.head_dim <= MOST
 
 

@@ -50,12 +50,11 @@ def cache_folder() -> Path:
 
 
 def as_calibration(
-    model: Model, calibrate: Any, key_dtype: Formats, without: str, with_losses: bool = False, *, centred: bool = True
+    model: Model, calibrate: Any, key_dtype: Formats, with_losses: bool = False, *, centred: bool = True
 ) -> Calibration | None:
     """An engine's argument `calibrate` as the calibration of its cache; None: it has none.
 
     Args:
-        without: what excludes a budget of bits; empty: nothing does.
         with_losses: whether those of the layers are needed too; keys count as packed.
         centred: whether keys are centred at all.
 
@@ -69,8 +68,6 @@ def as_calibration(
         if with_losses:
             raise ValueError(f"calibrate: expected one with dtype {short(key_dtype)}, got none")
         return bias_centres(model, tell) if packed and centred else None
-    if with_losses and without:
-        raise ValueError(f"dtype: expected formats with {without}, got a budget of bits")
     if isinstance(calibrate, (str, Path, bool)):
         raise TypeError(f"calibrate: expected False, a Calibration or tokens, got {short(calibrate)}")
     if not packed:

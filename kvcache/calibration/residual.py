@@ -34,23 +34,20 @@ def default_length(key_dtype: Formats, value_dtype: Formats) -> int:
 
 
 def as_length(
-    length: int | None, key_dtype: Formats, value_dtype: Formats, *, without: str = "", calibrated: bool = False
+    length: int | None, key_dtype: Formats, value_dtype: Formats, *, has_none: bool = False, calibrated: bool = False
 ) -> int:
     """An engine's `residual_length`, or its default.
 
     Args:
         calibrated: keys have a calibration: any quantised format has a residual by default.
-        without: what excludes a residual; empty: nothing does.
+        has_none: whether there is none by default.
 
     Raises:
-        ValueError: not 0 to 256; not 0 if it is excluded.
+        ValueError: not 0 to 256.
     """
     if length is None:
-        return 0 if without else default_length(key_dtype, value_dtype) or 64 * calibrated
-    length = as_count(length, "residual_length", 0, 256)
-    if without and length:
-        raise ValueError(f"residual_length: expected 0 or none with {without}, got {length}")
-    return length
+        return 0 if has_none else default_length(key_dtype, value_dtype) or 64 * calibrated
+    return as_count(length, "residual_length", 0, 256)
 
 
 def num_firsts(measured: bool, length: int) -> int:

@@ -12,6 +12,7 @@ from kvcache.drafts.ngrams import NGrams
 from kvcache.drafts.proposer import Proposer
 from kvcache.networks.protocols import Model, draft_layers
 from kvcache.support.arguments import as_bytes, short
+from kvcache.support.exclusions import expect
 from kvcache.texts.forward import Forward
 from kvcache.texts.settings import CacheSettings, Load
 
@@ -63,8 +64,8 @@ class DraftSources:
         ValueError: it evicts tokens, which no network follows.
         """
         sizes = [each.block_bytes(each.whole) for each in self._settings.values()]
-        if settings.budgets is not None and self._sources not in ([], ["ngram"]):
-            raise ValueError(f"draft: expected None or ngram with an eviction_policy, got {self._sources}")
+        if self._sources not in ([], ["ngram"]):
+            expect("draft: of a network", self._sources, settings.features)
         if settings.max_memory_bytes is None or not sizes:
             return settings
         limit, own = as_bytes(settings.max_memory_bytes, "max_memory_bytes"), settings.block_bytes(settings.whole)

@@ -5,6 +5,7 @@ from kvcache.engine.cached import PrefixCachedEngine
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, TokenLogprobs
 from kvcache.engine.inference import InferenceEngine
+from kvcache.engine.settings import Settings
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Attend, LayerAttention, Model, NetworkConfig
@@ -29,6 +30,7 @@ __all__ = [
     "PrefixPolicy",
     "Probe",
     "SamplingParams",
+    "Settings",
     "TokenLogprobs",
     "Transformer",
 ]

@@ -23,6 +23,7 @@ from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_count, as_instance
 from kvcache.support.copies import refuse_copies
+from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.text import Text
@@ -93,8 +94,7 @@ class PrefixCachedEngine(ChatEngine):
         autosave: str | os.PathLike[str] | DirectoryTier | None = None,
     ) -> None:
         as_instance(engine, InferenceEngine, "engine")
-        if engine.eviction_policy is not None:  # a prefix with holes cannot be shared
-            raise ValueError(f"engine: expected one without eviction_policy, got {engine.eviction_policy}")
+        expect("engine: of a PrefixCachedEngine", engine, engine.requests.sequence.settings.features)
         self.tiers = as_tiers(tiers, autosave)
         self.inner, self._requests, self._sequence = engine, engine.requests, engine.requests.sequence
         self._sequence.settings = settings = self._sequence.settings.with_states(max_state_bytes)

@@ -61,29 +61,30 @@ class Request:
     Args:
         tokens: the token ids of the prompt.
         sampler: draws the new tokens.
-        text: gets the new tokens, if the request reports its text or has stop strings.
         stop_tokens: the tokens that end it, those of the network included.
+        prefix: what its text stands behind, see `Text`.
 
     Attributes:
-        tokens, sampler, text, stop_tokens: as above.
+        tokens, sampler, stop_tokens, prefix: as above.
+        text: gets the new tokens, if the request reports its text or has stop strings.
         params: those of the sampler.
         finish_reason: why it ended.
         logprobs: one entry per new token, if they are reported.
         cached_tokens: the number of prompt tokens that did not run.
         is_complete: whether all its text has come.
         parts_at: see `Text`.
-        prefix: what its text stands behind, see `Text`.
         progress: called while its prompt runs, see `PrefixCachedEngine.chat`; None: nothing is.
     """
 
     def __init__(
-        self, tokens: NDArray[np.uint32], sampler: Sampler, text: TextStream | None, stop_tokens: frozenset[int]
+        self, tokens: NDArray[np.uint32], sampler: Sampler, stop_tokens: frozenset[int],
+        prefix: CompressedPrefix | None = None,
     ) -> None:
-        self.tokens, self.sampler, self.text, self.stop_tokens = tokens, sampler, text, stop_tokens
+        self.tokens, self.sampler, self.stop_tokens, self.prefix = tokens, sampler, stop_tokens, prefix
+        self.text: TextStream | None = None
         self.params = sampler.params
         self.finish_reason: FinishReason = "length"
         self.parts_at: tuple[int, ...] = ()
-        self.prefix: CompressedPrefix | None = None
         self.logprobs: list[TokenLogprobs] | None = None
         self.cached_tokens = 0
         self.is_complete = False

@@ -16,7 +16,8 @@ from kvcache.kernels.layers import softcap
 from kvcache.kernels.matrix import Matrix
 from kvcache.networks.protocols import Float32, LayerAttention, layer_attention
 from kvcache.paged.cache import PagedKvCache
-from kvcache.texts.budgets import Budgets, expect_alike
+from kvcache.support.exclusions import expect
+from kvcache.texts.budgets import Budgets
 from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
 from kvcache.texts.policy import Policy, is_policy
 from kvcache.texts.prefix_policy import Asking, Encode, PrefixPolicy, Probe, as_kept_in_all, as_probes, is_prefix_policy
@@ -42,11 +43,10 @@ def compressed(
         OutOfMemoryError: the prefix, and what is to run behind it, do not fit the pool.
     """
     model, cache, size = current.settings.model, current.cache, current.cache.block_size
-    if current.settings.budgets is not None:
-        raise ValueError(f"engine: expected one without eviction_policy, got {current.settings.budgets.policy}")
-    if current.settings.sparse_tokens is not None:  # no text may stand behind it there
-        raise ValueError(f"engine: expected one without sparse_tokens, got {current.settings.sparse_tokens}")
-    expect_alike(model, "policy", policy)
+    settings = current.settings
+    chosen = settings.sparse_tokens if settings.budgets is None else settings.budgets.policy
+    expect("engine: that compresses a prefix", chosen, settings.features)
+    expect("policy: of a compressed prefix", policy, settings.features)
     storing.make_cache(model, 0)  # raises for formats that are not supported
     choose = _choice(current, tokens, policy, budget, encode)
     current.clear()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.core.layer_formats import Formats, is_mixed
+from kvcache.core.layer_formats import is_mixed
 from kvcache.core.memory import total
-from kvcache.core.rowformat import Format
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import DraftSources
 from kvcache.engine.chat import Answer, ChatEngine
@@ -21,6 +20,7 @@ from kvcache.engine.compression import compressed
 from kvcache.engine.current import CurrentText, Share
 from kvcache.engine.opening import Opened, open_checkpoint, open_drafts, open_gguf, split_options
 from kvcache.engine.requests import Requests
+from kvcache.engine.settings import Options, Settings, with_options
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
@@ -30,12 +30,16 @@ from kvcache.paged.cache import PagedKvCache
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.text_tokens import encoded
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
-from kvcache.support.arguments import as_count, as_finite, as_floats, as_index, as_instance, short
+from kvcache.support.arguments import as_count, as_finite, as_floats, as_index, as_instance
 from kvcache.support.copies import refuse_copies
+from kvcache.support.exclusions import expect
 from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
 from kvcache.texts.policy import Policy
 from kvcache.texts.prefix_policy import PrefixPolicy
 from kvcache.texts.settings import CacheSettings, Load
+
+if TYPE_CHECKING:  # typing has it from Python 3.11 on
+    from typing_extensions import Unpack
 
 __all__ = ["InferenceEngine"]
 
@@ -55,36 +59,10 @@ class InferenceEngine(ChatEngine):
         model: a `Transformer`, or anything with the `Model` protocol.
         sampling_params: the default for requests without `params`.
         seed: a request without its own seed derives one from this and the number of earlier requests.
-        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`. Formats of layers
-            are those of the network; an engine with an eviction policy has one format. "auto:4.0" chooses the formats
-            of layers within so many bits per value, by what each loses (`layer_losses`); it needs `calibrate`.
-        num_blocks: size of the cache; by default enough for the whole context, at most for 8192 tokens.
-        max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB", or "50%" of the memory that is
-            available when the engine is made; with `num_blocks` the lower limit counts, without it the whole context is
-            the other limit. ValueError: too few for one block.
+        settings, options: how K and V are stored, see `Settings`; its attributes are keywords too.
         prefill_chunk: prompts run through the network in pieces of at most this many tokens, cut at its multiples.
-        residual_length: the text is divided into groups of this many tokens (0 to 256). A query reads its own group in
-            f16 and earlier groups as `dtype` packs them, see `PagedKvCache`. By default 64 if K or V is q6, q4 or
-            q3, 128 if one is q2, else 0. With an eviction policy the default is 0, and a group is what is left of so
-            many tokens of the text; beside a calibration, 16 take two thirds of q4's KL divergence off. Under
-            StreamingLLM, or where layers keep a window alone, it must be 0.
-        eviction_policy, kv_budget: an `EvictionPolicy` or a `Policy`, and the tokens that each layer keeps (under
-            PyramidKV on average; by default sinks plus window, if the policy has them). After each piece of a
-            prompt and each decode step, every layer evicts down to its budget and frees the memory; see
-            `EvictingSequence`. The default `num_blocks` then covers the budget and one piece, for a text of any
-            length. A block holds tokens of one layer.
-        calibrate: a `Calibration` of the network's keys, or tokens to measure one by; False: none. Quantised keys are
-            then centred and rounded with feedback, every query reads the first 16 tokens of the text in f16, and
-            every quantised format has a residual by default. `from_pretrained` also takes "auto" and paths.
-            With an eviction policy, tokens are in f16 only if `residual_length` is not 0. Under StreamingLLM, or where
-            a layer has a window, keys are rounded with feedback alone, and no tokens are in f16.
         draft, draft_tokens: as of `BatchEngine`, but None by default, and with an `eviction_policy`. Tokens that were
             drawn from one pass are in the cache when the first of them is given.
-        sparse_tokens: in layers that keep all tokens, each KV head attends to pages that the query chooses, with
-            1.75 times so many tokens, beside the first 16 and the newest 64 to 79, where the text has four
-            times so many; see `top_tokens` of `PagedKvCache.attention`. Every position does so, in prompts too: an
-            answer does not depend on pieces, prefix hits or preemptions, but it is another one than without. Saved
-            caches and tiers keep both apart. Block sizes are multiples of 16. None: to all.
 
     Under `EvictionPolicy.StreamingLLM` the length of a text is not limited: distances count within the cache, so
     positions may exceed `max_position_embeddings`, in constant memory and at a constant cost per token. Sinks, window
@@ -102,45 +80,30 @@ class InferenceEngine(ChatEngine):
         sampling_params: the defaults of a request.
     """
 
+    @with_options
     def __init__(
         self,
         model: Model,
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: Formats | Format = "f32",
-        key_dtype: Formats | Format | None = None,
-        value_dtype: Formats | Format | None = None,
-        rotate: bool | str = "auto",
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        max_memory_bytes: int | str | None = None,
+        settings: Settings | None = None,
         prefill_chunk: int = 512,
-        residual_length: int | None = None,
-        eviction_policy: EvictionPolicy | Policy | None = None,
-        kv_budget: int | None = None,
-        calibrate: Any = False,
         draft: Any = None,
         draft_tokens: int = MOST_DRAFTS,
-        sparse_tokens: int | None = None,
+        **options: Unpack[Options],
     ) -> None:
         self.model = model
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
         self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
         draft_tokens = as_count(draft_tokens, "draft_tokens", 1, 16)
-        load = Load(0, prefill_chunk, draft_tokens)
-        sources = DraftSources(open_drafts(draft), model, load, as_count(block_size, "block_size", 1, most=None))
-        settings = CacheSettings.of(
-            model, load, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
-            block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
-            residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
-            make_cache=self._make_cache, sparse_tokens=sparse_tokens,
-        )
-        self._budgets = settings.budgets
-        if self._budgets is not None and not sources.is_empty:
-            raise ValueError(f"draft: expected None with an eviction_policy, got {short(draft)}")
-        self._settings = sources.split(settings)
+        load, given = Load(0, prefill_chunk, draft_tokens), Settings.of(settings, options)
+        sources = DraftSources(open_drafts(draft), model, load, as_count(given.block_size, "block_size", 1, most=None))
+        checked = CacheSettings.of(model, load, make_cache=self._make_cache, **given.as_keywords())
+        self._budgets = checked.budgets
+        expect("draft", None if sources.is_empty else draft, checked.features)
+        self._settings = sources.split(checked)
         self._sequence = CurrentText(self._settings, self._settings.total_blocks())
         # Internal: a `PrefixCachedEngine` runs its own by it too.
         self.requests = Requests(self._sequence, seed, sources, draft_tokens)
@@ -180,7 +143,8 @@ class InferenceEngine(ChatEngine):
             CheckpointError: a file is damaged, or asks for something that is not supported.
             OutOfMemoryError: the weights do not fit the machine.
         """
-        network = {"weights": weights, "activations": activations, "progress": progress, **split_options(options)[0]}
+        own, calibrate = split_options(options, calibrate)
+        network = {"weights": weights, "activations": activations, "progress": progress, **own}
         return cls._over(open_checkpoint(directory, sampling_params, calibrate, network), seed, options)
 
     @classmethod
@@ -545,8 +509,7 @@ class InferenceEngine(ChatEngine):
                 policy adds counted.
             OutOfMemoryError: the cache is too small for the prompt and what the policy adds.
         """
-        tokens = self.requests.new.tokens_of(prompt, lambda: self.tokenizer, self.requests.max_positions)
-        self.requests.new.check_span(tokens, 0)
+        tokens = self.requests.new.prompt(prompt)
         share, storage = as_finite(ratio, "ratio", 0.0, 1.0, above=True), self._settings.storage
         formats = storage.formats if dtype is None else (dtype, dtype)
         if dtype is None and any(map(is_mixed, storage.dtypes)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ from kvcache.grammar.trials import Trials
 from kvcache.networks.protocols import NetworkConfig
 from kvcache.sampling.sampling import Biases, Sampler, SamplingParams
 from kvcache.sampling.stop_strings import StopStrings
-from kvcache.sampling.text_stream import TextStream
 from kvcache.support.arguments import as_count, short
 from kvcache.texts.compressed_prefix import CompressedPrefix
 
@@ -29,16 +27,20 @@ class Shared(NamedTuple):
     """The values that all samples of a request share.
 
     Attributes:
+        params: how to sample.
         stop_tokens: the tokens that end it, those of the network included unless it ignores them.
         stop_strings: the strings that end it.
         biases: those of its logits.
         matcher: its grammar, at the start; None: it has none.
+        decoder: the tokenizer that spells its text; None: there is none, or no need of text.
     """
 
+    params: SamplingParams
     stop_tokens: frozenset[int]
     stop_strings: StopStrings
     biases: Biases
     matcher: Matcher | None
+    decoder: Any
 
 
 class NewRequests:
@@ -49,15 +51,18 @@ class NewRequests:
         max_positions: maximum number of positions of a text; None: no limit.
         seed: see `InferenceEngine`.
         lock: guards the count of requests.
+        tokenizer: returns the tokenizer, or None. It is called for texts, stop strings and grammars.
 
     Attributes:
         max_positions: see above.
     """
 
     def __init__(
-        self, config: NetworkConfig, max_positions: int | None, seed: int, lock: CallLock | MendingLock
+        self, config: NetworkConfig, max_positions: int | None, seed: int, lock: CallLock | MendingLock,
+        tokenizer: Callable[[], Any],
     ) -> None:
         self._config, self.max_positions, self._lock = config, max_positions, lock
+        self._tokenizer = tokenizer
         self._grammars: GrammarCompiler | None = None
         self.reseed(seed)
 
@@ -66,30 +71,43 @@ class NewRequests:
         self._seed = as_count(seed, "seed", most=None)
         self._count = 0
 
-    def shared(self, params: SamplingParams, tokenizer: Callable[[], Any]) -> Shared:
+    def shared(self, params: SamplingParams, with_text: bool = False) -> Shared:
         """The values that the samples of a request share; a new grammar is compiled, which holds up no step.
 
+        Args:
+            with_text: whether the request reports its text, if there is a tokenizer.
+
         Raises:
-            ValueError: as `Biases.of`.
+            ValueError: as `Biases.of`; stop strings without a tokenizer.
             GrammarError, ImportError: as `GrammarCompiler.compile`.
         """
         biases = Biases.of(params, self._config.vocab_size)
         stops = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self._ends)))
-        matcher = None if params.grammar is None else self.matcher(params.grammar, tokenizer, stops)
-        return Shared(stops, StopStrings(params.stop), biases, matcher)
+        matcher = None if params.grammar is None else self.matcher(params.grammar, stops)
+        decoder = self._decoder(params) if params.stop or with_text else None
+        return Shared(params, stops, StopStrings(params.stop), biases, matcher, decoder)
 
-    def matcher(
-        self, grammar: Grammar, tokenizer: Callable[[], Any], stop_tokens: Iterable[int] = (),
-        trials: Trials | None = None,
-    ) -> Matcher:
+    def _decoder(self, params: SamplingParams) -> Any:
+        """The tokenizer, if there is one; stop strings need it."""
+        decoder = None
+        try:
+            decoder = self._tokenizer()
+        except ImportError:
+            if params.stop:
+                raise
+        if params.stop and decoder is None:
+            raise ValueError(f"stop: expected none, since the engine has no tokenizer, got {short(params.stop)}")
+        return decoder
+
+    def matcher(self, grammar: Grammar, stop_tokens: Iterable[int] = (), trials: Trials | None = None) -> Matcher:
         """A matcher at the start of a grammar, which is compiled unless it is known; see the compiler."""
-        return self.compiler(tokenizer).compile(grammar, stop_tokens, trials)
+        return self.compiler().compile(grammar, stop_tokens, trials)
 
-    def compiler(self, tokenizer: Callable[[], Any]) -> GrammarCompiler:
+    def compiler(self) -> GrammarCompiler:
         """The compiler of this engine's grammars, which is made once."""
         with self._lock:
             if self._grammars is None:
-                self._grammars = GrammarCompiler(tokenizer, self._config.vocab_size, self._ends)
+                self._grammars = GrammarCompiler(self._tokenizer, self._config.vocab_size, self._ends)
             return self._grammars
 
     @property
@@ -97,48 +115,35 @@ class NewRequests:
         return tuple(getattr(self._config, "eos_token_ids", ()))
 
     def request(
-        self, prompt: Any, params: SamplingParams, tokenizer: Callable[[], Any], *, with_text: bool = False,
-        or_empty: bool = False, is_history: bool = False, shared: Shared | None = None, sample: int = 0,
-        prefix: CompressedPrefix | None = None,
+        self, tokens: NDArray[np.uint32], shared: Shared, sample: int = 0, prefix: CompressedPrefix | None = None
     ) -> Request:
-        """A new request, checked; adds one to the count of requests.
+        """A new request without text; adds one to the count of requests.
 
         Args:
-            prompt: token ids, or a text.
-            tokenizer: returns the tokenizer, or None. It is called for a text, for stop strings and with `with_text`.
-            with_text: whether the request reports its text, where there is a tokenizer.
-            or_empty: whether the prompt may be empty.
-            is_history: whether the tokens of the prompt ran already; there may be any number of them.
-            shared: what it shares with other samples, see `shared`.
-            sample: its number among them, which is added to the seed of `params`.
+            tokens: of `prompt`.
+            shared: what it shares with other samples.
+            sample: its number among them, which is added to the seed of its parameters.
             prefix: what its text stands behind.
-
-        Raises:
-            TypeError, ValueError: as `InferenceEngine.complete`; a token of `logit_bias` is outside the vocabulary;
-                stop strings, or a text, without a tokenizer.
         """
-        tokens = self.tokens_of(prompt, tokenizer, None if is_history else self.max_positions)
-        if not is_history and (len(tokens) or not or_empty):
-            self.check_span(tokens, 0 if prefix is None else prefix.num_tokens)
-        shared = self.shared(params, tokenizer) if shared is None else shared
-        decoder = None
-        if params.stop or with_text:
-            with nullcontext() if params.stop else suppress(ImportError):
-                decoder = tokenizer()
-        if params.stop and decoder is None:
-            raise ValueError(f"stop: expected none, since the engine has no tokenizer, got {short(params.stop)}")
-        text = None if decoder is None else TextStream(decoder, tokens, shared.stop_strings)
-        rng, vocab_size = self._randomness(params, sample), self._config.vocab_size
-        matcher = None if shared.matcher is None else shared.matcher.fresh(shared.stop_tokens)
-        stops = shared.stop_tokens
-        sampler = Sampler(params, rng, vocab_size, tokens, biases=shared.biases, matcher=matcher, stop_tokens=stops)
-        request = Request(tokens, sampler, text, shared.stop_tokens)
-        request.prefix = prefix
-        return request
+        stops, params = shared.stop_tokens, shared.params
+        matcher = None if shared.matcher is None else shared.matcher.fresh(stops)
+        rng = self._randomness(params, sample)
+        sampler = Sampler(params, rng, self._config.vocab_size, tokens, 0, shared.biases, matcher, stops)
+        return Request(tokens, sampler, stops, prefix)
 
-    def tokens_of(self, prompt: Any, tokenizer: Callable[[], Any], most: int | None) -> NDArray[np.uint32]:
-        """The token ids of a prompt; see `as_prompt`."""
-        return as_prompt(prompt, tokenizer, self._config.vocab_size, most)
+    def prompt(
+        self, prompt: Any, prefix: CompressedPrefix | None = None, *, or_empty: bool = False
+    ) -> NDArray[np.uint32]:
+        """The token ids of a prompt, which are converted and checked here alone; see `as_prompt`.
+
+        Args:
+            prefix: what the text stands behind.
+            or_empty: whether there may be none.
+        """
+        tokens = as_prompt(prompt, self._tokenizer, self._config.vocab_size, self.max_positions)
+        if len(tokens) or not or_empty:
+            self.check_span(tokens, 0 if prefix is None else prefix.num_tokens)
+        return tokens
 
     def check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:
         """Raise ValueError unless there is a token, and every position from `pos` on is one of the network's."""
@@ -150,11 +155,13 @@ class NewRequests:
                 f"got {len(tokens)} tokens from position {pos}"
             )
 
-    def _randomness(self, params: SamplingParams, sample: int) -> np.random.Generator:
-        """The random numbers of the next request, the sample of this number."""
+    def _randomness(self, params: SamplingParams, sample: int) -> np.random.Generator | None:
+        """The random numbers of the next request, the sample of this number; None: it uses none."""
         with self._lock:
             number = self._count
             self._count += 1
+        if params.is_greedy:
+            return None
         # NumPy takes no negative seed; these are read as 64 bits without a sign.
         own = None if params.seed is None else _unsigned(params.seed + sample)
         return np.random.Generator(np.random.PCG64((self._seed, number) if own is None else own))

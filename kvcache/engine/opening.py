@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from kvcache.calibration.calibrating import text_or_calibration
 from kvcache.drafts.sources import SOURCE_NAMES, each_source
 from kvcache.engine.hub import checkpoint_path
+from kvcache.engine.settings import Settings
 from kvcache.gguf.file import GgufFile
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
@@ -127,10 +128,11 @@ def _expect_same_tokens(text: CheckpointText | GgufText, other: CheckpointText |
                 raise ValueError(f"draft: expected {expected}, got {short(token)}")
 
 
-def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Take the arguments of the network out of those of an engine: these, and `calibrate`."""
+def split_options(options: dict[str, Any], calibrate: Any = False) -> tuple[dict[str, Any], Any]:
+    """Take the arguments of the network out of those of an engine: these, and `calibrate`, perhaps of its settings."""
     names = [name for name in options if name in ("weights", "activations", "chat_template", "progress")]
     network = {name: options.pop(name) for name in names}
     if any(isinstance(each, str) and each in ("mtp", "auto") for each in each_source(options.get("draft"))):
         network["draft_layer"] = True
-    return network, options.pop("calibrate", False)
+    calibrate, settings = options.pop("calibrate", calibrate), options.get("settings")
+    return network, settings.calibrate if calibrate is False and isinstance(settings, Settings) else calibrate

@@ -15,7 +15,7 @@ from kvcache.core.locks import CallLock, MendingLock
 from kvcache.drafts.drafter import Drafter
 from kvcache.drafts.sources import DraftSources
 from kvcache.engine.chat import chat_tokens, render
-from kvcache.engine.completion import Request
+from kvcache.engine.completion import Request, as_prompt
 from kvcache.engine.current import CurrentText
 from kvcache.engine.drawn_tokens import DrawnTokens
 from kvcache.engine.new_requests import NewRequests
@@ -24,6 +24,7 @@ from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.kernels.functions import log_sums
 from kvcache.networks.protocols import Float32
 from kvcache.sampling.sampling import SamplingParams
+from kvcache.sampling.text_stream import TextStream
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_instance
 from kvcache.texts.compressed_prefix import CompressedPrefix
@@ -62,7 +63,7 @@ class Requests:
         self.turns = Turns()
         self.call = CallInTurn(self.turns, self.lock)
         self.num_prefilled = 0
-        self.new = NewRequests(self.config, self.max_positions, seed, self.lock)
+        self.new = NewRequests(self.config, self.max_positions, seed, self.lock, lambda: self.tokenizer)
         self.text: CheckpointText | GgufText | None = None
         self._sources, self._most_drafts = sources, most_drafts
         self._drafter: tuple[Forward, Drafter] | None = None
@@ -82,14 +83,34 @@ class Requests:
         """See `InferenceEngine`."""
         return None if self.text is None else self.text.tokenizer
 
-    def request(self, prompt: Any, params: SamplingParams, sampling: Mapping[str, Any], **options: Any) -> Request:
-        """A new request, checked; adds one to the count of requests. The options are those of `NewRequests.request`.
+    def request(
+        self, prompt: Any, params: SamplingParams, sampling: Mapping[str, Any], *, with_text: bool = False,
+        or_empty: bool = False, is_history: bool = False, prefix: CompressedPrefix | None = None,
+    ) -> Request:
+        """A new request, checked; adds one to the count of requests.
 
         Args:
+            prompt: token ids, or a text.
             sampling: attributes in place of those of `params`.
+            with_text: whether the request reports its text, if there is a tokenizer.
+            or_empty: whether the prompt may be empty.
+            is_history: whether the tokens of the prompt ran already; there may be any number of them.
+            prefix: what its text stands behind.
+
+        Raises:
+            TypeError, ValueError: as `InferenceEngine.complete`; a token of `logit_bias` is outside the vocabulary;
+                stop strings, or a text, without a tokenizer.
         """
-        params = as_instance(params, SamplingParams, "params").changed(sampling)
-        return self.new.request(prompt, params, lambda: self.tokenizer, **options)
+        params, new = as_instance(params, SamplingParams, "params").changed(sampling), self.new
+        if is_history:
+            tokens = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size)
+        else:
+            tokens = new.prompt(prompt, prefix, or_empty=or_empty)
+        shared = new.shared(params, with_text)
+        request = new.request(tokens, shared, prefix=prefix)
+        if shared.decoder is not None:
+            request.text = TextStream(shared.decoder, tokens, shared.stop_strings)
+        return request
 
     def chat_prompt(
         self, messages: Any, tools: Any, template: Any, *, parts: bool = False

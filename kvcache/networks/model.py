@@ -208,7 +208,8 @@ class Transformer:
         """
         if recur is None and any(self._recurrent):
             raise ValueError("recur: expected a function for the layers with a state, got None")
-        if regime not in range(len(self._tables)) or self.regime(int(positions.max(initial=-1)) + 1) > regime:
+        end = int(np.maximum.reduce(positions, initial=-1)) + 1
+        if regime not in range(len(self._tables)) or self.regime(end) > regime:
             raise ValueError(f"regime: expected that of a text with these positions, got {short(regime)}")
         rows = self._rows(tokens, (positions,) if sink_positions is None else (positions, sink_positions), regime)
         chosen: Any = slice(len(tokens) - (logits == "last"), None) if isinstance(logits, str) else logits

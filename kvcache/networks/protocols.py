@@ -17,8 +17,7 @@ from kvcache.core.attention_call import AttentionCall
 
 __all__ = [
     "Attend", "LayerAttention", "Logits", "Model", "NetworkConfig", "Recur", "Recurrence", "StreamingModel",
-    "cached_sizes", "draft_layers", "latent_layers", "layer_attention", "layer_recurrences", "other_layers",
-    "unlike_layers",
+    "cached_sizes", "draft_layers", "latent_layers", "layer_attention", "layer_recurrences",
 ]
 
 Float32 = NDArray[np.float32]
@@ -233,13 +232,6 @@ def layer_recurrences(model: Model) -> dict[int, Recurrence]:
     return {layer: each for layer, each in enumerate(getattr(model, "recurrences", ())) if each is not None}
 
 
-def other_layers(model: Model) -> str:
-    """A name of layers that keep no K and V, for messages; empty: all layers keep them."""
-    if layer_recurrences(model):
-        return "layers that keep a state"
-    return "layers that do not attend" if None in layer_attention(model) else ""
-
-
 def draft_layers(model: Model) -> int:
     """How many of the last layers are MTP layers, see `Model`."""
     found: int = getattr(model, "draft_layers", 0)
@@ -250,15 +242,6 @@ def latent_layers(model: Model) -> str:
     """A name of layers with latent rows, for messages; empty: there are none."""
     latent = any(each is not None and each.latent for each in layer_attention(model))
     return "layers whose V is a part of K" if latent else ""
-
-
-def unlike_layers(model: Model) -> str:
-    """The differences from layers with K and V of one size, for messages; empty: there are none."""
-    attention = [each for each in layer_attention(model) if each is not None]
-    if any(each.kv_layer is not None for each in attention):
-        return "layers that read K and V of others"
-    sizes = {(each.num_kv_heads, each.head_dim, each.latent) for each in attention}
-    return "layers of several sizes" if len(sizes) > 1 else ""
 
 
 def _check_owner(found: list[LayerAttention | None], layer: int) -> None:

@@ -139,7 +139,7 @@ class RopeTable:
 
     def rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:
         """The table rows of non-negative `positions` `(n,)`: `(cos, sin)`, each `(n, head_dim // 2)`."""
-        needed = int(positions.max(initial=-1)) + 1
+        needed = int(np.maximum.reduce(positions, initial=-1)) + 1
         if needed > self._max_positions:
             return self._rows(positions)
         cos, sin = self._table

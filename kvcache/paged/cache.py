@@ -7,7 +7,7 @@ sections 4.1 to 4.3); sharing and copy-on-write follow its section 4.4.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Union, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,7 @@ Out = TypeVar("Out")
 No = Literal[False]
 Yes = Literal[True]
 Scored = Literal[True, "head"]
-Rows = Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]
+Rows = Sequence[Union[tuple[npt.ArrayLike, npt.ArrayLike], KvRows]]  # noqa: UP007  # for Python 3.10 at run time
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -670,7 +670,7 @@ class PagedKvCache:
 
     def _as_rows(self, residual: Residual, rows: Rows, name: str) -> list[KvRows]:
         """The rows of each layer as they are, without the `Format` of the cache."""
-        found = [self._blocks.as_given(keys, values) for keys, values in rows]
+        found = [each if isinstance(each, KvRows) else self._blocks.as_given(*each) for each in rows]
         if len(found) not in (0, self.num_layers):
             raise ValueError(f"{name}: expected rows of {self.num_layers} layers, got {len(found)}")
         if len({each.count for each in found}) > 1:

@@ -17,6 +17,7 @@ from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.matcher import Matcher
 from kvcache.kernels.functions import shares
 from kvcache.support.arguments import as_count, as_finite, as_floats, as_instance, as_number, short
+from kvcache.support.exclusions import expect
 
 __all__ = ["Biases", "LogitsProcessor", "Sampler", "SamplingParams"]
 
@@ -87,6 +88,11 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken, and no random number used."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
+
     def changed(self, changes: Mapping[str, Any]) -> SamplingParams:
         """The same with other values of some attributes, by name. TypeError, ValueError: no such name, or value."""
         for name in changes:
@@ -129,8 +135,7 @@ class SamplingParams:
         if self.grammar is not None:
             as_instance(self.grammar, Grammar, "grammar")
             for name in ("ignore_eos", "min_tokens"):
-                if getattr(self, name):
-                    raise ValueError(f"{name}: expected none beside a grammar, got {getattr(self, name)}")
+                expect(name, getattr(self, name) or None, {"grammar"})
 
 
 class Biases(NamedTuple):
@@ -147,6 +152,8 @@ class Biases(NamedTuple):
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> Biases:
         """ValueError: `logit_bias` names a token outside the vocabulary, or excludes all tokens."""
+        if not params.logit_bias:
+            return _NO_BIASES
         biases = dict(params.logit_bias)
         largest = max(biases, default=0)
         if largest >= vocab_size:
@@ -155,6 +162,9 @@ class Biases(NamedTuple):
             raise ValueError("logit_bias: expected minus infinity for some tokens at most, got it for all")
         count = len(biases)
         return cls(np.fromiter(biases, np.int64, count), np.fromiter(biases.values(), np.float32, count))
+
+
+_NO_BIASES = Biases(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 def _biases(biases: Any) -> tuple[tuple[int, float], ...]:
@@ -196,14 +206,15 @@ class Sampler:
     """
 
     def __init__(
-        self, params: SamplingParams, rng: np.random.Generator, vocab_size: int, history: NDArray[np.uint32],
+        self, params: SamplingParams, rng: np.random.Generator | None, vocab_size: int, history: NDArray[np.uint32],
         num_drawn: int = 0, biases: Biases | None = None, matcher: Matcher | None = None,
         stop_tokens: Iterable[int] = (),
     ) -> None:
         """
         Args:
             params: the sampling parameters.
-            rng: source of random numbers, of a generator of 64 bits: one is used per token, none for a greedy choice.
+            rng: source of random numbers, of a generator of 64 bits: one is used per token. None: for a greedy
+                choice, which uses none.
             vocab_size: length of the logits.
             history: ids of the tokens so far, for the penalties and the logits processor.
             num_drawn: how many of the last of these are new tokens, not of the prompt.
@@ -212,18 +223,16 @@ class Sampler:
             stop_tokens: those that end the text, for `min_tokens`.
         """
         self.params, self.matcher = params, matcher
-        self._rng, self._first_state = rng, rng.bit_generator.state
+        self._rng, self._first_state = rng, None if rng is None else rng.bit_generator.state
         self._seen = np.zeros(vocab_size, bool)
         self._seen[history] = True
-        self._drawn, self._num_drawn = Counter(history[len(history) - num_drawn :].tolist()), num_drawn
+        self._is_greedy = params.is_greedy
+        self._drawn, self._num_drawn = dict[int, int](), num_drawn  # how often each token was drawn; how many
+        if num_drawn:
+            self._drawn = dict(Counter(history[len(history) - num_drawn :].tolist()))
         self._ends = [token for token in stop_tokens if token < vocab_size] if params.min_tokens else []
         self._biases = Biases.of(params, vocab_size) if biases is None else biases
         self._text, self._length = history, len(history)  # the text so far, if there is a processor, has free room
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken, and no random number used."""
-        return self.params.temperature < GREEDY_TEMPERATURE or self.params.top_k == 1 or self.params.top_p == 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -232,12 +241,14 @@ class Sampler:
 
     def resumed(self, text: NDArray[np.uint32], num_drawn: int) -> Sampler:
         """A sampler of the same random numbers in its state after `text`, whose last `num_drawn` tokens it drew."""
-        rng = np.random.Generator(np.random.PCG64())
-        rng.bit_generator.state = self._first_state
+        rng = None
+        if self._first_state is not None:
+            rng = np.random.Generator(np.random.PCG64())
+            rng.bit_generator.state = self._first_state
         matcher = None if self.matcher is None else self.matcher.at(text[len(text) - num_drawn :].tolist())
         sampler = Sampler(self.params, rng, len(self._seen), text, num_drawn, self._biases, matcher, self._ends)
         sampler._first_state = self._first_state
-        if not self.is_greedy:
+        if rng is not None and not self.params.is_greedy:
             rng.bit_generator.random_raw(num_drawn, False)
         return sampler
 
@@ -262,16 +273,16 @@ class Sampler:
             logits = self._penalised(logits)
         if (params.presence_penalty or params.frequency_penalty) and self._drawn:
             logits = self._less_often(logits)
-        best = int(np.argmax(logits))  # among equals the first; a NaN if there is one
+        best = int(logits.argmax())  # among equals the first; a NaN if there is one
         if not math.isfinite(logits[best]):
             if self.matcher is not None and logits[best] == -math.inf:
                 raise GrammarError("grammar: expected a token that may follow, got none beside the other settings")
             raise ValueError(f"logits: expected a finite maximum, got {logits[best]} at token {best}")
-        token = best if self.is_greedy else self._draw(logits)
+        token = best if self._is_greedy else self._draw(logits)
         if self.matcher is not None:
             self.matcher.advance(token)
         self._seen[token] = True
-        self._drawn[token] += 1
+        self._drawn[token] = self._drawn.get(token, 0) + 1
         self._num_drawn += 1
         if params.logits_processor is not None:
             if self._length == len(self._text):
@@ -322,6 +333,7 @@ class Sampler:
 
     def _bits(self) -> int:
         """The next random number, of 53 bits. Streams of raw numbers stay as they are in all versions of NumPy."""
+        assert self._rng is not None
         return int(self._rng.bit_generator.random_raw()) >> (64 - _BITS)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from anyio import create_task_group, move_on_after
 from anyio.lowlevel import checkpoint
@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
-from kvcache.server.bodies import Body
+from kvcache.server.asked import Asked
 from kvcache.server.forms import TIMED_OUT, Choice, Form, Whole, reason_of
 from kvcache.server.limits import Threads
 from kvcache.server.refusals import ending
@@ -35,8 +35,8 @@ class HttpAnswer:
 
     Args:
         form: writes it.
-        body: of the client.
-        spoken: makes the reader of a sample's tokens.
+        asked: the answer.
+        readers: for each prompt, what makes the reader of a sample's tokens.
         threads: that make whole answers.
         seconds: how long it may take, with the time that the client takes to read it.
 
@@ -45,9 +45,9 @@ class HttpAnswer:
     """
 
     def __init__(
-        self, form: Form, body: Body, spoken: Callable[[Work], SpokenAnswer], threads: Threads, seconds: float
+        self, form: Form, asked: Asked, readers: Sequence[Callable[[], SpokenAnswer]], threads: Threads, seconds: float
     ) -> None:
-        self._form, self._body, self._spoken, self._threads, self._seconds = form, body, spoken, threads, seconds
+        self._form, self._asked, self._readers, self._threads, self._seconds = form, asked, readers, threads, seconds
         self.requests: list[EngineRequest] = []
 
     def cancel(self) -> None:
@@ -57,7 +57,7 @@ class HttpAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
-        state.update(requests=self.requests, body=self._body)
+        state.update(requests=self.requests, asked=self._asked)
         begun = ended = False
 
         async def watch() -> None:
@@ -77,7 +77,7 @@ class HttpAnswer:
             async with create_task_group() as tasks:
                 tasks.start_soon(watch)
                 with move_on_after(self._seconds):
-                    if self._body.stream:
+                    if self._asked.stream:
                         tasks.start_soon(stream.live)
                         await self._stream(stream)
                     else:
@@ -128,8 +128,9 @@ class HttpAnswer:
         return self._form.whole(self.requests, found)
 
     def _choices(self) -> list[Choice]:
-        works = [work for request in self.requests for work in request.works]
-        return [Choice(number, work, self._spoken(work)) for number, work in enumerate(works)]
+        requests = zip(self.requests, self._readers, strict=True)
+        samples = [(work, read()) for request, read in requests for work in request.works]
+        return [Choice(number, work, spoken) for number, (work, spoken) in enumerate(samples)]
 
     # -- streams --------------------------------------------------------------------------------------------
 

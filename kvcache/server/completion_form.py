@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcache.sampling.dialects.transcript import ChannelPiece
 from kvcache.sampling.tokenizer_errors import decoded
-from kvcache.server.bodies import Body
+from kvcache.server.asked import Asked
 from kvcache.server.forms import Choice, Counts, Form, Whole, call_id, counts_of, event, now, stop_reason, unique
 from kvcache.server.logprobs import Offsets, TokenTexts, of_chat, of_texts
 from kvcache.server.refusals import refusal
@@ -24,23 +24,24 @@ class CompletionForm(Form):
     """Writes an answer to a body, a chat or a text; see `Form`.
 
     Args:
-        body: of the client.
+        asked: the answer.
         engine: of the requests.
         texts: of the engine's tokens.
     """
 
-    def __init__(self, body: Body, engine: BatchEngine, texts: TokenTexts) -> None:
-        super().__init__(body, engine)
+    def __init__(self, asked: Asked, engine: BatchEngine, texts: TokenTexts) -> None:
+        super().__init__(asked, engine)
         self._texts = texts
         self._offsets: dict[int, Offsets] = {}
         self._calls: dict[int, int] = {}  # of each sample that has some: how many
         self._begun: set[int] = set()
-        self._customs = frozenset(body.prompts[0].customs) if body.chat else frozenset()
+        talk = asked.conversation
+        self._chat, self._customs = talk is not None, frozenset(() if talk is None else talk.customs)
         self._kinds: dict[int, str] = {}  # of the last call of each sample
-        kind, prefix = ("chat.completion", "chatcmpl-") if body.chat else ("text_completion", "cmpl-")
-        kind += ".chunk" if body.chat and body.stream else ""
-        self._head = {"id": unique(prefix), "object": kind, "created": now(), "model": body.model}
-        self._common = self._head | ({"usage": None} if body.with_usage else {})
+        kind, prefix = ("chat.completion", "chatcmpl-") if self._chat else ("text_completion", "cmpl-")
+        kind += ".chunk" if self._chat and asked.stream else ""
+        self._head = {"id": unique(prefix), "object": kind, "created": now(), "model": asked.model}
+        self._common = self._head | ({"usage": None} if asked.with_usage else {})
 
     # -- streams --------------------------------------------------------------------------------------------
 
@@ -49,22 +50,22 @@ class CompletionForm(Form):
     ) -> Iterator[str]:
         number, first = choice.number, choice.number not in self._begun
         self._begun.add(number)
-        if first and self._body.echo:
+        if first and self._asked.echo:
             pieces = [ChannelPiece("content", self._prompt_text(choice)), *pieces]
         deltas = [self._delta(number, piece) for piece in pieces]
         if not deltas and (details or reason is not None or first):
             deltas = [{} if number in self._calls else self._content("")]
         for place, delta in enumerate(deltas):
-            role = {"role": "assistant"} if first and not place and self._body.chat else {}
+            role = {"role": "assistant"} if first and not place and self._chat else {}
             end = reason if place == len(deltas) - 1 else None
-            content = {"delta": role | delta} if self._body.chat else delta
+            content = {"delta": role | delta} if self._chat else delta
             beside = {} if place else details
             found = JsonObject(
                 index=number, **content, **{"logprobs": None, **beside},
                 finish_reason=_with_calls(choice, end), **({} if end is None else stop_reason(choice.work)),
             )
             common = self._common | self.warnings if first and not place else self._common
-            if first and not place and self._body.with_tokens:
+            if first and not place and self._asked.with_tokens:
                 common, found = self._with_prompt(common, found, choice)
             if "logprobs" in beside:
                 yield event(JsonObject(**common, choices=iter([found])))
@@ -76,18 +77,18 @@ class CompletionForm(Form):
     ) -> tuple[dict[str, Any], JsonObject]:
         """An answer and a sample of it, one of which has the token ids of the prompt."""
         prompt = {"prompt_token_ids": self._prompt(choice)}
-        return (answer | prompt, found) if self._body.chat else (answer, JsonObject(found | prompt))
+        return (answer | prompt, found) if self._chat else (answer, JsonObject(found | prompt))
 
     def _prompt(self, choice: Choice) -> list[int]:
         ids: list[int] = choice.work.tokens[: choice.work.num_prompt].tolist()
         return ids
 
     def _prompt_text(self, choice: Choice) -> str:
-        prompt = self._body.prompts[choice.number // self._body.n]
+        prompt = self._asked.prompts[choice.number // self._asked.n]
         return prompt if isinstance(prompt, str) else decoded(self._texts.tokenizer, prompt)
 
     def _content(self, text: str) -> dict[str, Any]:
-        return {"content": text} if self._body.chat else {"text": text}
+        return {"content": text} if self._chat else {"text": text}
 
     def _delta(self, number: int, piece: ChannelPiece) -> dict[str, Any]:
         if piece.channel == "content":
@@ -109,7 +110,7 @@ class CompletionForm(Form):
         return {"id": call_id(), "type": kind, kind: {"name": name, _ARGUMENTS[kind]: ""}}
 
     def end(self, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Iterator[str]:
-        if self._body.with_usage:
+        if self._asked.with_usage:
             yield event({**self._common, "choices": [], "usage": _usage(counts_of(self._engine, requests, choices))})
         yield "data: [DONE]\n\n"
 
@@ -123,13 +124,13 @@ class CompletionForm(Form):
 
     def details(self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[Any] | None) -> dict[str, Any]:
         found: dict[str, Any] = {} if logprobs is None else {"logprobs": self._logprobs(choice, tokens, logprobs)}
-        return found | ({"token_ids": list(tokens)} if self._body.with_tokens else {})
+        return found | ({"token_ids": list(tokens)} if self._asked.with_tokens else {})
 
     def _logprobs(self, choice: Choice, tokens: Sequence[int], found: Sequence[Any]) -> JsonObject:
-        if self._body.chat:
+        if self._chat:
             return of_chat(self._texts, tokens, found)
         if choice.number not in self._offsets:
-            before = [] if self._body.echo else self._prompt(choice)
+            before = [] if self._asked.echo else self._prompt(choice)
             self._offsets[choice.number] = Offsets(self._texts, before)
         return of_texts(self._texts, tokens, found, self._offsets[choice.number])
 
@@ -137,9 +138,9 @@ class CompletionForm(Form):
 
     def whole(self, requests: Sequence[EngineRequest], choices: Sequence[Whole]) -> JsonObject:
         counts = counts_of(self._engine, requests, [each.choice for each in choices])
-        made = (self._choice(each, requests[each.choice.number // self._body.n]) for each in choices)
+        made = (self._choice(each, requests[each.choice.number // self._asked.n]) for each in choices)
         whole = JsonObject(**self._head, choices=made, usage=_usage(counts), **self.warnings)
-        if self._body.chat and self._body.with_tokens:
+        if self._chat and self._asked.with_tokens:
             whole["prompt_token_ids"] = self._prompt(choices[0].choice)
         return whole
 
@@ -147,15 +148,15 @@ class CompletionForm(Form):
         choice, pieces, reason = sample
         work, before = choice.work, request.prompt_logprobs
         tokens, logprobs = work.new_tokens, work.logprobs
-        if self._body.echo:
+        if self._asked.echo:
             pieces = [ChannelPiece("content", self._prompt_text(choice)), *pieces]
         details = self.details(choice, tokens, logprobs if before is None else None)
         if before is not None:
             details["logprobs"] = self._logprobs(choice, [*self._prompt(choice), *tokens], [*before, *(logprobs or ())])
         message: Mapping[str, Any] = self._message(pieces)
-        if self._body.chat:
+        if self._chat:
             reason, message = _with_calls(choice, reason), {"message": message}
-        elif self._body.with_tokens:
+        elif self._asked.with_tokens:
             details["prompt_token_ids"] = self._prompt(choice)
         details = {"logprobs": None, **details}
         return JsonObject(index=choice.number, **message, **details, finish_reason=reason, **stop_reason(work))
@@ -166,7 +167,7 @@ class CompletionForm(Form):
             channel: "".join(piece.text for piece in pieces if piece.channel == channel)
             for channel in ("content", "reasoning")
         }
-        if not self._body.chat:
+        if not self._chat:
             return self._content(texts["content"])
         calls: list[dict[str, Any]] = []
         for channel, text in pieces:

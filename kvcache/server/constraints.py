@@ -10,7 +10,7 @@ from kvcache.grammar import Grammar, json_schema
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
-__all__ = ["INSTALL", "grammar_refused", "knows_grammars", "response_format"]
+__all__ = ["INSTALL", "form_of", "grammar_refused", "knows_grammars", "response_format"]
 
 INSTALL = "pip install 'kvcache-cpu[grammar]'"
 
@@ -21,30 +21,32 @@ def knows_grammars() -> bool:
 
 
 def response_format(value: Any, name: str) -> Grammar | None:
-    """Read the form that an answer is to have: text, which is None, any object of JSON, or JSON of a schema.
+    """Read `response_format` of chat completions; see `form_of`. A schema of any object is llama.cpp's way."""
+    kind = as_instance(value, dict, name).get("type")
+    given = as_instance(value.get("json_schema"), dict, name) if kind == "json_schema" else value
+    return form_of(kind, given.get("schema"), given.get("strict"), name)
 
-    Keywords of a schema that are not supported constrain nothing, unless it says `strict`.
+
+def form_of(kind: Any, schema: Any, strict: Any, name: str = "response_format") -> Grammar | None:
+    """The form that an answer is to have: text, which is None, any object of JSON, or JSON of a schema.
+
+    Keywords of a schema that are not supported constrain nothing, unless it is `strict`.
 
     Raises:
         TypeError, BodyError: another form, no schema, or one beyond the limits; llguidance is not installed.
     """
-    kind = as_instance(value, dict, name).get("type")
     if kind == "text":
         return None
-    strict = False
     if kind == "json_object":
-        schema = value.get("schema") or {"type": "object"}  # one beside it is llama.cpp's way
-    elif kind == "json_schema":
-        given = as_instance(value.get("json_schema"), dict, name)
-        schema, strict = given.get("schema"), as_instance(given.get("strict") or False, bool, name)
-    else:
+        schema, strict = schema or {"type": "object"}, False
+    elif kind != "json_schema":
         message = f"{name}: expected type text, json_object or json_schema, got {short(kind)}"
         raise BodyError(message, "unsupported_parameter")
     if not knows_grammars():
         message = f"{name}: expected type text, since the server has no llguidance ({INSTALL}), got {short(kind)}"
         raise BodyError(message, "unsupported_parameter")
     try:
-        return json_schema(schema, strict=strict)
+        return json_schema(schema, strict=as_instance(strict or False, bool, name))
     except GrammarError as error:
         raise grammar_refused(error, name) from None
 

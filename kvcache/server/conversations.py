@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 from kvcache.engine.chat import template_arguments
@@ -12,7 +12,7 @@ from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
 __all__ = [
-    "MAX_MESSAGES", "Conversation", "ToolChoice", "effort", "functions_of", "messages_of", "placed", "reasoning",
+    "MAX_MESSAGES", "Conversation", "ToolChoice", "conversation_of", "effort", "function_name", "placed", "reasoning",
     "template_kwargs", "text_of", "thinking", "tool_choice_of", "tools_of", "verbosity", "with_users",
 ]
 
@@ -59,10 +59,28 @@ class Conversation(NamedTuple):
     continues: bool = False
 
 
+def conversation_of(
+    contents: Contents, messages: Any, tools: Any, template: dict[str, Any], choice: ToolChoice,
+    parallel: bool = True, begins: bool = True, continues: bool = False,
+) -> Conversation:
+    """Make a conversation of messages and tools in the shape of chat completions, see `_messages_of` and `tools_of`.
+
+    The other arguments are those of `Conversation`. A call can be asked for if there are tools, and by their names.
+    """
+    messages = _messages_of(messages, contents)
+    functions, customs = _functions_of(tools_of(tools, "tools") or [])
+    known = {function["function"]["name"] for function in functions}
+    if choice.names is not None and not choice.names <= known:
+        raise ValueError(f"tool_choice: expected names of tools, got {short(sorted(choice.names - known))}")
+    if choice.mode == "required" and not functions:
+        raise ValueError("tool_choice: expected tools beside it, got none")
+    return Conversation(messages, functions or None, template, choice, parallel, customs, begins, continues)
+
+
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
-def messages_of(messages: Any, contents: Contents) -> Any:
+def _messages_of(messages: Any, contents: Contents) -> Any:
     """Messages whose contents have texts alone; the engine checks the rest.
 
     A part of a text keeps its type and text: hints for caches beside them are no words of a template. The arguments of
@@ -170,7 +188,7 @@ def tools_of(tools: Any, name: str) -> list[dict[str, Any]] | None:
         if not isinstance(found, dict):
             message = f"{name}: expected tools of type function or custom, got {short(tool)}"
             raise BodyError(message, "unsupported_parameter")
-        _name(found.get("name"), name)
+        function_name(found.get("name"), name)
         if kind == "function":
             as_instance(found.get("parameters") or {}, dict, f"{name}.parameters")
         else:
@@ -190,7 +208,7 @@ def _format(custom: dict[str, Any], name: str) -> tuple[str, str]:
     return syntax, definition
 
 
-def functions_of(tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+def _functions_of(tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
     """Tools as functions, which templates have words for, and the formats of custom ones by their names.
 
     A custom tool is a function of one text, `input`; its description has the grammar of that.
@@ -213,32 +231,39 @@ def functions_of(tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dic
     return functions, customs
 
 
-def _name(function: Any, name: str) -> str:
+def function_name(function: Any, name: str) -> str:
+    """Check the name of a function; `name`: of the field."""
     if not isinstance(function, str) or not 0 < len(function) <= _MAX_NAME:
         raise ValueError(f"{name}: expected a name of 1 to {_MAX_NAME} characters, got {short(function)}")
     return function
 
 
-def tool_choice_of(choice: Any, name: str) -> ToolChoice:
-    """Which calls there may be: a mode, a function, or `allowed_tools` with a mode and functions."""
+def _function_in(tool: dict[str, Any], name: str) -> Any:
+    """The name in a tool of chat completions."""
+    found = tool.get("custom") if tool.get("type") == "custom" else tool.get("function")
+    return as_instance(found, dict, name).get("name")
+
+
+def tool_choice_of(
+    choice: Any, name: str, function_in: Callable[[dict[str, Any], str], Any] = _function_in
+) -> ToolChoice:
+    """Which calls there may be: a mode, a function, or `allowed_tools` with a mode and functions, named in tools."""
+
+    def named(tools: Iterable[Any]) -> frozenset[str]:
+        return frozenset(function_name(function_in(as_instance(tool, dict, name), name), name) for tool in tools)
+
     if choice in ("none", "auto", "required"):
         found = ToolChoice(choice)
     elif isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
-        found = ToolChoice("required", _named([choice], name))
+        found = ToolChoice("required", named([choice]))
     elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = as_instance(choice.get("allowed_tools"), dict, name)
         if (mode := allowed.get("mode")) not in ("auto", "required"):
             raise ValueError(f"{name}: expected the mode auto or required, got {short(mode)}")
-        found = ToolChoice(mode, _named(as_instance(allowed.get("tools"), list, name), name))
+        found = ToolChoice(mode, named(as_instance(allowed.get("tools"), list, name)))
     else:
         raise ValueError(f"{name}: expected none, auto, required, a function or allowed_tools, got {short(choice)}")
     return found
-
-
-def _named(tools: Iterable[Any], name: str) -> frozenset[str]:
-    named = [as_instance(tool, dict, name) for tool in tools]
-    functions = [tool.get("custom") if tool.get("type") == "custom" else tool.get("function") for tool in named]
-    return frozenset(_name(as_instance(each, dict, name).get("name"), name) for each in functions)
 
 
 # -- variables of templates ---------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from kvcache.server.conversations import (
     template_kwargs,
     thinking,
     tool_choice_of,
-    tools_of,
     verbosity,
 )
 from kvcache.server.refusals import BodyError
@@ -181,7 +180,7 @@ TEXTS = _BOTH | {
 }
 CHATS = _BOTH | {
     "messages": PLAIN, "logprobs": FLAG, "top_logprobs": Field(_TOP), "max_completion_tokens": COUNT,
-    "tools": Field(tools_of), "tool_choice": Field(tool_choice_of), "parallel_tool_calls": FLAG,
+    "tools": PLAIN, "tool_choice": Field(tool_choice_of), "parallel_tool_calls": FLAG,
     "response_format": Field(response_format), "chat_template_kwargs": Field(template_kwargs),
     "reasoning_effort": Field(effort), "verbosity": Field(verbosity), "add_generation_prompt": FLAG,
     "continue_final_message": FLAG, "reasoning": Field(reasoning), "thinking": Field(thinking),

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from kvcache.sampling.dialects.spoken_answer import SpokenAnswer
 from kvcache.sampling.dialects.transcript import ChannelPiece
-from kvcache.server.bodies import Body
+from kvcache.server.asked import Asked
 from kvcache.server.refusals import BodyError, ending, refusal, too_large
 from kvcache.server.written import JsonObject, written
 from kvcache.serving import BatchEngine
@@ -67,17 +67,17 @@ class Form(ABC):
     """Writes one answer. Events are texts of the stream, each whole.
 
     Args:
-        body: of the client.
+        asked: the answer.
         engine: of the requests.
     """
 
-    def __init__(self, body: Body, engine: BatchEngine) -> None:
-        self._body, self._engine = body, engine
+    def __init__(self, asked: Asked, engine: BatchEngine) -> None:
+        self._asked, self._engine = asked, engine
 
     def too_large(self, tokens: int) -> BodyError:
         """The error of a prompt of `tokens` tokens, which needs more memory than the engine has."""
         most = self._engine.max_prompt
-        return too_large(self._body.field, f"{tokens} tokens", None if most is None or most >= tokens else most)
+        return too_large(self._asked.field, f"{tokens} tokens", None if most is None or most >= tokens else most)
 
     def begin(self, requests: Sequence[EngineRequest]) -> Iterator[str]:
         """The events before any token; those that a request needs to be known are written when it has one."""
@@ -86,7 +86,7 @@ class Form(ABC):
     @property
     def warnings(self) -> dict[str, Any]:
         """The field of an answer that says what of the body was not read; empty: all was."""
-        return {"warnings": [*self._body.warnings]} if self._body.warnings else {}
+        return {"warnings": [*self._asked.warnings]} if self._asked.warnings else {}
 
     @abstractmethod
     def events(

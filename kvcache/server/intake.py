@@ -13,22 +13,34 @@ from starlette.types import ASGIApp
 
 from kvcache.sampling.text_tokens import TooManyTokens
 from kvcache.server.api_keys import Keys
-from kvcache.server.bodies import json_of
 from kvcache.server.limits import BodyReader, Threads
 from kvcache.server.models import Models
-from kvcache.server.served_model import Answer, Asked, ServedModel
+from kvcache.server.refusals import BodyError
+from kvcache.server.served_model import Answer, Prepared, ServedModel
+from kvcache.support.arguments import as_instance, short
+from kvcache.support.json_text import TooManyNested, read_json_text
 
-__all__ = ["Intake"]
+__all__ = ["Intake", "json_of"]
 
 _ARRIVING = 30.0  # seconds for a body
 Method = Callable[[ServedModel, dict[str, Any], Hashable], Answer]
+
+
+def json_of(data: bytes | bytearray) -> dict[str, Any]:
+    """The object of a body. ValueError: it is none."""
+    try:
+        return as_instance(read_json_text(data), dict, "body")
+    except TooManyNested as error:
+        raise BodyError(f"body: {error}", "array_above_max_length") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"body: expected JSON, got an error: {short(str(error))}") from None
 
 
 class _Waiting(NamedTuple):
     """A body that waits for the compilation of its grammar."""
 
     model: ServedModel
-    asked: Asked
+    prepared: Prepared
 
 
 class Intake:
@@ -77,7 +89,7 @@ class Intake:
                 if not isinstance(found, _Waiting):
                     return found
                 async with self._threads.turn(space):
-                    await run_sync(found.model.compile, found.asked.body, limiter=self._threads.grammars)
+                    await run_sync(found.model.compile, found.prepared.asked, limiter=self._threads.grammars)
                 return await run_sync(self._queued, *found, limiter=limiter)
 
         return endpoint
@@ -91,16 +103,16 @@ class Intake:
                 found = method(model, body, space)
         except RecursionError:  # of what has as many levels as JSON may have, a template's or an encoder's
             raise ValueError("body: expected at most some hundred levels, got more") from None
-        if not isinstance(found, Asked):
+        if not isinstance(found, Prepared):
             return found
-        if model.compiles(found.body):
+        if model.compiles(found.asked):
             return _Waiting(model, found)
-        model.compile(found.body)  # raises, where it was refused before
+        model.compile(found.asked)  # raises, where it was refused before
         return self._queued(model, found)
 
-    def _queued(self, model: ServedModel, asked: Asked) -> ASGIApp:
+    def _queued(self, model: ServedModel, prepared: Prepared) -> ASGIApp:
         with _limits_told(model):
-            return model.queued(asked, self._threads, self._timeout)
+            return model.queued(prepared, self._threads, self._timeout)
 
 
 @contextmanager

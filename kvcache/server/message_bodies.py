@@ -1,66 +1,64 @@
-"""Bodies of `/v1/messages`, Anthropic's interface, as those of chat completions."""
+"""Bodies of `/v1/messages`, Anthropic's interface."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Union
 
+from kvcache.engine import SamplingParams
+from kvcache.grammar import Grammar
+from kvcache.server.asked import Asked
+from kvcache.server.constraints import form_of
 from kvcache.server.contents import Contents, left_out
-from kvcache.server.conversations import MAX_MESSAGES
+from kvcache.server.conversations import MAX_MESSAGES, ToolChoice, conversation_of, effort, function_name, thinking
 from kvcache.server.fields import COUNT, FLAG, IGNORED, PLAIN, STOPS, TEXT, Field
 from kvcache.server.fingerprints import without_billing
 from kvcache.server.retention import MOST_MARKS, CacheMark, marked_ttl
 from kvcache.support.arguments import as_instance, short
 
-__all__ = ["COUNTED", "MESSAGES", "Said", "chat_of_messages", "skipped"]
+__all__ = ["COUNTED", "MESSAGES", "Said", "asked_of_message", "skipped"]
 
 logger = logging.getLogger("kvcache")
 
 _Marks = list[tuple[Union[int, None], float]]  # noqa: UP007  # characters and seconds, see `CacheMark`
 _Marked = tuple[dict[str, Any], _Marks]  # a message, and the marks in it
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "max_tokens")} | {"stop_sequences": "stop"}
+_CHOICES = {"auto": ToolChoice(), "any": ToolChoice("required"), "none": ToolChoice("none")}
 
 
-def chat_of_messages(
-    given: dict[str, Any], contents: Contents | None = None
-) -> tuple[dict[str, Any], list[CacheMark]]:
-    """The chat completion that a body asks for, and the ends of blocks that are to stay cached.
-
-    Args:
-        given: its fields, as `checked` by `MESSAGES`.
-        contents: reads its blocks.
-
-    Raises:
-        TypeError, ValueError: not such a body.
-    """
-    contents = contents or Contents("messages")
+def asked_of_message(given: dict[str, Any], defaults: SamplingParams) -> Asked:
+    """Read the fields of a body, `checked` by `MESSAGES`; `defaults` and errors are as of `asked_of_completion`."""
+    contents = Contents("messages")
     said = [*_system(given.get("system", ""), contents), *_messages(given["messages"], contents)]
-    messages, marks = [message for message, _ in said], []
-    for number, (_, found) in enumerate(said):
-        marks += [CacheMark(number, characters, seconds) for characters, seconds in found]
-    same = ("model", "stream", "temperature", "top_p", "top_k")
-    chat: dict[str, Any] = {name: given[name] for name in same if name in given} | {"messages": messages}
-    chat |= {"max_completion_tokens": given.get("max_tokens"), "stop": given.get("stop_sequences")}
-    tools = [*_tools(given.get("tools", []))]
-    if tools:
-        chat |= {"tools": tools, **_choice(given.get("tool_choice", {"type": "auto"}))}
-    config = as_instance(given.get("output_config", {}), dict, "output_config")
-    chat |= {"reasoning_effort": config.get("effort"), "response_format": _format(config.get("format"))}
+    messages, tools = [message for message, _ in said], [*_tools(given.get("tools", []))]
+    choice, parallel = _choice(given.get("tool_choice", {"type": "auto"})) if tools else (ToolChoice(), True)
+    config, template = as_instance(given.get("output_config", {}), dict, "output_config"), {}
+    if (asked := config.get("effort")) is not None:
+        template = effort(asked, "reasoning_effort")
     if given.get("thinking"):
-        chat["thinking"] = given["thinking"]
+        template |= thinking(given["thinking"], "thinking")
     last = messages[-1] if messages else {}
-    if last.get("role") == "assistant" and last["content"] and not last.get("tool_calls"):
-        chat["continue_final_message"] = True
+    continues = last.get("role") == "assistant" and bool(last["content"]) and not last.get("tool_calls")
+    conversation = conversation_of(contents, messages, tools, template, choice, parallel, not continues, continues)
+    sampling = {_SAMPLING[name]: value for name, value in given.items() if name in _SAMPLING}
+    params = replace(defaults, **sampling, grammar=_format(config.get("format")))
+    return Asked(
+        given["model"], [conversation], params, "messages", stream=given.get("stream", False), keep=marked_ttl(given),
+        marks=_all_marks(given, [found for _, found in said]), warnings=tuple(contents.warnings),
+    )
+
+
+def _all_marks(given: dict[str, Any], found: list[_Marks]) -> tuple[CacheMark, ...]:
+    """The marks of all messages, and that of the tools, which templates have beside the system message."""
+    marks = [CacheMark(number, *mark) for number, own in enumerate(found) for mark in own]
     of_tools = [marked_ttl(tool) for tool in given.get("tools", []) if isinstance(tool, dict)]
-    if seconds := max(filter(None, of_tools), default=0.0):  # templates have them beside the system message
+    if seconds := max(filter(None, of_tools), default=0.0):
         marks.insert(0, CacheMark(0, None, seconds))
-    if (whole := marked_ttl(given)) is not None:
-        chat["prompt_cache_options"] = {"ttl": f"{whole:.0f}s"}
-    return chat, marks[-MOST_MARKS:]
+    return tuple(marks[-MOST_MARKS:])
 
 
 def _system(system: Any, contents: Contents) -> Iterator[_Marked]:
@@ -200,23 +198,24 @@ def skipped(kind: str) -> None:
     logger.warning("tools of type %s are left out: this server runs none", short(kind))
 
 
-def _choice(choice: Any) -> dict[str, Any]:
+def _choice(choice: Any) -> tuple[ToolChoice, bool]:
+    """Which calls there may be, and whether several."""
     kind = as_instance(choice, dict, "tool_choice").get("type")
     if kind == "tool":
-        found: Any = {"type": "function", "function": {"name": choice.get("name")}}
+        found = ToolChoice("required", frozenset([function_name(choice.get("name"), "tool_choice")]))
     elif kind in _CHOICES:
         found = _CHOICES[kind]
     else:
         raise ValueError(f"tool_choice: expected the type auto, any, tool or none, got {short(kind)}")
-    return {"tool_choice": found, "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False)}
+    return found, not choice.get("disable_parallel_tool_use", False)
 
 
-def _format(form: Any) -> Any:
-    """The form of an answer, as chat completions name it."""
+def _format(form: Any) -> Grammar | None:
+    """The form of an answer, whose schema is strict."""
     if form is None:
         return None
-    schema = {"name": "output", "schema": as_instance(form, dict, "output_config").get("schema"), "strict": True}
-    return {"type": form.get("type"), "json_schema": schema}
+    kind = as_instance(form, dict, "output_config").get("type")
+    return form_of(kind, form.get("schema") if kind == "json_schema" else None, True)
 
 
 MESSAGES = {

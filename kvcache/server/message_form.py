@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from kvcache.sampling.dialects.transcript import ChannelPiece
-from kvcache.server.bodies import Body
+from kvcache.server.asked import Asked
 from kvcache.server.fingerprints import Comparison
 from kvcache.server.forms import Choice, Form, Whole, call_id, event, is_json, written_tokens
 from kvcache.server.refusals import message_refusal
@@ -32,16 +32,16 @@ class MessageForm(Form):
     """Writes the answer to a body of `/v1/messages`; see `Form`.
 
     Args:
-        body: of the client, as a chat completion.
+        asked: the answer.
         engine: of the request.
         answer: the id of the answer.
         comparison: of the body with an earlier one; None: it asks for none.
     """
 
-    def __init__(self, body: Body, engine: BatchEngine, answer: str, comparison: Comparison | None = None) -> None:
-        super().__init__(body, engine)
+    def __init__(self, asked: Asked, engine: BatchEngine, answer: str, comparison: Comparison | None = None) -> None:
+        super().__init__(asked, engine)
         self._comparison = comparison
-        self._head = {"id": answer, "type": "message", "role": "assistant", "model": body.model}
+        self._head = {"id": answer, "type": "message", "role": "assistant", "model": asked.model}
         self._open: str | None = None  # the channel of the block that is not ended
         self._blocks = 0
         self._begun = False
@@ -99,7 +99,7 @@ class MessageForm(Form):
         return begun_object(text, whole=True) or {}
 
     def _warned(self) -> dict[str, Any]:
-        found = [*self._body.warnings, *self._cut]
+        found = [*self._asked.warnings, *self._cut]
         return {"warnings": found} if found else {}
 
     def end(self, requests: Sequence[EngineRequest], choices: Sequence[Choice]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The prompts of a body, each made once: its tokens, and places in it."""
+"""The prompts of an answer, each made once: its tokens, and places in it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvcache.engine.partings import places_of
 from kvcache.networks.tokens import as_tokens
 from kvcache.sampling.plain_text import PlainText
 from kvcache.sampling.text_tokens import TooManyTokens, encoded, encoded_with_ends, least_tokens
-from kvcache.server.bodies import Body
+from kvcache.server.asked import Asked
 from kvcache.server.chat_text import ChatText
 from kvcache.server.conversations import Conversation
 from kvcache.serving import BatchEngine
 
 __all__ = ["Prompt", "Prompts"]
 
-_TAIL = 32  # tokens before an answer that its reader may look at
+_TAIL = 32  # decoders look at some, and one may open a thought
 
 
 class Prompt(NamedTuple):
@@ -44,7 +44,7 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """Makes the prompts of bodies; in messages they have the names of OpenAI's interface.
+    """Makes prompts; in messages of errors they have the names of OpenAI's interface.
 
     Args:
         engine: has a tokenizer.
@@ -58,8 +58,8 @@ class Prompts:
         self._knows_developer = "developer" in (engine.chat_template or "")
         least_tokens(engine.tokenizer, "")  # which reads the vocabulary, once
 
-    def of(self, body: Body, *, runs: bool = True) -> list[Prompt]:
-        """The prompts of a body.
+    def of(self, asked: Asked, *, runs: bool = True) -> list[Prompt]:
+        """The prompts of an answer.
 
         Args:
             runs: whether they are for requests; of others the tokens are made, and nothing else.
@@ -68,40 +68,40 @@ class Prompts:
             TooManyTokens: more than the network has positions.
             TypeError, ValueError: none, or not of the vocabulary.
         """
-        make = self._of_conversation if body.chat else self._of_text
+        make = self._of_text if asked.conversation is None else self._of_conversation
         try:
-            return [make(body, prompt, runs) for prompt in body.prompts]
+            return [make(asked, prompt, runs) for prompt in asked.prompts]
         except ValueError as error:  # of the engine, which calls a conversation messages
-            if body.field == "messages" or not str(error).startswith("messages: "):
+            if asked.field == "messages" or not str(error).startswith("messages: "):
                 raise
             if isinstance(error, TooManyTokens):
-                raise TooManyTokens(body.field, error.most, str(error).rpartition(", got ")[2]) from None
+                raise TooManyTokens(asked.field, error.most, str(error).rpartition(", got ")[2]) from None
             _, _, why = str(error).partition(": ")
-            raise ValueError(f"{body.field}: {why}") from None
+            raise ValueError(f"{asked.field}: {why}") from None
 
-    def _of_text(self, body: Body, prompt: Any, runs: bool) -> Prompt:
+    def _of_text(self, asked: Asked, prompt: Any, runs: bool) -> Prompt:
         if not isinstance(prompt, list):
-            prompt = encoded(self._tokenizer, prompt, body.field, most=self._engine.max_positions)
-        tokens = self.checked(prompt, body.field)
-        return Prompt(tokens, (), self._kept(body, tokens, []) if runs else None)
+            prompt = encoded(self._tokenizer, prompt, asked.field, most=self._engine.max_positions)
+        tokens = self.checked(prompt, asked.field)
+        return Prompt(tokens, (), self._kept(asked, tokens, []) if runs else None)
 
-    def _of_conversation(self, body: Body, asked: Conversation, runs: bool) -> Prompt:
+    def _of_conversation(self, asked: Asked, talk: Conversation, runs: bool) -> Prompt:
         """A conversation in the words of the template. Places in its text become numbers of tokens with the ids."""
-        marks = body.marks if runs and self._keeps(body) else ()
-        text = ChatText(asked, self._writer(asked), self._knows_developer, marks)
+        marks = asked.marks if runs and self._keeps(asked) else ()
+        text = ChatText(talk, self._writer(talk), self._knows_developer, marks)
         places = text.ends + (text.partings() if runs and self._engine.keeps_states else [])
         most, counts = self._engine.max_positions, list[int]()
         if places:
-            ids, counts = encoded_with_ends(self._tokenizer, text.text, body.field, places, most=most)
+            ids, counts = encoded_with_ends(self._tokenizer, text.text, asked.field, places, most=most)
         else:
-            ids = encoded(self._tokenizer, text.text, body.field, most=most, add_special_tokens=False)
-        tokens = self.checked(ids, body.field)
+            ids = encoded(self._tokenizer, text.text, asked.field, most=most, add_special_tokens=False)
+        tokens = self.checked(ids, asked.field)
         parts = places_of(counts[len(marks) :])
-        return Prompt(tokens, parts, self._kept(body, tokens, counts[: len(marks)]) if runs else None)
+        return Prompt(tokens, parts, self._kept(asked, tokens, counts[: len(marks)]) if runs else None)
 
-    def _writer(self, asked: Conversation) -> Callable[[Any, bool], str]:
+    def _writer(self, talk: Conversation) -> Callable[[Any, bool], str]:
         """The function that writes messages for the tokenizer, with the beginning of an answer or without."""
-        options: dict[str, Any] = {"tools": asked.tools, "template": asked.template}
+        options: dict[str, Any] = {"tools": talk.tools, "template": talk.template}
 
         def write(messages: Any, begins: bool) -> str:
             render = partial(self._engine.apply_chat_template, add_generation_prompt=begins)
@@ -112,16 +112,16 @@ class Prompts:
 
         return write
 
-    def _keeps(self, body: Body) -> bool:
-        """Whether prompts of a body can stay cached."""
-        return self._engine.shares_prefixes and not (body.echo and body.params.logprobs is not None)
+    def _keeps(self, asked: Asked) -> bool:
+        """Whether prompts can stay cached."""
+        return self._engine.shares_prefixes and asked.scores is None
 
-    def _kept(self, body: Body, tokens: Any, ends: list[int]) -> list[tuple[int, float]] | None:
+    def _kept(self, asked: Asked, tokens: Any, ends: list[int]) -> list[tuple[int, float]] | None:
         """`Prompt.kept`; `ends`: how many tokens are before each mark."""
-        if not self._keeps(body):
+        if not self._keeps(asked):
             return None
-        kept = [] if body.keep is None else [(len(tokens), body.keep)]
-        kept += [(max(1, end), mark.seconds) for end, mark in zip(ends, body.marks, strict=True)]
+        kept = [] if asked.seconds is None else [(len(tokens), asked.seconds)]
+        kept += [(max(1, end), mark.seconds) for end, mark in zip(ends, asked.marks, strict=True)]
         return kept or None
 
     def checked(self, tokens: Any, field: str) -> npt.NDArray[np.uint32]:

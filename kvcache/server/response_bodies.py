@@ -1,19 +1,24 @@
-"""Bodies of `/v1/responses`, OpenAI's newer interface, as those of chat completions. Nothing is kept between two."""
+"""Bodies of `/v1/responses`, OpenAI's newer interface. Nothing is kept between two."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from kvcache.engine import SamplingParams
+from kvcache.grammar import Grammar
+from kvcache.server.asked import Asked
+from kvcache.server.constraints import form_of
 from kvcache.server.contents import Contents, left_out
-from kvcache.server.conversations import MAX_MESSAGES
+from kvcache.server.conversations import MAX_MESSAGES, ToolChoice, conversation_of, effort, tool_choice_of, verbosity
 from kvcache.server.fields import CHATS, FLAG, FROM_1, IGNORED, PLAIN, TEXT, Field
 from kvcache.server.message_bodies import Said, skipped
 from kvcache.server.refusals import BodyError
 from kvcache.support.arguments import as_instance, short
 
-__all__ = ["RESPONSES", "chat_of_responses", "flattened", "tools_of_body"]
+__all__ = ["RESPONSES", "asked_of_response", "flattened", "tools_of_body"]
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
@@ -70,31 +75,28 @@ _ITEMS = {
 _LOADING = ("additional_tools", "tool_search_output")  # items with tools that may be called from then on
 
 
-def chat_of_responses(given: dict[str, Any], contents: Contents | None = None) -> dict[str, Any]:
-    """The chat completion that a body asks for.
-
-    Args:
-        given: its fields, as `checked` by `RESPONSES`.
-        contents: reads its items.
-
-    Raises:
-        TypeError, ValueError: not such a body.
-    """
-    contents = contents or Contents("input")
-    same = (
-        "model", "stream", "temperature", "top_p", "parallel_tool_calls", "cache_salt", "chat_template_kwargs",
-        "prompt_cache_options", "prompt_cache_retention",
-    )
-    chat: dict[str, Any] = {name: given[name] for name in same if name in given}
+def asked_of_response(given: dict[str, Any], defaults: SamplingParams) -> Asked:
+    """Read the fields of a body, `checked` by `RESPONSES`; `defaults` and errors are as of `asked_of_completion`."""
+    contents = Contents("input")
     system = [{"role": "system", "content": given["instructions"]}] if given.get("instructions") else []
     messages = [*system, *_messages(given["input"], contents)]
-    chat |= {"messages": messages, "max_completion_tokens": given.get("max_output_tokens")}
-    if tools := [*_tools(tools_of_body(given))]:
-        chat |= {"tools": tools, "tool_choice": _choice(given.get("tool_choice", "auto"))}
-    text = as_instance(given.get("text", {}), dict, "text")
-    chat |= {"verbosity": text.get("verbosity"), "response_format": _format(text.get("format"))}
-    chat["reasoning_effort"] = as_instance(given.get("reasoning", {}), dict, "reasoning").get("effort")
-    return chat
+    tools = [*_tools(tools_of_body(given))]
+    choice = _choice(given.get("tool_choice", "auto")) if tools else ToolChoice()
+    text, template = as_instance(given.get("text", {}), dict, "text"), dict[str, Any]()
+    if (asked := as_instance(given.get("reasoning", {}), dict, "reasoning").get("effort")) is not None:
+        template |= effort(asked, "reasoning_effort")
+    if (asked := text.get("verbosity")) is not None:
+        template |= verbosity(asked, "verbosity")
+    template |= given.get("chat_template_kwargs", {})
+    parallel = given.get("parallel_tool_calls", True)
+    conversation = conversation_of(contents, messages, tools, template, choice, parallel)
+    sampling = {_SAMPLING[name]: value for name, value in given.items() if name in _SAMPLING}
+    params = replace(defaults, **sampling, grammar=_format(text.get("format")))
+    return Asked(
+        given["model"], [conversation], params, "input", stream=given.get("stream", False),
+        salt=given.get("cache_salt"), warnings=tuple(contents.warnings),
+        keep=given.get("prompt_cache_options") or given.get("prompt_cache_retention"),
+    )
 
 
 def _messages(items: Any, contents: Contents) -> Iterator[dict[str, Any]]:
@@ -261,36 +263,26 @@ def _tools(tools: Any) -> Iterator[dict[str, Any]]:
             skipped(str(kind)[:100])
 
 
-def _choice(choice: Any) -> Any:
-    """The choice of tools, as chat completions name it."""
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") == "allowed_tools":
-        named = [_named(tool) for tool in as_instance(choice.get("tools"), list, "tool_choice")]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
-    return _named(choice)
+def _choice(choice: Any) -> ToolChoice:
+    """Which calls there may be; tools have their names beside their types."""
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice = {"type": "allowed_tools", "allowed_tools": choice}
+    return tool_choice_of(choice, "tool_choice", lambda tool, name: _flat(tool))
 
 
-def _named(tool: Any) -> dict[str, Any]:
-    found = as_instance(tool, dict, "tool_choice")
-    kind = str(found.get("type"))
-    return {"type": kind, kind: {"name": _flat(found)}}
-
-
-def _format(form: Any) -> Any:
-    """The form of an answer, as chat completions name it."""
+def _format(form: Any) -> Grammar | None:
+    """The form of an answer."""
     if form is None:
         return None
-    if as_instance(form, dict, "text").get("type") != "json_schema":
-        return form
-    return {"type": "json_schema", "json_schema": {name: each for name, each in form.items() if name != "type"}}
+    return form_of(as_instance(form, dict, "text").get("type"), form.get("schema"), form.get("strict"))
 
 
+_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
+_SAME = ("cache_salt", "chat_template_kwargs", "prompt_cache_options", "prompt_cache_retention")
 RESPONSES = {
     **dict.fromkeys(("input", "tools", "tool_choice", "reasoning", "text", "temperature", "top_p"), PLAIN),
-    "prompt_cache_options": PLAIN, "prompt_cache_retention": PLAIN,
     "model": TEXT, "instructions": TEXT, "max_output_tokens": FROM_1, "stream": FLAG, "parallel_tool_calls": FLAG,
-    **{name: CHATS[name] for name in ("cache_salt", "chat_template_kwargs")},
+    **{name: CHATS[name] for name in _SAME},
     **dict.fromkeys(
         (
             "client_metadata", "include", "max_tool_calls", "metadata", "prompt_cache_key",

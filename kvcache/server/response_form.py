@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvcache.sampling.dialects.transcript import ChannelPiece
-from kvcache.server.bodies import Body
+from kvcache.server.asked import Asked
 from kvcache.server.forms import Choice, Form, Whole, call_id, event, is_json, now, unique, written_tokens
 from kvcache.server.refusals import refusal
 from kvcache.server.response_bodies import flattened, tools_of_body
@@ -33,18 +33,20 @@ class ResponseForm(Form):
     Thoughts, text and each call are items of their own, in the order in which they come.
 
     Args:
-        body: of the client, as a chat completion.
+        asked: the answer.
         engine: of the request.
         given: the fields of the body as they were sent.
     """
 
-    def __init__(self, body: Body, engine: BatchEngine, given: Mapping[str, Any]) -> None:
-        super().__init__(body, engine)
+    def __init__(self, asked: Asked, engine: BatchEngine, given: Mapping[str, Any]) -> None:
+        super().__init__(asked, engine)
         said = {name: given.get(name) for name in _ECHOED if name not in _KEPT and given.get(name) is not None}
-        head = {"id": unique("resp_"), "object": "response", "created_at": now(), "model": body.model}
+        head = {"id": unique("resp_"), "object": "response", "created_at": now(), "model": asked.model}
         self._head: dict[str, Any] = {**head, **_ECHOED, **said, "error": None, "incomplete_details": None}
         self._head |= self.warnings
-        self._customs, self._names = frozenset(body.prompts[0].customs), flattened(tools_of_body(given))
+        talk = asked.conversation
+        self._customs = frozenset(() if talk is None else talk.customs)
+        self._names = flattened(tools_of_body(given))
         self._items: list[dict[str, Any]] = []
         self._open = False  # whether the last item is not ended
         self._number = -1  # of the last event

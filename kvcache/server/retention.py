@@ -50,7 +50,7 @@ def cache_retention(value: Any, name: str) -> float | None:
     return _MOST if value == "24h" else None
 
 
-def breakpoints(messages: Any, read: Any, ttl: float | None) -> list[CacheMark]:
+def breakpoints(messages: Any, read: Any, ttl: float | None) -> tuple[CacheMark, ...]:
     """The `prompt_cache_breakpoint`s of parts.
 
     Args:
@@ -67,7 +67,7 @@ def breakpoints(messages: Any, read: Any, ttl: float | None) -> list[CacheMark]:
                 name = "prompt_cache_breakpoint"
                 seconds = cache_options(mark, name) or ttl or seconds_of(_DEFAULT, name)
                 found.append(CacheMark(number, characters, seconds))
-    return found[-MOST_MARKS:]
+    return tuple(found[-MOST_MARKS:])
 
 
 def marked_ttl(block: dict[str, Any]) -> float | None:

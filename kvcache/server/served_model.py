@@ -17,40 +17,40 @@ from kvcache.grammar.trials import Trials
 from kvcache.sampling.text_tokens import TooManyTokens
 from kvcache.sampling.tokenizer_errors import decoded
 from kvcache.server.answers import HttpAnswer
-from kvcache.server.bodies import Body, body_of, check_scores
+from kvcache.server.asked import Asked
+from kvcache.server.completion_bodies import asked_of_completion, check_scores
 from kvcache.server.completion_form import CompletionForm
 from kvcache.server.constraints import grammar_refused
-from kvcache.server.contents import Contents
+from kvcache.server.conversations import Conversation
 from kvcache.server.fields import DETOKENIZE, TOKENIZE, checked
 from kvcache.server.fingerprints import Fingerprints
 from kvcache.server.forms import Form, now, unique
 from kvcache.server.limits import Threads
 from kvcache.server.logprobs import TokenTexts
-from kvcache.server.message_bodies import COUNTED, MESSAGES, chat_of_messages
+from kvcache.server.message_bodies import COUNTED, MESSAGES, asked_of_message
 from kvcache.server.message_form import MessageForm
 from kvcache.server.prompts import Prompt, Prompts
 from kvcache.server.refusals import too_large, too_many
-from kvcache.server.response_bodies import RESPONSES, chat_of_responses
+from kvcache.server.response_bodies import RESPONSES, asked_of_response
 from kvcache.server.response_form import ResponseForm
-from kvcache.server.retention import CacheMark
 from kvcache.server.voices import Voices
 from kvcache.serving import BatchEngine
 
-__all__ = ["Answer", "Asked", "ServedModel"]
+__all__ = ["Answer", "Prepared", "ServedModel"]
 
 _READING = 30.0  # seconds beyond the time limit, for reading the end of an answer
 
 
-class Asked(NamedTuple):
-    """A body that is to be answered, with its prompts, in a form and a namespace."""
+class Prepared(NamedTuple):
+    """An answer that is to be made, with its prompts, in a form and a namespace."""
 
-    body: Body
+    asked: Asked
     prompts: list[Prompt]
     form: Form
     space: Hashable
 
 
-Answer = Union[ASGIApp, Asked]  # noqa: UP007  # for Python 3.10 at run time
+Answer = Union[ASGIApp, Prepared]  # noqa: UP007  # for Python 3.10 at run time
 
 
 class ServedModel:
@@ -83,104 +83,100 @@ class ServedModel:
 
     # -- answers of the network -----------------------------------------------------------------------------
 
-    def complete(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> Asked:
+    def complete(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> Prepared:
         """Answer a chat completion, or a completion."""
-        body = self._body(found, chat)
-        return self._begin(body, self._prompts.of(body), CompletionForm(body, self.engine, self._texts), space)
+        asked = self._completion(found, chat)
+        return self._prepared(asked, self._prompts.of(asked), CompletionForm(asked, self.engine, self._texts), space)
 
-    def message(self, found: dict[str, Any], space: Hashable) -> Asked:
+    def message(self, found: dict[str, Any], space: Hashable) -> Prepared:
         """Answer a body of `/v1/messages`."""
         given, answer = checked(found, MESSAGES, ("model", "messages", "max_tokens")), unique("msg_")
-        contents = Contents("messages")
-        chat, marks = chat_of_messages(given, contents)
-        body = self._body(chat, True, marks, contents)
-        prompts = self._prompts.of(body)
+        asked = asked_of_message(given, self.engine.sampling_params)
+        prompts = self._prompts.of(asked)
         comparison = self._fingerprints.note(given, space, answer, len(prompts[0].tokens))
-        return self._begin(body, prompts, MessageForm(body, self.engine, answer, comparison), space)
+        return self._prepared(asked, prompts, MessageForm(asked, self.engine, answer, comparison), space)
 
-    def respond(self, found: dict[str, Any], space: Hashable) -> Asked:
+    def respond(self, found: dict[str, Any], space: Hashable) -> Prepared:
         """Answer a body of `/v1/responses`."""
         given = checked(found, RESPONSES, ("model", "input"))
-        contents = Contents("input")
-        body = self._body(chat_of_responses(given, contents), True, (), contents)._replace(field="input")
-        return self._begin(body, self._prompts.of(body), ResponseForm(body, self.engine, given), space)
+        asked = asked_of_response(given, self.engine.sampling_params)
+        return self._prepared(asked, self._prompts.of(asked), ResponseForm(asked, self.engine, given), space)
 
-    def _body(
-        self, found: dict[str, Any], chat: bool, marks: Sequence[CacheMark] = (), contents: Contents | None = None
-    ) -> Body:
-        return body_of(found, chat, self.engine.sampling_params, self.engine.max_positions, marks, contents)
+    def _completion(self, found: dict[str, Any], chat: bool) -> Asked:
+        return asked_of_completion(found, chat, self.engine.sampling_params, self.engine.max_positions)
 
-    def _begin(self, body: Body, prompts: list[Prompt], form: Form, space: Hashable) -> Asked:
-        if body.chat and (grammar := self._grammar(body, prompts[0])) is not None:
-            body = body._replace(params=replace(body.params, grammar=grammar), form=body.params.grammar)
-        return Asked(body, prompts, form, space if body.salt is None else (space, body.salt))
+    def _prepared(self, asked: Asked, prompts: list[Prompt], form: Form, space: Hashable) -> Prepared:
+        if (talk := asked.conversation) is not None:
+            wanted = asked.params.grammar
+            if (grammar := self._grammar(talk, prompts[0], wanted)) is not None:
+                asked = asked._replace(params=replace(asked.params, grammar=grammar), form=wanted)
+        return Prepared(asked, prompts, form, space if asked.salt is None else (space, asked.salt))
 
-    def _grammar(self, body: Body, prompt: Prompt) -> Grammar | None:
+    def _grammar(self, talk: Conversation, prompt: Prompt, form: Grammar | None) -> Grammar | None:
         """The grammar of the answer to a conversation: calls, or the form that is asked for, or one of both."""
-        (asked,), form = body.prompts, body.params.grammar
-        is_free = form is None and asked.choice.mode != "required"
-        if is_free and not any(tool["function"].get("strict") is True for tool in asked.tools or ()):
+        is_free = form is None and talk.choice.mode != "required"
+        if is_free and not any(tool["function"].get("strict") is True for tool in talk.tools or ()):
             return None
-        found = self._voices.calling(asked, prompt.tail, form)
+        found = self._voices.calling(talk, prompt.tail, form)
         return self._voices.formed(form, prompt.tail) if found is None and form is not None else found
 
-    def compiles(self, body: Body) -> bool:
-        """Whether a body has a grammar that is new, for which `compile` may take long."""
-        grammar = body.params.grammar
+    def compiles(self, asked: Asked) -> bool:
+        """Whether an answer has a grammar that is new, for which `compile` may take long."""
+        grammar = asked.params.grammar
         try:
-            return grammar is not None and not self.engine.knows_grammar(grammar, body.params.stop_token_ids)
+            return grammar is not None and not self.engine.knows_grammar(grammar, asked.params.stop_token_ids)
         except GrammarError:  # of the tokenizer, as `compile` says
             return True
 
-    def compile(self, body: Body) -> None:
-        """Compile the grammar of a body, when it has passed a trial."""
-        if (grammar := body.params.grammar) is None:
+    def compile(self, asked: Asked) -> None:
+        """Compile the grammar of an answer, when it has passed a trial."""
+        if (grammar := asked.params.grammar) is None:
             return
         try:
-            self.engine.prepare_grammar(grammar, body.params.stop_token_ids, trials=self.trials)
+            self.engine.prepare_grammar(grammar, asked.params.stop_token_ids, trials=self.trials)
         except GrammarError as error:
-            raise grammar_refused(error, self._field_of(body)) from None
+            raise grammar_refused(error, self._field_of(asked)) from None
         except OutOfMemoryError:
             message = "grammar: expected room for it beside those of texts that run and wait, got none"
             raise HTTPException(503, message) from None
 
-    def _field_of(self, body: Body) -> str:
-        """The field that the grammar of a body is refused for: its form, where that cannot be compiled alone either."""
-        if body.form is not None:
+    def _field_of(self, asked: Asked) -> str:
+        """The field that a grammar is refused for: the form of the answer, if that cannot be compiled alone either."""
+        if asked.form is not None:
             try:
-                self.engine.prepare_grammar(body.form, body.params.stop_token_ids, trials=self.trials)
+                self.engine.prepare_grammar(asked.form, asked.params.stop_token_ids, trials=self.trials)
             except (GrammarError, OutOfMemoryError):
                 return "response_format"
         return "tools"
 
-    def queued(self, asked: Asked, threads: Threads, timeout: float) -> ASGIApp:
+    def queued(self, prepared: Prepared, threads: Threads, timeout: float) -> ASGIApp:
         """Queue the requests of a body, all or none: the answer.
 
         Args:
             threads: that make whole answers.
             timeout: seconds from now to the last token.
         """
-        engine, (body, prompts, form, space) = self.engine, asked
-        spoken = partial(self._voices.spoken, body)
-        answer = HttpAnswer(form, body, spoken, threads, timeout + _READING)
+        engine, (asked, prompts, form, space) = self.engine, prepared
+        readers = [partial(self._voices.reader, asked, prompt.tail) for prompt in prompts]
+        answer = HttpAnswer(form, asked, readers, threads, timeout + _READING)
         prompt = None
         try:
-            if (scores := body.params.logprobs if body.echo else None) is not None:
+            if (scores := asked.scores) is not None:
                 check_scores(sum(len(each.tokens) for each in prompts), scores)
             for number, prompt in enumerate(prompts):
-                later = body.priority + number * body.n  # a body of many texts waits rather than one of a single text
-                watch = partial(self._voices.reader, body, prompt.tokens) if body.chat else None
+                later = asked.priority + number * asked.n  # a body of many texts waits rather than one of a single text
+                watch = None if asked.conversation is None else readers[number]
                 answer.requests.append(engine.submit(
-                    prompt.tokens, body.params, namespace=space, deadline=timeout, n=body.n, priority=later,
+                    prompt.tokens, asked.params, namespace=space, deadline=timeout, n=asked.n, priority=later,
                     keep=prompt.kept, parts_at=prompt.parts, prompt_logprobs=scores, watch=watch,
                 ))
         except BaseException as error:
             answer.cancel()
-            count = body.n * len(body.prompts)
+            count = asked.n * len(prompts)
             if isinstance(error, QueueFullError) and count > error.max_queue:  # there is never room for all of it
-                raise too_many(body.field, error.max_queue, count) from None
+                raise too_many(asked.field, error.max_queue, count) from None
             if isinstance(error, OutOfMemoryError) and prompt is not None:
-                raise self._too_large(body.field, f"{len(prompt.tokens)} tokens") from None
+                raise self._too_large(asked.field, f"{len(prompt.tokens)} tokens") from None
             raise
         return answer
 
@@ -197,28 +193,28 @@ class ServedModel:
 
     def count(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
         """The number of tokens of a body of `/v1/messages`."""
-        body = self._body(chat_of_messages(checked(found, COUNTED, ("model", "messages")))[0], True)
-        return JSONResponse({"input_tokens": len(self._prompts.of(body, runs=False)[0].tokens)})
+        asked = asked_of_message(checked(found, COUNTED, ("model", "messages")), self.engine.sampling_params)
+        return JSONResponse({"input_tokens": len(self._prompts.of(asked, runs=False)[0].tokens)})
 
     def render(self, found: dict[str, Any], space: Hashable, *, chat: bool) -> ASGIApp:
         """The token ids of the prompts of a body, as routers ask for them."""
-        body = self._body(found, chat)
+        asked = self._completion(found, chat)
         rendered = [
-            {"request_id": unique("render-"), "token_ids": prompt.tokens.tolist(), "model": body.model}
-            for prompt in self._prompts.of(body, runs=False)
+            {"request_id": unique("render-"), "token_ids": prompt.tokens.tolist(), "model": asked.model}
+            for prompt in self._prompts.of(asked, runs=False)
         ]
         return JSONResponse(rendered[0] if chat else rendered)
 
     def tokenize(self, found: dict[str, Any], space: Hashable) -> ASGIApp:
         """The token ids of a prompt or of a conversation."""
         with_texts = checked(found, TOKENIZE, ()).get("return_token_strs", False)
-        asked = {"model": self.names[0]} | {
+        given = {"model": self.names[0]} | {
             name: value for name, value in found.items() if name not in ("add_special_tokens", "return_token_strs")
         }
-        body = self._body(asked, "messages" in asked)
-        if len(body.prompts) != 1:
-            raise ValueError(f"prompt: expected one, got {len(body.prompts)}")
-        ids = self._prompts.of(body, runs=False)[0].tokens.tolist()
+        asked = self._completion(given, "messages" in given)
+        if len(asked.prompts) != 1:
+            raise ValueError(f"prompt: expected one, got {len(asked.prompts)}")
+        ids = self._prompts.of(asked, runs=False)[0].tokens.tolist()
         texts = [self._texts.of(token)[0] for token in ids] if with_texts else None
         most = self.engine.max_prompt
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})

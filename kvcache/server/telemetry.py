@@ -64,7 +64,7 @@ class Telemetry:
         }
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
-        """The application that tells of its requests. It leaves `body` and `requests` in the state of a scope."""
+        """The application that tells of its requests. It leaves `asked` and `requests` in the state of a scope."""
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             operation = _OPERATIONS.get(scope["path"]) if scope["type"] == "http" else None
@@ -95,10 +95,10 @@ class Telemetry:
     def _tell(self, span: Any, operation: str, status: int, state: Mapping[str, Any], seconds: float) -> None:
         """End a span. Status 0: the client left before there was one."""
         common: dict[str, Any] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvcache"}
-        if (body := state.get("body")) is not None:
-            common["gen_ai.request.model"] = body.model
-            span.update_name(f"{operation} {body.model}")
-            span.set_attributes(_asked(body))
+        if (asked := state.get("asked")) is not None:
+            common["gen_ai.request.model"] = asked.model
+            span.update_name(f"{operation} {asked.model}")
+            span.set_attributes(_attributes(asked))
         if status >= 400 or not status:
             common["error.type"] = str(status or "cancelled")
         if status >= 500:
@@ -114,15 +114,15 @@ class Telemetry:
         span.end()
 
 
-def _asked(body: Any) -> dict[str, Any]:
-    """The attributes of a body: what is asked for, but no texts."""
-    params, n = body.params, body.n
+def _attributes(asked: Any) -> dict[str, Any]:
+    """The attributes of what is asked for, but no texts."""
+    params, n = asked.params, asked.n
     found = {
         name: getattr(params, name)
         for name in ("frequency_penalty", "max_tokens", "presence_penalty", "seed", "temperature", "top_k", "top_p")
     } | {"choice.count": n if n > 1 else None}
-    asked = {f"gen_ai.request.{name}": value for name, value in found.items() if value is not None}
-    return asked | {"gen_ai.output.type": "text" if params.grammar is None else "json"}
+    given = {f"gen_ai.request.{name}": value for name, value in found.items() if value is not None}
+    return given | {"gen_ai.output.type": "text" if params.grammar is None else "json"}
 
 
 def _answered(requests: Sequence[EngineRequest]) -> tuple[dict[str, Any], dict[str, float]]:

@@ -11,16 +11,12 @@ from kvcache.grammar import Grammar
 from kvcache.sampling.dialects.call_grammars import calls_grammar, lead_of_answers
 from kvcache.sampling.dialects.dialect_table import DIALECTS, dialect_of
 from kvcache.sampling.dialects.spoken_answer import MarkTokens, SpokenAnswer
-from kvcache.server.bodies import Body
+from kvcache.server.asked import Asked
 from kvcache.server.constraints import INSTALL, grammar_refused, knows_grammars
 from kvcache.server.conversations import Conversation
 from kvcache.server.refusals import BodyError
-from kvcache.serving.work import Work
-from kvcache.texts.text import Tokens
 
 __all__ = ["Voices"]
-
-_TAIL = 32  # tokens before an answer: decoders look at some, and one may open a thought
 
 
 class Voices:
@@ -36,32 +32,31 @@ class Voices:
         self._marks = MarkTokens(tokenizer, dialect_of(template or "", name))
         self._plain = MarkTokens(tokenizer, DIALECTS["none"])
 
-    def spoken(self, body: Body, work: Work) -> SpokenAnswer:
-        """The reader of one answer to a body, which has some tokens or none."""
-        return self.reader(body, work.tokens[: work.num_prompt])
+    def reader(self, asked: Asked, tail: Sequence[int]) -> SpokenAnswer:
+        """The reader of an answer: thoughts count in chats, and calls where tools may be called.
 
-    def reader(self, body: Body, prompt: Tokens) -> SpokenAnswer:
-        """The reader of an answer behind a prompt: thoughts count in chats, and calls where tools may be called."""
-        tail = prompt[-_TAIL:].tolist()
-        stop = body.params.stop
+        Args:
+            asked: the answer.
+            tail: as of `Prompt`.
+        """
+        stop, talk = asked.params.stop, asked.conversation
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not body.chat:
+        if talk is None:
             return SpokenAnswer(self._plain, tail, stops)
-        asked: Conversation = body.prompts[0]
-        functions = [tool["function"] for tool in asked.tools or ()]
+        functions = [tool["function"] for tool in talk.tools or ()]
         return SpokenAnswer(
-            self._marks, tail, stops, calls=bool(functions) and asked.choice.mode != "none",
+            self._marks, tail, stops, calls=bool(functions) and talk.choice.mode != "none",
             schemas={function["name"]: function.get("parameters") or {} for function in functions},
-            names=asked.choice.names, parallel=asked.parallel, customs=frozenset(asked.customs),
+            names=talk.choice.names, parallel=talk.parallel, customs=frozenset(talk.customs),
         )
 
-    def calling(self, asked: Conversation, prompt: Sequence[int], form: Grammar | None = None) -> Grammar | None:
+    def calling(self, asked: Conversation, tail: Sequence[int], form: Grammar | None = None) -> Grammar | None:
         """The grammar of an answer to a conversation that asks for a call, or that has a strict function for one.
 
         Without a call asked for, the answer is free until one begins. None: all of it is free, but for a form.
 
         Args:
-            prompt: the ids before the answer.
+            tail: as of `Prompt`.
             form: of an answer without calls, if it is to have one; the answer is then of this form, or calls alone.
 
         Raises:
@@ -77,7 +72,7 @@ class Voices:
             return None
         if not free:  # texts of custom tools are as free as the answer
             functions, form = [each | {"format": asked.customs.get(each["name"])} for each in functions], None
-        thinks, may_think = self._thoughts(prompt)
+        thinks, may_think = self._thoughts(tail)
         try:
             found = calls_grammar(
                 self._marks, functions, parallel=asked.parallel, thinks=thinks, may_think=may_think or form is None,
@@ -97,16 +92,15 @@ class Voices:
             raise BodyError(message, "unsupported_parameter")
         return found
 
-    def formed(self, grammar: Grammar, prompt: Sequence[int]) -> Grammar:
+    def formed(self, grammar: Grammar, tail: Sequence[int]) -> Grammar:
         """The grammar of an answer with thoughts, where the network has some, before what `grammar` says.
 
         Args:
-            prompt: the ids before the answer.
+            tail: as of `Prompt`.
         """
-        thinks, may_think = self._thoughts(prompt)
+        thinks, may_think = self._thoughts(tail)
         return replace(grammar, lead=lead_of_answers(self._marks, thinks=thinks, may_think=may_think))
 
-    def _thoughts(self, prompt: Sequence[int]) -> tuple[bool, bool]:
-        """Whether a prompt has begun a thought, and whether one may come where it has not."""
-        tail = prompt[-_TAIL:]
+    def _thoughts(self, tail: Sequence[int]) -> tuple[bool, bool]:
+        """Whether a prompt has begun a thought, and whether one may come if it has not."""
         return self._marks.opens_thought(tail), not self._marks.closes_thought(tail)

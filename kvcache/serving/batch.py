@@ -8,11 +8,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvcache.core.layer_formats import Formats
 from kvcache.core.memory import total
-from kvcache.core.rowformat import Format
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import DraftSources
 from kvcache.engine.chat import ChatEngine
@@ -21,8 +19,8 @@ from kvcache.engine.new_requests import NewRequests, Shared
 from kvcache.engine.opening import Opened, open_checkpoint, open_drafts, open_gguf, split_options
 from kvcache.engine.partings import partings
 from kvcache.engine.requests import SCORE_FLOATS
+from kvcache.engine.settings import Options, Settings, with_options
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
-from kvcache.eviction import EvictionPolicy
 from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.trials import Trials
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
@@ -43,15 +41,19 @@ from kvcache.serving.scheduler import Scheduler
 from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
 from kvcache.serving.work import Drawing, Scoring, Work
-from kvcache.support.arguments import as_count, as_finite, as_instance, as_integer, short
+from kvcache.support.arguments import as_count, as_finite, as_instance, as_integer
 from kvcache.support.copies import refuse_copies
+from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.forward import Forward
-from kvcache.texts.policy import Policy
 from kvcache.texts.settings import CacheSettings, Load
+from kvcache.texts.text import Tokens
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
+
+if TYPE_CHECKING:  # typing has it from Python 3.11 on
+    from typing_extensions import Unpack
 
 __all__ = ["BatchEngine"]
 
@@ -77,10 +79,12 @@ class BatchEngine(ChatEngine):
         model: a `Transformer`, or anything with the `Model` protocol.
         sampling_params: the default for requests without `params`.
         seed: for requests without their own.
-        dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `InferenceEngine`.
-        num_blocks: size of the cache, of running requests and cached prefixes together; by default four times the
-            whole context, at most for 16,384 tokens.
-        max_memory_bytes: the most bytes of K and V, as of `InferenceEngine`; with `num_blocks` the lower limit counts.
+        settings, options: how K and V are stored, see `Settings`; its attributes are keywords too. `num_blocks` is the
+            size of the cache, of running requests and cached prefixes together; by default four times the whole
+            context, at most for 16,384 tokens. The unpacked tokens of all requests that may run count in
+            `max_memory_bytes`. With an `eviction_policy` each request has a budget of its own; such requests share
+            nothing, have no draft tokens and are not preempted: one begins if there is memory for all that it may
+            keep.
         max_queue: the most requests that wait, samples counted.
         max_running: the most requests that run at a time, samples counted.
         target_gap: seconds between new tokens that prompts of other requests may cause: fewer tokens of prompts run in
@@ -94,15 +98,8 @@ class BatchEngine(ChatEngine):
             "auto": n-grams, and that layer where there is one. Several of these, in a tuple: each is asked where those
             before it have none. None: there are none.
         draft_tokens: the most draft tokens of a request in a step, up to 16.
-        residual_length: as of `InferenceEngine`, with the same default; the unpacked tokens of all requests that may
-            run count in `max_memory_bytes`. Networks with windows have no residual here.
-        calibrate: as of `InferenceEngine`.
-        eviction_policy, kv_budget: as of `InferenceEngine`; each request has a budget of its own. Such requests share
-            nothing, have no draft tokens and are not preempted: one begins where there is memory for all that it may
-            keep.
         max_state_bytes: the most bytes of cached states, an int or a text, for networks whose layers keep one; those of
             running requests come to it. By default as many as K and V have, and at least eight states.
-        sparse_tokens: as of `InferenceEngine`.
         tiers: where blocks go beyond this process, and come from, while prompts run; see `Tiers`.
         autosave: as of `PrefixCachedEngine`; `close` writes what is left.
         on_eviction: called with an `Eviction` after each step in which cached blocks left to make room, in the thread
@@ -125,35 +122,26 @@ class BatchEngine(ChatEngine):
         max_positions: the most tokens of a text; None: any number, under StreamingLLM.
     """
 
+    @with_options
     def __init__(
         self,
         model: Model,
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        dtype: Formats | Format = "f32",
-        key_dtype: Formats | Format | None = None,
-        value_dtype: Formats | Format | None = None,
-        rotate: bool | str = "auto",
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        max_memory_bytes: int | str | None = None,
+        settings: Settings | None = None,
         max_queue: int = 1024,
         max_running: int = 64,
         target_gap: float | None = None,
         draft: Any = "ngram",
         draft_tokens: int = MOST_DRAFTS,
-        residual_length: int | None = None,
-        calibrate: Any = False,
-        eviction_policy: EvictionPolicy | Policy | None = None,
-        kv_budget: int | None = None,
         max_state_bytes: int | str | None = None,
-        sparse_tokens: int | None = None,
         tiers: Tiers | None = None,
         autosave: str | os.PathLike[str] | DirectoryTier | None = None,
         on_eviction: OnEviction | None = None,
         kv_events: KvEvents | str | None = None,
         clock: Clock = monotonic,
+        **options: Unpack[Options],
     ) -> None:
         self.model, self.clock = model, clock
         sampling_params = SamplingParams() if sampling_params is None else sampling_params
@@ -161,37 +149,34 @@ class BatchEngine(ChatEngine):
         max_running = as_count(max_running, "max_running", 1)
         self.tiers = tiers = as_tiers(tiers, autosave)
         self._autosaves = autosave is not None
-        block_size = as_count(block_size, "block_size", 1, most=None)
+        given = Settings.of(settings, options)
+        block_size = as_count(given.block_size, "block_size", 1, most=None)
         spare = 1 if tiers is None else max(GROUP_TOKENS, block_size) + 1
         draft_tokens = as_count(draft_tokens, "draft_tokens", 1, CHEAP_ROWS)
         load = Load(max_running, MOST, draft_tokens, MOST_PROMPTS + CHEAP_ROWS, spare, 16384, 4)
         sources = DraftSources(open_drafts(draft), model, load, block_size)
-        self._settings = settings = sources.split(CacheSettings.of(
-            model, load, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype, rotate=rotate,
-            block_size=block_size, num_blocks=num_blocks, max_memory_bytes=max_memory_bytes,
-            residual_length=residual_length, calibrate=calibrate, eviction_policy=eviction_policy, kv_budget=kv_budget,
-            max_state_bytes=max_state_bytes, sparse_tokens=sparse_tokens,
-        ))
-        if tiers is not None and settings.budgets is not None:
-            raise ValueError(f"tiers: expected none with an eviction_policy, got {tiers}")
-        self._pool = settings.pool(settings.total_blocks())
-        arrivals = None if tiers is None else Arrivals(tiers, settings, self._pool)
+        checked = CacheSettings.of(model, load, max_state_bytes=max_state_bytes, **given.as_keywords())
+        self._settings = checked = sources.split(checked)
+        expect("tiers", tiers, checked.features)
+        expect("kv_events", kv_events, checked.features)
+        self._pool = checked.pool(checked.total_blocks())
+        arrivals = None if tiers is None else Arrivals(tiers, checked, self._pool)
         forward = Forward(model, self._pool)
         self._drafter = sources.drafter(forward, draft_tokens, clock)
         scheduler = Scheduler(
-            forward, arrivals, TokenBudget(target_gap), max_running, MOST_PROMPTS if settings.keeps_f16 else MOST,
+            forward, arrivals, TokenBudget(target_gap), max_running, MOST_PROMPTS if checked.keeps_f16 else MOST,
             max(1, SCORE_FLOATS // model.config.vocab_size),
             Observed(self._pool, on_eviction, clock, forward.name_of), self._drafter,
         )
         self.max_queue = as_count(max_queue, "max_queue", 1)
         self._steps = Steps(scheduler, forward, self.max_queue, clock)
-        self.max_positions = settings.max_positions
-        self._new = NewRequests(model.config, self.max_positions, seed, self._steps.inbox_lock)
+        self.max_positions = checked.max_positions
+        self._new = NewRequests(
+            model.config, self.max_positions, seed, self._steps.inbox_lock, lambda: self.tokenizer
+        )
         self._text: CheckpointText | GgufText | None = None
         self._events: EngineEvents | None = None
         if kv_events is not None:
-            if settings.budgets is not None:
-                raise ValueError(f"kv_events: expected none with an eviction_policy, got {short(kv_events)}")
             self._events = EngineEvents(self._pool.prefixes[0], kv_events, forward.name_of)
 
     @classmethod
@@ -278,18 +263,17 @@ class BatchEngine(ChatEngine):
         deadline = None if deadline is None else as_finite(deadline, "deadline", 0.0)
         params = self.sampling_params if params is None else as_instance(params, SamplingParams, "params")
         params = params.changed(sampling)
-        prompt = as_prompt(prompt, lambda: self.tokenizer, self.config.vocab_size, self.max_positions)
+        prompt = self._new.prompt(prompt, prefix)
         places = tuple(as_count(each, "parts_at", 1, len(prompt)) for each in parts_at)
         self._steps.expect_room(n)  # before each sample takes its random numbers
-        shared = self._new.shared(params, lambda: self.tokenizer)
+        shared = self._new.shared(params, with_text=True)
         kept = None if keep is None else as_kept(keep, len(prompt), self._pool.block_size)
-        if kept is not None and self._settings.budgets is not None:
-            raise ValueError("keep: expected none with an eviction_policy, got one")
         top = None if prompt_logprobs is None else as_count(prompt_logprobs, "prompt_logprobs")
-        for name, other in (("keep", kept), ("prefix", prefix)):
-            if top is not None and other is not None:
-                raise ValueError(f"{name}: expected none with prompt_logprobs, got one")
-        samples = [self._sample(prompt, params, namespace, shared, i, prefix, watch) for i in range(n)]
+        if kept is not None or prefix is not None:
+            features = self._settings.features | (set() if top is None else {"logprobs"})
+            expect("keep", keep, features)
+            expect("prefix", prefix, features)
+        samples = [self._sample(prompt, namespace, shared, i, prefix, watch) for i in range(n)]
         if kept is not None:
             samples[0].keep = kept
         if top is not None:
@@ -323,22 +307,19 @@ class BatchEngine(ChatEngine):
             ImportError: without llguidance.
         """
         grammar = as_instance(grammar, Grammar, "grammar")
-        self._new.matcher(grammar, lambda: self.tokenizer, stop_token_ids, trials)
+        self._new.matcher(grammar, stop_token_ids, trials)
 
     def knows_grammar(self, grammar: Grammar, stop_token_ids: Iterable[int] = ()) -> bool:
         """Whether `prepare_grammar` with these compiles nothing: it was compiled, or refused by trials."""
         grammar = as_instance(grammar, Grammar, "grammar")
-        return self._new.compiler(lambda: self.tokenizer).knows(grammar, stop_token_ids)
+        return self._new.compiler().knows(grammar, stop_token_ids)
 
     def _sample(
-        self, prompt: Any, params: SamplingParams, namespace: Hashable, shared: Shared, number: int,
-        prefix: CompressedPrefix | None, watch: Callable[[], StopWatch] | None,
+        self, prompt: Tokens, namespace: Hashable, shared: Shared, number: int, prefix: CompressedPrefix | None,
+        watch: Callable[[], StopWatch] | None,
     ) -> Drawing:
-        request = self._new.request(
-            prompt, params, lambda: self.tokenizer, with_text=True, shared=shared, sample=number, prefix=prefix
-        )
-        decoder = None if request.text is None else self.tokenizer
-        make_text = None if decoder is None else partial(TextStream, decoder, request.tokens, shared.stop_strings)
+        request, decoder = self._new.request(prompt, shared, number, prefix), shared.decoder
+        make_text = None if decoder is None else partial(TextStream, decoder, prompt, shared.stop_strings)
         work = Drawing(request, make_text, self.config, namespace, self._drafter.begin(), watch)
         if self._settings.budgets is not None:
             work.evict(self._pool.chunk, endless=self._settings.max_positions is None)

@@ -141,7 +141,6 @@ class Drawing(Work):
         self._sampler, self._request, self._make_text = request.sampler, request, make_text
         self._make_watch: Callable[[], StopWatch] | None = make_watch or make_text if request.params.stop else None
         self._watched = None if self._make_watch is None else self._make_watch()
-        request.text = None  # `observe` is then about log-probabilities alone
         if request.params.logprobs is not None:
             request.logprobs = []
         self._most = config.max_position_embeddings - self.base

@@ -287,6 +287,8 @@ def as_number(value: Any, name: str) -> float:
 
     Any object with `__float__` is one, as are arrays without a dimension.
     """
+    if type(value) is float:  # nearly always, and several times as fast
+        return value
     real = isinstance(value, numbers.Real) or (hasattr(value, "__float__") and not getattr(value, "shape", ()))
     if isinstance(value, (bool, np.timedelta64)) or not real:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")

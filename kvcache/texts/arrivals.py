@@ -15,6 +15,7 @@ from kvcache.core.calibration import Calibration
 from kvcache.core.rowformat import RowFormats
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Model
+from kvcache.support.exclusions import expect
 from kvcache.texts.cache_arguments import CacheArguments
 from kvcache.texts.kinds.base import Layers
 from kvcache.texts.pool import Pool
@@ -47,9 +48,8 @@ def as_tiers(
         return None
     if tiers is not None and not isinstance(tiers, Tiers):
         raise TypeError(f"tiers: expected a Tiers, got {type(tiers).__name__}")
-    if tiers is not None and autosave is not None:
-        raise ValueError("autosave: expected None with tiers, which may have a DirectoryTier, got a path")
     if tiers is not None:
+        expect("autosave", autosave, {"tiers"})
         return tiers
     assert autosave is not None
     directory = autosave if isinstance(autosave, DirectoryTier) else DirectoryTier(autosave, AUTOSAVE_BYTES)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.networks.protocols import Float32
+from kvcache.core.kvrows import KvRows
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.newest import NewestGroups
@@ -17,7 +17,7 @@ from kvcache.texts.text import NO_TOKEN, Text, Tokens
 
 __all__ = ["BlockIndex", "CachedStart"]
 
-Rows = Sequence[tuple[Float32, Float32]]
+Rows = Sequence[KvRows]
 
 
 class CachedStart(NamedTuple):

@@ -11,12 +11,14 @@ import numpy.typing as npt
 
 from kvcache.eviction import EvictionPolicy, Rule
 from kvcache.lists.kept_tokens import KeptTokens
-from kvcache.networks.protocols import Model, latent_layers, layer_attention, other_layers, unlike_layers
+from kvcache.networks.protocols import Model
 from kvcache.support.arguments import as_count
+from kvcache.support.exclusions import expect
+from kvcache.texts.features import features_of
 from kvcache.texts.policy import Policy, as_budgets, as_kept, as_kept_by_head, as_num_queries, is_policy, of_network
 from kvcache.texts.scores import Alive, Scoring
 
-__all__ = ["Budgets", "expect_alike", "most_blocks", "survivors"]
+__all__ = ["Budgets", "most_blocks", "survivors"]
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -55,7 +57,7 @@ class Budgets:
         num_layers = model.config.num_layers
         if policy is None and kv_budget is None:
             return None
-        expect_alike(model, "eviction_policy", policy)
+        expect("eviction_policy", policy, features_of(model))
         if policy is None:
             raise ValueError("kv_budget: expected an eviction_policy with it, got None")
         if not isinstance(policy, EvictionPolicy) and not is_policy(policy):
@@ -90,6 +92,11 @@ class Budgets:
     def per_head(self) -> bool:
         """Whether each KV head has tokens of its own."""
         return not isinstance(self.policy, EvictionPolicy) and bool(getattr(self.policy, "per_head", False))
+
+    @property
+    def features(self) -> set[str]:
+        """The names of the features that exclude settings, see `kvcache.support.exclusions`."""
+        return {"eviction", "endless"} if self.endless else {"eviction"}
 
     @property
     def endless(self) -> bool:
@@ -156,19 +163,6 @@ class Budgets:
         rest = [most_blocks(min(rule.limit, positions), block_size, self.lists) for rule in self.rules]
         pieces = self.lists * (-(-min(chunk, positions) // block_size) + 1)
         return 2 * sum(rest) + max(rest) + len(rest) * pieces
-
-
-def expect_alike(model: Model, name: str, policy: object) -> None:
-    """Raise ValueError unless all layers of a network keep K and V of all tokens, alike, at positions that stay."""
-    windows = [each.window for each in layer_attention(model) if each is not None and each.window is not None]
-    unlike = other_layers(model) or latent_layers(model) or unlike_layers(model)
-    if windows:
-        unlike = f"layers that have a window (of {windows[0]})"
-    regime: Callable[[int], int] | None = getattr(model, "regime", None)
-    if not unlike and regime is not None and regime(1) != regime(model.config.max_position_embeddings):
-        unlike = "positions that depend on the length of the text"
-    if unlike:
-        raise ValueError(f"{name}: expected none for a network with {unlike}, got {policy}")
 
 
 def _check_endless(model: Model, limit: int) -> None:

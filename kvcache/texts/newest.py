@@ -7,18 +7,16 @@ prompts and answers end, and of the groups in which two texts diverge. The least
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Hashable
 from math import gcd
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.core.kvrows import KvRows
 from kvcache.core.layer_formats import unpacked
 from kvcache.core.memory import total
-from kvcache.errors import SequenceNotFoundError
-from kvcache.networks.protocols import Float32
 from kvcache.paged.cache import PagedKvCache
 from kvcache.prefix.prefix_cache import PrefixCache
 
@@ -26,6 +24,7 @@ __all__ = ["NewestGroups", "num_newest"]
 
 # Cached tokens per unpacked token: a ninth more memory in q4 (16 bits over 32 times 4.5), a fifth in q2.
 _SHARE = 32
+_OWN = 0  # the temporary sequence
 Tokens = NDArray[np.uint32]
 
 
@@ -100,33 +99,37 @@ class NewestGroups:
         self.cache.evict(num_blocks - self._paged.free_block_count)
         if self._paged.free_block_count < num_blocks:
             return  # open sessions hold the other blocks
-        with self._sequence() as own:
-            self._paged.allocate(own, len(group))
+        try:
+            self._free()
+            self._paged.allocate(_OWN, len(group))
             for layer in range(self._paged.num_layers):
                 keys, values = self._source.read_unpacked(layer, seq_id)
                 own_rows = slice(row, row + len(group))
-                self._paged.write(layer, own, keys[own_rows], None if self._paged.latent else values[own_rows])
-            self.cache.adopt(group, self._paged.block_table([own]).block_ids, name)
+                self._paged.write(layer, _OWN, keys[own_rows], None if self._paged.latent else values[own_rows])
+            self.cache.adopt(group, self._paged.block_table([_OWN]).block_ids, name)
+        finally:
+            self._free()
 
-    def recall(self, tokens: Tokens, namespace: Hashable) -> tuple[int, list[tuple[Float32, Float32]]]:
-        """Find the stored start of the last group of `tokens`: `(count, rows)`, its tokens and their K and V.
-
-        `rows` has K and V `(count, num_kv_heads, head_dim)` for each layer.
-        """
+    def recall(self, tokens: Tokens, namespace: Hashable) -> tuple[int, list[KvRows]]:
+        """Find the stored start of the last group of `tokens`: how many tokens it has, and their rows in each layer."""
         first = len(tokens) - len(tokens) % self._length
         if not self._keeps_groups:
             return 0, []
         return self._recall(tokens[first:], _name(tokens[:first], namespace))
 
-    def recall_firsts(self, tokens: Tokens, namespace: Hashable) -> list[tuple[Float32, Float32]]:
-        """K and V of the first tokens of `tokens` for each layer, as `recall` returns them; empty: some are missing."""
+    def recall_firsts(self, tokens: Tokens, namespace: Hashable) -> list[KvRows]:
+        """The rows of the first tokens of `tokens` in each layer; empty: some are missing."""
         count, rows = self._recall(tokens[: self._firsts], _name(tokens[:0], namespace))
         return rows if count == self._firsts else []
 
-    def _recall(self, group: Tokens, name: Hashable) -> tuple[int, list[tuple[Float32, Float32]]]:
-        with self.cache.open_session(group, name) as found, self._sequence() as seq_id:
-            self._paged.adopt(seq_id, found.shared_blocks, found.num_tokens)
-            return found.num_tokens, self._paged.read_layers(seq_id)
+    def _recall(self, group: Tokens, name: Hashable) -> tuple[int, list[KvRows]]:
+        with self.cache.open_session(group, name) as found:
+            try:
+                self._free()
+                self._paged.adopt(_OWN, np.array(found.shared_blocks, np.int64), count := found.num_tokens)
+                return count, [KvRows(*rows) for rows in self._paged.read_layers(_OWN)]
+            finally:
+                self._free()
 
     def check(self) -> None:
         """Verify the invariants; AssertionError says what is wrong."""
@@ -135,18 +138,10 @@ class NewestGroups:
         # so no two numbers are compared here.
         assert self._paged.num_sequences <= 1, "sequences are left beside the temporary one"
 
-    @contextmanager
-    def _sequence(self) -> Iterator[int]:
-        """The id of a temporary sequence; frees one that an interrupted call left behind."""
-        try:
-            self._free()
-            yield 0
-        finally:
-            self._free()
-
     def _free(self) -> None:
-        with suppress(SequenceNotFoundError):
-            self._paged.free(0)  # inside another call it is queued, and done before the next call
+        """End the temporary sequence, which an interrupted call may have left."""
+        if _OWN in self._paged:
+            self._paged.free(_OWN)  # inside another call it is queued, and done before the next call
 
 
 def _name(before: Tokens, namespace: Hashable) -> Hashable:

@@ -14,11 +14,13 @@ from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Model, layer_attention, layer_recurrences
 from kvcache.paged.cache import PagedKvCache
 from kvcache.support.arguments import as_bytes, as_count, as_instance
+from kvcache.support.exclusions import expect
 from kvcache.support.machine_memory import as_memory
 from kvcache.support.memory_nodes import warn_of_nodes
 from kvcache.texts.budgets import Budgets
 from kvcache.texts.cache_arguments import CacheArguments, Load
 from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.features import features_of
 from kvcache.texts.kinds import KINDS
 from kvcache.texts.kinds.state import page_bytes
 from kvcache.texts.policy import Policy
@@ -53,8 +55,6 @@ class CacheSettings(CacheArguments):
             num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
         if max_memory_bytes is not None:
             max_memory_bytes = as_memory(max_memory_bytes, "max_memory_bytes")
-        if budgets is not None and any(map(is_mixed, storage.dtypes)):
-            raise ValueError("dtype: expected one format with an eviction_policy, got one for each layer")
         for each, name in zip(storage.dtypes, ("key_dtype", "value_dtype"), strict=True):
             if is_mixed(each) and len(each) != config.num_layers:
                 count = config.num_layers
@@ -97,11 +97,14 @@ class CacheSettings(CacheArguments):
         if prefix is None:
             return None
         as_instance(prefix, CompressedPrefix, "prefix").expect(self.model)
-        if self.budgets is not None:
-            raise ValueError(f"prefix: expected None with an eviction_policy, got {prefix!r}")
-        if self.sparse_tokens is not None:
-            raise ValueError(f"prefix: expected None with sparse_tokens, got {prefix!r}")
+        expect("prefix", prefix, self.features)
         return prefix
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The names of the features that exclude settings, see `kvcache.support.exclusions`."""
+        own = set() if self.sparse_tokens is None else {"sparse"}
+        return features_of(self.model) | own | (set() if self.budgets is None else self.budgets.features)
 
     def with_sparse_tokens(self, sparse_tokens: int | None) -> CacheSettings:
         """These settings, where queries choose tokens.
@@ -112,17 +115,7 @@ class CacheSettings(CacheArguments):
         """
         if sparse_tokens is None:
             return self
-        count, reason = as_count(sparse_tokens, "sparse_tokens", 1), ""
-        if self.budgets is not None:
-            reason = "with an eviction_policy"
-        elif not self.whole:
-            reason = "for a network whose layers keep a window or a state"
-        elif self.sizes(self.whole)[2] is not None:
-            reason = "for a network with latent attention"
-        elif any(self.attention_of(layers[0]).window is None for layers in self.layers["window"]):
-            reason = "for a network whose layers with all tokens have several sizes"
-        if reason:
-            raise ValueError(f"sparse_tokens: expected None {reason}, got {count}")
+        expect("sparse_tokens", count := as_count(sparse_tokens, "sparse_tokens", 1), self.features)
         if self.block_size % 16:
             raise ValueError(f"block_size: expected a multiple of 16 with sparse_tokens, got {self.block_size}")
         return replace(self, sparse_tokens=count)

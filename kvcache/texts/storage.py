@@ -14,24 +14,14 @@ from kvcache.core.layer_formats import Formats, formats_of_layers, is_mixed
 from kvcache.core.rowformat import Format, stored_dtypes
 from kvcache.kernels.kernels import bf16_order
 from kvcache.networks.model import Transformer
-from kvcache.networks.protocols import (
-    Model,
-    cached_sizes,
-    draft_layers,
-    latent_layers,
-    layer_attention,
-    other_layers,
-    unlike_layers,
-)
+from kvcache.networks.protocols import Model, cached_sizes, draft_layers, latent_layers
 from kvcache.networks.tokens import as_tokens
 from kvcache.support.arguments import short
+from kvcache.support.exclusions import excluded, expect
 from kvcache.texts.budgets import Budgets
+from kvcache.texts.features import features_of
 
 __all__ = ["Storage", "computed_with"]
-
-# What excludes a residual and centred keys: the two sets of queries that StreamingLLM has in one softmax tell a
-# constant, and attend in one call; beside windows centres are not measured.
-_STREAM, _WINDOWS = "an eviction_policy without end", "layers that keep a window"
 
 
 class Storage(NamedTuple):
@@ -69,23 +59,26 @@ class Storage(NamedTuple):
         dtypes, bits = stored_dtypes(formats, calibrate), budget_of(dtype)
         if bits is not None and (key_dtype is not None or value_dtype is not None):
             raise ValueError(f"key_dtype: expected None, as value_dtype, beside {short(dtype)}, got {short(formats)}")
-        attention = [each for each in layer_attention(model) if each is not None]
-        unlike, others, windows = unlike_layers(model), other_layers(model), any(each.window for each in attention)
-        if (unlike or others) and calibrate is not None and calibrate is not False:
-            raise ValueError(f"calibrate: expected None or False with {unlike or others}, got {short(calibrate)}")
-        if any(each.kv_layer is not None for each in attention) and any(map(is_mixed, dtypes)):
-            raise ValueError(f"dtype: expected one format with {unlike}, got {short(formats)}")
-        without = _WINDOWS if windows else unlike or (_STREAM if budgets is not None and budgets.endless else "")
-        one_format = without or ("an eviction_policy" if budgets is not None else "")
-        calibration = as_calibration(model, calibrate, dtypes[0], one_format, bits is not None, centred=not without)
+        features = features_of(model) | (set() if budgets is None else budgets.features)
+        measured = calibrate is not None and calibrate is not False
+        expect("calibrate", calibrate if measured else None, features)
+        expect("dtype: of each layer", formats if any(map(is_mixed, dtypes)) else None, features)
+        if measured:
+            expect("dtype: a budget of bits", None if bits is None else dtype, features)
+        # What excludes a residual excludes centred keys: the two sets of queries that StreamingLLM has in one softmax
+        # tell a constant, and attend in one call; beside windows centres are not measured.
+        without = bool(excluded("residual_length", features))
+        calibration = as_calibration(model, calibrate, dtypes[0], bits is not None, centred=not without)
         if bits is not None and calibration is not None and calibration.losses is not None:
             losses = calibration.losses[:, : 1 if latent_layers(model) else 2]
             formats = dtypes = formats_within(losses, cached_sizes(model)[1], bits, draft_layers(model))
         measured = calibration is not None and calibrate is not False
         if residual_length is None and budgets is not None:
             residual_length = 0
-        length = as_length(residual_length, *dtypes, without=without, calibrated=measured)
-        if measured and calibration is not None and not isinstance(calibrate, Calibration) and not one_format:
+        length = as_length(residual_length, *dtypes, has_none=without, calibrated=measured)
+        expect("residual_length", length or None, features)
+        is_alike = not excluded("dtype: a budget of bits", features)
+        if measured and calibration is not None and not isinstance(calibrate, Calibration) and is_alike:
             ids = as_tokens(calibrate, model.config.vocab_size)
             path = path_of(model, ids).with_suffix(".checks") if isinstance(model, Transformer) else None
             check_formats(model, dtypes, calibration, length, num_firsts(measured, length), ids, path)

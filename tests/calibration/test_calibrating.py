@@ -226,7 +226,7 @@ def test_keys_of_layers_with_a_window_are_rounded_with_feedback_and_not_centred(
         rows.append(cache.read(0, cache.sequence_ids()[0])[0])
     near, far = (np.einsum("nhd,hde,nhe->", e, whole.moments[0], e) for e in (each - rows[0] for each in rows[1:]))
     assert near < 0.8 * far
-    with pytest.raises(ValueError, match=r"^dtype: expected formats with layers that keep a window"):
+    with pytest.raises(ValueError, match=r"^dtype: expected formats with layers that have a window"):
         InferenceEngine(network, dtype="auto:4.0", calibrate=text)
 
 

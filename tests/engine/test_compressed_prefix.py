@@ -182,8 +182,8 @@ def test_refusals(network, prefix, tmp_path):
         (lambda: engine.compress(TOKENS, KVzip), TypeError, "policy: expected an object with `keep` or `probes`"),
         (lambda: engine.compress(TOKENS, kvzip(), ratio=0.0), ValueError, "ratio: expected a finite number above 0"),
         (lambda: engine.compress([], kvzip()), ValueError, "tokens: expected at least one"),
-        (lambda: evicts.compress(TOKENS, kvzip()), ValueError, "engine: expected one without eviction_policy"),
-        (lambda: sparse.compress(TOKENS, kvzip()), ValueError, "engine: expected one without sparse_tokens, got 16"),
+        (lambda: evicts.compress(TOKENS, kvzip()), ValueError, "engine: expected none with an eviction_policy"),
+        (lambda: sparse.compress(TOKENS, kvzip()), ValueError, "engine: expected none with sparse_tokens, got 16"),
         (lambda: sparse.generate(TAIL, prefix=prefix), ValueError, "prefix: expected None with sparse_tokens"),
         (lambda: evicts.generate(TAIL, prefix=prefix), ValueError, "prefix: expected None with an eviction_policy"),
         (lambda: engine.generate(TAIL, prefix="x"), TypeError, "prefix: expected a CompressedPrefix, got str"),
@@ -196,7 +196,7 @@ def test_refusals(network, prefix, tmp_path):
     with pytest.raises(ValueError, match="prefix: expected one of this engine's network"):
         other.generate(TAIL, prefix=prefix)
     windows = InferenceEngine(Transformer.from_pretrained(GOLDEN / "mistral_window"))
-    with pytest.raises(ValueError, match="policy: expected none for a network with layers that have a window"):
+    with pytest.raises(ValueError, match="policy: expected none with layers that have a window"):
         windows.compress(TOKENS, kvzip())
     most = network.config.max_position_embeddings
     with pytest.raises(ValueError, match="that ask about them"):

@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import threading
+from dataclasses import fields
 
 import numpy as np
 import pytest
 from engines import GREEDY, PROMPT, assert_same_state, state
 from places import GOLDEN
 
-from kvcache.engine import InferenceEngine, SamplingParams
+from kvcache import BatchEngine
+from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Settings
+from kvcache.engine.settings import Options
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
+
+# ---------------------------------------------------------------- settings
+
+
+def test_settings_are_the_keywords_of_each_engine(network):
+    """One object stands for them; a keyword beside it counts more. Signatures and types name all of them."""
+    settings, names = Settings(dtype="q4", block_size=8, num_blocks=40), [each.name for each in fields(Settings)]
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=10)
+    made = [
+        [make(network, settings=settings), make(network, dtype="q4", block_size=8, num_blocks=40)]
+        for make in (InferenceEngine, lambda *given, **more: PrefixCachedEngine(InferenceEngine(*given, **more), 40))
+    ]
+    found = [engine.generate(PROMPT, params) for pair in made for engine in pair]
+    found += [BatchEngine(network, settings=settings).generate_batch([PROMPT], params, progress=False)[0]]
+    assert found == found[:1] * 5
+    assert [engine.memory() for engine in made[0][:1]] == [made[0][1].memory()]
+    other = InferenceEngine(network, settings=settings, dtype="f16").cache
+    assert (other.key_dtype, other.block_size, other.total_blocks) == ("f16", 8, 40)
+    assert set(Options.__annotations__) == set(names)
+    for kind in (InferenceEngine, BatchEngine):
+        assert {*names} <= {*inspect.signature(kind).parameters}
+        with pytest.raises(TypeError, match="unexpected keyword argument 'dtyp'"):
+            kind(network, dtyp="q4")
+        with pytest.raises(TypeError, match="settings: expected a"):
+            kind(network, settings={"dtype": "q4"})
+
+
+def test_a_checkpoint_takes_the_calibration_of_settings():
+    tokens = np.arange(100, dtype=np.uint32) % 200
+    one, other = (
+        InferenceEngine.from_pretrained(GOLDEN / "llama", **options).cache.calibration
+        for options in ({"settings": Settings("q4", calibrate=tokens)}, {"dtype": "q4", "calibrate": tokens})
+    )
+    np.testing.assert_array_equal(one.moments, other.moments)
+
 
 # ---------------------------------------------------------------- requests
 

@@ -129,7 +129,7 @@ def test_what_is_refused_and_what_is_counted(network, known):
         with pytest.raises(ValueError, match=message):
             make(network, H2O, dtype="q4", calibrate=wrong)
     losses = Calibration(known.centres, known.moments, np.ones((len(known.centres), 2)))
-    with pytest.raises(ValueError, match=r"^dtype: expected formats with an eviction_policy, got a budget of bits"):
+    with pytest.raises(ValueError, match=r"^dtype: expected formats with an eviction_policy, got 'auto:4.0'"):
         make(network, H2O, dtype="auto:4.0", calibrate=losses)
     assert make(network, H2O, dtype="f16", calibrate=known).cache.calibration is None
     one, other = (make(network, H2O, dtype="q4", calibrate=each) for each in (known, False))

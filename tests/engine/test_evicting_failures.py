@@ -131,7 +131,7 @@ def test_bad_options(network, options, error, match):
 def test_no_prefix_cache_over_it(network):
     engine = make(network)
     blocks = engine.cache.total_blocks
-    with pytest.raises(ValueError, match="without eviction_policy"):
+    with pytest.raises(ValueError, match="engine: expected none with an eviction_policy"):
         PrefixCachedEngine(engine, 8)
     assert engine.cache.total_blocks == blocks
 

@@ -138,7 +138,7 @@ def test_a_sequence_of_unknown_tokens_cannot_be_extended(model):
 
 
 def test_eviction_is_refused(model):
-    with pytest.raises(ValueError, match="eviction_policy: expected none for a network"):
+    with pytest.raises(ValueError, match="eviction_policy: expected none with positions"):
         InferenceEngine(model, eviction_policy=EvictionPolicy.H2O(), kv_budget=30)
 
 

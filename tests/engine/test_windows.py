@@ -144,7 +144,7 @@ def test_what_layers_of_several_sizes_cannot_have_says_so(layer, what):
     def make(**options):
         return InferenceEngine(RecordingNetwork((FULL, layer)), num_blocks=8, **options)
 
-    with pytest.raises(ValueError, match=f"eviction_policy: expected none for a network with {what}, got"):
+    with pytest.raises(ValueError, match=f"eviction_policy: expected none with {what}, got"):
         make(eviction_policy=EvictionPolicy.H2O(), kv_budget=8)
     with pytest.raises(ValueError, match=f"residual_length: expected 0 or none with {what}, got 64"):
         make(dtype="q4", residual_length=64)
@@ -215,9 +215,9 @@ def test_a_failing_call_changes_nothing(kind, count, back):
 
 
 def test_what_cannot_keep_windows_says_so():
-    with pytest.raises(ValueError, match="eviction_policy: expected none for a network with layers that have a window"):
+    with pytest.raises(ValueError, match="eviction_policy: expected none with layers that have a window"):
         engine("longer", eviction_policy=EvictionPolicy.H2O(), kv_budget=8)
-    with pytest.raises(ValueError, match="residual_length: expected 0 or none with layers that keep a window, got 64"):
+    with pytest.raises(ValueError, match="residual_length: expected 0 or none with layers that have a window, got 64"):
         engine("longer", dtype="q4", residual_length=64)
     assert engine("longer", dtype="q4").residual_length == 0
     it = engine("longer")

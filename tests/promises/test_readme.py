@@ -10,6 +10,7 @@ import kvcache
 import kvcache.engine
 from bench.__main__ import BENCHES
 from bench.support.redis_servers import Server
+from kvcache.support.exclusions import EXCLUSIONS, FEATURES
 
 pytestmark = pytest.mark.one_build
 NAMES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "bench/README.md")
@@ -37,6 +38,22 @@ def test_the_map_of_the_helpers_is_complete():
     named = {folder + file for folder, names in files for file in names}
     support = PROJECT / "tests" / "support"
     assert named == {str(path.relative_to(support)) for kind in ("py", "c") for path in support.rglob(f"*.{kind}")}
+
+
+def test_the_page_of_combinations_is_the_table_that_the_code_asks():
+    rows = []
+    for each in EXCLUSIONS.values():
+        name, _, of = each.setting.partition(":")
+        words = ", ".join(FEATURES[feature] for feature in each.features)
+        rows.append(f"| `{name}`{of} | {each.expected} | {words} | {each.why} |")
+    page = DOCUMENTS["kvcache/guides/combinations.md"]
+    assert re.findall(r"(?m)^\| `.*$", page) == rows
+    named = {feature for each in EXCLUSIONS.values() for feature in each.features}
+    assert named == {*FEATURES}
+    library = [path for path in (PROJECT / "kvcache").rglob("*.py") if path.name != "exclusions.py"]
+    source = "".join(path.read_text(encoding="utf-8") for path in library)
+    asked = {*re.findall(r'\b(?:expect|excluded)\(\s*"([^"]+)"', source)}
+    assert asked | {"ignore_eos", "min_tokens"} == {*EXCLUSIONS}  # those two in a loop over their names
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -415,7 +415,7 @@ def test_settings_about_the_end_of_a_text():
     with pytest.raises(ValueError, match="min_tokens: expected at most max_tokens, 3, got 4"):
         SamplingParams(max_tokens=3, min_tokens=4)
     for wrong in ({"ignore_eos": True}, {"min_tokens": 1}):
-        with pytest.raises(ValueError, match="expected none beside a grammar, got"):
+        with pytest.raises(ValueError, match="expected none with a grammar, got"):
             SamplingParams(grammar=regex("a"), **wrong)
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from kvcache import SamplingParams, TokenLogprobs
 from kvcache.errors import CheckpointError, InvalidOperationError
-from kvcache.server.bodies import parse
+from kvcache.server.completion_bodies import asked_of_completion
 from kvcache.server.conversations import Conversation, ToolChoice, placed, with_users
+from kvcache.server.intake import json_of
 from kvcache.server.logprobs import Offsets, TokenTexts, of_chat, of_texts
 from kvcache.server.refusals import refusal, too_large
 from kvcache.server.written import JsonObject, pieces, written
@@ -34,7 +35,8 @@ class Bytes:
 
 def parsed(chat=True, defaults=None, positions=None, **asked):
     prompt = {"messages": TALK} if chat else {"prompt": "x"}
-    return parse(json.dumps({"model": "tiny"} | prompt | asked).encode(), chat, defaults or SamplingParams(), positions)
+    data = json.dumps({"model": "tiny"} | prompt | asked).encode()
+    return asked_of_completion(json_of(data), chat, defaults or SamplingParams(), positions)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_large_bodies_are_read_as_small_ones():
     body = parsed(False, prompt=ids, metadata=odd)
     assert body.prompts == [ids]
     with pytest.raises(ValueError, match="body: expected JSON"):
-        parse(b"[" * 200_000, True, SamplingParams())
+        json_of(b"[" * 200_000)
     with pytest.raises(ValueError, match="body: expected at most 65536 lists and objects, got more"):
         parsed(metadata=[[]] * 65_536)
     with pytest.raises(ValueError, match="messages: expected at most 4096, got 4097"):
@@ -107,8 +109,9 @@ def test_other_threads_run_while_a_body_is_read():
     ticking = threading.Thread(target=tick)
     ticking.start()
     began = time.monotonic()
+    found = json_of(b'{"metadata": {' + b",".join(b'"%07d": 12' % i for i in range(280_000)) + b"}}")
     with pytest.raises(ValueError, match="model: expected one, got none"):
-        parse(b'{"metadata": {' + b",".join(b'"%07d": 12' % i for i in range(280_000)) + b"}}", True, SamplingParams())
+        asked_of_completion(found, True, SamplingParams())
     took = time.monotonic() - began
     done.set()
     ticking.join()

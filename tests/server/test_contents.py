@@ -9,11 +9,10 @@ from http_servers import MODEL, Served, answer, post, tiny_file
 
 from kvcache import SamplingParams
 from kvcache.server import contents as contents_room
-from kvcache.server.bodies import body_of
 from kvcache.server.contents import PARTS, Contents
 from kvcache.server.fingerprints import Fingerprints
-from kvcache.server.message_bodies import chat_of_messages
-from kvcache.server.response_bodies import chat_of_responses, flattened, tools_of_body
+from kvcache.server.message_bodies import asked_of_message
+from kvcache.server.response_bodies import asked_of_response, flattened, tools_of_body
 
 pytestmark = pytest.mark.one_build
 
@@ -73,19 +72,25 @@ def test_parts_by_their_kinds():
     assert {part["type"] for part, _, _ in READ} <= {*PARTS}
 
 
-def conversation(chat, marks=()):
-    (asked,) = body_of(chat, True, SamplingParams(), None, marks).prompts
-    return [{key: value for key, value in message.items() if value is not None} for message in asked.messages]
+def asked_of(**given):
+    """Read a body: one of `/v1/responses` where it has an input."""
+    read = asked_of_response if "input" in given else asked_of_message
+    return read({"model": MODEL, **given}, SamplingParams())
+
+
+def conversation(**given):
+    messages = asked_of(**given).conversation.messages
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def of_messages(*content, role="assistant"):
     """The messages of a message with these blocks, without ids."""
     talk = [{"role": role, "content": [*content]}]
-    return shown(conversation(chat_of_messages({"model": MODEL, "messages": talk})[0]))
+    return shown(conversation(messages=talk))
 
 
 def of_items(*items):
-    return shown(conversation(chat_of_responses({"model": MODEL, "input": [*items]})))
+    return shown(conversation(input=[*items]))
 
 
 def shown(messages):
@@ -162,14 +167,13 @@ def test_items_of_responses(caplog):
         assert of_items(user, shell, user) == [("user", "u")] * 2
     assert [record.args[0] for record in caplog.records] == [repr(kind) for kind in (*kinds, "local_shell_call")]
     for kind in ("item_reference", "compaction", "context_compaction"):
-        contents = Contents("input")
-        items = [user, {"type": kind, "id": "i_1", "encrypted_content": "x"}]
-        found = chat_of_responses({"model": MODEL, "input": items}, contents)["messages"]
-        assert found[1] == {"role": "user", "content": f"[{kind} i_1: not shown, only text can be read]"}
-        assert contents.warnings == [f"input: {kind} i_1 was not read, since this server reads texts alone"]
+        found = asked_of(input=[user, {"type": kind, "id": "i_1", "encrypted_content": "x"}])
+        shown_as = f"[{kind} i_1: not shown, only text can be read]"
+        assert found.conversation.messages[1] == {"role": "user", "content": shown_as}
+        assert found.warnings == (f"input: {kind} i_1 was not read, since this server reads texts alone",)
     given = {"model": MODEL, "input": [search, tools, tools, {"type": "additional_tools", "tools": [
         {"type": "namespace", "name": "n", "tools": [tool]}]}], "tools": [tool | {"name": "early"}]}
-    names = [each["function"]["name"] for each in chat_of_responses(given)["tools"]]
+    names = [each["function"]["name"] for each in asked_of(**given).conversation.tools]
     assert names == ["early", "late", "n__late"]
     assert flattened(tools_of_body(given)) == {"n__late": {"name": "late", "namespace": "n"}}
 
@@ -191,7 +195,7 @@ def test_the_line_that_bills_is_left_out():
     line = "x-anthropic-billing-header: cc_version=1; cch={};"
 
     def system(value):
-        return shown(conversation(chat_of_messages({"model": MODEL, "messages": [], "system": value})[0]))
+        return shown(conversation(messages=[], system=value))
 
     for text, kept in ((line, []), (f"{line}\nBe kind.\nNow.", [("system", "Be kind.\nNow.")])):
         assert system(text) == system([{"type": "text", "text": text}]) == kept
@@ -243,16 +247,16 @@ def test_calls_have_the_order_of_chat_completions():
         {"type": "function_call", "arguments": "{}", "call_id": "a", "name": "f"},
         {"type": "custom_tool_call", "input": "x", "call_id": "b", "name": "g"},
     ]
-    (said,) = chat_of_responses({"model": MODEL, "input": items})["messages"]
-    assert [[*call[call["type"]].items()] for call in said["tool_calls"]] == [
-        [("name", "f"), ("arguments", "{}")], [("name", "g"), ("input", "x")],
+    (said,) = asked_of(input=items).conversation.messages
+    assert [[*call["function"].items()] for call in said["tool_calls"]] == [
+        [("name", "f"), ("arguments", "{}")], [("name", "g"), ("arguments", '{"input": "x"}')],
     ]
 
 
 def test_a_kind_of_a_client_is_one_line_of_the_log(caplog):
     contents_room.left_out.cache_clear()
     with caplog.at_level(logging.WARNING, "kvcache"):
-        chat_of_responses({"model": MODEL, "input": [{"type": "a\nERROR it burns \x1b[2J_call"}]})
-        chat_of_messages({"messages": [], "tools": [{"type": "b\nERROR it burns"}]})
+        asked_of(input=[{"type": "a\nERROR it burns \x1b[2J_call"}])
+        asked_of(messages=[], tools=[{"type": "b\nERROR it burns"}])
     assert len(caplog.messages) == 2
     assert all(message.isprintable() for message in caplog.messages)

@@ -16,14 +16,14 @@ from kvcache import SamplingParams
 from kvcache.engine.chat import render
 from kvcache.sampling.dialects.dialect_table import DIALECTS, dialect_of
 from kvcache.sampling.dialects.spoken_answer import MarkTokens, SpokenAnswer
-from kvcache.server.bodies import body_of
+from kvcache.server.completion_bodies import asked_of_completion
 from kvcache.server.completion_form import CompletionForm
 from kvcache.server.conversations import placed
 from kvcache.server.fields import checked
 from kvcache.server.forms import Choice, Whole
-from kvcache.server.message_bodies import MESSAGES, chat_of_messages
+from kvcache.server.message_bodies import MESSAGES, asked_of_message
 from kvcache.server.message_form import MessageForm
-from kvcache.server.response_bodies import RESPONSES, chat_of_responses
+from kvcache.server.response_bodies import RESPONSES, asked_of_response
 from kvcache.server.response_form import ResponseForm
 from kvcache.server.written import written
 
@@ -106,7 +106,7 @@ CHAT = {"model": MODEL, "messages": [HI], "tools": FUNCTIONS}
 MESSAGE = {"model": MODEL, "max_tokens": 9, "messages": [HI], "tools": tool(input_schema=PARAMETERS)}
 FLAT = [{"type": "function", **each} for each in tool(parameters=PARAMETERS)]
 RESPONSE = {"model": MODEL, "input": [HI], "tools": FLAT}
-BODY = body_of(CHAT, True, SamplingParams())
+ASKED = asked_of_completion(CHAT, True, SamplingParams())
 
 
 def with_and_without(results):
@@ -114,28 +114,29 @@ def with_and_without(results):
 
 
 def by_chat(sample):
-    """The bodies of the next turn of a chat: with results of the calls, and without."""
-    said = as_json(CompletionForm(BODY, ENGINE, None).whole([REQUEST], [sample]))["choices"][0]["message"]
+    """Read the next turn of a chat: with results of the calls, and without."""
+    said = as_json(CompletionForm(ASKED, ENGINE, None).whole([REQUEST], [sample]))["choices"][0]["message"]
     calls = said.get("tool_calls", [])
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "R"} for call in calls]
-    return [CHAT | {"messages": [HI, said, *each, ON]} for each in with_and_without(results)]
+    bodies = [CHAT | {"messages": [HI, said, *each, ON]} for each in with_and_without(results)]
+    return [asked_of_completion(body, True, SamplingParams()) for body in bodies]
 
 
 def by_messages(sample):
-    content = as_json(MessageForm(BODY, ENGINE, "msg_1").whole([REQUEST], [sample]))["content"]
+    content = as_json(MessageForm(ASKED, ENGINE, "msg_1").whole([REQUEST], [sample]))["content"]
     calls = [block for block in content if block["type"] == "tool_use"]
     results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "R"} for call in calls]
     said = {"role": "assistant", "content": content}
     talks = ([HI, said, {"role": "user", "content": [*each, TEXT]}] for each in with_and_without(results))
-    return [chat_of_messages(checked(MESSAGE | {"messages": talk}, MESSAGES, ()))[0] for talk in talks]
+    return [asked_of_message(checked(MESSAGE | {"messages": talk}, MESSAGES, ()), SamplingParams()) for talk in talks]
 
 
 def by_responses(sample):
-    items = as_json(ResponseForm(BODY, ENGINE, RESPONSE).whole([REQUEST], [sample]))["output"]
+    items = as_json(ResponseForm(ASKED, ENGINE, RESPONSE).whole([REQUEST], [sample]))["output"]
     calls = [item for item in items if item["type"] == "function_call"]
     results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "R"} for call in calls]
     talks = ([HI, *items, *each, ON] for each in with_and_without(results))
-    return [chat_of_responses(checked(RESPONSE | {"input": talk}, RESPONSES, ())) for talk in talks]
+    return [asked_of_response(checked(RESPONSE | {"input": talk}, RESPONSES, ()), SamplingParams()) for talk in talks]
 
 
 def expect_taken(template, samples, shown):
@@ -150,8 +151,8 @@ def expect_taken(template, samples, shown):
         if sample.pieces == known:  # the next token is a part of a mark
             continue
         count, known = count + 1, sample.pieces
-        for body in (body for interface in (by_chat, by_messages, by_responses) for body in interface(sample)):
-            (asked,) = body_of(body, True, SamplingParams()).prompts
+        for asked in (asked for interface in (by_chat, by_messages, by_responses) for asked in interface(sample)):
+            (asked,) = asked.prompts
             found = render(Text(template), placed(asked.messages, False), asked.tools)
             assert all(text in found for text in [*said, "go on"]), found
     return count

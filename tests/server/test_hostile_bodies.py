@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
 
 from kvcache import BatchEngine
-from kvcache.server.bodies import body_of
+from kvcache.server.completion_bodies import asked_of_completion
 from kvcache.server.fields import checked
 from kvcache.server.fingerprints import Fingerprints
-from kvcache.server.message_bodies import MESSAGES, chat_of_messages
+from kvcache.server.message_bodies import MESSAGES, asked_of_message
 from kvcache.server.prompts import Prompts
-from kvcache.server.response_bodies import RESPONSES, chat_of_responses
+from kvcache.server.response_bodies import RESPONSES, asked_of_response
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.one_build]
 
@@ -82,11 +82,8 @@ def prompts(request, tmp_path_factory):
 
 
 def expect_tokens_or_a_message(prompts, make):
-    engine = prompts._engine
     try:
-        chat, marks = make()
-        body = body_of(chat, True, engine.sampling_params, engine.max_positions, marks)
-        ((tokens, _, kept),) = prompts.of(body)
+        ((tokens, _, kept),) = prompts.of(make(prompts._engine.sampling_params))
         assert len(tokens)
         assert all(0 < stop <= len(tokens) for stop, _ in kept or ())
     except (TypeError, ValueError, HTTPException) as error:
@@ -99,23 +96,26 @@ def expect_tokens_or_a_message(prompts, make):
                     "verbosity", "chat_template_kwargs",
                     "response_format", "stop", "n", "logprobs", "max_tokens", "cache_salt"], messages=TALKS))
 def test_chats(prompts, body):
-    expect_tokens_or_a_message(prompts, lambda: (body, []))
+    expect_tokens_or_a_message(prompts, lambda defaults: asked_of_completion(body, True, defaults))
 
 
 @given(body=bodies(MESSAGES, messages=TALKS, max_tokens=st.just(3)))
 def test_messages(prompts, body):
-    def chat():
+    def asked(defaults):
         given = checked(body, MESSAGES, ("model", "messages"))
-        found = chat_of_messages(given)
+        found = asked_of_message(given, defaults)
         Fingerprints().note(given, None, "msg", 1)
         return found
 
-    expect_tokens_or_a_message(prompts, chat)
+    expect_tokens_or_a_message(prompts, asked)
 
 
 @given(body=bodies(RESPONSES, input=TALKS))
 def test_responses(prompts, body):
-    expect_tokens_or_a_message(prompts, lambda: (chat_of_responses(checked(body, RESPONSES, ("model", "input"))), []))
+    def asked(defaults):
+        return asked_of_response(checked(body, RESPONSES, ("model", "input")), defaults)
+
+    expect_tokens_or_a_message(prompts, asked)
 
 
 @pytest.mark.parametrize("levels", [90, 400, 900])

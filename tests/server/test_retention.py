@@ -8,7 +8,8 @@ import openai
 import pytest
 from http_servers import MODEL, Served, tiny_file
 
-from kvcache.server.message_bodies import chat_of_messages
+from kvcache import SamplingParams
+from kvcache.server.message_bodies import asked_of_message
 from kvcache.server.retention import cache_options
 
 pytestmark = pytest.mark.one_build
@@ -133,7 +134,7 @@ def test_a_retention_is_a_time_where_there_is_no_other(served, retention, ttl, s
 @pytest.mark.parametrize(
     ("body", "ttl", "marks"),
     [
-        ({"messages": []}, None, []), ({"messages": [], "cache_control": {"type": "ephemeral"}}, "300s", []),
+        ({"messages": []}, None, []), ({"messages": [], "cache_control": {"type": "ephemeral"}}, 300.0, []),
         ({"messages": [], "system": [{"type": "text", "text": "x", "cache_control": {"ttl": "1h"}}],
           "tools": [{"name": "f", "cache_control": {"ttl": "5m"}}]}, None, [(0, None, 300.0), (0, 1, 3600.0)]),
         ({"messages": [{"role": "user", "content": [
@@ -144,9 +145,8 @@ def test_a_retention_is_a_time_where_there_is_no_other(served, retention, ttl, s
     ],
 )
 def test_marks_that_are_read(body, ttl, marks):
-    chat, found = chat_of_messages({"model": MODEL, **json.loads(json.dumps(body))})
-    assert chat.get("prompt_cache_options") == (None if ttl is None else {"ttl": ttl})
-    assert found == marks
+    asked = asked_of_message({"model": MODEL, **json.loads(json.dumps(body))}, SamplingParams())
+    assert (asked.keep, asked.marks) == (ttl, tuple(marks))
 
 
 def test_times():

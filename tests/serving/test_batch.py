@@ -48,6 +48,21 @@ def alone(network):
     return Alone(network)
 
 
+def test_a_request_is_made_once():
+    """One conversion of its numbers, and no text before there is a new token."""
+    engine, found = BatchEngine.from_pretrained(DIRECTORY, num_blocks=60), []
+    engine.submit([1, 2, 3], temperature=0.0, max_tokens=8)  # reads the tokenizer
+    sys.setprofile(lambda frame, event, _: found.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        engine.submit([1, 2, 3], temperature=0.0, max_tokens=8)
+    finally:
+        sys.setprofile(None)
+    engine.close(cancel=True)
+    counts = [found.count(name) for name in ("submit", "as_tokens", "__post_init__", "decoded")]
+    assert counts == [1, 1, 1, 0]
+    assert len(found) <= 93
+
+
 def test_prompts_get_their_log_probabilities(network, alone, monkeypatch):
     """In pieces, beside others, with several samples; what was cached before is of no use."""
     monkeypatch.setattr("kvcache.serving.batch.SCORE_FLOATS", 7 * network.config.vocab_size)
@@ -478,7 +493,7 @@ def test_arguments(network, engine):
             BatchEngine(network, **options)
     windowed = Windowed(network, 10)
     assert BatchEngine(windowed, dtype="q4").residual_length == 0
-    with pytest.raises(ValueError, match="residual_length: expected 0 or none with layers that keep a window, got 64"):
+    with pytest.raises(ValueError, match="residual_length: expected 0 or none with layers that have a window, got 64"):
         BatchEngine(windowed, residual_length=64)
     for call, message in (
         (lambda: engine.submit([]), "tokens: expected at least one, got none"),

@@ -207,7 +207,7 @@ def test_what_does_not_go_together(network, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             BatchEngine(network, **h2o | options)
-    with pytest.raises(ValueError, match="eviction_policy: expected none for a network with layers that have a window"):
+    with pytest.raises(ValueError, match="eviction_policy: expected none with layers that have a window"):
         BatchEngine(Windowed(network, 10), **h2o)
-    with pytest.raises(ValueError, match="eviction_policy: expected none for a network with positions that depend"):
+    with pytest.raises(ValueError, match="eviction_policy: expected none with positions that depend"):
         BatchEngine(Transformer.from_pretrained(GOLDEN / "phi3_longrope"), **h2o)

@@ -16,6 +16,7 @@ from kvcache.core.locks import CallLock
 from kvcache.engine import requests as single
 from kvcache.engine.new_requests import NewRequests
 from kvcache.networks.protocols import layer_attention, layer_recurrences
+from kvcache.sampling.text_stream import TextStream
 
 PIECE = 512  # tokens after which layers evict
 
@@ -48,7 +49,8 @@ class PlainTexts:
             "value_dtype": options.get("value_dtype") or options.get("dtype", "f32"),
         }
         self.most = None if self.budgets and self.budgets.endless else model.config.max_position_embeddings
-        self.new = NewRequests(model.config, self.most, 0, CallLock())
+        self.tokenizer = None
+        self.new = NewRequests(model.config, self.most, 0, CallLock(), lambda: self.tokenizer)
         self.begin()
 
     # -- a text ---------------------------------------------------------------------------------------------
@@ -156,8 +158,12 @@ class PlainTexts:
     # -- answers --------------------------------------------------------------------------------------------
 
     def complete(self, prompt, params, tokenizer=None):
-        request = self.new.request(prompt, params, lambda: tokenizer, with_text=True)
         with self.lock:  # tests ask from several threads
+            self.tokenizer = tokenizer
+            shared = self.new.shared(params, with_text=True)
+            request = self.new.request(self.new.prompt(prompt), shared)
+            if tokenizer is not None:
+                request.text = TextStream(tokenizer, request.tokens, shared.stop_strings)
             return request.complete(self.answer(request))
 
     def answer(self, request):

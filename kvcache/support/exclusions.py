@@ -1,0 +1,99 @@
+"""The table of what goes with what: settings that exclude each other, or that some networks exclude.
+
+Code asks it by `expect` and `excluded`; the guide `combinations.md` prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from kvcache.support.arguments import short
+
+__all__ = ["EXCLUSIONS", "FEATURES", "Exclusion", "excluded", "expect"]
+
+# Settings and kinds of networks that exclude others: their names in this table, and their words in messages.
+FEATURES = {
+    "eviction": "an eviction_policy",
+    "endless": "an eviction_policy without end",
+    "sparse": "sparse_tokens",
+    "logprobs": "prompt_logprobs",
+    "tiers": "tiers",
+    "grammar": "a grammar",
+    "window": "layers that have a window",
+    "state": "layers that keep a state",
+    "silent": "layers that do not attend",
+    "latent": "layers whose V is a part of K",
+    "shared": "layers that read K and V of others",
+    "sizes": "layers of several sizes",
+    "positions": "positions that depend on the length of the text",
+    "no whole": "no layers that keep all tokens",
+    "whole sizes": "layers that keep all tokens and have several sizes",
+}
+
+
+class Exclusion(NamedTuple):
+    """A setting and the features that it does not go with.
+
+    Attributes:
+        setting: its name; what follows a colon says which values, or of what.
+        expected: the value that goes with the features, as messages say it.
+        features: names of `FEATURES`; a message has the words of the first one that is present.
+        why: the reason.
+    """
+
+    setting: str
+    expected: str
+    features: tuple[str, ...]
+    why: str
+
+
+_UNLIKE = ("window", "state", "silent", "latent", "shared", "sizes", "positions")
+_CHOOSES = "a policy chooses among the tokens of layers that are alike, at positions that stay"
+_ENDS = "the text of a grammar ends where nothing may follow"
+EXCLUSIONS = {row.setting: row for row in (
+    Exclusion("eviction_policy", "none", _UNLIKE, _CHOOSES),
+    Exclusion("policy: of a compressed prefix", "none", _UNLIKE, _CHOOSES),
+    Exclusion("engine: that compresses a prefix", "none", ("eviction", "sparse"), "no text can stand behind it there"),
+    Exclusion("engine: of a PrefixCachedEngine", "none", ("eviction",), "a prefix with holes cannot be shared"),
+    Exclusion("prefix", "None", ("eviction", "sparse", "logprobs"), "its heads have tokens of their own, which stay"),
+    Exclusion("keep", "none", ("eviction", "logprobs"), "such requests share no blocks, so none stay cached"),
+    Exclusion("tiers", "none", ("eviction",), "blocks with holes are of no use to another text"),
+    Exclusion("kv_events", "none", ("eviction",), "no blocks are cached that routers could be told of"),
+    Exclusion("autosave", "None", ("tiers",), "tiers may have a DirectoryTier of their own"),
+    Exclusion("draft", "None", ("eviction",), "draft tokens that do not hold are cut off; what they evicted is gone"),
+    Exclusion("draft: of a network", "None or ngram", ("eviction",), "the K and V of drafts keep all tokens"),
+    Exclusion(
+        "sparse_tokens", "None", ("eviction", "no whole", "latent", "whole sizes"),
+        "a query chooses among all tokens by summaries of their keys, in one cache of layers of one size",
+    ),
+    Exclusion("calibrate", "None or False", ("shared", "sizes", "state", "silent"), "its centres are of one size"),
+    Exclusion(
+        "residual_length", "0 or none", ("window", "shared", "sizes", "endless"),
+        "tokens stay unpacked in whole groups of one cache, at positions that stay",
+    ),
+    Exclusion("dtype: of each layer", "one format", ("shared", "eviction"), "layers share K and V, or a budget"),
+    Exclusion(
+        "dtype: a budget of bits", "formats", ("window", "shared", "sizes", "endless", "eviction"),
+        "losses are measured of layers that are alike",
+    ),
+    Exclusion("ignore_eos", "none", ("grammar",), _ENDS),
+    Exclusion("min_tokens", "none", ("grammar",), _ENDS),
+)}
+
+
+def excluded(setting: str, features: Collection[str]) -> str:
+    """The words of the first of some features that a setting does not go with; empty: it goes with all.
+
+    Args:
+        setting: a key of `EXCLUSIONS`.
+        features: names of `FEATURES`.
+    """
+    return next((FEATURES[name] for name in EXCLUSIONS[setting].features if name in features), "")
+
+
+def expect(setting: str, value: Any, features: Collection[str]) -> None:
+    """Raise ValueError if a setting has a value, other than None, and does not go with one of the features."""
+    if value is not None and (words := excluded(setting, features)):
+        name = setting.partition(":")[0]
+        raise ValueError(f"{name}: expected {EXCLUSIONS[setting].expected} with {words}, got {short(value)}")
