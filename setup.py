@@ -57,13 +57,13 @@ FLAGS += ["-Og", "-g", "-UNDEBUG", "-DKVC_DEBUG"] if DEBUG else ["-O3", "-g0", "
 MODULES = [] if DEBUG else ["-O1"]
 
 # -g1: the line numbers of a report. -Og: half of the compile time of -O1, with the same checks; kernels run too slowly.
-# It also hides overflows, and gcc takes three times as long over kernels with checks.
 CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-Og"] if SANITIZE else []
 
 # gcov counts the kernels and, by the lines that Cython says its C is of, the modules, at -O0 where no line is merged
 # into another. Threads may lose counts; none goes back to zero.
 COUNT = ["--coverage", "-O0"] if COVERAGE else []
-# Python's -fwrapv makes products of float keys a fifth slower: addresses are computed again in each pass over them.
+# Python's -fwrapv makes products of float keys a fifth slower: addresses are computed again in each pass over them. It also
+# hides overflows, and gcc takes three times as long over kernels with checks.
 KERNELS = ["-fno-wrapv", *(["-O1"] if SANITIZE or COVERAGE else [])]
 if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
     KERNELS += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
