@@ -29,7 +29,7 @@ DEBUG, SANITIZE, COVERAGE, EVEX = (
 EVEX = EVEX or DEBUG or SANITIZE or COVERAGE
 
 # The scalar level without what takes -O3 most of its time.
-SCALAR = [] if DEBUG or SANITIZE or COVERAGE else ["-O1", "-ftree-vectorize"]
+SCALAR = [] if DEBUG or SANITIZE or COVERAGE else ["-O2"]
 # The machine that runs what is built: another one than this where Python's variable for cross builds is set.
 MACHINE = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).split("-")[-1]
 LEVEL_FLAGS = flags_of_levels(MACHINE, EVEX, SCALAR)

@@ -32,4 +32,5 @@ def unpacked(dtype: Formats) -> str:
     """Format of the tokens that stay unpacked: f16, or f32 if `dtype` stores a layer in f32."""
     names = names_of(dtype)
     floats = [name for name in names if not FORMATS[name].quantised]
-    return max(["f16" if len(floats) < len(names) else floats[0], *floats], key=lambda name: FORMATS[name].bits)
+    alone = floats and len(floats) == len(names)
+    return max(floats if alone else ["f16", *floats], key=lambda name: FORMATS[name].bits)

@@ -64,6 +64,8 @@ def uses(text):
             found.update(each.name for each in node.names if each.name in FUNCTIONS | SUMS)
         elif isinstance(node, ast.Attribute):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", None)
+            if owner in ("maximum", "minimum"):
+                continue
             if node.attr in SUMS or (node.attr in FUNCTIONS and owner in OWNERS) or owner in ALL_OF:
                 found[node.attr] += 1
     return found
