@@ -57,7 +57,7 @@ def test_every_way_happens_and_is_equal(name):
     names = {row.way for row in found.rows}
     assert ("hit behind a window" in names) == bool(made.windows)
     assert ("hit of a state" in names) == made.has_states
-    assert {"1 thread", "3 threads"} <= names | {f"{n} threads" for n in (2, 3)}
+    assert len({"1 thread", "2 threads", "3 threads"} - names) <= 1  # but for the number that all others had
 
 
 def test_what_hits_share(llama):
