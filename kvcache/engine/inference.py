@@ -20,7 +20,6 @@ from kvcache.engine.compression import compressed
 from kvcache.engine.current import CurrentText, Share
 from kvcache.engine.opening import Opened, open_checkpoint, open_drafts, open_gguf, split_options
 from kvcache.engine.requests import Requests
-from kvcache.engine.settings import Options, Settings, with_options
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.protocols import Float32, Model, NetworkConfig
@@ -34,6 +33,7 @@ from kvcache.support.arguments import as_count, as_finite, as_floats, as_index, 
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
+from kvcache.texts.options import Options, Settings, with_options
 from kvcache.texts.policy import Policy
 from kvcache.texts.prefix_policy import PrefixPolicy
 from kvcache.texts.settings import CacheSettings, Load
@@ -100,7 +100,7 @@ class InferenceEngine(ChatEngine):
         draft_tokens = as_count(draft_tokens, "draft_tokens", 1, 16)
         load, given = Load(0, prefill_chunk, draft_tokens), Settings.of(settings, options)
         sources = DraftSources(open_drafts(draft), model, load, as_count(given.block_size, "block_size", 1, most=None))
-        checked = CacheSettings.of(model, load, make_cache=self._make_cache, **given.as_keywords())
+        checked = CacheSettings.of(model, load, given, self._make_cache)
         self._budgets = checked.budgets
         expect("draft", None if sources.is_empty else draft, checked.features)
         self._settings = sources.split(checked)

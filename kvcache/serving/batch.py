@@ -19,7 +19,6 @@ from kvcache.engine.new_requests import NewRequests, Shared
 from kvcache.engine.opening import Opened, open_checkpoint, open_drafts, open_gguf, split_options
 from kvcache.engine.partings import partings
 from kvcache.engine.requests import SCORE_FLOATS
-from kvcache.engine.settings import Options, Settings, with_options
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.trials import Trials
@@ -47,6 +46,7 @@ from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.forward import Forward
+from kvcache.texts.options import Options, Settings, with_options
 from kvcache.texts.settings import CacheSettings, Load
 from kvcache.texts.text import Tokens
 from kvcache.tiers.directory import DirectoryTier
@@ -155,7 +155,7 @@ class BatchEngine(ChatEngine):
         draft_tokens = as_count(draft_tokens, "draft_tokens", 1, CHEAP_ROWS)
         load = Load(max_running, MOST, draft_tokens, MOST_PROMPTS + CHEAP_ROWS, spare, 16384, 4)
         sources = DraftSources(open_drafts(draft), model, load, block_size)
-        checked = CacheSettings.of(model, load, max_state_bytes=max_state_bytes, **given.as_keywords())
+        checked = CacheSettings.of(model, load, given, max_state_bytes=max_state_bytes)
         self._settings = checked = sources.split(checked)
         expect("tiers", tiers, checked.features)
         expect("kv_events", kv_events, checked.features)

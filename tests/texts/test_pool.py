@@ -10,16 +10,13 @@ from windowed_networks import Windowed
 from kvcache import EvictionPolicy, OutOfMemoryError
 from kvcache.engine import Transformer
 from kvcache.texts.forward import Forward
+from kvcache.texts.options import Settings
 from kvcache.texts.settings import CacheSettings, Load
 from kvcache.texts.text import Text
 
 pytestmark = pytest.mark.one_build
 
 NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
-PLAIN = {
-    "dtype": "f32", "key_dtype": None, "value_dtype": None, "rotate": "auto", "residual_length": None,
-    "calibrate": False, "eviction_policy": None, "kv_budget": None,
-}
 KINDS = {
     "whole": (NETWORK, {}),
     "groups of 12": (NETWORK, {"dtype": "q4", "residual_length": 12}),
@@ -39,10 +36,7 @@ class Texts:
     def __init__(self, kind, seed, **limits):
         model, options = KINDS[kind]
         self.rng, self.evicts = np.random.default_rng(seed), kind == "evicting"
-        load = Load(4, 512, spare=1)
-        settings = CacheSettings.of(
-            model, load, block_size=8, **{"num_blocks": None, "max_memory_bytes": None} | limits, **PLAIN | options
-        )
+        settings = CacheSettings.of(model, Load(4, 512, spare=1), Settings(block_size=8, **limits, **options))
         self.pool = settings.pool(settings.total_blocks())
         self.forward, self.plain = Forward(model, self.pool), PlainTexts(model, block_size=8, **options)
         self.texts = []
