@@ -93,7 +93,7 @@ class CurrentText:
         """End the text, and what an exception has left; take another one, which has no sequence yet."""
         self.text = text
         self.version += 1
-        self.pool.settle([])
+        self.pool.settle()
 
     def start(self, text: Text, arrived: Arrived | None = None) -> int:
         """Become a text with its longest cached prefix; returns the number of tokens that the index has of it.
@@ -359,7 +359,7 @@ class CurrentText:
     def mend(self) -> None:
         """Restore the state after the last completed call; may run after an interrupt between any two lines."""
         text, self.forward.watch = self.text, None
-        if self.pool.settle([text]):
+        if not self.pool.settle(text):
             self.text = _empty(self.pool, 0)
             self.version += 1
         if self.text.seq_id:  # an exception ended a change beside it
