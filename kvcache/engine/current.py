@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import copy
 from typing import Any
 
@@ -103,7 +103,8 @@ class CurrentText:
         """
         self._end_old(text)
         try:
-            with self.pool.shared.hold(text, text.num_tokens, arrived) as (found, starts):
+            with ExitStack() as held:
+                found, starts = self.pool.shared.hold(text, text.num_tokens, held, arrived)
                 self.pool.begin(text, found, starts, 0)
                 return starts[0].cached
         except Exception:
@@ -114,7 +115,8 @@ class CurrentText:
         """Begin the text again with cached blocks that reach past what it has computed, if there are any."""
         text = self.text
         self.pool.keep(text, text.computed)
-        with self.pool.shared.hold(text, text.num_tokens, arrived, again=True) as (found, starts):
+        with ExitStack() as held:
+            found, starts = self.pool.shared.hold(text, text.num_tokens, held, arrived, again=True)
             if found > text.computed:
                 old = copy(text)
                 self.pool.begin(text, found, starts, 1 - text.seq_id)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from itertools import count
 from operator import attrgetter
 from typing import Any
@@ -81,7 +82,8 @@ class Pool:
 
     def _start(self, text: Text, most: int, running: Sequence[Text], arrived: Arrived | None) -> bool:
         """Do what `start` does where the first `most` tokens may be shared."""
-        with self.shared.hold(text, most, arrived) as (found, starts):
+        with ExitStack() as held:
+            found, starts = self.shared.hold(text, most, held, arrived)
             asked = zip(self.groups, starts, strict=True)
             if not all(group.has_room(text, found, start, running) for group, start in asked):
                 return False
