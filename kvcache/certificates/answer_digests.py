@@ -58,7 +58,7 @@ class LogitsDigests:
         return params.changed({"logits_processor": self})
 
     def record(self, prompt: int, answer: Completion, scores: NDArray[np.float32] | None = None) -> Record:
-        """The record of an answer behind so many tokens."""
+        """The record of an answer to a prompt of `prompt` tokens."""
         assert answer.logprobs is not None
         steps = tuple(
             _step(self._found[prompt + i], token, each)

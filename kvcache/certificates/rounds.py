@@ -54,7 +54,7 @@ class _Tally:
             self.first = self.first or f"prompt {number}, {found}"
 
     def row(self, records: int) -> Row:
-        """The row of the table, of which so many prompts could have been compared."""
+        """The row of the table, if at most `records` prompts could be compared."""
         missing = dict(self._missing)
         if late := records - self.prompts - sum(missing.values()):
             missing["no time"] = late

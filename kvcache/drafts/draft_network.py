@@ -187,8 +187,10 @@ class DraftNetwork(Proposer):
             self._pool.stop(shadow)
 
     def settle(self) -> None:
+        for shadow in self._shadows.values():
+            shadow.moved(-1, 0, ())
         self._pool.shared.close_sessions()
-        self._pool.settle([shadow for shadow in self._shadows.values() if shadow.seq_id >= 0])
+        self._pool.settle()
 
     def memory(self) -> dict[str, int]:
         weights = getattr(self.model, "weights", None)

@@ -131,7 +131,7 @@ class Drafter:
     def _proposed(
         self, number: int, texts: Sequence[tuple[Drafted, TextDrafts]], left: int, rows: int
     ) -> list[tuple[Ask, Tokens]]:
-        """The proposals of a source for the texts that are worth it, and of which it has read enough."""
+        """Draft tokens of a source for the texts that are worth it, and of which it has read enough."""
         account, proposer, most = self._accounts[number], self._proposers[number], min(left, self.most)
         counts = account.plan([(drafts.paces[number], text.most_drafts(most)) for text, drafts in texts], rows, left)
         asked = [Ask(text.itself, count, drafts) for (text, drafts), count in zip(texts, counts, strict=True) if count]

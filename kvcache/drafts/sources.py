@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvcache.drafts.draft_heads import DraftHeads
@@ -14,6 +15,7 @@ from kvcache.networks.protocols import Model, draft_layers
 from kvcache.support.arguments import as_bytes, short
 from kvcache.support.exclusions import expect
 from kvcache.texts.forward import Forward
+from kvcache.texts.options import Settings
 from kvcache.texts.settings import CacheSettings, Load
 
 __all__ = ["SOURCE_NAMES", "DraftSources", "each_source"]
@@ -69,7 +71,7 @@ class DraftSources:
         if settings.max_memory_bytes is None or not sizes:
             return settings
         limit, own = as_bytes(settings.max_memory_bytes, "max_memory_bytes"), settings.block_bytes(settings.whole)
-        return settings.within(limit * own // max(1, own + sum(sizes)))
+        return replace(settings, max_memory_bytes=limit * own // max(1, own + sum(sizes)))
 
     def drafter(self, forward: Forward, most: int, clock: Callable[[], float]) -> Drafter:
         """The sources, over the passes and the memory of the engine."""
@@ -90,8 +92,4 @@ def _settings_of(model: Model, load: Load, block_size: int, vocab_size: int) -> 
     if abs(model.config.vocab_size - vocab_size) > _FILL:
         expected = f"a vocabulary of {vocab_size} tokens, or up to {_FILL} more or less"
         raise ValueError(f"draft: expected {expected}, got {model.config.vocab_size}")
-    return CacheSettings.of(
-        model, load, dtype="f16", key_dtype=None, value_dtype=None, rotate="auto", block_size=block_size,
-        num_blocks=None, max_memory_bytes=None, residual_length=0, calibrate=False, eviction_policy=None,
-        kv_budget=None,
-    )
+    return CacheSettings.of(model, load, Settings("f16", block_size=block_size, residual_length=0))

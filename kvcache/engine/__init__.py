@@ -5,12 +5,12 @@ from kvcache.engine.cached import PrefixCachedEngine
 from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, TokenLogprobs
 from kvcache.engine.inference import InferenceEngine
-from kvcache.engine.settings import Settings
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Attend, LayerAttention, Model, NetworkConfig
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.options import Settings
 from kvcache.texts.policy import Policy
 from kvcache.texts.prefix_policy import PrefixPolicy, Probe
 

@@ -15,17 +15,18 @@ from kvcache.engine.completion import Completion, Request
 from kvcache.engine.inference import InferenceEngine
 from kvcache.engine.turns import Turn
 from kvcache.errors import InvalidOperationError
-from kvcache.networks.protocols import Float32
+from kvcache.networks.protocols import Float32, Model
 from kvcache.networks.weights import Progress
 from kvcache.prefix.prefill import PrefixAwarePrefill
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
-from kvcache.support.arguments import as_count, as_instance
+from kvcache.support.arguments import as_count, as_instance, short
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.compressed_prefix import CompressedPrefix
+from kvcache.texts.options import Settings
 from kvcache.texts.text import Text
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers
@@ -47,7 +48,8 @@ class PrefixCachedEngine(ChatEngine):
 
     Args:
         engine: the engine to wrap; its cache is replaced by one with `max_cache_blocks` more blocks. Once it is
-            replaced again, by `enlarge` or by another wrapper, the calls of this one raise.
+            replaced again, by `enlarge` or by another wrapper, the calls of this one raise. With `settings`, a
+            network, and the engine is `InferenceEngine(engine, settings=settings)`.
         max_cache_blocks: maximum number of blocks of the prefix cache; may be left out if `max_memory_bytes` is given,
             or with `shared`.
             The unpacked groups take more memory: one token for every 32, or two groups if that is more.
@@ -82,9 +84,10 @@ class PrefixCachedEngine(ChatEngine):
 
     def __init__(
         self,
-        engine: InferenceEngine,
+        engine: InferenceEngine | Model,
         max_cache_blocks: int | None = None,
         *,
+        settings: Settings | None = None,
         shared: bool = False,
         seed: int | None = None,
         strict: bool = False,
@@ -93,18 +96,22 @@ class PrefixCachedEngine(ChatEngine):
         tiers: Tiers | None = None,
         autosave: str | os.PathLike[str] | DirectoryTier | None = None,
     ) -> None:
-        as_instance(engine, InferenceEngine, "engine")
+        if settings is not None:
+            if isinstance(engine, InferenceEngine):
+                raise ValueError(f"settings: expected None with an engine, which has its own, got {short(settings)}")
+            engine = InferenceEngine(engine, settings=settings)
+        engine = as_instance(engine, InferenceEngine, "engine")
         expect("engine: of a PrefixCachedEngine", engine, engine.requests.sequence.settings.features)
         self.tiers = as_tiers(tiers, autosave)
         self.inner, self._requests, self._sequence = engine, engine.requests, engine.requests.sequence
-        self._sequence.settings = settings = self._sequence.settings.with_states(max_state_bytes)
+        self._sequence.settings = checked = self._sequence.settings.with_states(max_state_bytes)
         own = engine.cache.total_blocks
         if shared:
-            blocks = settings.shared_blocks(own, max_memory_bytes)
+            blocks = checked.shared_blocks(own, max_memory_bytes)
             most = blocks if max_cache_blocks is None else as_count(max_cache_blocks, "max_cache_blocks", most=None)
             self._requests.enlarge(blocks - own, min(blocks, most))
         else:
-            more = settings.cached_blocks(own, max_cache_blocks, max_memory_bytes)
+            more = checked.cached_blocks(own, max_cache_blocks, max_memory_bytes)
             self._requests.enlarge(more, more)
         if seed is not None:
             engine.reseed(seed)
@@ -113,7 +120,7 @@ class PrefixCachedEngine(ChatEngine):
         assert index is not None
         self.prefix_cache, self.newest = PrefixAwarePrefill(index.pages), index.newest
         self.windows = self._pool.with_pages
-        self._arrivals = None if self.tiers is None else Arrivals(self.tiers, settings, self._pool)
+        self._arrivals = None if self.tiers is None else Arrivals(self.tiers, checked, self._pool)
         self.strict = strict
 
     def close(self, timeout: float = 5.0) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import copy
 from typing import Any
 
@@ -93,7 +93,7 @@ class CurrentText:
         """End the text, and what an exception has left; take another one, which has no sequence yet."""
         self.text = text
         self.version += 1
-        self.pool.settle([])
+        self.pool.settle()
 
     def start(self, text: Text, arrived: Arrived | None = None) -> int:
         """Become a text with its longest cached prefix; returns the number of tokens that the index has of it.
@@ -103,7 +103,8 @@ class CurrentText:
         """
         self._end_old(text)
         try:
-            with self.pool.shared.hold(text, text.num_tokens, arrived) as (found, starts):
+            with ExitStack() as held:
+                found, starts = self.pool.shared.hold(text, text.num_tokens, held, arrived)
                 self.pool.begin(text, found, starts, 0)
                 return starts[0].cached
         except Exception:
@@ -114,7 +115,8 @@ class CurrentText:
         """Begin the text again with cached blocks that reach past what it has computed, if there are any."""
         text = self.text
         self.pool.keep(text, text.computed)
-        with self.pool.shared.hold(text, text.num_tokens, arrived, again=True) as (found, starts):
+        with ExitStack() as held:
+            found, starts = self.pool.shared.hold(text, text.num_tokens, held, arrived, again=True)
             if found > text.computed:
                 old = copy(text)
                 self.pool.begin(text, found, starts, 1 - text.seq_id)
@@ -359,7 +361,7 @@ class CurrentText:
     def mend(self) -> None:
         """Restore the state after the last completed call; may run after an interrupt between any two lines."""
         text, self.forward.watch = self.text, None
-        if self.pool.settle([text]):
+        if not self.pool.settle(text):
             self.text = _empty(self.pool, 0)
             self.version += 1
         if self.text.seq_id:  # an exception ended a change beside it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,26 +13,26 @@ from kvcache.core.layer_formats import is_mixed
 from kvcache.core.memory import total
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import DraftSources
-from kvcache.engine.chat import Answer, ChatEngine
+from kvcache.engine.chat import Answer
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.compression import compressed
 from kvcache.engine.current import CurrentText, Share
-from kvcache.engine.opening import Opened, open_checkpoint, open_drafts, open_gguf, split_options
+from kvcache.engine.network_engine import NetworkEngine
+from kvcache.engine.opening import open_drafts
 from kvcache.engine.requests import Requests
-from kvcache.engine.settings import Options, Settings, with_options
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
-from kvcache.networks.protocols import Float32, Model, NetworkConfig
+from kvcache.networks.protocols import Float32, Model
 from kvcache.networks.tokens import as_tokens
-from kvcache.networks.weights import Progress
 from kvcache.paged.cache import PagedKvCache
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.text_tokens import encoded
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
-from kvcache.support.arguments import as_count, as_finite, as_floats, as_index, as_instance
+from kvcache.support.arguments import as_count, as_finite, as_floats, as_index
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
+from kvcache.texts.options import Options, Settings, with_options
 from kvcache.texts.policy import Policy
 from kvcache.texts.prefix_policy import PrefixPolicy
 from kvcache.texts.settings import CacheSettings, Load
@@ -44,7 +43,7 @@ if TYPE_CHECKING:  # typing has it from Python 3.11 on
 __all__ = ["InferenceEngine"]
 
 
-class InferenceEngine(ChatEngine):
+class InferenceEngine(NetworkEngine):
     """Runs one sequence at a time through a network and stores its keys and values in a `PagedKvCache`.
 
     `generate`, `stream` and `score` start a new sequence; `prefill_from_pos` and `decode_step` extend the current one.
@@ -93,14 +92,12 @@ class InferenceEngine(ChatEngine):
         draft_tokens: int = MOST_DRAFTS,
         **options: Unpack[Options],
     ) -> None:
-        self.model = model
-        sampling_params = SamplingParams() if sampling_params is None else sampling_params
-        self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
+        super().__init__(model, sampling_params)
         prefill_chunk = as_count(prefill_chunk, "prefill_chunk", 1, most=None)
         draft_tokens = as_count(draft_tokens, "draft_tokens", 1, 16)
         load, given = Load(0, prefill_chunk, draft_tokens), Settings.of(settings, options)
         sources = DraftSources(open_drafts(draft), model, load, as_count(given.block_size, "block_size", 1, most=None))
-        checked = CacheSettings.of(model, load, make_cache=self._make_cache, **given.as_keywords())
+        checked = CacheSettings.of(model, load, given, self._make_cache)
         self._budgets = checked.budgets
         expect("draft", None if sources.is_empty else draft, checked.features)
         self._settings = sources.split(checked)
@@ -108,66 +105,8 @@ class InferenceEngine(ChatEngine):
         # Internal: a `PrefixCachedEngine` runs its own by it too.
         self.requests = Requests(self._sequence, seed, sources, draft_tokens)
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        directory: str | Path,
-        sampling_params: SamplingParams | None = None,
-        seed: int = 0,
-        *,
-        weights: str = "auto",
-        activations: str = "int8",
-        progress: Progress | None = None,
-        calibrate: Any = False,
-        **options: Any,
-    ) -> InferenceEngine:
-        """Make an engine from a Hugging Face checkpoint directory, or from a GGUF file, of a network README.md names.
-
-        Args:
-            directory: contains `config.json`, `*.safetensors` and, for `tokenizer`, `tokenizer.json`, `tekken.json` or
-                `tiktoken.model`; or a GGUF file, the first of several if it was split; or the id of a
-                model in the local cache of `huggingface_hub`. `kvcache/guides/checkpoints.md` lists what is read.
-            sampling_params: by default those of the checkpoint (`generation_config.json`, `general.sampling.*`), and
-                of `SamplingParams` for what it does not say.
-            weights: the format of the matrices: "auto" as they are stored, "f32", "f16", "bf16", or packed: "q8" (8.5
-                bits per weight), "q4" (5 bits; the head has 8.5), but for those that the file has in as few bits.
-            activations: how rows meet weights, "int8", "exact" or "bf16"; see `Transformer`.
-            progress: called with the bytes of weights that are loaded, and those of all.
-            calibrate: False, a `Calibration` or tokens, as for the constructor; "auto": measured on a text that the
-                library has; a path of a text or of a saved `Calibration`. What is measured is kept in the user's
-                cache folder (`kvcache` in XDG_CACHE_HOME) under the names of network and text.
-            seed, options: as for the constructor; also `chat_template`, a Jinja template in place of the checkpoint's.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            CheckpointError: a file is damaged, or asks for something that is not supported.
-            OutOfMemoryError: the weights do not fit the machine.
-        """
-        own, calibrate = split_options(options, calibrate)
-        network = {"weights": weights, "activations": activations, "progress": progress, **own}
-        return cls._over(open_checkpoint(directory, sampling_params, calibrate, network), seed, options)
-
-    @classmethod
-    def from_gguf(
-        cls,
-        path: str | Path,
-        sampling_params: SamplingParams | None = None,
-        seed: int = 0,
-        *,
-        calibrate: Any = False,
-        **options: Any,
-    ) -> InferenceEngine:
-        """Make an engine from a GGUF file of any name; arguments and errors are those of `from_pretrained`."""
-        network, _ = split_options(options)
-        return cls._over(open_gguf(path, sampling_params, calibrate, network), seed, options)
-
-    @classmethod
-    def _over(cls, opened: Opened, seed: int, options: dict[str, Any]) -> InferenceEngine:
-        if "draft" in options:
-            options["draft"] = open_drafts(options["draft"], opened.text)
-        engine = cls(opened.model, opened.sampling_params, seed, calibrate=opened.calibrate, **options)
-        engine.requests.text = opened.text
-        return engine
+    def _set_text(self, text: CheckpointText | GgufText) -> None:
+        self.requests.text = text
 
     def _make_cache(self, **options: Any) -> PagedKvCache:
         """Make a cache; the constructor and `enlarge` call this."""
@@ -251,11 +190,6 @@ class InferenceEngine(ChatEngine):
         head = None if head is None else as_index(head, "head", self.config.num_kv_heads)
         with self.requests.lock:
             return self._sequence.positions(layer, head)
-
-    @property
-    def config(self) -> NetworkConfig:
-        """The sizes of the network: `model.config`."""
-        return self.model.config
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from kvcache.calibration.calibrating import text_or_calibration
 from kvcache.drafts.sources import SOURCE_NAMES, each_source
 from kvcache.engine.hub import checkpoint_path
-from kvcache.engine.settings import Settings
 from kvcache.gguf.file import GgufFile
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
@@ -18,6 +17,7 @@ from kvcache.sampling.defaults import folder_defaults, gguf_defaults
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import short
+from kvcache.texts.options import Settings
 
 __all__ = [
     "Opened", "checkpoint_positions", "checkpoint_text", "open_checkpoint", "open_drafts", "open_gguf", "split_options",

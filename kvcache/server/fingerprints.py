@@ -40,7 +40,7 @@ class Comparison(NamedTuple):
     tokens: int
 
     def reason(self, cached_tokens: int, block_size: int) -> dict[str, Any] | None:
-        """`diagnostics` of an answer whose prompt had so many cached tokens; None: there is nothing to say.
+        """`diagnostics` of an answer whose prompt had `cached_tokens`; None: there is nothing to say.
 
         Where nothing differs and less was cached than full blocks of the earlier prompt, the memory was needed.
         """

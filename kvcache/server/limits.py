@@ -30,7 +30,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def body(self, request: Request, seconds: float) -> AsyncIterator[bytearray]:
-        """Read a body of JSON in at most so many seconds; its bytes count as long as the context lasts."""
+        """Read a body of JSON in at most `seconds`; its bytes count as long as the context lasts."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which no page of another origin may send
             raise HTTPException(415, f"content-type: expected application/json, got {kind[:100] or 'none'}")
@@ -105,5 +105,5 @@ class Threads:
                 del self._turns[space]
 
     def for_body(self, size: int) -> CapacityLimiter:
-        """The one for a body of so many bytes."""
+        """The limiter for a body of `size` bytes."""
         return self.short if size <= _SMALL else self.long

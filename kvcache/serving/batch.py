@@ -6,24 +6,22 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvcache.core.memory import total
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import DraftSources
-from kvcache.engine.chat import ChatEngine
 from kvcache.engine.completion import as_prompt
+from kvcache.engine.network_engine import NetworkEngine
 from kvcache.engine.new_requests import NewRequests, Shared
-from kvcache.engine.opening import Opened, open_checkpoint, open_drafts, open_gguf, split_options
+from kvcache.engine.opening import open_drafts
 from kvcache.engine.partings import partings
 from kvcache.engine.requests import SCORE_FLOATS
-from kvcache.engine.settings import Options, Settings, with_options
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.trials import Trials
-from kvcache.networks.protocols import Float32, Model, NetworkConfig
+from kvcache.networks.protocols import Float32, Model
 from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
@@ -47,6 +45,7 @@ from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.forward import Forward
+from kvcache.texts.options import Options, Settings, with_options
 from kvcache.texts.settings import CacheSettings, Load
 from kvcache.texts.text import Tokens
 from kvcache.tiers.directory import DirectoryTier
@@ -60,7 +59,7 @@ __all__ = ["BatchEngine"]
 Clock = Callable[[], float]
 
 
-class BatchEngine(ChatEngine):
+class BatchEngine(NetworkEngine):
     """Runs many requests at once through a network; they share the blocks of equal prefixes.
 
     `submit` queues a request, and each `step` runs one pass of the network over the next tokens of many. `with engine:`
@@ -143,9 +142,8 @@ class BatchEngine(ChatEngine):
         clock: Clock = monotonic,
         **options: Unpack[Options],
     ) -> None:
-        self.model, self.clock = model, clock
-        sampling_params = SamplingParams() if sampling_params is None else sampling_params
-        self.sampling_params = as_instance(sampling_params, SamplingParams, "params")
+        super().__init__(model, sampling_params)
+        self.clock = clock
         max_running = as_count(max_running, "max_running", 1)
         self.tiers = tiers = as_tiers(tiers, autosave)
         self._autosaves = autosave is not None
@@ -155,7 +153,7 @@ class BatchEngine(ChatEngine):
         draft_tokens = as_count(draft_tokens, "draft_tokens", 1, CHEAP_ROWS)
         load = Load(max_running, MOST, draft_tokens, MOST_PROMPTS + CHEAP_ROWS, spare, 16384, 4)
         sources = DraftSources(open_drafts(draft), model, load, block_size)
-        checked = CacheSettings.of(model, load, max_state_bytes=max_state_bytes, **given.as_keywords())
+        checked = CacheSettings.of(model, load, given, max_state_bytes=max_state_bytes)
         self._settings = checked = sources.split(checked)
         expect("tiers", tiers, checked.features)
         expect("kv_events", kv_events, checked.features)
@@ -179,29 +177,8 @@ class BatchEngine(ChatEngine):
         if kv_events is not None:
             self._events = EngineEvents(self._pool.prefixes[0], kv_events, forward.name_of)
 
-    @classmethod
-    def from_pretrained(
-        cls, directory: str | Path, sampling_params: SamplingParams | None = None, seed: int = 0, **options: Any
-    ) -> BatchEngine:
-        """As `InferenceEngine.from_pretrained`; `options` are also those of this class."""
-        network, calibrate = split_options(options)
-        return cls._over(open_checkpoint(directory, sampling_params, calibrate, network), seed, options)
-
-    @classmethod
-    def from_gguf(
-        cls, path: str | Path, sampling_params: SamplingParams | None = None, seed: int = 0, **options: Any
-    ) -> BatchEngine:
-        """As `InferenceEngine.from_gguf`; `options` are also those of this class."""
-        network, calibrate = split_options(options)
-        return cls._over(open_gguf(path, sampling_params, calibrate, network), seed, options)
-
-    @classmethod
-    def _over(cls, opened: Opened, seed: int, options: dict[str, Any]) -> BatchEngine:
-        if "draft" in options:
-            options["draft"] = open_drafts(options["draft"], opened.text)
-        engine = cls(opened.model, opened.sampling_params, seed, calibrate=opened.calibrate, **options)
-        engine._text = opened.text
-        return engine
+    def _set_text(self, text: CheckpointText | GgufText) -> None:
+        self._text = text
 
     # -- requests -------------------------------------------------------------------------------------------
 
@@ -445,11 +422,6 @@ class BatchEngine(ChatEngine):
         self.close(cancel=kind is not None)
 
     # -- reports --------------------------------------------------------------------------------------------
-
-    @property
-    def config(self) -> NetworkConfig:
-        """The sizes of the network: `model.config`."""
-        return self.model.config
 
     @property
     def shared_block_size(self) -> int:

@@ -363,30 +363,20 @@ class Scheduler:
     # -- after an exception ---------------------------------------------------------------------------------
 
     def mend(self) -> None:
-        """Restore a consistent state; may run at any time, any number of times."""
-        for work in list(self.works.values()):
-            if work.reason is not None:
-                work.moved(-1, 0, ())
-                self.works.pop(work.key[1])
-        owned = [work for work in self.works.values() if work.seq_id >= 0]
-        for work in owned:
-            work.computed = min(work.computed, work.num_tokens - 1)  # its logits are lost, so the last token runs again
+        """Let all works begin again behind what is cached of them; may run at any time, any number of times."""
+        for work in self.works.values():
+            work.moved(-1, 0, ())
+        self.works = {number: work for number, work in self.works.items() if work.reason is None}
         self.pool.shared.close_sessions()  # a call that an error ended may not have
-        lost = self.pool.settle(owned)
+        self.pool.settle()
         self.pins.settle()
         self.drafter.settle()
-        self.running = sorted(work for work in owned if work not in lost)
         for work in self.works.values():
             work.mend()
-            work.parked.clear()
-            if work.leader is not None and (work.seq_id >= 0 or work.leader.reason is not None):
-                work.leader = None
-        for work in list(self.works.values()):
-            work.followers = [each for each in self.works.values() if each.leader is work]
-        self._waiting = sorted(work for work in self.works.values() if work.seq_id < 0 and work.leader is None)
+            work.leader, work.followers, work.parked = None, [], []
+        self.running, self._waiting, self._blocked = [], sorted(self.works.values()), None
         self._deadlines = sorted((w.deadline, w.key[1]) for w in self.works.values() if w.deadline is not None)
-        self._blocked = None
-        for work in list(self.works.values()):  # one that has drawn its last token may have lost its sequence too
+        for work in list(self.works.values()):  # one may have drawn its last token
             if (reason := work.ending()) is not None:
                 self.end(work, reason)
 

@@ -1,7 +1,7 @@
 """The loop: requests come in, steps run, those that wait are told. One lock for all of it, and one for the inbox.
 
-A submit takes the lock of the inbox alone, so that it does not wait for the step that runs. An exception that leaves a
-step, such as Ctrl-C, leaves no work half done: what was not finished of the step runs again in the next one.
+A submit takes the lock of the inbox alone, so that it does not wait for the step that runs. After an exception that
+leaves a step, such as Ctrl-C, all works begin again behind what is cached of them.
 """
 
 from __future__ import annotations

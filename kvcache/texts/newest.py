@@ -93,9 +93,8 @@ class NewestGroups:
     def _keep(self, seq_id: int, row: int, group: Tokens, name: Hashable) -> None:
         """Store tokens of a sequence, of which the first is the unpacked one `row`."""
         num_blocks = len(group) // self.cache.block_size
-        with self.cache.open_session(group, name) as found:
-            if found.matched_prefix_len == len(group):
-                return
+        if self.cache.peek(group, name) == len(group):
+            return
         self.cache.evict(num_blocks - self._paged.free_block_count)
         if self._paged.free_block_count < num_blocks:
             return  # open sessions hold the other blocks

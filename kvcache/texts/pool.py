@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from itertools import count
 from operator import attrgetter
 from typing import Any
@@ -81,7 +82,8 @@ class Pool:
 
     def _start(self, text: Text, most: int, running: Sequence[Text], arrived: Arrived | None) -> bool:
         """Do what `start` does where the first `most` tokens may be shared."""
-        with self.shared.hold(text, most, arrived) as (found, starts):
+        with ExitStack() as held:
+            found, starts = self.shared.hold(text, most, held, arrived)
             asked = zip(self.groups, starts, strict=True)
             if not all(group.has_room(text, found, start, running) for group, start in asked):
                 return False
@@ -243,18 +245,16 @@ class Pool:
         if place is not text.places[index]:
             text.places = (*text.places[:index], place, *text.places[index + 1 :])
 
-    def settle(self, texts: Sequence[Text]) -> list[Text]:
-        """Free sequences that no text has, and cut others to what was computed; the texts that have no sequence.
+    def settle(self, text: Text | None = None) -> bool:
+        """Free all sequences but that of a text, which is cut to what was computed; whether no layer has lost it.
 
         May run at any time, after an exception between any two lines.
         """
-        lost: list[Text] = [text for text in texts if text.seq_id < 0]
-        whole = [text for text in texts if text.seq_id >= 0]
-        for i, group in enumerate(self.groups):
-            lost += [text for text in group.settle(whole, i) if text not in lost]
-        for text in lost:
+        text = None if text is None or text.seq_id < 0 else text
+        lost = [i for i, group in enumerate(self.groups) if not group.settle(text, i)]
+        if text is not None and lost:
             self.drop(text)
-        return lost
+        return not lost
 
     # -- cached prefixes ------------------------------------------------------------------------------------
 

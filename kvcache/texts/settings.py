@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvcache.core.layer_formats import Formats, is_mixed
-from kvcache.core.rowformat import Format
-from kvcache.eviction import EvictionPolicy
+from kvcache.core.layer_formats import is_mixed
 from kvcache.networks.fingerprint import fingerprint
 from kvcache.networks.protocols import Model, layer_attention, layer_recurrences
 from kvcache.paged.cache import PagedKvCache
@@ -23,7 +21,7 @@ from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.features import features_of
 from kvcache.texts.kinds import KINDS
 from kvcache.texts.kinds.state import page_bytes
-from kvcache.texts.policy import Policy
+from kvcache.texts.options import Settings
 from kvcache.texts.pool import Pool
 from kvcache.texts.storage import Storage, computed_with
 
@@ -38,33 +36,33 @@ class CacheSettings(CacheArguments):
 
     @classmethod
     def of(
-        cls, model: Model, load: Load, *, dtype: Formats | Format, key_dtype: Formats | Format | None,
-        value_dtype: Formats | Format | None, rotate: bool | str, block_size: int, num_blocks: int | None,
-        max_memory_bytes: int | str | None, residual_length: int | None, calibrate: Any,
-        eviction_policy: EvictionPolicy | Policy | None, kv_budget: int | None,
-        make_cache: Callable[..., PagedKvCache] = PagedKvCache, max_state_bytes: int | str | None = None,
-        sparse_tokens: int | None = None,
+        cls, model: Model, load: Load, given: Settings, make_cache: Callable[..., PagedKvCache] = PagedKvCache,
+        max_state_bytes: int | str | None = None,
     ) -> CacheSettings:
-        """Check the arguments of an engine; see there for the errors."""
+        """Check the settings of an engine; see there for the errors."""
         warn_of_nodes()
-        block_size, config = as_count(block_size, "block_size", 1, most=None), model.config
-        budgets = Budgets.of(eviction_policy, kv_budget, model)
-        attention = layer_attention(model)
-        storage = Storage.of(model, dtype, key_dtype, value_dtype, calibrate, residual_length, budgets)
+        block_size, num_layers = as_count(given.block_size, "block_size", 1, most=None), model.config.num_layers
+        budgets = Budgets.of(given.eviction_policy, given.kv_budget, model)
+        storage = Storage.of(model, given, budgets)
+        num_blocks, most = given.num_blocks, given.max_memory_bytes
         if num_blocks is not None:
             num_blocks = as_count(num_blocks, "num_blocks", 1, most=None)
-        if max_memory_bytes is not None:
-            max_memory_bytes = as_memory(max_memory_bytes, "max_memory_bytes")
+        if most is not None:
+            most = as_memory(most, "max_memory_bytes")
         for each, name in zip(storage.dtypes, ("key_dtype", "value_dtype"), strict=True):
-            if is_mixed(each) and len(each) != config.num_layers:
-                count = config.num_layers
-                raise ValueError(f"{name}: expected one format, or one for each of {count} layers, got {each}")
+            if is_mixed(each) and len(each) != num_layers:
+                raise ValueError(f"{name}: expected one format, or one for each of {num_layers} layers, got {each}")
         settings = cls(
-            model, load, storage, budgets, rotate, block_size, num_blocks, max_memory_bytes, make_cache, attention,
-            layer_recurrences(model), {},
+            model, load, storage, budgets, given.rotate, block_size, num_blocks, most, make_cache,
+            layer_attention(model), layer_recurrences(model), {},
         )
-        settings = replace(settings, layers=_layers_of(settings))
-        settings = settings.with_states(max_state_bytes).with_sparse_tokens(sparse_tokens)
+        settings = replace(settings, layers=_layers_of(settings)).with_states(max_state_bytes)
+        if given.sparse_tokens is not None:
+            sparse = as_count(given.sparse_tokens, "sparse_tokens", 1)
+            expect("sparse_tokens", sparse, settings.features)
+            if block_size % 16:
+                raise ValueError(f"block_size: expected a multiple of 16 with sparse_tokens, got {block_size}")
+            settings = replace(settings, sparse_tokens=sparse)
         settings.kv_bytes(0)  # raises for a format that is not supported
         return settings
 
@@ -82,10 +80,6 @@ class CacheSettings(CacheArguments):
         if 0 < limit < own:
             raise ValueError(f"max_state_bytes: expected 0 or at least {own}, the bytes of a state, got {limit}")
         return replace(self, max_state_bytes=limit)
-
-    def within(self, max_memory_bytes: int) -> CacheSettings:
-        """These settings with another limit of bytes."""
-        return replace(self, max_memory_bytes=max_memory_bytes)
 
     def expect(self, prefix: CompressedPrefix | None) -> CompressedPrefix | None:
         """Check that texts may stand behind a prefix, and return it.
@@ -105,20 +99,6 @@ class CacheSettings(CacheArguments):
         """The names of the features that exclude settings, see `kvcache.support.exclusions`."""
         own = set() if self.sparse_tokens is None else {"sparse"}
         return features_of(self.model) | own | (set() if self.budgets is None else self.budgets.features)
-
-    def with_sparse_tokens(self, sparse_tokens: int | None) -> CacheSettings:
-        """These settings, where queries choose tokens.
-
-        Raises:
-            TypeError, ValueError: no number from 1 on; layers that evict or are latent; none that keep all tokens, or
-                some of other sizes than the first; a block size that is no multiple of 16.
-        """
-        if sparse_tokens is None:
-            return self
-        expect("sparse_tokens", count := as_count(sparse_tokens, "sparse_tokens", 1), self.features)
-        if self.block_size % 16:
-            raise ValueError(f"block_size: expected a multiple of 16 with sparse_tokens, got {self.block_size}")
-        return replace(self, sparse_tokens=count)
 
     def named(self, network: str | None) -> str:
         """The name of a network in saved caches, with what else its K and V depend on.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from kvcache.prefix.prefix_cache import PrefixCache
@@ -55,46 +55,41 @@ class SharedPrefixes:
                 stop = group.longest(tokens, stop, space)
         return stop
 
-    @contextmanager
     def hold(
-        self, text: Text, most: int, arrived: Arrived | None = None, again: bool = False
-    ) -> Iterator[tuple[int, list[CachedStart]]]:
-        """The longest prefix of a text that every group has, at most `most` tokens and all but the last; held.
+        self, text: Text, most: int, held: ExitStack, arrived: Arrived | None = None, again: bool = False
+    ) -> tuple[int, list[CachedStart]]:
+        """Hold the longest prefix that every group has, at most `most` tokens and all but the last.
 
         Args:
+            held: holds it until it is closed.
             arrived: see `Pool.start`.
             again: whether the text has been looked up before, and is not to be counted twice.
 
-        Yields:
+        Returns:
             The number of its tokens, and what each group has of them.
         """
         tokens, space, index = text.tokens[:most], text.space, self._index
-        with ExitStack() as session:
-            most = text.num_tokens - 1
-            first = CachedStart(0) if index is None else index.hold(tokens, most, space, session, again)
-            if arrived is not None:
-                arrived(text, first.cached)
-            cached = first.stop
-            while True:
-                with ExitStack() as held:
-                    stop = self.longest_of(text.tokens, first.stop, space)
-                    if index is not None and stop < first.stop:
-                        first = index.start_of(text.tokens, stop, space, first.blocks)._replace(cached=first.cached)
-                        if first.stop < stop:
-                            continue
-                    # Where two texts part, and a group lacks what the next such text needs.
-                    at = cached - cached % self._block_size
-                    start = first._replace(parting=at) if stop < at else first
-                    starts = [
-                        group.hold(text.tokens, stop, space, held) if group.reason else start for group in self._groups
-                    ]
-                    if None not in starts:
-                        if stop < cached and not again:
-                            lacking = min(self._with_pages, key=lambda each: each.longest(text.tokens, cached, space))
-                            self.gone[lacking.reason] += 1
-                            self.gone_tokens += cached - stop
-                        yield stop, [*filter(None, starts)]
-                        return
+        most = text.num_tokens - 1
+        first = CachedStart(0) if index is None else index.hold(tokens, most, space, held, again)
+        if arrived is not None:
+            arrived(text, first.cached)
+        cached = first.stop
+        while True:
+            stop = self.longest_of(text.tokens, first.stop, space)
+            if index is not None and stop < first.stop:
+                first = index.start_of(text.tokens, stop, space, first.blocks)._replace(cached=first.cached)
+                if first.stop < stop:
+                    continue
+            # Where two texts part, and a group lacks what the next such text needs.
+            at = cached - cached % self._block_size
+            start = first._replace(parting=at) if stop < at else first
+            starts = [group.hold(text.tokens, stop, space, held) if group.reason else start for group in self._groups]
+            if None not in starts:
+                if stop < cached and not again:
+                    lacking = min(self._with_pages, key=lambda each: each.longest(text.tokens, cached, space))
+                    self.gone[lacking.reason] += 1
+                    self.gone_tokens += cached - stop
+                return stop, [*filter(None, starts)]
 
     def pin(self, text: Text, most: int) -> tuple[int, ExitStack]:
         """Hold the longest prefix of full blocks as `hold` finds it, until the stack is closed; it is not counted.
@@ -102,18 +97,13 @@ class SharedPrefixes:
         Returns:
             The number of its tokens, and the stack.
         """
-        size, whole = self._block_size, False
-        while not whole:  # the beginning of a block is not held
-            most -= most % size
-            with self.hold(text, most, again=True) as (stop, _):
-                most, whole = stop, stop % size == 0
-        with ExitStack() as held:
-            with self.hold(text, most, again=True) as (stop, _):
-                if self._index is not None and stop:
-                    self._index.hold(text.tokens[:stop], stop, text.space, held, again=True)
-                    for group in self._with_pages:
-                        group.hold(text.tokens[:stop], stop, text.space, held)
-            return stop, held.pop_all()
+        while True:
+            most -= most % self._block_size
+            with ExitStack() as held:
+                stop, _ = self.hold(text, most, held, again=True)
+                if stop == most:
+                    return stop, held.pop_all()
+                most = stop
 
     def close_sessions(self) -> None:
         """Release all that is held; for an owner whose calls have ended."""

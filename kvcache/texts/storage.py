@@ -20,6 +20,7 @@ from kvcache.support.arguments import short
 from kvcache.support.exclusions import excluded, expect
 from kvcache.texts.budgets import Budgets
 from kvcache.texts.features import features_of
+from kvcache.texts.options import Settings
 
 __all__ = ["Storage", "computed_with"]
 
@@ -42,11 +43,8 @@ class Storage(NamedTuple):
     formats: tuple[Formats | Format, Formats | Format]
 
     @classmethod
-    def of(
-        cls, model: Model, dtype: Formats | Format, key_dtype: Formats | Format | None,
-        value_dtype: Formats | Format | None, calibrate: Any, residual_length: int | None, budgets: Budgets | None,
-    ) -> Storage:
-        """Check the arguments of an engine.
+    def of(cls, model: Model, given: Settings, budgets: Budgets | None) -> Storage:
+        """Check the settings of an engine.
 
         Args:
             budgets: of layers that evict; None: they keep all tokens.
@@ -55,10 +53,12 @@ class Storage(NamedTuple):
             TypeError, ValueError: see `as_calibration`, `as_length` and `formats_within`; a calibration of layers of
                 several sizes; a format for each of layers that share K and V.
         """
-        formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
+        dtype, calibrate = given.dtype, given.calibrate
+        own = given.key_dtype, given.value_dtype
+        formats = dtype if own[0] is None else own[0], dtype if own[1] is None else own[1]
         dtypes, bits = stored_dtypes(formats, calibrate), budget_of(dtype)
-        if bits is not None and (key_dtype is not None or value_dtype is not None):
-            raise ValueError(f"key_dtype: expected None, as value_dtype, beside {short(dtype)}, got {short(formats)}")
+        if bits is not None and own != (None, None):
+            raise ValueError(f"key_dtype: expected None, as value_dtype, with {short(dtype)}, got {short(formats)}")
         features = features_of(model) | (set() if budgets is None else budgets.features)
         measured = calibrate is not None and calibrate is not False
         expect("calibrate", calibrate if measured else None, features)
@@ -73,8 +73,7 @@ class Storage(NamedTuple):
             losses = calibration.losses[:, : 1 if latent_layers(model) else 2]
             formats = dtypes = formats_within(losses, cached_sizes(model)[1], bits, draft_layers(model))
         measured = calibration is not None and calibrate is not False
-        if residual_length is None and budgets is not None:
-            residual_length = 0
+        residual_length = 0 if given.residual_length is None and budgets is not None else given.residual_length
         length = as_length(residual_length, *dtypes, has_none=without, calibrated=measured)
         expect("residual_length", length or None, features)
         is_alike = not excluded("dtype: a budget of bits", features)

@@ -96,7 +96,7 @@ class Link:
         tier: the store.
         secret: of its keys and values.
         encrypt: whether values are encrypted.
-        after_uses: a group of tokens is written when so many requests had it.
+        after_uses: how many requests have a group of tokens before it is written.
 
     Attributes:
         tier, secret, encrypt, after_uses: see above.

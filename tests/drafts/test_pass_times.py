@@ -31,7 +31,7 @@ def test_between_and_beyond_what_was_measured():
 
 
 def test_it_follows_what_is_measured():
-    """A time measured long ago is hoped to be less, until it is measured again."""
+    """An old measurement counts as a shorter time, until the pass is measured again."""
     times = measured(*[(1, 4.0), (5, 8.0)] * 4, *[(1, 8.0)] * 60)
     assert times.seconds(1) == pytest.approx(8, rel=1e-2)
     assert times.seconds(5) == 8

@@ -15,8 +15,8 @@ from places import GOLDEN
 
 from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Settings
-from kvcache.engine.settings import Options
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
+from kvcache.texts.options import Options
 
 # ---------------------------------------------------------------- settings
 
@@ -30,8 +30,11 @@ def test_settings_are_the_keywords_of_each_engine(network):
         for make in (InferenceEngine, lambda *given, **more: PrefixCachedEngine(InferenceEngine(*given, **more), 40))
     ]
     found = [engine.generate(PROMPT, params) for pair in made for engine in pair]
+    found += [PrefixCachedEngine(network, 40, settings=settings).generate(PROMPT, params)]
     found += [BatchEngine(network, settings=settings).generate_batch([PROMPT], params, progress=False)[0]]
-    assert found == found[:1] * 5
+    assert found == found[:1] * 6
+    with pytest.raises(ValueError, match="settings: expected None with an engine, which has its own"):
+        PrefixCachedEngine(made[0][0], 40, settings=settings)
     assert [engine.memory() for engine in made[0][:1]] == [made[0][1].memory()]
     other = InferenceEngine(network, settings=settings, dtype="f16").cache
     assert (other.key_dtype, other.block_size, other.total_blocks) == ("f16", 8, 40)

@@ -35,6 +35,9 @@ ALLOWED = {
     "kvcache/grammar/mask_batch.py": {"cumsum": 1},  # lengths
     "kvcache/lists/manager.py": {"cumsum": 1},  # lengths
     "kvcache/networks/linear.py": {"cumsum": 2},  # lengths
+    "kvcache/networks/model.py": {"reduce": 1},  # the largest position
+    "kvcache/networks/rope.py": {"reduce": 1},  # the largest position
+    "kvcache/networks/tokens.py": {"reduce": 1},  # the largest id
     "kvcache/policies/adakv.py": {"cumsum": 1},  # lengths
     "kvcache/prefix/index_file.py": {"cumsum": 1},  # pages
     "kvcache/sampling/sampling.py": {"cumsum": 2, "sum": 1},  # weights in whole numbers; tokens

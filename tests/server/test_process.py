@@ -23,7 +23,7 @@ MAIN = "from kvcache.__main__ import main; sys.exit(main(['serve', '--port', '0'
 
 @contextmanager
 def serving(*options, soft=256, hard=256):
-    """A process with so many descriptors; yields it and the address of the demo model in it."""
+    """A process with at most `soft` descriptors; yields it and the address of the demo model in it."""
     command = [sys.executable, "-c", LIMITS.format(soft=soft, hard=hard) + MAIN, *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=os.environ, **pipes) as process:

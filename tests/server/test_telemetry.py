@@ -53,7 +53,7 @@ def told(tmp_path_factory):
 
 
 def ended(told, count):
-    """The spans of so many requests; the last one ends when its client has the answer already."""
+    """The spans of `count` requests; the last one ends when its client has the answer already."""
     for _ in range(1000):
         if len(found := told.spans.get_finished_spans()) >= count:
             break

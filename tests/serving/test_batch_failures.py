@@ -48,7 +48,7 @@ class Served:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["plain", "residual", "windows"])
 def test_interrupted_at_every_line(network, long, kind):
-    """Ctrl-C between any two lines; the next call goes on where the text was.
+    """Ctrl-C between any two lines; the next call goes on, and the texts are the same.
 
     The errors are kept, as a shell keeps the last one, and with them the frames of the calls that they ended: nothing
     that such a frame refers to holds a block.

@@ -93,14 +93,11 @@ class MeanLayers(Layers):
             return self.begin(text.seq_id, 0, CachedStart(0))
         return Sums(first, sums[:, : pos - first + 1])
 
-    def settle(self, texts, index):
+    def settle(self, text, index):
         self.new.clear()
         if self.kept is not None:
             self.kept.settle()
-        lost = [text for text in texts if text.places[index].end < text.computed]
-        for text in texts:
-            self.put(text, index, self.cut(text, index, text.computed))
-        return lost
+        return text is not None and text.places[index].end >= text.computed and super().settle(text, index)
 
     def longest(self, tokens, stop, space):
         return self.kept.longest(tokens, stop, space)

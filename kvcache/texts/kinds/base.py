@@ -16,7 +16,7 @@ A kind defines what it does; what most kinds do not do, or do alike, stands here
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from kvcache.tiers.source import TierSource
 from kvcache.tiers.tiers import Tiers
 from kvcache.tiers.windows import WindowSource
 
-__all__ = ["Ids", "Kind", "LayerCall", "Layers", "Lens", "Named", "PagesOf", "calls_of", "settle_within"]
+__all__ = ["Ids", "Kind", "LayerCall", "Layers", "Lens", "Named", "PagesOf", "calls_of"]
 
 Ids = NDArray[np.uint64]
 Lens = NDArray[np.int64]
@@ -62,6 +62,7 @@ class Layers(ABC):
         exact: whether texts go on from kept places alone; these are then kept where texts end.
         unit: these places are multiples of this.
         pages: the prefix cache whose blocks are those of `caches`, evicted where a sequence needs them.
+        own_ids: the ids of sequences that may be of texts; None: all of the caches.
         reclaim: called with the OutOfMemoryError where there are too few blocks; whether it has freed some.
     """
 
@@ -74,6 +75,7 @@ class Layers(ABC):
     is_counted = False
     exact = False
     unit = 1
+    own_ids: Sequence[int] | None = None
     reclaim: Callable[[OutOfMemoryError], bool] | None = None
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -153,9 +155,22 @@ class Layers(ABC):
             if seq_id in cache:
                 cache.free(seq_id)
 
-    @abstractmethod
-    def settle(self, texts: Sequence[Text], index: int) -> list[Text]:
-        """Free sequences that no text has, and cut the others to what was computed; the texts that have lost theirs."""
+    def settle(self, text: Text | None, index: int) -> bool:
+        """Free all sequences but that of a text, which is cut to what was computed; whether it has one."""
+        self.free_others(() if text is None else (text.seq_id,))
+        if text is None or not all(text.seq_id in cache for cache in self.caches):
+            return False
+        place = self.cut(text, index, text.computed)
+        text.places = (*text.places[:index], place, *text.places[index + 1 :])
+        self.ran(text, index, 0)
+        return True
+
+    def free_others(self, kept: Collection[int]) -> None:
+        """Free the sequences of the caches that are not `kept`."""
+        for cache in self.caches:
+            for each in map(int, cache.sequence_ids() if self.own_ids is None else self.own_ids):
+                if each not in kept and each in cache:
+                    cache.free(each)
 
     # -- cached prefixes ------------------------------------------------------------------------------------
 
@@ -268,10 +283,3 @@ def calls_of(
         for layer, each in enumerate(attention)
         if each is not None and (owner := layer if each.kv_layer is None else each.kv_layer) in number_of
     }
-
-
-def settle_within(cache: PagedKvCache, owned: set[int], ids: Iterable[int] | None) -> None:
-    """Free the sequences of a cache that are not `owned`; `ids` are those that may be freed, None: all."""
-    for each in cache.sequence_ids() if ids is None else ids:
-        if int(each) not in owned and int(each) in cache:
-            cache.free(int(each))

@@ -44,7 +44,7 @@ from kvcache.support.arguments import as_bytes, as_count
 from kvcache.texts.block_index import CachedStart
 from kvcache.texts.budgets import Budgets, most_blocks
 from kvcache.texts.cache_arguments import CacheArguments
-from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens, settle_within
+from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens
 from kvcache.texts.scores import Alive, Drawn
 from kvcache.texts.text import Text
 
@@ -92,6 +92,7 @@ class EvictingLayers(Layers):
         ]
         self.caches = self._caches = [make_cache()]
         self._ids = np.arange(len(self.layers) * budgets.lists, dtype=np.uint64)
+        self.own_ids = range(2 * len(self._ids))
         self._drawn: dict[int, list[Drawn]] = {}  # by sequence: what attention gave in the pass that runs, of each list
         self._taken: dict[int, int] = {}  # the cache of each sequence
 
@@ -276,22 +277,15 @@ class EvictingLayers(Layers):
                     cache.free(place.first + i)
         self._taken.pop(seq_id, None)
 
-    def settle(self, texts: Sequence[Text], index: int) -> list[Text]:
+    def settle(self, text: Text | None, index: int) -> bool:
         """Tokens that were evicted cannot come back: a text that was evicting is lost, and is to run again."""
-        owned: dict[int, set[int]] = {}
-        for text in texts:
-            place = self._place(text, index)
-            owned.setdefault(place.cache, set()).update(range(place.first, place.first + len(self._ids)))
-        for number, cache in enumerate(self._caches):
-            settle_within(cache, owned.get(number, set()), range(2 * len(self._ids)))
-        self._taken = {text.seq_id: self._place(text, index).cache for text in texts}
-        lost = []
-        for text in texts:
-            if self._place(text, index).stop != text.computed:
-                lost.append(text)
-            else:
-                self._put(text, index, self.cut(text, index, text.computed))
-        return lost
+        place = None if text is None else self._place(text, index)
+        self.free_others(() if place is None else range(place.first, place.first + len(self._ids)))
+        self._taken = {} if text is None or place is None else {text.seq_id: place.cache}
+        if text is None or place is None or place.stop != text.computed:
+            return False
+        self._put(text, index, self.cut(text, index, text.computed))
+        return True
 
     # -- reports --------------------------------------------------------------------------------------------
 

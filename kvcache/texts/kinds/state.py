@@ -275,14 +275,14 @@ class StateLayers(Layers):
             self._drop_pages(slot)
             self._free.append(slot)
 
-    def settle(self, texts: Sequence[Text], index: int) -> list[Text]:
+    def settle(self, text: Text | None, index: int) -> bool:
         self._forget_pass()
         if self.cached is not None:
             self.cached.settle()
-        self._owned = {text.seq_id: self._slot(text, index) for text in texts}
+        self._owned = {} if text is None else {text.seq_id: self._slot(text, index)}
         self._free = sorted({*range(len(self._at))} - {*self._owned.values()}, reverse=True)
         self._last = {each: length for each, length in self._last.items() if each in self._owned}
-        return [] if self._one_text else [text for text in texts if self._at[self._slot(text, index)] != text.computed]
+        return text is not None
 
     # -- cached states --------------------------------------------------------------------------------------
 

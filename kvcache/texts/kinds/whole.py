@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -19,7 +19,7 @@ from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.block_index import BlockIndex, CachedStart
 from kvcache.texts.cache_arguments import CacheArguments
 from kvcache.texts.compressed_prefix import CompressedPrefix
-from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens, calls_of, settle_within
+from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens, calls_of
 from kvcache.texts.newest import NewestGroups
 from kvcache.texts.text import Text
 
@@ -45,7 +45,7 @@ class WholeLayers(Layers):
 
     def __init__(
         self, layers: Sequence[int], attention: Sequence[LayerAttention | None], cache: PagedKvCache,
-        index: BlockIndex | None = None, most_drafts: int = 0, own_ids: Iterable[int] | None = None,
+        index: BlockIndex | None = None, most_drafts: int = 0, own_ids: Sequence[int] | None = None,
         sparse_tokens: int | None = None,
     ) -> None:
         self.cache, self.caches, self.index, self.sparse_tokens = cache, (cache,), index, sparse_tokens
@@ -53,7 +53,7 @@ class WholeLayers(Layers):
         self._calls = calls_of(layers, attention, top_tokens=sparse_tokens)
         self._parts = calls_of(layers, attention, return_lse=True)
         self.layers = tuple(self._calls)
-        self._most_drafts, self._own_ids = most_drafts, own_ids
+        self._most_drafts, self.own_ids = most_drafts, own_ids
         self._bytes = cache.total_memory_bytes
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -144,17 +144,6 @@ class WholeLayers(Layers):
     def cut(self, text: Text, index: int, pos: int) -> None:
         self.cache.truncate(text.seq_id, pos)
 
-    def settle(self, texts: Sequence[Text], index: int) -> list[Text]:
-        lost = [text for text in texts if text.seq_id not in self.cache]
-        settle_within(self.cache, {text.seq_id for text in texts}, self._own_ids)
-        for text in texts:
-            if text not in lost:
-                self.cache.truncate(text.seq_id, text.computed)
-                self.ran(text, index, 0)
-                if self._own_ids is None and not self._reads_f16(text):
-                    lost.append(text)
-        return lost
-
     def _reads_f16(self, text: Text) -> bool:
         """Whether a text has its sink tokens in f16, and of its last group those that were computed."""
         if not self.cache.residual_length and not self.cache.first_tokens:
@@ -173,21 +162,21 @@ class WholeLayers(Layers):
         cache = self.cache
         cache.check()
         held = 0 if self.pages is None else self.pages.pinned_blocks
-        assert self._own_ids is not None or not held, "blocks of a prefix are held that no text uses"
+        assert self.own_ids is not None or not held, "blocks of a prefix are held that no text uses"
         owned = sorted(text.seq_id for text in texts)
         ids = [int(each) for each in cache.sequence_ids()]
-        if self._own_ids is not None:
-            ids = [each for each in ids if each in self._own_ids]
+        if self.own_ids is not None:
+            ids = [each for each in ids if each in self.own_ids]
         assert ids == owned, f"sequences {ids} and those of texts, {owned}, differ"
         claimed: set[int] = set()
         for text in texts:
             info = cache.get_sequence(text.seq_id)
             assert info is not None, f"{text}: the sequence is gone"
             assert info.num_tokens == text.computed, f"{text}: the sequence has {info.num_tokens} tokens"
-            assert self._own_ids is not None or self._reads_f16(text), f"{text}: tokens that it reads are packed"
-            if self._own_ids is None:
+            assert self.own_ids is not None or self._reads_f16(text), f"{text}: tokens that it reads are packed"
+            if self.own_ids is None:
                 claimed.update(int(block) for block in info.block_ids)
-        if self._own_ids is None and self.pages is not None:
+        if self.own_ids is None and self.pages is not None:
             free, idle = self.pages.num_free_and_idle()
             assert cache.total_memory_bytes == self._bytes, "tokens in f16 took more memory than was reserved"
             assert free + idle + len(claimed) == cache.total_blocks, "free, claimed and cached blocks are not all"

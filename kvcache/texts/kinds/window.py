@@ -17,7 +17,7 @@ share, a page needs no page before it, and the least recently used one leaves fi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from hashlib import blake2b
@@ -34,7 +34,7 @@ from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.block_index import CachedStart
 from kvcache.texts.cache_arguments import CacheArguments
-from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens, Named, PagesOf, calls_of, settle_within
+from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens, Named, PagesOf, calls_of
 from kvcache.texts.text import Text, Tokens
 from kvcache.tiers.source import TierSource
 from kvcache.tiers.tiers import Tiers
@@ -76,11 +76,11 @@ class WindowLayers(Layers):
 
     def __init__(
         self, window: int, kept: int, layers: Sequence[int], attention: Sequence[LayerAttention | None],
-        cache: PagedKvCache, pages: PrefixCache | None, most_piece: int, own_ids: Iterable[int] | None = None,
+        cache: PagedKvCache, pages: PrefixCache | None, most_piece: int, own_ids: Sequence[int] | None = None,
     ) -> None:
         self.window, self.cache, self.caches, self.pages = window, cache, (cache,), pages
         self.prefixes = () if pages is None else (pages,)
-        self._size, self._most_piece, self._own_ids = cache.block_size, most_piece, own_ids
+        self._size, self._most_piece, self.own_ids = cache.block_size, most_piece, own_ids
         self._kept = -(-kept // self._size) * self._size  # whole blocks: a fork then shares full ones alone
         self._calls = calls_of(layers, attention)
         self.layers = tuple(self._calls)
@@ -160,15 +160,6 @@ class WindowLayers(Layers):
         self.cache.truncate(text.seq_id, max(0, pos - first))
         place: int = min(first, pos)  # of an empty sequence: where the next token is its first
         return place
-
-    def settle(self, texts: Sequence[Text], index: int) -> list[Text]:
-        lost = [text for text in texts if text.seq_id not in self.cache]
-        settle_within(self.cache, {text.seq_id for text in texts}, self._own_ids)
-        for text in texts:
-            if text not in lost:
-                first = self.cut(text, index, text.computed)
-                text.places = (*text.places[:index], first, *text.places[index + 1 :])
-        return lost
 
     # -- cached windows -------------------------------------------------------------------------------------
 
@@ -272,9 +263,9 @@ class WindowLayers(Layers):
             claimed.update(int(block) for block in held.block_ids)
         for pages in self.prefixes:
             pages.check()
-            assert self._own_ids is not None or pages.pinned_blocks == 0, f"window {self.window}: pages are held"
+            assert self.own_ids is not None or pages.pinned_blocks == 0, f"window {self.window}: pages are held"
             idle, free = pages.idle_blocks, cache.free_block_count
-            assert free + idle + len(claimed) == cache.total_blocks or self._own_ids is not None, (
+            assert free + idle + len(claimed) == cache.total_blocks or self.own_ids is not None, (
                 f"window {self.window}: {free} free, {len(claimed)} claimed and {idle} cached blocks are not all of "
                 f"{cache.total_blocks}"
             )

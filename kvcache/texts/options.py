@@ -45,16 +45,16 @@ class Settings:
     Attributes:
         dtype, key_dtype, value_dtype, rotate, block_size: storage of the cache, see `PagedKvCache`. Formats of layers
             are those of the network; an engine with an eviction policy has one format. "auto:4.0" chooses the formats
-            of layers within so many bits per value, by what each loses (`layer_losses`); it needs `calibrate`.
+            of layers within 4.0 bits per value, by what each loses (`layer_losses`); it needs `calibrate`.
         num_blocks: size of the cache; by default enough for the whole context, at most for 8192 tokens.
         max_memory_bytes: the most bytes of K and V, an int or a text such as "4GiB", or "50%" of the memory that is
             available when the engine is made; with `num_blocks` the lower limit counts, without it the whole context is
             the other limit. ValueError: too few for one block.
         residual_length: the text is divided into groups of this many tokens (0 to 256). A query reads its own group in
             f16 and earlier groups as `dtype` packs them, see `PagedKvCache`. By default 64 if K or V is q6, q4 or
-            q3, 128 if one is q2, else 0. With an eviction policy the default is 0, and a group is what is left of so
-            many tokens of the text; beside a calibration, 16 take two thirds of q4's KL divergence off. Under
-            StreamingLLM, or where layers keep a window alone, it must be 0.
+            q3, 128 if one is q2, else 0. With a calibration, 16 lowers q4's KL divergence by two thirds. With an
+            eviction policy the default is 0, and a group is what is left of its tokens. Under StreamingLLM, or if
+            layers keep a window alone, it must be 0.
         eviction_policy, kv_budget: an `EvictionPolicy` or a `Policy`, and the tokens that each layer keeps (under
             PyramidKV on average; by default sinks plus window, if the policy has them). After each piece of a
             prompt and each decode step, every layer evicts down to its budget and frees the memory; see
@@ -65,11 +65,11 @@ class Settings:
             every quantised format has a residual by default. `from_pretrained` also takes "auto" and paths.
             With an eviction policy, tokens are in f16 only if `residual_length` is not 0. Under StreamingLLM, or where
             a layer has a window, keys are rounded with feedback alone, and no tokens are in f16.
-        sparse_tokens: in layers that keep all tokens, each KV head attends to pages that the query chooses, with
-            1.75 times so many tokens, beside the first 16 and the newest 64 to 79, where the text has four
-            times so many; see `top_tokens` of `PagedKvCache.attention`. Every position does so, in prompts too: an
-            answer does not depend on pieces, prefix hits or preemptions, but it is another one than without. Saved
-            caches and tiers keep both apart. Block sizes are multiples of 16. None: to all.
+        sparse_tokens: in layers that keep all tokens, if the text has at least 4 times this number of tokens, each KV
+            head attends to pages that the query chooses: they have 1.75 times this number of tokens, besides the first
+            16 and the newest 64 to 79; see `top_tokens` of `PagedKvCache.attention`. Every position does so, in prompts
+            too: an answer does not depend on pieces, prefix hits or preemptions, but it differs from one without. Saved
+            caches and tiers keep both apart. Block sizes are multiples of 16. None: queries attend to all tokens.
     """
 
     dtype: Formats | Format = "f32"
@@ -90,10 +90,6 @@ class Settings:
         """The settings with other values of some attributes; None: the defaults. TypeError: no such attribute."""
         settings = cls() if settings is None else as_instance(settings, Settings, "settings")
         return replace(settings, **options)
-
-    def as_keywords(self) -> dict[str, Any]:
-        """The values by their names."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 def with_options(init: Init) -> Init:
