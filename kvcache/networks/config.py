@@ -49,7 +49,8 @@ class ModelConfig:
         attention_softcap: scores become `cap * tanh(score / cap)`; None: they stay.
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
         attention_gate: whether each head of queries is followed by a gate, whose sigmoid its results are multiplied by.
-        head_gates: whether the results of each head are multiplied by the sigmoid of one number.
+        gates: what the results of attention are multiplied by: nothing, or the sigmoid of one number for each head
+            or channel.
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
         value_norm: whether values pass through an RMSNorm without a weight.
         qk_norm: how queries and keys pass through an RMSNorm before RoPE: not, each head alone, or all heads at once;
@@ -99,7 +100,7 @@ class ModelConfig:
     attention_softcap: float | None
     sinks: bool
     attention_gate: bool
-    head_gates: bool
+    gates: Literal["", "head", "channel"]
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -136,6 +137,10 @@ class ModelConfig:
         """The channels of a key of a layer: those of a head, or of a latent and of what turns beside it."""
         latent = self.latent
         return (self.sizes[layer].head_dim,) if latent is None else (latent.latent, latent.turned)
+
+    def gates_of(self, sizes: LayerSizes) -> int:
+        """The number of gates of the results of a layer of these sizes."""
+        return {"": 0, "head": self.num_heads, "channel": self.num_heads * sizes.head_dim}[self.gates]
 
     def with_draft_layer(self) -> ModelConfig:
         """This network and the first MTP layer, behind its last one; itself if it has none."""

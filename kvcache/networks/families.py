@@ -33,11 +33,12 @@ class Family:
         window_switch: whether windows need a true `use_sliding_window`.
         full_every: without `layer_types`, one in each `full_every` has no window; 0: the first `max_window_layers`
             have none.
+        pattern_key: the key of that number.
         rope_per_kind: whether layers with and without a window have a rotary embedding each.
         mlp_gate: whether an MLP has a gate.
         prefix: what names of tensors begin with.
         attention_gate: whether each head of queries is followed by a gate of its results.
-        head_gates: whether the results of each head have a gate, one number.
+        gates: whether the results of each head, or of each channel of it, have a gate, one number.
         rope_in_windows: which layers have no rotary embedding: none ("all" have one), those without a window
             ("windows" have one), or the latter unless `sliding_window` is null ("mixed").
         neighbours: whether folders have the rows of queries and keys in the order of rotary embeddings that turn
@@ -79,11 +80,12 @@ class Family:
     windows: Literal["none", "all", "types"] = "none"
     window_switch: bool = False
     full_every: int = 0
+    pattern_key: str = "sliding_window_pattern"
     rope_per_kind: bool = False
     mlp_gate: bool = True
     prefix: str = "model."
     attention_gate: bool = False
-    head_gates: bool = False
+    gates: Literal["", "head", "channel"] = ""
     rope_in_windows: Literal["all", "windows", "mixed"] = "all"
     neighbours: bool = False
     recurrence: Kind | Literal[""] = ""
@@ -162,6 +164,7 @@ _GRANITE_NAMES = {
     **{f"mixer.{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "norm", "out_proj")},
 }
 
+_HUNYUAN = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
 _GLM4 = {
     "post_attention_layernorm": "post_self_attn_layernorm", "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
@@ -244,7 +247,7 @@ FAMILIES = {
     ),
     "Lfm3ForCausalLM": Family(
         "lfm3", qkv_bias=None, bias_keys=("attention_bias", "attention_bias", ""), qk_norm="head", recurrence="conv",
-        norms="both", eps_key="norm_eps", head_gates=True, windows="types", rope_per_kind=True, names=_LFM3,
+        norms="both", eps_key="norm_eps", gates="head", windows="types", rope_per_kind=True, names=_LFM3,
         defaults={
             "num_key_value_heads": 4, "head_dim": 128, "norm_eps": 1e-5, "tie_word_embeddings": True,
             "conv_L_cache": 7, "sliding_window": 256, "rope_parameters": {
@@ -305,6 +308,14 @@ FAMILIES = {
             "moe_intermediate_size": 768,
         },
     ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", qkv_bias=None, bias_keys=("qkv_bias", "", ""), windows="types", window_switch=True, full_every=2,
+        experts=EXPERT_KINDS["qwen2"],
+        defaults={
+            "qkv_bias": True, "num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28,
+            "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        },
+    ),
     "MixtralForCausalLM": Family(
         "mixtral", windows="all", experts=EXPERT_KINDS["mixtral"], names={"mlp.gate": "block_sparse_moe.gate"},
         defaults={
@@ -320,6 +331,15 @@ FAMILIES = {
         "exaone4", qk_norm="head", norms="after", windows="types", full_every=4, rope_in_windows="mixed",
         defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
+    "ExaoneMoeForCausalLM": Family(
+        "exaone_moe", qk_norm="head", windows="types", full_every=4, rope_in_windows="mixed",
+        experts=EXPERT_KINDS["exaone"], aliases=("ExaoneMoEForCausalLM",),
+        names=_DEEPSEEK | {"mlp.expert_bias": "mlp.e_score_correction_bias"},
+        defaults={
+            "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "moe_intermediate_size": 1024,
+            "num_experts": 64, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+        },
+    ),
     "OlmoeForCausalLM": Family(
         "olmoe", qkv_bias=None, qk_norm="all", experts=EXPERT_KINDS["olmoe"],
         defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
@@ -334,8 +354,14 @@ FAMILIES = {
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", qkv_bias=None, qk_norm="turned",
-        names={"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
-        defaults={"rms_norm_eps": 1e-5, "alpha": 0.0},
+        names=_HUNYUAN, defaults={"rms_norm_eps": 1e-5, "alpha": 0.0},
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        "hunyuan_v1_moe", qkv_bias=None, qk_norm="turned", experts=EXPERT_KINDS["hunyuan"], names=_HUNYUAN | {
+            "mlp.gate": "mlp.gate.wg",
+            **{f"mlp.shared_expert.{part}_proj": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        defaults={"rms_norm_eps": 1e-5, "alpha": 0.0, "num_experts": 1},
     ),
     "Glm4ForCausalLM": Family(
         "glm4", qkv_bias=None, bias_keys=("attention_bias", "", ""), norms="both", neighbours=True, names=_GLM4,
@@ -408,6 +434,26 @@ FAMILIES = {
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False,
             "scoring_func": "sigmoid", "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
             "n_routed_experts": 128, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+        },
+    ),
+    "Dots1ForCausalLM": Family(
+        "dots1", qkv_bias=None, qk_norm="head", windows="types", experts=EXPERT_KINDS["deepseek"], names=_DEEPSEEK,
+        defaults={
+            "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62, "first_k_dense_replace": 0,
+            "moe_intermediate_size": 1408, "norm_topk_prob": False,
+        },
+    ),
+    "AfmoeForCausalLM": Family(
+        "afmoe", qkv_bias=None, qk_norm="head", norms="both", gates="channel", windows="types", full_every=4,
+        pattern_key="global_attn_every_n_layers", rope_in_windows="windows", experts=EXPERT_KINDS["afmoe"],
+        names=_DEEPSEEK | {
+            "mlp.gate": "mlp.router.gate", "mlp.expert_bias": "mlp.expert_bias",
+            "pre_feedforward_layernorm": "pre_mlp_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+        defaults={
+            "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024, "mup_enabled": False,
+            "moe_intermediate_size": 1408, "num_experts": 64, "num_experts_per_tok": 6, "num_dense_layers": 1,
+            "score_func": "sigmoid",
         },
     ),
     "SolarOpenForCausalLM": Family(

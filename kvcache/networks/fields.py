@@ -132,7 +132,7 @@ def _refuse_unsupported(read: Reading) -> None:
     packed = {stack.packed for stack in family.experts.stacks} if family.experts else set[str]()
     if quantisation is not None and quantisation.method == "mxfp4" and "mxfp4" not in packed:
         raise CheckpointError(f"quantization_config: expected mxfp4 for gpt_oss alone, got it for {family.model_type}")
-    gates = ("use_attention_gate", "use_sandwich_norm") if family.head_gates else ()
+    gates = ("use_attention_gate", "use_sandwich_norm") if family.gates == "head" else ()
     for key in (*gates, "attn_output_gate") if family.attention_gate else gates:
         if not read.flag(key, True):
             raise CheckpointError(f"{key}: expected true, got false")
@@ -198,7 +198,7 @@ def _factor(read: Reading, key: str) -> float:
 
 
 def _embedding_scale(read: Reading) -> float:
-    if read.family.embedding_by_size:
+    if read.family.embedding_by_size or ("mup_enabled" in read.family.defaults and read.flag("mup_enabled", False)):
         return math.sqrt(read.found.hidden_size)
     return _factor(read, "embedding_multiplier") * _factor(read, "scale_emb")
 
@@ -314,7 +314,8 @@ def _windows(read: Reading) -> tuple[int | None, ...]:
     if kinds is not None:
         with_window = [kind == _SLIDING for kind in kinds]
     elif family.full_every:
-        with_window = _pattern(read, family.full_every, num_layers)
+        most = num_layers if read.default("max_window_layers") is None else read.size("max_window_layers", at_least=0)
+        with_window = [slides and i < most for i, slides in enumerate(_pattern(read, family, num_layers))]
     elif read.default("no_rope_layer_interval"):
         with_window = [not turns for turns in _rotated_by_list(read)]
     else:
@@ -325,19 +326,20 @@ def _windows(read: Reading) -> tuple[int | None, ...]:
     return tuple(window if slide else None for slide in with_window)
 
 
-def _pattern(read: Entries, full_every: int, num_layers: int) -> list[bool]:
-    """Which layers have a window by `sliding_window_pattern`: all but every so manyth, or those that are L of L and G.
+def _pattern(read: Entries, family: Family, num_layers: int) -> list[bool]:
+    """Which layers have a window by a pattern: all but every so manyth, or those that are L of L and G.
 
     The letters repeat. Of EXAONE 4, whose last layer has no window in any case.
     """
-    found = read.get("sliding_window_pattern")
+    key = family.pattern_key
+    found = read.get(key)
     if not isinstance(found, str):
-        every = read.size("sliding_window_pattern", full_every)
+        every = read.size(key, family.full_every)
         return [(i + 1) % every != 0 for i in range(num_layers)]
     letters = [found[i % len(found)] for i in range(num_layers)] if found else []
     if not set(letters) <= {"L", "G"} or letters[-1:] != ["G"]:
         expected = "a positive whole number, or letters L and G, with G for the last layer"
-        raise CheckpointError(f"sliding_window_pattern: expected {expected}, got {short(found)}")
+        raise CheckpointError(f"{key}: expected {expected}, got {short(found)}")
     return [letter == "L" for letter in letters]
 
 
@@ -357,7 +359,9 @@ def _experts(read: Reading) -> ExpertSizes | None:
 def _per_token(read: Reading) -> int:
     """How many experts a token has: at most those that are open to it."""
     kind, experts = read.family.experts, read.found.experts
-    return read.size(kind.per_token, most=experts.choice.open_to(read.found.num_experts)) if kind and experts else 0
+    if kind is None or experts is None:
+        return 0
+    return kind.per_token._replace(most=experts.choice.open_to(read.found.num_experts))(read)
 
 
 def _mlps(read: Reading) -> tuple[Mlp, ...]:
@@ -461,5 +465,5 @@ FIELDS: dict[str, Field] = {
 }
 # The fields that a family fixes.
 _OF_FAMILY = (
-    "sinks", "attention_gate", "head_gates", "value_norm", "norm", "norm_bias", "norms", "mlp_gate", "layer_scales",
+    "sinks", "attention_gate", "gates", "value_norm", "norm", "norm_bias", "norms", "mlp_gate", "layer_scales",
 )

@@ -404,9 +404,9 @@ class Transformer:
         config, eps = self.config, self.config.rms_norm_eps
         assert layer.qkv is not None
         projected, gates = self._times(x, layer.qkv, layer.qkv_bias), None
-        if config.head_gates:
-            gates = np.repeat(projected[:, -config.num_heads :], sizes.head_dim, axis=1)
-            projected = np.ascontiguousarray(projected[:, : -config.num_heads])
+        if count := config.gates_of(sizes):
+            gates = np.repeat(projected[:, -count:], config.num_heads * sizes.head_dim // count, axis=1)
+            projected = np.ascontiguousarray(projected[:, :-count])
         heads = projected.reshape(len(x), -1, sizes.head_dim)
         if config.attention_gate:  # of each head first its queries, then its gates
             stop = 2 * config.num_heads

@@ -52,7 +52,7 @@ NORMS = {
 }
 _GATE_UP = ("gate", "up")
 _ROUTER = ("mlp.gate.weight",)
-_HEAD_GATES = ("self_attn.gate_proj.weight",)
+_GATES = ("self_attn.gate_proj.weight",)
 _INPUTS = {
     "conv": ("mixer.in_proj.weight",), "mamba": ("mixer.in_proj.weight",),
     "delta": tuple(f"mixer.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
@@ -186,7 +186,7 @@ def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
     elif config.mixers[layer] == "attention":
         sizes = config.sizes[layer]
         read = _QKV[:1] if sizes.kv_layer is not None else _QKV if sizes.has_values else _QKV[:2]
-        yield (*read, *_HEAD_GATES[: config.head_gates])
+        yield (*read, *_GATES[: bool(config.gates)])
         yield ("self_attn.o_proj.weight",)
     elif config.recurrence is not None and config.mixers[layer]:
         yield _INPUTS[config.recurrence.kind]
@@ -318,8 +318,8 @@ def _attention(config: ModelConfig, sizes: LayerSizes) -> Iterator[tuple[str, tu
         yield "self_attn.q_norm.weight", (queries if whole else sizes.head_dim,)
         if own:
             yield "self_attn.k_norm.weight", (pairs if whole else sizes.head_dim,)
-    if config.head_gates:
-        yield _HEAD_GATES[0], (config.num_heads, hidden)
+    if config.gates:
+        yield _GATES[0], (config.gates_of(sizes), hidden)
     if config.sinks:
         yield "self_attn.sinks", (config.num_heads,)
 

@@ -34,13 +34,16 @@ import numpy as np
 import torch
 import transformers
 from transformers import (
+    AfmoeConfig,
     ApertusConfig,
     Cohere2Config,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneMoeConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -55,6 +58,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     GraniteSWAConfig,
     HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm3Config,
@@ -74,6 +78,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -667,6 +672,58 @@ VARIANTS = {
         n_routed_experts=7, n_group=1, topk_group=1, num_experts_per_tok=3, first_k_dense_replace=1,
         rope_parameters=DEFAULT_ROPE,
     )),
+    "qwen2_moe": seeded(Qwen2MoeConfig(
+        **NO_HEAD_DIM | {"num_hidden_layers": 4}, moe_intermediate_size=40, shared_expert_intermediate_size=28,
+        num_experts=7, num_experts_per_tok=3, mlp_only_layers=[2], use_sliding_window=True, sliding_window=20,
+        max_window_layers=3, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "qwen2_moe_steps": seeded(Qwen2MoeConfig(
+        **NO_HEAD_DIM | {"num_hidden_layers": 4, "num_key_value_heads": 2}, moe_intermediate_size=24,
+        shared_expert_intermediate_size=36, num_experts=5, num_experts_per_tok=2, decoder_sparse_step=2,
+        norm_topk_prob=True, qkv_bias=False, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "qwen2_moe_all": seeded(Qwen2MoeConfig(
+        **NO_HEAD_DIM, moe_intermediate_size=40, shared_expert_intermediate_size=28, num_experts=7,
+        num_experts_per_tok=3, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "dots1": seeded(Dots1Config(
+        **SMALL, moe_intermediate_size=40, n_routed_experts=7, n_shared_experts=2, num_experts_per_tok=3,
+        first_k_dense_replace=1, routed_scaling_factor=1.7, norm_topk_prob=True, sliding_window=None,
+        rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "dots1_windows": seeded(Dots1Config(
+        **NO_HEAD_DIM | {"num_hidden_layers": 4, "num_key_value_heads": 2}, moe_intermediate_size=24,
+        n_routed_experts=8, n_group=4, topk_group=2, n_shared_experts=1, num_experts_per_tok=3, attention_bias=True,
+        routed_scaling_factor=0.8, sliding_window=20, max_window_layers=2, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "hunyuan_moe": seeded(HunYuanMoEV1Config(
+        **SMALL | {"intermediate_size": 40}, num_experts=7, moe_topk=[3] * 3,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 2048.0, "factor": 1.0},
+    )),
+    "hunyuan_moe_biases": seeded(HunYuanMoEV1Config(
+        **SMALL | {"intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 16}, num_experts=5, moe_topk=2,
+        attention_bias=True, tie_word_embeddings=True, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "exaone_moe": seeded(ExaoneMoeConfig(
+        **SMALL | {"num_hidden_layers": 5}, sliding_window=20, moe_intermediate_size=28, num_experts=8, n_group=4,
+        topk_group=2, num_experts_per_tok=3, num_shared_experts=2, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "exaone_moe_dense": seeded(ExaoneMoeConfig(  # layers in any order
+        **SMALL | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16}, sliding_window=24,
+        sliding_window_pattern="LLGG", layer_types=_kinds("WWFF"), mlp_layer_types=["sparse", "dense"] * 2,
+        moe_intermediate_size=40, num_experts=7, num_experts_per_tok=2, norm_topk_prob=False, routed_scaling_factor=1.2,
+        rope_parameters=LLAMA3_ROPE | {},
+    )),
+    "afmoe": seeded(AfmoeConfig(
+        **SMALL | {"num_hidden_layers": 5}, sliding_window=20, moe_intermediate_size=28, num_experts=7,
+        num_experts_per_tok=3, num_shared_experts=2, num_dense_layers=2, route_scale=1.7, mup_enabled=True,
+        rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "afmoe_plain": seeded(AfmoeConfig(
+        **SMALL | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16}, sliding_window=24,
+        layer_types=_kinds("FWFW"), moe_intermediate_size=40, num_experts=5, num_experts_per_tok=2,
+        num_shared_experts=1, num_dense_layers=0, attention_bias=True, rope_parameters=DEFAULT_ROPE | {},
+    )),
     "apertus": seeded(ApertusConfig(**SMALL, rope_parameters=LLAMA3_ROPE)),
     "apertus_biases": seeded(ApertusConfig(
         **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, attention_bias=True, rope_parameters=DEFAULT_ROPE,
@@ -744,7 +801,7 @@ def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[fl
     for part, size, mean in (("alpha_p", 0.5, 0.3), ("alpha_n", 0.5, 0.3), ("beta", 0.0, 0.4375), ("eps", 0.0, -0.25)):
         if name.endswith(f"act_fn.{part}"):
             return size, mean
-    for part, size in (("q_proj", 1.6), ("k_proj", 1.6), ("router", 2.0), ("mlp.gate.weight", 2.0)):
+    for part, size in (("q_proj", 1.6), ("k_proj", 1.6), ("router", 2.0), ("mlp.gate.w", 2.0)):
         if part in name:
             return size * shape[-1] ** -0.5, 0.0
     if any(part in name for part in ("o_proj", "down_proj", "out_proj", "c_proj")):
