@@ -66,13 +66,15 @@ class ExpertKind:
         layer: what lists of layers call one with experts; "": they do not say.
         per_token: how many experts a token has.
         size: the intermediate size of an expert.
-        apart: whether MLPs in the place of experts, or beside them, have a size of their own: `intermediate_size`.
+        apart: whether MLPs in the place of experts, or beside them, have a size of their own.
+        mlp: the key of that size; where it is another one than `intermediate_size`, null means the size of an expert.
         dense_first: the key of how many of the first layers have an MLP in place of experts; "": none has.
         listed: whether `mlp_layer_types` may say which layers have one.
         stepped: whether `decoder_sparse_step` and `mlp_only_layers` may say so.
         shared: the size of the MLP that all rows share, or of one of `shared_count`; None: that of an expert.
         shared_count: how many of these there are, side by side as one; None: one if `shared` has a key, else none.
         shared_gate: whether the results of that MLP have a gate.
+        mean: whether these and the results of the experts are averaged; None: they are added.
         latent: the key of the size of rows that experts take and give; "": the hidden size.
         beside: see `ExpertSizes`.
         choice: the fields of `ExpertChoice`, each a value or what reads it.
@@ -91,12 +93,14 @@ class ExpertKind:
     per_token: Size = _PER_TOKEN
     size: Size = _SIZE
     apart: bool = False
+    mlp: str = "intermediate_size"
     dense_first: str = ""
     listed: bool = False
     stepped: bool = False
     shared: Size | None = None
     shared_count: Size | None = None
     shared_gate: bool = False
+    mean: _Which | None = None
     latent: str = ""
     beside: bool = False
     choice: Mapping[str, Any] = field(default_factory=dict)
@@ -124,7 +128,8 @@ class ExpertKind:
         if not self.apart:
             size = self.size(read)
             return self.shared(read) if self.shared and not experts else size
-        return read.size("intermediate_size", None if self._has_mlps(read, experts) else self.size(read))
+        needed = self.mlp == "intermediate_size" and self._has_mlps(read, experts)
+        return read.size(self.mlp, None if needed else self.size(read))
 
     def _has_mlps(self, read: Entries, experts: int) -> bool:
         """Whether some layers have an MLP, as far as a key says."""
@@ -175,7 +180,8 @@ class ExpertKind:
         if choice.kept > choice.groups:
             expected = f"a positive whole number up to {choice.groups}"
             raise CheckpointError(f"{self.choice['kept'].key}: expected {expected}, got {choice.kept}")
-        return ExpertSizes(size, latent, shared, self.shared_gate, choice, self.beside)
+        mean = self.mean is not None and shared > 0 and self.mean(read)
+        return ExpertSizes(size, latent, shared, self.shared_gate, choice, self.beside, mean)
 
 
 class _IfLimited(NamedTuple):
@@ -189,6 +195,33 @@ class _IfLimited(NamedTuple):
         if method not in ("greedy", "group_limited_greedy"):
             raise CheckpointError(f"topk_method: expected greedy or group_limited_greedy, got {short(method)}")
         return 1 if method == "greedy" else found
+
+
+class _Which(NamedTuple):
+    """Which of two words an entry has, as a flag: whether it is the second one."""
+
+    key: str
+    words: tuple[str, str]
+    default: str
+
+    def __call__(self, read: Entries) -> bool:
+        """The flag. Raises CheckpointError for any other word."""
+        found = read.get(self.key)
+        found = self.default if found is None else found
+        if found not in self.words:
+            raise CheckpointError(f"{self.key}: expected {' or '.join(self.words)}, got {short(found)}")
+        return bool(found == self.words[1])
+
+
+class _OrSoftmax(NamedTuple):
+    """A flag of scores that are sigmoids; true for a softmax."""
+
+    key: str
+    sigmoid: _Which
+
+    def __call__(self, read: Entries) -> bool:
+        """The value."""
+        return read.flag(self.key, True) or not self.sigmoid(read)
 
 
 def _to_the_last_layer(read: Entries) -> None:
@@ -207,6 +240,7 @@ _GGUF_KEYS = {
 }
 _GROUPS = {"groups": Size("n_group", 1), "kept": Size("topk_group", 1)}
 _SIGMOID = {"normalise": _NORMALISE, "sigmoid": True, "bias": True, "eps": 1e-20, "factor": _FACTOR}
+_BY_WORD = _Which("expert_selection_fn", ("softmax", "sigmoid"), "softmax")
 _NO_BIASES = Only("mlp_bias", False, " with experts")
 _STACKED = (StackedExperts(),)
 _W = ("w1", "w3", "w2")
@@ -276,6 +310,12 @@ EXPERT_KINDS = {
         },
     ),
     "mistral4": replace(_DEEPSEEK, choice=_SIGMOID | _GROUPS | {"sigmoid": False, "bias": False}),
+    "cohere": ExpertKind(
+        count=("num_experts",), apart=True, mlp="prefix_dense_intermediate_size", dense_first="first_k_dense_replace",
+        listed=True, shared_count=Size("num_shared_experts", 0, 0), checks=(), stacks=_STACKED,
+        mean=_Which("shared_expert_combination_strategy", ("sum", "average"), "average"),
+        choice={"normalise": _OrSoftmax("norm_topk_prob", _BY_WORD), "sigmoid": _BY_WORD},
+    ),
     "bailing": ExpertKind(
         count=("num_experts",), size=Size("moe_intermediate_size"), apart=True, dense_first="first_k_dense_replace",
         shared=Size("moe_shared_expert_intermediate_size"), shared_count=Size("num_shared_experts", 1, 0),

@@ -25,7 +25,8 @@ class Family:
         mlp_bias: of the MLP, of all experts and their router; None: a key.
         bias_keys: the keys of biases of queries, keys and values, of the output projection, of the MLP; "": no bias.
         qk_norm: how queries and keys are normed: see `ModelConfig`.
-        norm, norm_bias, norms: see `ModelConfig`.
+        norm, norm_bias, norms: see `ModelConfig`. A LayerNorm is an RMSNorm if files have `rms_norm_eps`, of which
+            the family has a default.
         norms_less_one: whether folders store the weights of norms minus 1.
         embedding_by_size: whether the embedding is multiplied by the square root of the hidden size.
         activation: that of the MLP; None: the key that `activation_key` names.
@@ -376,6 +377,16 @@ FAMILIES = {
         rope_in_windows="windows", neighbours=True, eps_key="layer_norm_eps",
         defaults={
             "layer_norm_eps": 1e-5, "sliding_window": 4096, "tie_word_embeddings": True, "logit_scale": 0.0625,
+        },
+    ),
+    "Cohere2MoeForCausalLM": Family(
+        "cohere2_moe", qkv_bias=None, norm="layer", norms="parallel", windows="types", full_every=4,
+        rope_in_windows="windows", neighbours=True, eps_key="layer_norm_eps", experts=EXPERT_KINDS["cohere"],
+        names=_DEEPSEEK,
+        defaults={
+            "layer_norm_eps": 1e-5, "rms_norm_eps": None, "head_dim": 128, "sliding_window": 4096,
+            "tie_word_embeddings": True, "logit_scale": 0.0625, "num_experts": 8, "num_experts_per_tok": 2,
+            "first_k_dense_replace": 0, "prefix_dense_sliding_window_pattern": 1,
         },
     ),
     "Starcoder2ForCausalLM": Family(

@@ -27,6 +27,7 @@ from kvcache.support.arguments import short
 __all__ = ["FIELDS", "Field", "gguf_keys", "read_fields"]
 
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
+_FIRST_PATTERN = "prefix_dense_sliding_window_pattern"  # of windows, in layers with an MLP in place of experts
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # what files call layers without a window and with one
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _WITHOUT_GATE = {"relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh", "xielu": "xielu"}
@@ -216,6 +217,12 @@ def _logit_scale(read: Reading) -> float:
     return _factor(read, "logit_scale") / _factor(read, "logits_scaling")
 
 
+def _norm(read: Reading) -> str:
+    """The norm: in networks with an entry for each of both, an RMSNorm if its eps is there."""
+    both = read.family.norm == "layer" and read.has_default("rms_norm_eps") and read.get("rms_norm_eps") is not None
+    return "rms" if both else read.family.norm
+
+
 def _attention_scale(read: Reading) -> float | None:
     """The factor of the scores; None for the usual one."""
     if read.found.latent is not None:
@@ -258,7 +265,10 @@ def _rotated(read: Reading) -> tuple[bool, ...]:
     """Which layers have a rotary embedding."""
     among = read.family.rope_in_windows
     if among == "windows" or (among == "mixed" and read.get("sliding_window") is not None):
-        return tuple(window is not None for window in read.found.windows)
+        # Of Cohere's networks with experts: the first layers have no window and turn.
+        also = read.default(_FIRST_PATTERN) is not None and read.size(_FIRST_PATTERN) == 1
+        pairs = zip(read.found.windows, read.found.mlps, strict=True)
+        return tuple(window is not None or (also and mlp == "mlp") for window, mlp in pairs)
     return _rotated_by_list(read)
 
 
@@ -332,6 +342,10 @@ def _pattern(read: Entries, family: Family, num_layers: int) -> list[bool]:
     The letters repeat. Of EXAONE 4, whose last layer has no window in any case.
     """
     key = family.pattern_key
+    if read.default(_FIRST_PATTERN) is not None:
+        first, every = read.size("first_k_dense_replace", at_least=0, most=num_layers), read.size(_FIRST_PATTERN)
+        rest = read.size(key, family.full_every)
+        return [(i + 1) % every != 0 for i in range(first)] + [(i + 1) % rest != 0 for i in range(num_layers - first)]
     found = read.get(key)
     if not isinstance(found, str):
         every = read.size(key, family.full_every)
@@ -441,13 +455,16 @@ FIELDS: dict[str, Field] = {
     "window_rotary_dim": Field(lambda read: read.ropes.window_rotary_dim),
     "attention_scale": Field(_attention_scale, "attention.scale", ("attention_multiplier",), optional=True),
     "vocab_size": Field(Size("vocab_size")),
+    "norm": Field(_norm),
     "rms_norm_eps": Field(
-        lambda read: read.number(read.family.eps_key, 1e-6), "attention.layer_norm_rms_epsilon", ("rms_norm_eps",)
+        lambda read: read.number(
+            "rms_norm_eps" if read.found.norm != read.family.norm else read.family.eps_key, 1e-6
+        ), "attention.layer_norm_rms_epsilon", ("rms_norm_eps",)
     ),
+    "mlps": Field(_mlps),
     "rotated": Field(_rotated),
     "attention_softcap": Field(Cap("attn_logit_softcapping"), "attn_logit_softcapping", optional=True),
     "qk_norm": Field(_qk_norm),
-    "mlps": Field(_mlps),
     "activation": Field(_activation),
     "clamped_alpha": Field(Number("swiglu_alpha", 1.702)),
     "clamped_limit": Field(Number("swiglu_limit", 7.0)),
@@ -465,5 +482,5 @@ FIELDS: dict[str, Field] = {
 }
 # The fields that a family fixes.
 _OF_FAMILY = (
-    "sinks", "attention_gate", "gates", "value_norm", "norm", "norm_bias", "norms", "mlp_gate", "layer_scales",
+    "sinks", "attention_gate", "gates", "value_norm", "norm_bias", "norms", "mlp_gate", "layer_scales",
 )

@@ -106,6 +106,12 @@ ARCHITECTURES = {
     "hunyuan-moe": Architecture("hunyuan_v1_moe"),
     "glm4": Architecture("glm4", True, fixed={"attention_bias": False}),
     "cohere2": Architecture("cohere2", True, True, names={"layer_norm_eps": _LAYER_NORM}),
+    "cohere2moe": Architecture(
+        "cohere2_moe", True, True, understood=(NEXT_LAYERS,), names={
+            "layer_norm_eps": _LAYER_NORM, "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+            "prefix_dense_intermediate_size": "feed_forward_length",
+        },
+    ),
     "starcoder2": Architecture("starcoder2", fixed={"use_bias": False}, names={"norm_epsilon": _LAYER_NORM}),
     "apertus": Architecture("apertus"),
     "minicpm": Architecture("minicpm", True, names={"scale_depth": "residual_scale", "dim_model_base": "logit_scale"}),

@@ -484,6 +484,8 @@ class Transformer:
             if layer.shared_gate is not None:
                 shared *= gate(np.ones((len(x), 1), np.float32), self._times(x, layer.shared_gate), False)
             part += shared
+            if self.config.experts is not None and self.config.experts.mean:
+                part *= np.float32(0.5)
         return part
 
     def _routed(self, logits: Float32, layer: LayerWeights) -> tuple[NDArray[np.int64], Float32]:

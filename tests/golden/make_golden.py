@@ -37,6 +37,7 @@ from transformers import (
     AfmoeConfig,
     ApertusConfig,
     Cohere2Config,
+    Cohere2MoeConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
@@ -723,6 +724,22 @@ VARIANTS = {
         **SMALL | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16}, sliding_window=24,
         layer_types=_kinds("FWFW"), moe_intermediate_size=40, num_experts=5, num_experts_per_tok=2,
         num_shared_experts=1, num_dense_layers=0, attention_bias=True, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "cohere2_moe": seeded(Cohere2MoeConfig(
+        **SMALL | {"num_hidden_layers": 5, "intermediate_size": 28}, sliding_window=20, logit_scale=0.75,
+        num_experts=7, num_experts_per_tok=3, num_shared_experts=2, expert_selection_fn="sigmoid",
+        prefix_dense_intermediate_size=40, mlp_layer_types=["dense"] + ["sparse"] * 4, layer_types=_kinds("FWWWF"),
+    )),
+    "cohere2_moe_sum": seeded(Cohere2MoeConfig(
+        **SMALL | {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 36}, sliding_window=24,
+        logit_scale=1.5, num_experts=5, num_experts_per_tok=2, num_shared_experts=1, rms_norm_eps=1e-6,
+        shared_expert_combination_strategy="sum", expert_selection_fn="sigmoid", norm_topk_prob=False,
+        mlp_layer_types=["dense", "sparse", "sparse"], layer_types=_kinds("FWF"), attention_bias=True,
+        prefix_dense_sliding_window_pattern=2, tie_word_embeddings=False,
+    )),
+    "cohere2_moe_softmax": seeded(Cohere2MoeConfig(
+        **SMALL | {"num_hidden_layers": 4, "intermediate_size": 40}, sliding_window=24, logit_scale=1.25,
+        num_experts=6, num_experts_per_tok=3, norm_topk_prob=False,
     )),
     "apertus": seeded(ApertusConfig(**SMALL, rope_parameters=LLAMA3_ROPE)),
     "apertus_biases": seeded(ApertusConfig(

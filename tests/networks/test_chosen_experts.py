@@ -45,6 +45,19 @@ def test_layers_of_qwen2_moe():
     assert found.mlps == ("mlp", "experts", "mlp", "experts", "mlp", "experts")
 
 
+def test_layers_of_cohere2_moe():
+    """The first layers have another pattern of windows, and a rotary embedding without a window if it is 1."""
+    given = {k: v for k, v in config_of("cohere2_moe").items() if k not in ("layer_types", "mlp_layer_types")}
+    for pattern, windows, rotated in (
+        (1, (None, None, 20, 20, 20, None), (True, True, True, True, True, False)),
+        (2, (20, None, 20, 20, 20, None), (True, False, True, True, True, False)),
+    ):
+        more = {"first_k_dense_replace": 2, "num_hidden_layers": 6, "prefix_dense_sliding_window_pattern": pattern}
+        found = ModelConfig.from_dict(given | more)
+        assert (found.windows, found.rotated) == (windows, rotated)
+        assert found.mlps == ("mlp",) * 2 + ("experts",) * 4
+
+
 def test_published_keys():
     """K-EXAONE says the first MLPs in place of a list, Hunyuan the number of experts once, Trinity a pattern."""
     for name, absent, more in (
@@ -111,6 +124,9 @@ def test_experts_of_qwen3_vl_in_columns(tmp_path):
         ("hunyuan_moe", {"moe_topk": [8] * 3}, "moe_topk: expected a positive whole number up to 7, got 8"),
         ("qwen2_moe", {"mlp_only_layers": [True]}, "mlp_only_layers: expected numbers of layers, got [True]"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: expected a positive whole number, got 0"),
+        ("cohere2_moe", {"expert_selection_fn": 1}, "expert_selection_fn: expected softmax or sigmoid, got 1"),
+        ("cohere2_moe", {"shared_expert_combination_strategy": 1},
+         "shared_expert_combination_strategy: expected sum or average, got 1"),
         ("afmoe", {"n_group": 2}, "n_group: expected 1, got 2"),
         ("afmoe", {"score_func": "softmax"}, "score_func: expected sigmoid, got 'softmax'"),
         ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm: expected true or false, got 1"),
