@@ -54,7 +54,7 @@ class ModelConfig:
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
         value_norm: whether values pass through an RMSNorm without a weight.
         qk_norm: how queries and keys pass through an RMSNorm before RoPE: not, each head alone, or all heads at once;
-            "turned": each head alone after it.
+            "turned": each head alone after it; "layer": each head alone through a LayerNorm with weights of its own.
         norm: of the residual stream: an RMSNorm or a LayerNorm; `norm_bias`: whether that adds a bias.
         norms: where each layer's norms are: before attention and MLP, after them, or both; "parallel": one before
             both, which then take the same rows.
@@ -105,7 +105,7 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     value_norm: bool
-    qk_norm: Literal["", "head", "all", "turned"]
+    qk_norm: Literal["", "head", "all", "turned", "layer"]
     norm: Literal["rms", "layer"]
     norm_bias: bool
     norms: Literal["before", "after", "both", "parallel"]

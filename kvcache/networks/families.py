@@ -70,7 +70,7 @@ class Family:
     qkv_bias: bool | None = False
     mlp_bias: bool | None = False
     bias_keys: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
-    qk_norm: Literal["", "head", "all", "turned"] = ""
+    qk_norm: Literal["", "head", "all", "turned", "layer"] = ""
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     norms: Literal["before", "after", "both", "parallel"] = "before"
@@ -166,6 +166,13 @@ _GRANITE_NAMES = {
 }
 
 _HUNYUAN = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
+_GLM = Family(
+    "glm", qkv_bias=None, bias_keys=("attention_bias", "", ""), neighbours=True, fused=("", "mlp.gate_up_proj"),
+    defaults={
+        "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5,
+    },
+)
 _GLM4 = {
     "post_attention_layernorm": "post_self_attn_layernorm", "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
@@ -228,6 +235,12 @@ FAMILIES = {
     "Olmo3ForCausalLM": Family(
         "olmo3", qkv_bias=None, qk_norm="all", norms="after", windows="types", full_every=4, rope_per_kind=True,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+    ),
+    "GemmaForCausalLM": Family(
+        "gemma", qkv_bias=None, norms_less_one=True, embedding_by_size=True,
+        defaults={
+            "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+        },
     ),
     "Gemma2ForCausalLM": Family(
         "gemma2", qkv_bias=None, norms="both", norms_less_one=True, embedding_by_size=True,
@@ -364,12 +377,14 @@ FAMILIES = {
         },
         defaults={"rms_norm_eps": 1e-5, "alpha": 0.0, "num_experts": 1},
     ),
-    "Glm4ForCausalLM": Family(
-        "glm4", qkv_bias=None, bias_keys=("attention_bias", "", ""), norms="both", neighbours=True, names=_GLM4,
-        fused=("", "mlp.gate_up_proj"),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(_GLM, model_type="glm4", norms="both", names=_GLM4),
+    "CohereForCausalLM": Family(
+        "cohere", qkv_bias=None, qk_norm="layer", norm="layer", norms="parallel", neighbours=True,
+        eps_key="layer_norm_eps",
         defaults={
-            "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
-            "partial_rotary_factor": 0.5,
+            "layer_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True, "logit_scale": 0.0625,
+            "use_qk_norm": False,
         },
     ),
     "Cohere2ForCausalLM": Family(

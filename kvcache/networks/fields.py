@@ -30,6 +30,7 @@ _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
 _FIRST_PATTERN = "prefix_dense_sliding_window_pattern"  # of windows, in layers with an MLP in place of experts
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # what files call layers without a window and with one
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_MEANT = {("gemma", "gelu"): "gelu_pytorch_tanh"}  # what names of a family stand for, in its first files
 _WITHOUT_GATE = {"relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh", "xielu": "xielu"}
 
 
@@ -185,6 +186,7 @@ def _activation(read: Reading) -> str:
     family = read.family
     key, known = family.activation_key, _ACTIVATIONS if family.mlp_gate else _WITHOUT_GATE
     name = read.default(key) or "silu" if read.get(key) is None else read.get(key)
+    name = _MEANT.get((family.model_type, name), name) if isinstance(name, str) else name
     if family.activation is None and (not isinstance(name, str) or name not in known):
         raise CheckpointError(f"{key}: expected one of {', '.join(known)}, got {short(name)}")
     return family.activation or known[name]

@@ -25,6 +25,7 @@ from kvcache.networks.names import (
     fused_place,
     key_head_place,
     key_head_rows,
+    paired_norm,
     paired_rows,
     refuse_more_layers,
     stored_tensors,
@@ -102,6 +103,8 @@ class FolderTensors:
         order = self._order(name, 0, len(found), place) if name.endswith(".bias") else None
         if order is not None:
             found = found[order]
+        if self._family.neighbours:
+            found = paired_norm(self._config, name, found)
         if name.endswith("mlp.expert_bias"):
             return found.reshape(-1)
         if name.endswith("mixer.rate"):  # files have its logarithm

@@ -33,6 +33,7 @@ from kvcache.networks.names import (
     fused_place,
     key_head_place,
     key_head_rows,
+    paired_norm,
     paired_rows,
     refuse_more_layers,
     stored_tensors,
@@ -246,7 +247,8 @@ class GgufCheckpoint:
         if curve := _CURVE.fullmatch(name):
             return self._number(f"xielu.{curve[2]}", int(curve[1]))
         info = self._info(self._place(name).name)
-        return values(info.dtype, self._rows(name, 0, info.shape[0]), _columns(info.shape)).reshape(info.shape)
+        found = values(info.dtype, self._rows(name, 0, info.shape[0]), _columns(info.shape)).reshape(info.shape)
+        return paired_norm(self.config, name, found) if self._architecture.permuted else found
 
     def _info(self, name: str) -> TensorInfo:
         """A tensor of the file, with the shape that `require` found it to stand for."""

@@ -68,6 +68,7 @@ ARCHITECTURES = {
     "qwen2vl": Architecture("qwen2"),
     "qwen3vl": Architecture("qwen3"),
     "qwen3vlmoe": Architecture("qwen3_moe", fixed=_NORMALISED),
+    "gemma": Architecture("gemma"),
     "gemma2": Architecture("gemma2", windows=True, fixed={"sliding_window": 4096}),
     "gemma3": Architecture("gemma3_text", windows=True, fixed={"rope_local_base_freq": 10000.0}),
     "gemma4": Architecture("gemma4_text", windows=True, understood=("attention.shared_kv_layers",)),
@@ -105,6 +106,10 @@ ARCHITECTURES = {
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan_v1_moe"),
     "glm4": Architecture("glm4", True, fixed={"attention_bias": False}),
+    "chatglm": Architecture("glm", True, fixed={"attention_bias": False}),
+    "command-r": Architecture(
+        "cohere", True, names={"layer_norm_eps": _LAYER_NORM}, tensors={"use_qk_norm": "attn_q_norm.weight"}
+    ),
     "cohere2": Architecture("cohere2", True, True, names={"layer_norm_eps": _LAYER_NORM}),
     "cohere2moe": Architecture(
         "cohere2_moe", True, True, understood=(NEXT_LAYERS,), names={

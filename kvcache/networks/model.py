@@ -420,6 +420,10 @@ class Transformer:
             return turned, values, gates
         if config.qk_norm == "head":
             return rms_norm(turned, layer.qk_norm, eps), values, gates
+        if config.qk_norm == "layer":
+            plain = np.ones(sizes.head_dim, np.float32), np.zeros(sizes.head_dim, np.float32)
+            normed = layer_norm(np.ascontiguousarray(turned).reshape(-1, sizes.head_dim), *plain, eps)
+            return normed.reshape(turned.shape) * layer.qk_norm, values, gates
         size = config.num_heads * sizes.head_dim
         weight, stop = layer.qk_norm.ravel(), turning * sizes.head_dim
         queries = rms_norm(projected[:, :size], weight[:size], eps)

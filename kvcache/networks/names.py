@@ -21,8 +21,8 @@ from kvcache.networks.recurrent_sizes import RecurrentSizes
 __all__ = [
     "BESIDE", "DELTA_PART", "EMBEDDING", "EXPERT", "EXPERT_BIASES", "HEAD", "HEAD_PART", "INPUT_NORM",
     "INPUT_PROJECTION", "INPUT_TABLE", "JOINT", "LAYER", "NEXT_NORMS", "NORM", "NORMS", "STORED", "Place",
-    "fused_place", "has_beside", "key_head_place", "key_head_rows", "matrices_of", "paired_rows", "refuse_more_layers",
-    "stored_tensors", "tensors_of", "unread_of",
+    "fused_place", "has_beside", "key_head_place", "key_head_rows", "matrices_of", "paired_norm", "paired_rows",
+    "refuse_more_layers", "stored_tensors", "tensors_of", "unread_of",
 ]
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"
@@ -70,6 +70,7 @@ BESIDE = (
 )
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
+_NORM_OF_HEADS = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_norm\.weight")
 
 
 class Place(NamedTuple):
@@ -128,9 +129,19 @@ def paired_rows(config: ModelConfig, name: str, first: int, stop: int) -> NDArra
     Returns:
         int64 `(stop - first,)`; None for a tensor that is neither of queries nor of keys.
     """
-    if not _ROTATED.fullmatch(name):
-        return None
-    rows, half = np.arange(first, stop), config.rotary_dim // 2
+    return _paired(config, np.arange(first, stop)) if _ROTATED.fullmatch(name) else None
+
+
+def paired_norm(config: ModelConfig, name: str, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The weights of a norm before RoPE, of a file where RoPE turns neighbours, in the order of `paired_rows`."""
+    if not _NORM_OF_HEADS.fullmatch(name):
+        return weights
+    return weights.reshape(-1)[_paired(config, np.arange(weights.size))].reshape(weights.shape)
+
+
+def _paired(config: ModelConfig, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows of a file for these rows of all heads."""
+    half = config.rotary_dim // 2
     channels = rows % config.head_dim
     order = np.where(channels < half, 2 * channels, 2 * (channels - half) + 1)
     return np.where(channels < config.rotary_dim, rows - channels + order, rows)
@@ -314,10 +325,10 @@ def _attention(config: ModelConfig, sizes: LayerSizes) -> Iterator[tuple[str, tu
         if bias:
             yield f"self_attn.{name}.bias", (rows,)
     if config.qk_norm:
-        whole = config.qk_norm == "all"
-        yield "self_attn.q_norm.weight", (queries if whole else sizes.head_dim,)
-        if own:
-            yield "self_attn.k_norm.weight", (pairs if whole else sizes.head_dim,)
+        for name, heads, rows in (("q", config.num_heads, queries), ("k", sizes.num_kv_heads, pairs)):
+            shapes = {"all": (rows,), "layer": (heads, sizes.head_dim)}
+            if name == "q" or own:
+                yield f"self_attn.{name}_norm.weight", shapes.get(config.qk_norm, (sizes.head_dim,))
     if config.gates:
         yield _GATES[0], (config.gates_of(sizes), hidden)
     if config.sinks:

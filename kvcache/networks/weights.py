@@ -510,6 +510,8 @@ class _Loader:
         config, names = self._config, ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
         if config.qk_norm == "all":
             return vector(*names).reshape(-1, sizes.head_dim)
+        if config.qk_norm == "layer":
+            return vector(*names)
         queries = [vector(names[0])] * config.num_heads
         return np.stack(queries if sizes.kv_layer is not None else queries + [vector(names[1])] * sizes.num_kv_heads)
 

@@ -38,6 +38,7 @@ from transformers import (
     ApertusConfig,
     Cohere2Config,
     Cohere2MoeConfig,
+    CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
@@ -51,9 +52,11 @@ from transformers import (
     Gemma4Config,
     Gemma4TextConfig,
     Gemma4UnifiedConfig,
+    GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
@@ -532,6 +535,21 @@ VARIANTS = {
         **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, attention_bias=False,
         rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.75},
     )),
+    "gemma": seeded(GemmaConfig(**SMALL, rope_parameters=DEFAULT_ROPE)),
+    "gemma_biases": seeded(GemmaConfig(
+        **SMALL | {"num_key_value_heads": 1, "head_dim": 16}, attention_bias=True, tie_word_embeddings=False,
+        rope_parameters=LINEAR_ROPE,
+    )),
+    "glm": seeded(GlmConfig(**SMALL, rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.5})),
+    "glm_no_biases": seeded(GlmConfig(
+        **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, attention_bias=False, tie_word_embeddings=True,
+        rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.75},
+    )),
+    "cohere": seeded(CohereConfig(**NO_HEAD_DIM, logit_scale=0.75, rope_parameters=DEFAULT_ROPE)),
+    "cohere_norms": seeded(CohereConfig(  # of queries and keys, with weights for each head
+        **NO_HEAD_DIM | {"hidden_size": 96, "num_key_value_heads": 2}, logit_scale=1.5, use_qk_norm=True,
+        attention_bias=True, tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE,
+    )),
     "cohere2": seeded(Cohere2Config(
         **NO_HEAD_DIM | {"num_hidden_layers": 5}, sliding_window=20, logit_scale=0.75, rope_parameters=DEFAULT_ROPE,
     )),
@@ -799,12 +817,16 @@ def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[fl
     """Standard deviation and mean of a tensor of a seeded variant, by its name in the file; as in `randomise`."""
     config = config.get_text_config()
     gain = 3.0 if getattr(config, "tie_word_embeddings", False) else 1.0
+    if config.model_type == "gemma":  # whose embedding is multiplied by as much
+        gain *= config.hidden_size**0.5
     if config.model_type.startswith("gemma4") and "post_" in name and name.endswith("weight"):
         return 0.2 * gain, gain  # of what layers add: the last product does not count behind a norm
     if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
         return 0.2, 0.6  # scores are not scaled: these say how far they spread
     if "norm" in name and name.endswith("weight"):
-        less_one = config.model_type.startswith(("qwen3_5", "qwen3_next")) and "linear_attn" not in name
+        less_one = config.model_type == "gemma" or (
+            config.model_type.startswith(("qwen3_5", "qwen3_next")) and "linear_attn" not in name
+        )
         return 0.2, 0.0 if less_one else 1.0
     for part, size, mean in (("A_log", 1.0, 0.5), ("dt_bias", 1.5, -2.0), (".D", 0.5, 1.0)):
         if name.endswith(part):

@@ -27,6 +27,8 @@ def test_defaults_of_absent_keys():
     assert parse(absent, num_attention_heads=16).num_kv_heads == 8
     assert parse(MISTRAL, num_attention_heads=16, num_key_value_heads=None).num_kv_heads == 16
     assert parse(GEMMA2).activation == parse(GEMMA2, hidden_activation=None).activation == "gelu_tanh"
+    gemma = GEMMA2 | {"architectures": ["GemmaForCausalLM"], "hidden_act": "gelu", "num_key_value_heads": 4}
+    assert parse(gemma).activation == "gelu_tanh"  # as its first files have it
 
 
 def test_biases_and_norms_of_each_architecture():

@@ -28,6 +28,7 @@ _LETTERS = {
     "gemma4_text": "gemma4", "gemma4": "gemma4", "gemma4_unified": "gemma4",
     "hunyuan_v1_dense": "hunyuan-dense", "glm4": "glm4", "cohere2": "cohere2", "starcoder2": "starcoder2",
     "apertus": "apertus", "minicpm": "minicpm", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2",
+    "gemma": "gemma", "glm": "chatglm", "cohere": "command-r",
     "ernie4_5_moe": "ernie4_5-moe", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe",
     "bailing_moe_v2": "bailingmoe2", "mellum": "mellum", "granite_swa": "granite_swa", "solar_open": "glm4moe",
     "qwen2_moe": "qwen2moe", "dots1": "dots1", "hunyuan_v1_moe": "hunyuan-moe", "exaone_moe": "exaone-moe",
@@ -154,7 +155,7 @@ def entries_of(config, folder_config):
         found["rope.scaling.yarn_beta_slow"] = (F32, rope["beta_slow"])
     if rope["rope_type"] == "dynamic":
         found |= {"rope.scaling.type": (STRING, "none"), "rope.scaling.factor": (F32, 1.0)}
-    if kind in ("cohere2", "cohere2_moe"):
+    if kind in ("cohere", "cohere2", "cohere2_moe"):
         found["logit_scale"] = (F32, config.logit_scale)
     if kind == "minicpm":
         found["embedding_scale"] = (F32, config.embedding_scale)
