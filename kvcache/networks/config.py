@@ -57,7 +57,7 @@ class ModelConfig:
             "turned": each head alone after it; "layer": each head alone through a LayerNorm with weights of its own.
         norm: of the residual stream: an RMSNorm or a LayerNorm; `norm_bias`: whether that adds a bias.
         norms: where each layer's norms are: before attention and MLP, after them, or both; "parallel": one before
-            both, which then take the same rows.
+            both, which then take the same rows; "mixed": before in layers with a state, after in the others.
         mlps: what follows the mixer of each layer: an MLP, experts, or nothing.
         mlp_gate: whether an MLP has a gate; if not, it is `down(activation(up(x)))`.
         activation: of the gate in the MLP, or of an MLP without one; "relu2" is `max(x, 0)**2`, "xielu" has
@@ -108,7 +108,7 @@ class ModelConfig:
     qk_norm: Literal["", "head", "all", "turned", "layer"]
     norm: Literal["rms", "layer"]
     norm_bias: bool
-    norms: Literal["before", "after", "both", "parallel"]
+    norms: Literal["before", "after", "both", "parallel", "mixed"]
     mlps: tuple[Mlp, ...]
     mlp_gate: bool
     activation: Literal["silu", "gelu_tanh", "relu2", "xielu", "clamped"]
@@ -132,6 +132,10 @@ class ModelConfig:
     def trunk_layers(self) -> int:
         """The layers of the network itself."""
         return self.num_layers - self.draft_layers
+
+    def norms_of(self, layer: int) -> str:
+        """Where the norms of a layer are."""
+        return self.norms if self.norms != "mixed" else "before" if self.mixers[layer] == "state" else "after"
 
     def head_parts(self, layer: int) -> tuple[int, ...]:
         """The channels of a key of a layer: those of a head, or of a latent and of what turns beside it."""

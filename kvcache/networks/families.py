@@ -41,13 +41,15 @@ class Family:
         attention_gate: whether each head of queries is followed by a gate of its results.
         gates: whether the results of each head, or of each channel of it, have a gate, one number.
         rope_in_windows: which layers have no rotary embedding: none ("all" have one), those without a window
-            ("windows" have one), or the latter unless `sliding_window` is null ("mixed").
+            ("windows" have one), or the latter unless `sliding_window` is null ("mixed"); "given": all, or none if the
+            base in `rope_parameters` is null.
         neighbours: whether folders have the rows of queries and keys in the order of rotary embeddings that turn
             channels 2 i and 2 i + 1.
         recurrence: the kind of its layers with a state (`RecurrentSizes`); "": there are none.
         by_key_heads: whether folders have the projections of the delta rule in the order of its key heads.
         eps_key: the key of what norms add to the mean of squares.
         names: what files call tensors, by the stems of `names`, with or without the layer's.
+        other_names: what some files call them, where they have no tensor of the usual name.
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
         experts: what kind of experts layers have; None: they have none.
         fused: the names in folders of queries, keys and values as one matrix, and of gate and up as one; "": they are
@@ -73,7 +75,7 @@ class Family:
     qk_norm: Literal["", "head", "all", "turned", "layer"] = ""
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
-    norms: Literal["before", "after", "both", "parallel"] = "before"
+    norms: Literal["before", "after", "both", "parallel", "mixed"] = "before"
     norms_less_one: bool = False
     embedding_by_size: bool = False
     activation: Literal["clamped"] | None = None
@@ -87,12 +89,13 @@ class Family:
     prefix: str = "model."
     attention_gate: bool = False
     gates: Literal["", "head", "channel"] = ""
-    rope_in_windows: Literal["all", "windows", "mixed"] = "all"
+    rope_in_windows: Literal["all", "windows", "mixed", "given"] = "all"
     neighbours: bool = False
     recurrence: Kind | Literal[""] = ""
     by_key_heads: bool = False
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
+    other_names: Mapping[str, str] = field(default_factory=dict)
     sinks: bool = False
     experts: ExpertKind | None = None
     fused: tuple[str, str] = ("", "")
@@ -146,6 +149,12 @@ _QWEN3_5 = {
     **{f"mixer.{name}": f"linear_attn.{name}" for name in (
         "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "norm", "out_proj",
     )},
+}
+_OLMO_HYBRID = {
+    "mixer": "linear_attn", "mixer.rate": "linear_attn.A_log", "mixer.norm": "linear_attn.o_norm",
+    "mixer.out_proj": "linear_attn.o_proj", "mixer.in_proj_z": "linear_attn.g_proj",
+    **{f"mixer.in_proj_{part}": f"linear_attn.{part}_proj" for part in "qkvab"},
+    **{f"mixer.conv1d_{part}": f"linear_attn.{part}_conv1d" for part in "qkv"},
 }
 _NEMOTRON = {
     "model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f", "mixer.rate": "mixer.A_log",
@@ -235,6 +244,14 @@ FAMILIES = {
     "Olmo3ForCausalLM": Family(
         "olmo3", qkv_bias=None, qk_norm="all", norms="after", windows="types", full_every=4, rope_per_kind=True,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+    ),
+    "OlmoHybridForCausalLM": Family(
+        "olmo_hybrid", qkv_bias=None, qk_norm="all", norms="mixed", rope_in_windows="given", recurrence="delta",
+        names=_OLMO_HYBRID,
+        other_names={
+            "input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm",
+        },
+        defaults={"linear_allow_neg_eigval": True},
     ),
     "GemmaForCausalLM": Family(
         "gemma", qkv_bias=None, norms_less_one=True, embedding_by_size=True,

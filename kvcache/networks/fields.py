@@ -266,6 +266,8 @@ def _with_bases(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 def _rotated(read: Reading) -> tuple[bool, ...]:
     """Which layers have a rotary embedding."""
     among = read.family.rope_in_windows
+    if among == "given":
+        return ((read.config.get("rope_parameters") or {}).get("rope_theta", 1.0) is not None,) * read.num_layers
     if among == "windows" or (among == "mixed" and read.get("sliding_window") is not None):
         # Of Cohere's networks with experts: the first layers have no window and turn.
         also = read.default(_FIRST_PATTERN) is not None and read.size(_FIRST_PATTERN) == 1

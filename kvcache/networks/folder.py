@@ -185,7 +185,11 @@ class FolderTensors:
     def _place(self, name: str) -> Place:
         if name not in self._places:
             place = self._place_of_texts(name)
-            self._places[name] = place._replace(name=self._names(place.name))
+            found = self._names(place.name)
+            if found not in self._checkpoint:
+                others = (found.replace(own, other) for own, other in self._family.other_names.items())
+                found = next((other for other in others if other in self._checkpoint), found)
+            self._places[name] = place._replace(name=found)
         return self._places[name]
 
     def _place_of_texts(self, name: str) -> Place:

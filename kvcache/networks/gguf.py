@@ -338,7 +338,7 @@ class GgufCheckpoint:
         if part == "post_attention_layernorm.weight" and not config.mixers[int(inside[1])]:
             return Place(f"{block}attn_norm.weight")  # of a layer that is an MLP alone
         # llama.cpp's name for it in most networks, where it is before the MLP, is `ffn_norm`.
-        after = config.norms != "before" or self._architecture.post_attention_norm
+        after = config.norms_of(int(inside[1])) != "before" or self._architecture.post_attention_norm
         if part == "post_attention_layernorm.weight" and after:
             return Place(f"{block}post_attention_norm.weight")
         return Place(f"{block}{_WHOLE.get(part) or self._named(part)}")

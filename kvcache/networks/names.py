@@ -56,6 +56,7 @@ _GATES = ("self_attn.gate_proj.weight",)
 _INPUTS = {
     "conv": ("mixer.in_proj.weight",), "mamba": ("mixer.in_proj.weight",),
     "delta": tuple(f"mixer.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+    "apart": tuple(f"mixer.in_proj_{part}.weight" for part in "qkvzba"),
 }
 # Matrices that stay as they are stored in every format of weights: they are small, and what they compute is exact or
 # nothing: the experts of a row, or how fast a state decays.
@@ -200,7 +201,7 @@ def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
         yield (*read, *_GATES[: bool(config.gates)])
         yield ("self_attn.o_proj.weight",)
     elif config.recurrence is not None and config.mixers[layer]:
-        yield _INPUTS[config.recurrence.kind]
+        yield _INPUTS["apart" if config.recurrence.apart else config.recurrence.kind]
         yield ("mixer.out_proj.weight",)
     if config.mlps[layer] == "mlp" or has_beside(config):
         yield ("mlp.gate_proj.weight", "mlp.up_proj.weight")[not config.mlp_gate :]
@@ -251,7 +252,7 @@ def tensors_of(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for i, norm in enumerate(NORMS[config.norms]):
+    for i, norm in enumerate(NORMS[config.norms_of(layer)]):
         if norm is not None and (config.mixers[layer], config.mlps[layer])[i // 2]:
             yield f"{norm}.weight", (config.hidden_size,)
             if config.norm_bias:
@@ -290,11 +291,14 @@ def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[st
         "conv": (("in_proj", 3 * hidden),), "mamba": (("in_proj", inner + sizes.channels + heads),),
         "delta": (("in_proj_qkv", sizes.channels), ("in_proj_z", inner), ("in_proj_b", heads), ("in_proj_a", heads)),
     }
-    for name, rows in inputs[sizes.kind]:
+    parts = (("q", sizes.groups * sizes.size), ("k", sizes.groups * sizes.size), ("v", inner)) if sizes.apart else ()
+    inputs["apart"] = (*((f"in_proj_{part}", rows) for part, rows in parts), *inputs["delta"][1:])
+    for name, rows in inputs["apart" if parts else sizes.kind]:
         yield f"mixer.{name}.weight", (rows, hidden)
         if sizes.projection_bias:
             yield f"mixer.{name}.bias", (rows,)
-    yield "mixer.conv1d.weight", (sizes.channels, 1, sizes.taps)
+    for name, rows in ((f"conv1d_{part}", rows) for part, rows in parts) if parts else (("conv1d", sizes.channels),):
+        yield f"mixer.{name}.weight", (rows, 1, sizes.taps)
     if sizes.conv_bias:
         yield "mixer.conv1d.bias", (sizes.channels,)
     if sizes.kind != "conv":

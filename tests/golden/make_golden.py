@@ -77,6 +77,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -534,6 +535,17 @@ VARIANTS = {
     "glm4_no_biases": seeded(Glm4Config(
         **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, attention_bias=False,
         rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.75},
+    )),
+    # As many channels of queries, keys and values: transformers cuts their convolution into three equal parts.
+    "olmo_hybrid": seeded(OlmoHybridConfig(
+        **SMALL_HYBRID, layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=30, linear_value_head_dim=10,
+        linear_conv_kernel_dim=3, rope_parameters={"rope_type": "default", "rope_theta": None},
+    )),
+    "olmo_hybrid_turned": seeded(OlmoHybridConfig(
+        **SMALL_HYBRID | {"num_hidden_layers": 4}, linear_allow_neg_eigval=False, attention_bias=True,
+        linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=12, linear_value_head_dim=12,
+        tie_word_embeddings=True, rope_parameters=DEFAULT_ROPE,
     )),
     "gemma": seeded(GemmaConfig(**SMALL, rope_parameters=DEFAULT_ROPE)),
     "gemma_biases": seeded(GemmaConfig(

@@ -111,7 +111,7 @@ def test_model_type_replaces_absent_architectures():
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: .*Classification"),
         ({"architectures": ["LlamaForCausalLM", "LlamaModel"]}, "architectures"),
         ({"architectures": [["LlamaForCausalLM"]]}, "architectures"),
-        ({"architectures": None, "model_type": "gemma"}, "model_type: .*'gemma'"),
+        ({"architectures": None, "model_type": "gptj"}, "model_type: .*'gptj'"),
         ({"architectures": None}, "model_type: .*None"),
         ({"hidden_act": "gelu"}, "hidden_act: expected one of silu, swish, gelu_pytorch_tanh, got 'gelu'"),
         ({"hidden_act": ["silu"]}, "hidden_act: expected one of"),

@@ -196,7 +196,7 @@ def test_every_feature_has_a_model():
     assert {(config.norm, config.norm_bias) for config in configs} == {
         ("rms", False), ("layer", False), ("layer", True)
     }
-    assert {config.norms for config in configs} == {"before", "after", "both", "parallel"}
+    assert {config.norms for config in configs} == {"before", "after", "both", "parallel", "mixed"}
     assert {(config.activation, config.mlp_gate) for config in configs} == {
         ("silu", True), ("gelu_tanh", True), ("clamped", True), ("gelu_tanh", False), ("relu2", False),
         ("xielu", False),
