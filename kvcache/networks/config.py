@@ -54,7 +54,8 @@ class ModelConfig:
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
         value_norm: whether values pass through an RMSNorm without a weight.
         qk_norm: how queries and keys pass through an RMSNorm before RoPE: not, each head alone, or all heads at once;
-            "turned": each head alone after it; "layer": each head alone through a LayerNorm with weights of its own.
+            "turned": each head alone after it; "layer": each head alone through a LayerNorm with weights of its own;
+            "plain": each head alone, without weights.
         norm: of the residual stream: an RMSNorm or a LayerNorm; `norm_bias`: whether that adds a bias.
         norms: where each layer's norms are: before attention and MLP, after them, or both; "parallel": one before
             both, which then take the same rows; "mixed": before in layers with a state, after in the others.
@@ -68,6 +69,8 @@ class ModelConfig:
         experts: what layers with experts have beside their number; None: there are none.
         layer_inputs: the size of what each layer is given of each token beside the residual stream; 0: nothing.
         layer_scales: whether each layer multiplies its result by a number.
+        embedding_norm: whether the embedding passes through an RMSNorm without a weight.
+        post_norm_eps: what norms of what attention and MLP add have in place of `rms_norm_eps`.
         embedding_scale, residual_scale, logit_scale: multiply the embedding, what a layer's parts add, the logits.
         logit_softcap: as `attention_softcap`, for the logits.
         tie_word_embeddings: whether the output matrix is the embedding, unless the files have another one.
@@ -88,6 +91,7 @@ class ModelConfig:
     sizes: tuple[LayerSizes, ...]
     max_position_embeddings: int
     rms_norm_eps: float
+    post_norm_eps: float
     rope: Rope
     window_rope: Rope | None
     rotary_dim: int
@@ -105,7 +109,7 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     value_norm: bool
-    qk_norm: Literal["", "head", "all", "turned", "layer"]
+    qk_norm: Literal["", "head", "all", "turned", "layer", "plain"]
     norm: Literal["rms", "layer"]
     norm_bias: bool
     norms: Literal["before", "after", "both", "parallel", "mixed"]
@@ -119,6 +123,7 @@ class ModelConfig:
     experts: ExpertSizes | None
     layer_inputs: int
     layer_scales: bool
+    embedding_norm: bool
     embedding_scale: float
     residual_scale: float
     logit_scale: float

@@ -27,7 +27,8 @@ class Family:
         qk_norm: how queries and keys are normed: see `ModelConfig`.
         norm, norm_bias, norms: see `ModelConfig`. A LayerNorm is an RMSNorm if files have `rms_norm_eps`, of which
             the family has a default.
-        norms_less_one: whether folders store the weights of norms minus 1.
+        norms_less_one: whether folders store the weights of norms minus 1; "layers": but for the last norm.
+        embedding_norm: see `ModelConfig`.
         embedding_by_size: whether the embedding is multiplied by the square root of the hidden size.
         activation: that of the MLP; None: the key that `activation_key` names.
         windows: which layers may have the window of `sliding_window`: none, all, or those of `layer_types`.
@@ -64,19 +65,21 @@ class Family:
             "": they are those of layers behind the last one.
         next_names: what folders call the tensors that only they have.
         defaults: the values of absent keys; those that the table leaves out are in `fields`. Soft caps,
-            factors, `partial_rotary_factor`, `rotary_dim`, `use_qk_norm`, `layer_rope_theta`, `llama_4_scaling_beta`
-            and `alpha` are read only where they are here. Files have to say what is None.
+            factors, `partial_rotary_factor`, `rotary_dim`, `use_qk_norm`, `layer_rope_theta` ("last": every fourth
+            layer from the last one has no window and does not turn), `llama_4_scaling_beta`, `qk_scale_factor`,
+            `post_norm_eps` and `alpha` are read only where they are here. Files have to say what is None.
     """
 
     model_type: str
     qkv_bias: bool | None = False
     mlp_bias: bool | None = False
     bias_keys: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
-    qk_norm: Literal["", "head", "all", "turned", "layer"] = ""
+    qk_norm: Literal["", "head", "all", "turned", "layer", "plain"] = ""
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     norms: Literal["before", "after", "both", "parallel", "mixed"] = "before"
-    norms_less_one: bool = False
+    norms_less_one: bool | Literal["layers"] = False
+    embedding_norm: bool = False
     embedding_by_size: bool = False
     activation: Literal["clamped"] | None = None
     activation_key: str = "hidden_act"
@@ -263,6 +266,15 @@ FAMILIES = {
         "gemma2", qkv_bias=None, norms="both", norms_less_one=True, embedding_by_size=True,
         activation_key="hidden_activation", windows="types", full_every=2,
         defaults=_GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "MuseGlimmerForCausalLM": Family(
+        "muse_glimmer_text", qkv_bias=None, qk_norm="plain", norms="both", norms_less_one="layers",
+        embedding_norm=True, activation_key="hidden_activation", gates="channel", windows="types", rope_per_kind=True,
+        defaults={
+            "num_key_value_heads": 2, "head_dim": 128, "hidden_activation": "silu", "rms_norm_eps": 1e-5,
+            "post_norm_eps": 1e-8, "sliding_window": 2048, "qk_scale_factor": 3.87, "final_logit_softcapping": 20.0,
+            "output_multiplier": 0.19611613513818404, "layer_rope_theta": "last",
+        },
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text", qkv_bias=None, qk_norm="head", norms="both", norms_less_one=True, embedding_by_size=True,

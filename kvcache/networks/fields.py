@@ -65,7 +65,7 @@ class Reading(Entries):
             config = {**config, "layer_types": [each if each == _SLIDING else _FULL for each in kinds]}
             self.listed = [_FULL if each == _SLIDING else each for each in kinds]
         if "layer_rope_theta" in family.defaults:
-            config = _with_bases(config, self.num_layers)
+            config = _with_bases(config, self.num_layers, family.defaults["layer_rope_theta"] == "last")
         self.config = config
         return self.num_layers
 
@@ -216,7 +216,7 @@ def _logit_scale(read: Reading) -> float:
     if "dim_model_base" in read.family.defaults:  # MiniCPM
         hidden: int = read.found.hidden_size
         return _factor(read, "dim_model_base") / hidden
-    return _factor(read, "logit_scale") / _factor(read, "logits_scaling")
+    return _factor(read, "logit_scale") * _factor(read, "output_multiplier") / _factor(read, "logits_scaling")
 
 
 def _norm(read: Reading) -> str:
@@ -235,21 +235,27 @@ def _attention_scale(read: Reading) -> float | None:
     if read.default("query_pre_attn_scalar"):
         scalar = read.cap("query_pre_attn_scalar")
         scale = None if scalar is None else 1 / math.sqrt(scalar)
+    elif read.default("qk_scale_factor"):
+        scale = read.number("qk_scale_factor") / math.sqrt(read.found.head_dim)
     elif read.default("attention_multiplier"):
         scale = read.number("attention_multiplier")
     return None if scale == 1 / math.sqrt(read.found.head_dim) else scale
 
 
-def _with_bases(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The entries of Granite with windows: the base of each layer's RoPE, 0 for none, as one for each kind of layer."""
-    kinds = config.get("layer_types") or [_SLIDING if i % 4 else _FULL for i in range(num_layers)]
+def _with_bases(config: Mapping[str, Any], num_layers: int, last: bool) -> dict[str, Any]:
+    """The entries of Granite with windows: the base of each layer's RoPE, 0 for none, as one for each kind of layer.
+
+    `last`: without a key every fourth layer from the last one is full and has base 0; if not, from the first, with one.
+    """
+    full = [(num_layers - 1 - i if last else i) % 4 == 0 for i in range(num_layers)]
+    kinds = config.get("layer_types") or [_FULL if each else _SLIDING for each in full]
     flat = config.get("rope_parameters") or {}
     if not isinstance(kinds, list):
         raise CheckpointError(f"layer_types: expected a list, got {short(kinds)}")
     if not isinstance(flat, dict):
         raise CheckpointError(f"rope_parameters: expected an object, got {short(flat)}")
     usual = flat.get("rope_theta", config.get("rope_theta", 10000.0))
-    bases = config.get("layer_rope_theta") or [usual] * num_layers
+    bases = config.get("layer_rope_theta") or [0 if last and each else usual for each in full]
     if not isinstance(bases, list) or len(bases) != num_layers or not all(type(x) in (int, float) for x in bases):
         expected = f"a number for each of {num_layers} layers"
         raise CheckpointError(f"layer_rope_theta: expected {expected}, got {short(bases)}")
@@ -466,6 +472,9 @@ FIELDS: dict[str, Field] = {
         ), "attention.layer_norm_rms_epsilon", ("rms_norm_eps",)
     ),
     "mlps": Field(_mlps),
+    "post_norm_eps": Field(
+        lambda read: read.number("post_norm_eps") if read.default("post_norm_eps") else read.found.rms_norm_eps
+    ),
     "rotated": Field(_rotated),
     "attention_softcap": Field(Cap("attn_logit_softcapping"), "attn_logit_softcapping", optional=True),
     "qk_norm": Field(_qk_norm),
@@ -486,5 +495,6 @@ FIELDS: dict[str, Field] = {
 }
 # The fields that a family fixes.
 _OF_FAMILY = (
-    "sinks", "attention_gate", "gates", "value_norm", "norm_bias", "norms", "mlp_gate", "layer_scales",
+    "sinks", "embedding_norm", "attention_gate", "gates", "value_norm", "norm_bias", "norms", "mlp_gate",
+    "layer_scales",
 )

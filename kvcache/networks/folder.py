@@ -21,6 +21,7 @@ from kvcache.networks.names import (
     HEAD_PART,
     JOINT,
     LAYER,
+    NORM,
     Place,
     fused_place,
     key_head_place,
@@ -109,7 +110,9 @@ class FolderTensors:
             return found.reshape(-1)
         if name.endswith("mixer.rate"):  # files have its logarithm
             return (-exp(found)).astype(np.float32)
-        if self._family.norms_less_one and name.endswith("norm.weight") and not name.endswith("mixer.norm.weight"):
+        less_one = self._family.norms_less_one is True or name != f"{NORM}.weight"
+        less_one &= name.endswith("norm.weight") and not name.endswith("mixer.norm.weight")
+        if self._family.norms_less_one and less_one:
             found = found + np.float32(1)
         biases = EXPERT_BIASES.search(name)
         if biases and biases[1] != "down" and (stack := self._stack_of(name)) and stack.in_turn:

@@ -293,6 +293,8 @@ class Transformer:
         """The rows that a pass begins with: the embedding of the tokens, and what goes along with it."""
         config = self.config
         x = self.weights.embedding[tokens.astype(np.int64)]
+        if config.embedding_norm:
+            x = rms_norm(x, np.ones(config.hidden_size, np.float32), config.rms_norm_eps)
         if config.embedding_scale != 1:
             x *= np.float32(config.embedding_scale)
         turns: Turns = {table: [table.rows(each) for each in places] for table in set(self._tables[regime])}
@@ -372,10 +374,10 @@ class Transformer:
         """A product."""
         return weight.multiply(x, bias, activations=self.activations)
 
-    def _normed(self, x: Float32, norm: Float32 | None) -> Float32:
+    def _normed(self, x: Float32, norm: Float32 | None, eps: float = 0.0) -> Float32:
         if norm is None:
             return x
-        eps = self.config.rms_norm_eps
+        eps = eps or self.config.rms_norm_eps
         return rms_norm(x, norm, eps) if self.config.norm == "rms" else layer_norm(x, norm[0], norm[1], eps)
 
     def _add_times(
@@ -389,7 +391,7 @@ class Transformer:
 
     def _add(self, x: Float32, part: Float32, norm: Float32 | None) -> None:
         """Add what a part of a layer computes to the residual stream `x`."""
-        part = self._normed(part, norm)
+        part = self._normed(part, norm, self.config.post_norm_eps)
         if self.config.residual_scale != 1:
             part *= np.float32(self.config.residual_scale)
         x += part
@@ -418,7 +420,7 @@ class Transformer:
             values = rms_norm(values, np.ones(values.shape[1:], np.float32), eps)
         if layer.qk_norm is None or config.qk_norm == "turned":
             return turned, values, gates
-        if config.qk_norm == "head":
+        if config.qk_norm in ("head", "plain"):
             return rms_norm(turned, layer.qk_norm, eps), values, gates
         if config.qk_norm == "layer":
             plain = np.ones(sizes.head_dim, np.float32), np.zeros(sizes.head_dim, np.float32)

@@ -515,6 +515,8 @@ class _Loader:
         config, names = self._config, ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
         if config.qk_norm == "all":
             return vector(*names).reshape(-1, sizes.head_dim)
+        if config.qk_norm == "plain":
+            return np.ones((config.num_heads + sizes.num_kv_heads, sizes.head_dim), np.float32)
         if config.qk_norm == "layer":
             return vector(*names)
         queries = [vector(names[0])] * config.num_heads

@@ -73,6 +73,7 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    MuseGlimmerConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
@@ -547,6 +548,23 @@ VARIANTS = {
         linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=12, linear_value_head_dim=12,
         tie_word_embeddings=True, rope_parameters=DEFAULT_ROPE,
     )),
+    "muse_glimmer": seeded(MuseGlimmerConfig(
+        text_config=SMALL | {
+            "num_hidden_layers": 5, "sliding_window": 20, "output_multiplier": 0.7, "final_logit_softcapping": 15.0,
+            "qk_scale_factor": 1.3, "post_norm_eps": 1e-3, "rope_parameters": DEFAULT_ROPE,
+        },
+        vision_config=VISION | {"pos_emb_height": 4, "pos_emb_width": 4}, out_hidden_size=48, projector_hidden_size=8,
+        image_token_id=VOCAB, video_token_id=VOCAB + 1,
+    )),
+    "muse_glimmer_kinds": seeded(MuseGlimmerConfig(  # layers without a rotary embedding have a window, one beside not
+        text_config=SMALL | {
+            "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24,
+            "layer_types": _kinds("FWFW"), "layer_rope_theta": [10000.0, 10000.0, 0, 0], "output_multiplier": 0.5,
+            "qk_scale_factor": 1.5, "attention_bias": True, "rope_parameters": LINEAR_ROPE,
+        },
+        vision_config=VISION | {"pos_emb_height": 4, "pos_emb_width": 4}, out_hidden_size=48, projector_hidden_size=8,
+        image_token_id=VOCAB, video_token_id=VOCAB + 1,
+    )),
     "gemma": seeded(GemmaConfig(**SMALL, rope_parameters=DEFAULT_ROPE)),
     "gemma_biases": seeded(GemmaConfig(
         **SMALL | {"num_key_value_heads": 1, "head_dim": 16}, attention_bias=True, tie_word_embeddings=False,
@@ -836,7 +854,7 @@ def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[fl
     if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
         return 0.2, 0.6  # scores are not scaled: these say how far they spread
     if "norm" in name and name.endswith("weight"):
-        less_one = config.model_type == "gemma" or (
+        less_one = config.model_type == "gemma" or (config.model_type == "muse_glimmer_text" and "layers" in name) or (
             config.model_type.startswith(("qwen3_5", "qwen3_next")) and "linear_attn" not in name
         )
         return 0.2, 0.0 if less_one else 1.0

@@ -192,7 +192,7 @@ def test_every_feature_has_a_model():
         assert {getattr(config, part) is None for config in configs} == {True, False}, part
     for name in ("embedding_scale", "residual_scale", "logit_scale"):
         assert any(getattr(config, name) != 1 for config in configs), name
-    assert {config.qk_norm for config in configs} == {"", "head", "all", "turned", "layer"}
+    assert {config.qk_norm for config in configs} == {"", "head", "all", "turned", "layer", "plain"}
     assert {(config.norm, config.norm_bias) for config in configs} == {
         ("rms", False), ("layer", False), ("layer", True)
     }
