@@ -49,14 +49,16 @@ class ModelConfig:
         attention_softcap: scores become `cap * tanh(score / cap)`; None: they stay.
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
         attention_gate: whether each head of queries is followed by a gate, whose sigmoid its results are multiplied by.
-        head_gates: whether the results of each head are multiplied by the sigmoid of one number.
+        gates: what the results of attention are multiplied by: nothing, or the sigmoid of one number for each head
+            or channel.
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
         value_norm: whether values pass through an RMSNorm without a weight.
         qk_norm: how queries and keys pass through an RMSNorm before RoPE: not, each head alone, or all heads at once;
-            "turned": each head alone after it.
+            "turned": each head alone after it; "layer": each head alone through a LayerNorm with weights of its own;
+            "plain": each head alone, without weights.
         norm: of the residual stream: an RMSNorm or a LayerNorm; `norm_bias`: whether that adds a bias.
         norms: where each layer's norms are: before attention and MLP, after them, or both; "parallel": one before
-            both, which then take the same rows.
+            both, which then take the same rows; "mixed": before in layers with a state, after in the others.
         mlps: what follows the mixer of each layer: an MLP, experts, or nothing.
         mlp_gate: whether an MLP has a gate; if not, it is `down(activation(up(x)))`.
         activation: of the gate in the MLP, or of an MLP without one; "relu2" is `max(x, 0)**2`, "xielu" has
@@ -67,6 +69,8 @@ class ModelConfig:
         experts: what layers with experts have beside their number; None: there are none.
         layer_inputs: the size of what each layer is given of each token beside the residual stream; 0: nothing.
         layer_scales: whether each layer multiplies its result by a number.
+        embedding_norm: whether the embedding passes through an RMSNorm without a weight.
+        post_norm_eps: what norms of what attention and MLP add have in place of `rms_norm_eps`.
         embedding_scale, residual_scale, logit_scale: multiply the embedding, what a layer's parts add, the logits.
         logit_softcap: as `attention_softcap`, for the logits.
         tie_word_embeddings: whether the output matrix is the embedding, unless the files have another one.
@@ -87,6 +91,7 @@ class ModelConfig:
     sizes: tuple[LayerSizes, ...]
     max_position_embeddings: int
     rms_norm_eps: float
+    post_norm_eps: float
     rope: Rope
     window_rope: Rope | None
     rotary_dim: int
@@ -99,15 +104,15 @@ class ModelConfig:
     attention_softcap: float | None
     sinks: bool
     attention_gate: bool
-    head_gates: bool
+    gates: Literal["", "head", "channel"]
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     value_norm: bool
-    qk_norm: Literal["", "head", "all", "turned"]
+    qk_norm: Literal["", "head", "all", "turned", "layer", "plain"]
     norm: Literal["rms", "layer"]
     norm_bias: bool
-    norms: Literal["before", "after", "both", "parallel"]
+    norms: Literal["before", "after", "both", "parallel", "mixed"]
     mlps: tuple[Mlp, ...]
     mlp_gate: bool
     activation: Literal["silu", "gelu_tanh", "relu2", "xielu", "clamped"]
@@ -118,6 +123,7 @@ class ModelConfig:
     experts: ExpertSizes | None
     layer_inputs: int
     layer_scales: bool
+    embedding_norm: bool
     embedding_scale: float
     residual_scale: float
     logit_scale: float
@@ -132,10 +138,18 @@ class ModelConfig:
         """The layers of the network itself."""
         return self.num_layers - self.draft_layers
 
+    def norms_of(self, layer: int) -> str:
+        """Where the norms of a layer are."""
+        return self.norms if self.norms != "mixed" else "before" if self.mixers[layer] == "state" else "after"
+
     def head_parts(self, layer: int) -> tuple[int, ...]:
         """The channels of a key of a layer: those of a head, or of a latent and of what turns beside it."""
         latent = self.latent
         return (self.sizes[layer].head_dim,) if latent is None else (latent.latent, latent.turned)
+
+    def gates_of(self, sizes: LayerSizes) -> int:
+        """The number of gates of the results of a layer of these sizes."""
+        return {"": 0, "head": self.num_heads, "channel": self.num_heads * sizes.head_dim}[self.gates]
 
     def with_draft_layer(self) -> ModelConfig:
         """This network and the first MTP layer, behind its last one; itself if it has none."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvcache.errors import CheckpointError
 from kvcache.support.arguments import short
 
-__all__ = ["Cap", "Entries", "Flag", "Number", "Only", "Size"]
+__all__ = ["Cap", "Entries", "Flag", "Number", "Only", "SameSize", "Size"]
 
 _MAX_SIZE = 2**31 - 1  # of any one dimension: keeps products inside int64
 _MAX_NUMBER = 1e30  # of any factor: keeps products inside float64
@@ -105,6 +105,21 @@ class Size(NamedTuple):
     def __call__(self, read: Entries) -> int:
         """The value, see `Entries.size`."""
         return read.size(self.key, self.default, at_least=self.at_least, most=self.most)
+
+
+class SameSize(Size):
+    """A whole number as data, which a file may have once or for each layer."""
+
+    __slots__ = ()
+
+    def __call__(self, read: Entries) -> int:
+        """The value. Raises CheckpointError for layers that differ."""
+        found = read.get(self.key)
+        if not isinstance(found, list):
+            return super().__call__(read)
+        if not found or any(value != found[0] for value in found):
+            raise CheckpointError(f"{read.where}{self.key}: expected one number for all layers, got {short(found)}")
+        return Size(*self)(Entries({self.key: found[0]}, read.where))
 
 
 class Number(NamedTuple):

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kvcache.errors import CheckpointError
-from kvcache.networks.entries import Entries, Flag, Number, Only, Size
+from kvcache.networks.entries import Entries, Flag, Number, Only, SameSize, Size
 from kvcache.networks.expert_sizes import ExpertChoice, ExpertSizes
 from kvcache.support.arguments import short
 
 __all__ = ["EXPERT_KINDS", "ExpertKind", "StackedExperts"]
 
-_SIZE = Size("intermediate_size")
+_SIZE, _PER_TOKEN = Size("intermediate_size"), Size("num_experts_per_tok")
 _NORMALISE, _FACTOR = Flag("norm_topk_prob", True), Number("routed_scaling_factor", 1.0)
 
 
@@ -40,11 +40,19 @@ class StackedExperts(NamedTuple):
     biases: tuple[str, str] = ("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias")
 
 
+def _steps(read: Entries) -> tuple[int, list[int]]:
+    """A number of which only multiples, from 1 on, are layers with experts, and layers that have an MLP in any case."""
+    mlps = read.get("mlp_only_layers") or []
+    if not isinstance(mlps, list) or not all(type(layer) is int for layer in mlps):
+        raise CheckpointError(f"mlp_only_layers: expected numbers of layers, got {short(mlps)}")
+    return read.size("decoder_sparse_step", 1), mlps
+
+
 def _in_every_layer(read: Entries) -> None:
     """Raise CheckpointError if some layers have an MLP in place of experts."""
-    step, dense = read.size("decoder_sparse_step", 1), read.get("mlp_only_layers") or []
-    if step != 1 or dense:
-        raise CheckpointError(f"mlp_only_layers: expected none and a step of 1, got {short(dense)} and {step}")
+    step, mlps = _steps(read)
+    if step != 1 or mlps:
+        raise CheckpointError(f"mlp_only_layers: expected none and a step of 1, got {short(mlps)} and {step}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +64,17 @@ class ExpertKind:
         at_least: the least number of experts; 0: a network may have none, and has the shared MLP alone.
         switch: the key of a flag without which there are none; "": there is none.
         layer: what lists of layers call one with experts; "": they do not say.
-        per_token: the key of how many experts a token has.
+        per_token: how many experts a token has.
         size: the intermediate size of an expert.
-        apart: whether MLPs in the place of experts, or beside them, have a size of their own: `intermediate_size`.
+        apart: whether MLPs in the place of experts, or beside them, have a size of their own.
+        mlp: the key of that size; where it is another one than `intermediate_size`, null means the size of an expert.
         dense_first: the key of how many of the first layers have an MLP in place of experts; "": none has.
         listed: whether `mlp_layer_types` may say which layers have one.
+        stepped: whether `decoder_sparse_step` and `mlp_only_layers` may say so.
         shared: the size of the MLP that all rows share, or of one of `shared_count`; None: that of an expert.
         shared_count: how many of these there are, side by side as one; None: one if `shared` has a key, else none.
         shared_gate: whether the results of that MLP have a gate.
+        mean: whether these and the results of the experts are averaged; None: they are added.
         latent: the key of the size of rows that experts take and give; "": the hidden size.
         beside: see `ExpertSizes`.
         choice: the fields of `ExpertChoice`, each a value or what reads it.
@@ -79,14 +90,17 @@ class ExpertKind:
     at_least: int = 1
     switch: str = ""
     layer: str = ""
-    per_token: str = "num_experts_per_tok"
+    per_token: Size = _PER_TOKEN
     size: Size = _SIZE
     apart: bool = False
+    mlp: str = "intermediate_size"
     dense_first: str = ""
     listed: bool = False
+    stepped: bool = False
     shared: Size | None = None
     shared_count: Size | None = None
     shared_gate: bool = False
+    mean: _Which | None = None
     latent: str = ""
     beside: bool = False
     choice: Mapping[str, Any] = field(default_factory=dict)
@@ -114,13 +128,16 @@ class ExpertKind:
         if not self.apart:
             size = self.size(read)
             return self.shared(read) if self.shared and not experts else size
-        return read.size("intermediate_size", None if self._has_mlps(read, experts) else self.size(read))
+        needed = self.mlp == "intermediate_size" and self._has_mlps(read, experts)
+        return read.size(self.mlp, None if needed else self.size(read))
 
     def _has_mlps(self, read: Entries, experts: int) -> bool:
         """Whether some layers have an MLP, as far as a key says."""
         listed = read.get("mlp_layer_types") if self.listed else None
         if self.beside or self.layer or not experts:
             return True
+        if self.stepped:
+            return _steps(read) != (1, [])
         return "dense" in listed if isinstance(listed, list) else read.get(self.dense_first) not in (None, 0)
 
     def has_experts(self, read: Entries, layers: int) -> list[bool]:
@@ -131,6 +148,9 @@ class ExpertKind:
                 expected = f"dense or sparse for each of {layers} layers"
                 raise CheckpointError(f"mlp_layer_types: expected {expected}, got {short(listed)}")
             return [each == "sparse" for each in listed]
+        if self.stepped:
+            step, mlps = _steps(read)
+            return [(i + 1) % step == 0 and i not in mlps for i in range(layers)]
         dense = read.size(self.dense_first, at_least=0, most=layers) if self.dense_first else 0
         return [i >= dense for i in range(layers)]
 
@@ -160,7 +180,8 @@ class ExpertKind:
         if choice.kept > choice.groups:
             expected = f"a positive whole number up to {choice.groups}"
             raise CheckpointError(f"{self.choice['kept'].key}: expected {expected}, got {choice.kept}")
-        return ExpertSizes(size, latent, shared, self.shared_gate, choice, self.beside)
+        mean = self.mean is not None and shared > 0 and self.mean(read)
+        return ExpertSizes(size, latent, shared, self.shared_gate, choice, self.beside, mean)
 
 
 class _IfLimited(NamedTuple):
@@ -174,6 +195,33 @@ class _IfLimited(NamedTuple):
         if method not in ("greedy", "group_limited_greedy"):
             raise CheckpointError(f"topk_method: expected greedy or group_limited_greedy, got {short(method)}")
         return 1 if method == "greedy" else found
+
+
+class _Which(NamedTuple):
+    """Which of two words an entry has, as a flag: whether it is the second one."""
+
+    key: str
+    words: tuple[str, str]
+    default: str
+
+    def __call__(self, read: Entries) -> bool:
+        """The flag. Raises CheckpointError for any other word."""
+        found = read.get(self.key)
+        found = self.default if found is None else found
+        if found not in self.words:
+            raise CheckpointError(f"{self.key}: expected {' or '.join(self.words)}, got {short(found)}")
+        return bool(found == self.words[1])
+
+
+class _OrSoftmax(NamedTuple):
+    """A flag of scores that are sigmoids; true for a softmax."""
+
+    key: str
+    sigmoid: _Which
+
+    def __call__(self, read: Entries) -> bool:
+        """The value."""
+        return read.flag(self.key, True) or not self.sigmoid(read)
 
 
 def _to_the_last_layer(read: Entries) -> None:
@@ -192,6 +240,7 @@ _GGUF_KEYS = {
 }
 _GROUPS = {"groups": Size("n_group", 1), "kept": Size("topk_group", 1)}
 _SIGMOID = {"normalise": _NORMALISE, "sigmoid": True, "bias": True, "eps": 1e-20, "factor": _FACTOR}
+_BY_WORD = _Which("expert_selection_fn", ("softmax", "sigmoid"), "softmax")
 _NO_BIASES = Only("mlp_bias", False, " with experts")
 _STACKED = (StackedExperts(),)
 _W = ("w1", "w3", "w2")
@@ -209,6 +258,13 @@ EXPERT_KINDS = {
     "minimax": replace(_MIXTRAL, choice={"sigmoid": True, "bias": True}),
     "qwen": _QWEN,
     "olmoe": replace(_QWEN, size=_SIZE),
+    "qwen2": replace(
+        _QWEN, apart=True, stepped=True, shared=Size("shared_expert_intermediate_size", 5632), shared_gate=True,
+        checks=(), stacks=_STACKED,
+    ),
+    "hunyuan": ExpertKind(
+        count=("num_experts",), per_token=SameSize("moe_topk", 1), shared=_SIZE, checks=(), stacks=_STACKED,
+    ),
     "mellum": ExpertKind(
         size=Size("moe_intermediate_size"), apart=True, listed=True, choice={"normalise": _NORMALISE}, checks=(),
     ),
@@ -231,7 +287,7 @@ EXPERT_KINDS = {
         shared_stack="shared_mlp.input_linear.weight",
     ),
     "gemma4": ExpertKind(
-        switch="enable_moe_block", per_token="top_k_experts", size=Size("moe_intermediate_size"), apart=True,
+        switch="enable_moe_block", per_token=Size("top_k_experts"), size=Size("moe_intermediate_size"), apart=True,
         beside=True, stacks=(StackedExperts("experts.gate_up_proj", "experts.down_proj"),),
     ),
     "nemotron": ExpertKind(
@@ -240,6 +296,13 @@ EXPERT_KINDS = {
         checks=(_NO_BIASES, Only("n_shared_experts", 1)), each="mixer.experts.{}.{}_proj.weight",
     ),
     "deepseek": _DEEPSEEK,
+    "exaone": replace(_DEEPSEEK, count=("num_experts",), shared_count=Size("num_shared_experts", 1)),
+    "afmoe": ExpertKind(
+        count=("num_experts",), size=Size("moe_intermediate_size"), apart=True, dense_first="num_dense_layers",
+        shared_count=Size("num_shared_experts", 2, 0), stacks=_STACKED,
+        choice=_SIGMOID | {"normalise": Flag("route_norm", True), "factor": Number("route_scale", 1.0)},
+        checks=(Only("score_func", "sigmoid"), Only("n_group", 1)),
+    ),
     "deepseek_v2": replace(  # groups are ranked by their best expert
         _DEEPSEEK, checks=(_NORMALISE, _NO_BIASES), choice={
             "normalise": False, "eps": 1e-20, "factor": _FACTOR, "best": 1,
@@ -247,6 +310,12 @@ EXPERT_KINDS = {
         },
     ),
     "mistral4": replace(_DEEPSEEK, choice=_SIGMOID | _GROUPS | {"sigmoid": False, "bias": False}),
+    "cohere": ExpertKind(
+        count=("num_experts",), apart=True, mlp="prefix_dense_intermediate_size", dense_first="first_k_dense_replace",
+        listed=True, shared_count=Size("num_shared_experts", 0, 0), checks=(), stacks=_STACKED,
+        mean=_Which("shared_expert_combination_strategy", ("sum", "average"), "average"),
+        choice={"normalise": _OrSoftmax("norm_topk_prob", _BY_WORD), "sigmoid": _BY_WORD},
+    ),
     "bailing": ExpertKind(
         count=("num_experts",), size=Size("moe_intermediate_size"), apart=True, dense_first="first_k_dense_replace",
         shared=Size("moe_shared_expert_intermediate_size"), shared_count=Size("num_shared_experts", 1, 0),
@@ -254,7 +323,7 @@ EXPERT_KINDS = {
         checks=(Only("score_function", "sigmoid"),),
     ),
     "ernie": ExpertKind(
-        count=("moe_num_experts",), per_token="moe_k", size=Size("moe_intermediate_size"), apart=True,
+        count=("moe_num_experts",), per_token=Size("moe_k"), size=Size("moe_intermediate_size"), apart=True,
         dense_first="moe_layer_start_index", shared_count=Size("moe_num_shared_experts", 2, 0),
         choice={"bias": True, "least": Number("moe_norm_min", 1e-12)},
         checks=(_to_the_last_layer, Only("use_bias", False, " with experts"), Only("moe_layer_interval", 1)),

@@ -46,6 +46,7 @@ class ExpertSizes:
         latent: the size of the rows that experts take and give, if it is another one; 0: it is not.
         shared: the intermediate size of an MLP for all rows beside the experts; 0: there is none.
         shared_gate: whether the results of that MLP have a gate.
+        mean: whether those and the results of the experts are averaged, not added.
         choice: how the experts of a token are chosen.
         beside: whether the MLP beside the experts has the intermediate size of the network, and norms of its own.
     """
@@ -56,3 +57,4 @@ class ExpertSizes:
     shared_gate: bool = False
     choice: ExpertChoice = ExpertChoice()
     beside: bool = False
+    mean: bool = False

@@ -25,27 +25,32 @@ class Family:
         mlp_bias: of the MLP, of all experts and their router; None: a key.
         bias_keys: the keys of biases of queries, keys and values, of the output projection, of the MLP; "": no bias.
         qk_norm: how queries and keys are normed: see `ModelConfig`.
-        norm, norm_bias, norms: see `ModelConfig`.
-        norms_less_one: whether folders store the weights of norms minus 1.
+        norm, norm_bias, norms: see `ModelConfig`. A LayerNorm is an RMSNorm if files have `rms_norm_eps`, of which
+            the family has a default.
+        norms_less_one: whether folders store the weights of norms minus 1; "layers": but for the last norm.
+        embedding_norm: see `ModelConfig`.
         embedding_by_size: whether the embedding is multiplied by the square root of the hidden size.
         activation: that of the MLP; None: the key that `activation_key` names.
         windows: which layers may have the window of `sliding_window`: none, all, or those of `layer_types`.
         window_switch: whether windows need a true `use_sliding_window`.
         full_every: without `layer_types`, one in each `full_every` has no window; 0: the first `max_window_layers`
             have none.
+        pattern_key: the key of that number.
         rope_per_kind: whether layers with and without a window have a rotary embedding each.
         mlp_gate: whether an MLP has a gate.
         prefix: what names of tensors begin with.
         attention_gate: whether each head of queries is followed by a gate of its results.
-        head_gates: whether the results of each head have a gate, one number.
+        gates: whether the results of each head, or of each channel of it, have a gate, one number.
         rope_in_windows: which layers have no rotary embedding: none ("all" have one), those without a window
-            ("windows" have one), or the latter unless `sliding_window` is null ("mixed").
+            ("windows" have one), or the latter unless `sliding_window` is null ("mixed"); "given": all, or none if the
+            base in `rope_parameters` is null.
         neighbours: whether folders have the rows of queries and keys in the order of rotary embeddings that turn
             channels 2 i and 2 i + 1.
         recurrence: the kind of its layers with a state (`RecurrentSizes`); "": there are none.
         by_key_heads: whether folders have the projections of the delta rule in the order of its key heads.
         eps_key: the key of what norms add to the mean of squares.
         names: what files call tensors, by the stems of `names`, with or without the layer's.
+        other_names: what some files call them, where they have no tensor of the usual name.
         sinks: whether each query head has a logit that joins the normaliser of its softmax.
         experts: what kind of experts layers have; None: they have none.
         fused: the names in folders of queries, keys and values as one matrix, and of gate and up as one; "": they are
@@ -60,36 +65,40 @@ class Family:
             "": they are those of layers behind the last one.
         next_names: what folders call the tensors that only they have.
         defaults: the values of absent keys; those that the table leaves out are in `fields`. Soft caps,
-            factors, `partial_rotary_factor`, `rotary_dim`, `use_qk_norm`, `layer_rope_theta`, `llama_4_scaling_beta`
-            and `alpha` are read only where they are here. Files have to say what is None.
+            factors, `partial_rotary_factor`, `rotary_dim`, `use_qk_norm`, `layer_rope_theta` ("last": every fourth
+            layer from the last one has no window and does not turn), `llama_4_scaling_beta`, `qk_scale_factor`,
+            `post_norm_eps` and `alpha` are read only where they are here. Files have to say what is None.
     """
 
     model_type: str
     qkv_bias: bool | None = False
     mlp_bias: bool | None = False
     bias_keys: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
-    qk_norm: Literal["", "head", "all", "turned"] = ""
+    qk_norm: Literal["", "head", "all", "turned", "layer", "plain"] = ""
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
-    norms: Literal["before", "after", "both", "parallel"] = "before"
-    norms_less_one: bool = False
+    norms: Literal["before", "after", "both", "parallel", "mixed"] = "before"
+    norms_less_one: bool | Literal["layers"] = False
+    embedding_norm: bool = False
     embedding_by_size: bool = False
     activation: Literal["clamped"] | None = None
     activation_key: str = "hidden_act"
     windows: Literal["none", "all", "types"] = "none"
     window_switch: bool = False
     full_every: int = 0
+    pattern_key: str = "sliding_window_pattern"
     rope_per_kind: bool = False
     mlp_gate: bool = True
     prefix: str = "model."
     attention_gate: bool = False
-    head_gates: bool = False
-    rope_in_windows: Literal["all", "windows", "mixed"] = "all"
+    gates: Literal["", "head", "channel"] = ""
+    rope_in_windows: Literal["all", "windows", "mixed", "given"] = "all"
     neighbours: bool = False
     recurrence: Kind | Literal[""] = ""
     by_key_heads: bool = False
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
+    other_names: Mapping[str, str] = field(default_factory=dict)
     sinks: bool = False
     experts: ExpertKind | None = None
     fused: tuple[str, str] = ("", "")
@@ -144,6 +153,12 @@ _QWEN3_5 = {
         "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "norm", "out_proj",
     )},
 }
+_OLMO_HYBRID = {
+    "mixer": "linear_attn", "mixer.rate": "linear_attn.A_log", "mixer.norm": "linear_attn.o_norm",
+    "mixer.out_proj": "linear_attn.o_proj", "mixer.in_proj_z": "linear_attn.g_proj",
+    **{f"mixer.in_proj_{part}": f"linear_attn.{part}_proj" for part in "qkvab"},
+    **{f"mixer.conv1d_{part}": f"linear_attn.{part}_conv1d" for part in "qkv"},
+}
 _NEMOTRON = {
     "model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f", "mixer.rate": "mixer.A_log",
     "input_layernorm": "norm", "post_attention_layernorm": "norm", "mlp.up_proj": "mixer.up_proj",
@@ -162,6 +177,14 @@ _GRANITE_NAMES = {
     **{f"mixer.{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "norm", "out_proj")},
 }
 
+_HUNYUAN = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
+_GLM = Family(
+    "glm", qkv_bias=None, bias_keys=("attention_bias", "", ""), neighbours=True, fused=("", "mlp.gate_up_proj"),
+    defaults={
+        "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5,
+    },
+)
 _GLM4 = {
     "post_attention_layernorm": "post_self_attn_layernorm", "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
@@ -225,10 +248,33 @@ FAMILIES = {
         "olmo3", qkv_bias=None, qk_norm="all", norms="after", windows="types", full_every=4, rope_per_kind=True,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
     ),
+    "OlmoHybridForCausalLM": Family(
+        "olmo_hybrid", qkv_bias=None, qk_norm="all", norms="mixed", rope_in_windows="given", recurrence="delta",
+        names=_OLMO_HYBRID,
+        other_names={
+            "input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm",
+        },
+        defaults={"linear_allow_neg_eigval": True},
+    ),
+    "GemmaForCausalLM": Family(
+        "gemma", qkv_bias=None, norms_less_one=True, embedding_by_size=True,
+        defaults={
+            "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+        },
+    ),
     "Gemma2ForCausalLM": Family(
         "gemma2", qkv_bias=None, norms="both", norms_less_one=True, embedding_by_size=True,
         activation_key="hidden_activation", windows="types", full_every=2,
         defaults=_GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "MuseGlimmerForCausalLM": Family(
+        "muse_glimmer_text", qkv_bias=None, qk_norm="plain", norms="both", norms_less_one="layers",
+        embedding_norm=True, activation_key="hidden_activation", gates="channel", windows="types", rope_per_kind=True,
+        defaults={
+            "num_key_value_heads": 2, "head_dim": 128, "hidden_activation": "silu", "rms_norm_eps": 1e-5,
+            "post_norm_eps": 1e-8, "sliding_window": 2048, "qk_scale_factor": 3.87, "final_logit_softcapping": 20.0,
+            "output_multiplier": 0.19611613513818404, "layer_rope_theta": "last",
+        },
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text", qkv_bias=None, qk_norm="head", norms="both", norms_less_one=True, embedding_by_size=True,
@@ -244,7 +290,7 @@ FAMILIES = {
     ),
     "Lfm3ForCausalLM": Family(
         "lfm3", qkv_bias=None, bias_keys=("attention_bias", "attention_bias", ""), qk_norm="head", recurrence="conv",
-        norms="both", eps_key="norm_eps", head_gates=True, windows="types", rope_per_kind=True, names=_LFM3,
+        norms="both", eps_key="norm_eps", gates="head", windows="types", rope_per_kind=True, names=_LFM3,
         defaults={
             "num_key_value_heads": 4, "head_dim": 128, "norm_eps": 1e-5, "tie_word_embeddings": True,
             "conv_L_cache": 7, "sliding_window": 256, "rope_parameters": {
@@ -305,6 +351,14 @@ FAMILIES = {
             "moe_intermediate_size": 768,
         },
     ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", qkv_bias=None, bias_keys=("qkv_bias", "", ""), windows="types", window_switch=True, full_every=2,
+        experts=EXPERT_KINDS["qwen2"],
+        defaults={
+            "qkv_bias": True, "num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28,
+            "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        },
+    ),
     "MixtralForCausalLM": Family(
         "mixtral", windows="all", experts=EXPERT_KINDS["mixtral"], names={"mlp.gate": "block_sparse_moe.gate"},
         defaults={
@@ -320,6 +374,15 @@ FAMILIES = {
         "exaone4", qk_norm="head", norms="after", windows="types", full_every=4, rope_in_windows="mixed",
         defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
+    "ExaoneMoeForCausalLM": Family(
+        "exaone_moe", qk_norm="head", windows="types", full_every=4, rope_in_windows="mixed",
+        experts=EXPERT_KINDS["exaone"], aliases=("ExaoneMoEForCausalLM",),
+        names=_DEEPSEEK | {"mlp.expert_bias": "mlp.e_score_correction_bias"},
+        defaults={
+            "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "moe_intermediate_size": 1024,
+            "num_experts": 64, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+        },
+    ),
     "OlmoeForCausalLM": Family(
         "olmoe", qkv_bias=None, qk_norm="all", experts=EXPERT_KINDS["olmoe"],
         defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
@@ -334,15 +397,23 @@ FAMILIES = {
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", qkv_bias=None, qk_norm="turned",
-        names={"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
-        defaults={"rms_norm_eps": 1e-5, "alpha": 0.0},
+        names=_HUNYUAN, defaults={"rms_norm_eps": 1e-5, "alpha": 0.0},
     ),
-    "Glm4ForCausalLM": Family(
-        "glm4", qkv_bias=None, bias_keys=("attention_bias", "", ""), norms="both", neighbours=True, names=_GLM4,
-        fused=("", "mlp.gate_up_proj"),
+    "HunYuanMoEV1ForCausalLM": Family(
+        "hunyuan_v1_moe", qkv_bias=None, qk_norm="turned", experts=EXPERT_KINDS["hunyuan"], names=_HUNYUAN | {
+            "mlp.gate": "mlp.gate.wg",
+            **{f"mlp.shared_expert.{part}_proj": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        defaults={"rms_norm_eps": 1e-5, "alpha": 0.0, "num_experts": 1},
+    ),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(_GLM, model_type="glm4", norms="both", names=_GLM4),
+    "CohereForCausalLM": Family(
+        "cohere", qkv_bias=None, qk_norm="layer", norm="layer", norms="parallel", neighbours=True,
+        eps_key="layer_norm_eps",
         defaults={
-            "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7,
-            "partial_rotary_factor": 0.5,
+            "layer_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True, "logit_scale": 0.0625,
+            "use_qk_norm": False,
         },
     ),
     "Cohere2ForCausalLM": Family(
@@ -350,6 +421,16 @@ FAMILIES = {
         rope_in_windows="windows", neighbours=True, eps_key="layer_norm_eps",
         defaults={
             "layer_norm_eps": 1e-5, "sliding_window": 4096, "tie_word_embeddings": True, "logit_scale": 0.0625,
+        },
+    ),
+    "Cohere2MoeForCausalLM": Family(
+        "cohere2_moe", qkv_bias=None, norm="layer", norms="parallel", windows="types", full_every=4,
+        rope_in_windows="windows", neighbours=True, eps_key="layer_norm_eps", experts=EXPERT_KINDS["cohere"],
+        names=_DEEPSEEK,
+        defaults={
+            "layer_norm_eps": 1e-5, "rms_norm_eps": None, "head_dim": 128, "sliding_window": 4096,
+            "tie_word_embeddings": True, "logit_scale": 0.0625, "num_experts": 8, "num_experts_per_tok": 2,
+            "first_k_dense_replace": 0, "prefix_dense_sliding_window_pattern": 1,
         },
     ),
     "Starcoder2ForCausalLM": Family(
@@ -408,6 +489,26 @@ FAMILIES = {
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False,
             "scoring_func": "sigmoid", "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
             "n_routed_experts": 128, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+        },
+    ),
+    "Dots1ForCausalLM": Family(
+        "dots1", qkv_bias=None, qk_norm="head", windows="types", experts=EXPERT_KINDS["deepseek"], names=_DEEPSEEK,
+        defaults={
+            "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62, "first_k_dense_replace": 0,
+            "moe_intermediate_size": 1408, "norm_topk_prob": False,
+        },
+    ),
+    "AfmoeForCausalLM": Family(
+        "afmoe", qkv_bias=None, qk_norm="head", norms="both", gates="channel", windows="types", full_every=4,
+        pattern_key="global_attn_every_n_layers", rope_in_windows="windows", experts=EXPERT_KINDS["afmoe"],
+        names=_DEEPSEEK | {
+            "mlp.gate": "mlp.router.gate", "mlp.expert_bias": "mlp.expert_bias",
+            "pre_feedforward_layernorm": "pre_mlp_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+        defaults={
+            "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024, "mup_enabled": False,
+            "moe_intermediate_size": 1408, "num_experts": 64, "num_experts_per_tok": 6, "num_dense_layers": 1,
+            "score_func": "sigmoid",
         },
     ),
     "SolarOpenForCausalLM": Family(

@@ -27,8 +27,10 @@ from kvcache.support.arguments import short
 __all__ = ["FIELDS", "Field", "gguf_keys", "read_fields"]
 
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
+_FIRST_PATTERN = "prefix_dense_sliding_window_pattern"  # of windows, in layers with an MLP in place of experts
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # what files call layers without a window and with one
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_MEANT = {("gemma", "gelu"): "gelu_pytorch_tanh"}  # what names of a family stand for, in its first files
 _WITHOUT_GATE = {"relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh", "xielu": "xielu"}
 
 
@@ -63,7 +65,7 @@ class Reading(Entries):
             config = {**config, "layer_types": [each if each == _SLIDING else _FULL for each in kinds]}
             self.listed = [_FULL if each == _SLIDING else each for each in kinds]
         if "layer_rope_theta" in family.defaults:
-            config = _with_bases(config, self.num_layers)
+            config = _with_bases(config, self.num_layers, family.defaults["layer_rope_theta"] == "last")
         self.config = config
         return self.num_layers
 
@@ -132,7 +134,7 @@ def _refuse_unsupported(read: Reading) -> None:
     packed = {stack.packed for stack in family.experts.stacks} if family.experts else set[str]()
     if quantisation is not None and quantisation.method == "mxfp4" and "mxfp4" not in packed:
         raise CheckpointError(f"quantization_config: expected mxfp4 for gpt_oss alone, got it for {family.model_type}")
-    gates = ("use_attention_gate", "use_sandwich_norm") if family.head_gates else ()
+    gates = ("use_attention_gate", "use_sandwich_norm") if family.gates == "head" else ()
     for key in (*gates, "attn_output_gate") if family.attention_gate else gates:
         if not read.flag(key, True):
             raise CheckpointError(f"{key}: expected true, got false")
@@ -184,6 +186,7 @@ def _activation(read: Reading) -> str:
     family = read.family
     key, known = family.activation_key, _ACTIVATIONS if family.mlp_gate else _WITHOUT_GATE
     name = read.default(key) or "silu" if read.get(key) is None else read.get(key)
+    name = _MEANT.get((family.model_type, name), name) if isinstance(name, str) else name
     if family.activation is None and (not isinstance(name, str) or name not in known):
         raise CheckpointError(f"{key}: expected one of {', '.join(known)}, got {short(name)}")
     return family.activation or known[name]
@@ -198,7 +201,7 @@ def _factor(read: Reading, key: str) -> float:
 
 
 def _embedding_scale(read: Reading) -> float:
-    if read.family.embedding_by_size:
+    if read.family.embedding_by_size or ("mup_enabled" in read.family.defaults and read.flag("mup_enabled", False)):
         return math.sqrt(read.found.hidden_size)
     return _factor(read, "embedding_multiplier") * _factor(read, "scale_emb")
 
@@ -213,7 +216,13 @@ def _logit_scale(read: Reading) -> float:
     if "dim_model_base" in read.family.defaults:  # MiniCPM
         hidden: int = read.found.hidden_size
         return _factor(read, "dim_model_base") / hidden
-    return _factor(read, "logit_scale") / _factor(read, "logits_scaling")
+    return _factor(read, "logit_scale") * _factor(read, "output_multiplier") / _factor(read, "logits_scaling")
+
+
+def _norm(read: Reading) -> str:
+    """The norm: in networks with an entry for each of both, an RMSNorm if its eps is there."""
+    both = read.family.norm == "layer" and read.has_default("rms_norm_eps") and read.get("rms_norm_eps") is not None
+    return "rms" if both else read.family.norm
 
 
 def _attention_scale(read: Reading) -> float | None:
@@ -226,21 +235,27 @@ def _attention_scale(read: Reading) -> float | None:
     if read.default("query_pre_attn_scalar"):
         scalar = read.cap("query_pre_attn_scalar")
         scale = None if scalar is None else 1 / math.sqrt(scalar)
+    elif read.default("qk_scale_factor"):
+        scale = read.number("qk_scale_factor") / math.sqrt(read.found.head_dim)
     elif read.default("attention_multiplier"):
         scale = read.number("attention_multiplier")
     return None if scale == 1 / math.sqrt(read.found.head_dim) else scale
 
 
-def _with_bases(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The entries of Granite with windows: the base of each layer's RoPE, 0 for none, as one for each kind of layer."""
-    kinds = config.get("layer_types") or [_SLIDING if i % 4 else _FULL for i in range(num_layers)]
+def _with_bases(config: Mapping[str, Any], num_layers: int, last: bool) -> dict[str, Any]:
+    """The entries of Granite with windows: the base of each layer's RoPE, 0 for none, as one for each kind of layer.
+
+    `last`: without a key every fourth layer from the last one is full and has base 0; if not, from the first, with one.
+    """
+    full = [(num_layers - 1 - i if last else i) % 4 == 0 for i in range(num_layers)]
+    kinds = config.get("layer_types") or [_FULL if each else _SLIDING for each in full]
     flat = config.get("rope_parameters") or {}
     if not isinstance(kinds, list):
         raise CheckpointError(f"layer_types: expected a list, got {short(kinds)}")
     if not isinstance(flat, dict):
         raise CheckpointError(f"rope_parameters: expected an object, got {short(flat)}")
     usual = flat.get("rope_theta", config.get("rope_theta", 10000.0))
-    bases = config.get("layer_rope_theta") or [usual] * num_layers
+    bases = config.get("layer_rope_theta") or [0 if last and each else usual for each in full]
     if not isinstance(bases, list) or len(bases) != num_layers or not all(type(x) in (int, float) for x in bases):
         expected = f"a number for each of {num_layers} layers"
         raise CheckpointError(f"layer_rope_theta: expected {expected}, got {short(bases)}")
@@ -257,8 +272,13 @@ def _with_bases(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 def _rotated(read: Reading) -> tuple[bool, ...]:
     """Which layers have a rotary embedding."""
     among = read.family.rope_in_windows
+    if among == "given":
+        return ((read.config.get("rope_parameters") or {}).get("rope_theta", 1.0) is not None,) * read.num_layers
     if among == "windows" or (among == "mixed" and read.get("sliding_window") is not None):
-        return tuple(window is not None for window in read.found.windows)
+        # Of Cohere's networks with experts: the first layers have no window and turn.
+        also = read.default(_FIRST_PATTERN) is not None and read.size(_FIRST_PATTERN) == 1
+        pairs = zip(read.found.windows, read.found.mlps, strict=True)
+        return tuple(window is not None or (also and mlp == "mlp") for window, mlp in pairs)
     return _rotated_by_list(read)
 
 
@@ -314,7 +334,8 @@ def _windows(read: Reading) -> tuple[int | None, ...]:
     if kinds is not None:
         with_window = [kind == _SLIDING for kind in kinds]
     elif family.full_every:
-        with_window = _pattern(read, family.full_every, num_layers)
+        most = num_layers if read.default("max_window_layers") is None else read.size("max_window_layers", at_least=0)
+        with_window = [slides and i < most for i, slides in enumerate(_pattern(read, family, num_layers))]
     elif read.default("no_rope_layer_interval"):
         with_window = [not turns for turns in _rotated_by_list(read)]
     else:
@@ -325,19 +346,24 @@ def _windows(read: Reading) -> tuple[int | None, ...]:
     return tuple(window if slide else None for slide in with_window)
 
 
-def _pattern(read: Entries, full_every: int, num_layers: int) -> list[bool]:
-    """Which layers have a window by `sliding_window_pattern`: all but every so manyth, or those that are L of L and G.
+def _pattern(read: Entries, family: Family, num_layers: int) -> list[bool]:
+    """Which layers have a window by a pattern: all but every so manyth, or those that are L of L and G.
 
     The letters repeat. Of EXAONE 4, whose last layer has no window in any case.
     """
-    found = read.get("sliding_window_pattern")
+    key = family.pattern_key
+    if read.default(_FIRST_PATTERN) is not None:
+        first, every = read.size("first_k_dense_replace", at_least=0, most=num_layers), read.size(_FIRST_PATTERN)
+        rest = read.size(key, family.full_every)
+        return [(i + 1) % every != 0 for i in range(first)] + [(i + 1) % rest != 0 for i in range(num_layers - first)]
+    found = read.get(key)
     if not isinstance(found, str):
-        every = read.size("sliding_window_pattern", full_every)
+        every = read.size(key, family.full_every)
         return [(i + 1) % every != 0 for i in range(num_layers)]
     letters = [found[i % len(found)] for i in range(num_layers)] if found else []
     if not set(letters) <= {"L", "G"} or letters[-1:] != ["G"]:
         expected = "a positive whole number, or letters L and G, with G for the last layer"
-        raise CheckpointError(f"sliding_window_pattern: expected {expected}, got {short(found)}")
+        raise CheckpointError(f"{key}: expected {expected}, got {short(found)}")
     return [letter == "L" for letter in letters]
 
 
@@ -357,7 +383,9 @@ def _experts(read: Reading) -> ExpertSizes | None:
 def _per_token(read: Reading) -> int:
     """How many experts a token has: at most those that are open to it."""
     kind, experts = read.family.experts, read.found.experts
-    return read.size(kind.per_token, most=experts.choice.open_to(read.found.num_experts)) if kind and experts else 0
+    if kind is None or experts is None:
+        return 0
+    return kind.per_token._replace(most=experts.choice.open_to(read.found.num_experts))(read)
 
 
 def _mlps(read: Reading) -> tuple[Mlp, ...]:
@@ -437,13 +465,19 @@ FIELDS: dict[str, Field] = {
     "window_rotary_dim": Field(lambda read: read.ropes.window_rotary_dim),
     "attention_scale": Field(_attention_scale, "attention.scale", ("attention_multiplier",), optional=True),
     "vocab_size": Field(Size("vocab_size")),
+    "norm": Field(_norm),
     "rms_norm_eps": Field(
-        lambda read: read.number(read.family.eps_key, 1e-6), "attention.layer_norm_rms_epsilon", ("rms_norm_eps",)
+        lambda read: read.number(
+            "rms_norm_eps" if read.found.norm != read.family.norm else read.family.eps_key, 1e-6
+        ), "attention.layer_norm_rms_epsilon", ("rms_norm_eps",)
+    ),
+    "mlps": Field(_mlps),
+    "post_norm_eps": Field(
+        lambda read: read.number("post_norm_eps") if read.default("post_norm_eps") else read.found.rms_norm_eps
     ),
     "rotated": Field(_rotated),
     "attention_softcap": Field(Cap("attn_logit_softcapping"), "attn_logit_softcapping", optional=True),
     "qk_norm": Field(_qk_norm),
-    "mlps": Field(_mlps),
     "activation": Field(_activation),
     "clamped_alpha": Field(Number("swiglu_alpha", 1.702)),
     "clamped_limit": Field(Number("swiglu_limit", 7.0)),
@@ -461,5 +495,6 @@ FIELDS: dict[str, Field] = {
 }
 # The fields that a family fixes.
 _OF_FAMILY = (
-    "sinks", "attention_gate", "head_gates", "value_norm", "norm", "norm_bias", "norms", "mlp_gate", "layer_scales",
+    "sinks", "embedding_norm", "attention_gate", "gates", "value_norm", "norm_bias", "norms", "mlp_gate",
+    "layer_scales",
 )

@@ -21,10 +21,12 @@ from kvcache.networks.names import (
     HEAD_PART,
     JOINT,
     LAYER,
+    NORM,
     Place,
     fused_place,
     key_head_place,
     key_head_rows,
+    paired_norm,
     paired_rows,
     refuse_more_layers,
     stored_tensors,
@@ -102,11 +104,15 @@ class FolderTensors:
         order = self._order(name, 0, len(found), place) if name.endswith(".bias") else None
         if order is not None:
             found = found[order]
+        if self._family.neighbours:
+            found = paired_norm(self._config, name, found)
         if name.endswith("mlp.expert_bias"):
             return found.reshape(-1)
         if name.endswith("mixer.rate"):  # files have its logarithm
             return (-exp(found)).astype(np.float32)
-        if self._family.norms_less_one and name.endswith("norm.weight") and not name.endswith("mixer.norm.weight"):
+        less_one = self._family.norms_less_one is True or name != f"{NORM}.weight"
+        less_one &= name.endswith("norm.weight") and not name.endswith("mixer.norm.weight")
+        if self._family.norms_less_one and less_one:
             found = found + np.float32(1)
         biases = EXPERT_BIASES.search(name)
         if biases and biases[1] != "down" and (stack := self._stack_of(name)) and stack.in_turn:
@@ -182,7 +188,11 @@ class FolderTensors:
     def _place(self, name: str) -> Place:
         if name not in self._places:
             place = self._place_of_texts(name)
-            self._places[name] = place._replace(name=self._names(place.name))
+            found = self._names(place.name)
+            if found not in self._checkpoint:
+                others = (found.replace(own, other) for own, other in self._family.other_names.items())
+                found = next((other for other in others if other in self._checkpoint), found)
+            self._places[name] = place._replace(name=found)
         return self._places[name]
 
     def _place_of_texts(self, name: str) -> Place:

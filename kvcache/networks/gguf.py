@@ -33,6 +33,7 @@ from kvcache.networks.names import (
     fused_place,
     key_head_place,
     key_head_rows,
+    paired_norm,
     paired_rows,
     refuse_more_layers,
     stored_tensors,
@@ -71,7 +72,8 @@ _NAMES = {
     **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "q_a", "q_b")},
     **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in ("q", "k")},
     **{f"self_attn.{part}_a_layernorm": f"attn_{part}_a_norm" for part in ("q", "kv")},
-    "self_attn.o_proj": "attn_output", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.o_proj": "attn_output", "self_attn.gate_proj": "attn_gate",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in _PARTS},
     **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in _PARTS},
     **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in _PARTS},
@@ -245,7 +247,8 @@ class GgufCheckpoint:
         if curve := _CURVE.fullmatch(name):
             return self._number(f"xielu.{curve[2]}", int(curve[1]))
         info = self._info(self._place(name).name)
-        return values(info.dtype, self._rows(name, 0, info.shape[0]), _columns(info.shape)).reshape(info.shape)
+        found = values(info.dtype, self._rows(name, 0, info.shape[0]), _columns(info.shape)).reshape(info.shape)
+        return paired_norm(self.config, name, found) if self._architecture.permuted else found
 
     def _info(self, name: str) -> TensorInfo:
         """A tensor of the file, with the shape that `require` found it to stand for."""
@@ -335,7 +338,7 @@ class GgufCheckpoint:
         if part == "post_attention_layernorm.weight" and not config.mixers[int(inside[1])]:
             return Place(f"{block}attn_norm.weight")  # of a layer that is an MLP alone
         # llama.cpp's name for it in most networks, where it is before the MLP, is `ffn_norm`.
-        after = config.norms != "before" or self._architecture.post_attention_norm
+        after = config.norms_of(int(inside[1])) != "before" or self._architecture.post_attention_norm
         if part == "post_attention_layernorm.weight" and after:
             return Place(f"{block}post_attention_norm.weight")
         return Place(f"{block}{_WHOLE.get(part) or self._named(part)}")

@@ -63,10 +63,12 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     "qwen3moe": Architecture("qwen3_moe", fixed=_NORMALISED),
+    "qwen2moe": Architecture("qwen2_moe", tensors={"qkv_bias": "attn_q.bias"}),
     # The text networks of Qwen2.5-VL and Qwen3-VL, which turn all channels of a text by one position.
     "qwen2vl": Architecture("qwen2"),
     "qwen3vl": Architecture("qwen3"),
     "qwen3vlmoe": Architecture("qwen3_moe", fixed=_NORMALISED),
+    "gemma": Architecture("gemma"),
     "gemma2": Architecture("gemma2", windows=True, fixed={"sliding_window": 4096}),
     "gemma3": Architecture("gemma3_text", windows=True, fixed={"rope_local_base_freq": 10000.0}),
     "gemma4": Architecture("gemma4_text", windows=True, understood=("attention.shared_kv_layers",)),
@@ -80,6 +82,7 @@ ARCHITECTURES = {
                             post_attention_norm=True),
     "seed_oss": Architecture("seed_oss", fixed={"attention_bias": False}, post_attention_norm=True),
     "exaone4": Architecture("exaone4", windows=True),
+    "exaone-moe": Architecture("exaone_moe", windows=True, understood=(NEXT_LAYERS,)),
     "olmoe": Architecture("olmoe", fixed={"norm_topk_prob": False}),
     "ernie4_5": Architecture("ernie4_5", True),
     "lfm2": Architecture(
@@ -101,8 +104,19 @@ ARCHITECTURES = {
         understood=(NEXT_LAYERS,), names={**_NEMOTRON.names, "n_shared_experts": "expert_shared_count"}
     ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe"),
     "glm4": Architecture("glm4", True, fixed={"attention_bias": False}),
+    "chatglm": Architecture("glm", True, fixed={"attention_bias": False}),
+    "command-r": Architecture(
+        "cohere", True, names={"layer_norm_eps": _LAYER_NORM}, tensors={"use_qk_norm": "attn_q_norm.weight"}
+    ),
     "cohere2": Architecture("cohere2", True, True, names={"layer_norm_eps": _LAYER_NORM}),
+    "cohere2moe": Architecture(
+        "cohere2_moe", True, True, understood=(NEXT_LAYERS,), names={
+            "layer_norm_eps": _LAYER_NORM, "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+            "prefix_dense_intermediate_size": "feed_forward_length",
+        },
+    ),
     "starcoder2": Architecture("starcoder2", fixed={"use_bias": False}, names={"norm_epsilon": _LAYER_NORM}),
     "apertus": Architecture("apertus"),
     "minicpm": Architecture("minicpm", True, names={"scale_depth": "residual_scale", "dim_model_base": "logit_scale"}),
@@ -115,6 +129,8 @@ ARCHITECTURES = {
         "glm4_moe", tensors={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         post_attention_norm=True,
     ),
+    "dots1": Architecture("dots1"),
+    "afmoe": Architecture("afmoe", windows=True, fixed={"mup_enabled": True}),
     "minimax-m2": Architecture("minimax_m2"),
     "mellum": Architecture("mellum", windows=True, fixed=_NORMALISED),
     "bailingmoe2": Architecture(

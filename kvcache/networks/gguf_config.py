@@ -122,8 +122,9 @@ def _refuse_unsupported(read: _Entries, architecture: Architecture, family: Fami
         understood.add(NEXT_LAYERS)
     if kind is not None:
         understood |= {"expert_gating_func"} | ({"expert_shared_count"} if kind.shared else set())
-        expected = _SIGMOID if kind.choice.get("sigmoid") else _SOFTMAX
-        if not architecture.softmax and read.get("expert_gating_func", expected) != expected:
+        sigmoid = kind.choice.get("sigmoid")
+        expected, either = _SIGMOID if sigmoid else _SOFTMAX, architecture.softmax or callable(sigmoid)
+        if not either and read.get("expert_gating_func", expected) != expected:
             read.fail("expert_gating_func", "sigmoids" if expected == _SIGMOID else "a softmax")
     for name, neutral in NEUTRAL.items():
         if name not in understood:
@@ -202,6 +203,11 @@ def _set_experts(read: _Entries, family: Family, kind: ExpertKind, found: dict[s
         found[kind.switch] = has
     elif not has and kind.at_least and not kind.layer:
         read.fail("expert_count", "experts")
+    if callable(word := kind.choice.get("sigmoid")):
+        gating = read.get("expert_gating_func", _SIGMOID)
+        if gating not in (_SOFTMAX, _SIGMOID):
+            read.fail("expert_gating_func", f"{_SOFTMAX} or {_SIGMOID}")
+        found[word.key] = word.words[gating == _SIGMOID]
     if "topk_method" in family.defaults:
         found["topk_method"] = "greedy" if found["n_group"] == 1 else "group_limited_greedy"
 

@@ -293,6 +293,8 @@ class Transformer:
         """The rows that a pass begins with: the embedding of the tokens, and what goes along with it."""
         config = self.config
         x = self.weights.embedding[tokens.astype(np.int64)]
+        if config.embedding_norm:
+            x = rms_norm(x, np.ones(config.hidden_size, np.float32), config.rms_norm_eps)
         if config.embedding_scale != 1:
             x *= np.float32(config.embedding_scale)
         turns: Turns = {table: [table.rows(each) for each in places] for table in set(self._tables[regime])}
@@ -372,10 +374,10 @@ class Transformer:
         """A product."""
         return weight.multiply(x, bias, activations=self.activations)
 
-    def _normed(self, x: Float32, norm: Float32 | None) -> Float32:
+    def _normed(self, x: Float32, norm: Float32 | None, eps: float = 0.0) -> Float32:
         if norm is None:
             return x
-        eps = self.config.rms_norm_eps
+        eps = eps or self.config.rms_norm_eps
         return rms_norm(x, norm, eps) if self.config.norm == "rms" else layer_norm(x, norm[0], norm[1], eps)
 
     def _add_times(
@@ -389,7 +391,7 @@ class Transformer:
 
     def _add(self, x: Float32, part: Float32, norm: Float32 | None) -> None:
         """Add what a part of a layer computes to the residual stream `x`."""
-        part = self._normed(part, norm)
+        part = self._normed(part, norm, self.config.post_norm_eps)
         if self.config.residual_scale != 1:
             part *= np.float32(self.config.residual_scale)
         x += part
@@ -404,9 +406,9 @@ class Transformer:
         config, eps = self.config, self.config.rms_norm_eps
         assert layer.qkv is not None
         projected, gates = self._times(x, layer.qkv, layer.qkv_bias), None
-        if config.head_gates:
-            gates = np.repeat(projected[:, -config.num_heads :], sizes.head_dim, axis=1)
-            projected = np.ascontiguousarray(projected[:, : -config.num_heads])
+        if count := config.gates_of(sizes):
+            gates = np.repeat(projected[:, -count:], config.num_heads * sizes.head_dim // count, axis=1)
+            projected = np.ascontiguousarray(projected[:, :-count])
         heads = projected.reshape(len(x), -1, sizes.head_dim)
         if config.attention_gate:  # of each head first its queries, then its gates
             stop = 2 * config.num_heads
@@ -418,8 +420,12 @@ class Transformer:
             values = rms_norm(values, np.ones(values.shape[1:], np.float32), eps)
         if layer.qk_norm is None or config.qk_norm == "turned":
             return turned, values, gates
-        if config.qk_norm == "head":
+        if config.qk_norm in ("head", "plain"):
             return rms_norm(turned, layer.qk_norm, eps), values, gates
+        if config.qk_norm == "layer":
+            plain = np.ones(sizes.head_dim, np.float32), np.zeros(sizes.head_dim, np.float32)
+            normed = layer_norm(np.ascontiguousarray(turned).reshape(-1, sizes.head_dim), *plain, eps)
+            return normed.reshape(turned.shape) * layer.qk_norm, values, gates
         size = config.num_heads * sizes.head_dim
         weight, stop = layer.qk_norm.ravel(), turning * sizes.head_dim
         queries = rms_norm(projected[:, :size], weight[:size], eps)
@@ -484,6 +490,8 @@ class Transformer:
             if layer.shared_gate is not None:
                 shared *= gate(np.ones((len(x), 1), np.float32), self._times(x, layer.shared_gate), False)
             part += shared
+            if self.config.experts is not None and self.config.experts.mean:
+                part *= np.float32(0.5)
         return part
 
     def _routed(self, logits: Float32, layer: LayerWeights) -> tuple[NDArray[np.int64], Float32]:

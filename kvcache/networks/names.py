@@ -21,8 +21,8 @@ from kvcache.networks.recurrent_sizes import RecurrentSizes
 __all__ = [
     "BESIDE", "DELTA_PART", "EMBEDDING", "EXPERT", "EXPERT_BIASES", "HEAD", "HEAD_PART", "INPUT_NORM",
     "INPUT_PROJECTION", "INPUT_TABLE", "JOINT", "LAYER", "NEXT_NORMS", "NORM", "NORMS", "STORED", "Place",
-    "fused_place", "has_beside", "key_head_place", "key_head_rows", "matrices_of", "paired_rows", "refuse_more_layers",
-    "stored_tensors", "tensors_of", "unread_of",
+    "fused_place", "has_beside", "key_head_place", "key_head_rows", "matrices_of", "paired_norm", "paired_rows",
+    "refuse_more_layers", "stored_tensors", "tensors_of", "unread_of",
 ]
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"
@@ -52,10 +52,11 @@ NORMS = {
 }
 _GATE_UP = ("gate", "up")
 _ROUTER = ("mlp.gate.weight",)
-_HEAD_GATES = ("self_attn.gate_proj.weight",)
+_GATES = ("self_attn.gate_proj.weight",)
 _INPUTS = {
     "conv": ("mixer.in_proj.weight",), "mamba": ("mixer.in_proj.weight",),
     "delta": tuple(f"mixer.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+    "apart": tuple(f"mixer.in_proj_{part}.weight" for part in "qkvzba"),
 }
 # Matrices that stay as they are stored in every format of weights: they are small, and what they compute is exact or
 # nothing: the experts of a row, or how fast a state decays.
@@ -70,6 +71,7 @@ BESIDE = (
 )
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
+_NORM_OF_HEADS = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_norm\.weight")
 
 
 class Place(NamedTuple):
@@ -128,9 +130,19 @@ def paired_rows(config: ModelConfig, name: str, first: int, stop: int) -> NDArra
     Returns:
         int64 `(stop - first,)`; None for a tensor that is neither of queries nor of keys.
     """
-    if not _ROTATED.fullmatch(name):
-        return None
-    rows, half = np.arange(first, stop), config.rotary_dim // 2
+    return _paired(config, np.arange(first, stop)) if _ROTATED.fullmatch(name) else None
+
+
+def paired_norm(config: ModelConfig, name: str, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The weights of a norm before RoPE, of a file where RoPE turns neighbours, in the order of `paired_rows`."""
+    if not _NORM_OF_HEADS.fullmatch(name):
+        return weights
+    return weights.reshape(-1)[_paired(config, np.arange(weights.size))].reshape(weights.shape)
+
+
+def _paired(config: ModelConfig, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows of a file for these rows of all heads."""
+    half = config.rotary_dim // 2
     channels = rows % config.head_dim
     order = np.where(channels < half, 2 * channels, 2 * (channels - half) + 1)
     return np.where(channels < config.rotary_dim, rows - channels + order, rows)
@@ -186,10 +198,10 @@ def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
     elif config.mixers[layer] == "attention":
         sizes = config.sizes[layer]
         read = _QKV[:1] if sizes.kv_layer is not None else _QKV if sizes.has_values else _QKV[:2]
-        yield (*read, *_HEAD_GATES[: config.head_gates])
+        yield (*read, *_GATES[: bool(config.gates)])
         yield ("self_attn.o_proj.weight",)
     elif config.recurrence is not None and config.mixers[layer]:
-        yield _INPUTS[config.recurrence.kind]
+        yield _INPUTS["apart" if config.recurrence.apart else config.recurrence.kind]
         yield ("mixer.out_proj.weight",)
     if config.mlps[layer] == "mlp" or has_beside(config):
         yield ("mlp.gate_proj.weight", "mlp.up_proj.weight")[not config.mlp_gate :]
@@ -240,7 +252,7 @@ def tensors_of(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for i, norm in enumerate(NORMS[config.norms]):
+    for i, norm in enumerate(NORMS[config.norms_of(layer)]):
         if norm is not None and (config.mixers[layer], config.mlps[layer])[i // 2]:
             yield f"{norm}.weight", (config.hidden_size,)
             if config.norm_bias:
@@ -279,11 +291,14 @@ def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[st
         "conv": (("in_proj", 3 * hidden),), "mamba": (("in_proj", inner + sizes.channels + heads),),
         "delta": (("in_proj_qkv", sizes.channels), ("in_proj_z", inner), ("in_proj_b", heads), ("in_proj_a", heads)),
     }
-    for name, rows in inputs[sizes.kind]:
+    parts = (("q", sizes.groups * sizes.size), ("k", sizes.groups * sizes.size), ("v", inner)) if sizes.apart else ()
+    inputs["apart"] = (*((f"in_proj_{part}", rows) for part, rows in parts), *inputs["delta"][1:])
+    for name, rows in inputs["apart" if parts else sizes.kind]:
         yield f"mixer.{name}.weight", (rows, hidden)
         if sizes.projection_bias:
             yield f"mixer.{name}.bias", (rows,)
-    yield "mixer.conv1d.weight", (sizes.channels, 1, sizes.taps)
+    for name, rows in ((f"conv1d_{part}", rows) for part, rows in parts) if parts else (("conv1d", sizes.channels),):
+        yield f"mixer.{name}.weight", (rows, 1, sizes.taps)
     if sizes.conv_bias:
         yield "mixer.conv1d.bias", (sizes.channels,)
     if sizes.kind != "conv":
@@ -313,13 +328,13 @@ def _attention(config: ModelConfig, sizes: LayerSizes) -> Iterator[tuple[str, tu
         yield f"self_attn.{name}.weight", (rows, columns)
         if bias:
             yield f"self_attn.{name}.bias", (rows,)
-    if config.qk_norm:
-        whole = config.qk_norm == "all"
-        yield "self_attn.q_norm.weight", (queries if whole else sizes.head_dim,)
-        if own:
-            yield "self_attn.k_norm.weight", (pairs if whole else sizes.head_dim,)
-    if config.head_gates:
-        yield _HEAD_GATES[0], (config.num_heads, hidden)
+    if config.qk_norm not in ("", "plain"):
+        for name, heads, rows in (("q", config.num_heads, queries), ("k", sizes.num_kv_heads, pairs)):
+            shapes = {"all": (rows,), "layer": (heads, sizes.head_dim)}
+            if name == "q" or own:
+                yield f"self_attn.{name}_norm.weight", shapes.get(config.qk_norm, (sizes.head_dim,))
+    if config.gates:
+        yield _GATES[0], (config.gates_of(sizes), hidden)
     if config.sinks:
         yield "self_attn.sinks", (config.num_heads,)
 

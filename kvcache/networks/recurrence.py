@@ -79,7 +79,7 @@ class DeltaRule:
     """
 
     def __init__(self, sizes: RecurrentSizes, weights: RecurrentWeights, eps: float) -> None:
-        self._sizes, self._weights, self._eps = sizes, weights, eps
+        self._sizes, self._weights, self._eps = sizes, weights, sizes.norm_eps or eps
         # Unit length by means of `rms_norm`: x / sqrt(sum of squares + e) = x / sqrt(mean + e / size) * size**-0.5.
         factors = np.repeat([1 / sizes.size, 1 / math.sqrt(sizes.size)], sizes.groups)
         self._units = np.repeat(factors.astype(np.float32)[:, None], sizes.size, axis=1)
@@ -107,6 +107,7 @@ class DeltaRule:
         values = mixed[:, both:].reshape(n, sizes.heads, sizes.dim)
         _, left = decays(a, _given(weights.step_bias), _given(weights.rate), *sizes.step_limits)
         steps, groups = gate(np.ones(b.shape, np.float32), b, False), sizes.groups
+        steps *= np.float32(sizes.factor)
         return scan(
             units[:, groups:], units[:, :groups], values, left, steps, None, slots, 0, index, lens, sizes.tiled
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvcache.errors import CheckpointError
@@ -40,6 +40,7 @@ _BIASES = {
     "granite": (Flag("mamba_conv_bias", True), Flag("mamba_proj_bias", False)),
     "mamba": (Flag("use_conv_bias", True), Flag("use_bias", False)),
 }
+_DOUBLES = "linear_allow_neg_eigval"  # of OLMo-Hybrid: whether steps go up to 2
 _ATTENDING = ("attention", "full_attention")
 _MLPS: dict[str, Mlp] = {"mlp": "mlp", "moe": "experts"}  # layers without a mixer
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -58,6 +59,9 @@ class RecurrentSizes:
         tiled: whether head h has group `h % groups`; if not, `h // (heads // groups)`.
         channels: of the convolution.
         step_limits: the least and the largest step (mamba).
+        apart: whether queries, keys and values have projections and convolutions of their own in files (delta).
+        factor: of the steps (delta).
+        norm_eps: what the norm of heads adds; 0: what all norms add.
     """
 
     kind: Kind
@@ -71,6 +75,9 @@ class RecurrentSizes:
     dim: int = 0
     tiled: bool = False
     step_limits: tuple[float, float] = (0.0, float("inf"))
+    apart: bool = False
+    factor: float = 1.0
+    norm_eps: float = 0.0
 
     @property
     def inner(self) -> int:
@@ -85,7 +92,9 @@ class RecurrentSizes:
             return cls(kind, STATE_SIZES[kind]["taps"](read), hidden_size, bias, bias)
         keys = "granite" if kind == "mamba" and not read.default("mamba_num_heads") else kind
         _expect_silu(read, "mamba_hidden_act" if keys == "mamba" else "hidden_act")
-        rows = STATE_SIZES[keys]
+        rows, doubles = STATE_SIZES[keys], read.has_default(_DOUBLES)
+        if doubles:
+            rows = _olmo_sizes(rows, read, hidden_size)
         heads, groups, size, taps = (rows[name](read) for name in ("heads", "groups", "size", "taps"))
         dim = _granite_dim(read, hidden_size, heads) if keys == "granite" else rows["dim"](read)
         if heads % groups and kind == "delta":
@@ -94,9 +103,20 @@ class RecurrentSizes:
             raise CheckpointError(f"{rows['groups'].key}: expected a divisor of {heads} heads, got {groups}")
         channels = heads * dim + 2 * groups * size
         if kind == "delta":
-            return cls(kind, taps, channels, heads=heads, groups=groups, size=size, dim=dim)
+            found = cls(kind, taps, channels, heads=heads, groups=groups, size=size, dim=dim)
+            if not doubles:
+                return found
+            return replace(found, apart=True, factor=2.0 if read.flag(_DOUBLES, True) else 1.0, norm_eps=1e-5)
         conv, projection = (row(read) for row in _BIASES[keys])
         return cls(kind, taps, channels, conv, projection, heads, groups, size, dim, step_limits=_limits(read))
+
+
+def _olmo_sizes(rows: Mapping[str, Size], read: Entries, hidden_size: int) -> dict[str, Size]:
+    """The rows of the sizes of OLMo-Hybrid, whose defaults are those of attention."""
+    usual = read.size("num_attention_heads")
+    own = {name: rows[name]._replace(default=usual) for name in ("heads", "groups")}
+    own["size"] = rows["size"]._replace(default=max(1, int(0.75 * hidden_size / own["groups"](read))))
+    return {**rows, **own, "dim": rows["dim"]._replace(default=2 * own["size"](read))}
 
 
 def _granite_dim(read: Entries, hidden_size: int, heads: int) -> int:

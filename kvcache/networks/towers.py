@@ -55,6 +55,7 @@ TOWERS = {
         "qwen2_5_vl", {"qwen2_5_vl_text": "qwen2"}, flat=True,
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     ),
+    "MuseGlimmerForConditionalGeneration": Tower("muse_glimmer", {"muse_glimmer_text": "muse_glimmer_text"}),
     "Qwen3_5ForConditionalGeneration": Tower("qwen3_5", {"qwen3_5_text": "qwen3_5_text"}),
     "Qwen3_5MoeForConditionalGeneration": Tower("qwen3_5_moe", {"qwen3_5_moe_text": "qwen3_5_moe_text"}),
     "Qwen3VLForConditionalGeneration": Tower(
@@ -78,7 +79,7 @@ _LAYERS = ("layers.", "blocks.")  # the second one of Kimi K2.5, as transformers
 _INSIDE = re.compile(rf"(?:{'|'.join(map(re.escape, (*_PREFIXES, 'backbone.')))})(?:layers|blocks)\.(\d{{1,9}})\.(.+)")
 _TOWERS = (
     "vision_tower.", "multi_modal_projector.", "mm_projector.", "visual.", "audio_tower.", "embed_vision.",
-    "embed_audio.",
+    "embed_audio.", "vision_adapter.", "vision_projection.",
 )
 _MTP = "mtp."  # MTP layers
 _OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), _MTP, "model.mtp_")  # the last ones of ERNIE

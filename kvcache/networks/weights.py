@@ -61,6 +61,10 @@ FORMATS = {
     "auto": ("", ""), "f32": ("f32", "f32"), "f16": ("f16", "f16"), "bf16": ("bf16", "bf16"), "q8": ("q8_0", "q8_0"),
     "q4": ("q4_1", "q8_0"),
 }
+# What the first matrix of a layer begins with.
+_FIRST = (
+    "self_attn.q_proj", "self_attn.q_a_proj", "mixer.in_proj", "mixer.in_proj_qkv", "mixer.in_proj_q",
+)
 _INV_FREQ = "rotary_emb.inv_freq"  # the frequencies of RoPE: in older files, and redundant
 _BAND_BYTES = 1 << 20  # of float32 values, read and converted at a time: fits the second-level cache
 
@@ -429,12 +433,12 @@ class _Loader:
         parts = (mixer, mixer, config.mlps[layer], config.mlps[layer])
         before, after, before_mlp, after_mlp = (
             None if name is None or not has else self._norm(part.prefix + name)
-            for name, has in zip(NORMS[config.norms], parts, strict=True)
+            for name, has in zip(NORMS[config.norms_of(layer)], parts, strict=True)
         )
         attends, experts = mixer == "attention", config.mlps[layer] == "experts"
         return LayerWeights(
             input_norm=before,
-            qkv=part.find("self_attn.q_proj", "self_attn.q_a_proj", "mixer.in_proj", "mixer.in_proj_qkv"),
+            qkv=part.find(*_FIRST),
             qkv_bias=self._qkv_bias(layer, part),
             qk_norm=self._qk_norm(config.sizes[layer], part.vector) if config.qk_norm and attends else None,
             sinks=part.optional("self_attn.sinks"),
@@ -499,7 +503,8 @@ class _Loader:
         def vector(name: str, shape: tuple[int, ...] = (-1,)) -> Float32:
             return self._checkpoint.read(f"{prefix}{name}").reshape(shape)
 
-        taps = np.ascontiguousarray(vector("conv1d.weight", (sizes.channels, sizes.taps)).T)
+        names = [f"conv1d_{part}.weight" for part in "qkv"] if sizes.apart else ["conv1d.weight"]
+        taps = np.ascontiguousarray(np.concatenate([vector(name, (-1, sizes.taps)) for name in names]).T)
         bias = vector("conv1d.bias") if sizes.conv_bias else None
         if sizes.kind == "conv":
             return RecurrentWeights(taps, bias)
@@ -510,6 +515,10 @@ class _Loader:
         config, names = self._config, ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
         if config.qk_norm == "all":
             return vector(*names).reshape(-1, sizes.head_dim)
+        if config.qk_norm == "plain":
+            return np.ones((config.num_heads + sizes.num_kv_heads, sizes.head_dim), np.float32)
+        if config.qk_norm == "layer":
+            return vector(*names)
         queries = [vector(names[0])] * config.num_heads
         return np.stack(queries if sizes.kv_layer is not None else queries + [vector(names[1])] * sizes.num_kv_heads)
 

@@ -27,6 +27,9 @@ NAMED = {
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
     "granitemoehybrid": {"num_hidden_layers": LAYERS, "layer_types": ["mamba", "attention"] * (LAYERS // 2)},
     "glm4_moe": {"num_hidden_layers": LAYERS, "head_dim": 128},
+    "dots1": {
+        "num_hidden_layers": LAYERS, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
+    },
 }
 # Keys that change no text, or no result of a trained network.
 NEEDLESS = {

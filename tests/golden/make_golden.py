@@ -34,27 +34,35 @@ import numpy as np
 import torch
 import transformers
 from transformers import (
+    AfmoeConfig,
     ApertusConfig,
     Cohere2Config,
+    Cohere2MoeConfig,
+    CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneMoeConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
     Gemma4UnifiedConfig,
+    GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
     GraniteSWAConfig,
     HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm3Config,
@@ -65,15 +73,18 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    MuseGlimmerConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -526,6 +537,49 @@ VARIANTS = {
         **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, attention_bias=False,
         rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.75},
     )),
+    # As many channels of queries, keys and values: transformers cuts their convolution into three equal parts.
+    "olmo_hybrid": seeded(OlmoHybridConfig(
+        **SMALL_HYBRID, layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=30, linear_value_head_dim=10,
+        linear_conv_kernel_dim=3, rope_parameters={"rope_type": "default", "rope_theta": None},
+    )),
+    "olmo_hybrid_turned": seeded(OlmoHybridConfig(
+        **SMALL_HYBRID | {"num_hidden_layers": 4}, linear_allow_neg_eigval=False, attention_bias=True,
+        linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=12, linear_value_head_dim=12,
+        tie_word_embeddings=True, rope_parameters=DEFAULT_ROPE,
+    )),
+    "muse_glimmer": seeded(MuseGlimmerConfig(
+        text_config=SMALL | {
+            "num_hidden_layers": 5, "sliding_window": 20, "output_multiplier": 0.7, "final_logit_softcapping": 15.0,
+            "qk_scale_factor": 1.3, "post_norm_eps": 1e-3, "rope_parameters": DEFAULT_ROPE,
+        },
+        vision_config=VISION | {"pos_emb_height": 4, "pos_emb_width": 4}, out_hidden_size=48, projector_hidden_size=8,
+        image_token_id=VOCAB, video_token_id=VOCAB + 1,
+    )),
+    "muse_glimmer_kinds": seeded(MuseGlimmerConfig(  # layers without a rotary embedding have a window, one beside not
+        text_config=SMALL | {
+            "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24,
+            "layer_types": _kinds("FWFW"), "layer_rope_theta": [10000.0, 10000.0, 0, 0], "output_multiplier": 0.5,
+            "qk_scale_factor": 1.5, "attention_bias": True, "rope_parameters": LINEAR_ROPE,
+        },
+        vision_config=VISION | {"pos_emb_height": 4, "pos_emb_width": 4}, out_hidden_size=48, projector_hidden_size=8,
+        image_token_id=VOCAB, video_token_id=VOCAB + 1,
+    )),
+    "gemma": seeded(GemmaConfig(**SMALL, rope_parameters=DEFAULT_ROPE)),
+    "gemma_biases": seeded(GemmaConfig(
+        **SMALL | {"num_key_value_heads": 1, "head_dim": 16}, attention_bias=True, tie_word_embeddings=False,
+        rope_parameters=LINEAR_ROPE,
+    )),
+    "glm": seeded(GlmConfig(**SMALL, rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.5})),
+    "glm_no_biases": seeded(GlmConfig(
+        **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, attention_bias=False, tie_word_embeddings=True,
+        rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": 0.75},
+    )),
+    "cohere": seeded(CohereConfig(**NO_HEAD_DIM, logit_scale=0.75, rope_parameters=DEFAULT_ROPE)),
+    "cohere_norms": seeded(CohereConfig(  # of queries and keys, with weights for each head
+        **NO_HEAD_DIM | {"hidden_size": 96, "num_key_value_heads": 2}, logit_scale=1.5, use_qk_norm=True,
+        attention_bias=True, tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE,
+    )),
     "cohere2": seeded(Cohere2Config(
         **NO_HEAD_DIM | {"num_hidden_layers": 5}, sliding_window=20, logit_scale=0.75, rope_parameters=DEFAULT_ROPE,
     )),
@@ -667,6 +721,74 @@ VARIANTS = {
         n_routed_experts=7, n_group=1, topk_group=1, num_experts_per_tok=3, first_k_dense_replace=1,
         rope_parameters=DEFAULT_ROPE,
     )),
+    "qwen2_moe": seeded(Qwen2MoeConfig(
+        **NO_HEAD_DIM | {"num_hidden_layers": 4}, moe_intermediate_size=40, shared_expert_intermediate_size=28,
+        num_experts=7, num_experts_per_tok=3, mlp_only_layers=[2], use_sliding_window=True, sliding_window=20,
+        max_window_layers=3, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "qwen2_moe_steps": seeded(Qwen2MoeConfig(
+        **NO_HEAD_DIM | {"num_hidden_layers": 4, "num_key_value_heads": 2}, moe_intermediate_size=24,
+        shared_expert_intermediate_size=36, num_experts=5, num_experts_per_tok=2, decoder_sparse_step=2,
+        norm_topk_prob=True, qkv_bias=False, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "qwen2_moe_all": seeded(Qwen2MoeConfig(
+        **NO_HEAD_DIM, moe_intermediate_size=40, shared_expert_intermediate_size=28, num_experts=7,
+        num_experts_per_tok=3, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "dots1": seeded(Dots1Config(
+        **SMALL, moe_intermediate_size=40, n_routed_experts=7, n_shared_experts=2, num_experts_per_tok=3,
+        first_k_dense_replace=1, routed_scaling_factor=1.7, norm_topk_prob=True, sliding_window=None,
+        rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "dots1_windows": seeded(Dots1Config(
+        **NO_HEAD_DIM | {"num_hidden_layers": 4, "num_key_value_heads": 2}, moe_intermediate_size=24,
+        n_routed_experts=8, n_group=4, topk_group=2, n_shared_experts=1, num_experts_per_tok=3, attention_bias=True,
+        routed_scaling_factor=0.8, sliding_window=20, max_window_layers=2, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "hunyuan_moe": seeded(HunYuanMoEV1Config(
+        **SMALL | {"intermediate_size": 40}, num_experts=7, moe_topk=[3] * 3,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 2048.0, "factor": 1.0},
+    )),
+    "hunyuan_moe_biases": seeded(HunYuanMoEV1Config(
+        **SMALL | {"intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 16}, num_experts=5, moe_topk=2,
+        attention_bias=True, tie_word_embeddings=True, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "exaone_moe": seeded(ExaoneMoeConfig(
+        **SMALL | {"num_hidden_layers": 5}, sliding_window=20, moe_intermediate_size=28, num_experts=8, n_group=4,
+        topk_group=2, num_experts_per_tok=3, num_shared_experts=2, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "exaone_moe_dense": seeded(ExaoneMoeConfig(  # layers in any order
+        **SMALL | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16}, sliding_window=24,
+        sliding_window_pattern="LLGG", layer_types=_kinds("WWFF"), mlp_layer_types=["sparse", "dense"] * 2,
+        moe_intermediate_size=40, num_experts=7, num_experts_per_tok=2, norm_topk_prob=False, routed_scaling_factor=1.2,
+        rope_parameters=LLAMA3_ROPE | {},
+    )),
+    "afmoe": seeded(AfmoeConfig(
+        **SMALL | {"num_hidden_layers": 5}, sliding_window=20, moe_intermediate_size=28, num_experts=7,
+        num_experts_per_tok=3, num_shared_experts=2, num_dense_layers=2, route_scale=1.7, mup_enabled=True,
+        rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "afmoe_plain": seeded(AfmoeConfig(
+        **SMALL | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16}, sliding_window=24,
+        layer_types=_kinds("FWFW"), moe_intermediate_size=40, num_experts=5, num_experts_per_tok=2,
+        num_shared_experts=1, num_dense_layers=0, attention_bias=True, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "cohere2_moe": seeded(Cohere2MoeConfig(
+        **SMALL | {"num_hidden_layers": 5, "intermediate_size": 28}, sliding_window=20, logit_scale=0.75,
+        num_experts=7, num_experts_per_tok=3, num_shared_experts=2, expert_selection_fn="sigmoid",
+        prefix_dense_intermediate_size=40, mlp_layer_types=["dense"] + ["sparse"] * 4, layer_types=_kinds("FWWWF"),
+    )),
+    "cohere2_moe_sum": seeded(Cohere2MoeConfig(
+        **SMALL | {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 36}, sliding_window=24,
+        logit_scale=1.5, num_experts=5, num_experts_per_tok=2, num_shared_experts=1, rms_norm_eps=1e-6,
+        shared_expert_combination_strategy="sum", expert_selection_fn="sigmoid", norm_topk_prob=False,
+        mlp_layer_types=["dense", "sparse", "sparse"], layer_types=_kinds("FWF"), attention_bias=True,
+        prefix_dense_sliding_window_pattern=2, tie_word_embeddings=False,
+    )),
+    "cohere2_moe_softmax": seeded(Cohere2MoeConfig(
+        **SMALL | {"num_hidden_layers": 4, "intermediate_size": 40}, sliding_window=24, logit_scale=1.25,
+        num_experts=6, num_experts_per_tok=3, norm_topk_prob=False,
+    )),
     "apertus": seeded(ApertusConfig(**SMALL, rope_parameters=LLAMA3_ROPE)),
     "apertus_biases": seeded(ApertusConfig(
         **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, attention_bias=True, rope_parameters=DEFAULT_ROPE,
@@ -725,12 +847,16 @@ def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[fl
     """Standard deviation and mean of a tensor of a seeded variant, by its name in the file; as in `randomise`."""
     config = config.get_text_config()
     gain = 3.0 if getattr(config, "tie_word_embeddings", False) else 1.0
+    if config.model_type == "gemma":  # whose embedding is multiplied by as much
+        gain *= config.hidden_size**0.5
     if config.model_type.startswith("gemma4") and "post_" in name and name.endswith("weight"):
         return 0.2 * gain, gain  # of what layers add: the last product does not count behind a norm
     if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
         return 0.2, 0.6  # scores are not scaled: these say how far they spread
     if "norm" in name and name.endswith("weight"):
-        less_one = config.model_type.startswith(("qwen3_5", "qwen3_next")) and "linear_attn" not in name
+        less_one = config.model_type == "gemma" or (config.model_type == "muse_glimmer_text" and "layers" in name) or (
+            config.model_type.startswith(("qwen3_5", "qwen3_next")) and "linear_attn" not in name
+        )
         return 0.2, 0.0 if less_one else 1.0
     for part, size, mean in (("A_log", 1.0, 0.5), ("dt_bias", 1.5, -2.0), (".D", 0.5, 1.0)):
         if name.endswith(part):
@@ -744,7 +870,7 @@ def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[fl
     for part, size, mean in (("alpha_p", 0.5, 0.3), ("alpha_n", 0.5, 0.3), ("beta", 0.0, 0.4375), ("eps", 0.0, -0.25)):
         if name.endswith(f"act_fn.{part}"):
             return size, mean
-    for part, size in (("q_proj", 1.6), ("k_proj", 1.6), ("router", 2.0), ("mlp.gate.weight", 2.0)):
+    for part, size in (("q_proj", 1.6), ("k_proj", 1.6), ("router", 2.0), ("mlp.gate.w", 2.0)):
         if part in name:
             return size * shape[-1] ** -0.5, 0.0
     if any(part in name for part in ("o_proj", "down_proj", "out_proj", "c_proj")):

@@ -37,6 +37,39 @@ def test_keys_of_minimax():
     assert ModelConfig.from_dict(given | {"rope_theta": theta}).rotary_dim == 24
 
 
+def test_layers_of_qwen2_moe():
+    """Without a list every second of the first layers has a window; the last ones have none."""
+    given = {key: value for key, value in config_of("qwen2_moe").items() if key != "layer_types"}
+    found = ModelConfig.from_dict(given | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "max_window_layers": 4})
+    assert found.windows == (20, None, 20, None, None, None)
+    assert found.mlps == ("mlp", "experts", "mlp", "experts", "mlp", "experts")
+
+
+def test_layers_of_cohere2_moe():
+    """The first layers have another pattern of windows, and a rotary embedding without a window if it is 1."""
+    given = {k: v for k, v in config_of("cohere2_moe").items() if k not in ("layer_types", "mlp_layer_types")}
+    for pattern, windows, rotated in (
+        (1, (None, None, 20, 20, 20, None), (True, True, True, True, True, False)),
+        (2, (20, None, 20, 20, 20, None), (True, False, True, True, True, False)),
+    ):
+        more = {"first_k_dense_replace": 2, "num_hidden_layers": 6, "prefix_dense_sliding_window_pattern": pattern}
+        found = ModelConfig.from_dict(given | more)
+        assert (found.windows, found.rotated) == (windows, rotated)
+        assert found.mlps == ("mlp",) * 2 + ("experts",) * 4
+
+
+def test_published_keys():
+    """K-EXAONE says the first MLPs in place of a list, Hunyuan the number of experts once, Trinity a pattern."""
+    for name, absent, more in (
+        ("exaone_moe", ("mlp_layer_types",), {"architectures": ["ExaoneMoEForCausalLM"]}),
+        ("hunyuan_moe", (), {"moe_topk": 3}),
+        ("afmoe", ("layer_types",), {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}),
+    ):
+        given = config_of(name)
+        published = {key: value for key, value in given.items() if key not in absent} | more
+        assert ModelConfig.from_dict(published) == ModelConfig.from_dict(given), name
+
+
 def test_ling_is_glm_with_other_names(tmp_path):
     glm, ling = twins(tmp_path)
     want = run_dense(Transformer.from_pretrained(glm), TOKENS)
@@ -87,6 +120,15 @@ def test_experts_of_qwen3_vl_in_columns(tmp_path):
         ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index: expected -1 or the last of 3 layers, got 1"),
         ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval: expected 1, got 2"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias: expected false with experts, got true"),
+        ("hunyuan_moe", {"moe_topk": [3, 2, 3]}, "moe_topk: expected one number for all layers, got [3, 2, 3]"),
+        ("hunyuan_moe", {"moe_topk": [8] * 3}, "moe_topk: expected a positive whole number up to 7, got 8"),
+        ("qwen2_moe", {"mlp_only_layers": [True]}, "mlp_only_layers: expected numbers of layers, got [True]"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: expected a positive whole number, got 0"),
+        ("cohere2_moe", {"expert_selection_fn": 1}, "expert_selection_fn: expected softmax or sigmoid, got 1"),
+        ("cohere2_moe", {"shared_expert_combination_strategy": 1},
+         "shared_expert_combination_strategy: expected sum or average, got 1"),
+        ("afmoe", {"n_group": 2}, "n_group: expected 1, got 2"),
+        ("afmoe", {"score_func": "softmax"}, "score_func: expected sigmoid, got 'softmax'"),
         ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm: expected true or false, got 1"),
     ],
 )

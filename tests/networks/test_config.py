@@ -27,6 +27,8 @@ def test_defaults_of_absent_keys():
     assert parse(absent, num_attention_heads=16).num_kv_heads == 8
     assert parse(MISTRAL, num_attention_heads=16, num_key_value_heads=None).num_kv_heads == 16
     assert parse(GEMMA2).activation == parse(GEMMA2, hidden_activation=None).activation == "gelu_tanh"
+    gemma = GEMMA2 | {"architectures": ["GemmaForCausalLM"], "hidden_act": "gelu", "num_key_value_heads": 4}
+    assert parse(gemma).activation == "gelu_tanh"  # as its first files have it
 
 
 def test_biases_and_norms_of_each_architecture():
@@ -109,7 +111,7 @@ def test_model_type_replaces_absent_architectures():
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: .*Classification"),
         ({"architectures": ["LlamaForCausalLM", "LlamaModel"]}, "architectures"),
         ({"architectures": [["LlamaForCausalLM"]]}, "architectures"),
-        ({"architectures": None, "model_type": "gemma"}, "model_type: .*'gemma'"),
+        ({"architectures": None, "model_type": "gptj"}, "model_type: .*'gptj'"),
         ({"architectures": None}, "model_type: .*None"),
         ({"hidden_act": "gelu"}, "hidden_act: expected one of silu, swish, gelu_pytorch_tanh, got 'gelu'"),
         ({"hidden_act": ["silu"]}, "hidden_act: expected one of"),

@@ -144,7 +144,7 @@ class MadeUp:
 
     vocab, hidden, inner, experts, chosen, dense = 40, 32, 16, 6, 2, 1
     kind = ExpertKind(
-        count=("experts",), per_token="top", size=Size("moe_size"), apart=True, dense_first="first",
+        count=("experts",), per_token=Size("top"), size=Size("moe_size"), apart=True, dense_first="first",
         shared_count=Size("shared"), choice={
             "normalise": Flag("divide", False), "sigmoid": True, "bias": True,
             "factor": Number("route_scale"),

@@ -29,7 +29,7 @@ CHANGES = {
 # Networks of transformers that llama.cpp has not: other biases, heads of other sizes, fewer KV heads.
 OTHERS = {
     "ernie4_5_biases", "seed_oss_biases", "exaone4_windows", "olmoe_normalised", "cohere2_biases", "hunyuan_biases",
-    "starcoder2_window",
+    "starcoder2_window", "gemma_biases", "glm", "glm_no_biases", "cohere_norms",
 }
 
 

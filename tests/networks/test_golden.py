@@ -192,11 +192,11 @@ def test_every_feature_has_a_model():
         assert {getattr(config, part) is None for config in configs} == {True, False}, part
     for name in ("embedding_scale", "residual_scale", "logit_scale"):
         assert any(getattr(config, name) != 1 for config in configs), name
-    assert {config.qk_norm for config in configs} == {"", "head", "all", "turned"}
+    assert {config.qk_norm for config in configs} == {"", "head", "all", "turned", "layer", "plain"}
     assert {(config.norm, config.norm_bias) for config in configs} == {
         ("rms", False), ("layer", False), ("layer", True)
     }
-    assert {config.norms for config in configs} == {"before", "after", "both", "parallel"}
+    assert {config.norms for config in configs} == {"before", "after", "both", "parallel", "mixed"}
     assert {(config.activation, config.mlp_gate) for config in configs} == {
         ("silu", True), ("gelu_tanh", True), ("clamped", True), ("gelu_tanh", False), ("relu2", False),
         ("xielu", False),

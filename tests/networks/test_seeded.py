@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 from dense_runs import run_dense
-from seeded_weights import SEEDED, seeded
+from seeded_weights import SEEDED, seeded, tensors_of, write
 from serving import run, settled
 
 from kvcache import BatchEngine
@@ -54,3 +57,18 @@ def test_texts(golden):
     run(engine)
     assert [request.completions()[0].tokens for request in requests] == expected
     settled(engine)
+
+
+def test_other_names_of_norms(tmp_path):
+    """OLMo-Hybrid: the norms of layers with a state have names of their own in some files, as others have them."""
+    folder = seeded("olmo_hybrid")
+    spec = json.loads((folder / "weights.json").read_text())
+    tensors = {name: array for name, (_, _, array) in tensors_of(spec).items()}
+    expected = run_dense(Transformer.from_pretrained(folder, weights="f32"), np.arange(9, dtype=np.uint32))
+    names = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+    for own, other in names.items():
+        tensors = {name.replace(own, other): array for name, array in tensors.items()}
+    write(tmp_path / "model.safetensors", {name: ("F32", array, array) for name, array in tensors.items()})
+    shutil.copy(folder / "config.json", tmp_path)
+    found = run_dense(Transformer.from_pretrained(tmp_path, weights="f32"), np.arange(9, dtype=np.uint32))
+    np.testing.assert_array_equal(found, expected)

@@ -28,14 +28,19 @@ _LETTERS = {
     "gemma4_text": "gemma4", "gemma4": "gemma4", "gemma4_unified": "gemma4",
     "hunyuan_v1_dense": "hunyuan-dense", "glm4": "glm4", "cohere2": "cohere2", "starcoder2": "starcoder2",
     "apertus": "apertus", "minicpm": "minicpm", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2",
+    "gemma": "gemma", "glm": "chatglm", "cohere": "command-r",
     "ernie4_5_moe": "ernie4_5-moe", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe",
     "bailing_moe_v2": "bailingmoe2", "mellum": "mellum", "granite_swa": "granite_swa", "solar_open": "glm4moe",
+    "qwen2_moe": "qwen2moe", "dots1": "dots1", "hunyuan_v1_moe": "hunyuan-moe", "exaone_moe": "exaone-moe",
+    "afmoe": "afmoe", "cohere2_moe": "cohere2moe",
 }
-_NAMED_AS = {"mellum": "qwen3moe", "granite_swa": "granite"}  # which the package lacks
+# Networks in which other layers than the first ones have an MLP in place of experts: no entry says which.
+_MIXED = {"qwen2_moe", "qwen2_moe_steps", "exaone_moe_dense"}
+_NAMED_AS = {"mellum": "qwen3moe", "cohere2moe": "dots1", "granite_swa": "granite"}  # which the package lacks
 _INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granite_swa", "minicpm")
 
 CONVERTIBLE = sorted(path.parent.name for path in GOLDEN.glob("*/config.json")) + [
-    name for name in SEEDED
+    name for name in sorted({*SEEDED} - _MIXED)
     if json.loads((GOLDEN / "seeded" / name / "config.json").read_text())["model_type"] in _LETTERS
 ]  # golden networks
 
@@ -150,7 +155,7 @@ def entries_of(config, folder_config):
         found["rope.scaling.yarn_beta_slow"] = (F32, rope["beta_slow"])
     if rope["rope_type"] == "dynamic":
         found |= {"rope.scaling.type": (STRING, "none"), "rope.scaling.factor": (F32, 1.0)}
-    if kind == "cohere2":
+    if kind in ("cohere", "cohere2", "cohere2_moe"):
         found["logit_scale"] = (F32, config.logit_scale)
     if kind == "minicpm":
         found["embedding_scale"] = (F32, config.embedding_scale)
@@ -163,7 +168,7 @@ def entries_of(config, folder_config):
         found["attention.sliding_window"] = (U32, max(filter(None, config.windows)))
     if kind == "mellum":
         found["rope.freq_base_swa"] = (F32, (config.window_rope or config.rope).theta)
-    if kind in ("olmo3", "exaone4", "mellum", "granite_swa") and any(config.windows):
+    if kind in ("olmo3", "exaone4", "exaone_moe", "cohere2_moe", "mellum", "granite_swa") and any(config.windows):
         found["attention.sliding_window_pattern"] = (ARRAY, [window is not None for window in config.windows], BOOL)
     if kind == "gemma3_text":
         found["attention.sliding_window_pattern"] = (U32, config.windows.index(None) + 1)
@@ -186,6 +191,13 @@ def entries_of(config, folder_config):
             found["expert_feed_forward_length"] = (U32, config.experts.size)
         if config.experts.choice.bias:
             found |= _of_chosen(config, kind)
+        if kind == "cohere2_moe":
+            found["expert_gating_func"] = (U32, 2 if config.experts.choice.sigmoid else 1)
+            found["expert_weights_norm"] = (BOOL, config.experts.choice.normalise)
+            found["expert_shared_count"] = (U32, config.experts.shared // config.experts.size)
+            found["leading_dense_block_count"] = (U32, config.mlps.count("mlp"))
+        elif config.experts.shared and not config.experts.choice.bias:
+            found["expert_shared_feed_forward_length"] = (U32, config.experts.shared)
     if config.next_layers:
         found["nextn_predict_layers"] = (U32, config.next_layers)
     if letters == "gemma4":
@@ -229,7 +241,7 @@ def _of_chosen(config, kind):
         found["leading_dense_block_count"] = (U32, config.mlps.count("mlp"))
     if kind == "ernie4_5_moe":
         found["interleave_moe_layer_step"] = (U32, 1)
-    if kind in ("glm4_moe", "solar_open", "bailing_moe_v2"):
+    if kind in ("glm4_moe", "solar_open", "bailing_moe_v2", "dots1", "exaone_moe", "afmoe"):
         found |= {
             "expert_weights_scale": (F32, choice.factor), "expert_weights_norm": (BOOL, choice.normalise),
             "expert_group_count": (U32, choice.groups), "expert_group_used_count": (U32, choice.kept),
@@ -329,6 +341,11 @@ _ASSUMED = {
     "olmoe_normalised": {"norm_topk_prob": False}, "cohere2_biases": {"layer_types": None},
     "starcoder2_window": {"sliding_window": None},
     "granite_swa": {"layer_rope_theta": [0, *[500_000.0] * 4]},
+    "dots1_windows": {"sliding_window": None, "layer_types": None},
+    "cohere2_moe_sum": {
+        "shared_expert_combination_strategy": "average", "prefix_dense_sliding_window_pattern": 1,
+    },
+    "afmoe_plain": {"mup_enabled": True, "layer_types": None},
 }
 
 
