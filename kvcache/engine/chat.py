@@ -173,7 +173,7 @@ class ChatEngine:
         return scores_of(readings)
 
     def vectors(self) -> Vectors:
-        """What makes vectors and scores of texts: the checkpoint's layout. ValueError: the engine evicts tokens."""
+        """The maker of vectors and scores of texts, by the checkpoint. ValueError: the engine evicts tokens."""
         raise NotImplementedError
 
     def _read(self, readings: Sequence[TextRows], progress: Callable[[int, int], object] | None) -> None:

@@ -1,4 +1,4 @@
-"""What is read of the rows of a text: that of its last token, the mean of all, or two logits."""
+"""`TextRows`: a text whose rows are read, that of its last token, the mean of all, or some logits."""
 
 from __future__ import annotations
 

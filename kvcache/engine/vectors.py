@@ -32,7 +32,7 @@ _NEEDED = ("<|im_start|>", "<|im_end|>", "yes", "no")
 
 
 class VectorOptions(NamedTuple):
-    """How vectors are made, as `ChatEngine.embed` takes it.
+    """The options of vectors, as `ChatEngine.embed` takes them.
 
     Attributes:
         pooling: "last", "mean", or None for that of the checkpoint.

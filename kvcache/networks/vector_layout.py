@@ -1,4 +1,4 @@
-"""How a checkpoint makes vectors of texts: the layout of sentence-transformers, or the metadata of a GGUF file.
+"""`VectorLayout`: the way a checkpoint makes vectors of texts, as sentence-transformers or a GGUF file say it.
 
 `modules.json` lists modules in their order: the network, a pooling, perhaps dense layers, perhaps a normalisation; or
 the network and `LogitScore`, which compares the logits of two tokens: a reranker.
@@ -83,7 +83,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VectorLayout:
-    """How a checkpoint makes vectors, or scores, of texts.
+    """The way a checkpoint makes vectors, or scores, of texts.
 
     Attributes:
         pooling: "last", the row of the last token, or "mean", that of all; None: it makes no vectors.
