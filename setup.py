@@ -62,8 +62,8 @@ CHECK = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1
 # gcov counts the kernels and, by the lines that Cython says its C is of, the modules, at -O0 where no line is merged
 # into another. Threads may lose counts; none goes back to zero.
 COUNT = ["--coverage", "-O0"] if COVERAGE else []
-# Python's -fwrapv makes products of float keys a fifth slower: addresses are computed again in each pass over them. It also
-# hides overflows, and gcc takes three times as long over kernels with checks.
+# Python's -fwrapv makes products of float keys a fifth slower: addresses are computed again in each pass over them.
+# It also hides overflows, and gcc takes three times as long over kernels with checks.
 KERNELS = ["-fno-wrapv", *(["-O1"] if SANITIZE or COVERAGE else [])]
 if SANITIZE:  # `tests/ckernels/run fuzz` takes them from here
     KERNELS += ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]

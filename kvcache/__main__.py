@@ -1,4 +1,4 @@
-"""The command line `kvcache`: the demo, and chat, generation, a server and a proof with a checkpoint of your own."""
+"""The command line `kvcache`: the demo, and chat, generation, vectors, a server and a proof with your checkpoint."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import kvcache
 from kvcache.commands.chat import add_chat, chat
 from kvcache.commands.config_file import configured
+from kvcache.commands.embed import add_embed, embed
 from kvcache.commands.generate import add_generate, generate
 from kvcache.commands.options import in_words_of_options
 from kvcache.commands.serve import add_serve, serve
@@ -34,6 +35,7 @@ examples:
   kvcache chat --model ~/models/Qwen3-0.6B --weights q8 --dtype q4 --system "Answer in one sentence."
   kvcache generate --model ~/models/Qwen3-0.6B --prompt "The KV cache is" --temperature 0
   kvcache generate --model ~/models/Qwen3-0.6B-Q4_K_M.gguf -f prompt.txt --context 8192
+  kvcache embed --model ~/models/Qwen3-Embedding-0.6B -f lines.txt -o vectors.npy
   kvcache serve --model ~/models/Qwen3-0.6B --api-keys keys.txt --max-memory 4GiB
   kvcache verify --model ~/models/Qwen3-0.6B --dtype q4 --json here.json --against there.json
   kvcache verify --server http://127.0.0.1:8000/v1
@@ -46,10 +48,11 @@ commands, such as /undo and /save. In a pipe each line is a message. Only what i
 each answer says how many tokens of the prompt were cached, and how full context and memory are. Ctrl-C stops an answer;
 Ctrl-D, /exit, and Ctrl-C twice at the prompt end the conversation."""
 GENERATE = "Continue a prompt with a Hugging Face checkpoint or a GGUF file."
+EMBED = "Vectors of the lines of a file, by a network that makes them, such as Qwen3-Embedding."
 SERVE = """\
 A server with the interfaces of OpenAI and Anthropic: /v1/chat/completions, /v1/completions, /v1/responses,
-/v1/messages, /v1/models, /live, /ready and /metrics, and a page at / that shows what runs and has a chat. It needs the
-extra serve. It has no TLS: put a proxy before it where other machines reach it."""
+/v1/messages, /v1/embeddings, /v1/rerank, /v1/models, /live, /ready and /metrics, and a page at / that shows what runs
+and has a chat. It needs the extra serve. It has no TLS: put a proxy before it where other machines reach it."""
 VERIFY = """\
 Prompts of the model's vocabulary, each computed cold and then in every way: behind hits, in a batch, in pieces, with
 other threads, preempted, with draft tokens, from files, and at every SIMD level of this CPU. Logits, log-probabilities
@@ -68,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("demo", help="run the demo (the default)")
     add_chat(commands.add_parser("chat", help="talk with a model", description=CHAT, formatter_class=raw))
     add_generate(commands.add_parser("generate", help="continue a prompt", description=GENERATE))
+    add_embed(commands.add_parser("embed", help="make vectors of texts", description=EMBED))
     add_serve(commands.add_parser("serve", help="serve many users over HTTP", description=SERVE, formatter_class=raw))
     add_verify(commands.add_parser("verify", help="compare bit by bit", description=VERIFY, formatter_class=raw))
     return parser
@@ -103,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return chat(options, str(DIRECTORY))
         if options.command == "serve":
             return serve(options, str(DIRECTORY), _server)
+        if options.command == "embed":
+            return embed(options)
         if options.command == "verify":
             return verify(options, str(DIRECTORY), kvcache.__version__)
         return generate(options) if options.command == "generate" else _demo()

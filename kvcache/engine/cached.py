@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -13,7 +13,9 @@ from typing import Any
 from kvcache.engine.chat import Answer, ChatEngine
 from kvcache.engine.completion import Completion, Request
 from kvcache.engine.inference import InferenceEngine
+from kvcache.engine.text_rows import TextRows
 from kvcache.engine.turns import Turn
+from kvcache.engine.vectors import Vectors
 from kvcache.errors import InvalidOperationError
 from kvcache.networks.protocols import Float32, Model
 from kvcache.networks.weights import Progress
@@ -197,6 +199,13 @@ class PrefixCachedEngine(ChatEngine):
 
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self._requests.text
+
+    def vectors(self) -> Vectors:
+        """See `ChatEngine`."""
+        return self.inner.vectors()
+
+    def _read(self, readings: Sequence[TextRows], progress: Callable[[int, int], object] | None) -> None:
+        self._requests.read(readings, progress)
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,

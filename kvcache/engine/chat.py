@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import GeneratorType
 from typing import Any
@@ -17,7 +17,10 @@ from typing import Any
 from kvcache.engine.call_ids import with_counted_ids
 from kvcache.engine.completion import FinishReason, Request
 from kvcache.engine.history import THOUGHTS, TOOLS, Messages, Rewriting, are_texts, rewritings, with_arguments
+from kvcache.engine.text_rows import TextRows
+from kvcache.engine.vectors import VectorOptions, Vectors, scores_of
 from kvcache.errors import CheckpointError
+from kvcache.networks.protocols import Float32
 from kvcache.sampling.text_tokens import encoded, encoded_with_ends
 from kvcache.sampling.tokenizer import SPECIAL_TOKENS, CheckpointText, GgufText
 from kvcache.support.arguments import plain_int, short
@@ -75,7 +78,7 @@ class Answer:
 
 
 class ChatEngine:
-    """The base of the engines: the tokenizer and the chat template of the checkpoint that each has."""
+    """The base of the engines: tokenizer, chat template and vectors of the checkpoint that each has."""
 
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         raise NotImplementedError
@@ -116,6 +119,65 @@ class ChatEngine:
         """
         text = render(self._checkpoint(), messages, tools, add_generation_prompt, template)
         return chat_tokens(self._checkpoint(), text) if tokenize else text
+
+    def embed(
+        self, texts: Iterable[Any], pooling: str | None = None, *, normalise: bool = True,
+        dimensions: int | None = None, prompt_name: str | None = None, truncate: bool = False,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Float32:
+        """Vectors of texts, float32 `(n, dimensions)`: rows of the network behind its last norm, pooled.
+
+        A vector has the same bits alone and beside others. The current sequence of an engine that has one is replaced
+        by an empty one.
+
+        Args:
+            texts: strings, or token ids; none of them empty of tokens. The tokenizer adds its own, such as an end.
+            pooling: "last", the row of the last token; "mean", of all tokens; None: that of the checkpoint
+                (`modules.json` of sentence-transformers, `pooling_type` of GGUF).
+            normalise: whether vectors have the length 1, after they were cut.
+            dimensions: how many of the first numbers stay; None: those of the checkpoint.
+            prompt_name: of the checkpoint's prompts, the one that stands before each text; None: its default, if any.
+            truncate: whether a text with more tokens than there may be is cut; else it raises.
+            progress: called with the number of texts that have run, and of all.
+
+        Raises:
+            TypeError, ValueError: no such pooling, prompt or dimensions; a text without tokens, or with too many
+                (`TooManyTokens`); a network that gives no such rows; an engine that evicts tokens.
+            OutOfMemoryError: the cache is too small for a text.
+        """
+        options = VectorOptions(pooling, normalise, dimensions, prompt_name, truncate)
+        vectors = self.vectors()
+        readings = vectors.readings(texts, options)
+        self._read(readings, progress)
+        return vectors.made(readings, options)
+
+    def rerank(
+        self, query: str, documents: Iterable[str], instruction: str | None = None, *, truncate: bool = False,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> list[float]:
+        """How well each document answers a query, from 0 to 1, in their order, by a network such as Qwen3-Reranker.
+
+        The prompts are those of Qwen3-Reranker, which answers "yes" or "no"; a score is the share of "yes" in the two
+        logits. What all prompts have in common runs once. A score has the same bits alone and beside others.
+
+        Args:
+            instruction: what a good document is; None: that of web search.
+            truncate: whether a document that is too long is cut at its end; else it raises.
+            progress: as of `embed`.
+
+        Raises:
+            as `embed`; ValueError: a tokenizer without the tokens of such prompts.
+        """
+        readings = self.vectors().judged(query, documents, instruction, truncate)
+        self._read(readings, progress)
+        return scores_of(readings)
+
+    def vectors(self) -> Vectors:
+        """The maker of vectors and scores of texts, by the checkpoint. ValueError: the engine evicts tokens."""
+        raise NotImplementedError
+
+    def _read(self, readings: Sequence[TextRows], progress: Callable[[int, int], object] | None) -> None:
+        raise NotImplementedError
 
 
 def chat_tokens(text: CheckpointText | GgufText | None, rendered: str, most: int | None = None) -> list[int]:

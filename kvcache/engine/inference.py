@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ from kvcache.engine.current import CurrentText, Share
 from kvcache.engine.network_engine import NetworkEngine
 from kvcache.engine.opening import open_drafts
 from kvcache.engine.requests import Requests
+from kvcache.engine.text_rows import TextRows
+from kvcache.engine.vectors import Vectors
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.eviction import EvictionPolicy
 from kvcache.networks.protocols import Float32, Model
@@ -238,6 +240,14 @@ class InferenceEngine(NetworkEngine):
 
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self.requests.text
+
+    def vectors(self) -> Vectors:
+        """See `ChatEngine`."""
+        expect("embed", self.eviction_policy, self._settings.features)
+        return Vectors(self.model, self.requests.text, self.requests.max_positions)
+
+    def _read(self, readings: Sequence[TextRows], progress: Callable[[int, int], object] | None) -> None:
+        self.requests.read(readings, progress)
 
     def memory(self) -> dict[str, int]:
         """Bytes: "weights" (0: the model does not say), "kv" (cache, residual), "bookkeeping", "scratch", "huge"."""

@@ -13,6 +13,7 @@ from kvcache.gguf.file import GgufFile
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
 from kvcache.networks.model import Transformer
+from kvcache.networks.vector_layout import VectorLayout
 from kvcache.sampling.defaults import folder_defaults, gguf_defaults
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
@@ -75,6 +76,7 @@ def open_checkpoint(
         return open_gguf(path, sampling_params, calibrate, network)
     defaults = folder_defaults(path) if sampling_params is None else sampling_params
     text = CheckpointText(path, network.pop("chat_template", None))
+    text.vectors = VectorLayout.of_folder(path)
     known = calibrate if calibrate is False else text_or_calibration(calibrate, lambda: text.tokenizer)
     return Opened(Transformer.from_pretrained(path, **network), defaults, text, known)
 

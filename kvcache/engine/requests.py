@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -20,7 +20,9 @@ from kvcache.engine.current import CurrentText
 from kvcache.engine.drawn_tokens import DrawnTokens
 from kvcache.engine.new_requests import NewRequests
 from kvcache.engine.partings import prompt_with_partings
+from kvcache.engine.text_rows import TextRows, common_tokens
 from kvcache.engine.turns import CallInTurn, Turn, Turns
+from kvcache.errors import InvalidOperationError
 from kvcache.kernels.functions import log_sums
 from kvcache.networks.protocols import Float32
 from kvcache.sampling.sampling import SamplingParams
@@ -228,6 +230,55 @@ class Requests:
                 self.sequence.clear()
                 raise
         return scores
+
+    def read(self, readings: Sequence[TextRows], progress: Callable[[int, int], object] | None = None) -> None:
+        """Run texts one after another, and read their rows; the sequence is empty afterwards.
+
+        Of a text whose last row is read the tokens run that the one before it does not have, where going back gives the
+        bits of a cold run.
+
+        Args:
+            progress: called with the number of texts that have run, and of all.
+        """
+        with self.call:
+            try:
+                before: TextRows | None = None
+                for number, each in enumerate(readings):
+                    if each.every:
+                        self._read_all(each)
+                    else:
+                        self._read_last(each, before)
+                    before = each
+                    if progress is not None:
+                        progress(number + 1, len(readings))
+            finally:
+                self.sequence.clear()
+
+    def _read_all(self, reading: TextRows) -> None:
+        tokens, chunk = reading.tokens, self.sequence.chunk
+        self._begin(reading)
+        for start in range(0, len(tokens), chunk):
+            reading.take(self.sequence.extend(tokens[start : start + chunk], start, "all", len(tokens)), start)
+
+    def _begin(self, reading: TextRows) -> None:
+        self.sequence.clear()
+        self.sequence.text.head = reading.head
+
+    def _read_last(self, reading: TextRows, before: TextRows | None) -> None:
+        tokens, pos = reading.tokens, 0
+        if before is not None and not before.every and before.head == reading.head:
+            pos = min(common_tokens([before.tokens, tokens]), len(tokens) - 1)
+            group = self.sequence.cache.residual_length
+            pos -= pos % group if group else 0  # tokens of a group are packed together
+        last = len(tokens) - 1
+        if pos:
+            try:
+                reading.take(self.sequence.extend(tokens[pos:], pos), last)
+                return
+            except InvalidOperationError:  # a window has left them
+                pos = 0
+        self._begin(reading)
+        reading.take(self.sequence.extend(tokens, 0), last)
 
 
 def log_probabilities(logits: Float32, targets: Tokens) -> NDArray[np.float64]:

@@ -600,7 +600,14 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
             known = ", ".join([*_BY_TYPE, *(tower.model_type for tower in TOWERS.values())])
             raise CheckpointError(f"model_type: expected one of {known}, got {short(model_type)}")
         return _BY_TYPE[model_type], FAMILIES[_BY_TYPE[model_type]]
-    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in _BY_NAME:
+    name = _with_head(named[0]) if isinstance(named, list) and len(named) == 1 else ""
+    if name not in _BY_NAME:
         known = ", ".join([*FAMILIES, *TOWERS])
         raise CheckpointError(f"architectures: expected one of {known}, got {short(named)}")
-    return _BY_NAME[named[0]], FAMILIES[_BY_NAME[named[0]]]
+    return _BY_NAME[name], FAMILIES[_BY_NAME[name]]
+
+
+def _with_head(name: Any) -> str:
+    """The name of an architecture; that with a head for one that was saved without it, such as `Qwen3Model`."""
+    text = name if isinstance(name, str) else ""
+    return text[: -len("Model")] + "ForCausalLM" if text.endswith("Model") else text

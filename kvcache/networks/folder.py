@@ -71,6 +71,11 @@ class FolderTensors:
         self._stacks: dict[str, StackedExperts | None] = {}  # of each layer with experts, by what its names begin with
         self._slab: tuple[tuple[str, int], StoredRows] | None = None  # the last expert that was read
 
+    @property
+    def is_headless(self) -> bool:
+        """See `Names`."""
+        return self._names.is_headless
+
     def __contains__(self, name: str) -> bool:
         """See `Tensors.__contains__`."""
         return self._place(name).name in self._checkpoint

@@ -54,7 +54,8 @@ class Transformer:
     """A network and its weights.
 
     A row of every result has the same bits whatever other rows it is computed with, and on any number of threads.
-    `logits` of `forward` may also be the indices of rows (`selects_rows`, see `protocols.Model`).
+    `logits` of `forward` may also be the indices of rows, and its rows those before the head (`selects_rows` and
+    `gives_hidden`, see `protocols.Model`).
 
     Args:
         config: sizes and options.
@@ -64,7 +65,7 @@ class Transformer:
             in bf16 with rows rounded to bf16, faster for many rows on CPUs that multiply bf16: see `Matrix.multiply`.
     """
 
-    selects_rows = True
+    selects_rows = gives_hidden = True
 
     def __init__(self, config: ModelConfig, weights: Weights, activations: str = "int8") -> None:
         checked_activations(activations)
@@ -196,12 +197,14 @@ class Transformer:
         regime: int = 0,
         recur: Recur | None = None,
         hidden: HiddenRows | None = None,
+        head: bool = True,
     ) -> Float32:
         """Run new tokens through all layers; `protocols.StreamingModel.forward` gives the shapes.
 
         Args:
             recur: called once for each layer with a state; `protocols.Model`.
             hidden: of a network with an MTP layer; None: the rows are one text from its start.
+            head: False returns the rows behind the last norm, `(rows, hidden_size)`, in place of their logits.
 
         Raises:
             ValueError: a position that no text of this regime has; no `recur` for layers with a state.
@@ -214,16 +217,17 @@ class Transformer:
         rows = self._rows(tokens, (positions,) if sink_positions is None else (positions, sink_positions), regime)
         chosen: Any = slice(len(tokens) - (logits == "last"), None) if isinstance(logits, str) else logits
         whole = isinstance(logits, str) and (logits == "all" or (logits == "last" and len(tokens) == 1))
+        finish = self._scores if head else np.ascontiguousarray
         if not self._drafts or not len(tokens):
             rows = self._through(0, rows, attend, recur, regime, None if whole else chosen)
-            return self._scores(self._normed(rows.x, self.weights.norm) if len(rows.x) else rows.x)
+            return finish(self._normed(rows.x, self.weights.norm) if len(rows.x) else rows.x)
         rows = self._through(0, rows, attend, recur, regime, None)  # the hidden rows of all tokens are read
         normed = self._normed(rows.x, self.weights.norm)
         hidden = hidden or HiddenRows(np.zeros(1, np.int64), np.zeros((1, normed.shape[1]), np.float32))
         rows = self._joined(tokens, rows, hidden.set(normed))
         # K and V alone are of use here.
         self._mixed(self.config.trunk_layers, self.weights.layers[-1], rows, attend, None, regime)
-        return self._scores(normed if isinstance(logits, str) and logits == "all" else normed[chosen])
+        return finish(normed if isinstance(logits, str) and logits == "all" else normed[chosen])
 
     def _through(
         self, first: int, rows: _Rows, attend: Attend, recur: Recur | None, regime: int, chosen: Any

@@ -134,7 +134,7 @@ Recur = Callable[[int, tuple[Float32, ...]], Float32]
 class Model(Protocol):
     """A network whose caller computes the attention.
 
-    Five optional attributes are read too:
+    Six optional attributes are read too:
 
     - `attention`, one `LayerAttention` for each layer; None for one that does not attend, and never calls `attend`.
     - `recurrences`, for each layer its `Recurrence`, or None; empty if no layer has one. A layer may also have neither
@@ -150,6 +150,8 @@ class Model(Protocol):
       `draft(tokens, positions, attend, hidden, regime)` runs it alone, see `Transformer.draft`.
     - `selects_rows`: true if `logits` may also be an int64 array, the ascending indices of the rows to return. A
       `BatchEngine` asks other networks for all rows.
+    - `gives_hidden`: true if `forward` takes the keyword `head`. With False it returns the rows behind the last norm,
+      `(rows, config.hidden_size)`, in place of logits: vectors of texts are made of these.
     """
 
     @property

@@ -72,7 +72,7 @@ _BY_TYPE = {tower.model_type: tower for tower in TOWERS.values()}
 # Keys of the whole network, which come before those of its text network.
 _OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id")
 # From the names of a text network to those in a checkpoint: as transformers 4 and 5 write them.
-_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")  # the last one: saved without a head
 _HEADS = {"language_model.model.": "language_model.lm_head.weight"}
 _LAYERS = ("layers.", "blocks.")  # the second one of Kimi K2.5, as transformers writes it
 # A tensor of a layer of the text network; the last prefix is Nemotron's.
@@ -119,10 +119,14 @@ class Names:
 
     Args:
         has: whether the checkpoint has a tensor of a name.
+
+    Attributes:
+        is_headless: whether the network was saved without its head, as those that make vectors of texts are.
     """
 
     def __init__(self, has: Callable[[str], bool]) -> None:
         self._prefix = next((prefix for prefix in _PREFIXES if has(f"{prefix}embed_tokens.weight")), _PREFIXES[0])
+        self.is_headless = not self._prefix and not has("lm_head.weight")
         others = (each for each in _LAYERS if has(f"{self._prefix}{each}0.input_layernorm.weight"))
         self._layers = next(others, _LAYERS[0])
 

@@ -267,6 +267,8 @@ class Weights:
         if weights not in FORMATS:
             also = spelled(weights, FORMATS)
             raise ValueError(f"weights: expected one of {', '.join(FORMATS)}, got {short(weights)}{also}")
+        if getattr(checkpoint, "is_headless", False):
+            config = replace(config, tie_word_embeddings=True)
         stored = config
         if config.tie_word_embeddings and HEAD in checkpoint:
             stored = replace(config, tie_word_embeddings=False)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from kvcache.sampling.tokenizer_errors import tokenizer_errors
 from kvcache.support.heaps import give_back
 
-__all__ = ["TooManyTokens", "encoded", "encoded_with_ends", "least_tokens"]
+__all__ = ["TooManyTokens", "encoded", "encoded_with_ends", "encoded_within", "least_tokens"]
 
 _SHORT = 4096  # characters: `encode`, which holds the GIL, then takes less than 20 ms, of whatever text
 _LARGE = 1 << 18  # characters: the tokens of such a text take 100 bytes for each of its own, which are to come back
@@ -71,6 +71,22 @@ def encoded(
         CheckpointError: the tokenizer fails at it.
     """
     ids: list[int] = _encoding(tokenizer, text, name, most, add_special_tokens, "encode_batch_fast").ids
+    _give_back(text)
+    return ids
+
+
+def encoded_within(tokenizer: Any, text: str, name: str, most: int) -> list[int]:
+    """The first ids of a text, at most `most` with those that the post-processor adds, which stay.
+
+    Errors are those of `encoded`.
+    """
+    with tokenizer_errors("tokenizer", "the tokens of a text"):
+        added: int = tokenizer.num_special_tokens_to_add(False)
+    found = _encoding(tokenizer, text, name, None, False, "encode_batch")
+    with tokenizer_errors("tokenizer", "the tokens of a text"):
+        found.truncate(max(0, most - added))
+        ids: list[int] = tokenizer.post_process(found).ids
+    del found
     _give_back(text)
     return ids
 

@@ -9,6 +9,7 @@ from typing import Any
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 from kvcache.gguf.vocabulary import TEMPLATE, Vocabulary
+from kvcache.networks.vector_layout import VectorLayout
 from kvcache.sampling.tekken import tekken_vocabulary
 from kvcache.sampling.text_files import TextFiles
 from kvcache.sampling.tiktoken_model import kimi_vocabulary
@@ -32,7 +33,12 @@ class CheckpointText:
     Args:
         directory: of the checkpoint.
         own_template: a Jinja template in place of all those of the checkpoint; None: there is none.
+
+    Attributes:
+        vectors: how the checkpoint makes vectors of texts, where `open_checkpoint` read it; None: it does not say.
     """
+
+    vectors: VectorLayout | None = None
 
     def __init__(self, directory: Path, own_template: str | None = None) -> None:
         self._own_template = own_template
@@ -157,6 +163,9 @@ class GgufText:
     Args:
         file: its path; or the open file, which may be closed afterwards.
         own_template: as of `CheckpointText`.
+
+    Attributes:
+        vectors: how the file makes vectors of texts; None: it does not say.
     """
 
     def __init__(self, file: GgufFile | str | Path, own_template: str | None = None) -> None:
@@ -173,6 +182,7 @@ class GgufText:
 
         self._path, self._tokenizer, self._special = path, Once(tokenizer), special
         self._templates = {key: value for key, value in file.metadata.items() if key.startswith(TEMPLATE)}
+        self.vectors = VectorLayout.of_gguf(file.metadata)
 
     @property
     def tokenizer(self) -> Any:

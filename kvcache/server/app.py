@@ -41,8 +41,8 @@ __all__ = ["make_app"]
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 # Paths of OpenAI's interface that other models answer.
 _ELSEWHERE = (
-    "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/embeddings", "/v1/images/edits",
-    "/v1/images/generations", "/v1/moderations", "/v1/rerank",
+    "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits",
+    "/v1/images/generations", "/v1/moderations",
 )
 
 

@@ -17,6 +17,7 @@ from kvcache.server.limits import BodyReader, Threads
 from kvcache.server.models import Models
 from kvcache.server.refusals import BodyError
 from kvcache.server.served_model import Answer, Prepared, ServedModel
+from kvcache.server.vector_bodies import Reading, VectorAnswer
 from kvcache.support.arguments import as_instance, short
 from kvcache.support.json_text import TooManyNested, read_json_text
 
@@ -76,6 +77,7 @@ class Intake:
             "/v1/completions/render": partial(ServedModel.render, chat=False), "/v1/messages": ServedModel.message,
             "/v1/responses": ServedModel.respond, "/v1/messages/count_tokens": ServedModel.count,
             "/tokenize": ServedModel.tokenize, "/detokenize": ServedModel.detokenize,
+            "/v1/embeddings": ServedModel.embed, "/v1/rerank": ServedModel.rerank,
         }
 
     def route(self, method: Method) -> Callable[[Request], Any]:
@@ -103,6 +105,8 @@ class Intake:
                 found = method(model, body, space)
         except RecursionError:  # of what has as many levels as JSON may have, a template's or an encoder's
             raise ValueError("body: expected at most some hundred levels, got more") from None
+        if isinstance(found, Reading):
+            return VectorAnswer(model.engine, found, self._threads, self._timeout)
         if not isinstance(found, Prepared):
             return found
         if model.compiles(found.asked):

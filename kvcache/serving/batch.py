@@ -18,6 +18,8 @@ from kvcache.engine.new_requests import NewRequests, Shared
 from kvcache.engine.opening import open_drafts
 from kvcache.engine.partings import partings
 from kvcache.engine.requests import SCORE_FLOATS
+from kvcache.engine.text_rows import TextRows
+from kvcache.engine.vectors import Vectors
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.trials import Trials
@@ -38,7 +40,7 @@ from kvcache.serving.request import Pending, Request
 from kvcache.serving.scheduler import Scheduler
 from kvcache.serving.stats import BatchStats, NamespaceStats
 from kvcache.serving.steps import Steps
-from kvcache.serving.work import Drawing, Scoring, Work
+from kvcache.serving.work import Drawing, Reading, Scoring, Work
 from kvcache.support.arguments import as_count, as_finite, as_instance, as_integer
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
@@ -303,9 +305,12 @@ class BatchEngine(NetworkEngine):
         return work
 
     def _enqueue(self, pending: Pending, works: Sequence[Work], priority: int, deadline: float | None) -> None:
-        if (needed := self._pool.blocks_for(works[0].num_tokens)) > (total_blocks := self._pool.total_blocks):
-            raise OutOfMemoryError(needed, total_blocks)
+        self._expect_fits(works[0])
         self._steps.enqueue(pending, works, priority, deadline)
+
+    def _expect_fits(self, work: Work) -> None:
+        if (needed := self._pool.blocks_for(work.num_tokens)) > (total_blocks := self._pool.total_blocks):
+            raise OutOfMemoryError(needed, total_blocks)
 
     def generate_batch(
         self,
@@ -356,6 +361,36 @@ class BatchEngine(NetworkEngine):
 
     def _checkpoint(self) -> CheckpointText | GgufText | None:
         return self._text
+
+    def vectors(self) -> Vectors:
+        """See `ChatEngine`."""
+        expect("embed", self._settings.budgets, self._settings.features)
+        return Vectors(self.model, self._text, self.max_positions)
+
+    def _read(self, readings: Sequence[TextRows], progress: Callable[[int, int], object] | None) -> None:
+        def submit(reading: TextRows) -> Pending:
+            return self.submit_readings([reading])
+
+        run_all(readings, submit, self._steps.wait_for_any, False if progress is None else progress)
+
+    def submit_readings(
+        self, readings: Sequence[TextRows], *, namespace: Hashable = None, deadline: float | None = None
+    ) -> Pending:
+        """Queue texts of `vectors()`, all or none; their results are there when the call that is returned has ended.
+
+        Args:
+            namespace, deadline: as of `submit`.
+
+        Raises:
+            as `submit`.
+        """
+        works = [Reading(each, namespace) for each in readings]
+        pending = Pending(self._steps, works)
+        if works:
+            longest = max(works, key=lambda work: work.num_tokens)
+            self._expect_fits(longest)
+            self._steps.enqueue(pending, works, 0, deadline)
+        return pending
 
     def chat_parts(
         self, messages: Any, prompt: Sequence[int], *, tools: Any = None, template: Any = None

@@ -187,8 +187,8 @@ class Steps:
             rows = sum(n for work, n in pieces if work.remaining == 1)
             prefilled = sum(n for work, n in pieces if work.remaining > 1)
             read = sum(pairs(n, work.computed) for work, n in pieces if work.remaining > 1)
-            for regime in sorted({work.regime for work, _ in pieces}):
-                self._pass([piece for piece in pieces if piece[0].regime == regime])
+            for kind in sorted({(work.regime, work.head) for work, _ in pieces}):
+                self._pass([piece for piece in pieces if (piece[0].regime, piece[0].head) == kind])
             if pieces:
                 self._steps += 1
                 self._prefilled += prefilled

@@ -13,6 +13,7 @@ import numpy as np
 from kvcache.drafts.text_drafts import TextDrafts
 from kvcache.engine.completion import Request, TokenLogprobs, logprobs_of
 from kvcache.engine.requests import log_probabilities
+from kvcache.engine.text_rows import TextRows
 from kvcache.grammar.matcher import Matcher
 from kvcache.networks.protocols import Float32, NetworkConfig
 from kvcache.sampling.stop_strings import StopWatch
@@ -20,7 +21,7 @@ from kvcache.sampling.text_stream import TextStream
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.text import Text, Tokens
 
-__all__ = ["Drawing", "FinishReason", "Scoring", "Work"]
+__all__ = ["Drawing", "FinishReason", "Reading", "Scoring", "Work"]
 
 _OPENING = 256  # tokens: attention reads no fewer together
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
@@ -308,3 +309,29 @@ class Scoring(Work):
 
     def mend(self) -> None:
         """Nothing: a piece that runs again writes the same scores."""
+
+
+class Reading(Work):
+    """A text whose rows are read. It shares cached blocks where its logits are, which others have in common.
+
+    Args:
+        rows: reads them.
+        namespace: as of `Work`.
+    """
+
+    def __init__(self, rows: TextRows, namespace: Hashable = None) -> None:
+        super().__init__(rows.tokens, namespace)
+        self._rows, self.head, self.shares, self.parts_at = rows, rows.head, rows.head, rows.parts_at
+
+    def rows_due(self, count: int) -> int:
+        return count if self._rows.every else max(0, count - self.remaining + 1)
+
+    def take(self, logits: Float32, start: int) -> int:
+        self._rows.take(logits, start)
+        return 0
+
+    def ending(self) -> FinishReason | None:
+        return None if self._rows.result is None else "length"
+
+    def mend(self) -> None:
+        """Nothing: rows that come again have the same bits."""

@@ -57,6 +57,7 @@ EXCLUSIONS = {row.setting: row for row in (
     Exclusion("engine: that compresses a prefix", "none", ("eviction", "sparse"), "no text can stand behind it there"),
     Exclusion("engine: of a PrefixCachedEngine", "none", ("eviction",), "a prefix with holes cannot be shared"),
     Exclusion("prefix", "None", ("eviction", "sparse", "logprobs"), "its heads have tokens of their own, which stay"),
+    Exclusion("embed", "none", ("eviction",), "a vector is of all tokens of its text"),
     Exclusion("keep", "none", ("eviction", "logprobs"), "such requests share no blocks, so none stay cached"),
     Exclusion("tiers", "none", ("eviction",), "blocks with holes are of no use to another text"),
     Exclusion("kv_events", "none", ("eviction",), "no blocks are cached that routers could be told of"),

@@ -64,10 +64,10 @@ class Forward:
         return name
 
     def run(self, pieces: Sequence[tuple[Text, int, int]]) -> list[Float32]:
-        """Run pieces of one regime, `(text, its next tokens, rows of logits)`: those of the last tokens.
+        """Run pieces of one regime and one `head`, `(text, its next tokens, rows of logits)`: those of the last tokens.
 
         Returns:
-            For each piece its logits, float32 `(rows, vocab_size)`.
+            For each piece its logits, float32 `(rows, vocab_size)`; without `head` its rows `(rows, hidden_size)`.
         """
         texts, counts, wanted_rows = zip(*pieces, strict=True)
         own = [text.next_tokens(count) for text, count, _ in pieces]
@@ -92,11 +92,14 @@ class Forward:
             attend = self._attend_by_rows(attend, texts, lens, due)
         if self.regime_of is not None:
             places = places | {"regime": texts[0].regime}
+        if not texts[0].head:
+            places = places | {"head": False}
         hidden = self._hidden(texts, stops - lens) if self._drafts else None
         if hidden is not None:
             places = places | {"hidden": hidden}
         logits = self._model.forward(tokens, positions, attend, wanted, **places)
-        expected = (len(tokens) if isinstance(wanted, str) and wanted == "all" else len(rows), self._vocab_size)
+        width = self._vocab_size if texts[0].head else self._width
+        expected = (len(tokens) if isinstance(wanted, str) and wanted == "all" else len(rows), width)
         if logits.shape != expected:
             raise ValueError(f"model.forward: expected logits of shape {expected}, got {logits.shape}")
         if hidden is not None:

@@ -51,6 +51,7 @@ class Text:
     """
 
     shares: bool = True  # whether its first tokens may come from cached blocks, and its blocks be cached
+    head: bool = True  # whether its rows are logits; else those behind the last norm
 
     def __init__(self, tokens: Tokens, namespace: Hashable = None, prefix: CompressedPrefix | None = None) -> None:
         self.prefix, self.base = prefix, 0 if prefix is None else prefix.num_tokens

@@ -68,8 +68,9 @@ def test_the_tokens_of_texts(served):
         ("/detokenize", {"tokens": [1] * 600}, 400, "tokens"),
         ("/v1/chat/completions/render", {"model": MODEL}, 400, "messages"),
         ("/v1/completions/render", {"model": MODEL, "prompt": "x", "other": 1}, 400, "other"),
-        ("/v1/embeddings", {"input": "x"}, 501, None),
-        ("/v1/rerank", {}, 501, None),
+        ("/v1/embeddings", {"input": "x"}, 400, "model"),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}, 400, "model"),
+        ("/v1/images/generations", {"prompt": "x"}, 501, None),
     ],
 )
 def test_what_is_refused(served, path, body, status, param):
@@ -83,7 +84,7 @@ def test_keys_count_here_too(served):
 
 
 def test_a_client_learns_that_there_are_no_embeddings(served):
-    with pytest.raises(openai.APIStatusError, match="path: expected one of a model that generates text"):
+    with pytest.raises(openai.BadRequestError, match="model: expected one whose checkpoint says a pooling, got tiny"):
         served.client(key="k").embeddings.create(model=MODEL, input="x")
     head = b"HEAD / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     assert served.connect(head).recv(100).startswith(b"HTTP/1.1 200")

@@ -104,16 +104,17 @@ class Gated:
 
     def __init__(self, network):
         self.network, self.config = network, network.config
+        self.gives_hidden = getattr(network, "gives_hidden", False)
         self.closed, self.permits, self.waiting = False, threading.Semaphore(0), threading.Event()
         self.error = self.follow = None
 
-    def forward(self, tokens, *args):
+    def forward(self, tokens, *args, **places):
         if self.closed:
             self.waiting.set()
             self.permits.acquire()
         if self.error is not None:
             raise self.error
-        logits = self.network.forward(tokens, *args)
+        logits = self.network.forward(tokens, *args, **places)
         if self.follow is not None and len(logits):
             after = [self.follow.get(int(token), 0) for token in tokens[-len(logits) :]]
             logits[np.arange(len(logits)), after] = 1e6

@@ -1,0 +1,198 @@
+"""Vectors and scores of texts: from texts to the tokens that run, and from their rows to vectors and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvcache.engine.completion import as_prompt
+from kvcache.engine.text_rows import LastLogits, LastRow, MeanRow, TextRows, common_tokens
+from kvcache.kernels.functions import exp, sum_of
+from kvcache.networks.protocols import Float32, Model
+from kvcache.networks.tokens import as_tokens
+from kvcache.networks.vector_layout import VectorLayout
+from kvcache.sampling.text_tokens import TooManyTokens, encoded, encoded_within
+from kvcache.sampling.tokenizer import CheckpointText, GgufText
+from kvcache.support.arguments import as_count, as_instance, short
+from kvcache.texts.text import Tokens
+
+__all__ = ["INSTRUCTION", "VectorOptions", "Vectors", "scores_of"]
+
+_READERS: Mapping[str, type[LastRow] | type[MeanRow]] = {"last": LastRow, "mean": MeanRow}
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+# The prompt of Qwen3-Reranker, whose next token is "yes" or "no".
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_NEEDED = ("<|im_start|>", "<|im_end|>", "yes", "no")
+
+
+class VectorOptions(NamedTuple):
+    """The options of vectors, as `ChatEngine.embed` takes them.
+
+    Attributes:
+        pooling: "last", "mean", or None for that of the checkpoint.
+        normalise: whether vectors have the length 1.
+        dimensions: how many of the first numbers stay; None: those of the checkpoint.
+        prompt_name: of the checkpoint's prompts; None: its default.
+        truncate: whether texts that are too long are cut.
+    """
+
+    pooling: str | None = None
+    normalise: bool = True
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    truncate: bool = False
+
+
+class Vectors:
+    """Makes vectors and scores of texts.
+
+    Args:
+        model: the network.
+        text: the text side of its checkpoint; None: there is none.
+        most: the most tokens of a text; None: any number.
+    """
+
+    def __init__(self, model: Model, text: CheckpointText | GgufText | None, most: int | None) -> None:
+        self._model, self._text = model, text
+        self._layout: VectorLayout = (None if text is None else text.vectors) or VectorLayout()
+        self._most = min((each for each in (most, self._layout.most_tokens) if each is not None), default=None)
+
+    # -- vectors --------------------------------------------------------------------------------------------
+
+    def readings(self, texts: Iterable[Any], options: VectorOptions, name: str = "texts") -> list[TextRows]:
+        """The texts as they run. TypeError, ValueError: as `ChatEngine.embed`.
+
+        Args:
+            name: of the texts in messages.
+        """
+        if not getattr(self._model, "gives_hidden", False):
+            raise ValueError(f"model: expected one that gives hidden rows, got {type(self._model).__name__}")
+        pooling = self._layout.pooling if options.pooling is None else options.pooling
+        if pooling is None or pooling not in _READERS:
+            raise ValueError(f"pooling: expected last or mean, as this checkpoint says none, got {short(pooling)}")
+        prompt = self._prompt(options.prompt_name)
+        if prompt and pooling == "mean" and not self._layout.pools_prompt:
+            raise ValueError("prompt_name: expected none where prompts are left out of the mean, got one")
+        self._dimensions(options.dimensions)
+        if isinstance(texts, (str, bytes)):
+            raise TypeError(f"{name}: expected a list of texts, got one text")
+        make, truncate = _READERS[pooling], as_instance(options.truncate, bool, "truncate")
+        return [make(self._tokens(each, prompt, f"{name}.{i}", truncate)) for i, each in enumerate(texts)]
+
+    def _prompt(self, name: str | None) -> str:
+        prompts, name = self._layout.prompts, self._layout.default_prompt if name is None else name
+        if name is not None and name not in prompts:
+            raise ValueError(f"prompt_name: expected one of {', '.join(prompts) or 'none'}, got {short(name)}")
+        return "" if name is None else prompts[name]
+
+    def _tokens(self, text: Any, prompt: str, name: str, truncate: bool) -> Tokens:
+        most = self._most
+        if isinstance(text, str):
+            tokenizer = self._tokenizer(name)
+            if truncate and most is not None:
+                return self._checked(encoded_within(tokenizer, prompt + text, name, most), name)
+            return self._checked(encoded(tokenizer, prompt + text, name, most=most), name)
+        if prompt:
+            raise ValueError(f"{name}: expected a text behind a prompt, got token ids")
+        tokens = as_tokens(text, self._model.config.vocab_size)
+        return self._checked(tokens[:most] if truncate else tokens, name)
+
+    def _checked(self, ids: Any, name: str) -> Tokens:
+        if not len(ids):
+            raise ValueError(f"{name}: expected at least one token, got none")
+        if self._most is not None and len(ids) > self._most:
+            raise TooManyTokens(name, self._most, f"{len(ids)} tokens")
+        return as_prompt(ids, lambda: None, self._model.config.vocab_size)
+
+    def _tokenizer(self, name: str) -> Any:
+        tokenizer = None if self._text is None else self._text.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{name}: expected token ids, since the engine has no tokenizer, got a text")
+        return tokenizer
+
+    def _dimensions(self, asked: int | None) -> int:
+        """How many numbers a vector has."""
+        dense = self._layout.dense
+        most: int = len(dense[-1].weight) if dense else self._model.config.hidden_size  # type: ignore[attr-defined]
+        asked = self._layout.dimensions if asked is None else asked
+        return most if asked is None else as_count(asked, "dimensions", 1, most)
+
+    def made(self, readings: Sequence[TextRows], options: VectorOptions) -> Float32:
+        """The vectors of texts that have run, float32 `(n, dimensions)`.
+
+        ValueError: a vector without a direction, or with numbers that are not finite.
+        """
+        count = self._dimensions(options.dimensions)
+        if not readings:
+            return np.empty((0, count), np.float32)
+        rows = np.stack([each.result for each in readings if each.result is not None])
+        for layer in self._layout.dense:
+            rows = layer(rows)
+        rows = np.ascontiguousarray(rows[:, :count])
+        if not np.isfinite(rows).all():
+            raise ValueError("model: expected finite hidden rows, got others")
+        return np.stack([_unit(row) for row in rows]) if options.normalise else rows
+
+    # -- scores ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_reranker(self) -> bool:
+        """Whether the checkpoint says that it judges documents."""
+        return self._layout.judges is not None
+
+    @property
+    def pools(self) -> bool:
+        """Whether the checkpoint says how its vectors are made."""
+        return self._layout.pooling is not None
+
+    def judged(self, query: str, documents: Iterable[Any], instruction: str | None, truncate: bool) -> list[TextRows]:
+        """The prompts that ask whether each document answers a query, with what they have in common noted."""
+        query = as_instance(query, str, "query")
+        instruction = INSTRUCTION if instruction is None else as_instance(instruction, str, "instruction")
+        if isinstance(documents, (str, bytes)):
+            raise TypeError("documents: expected a list of texts, got one text")
+        tokenizer = self._tokenizer("query")
+        ids = {token: tokenizer.token_to_id(token) for token in _NEEDED}
+        if missing := [token for token, number in ids.items() if number is None]:
+            raise ValueError(f"model: expected a reranker, with a token {missing[0]}, got one without")
+        chosen = self._layout.judges or (ids["yes"], ids["no"])
+        before, behind = (encoded(tokenizer, text, "query", add_special_tokens=False) for text in (_BEFORE, _BEHIND))
+        found: list[TextRows] = []
+        for i, document in enumerate(documents):
+            name = f"documents.{i}"
+            text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {as_instance(document, str, name)}"
+            middle = encoded(tokenizer, text, name, most=None if truncate else self._most, add_special_tokens=False)
+            if truncate and self._most is not None:
+                middle = middle[: max(0, self._most - len(before) - len(behind))]
+            found.append(LastLogits(self._checked([*before, *middle, *behind], name), chosen))
+        common = common_tokens([each.tokens for each in found])
+        for each in found:
+            each.parts_at = (common,) if 0 < common < len(each.tokens) else ()
+        return found
+
+
+def scores_of(readings: Sequence[TextRows]) -> list[float]:
+    """The scores of prompts that have run: the share of "yes" of the two answers, from 0 to 1."""
+    found = []
+    for each in readings:
+        assert each.result is not None, "it has run"
+        yes, no = (float(logit) for logit in each.result)
+        distance = exp(-abs(yes - no))
+        found.append((1.0 if yes >= no else distance) / (1.0 + distance))
+    return found
+
+
+def _unit(row: Float32) -> Float32:
+    """A vector with the length 1."""
+    wide = row.astype(np.float64)
+    length = np.sqrt(sum_of(wide * wide))
+    if not length:
+        raise ValueError("normalise: expected a vector with a direction, got zeros")
+    unit: Float32 = (wide / length).astype(np.float32)
+    return unit

@@ -1,0 +1,190 @@
+"""The bodies of `/v1/embeddings` and `/v1/rerank`, and their answers: vectors and scores of texts."""
+
+from __future__ import annotations
+
+import base64
+from asyncio import CancelledError
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from anyio import create_task_group, move_on_after
+from anyio.to_thread import run_sync
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvcache.engine.text_rows import TextRows
+from kvcache.engine.vectors import VectorOptions, scores_of
+from kvcache.server.fields import FLAG, FROM_1, IGNORED, TEXT, TEXTS, Field
+from kvcache.server.forms import unique
+from kvcache.server.limits import Threads
+from kvcache.server.refusals import BodyError, ending, refusal
+from kvcache.server.written import JsonObject, written
+from kvcache.serving import BatchEngine
+from kvcache.support.arguments import as_instance, short
+
+__all__ = ["EMBEDDINGS", "RERANK", "Reading", "VectorAnswer", "asked_of_embeddings", "asked_of_rerank"]
+
+_TOGETHER = 64  # texts that wait at a time: a body of thousands leaves the queue to others
+_MOST = 16384  # texts of a body
+
+
+def _encoding(value: Any, name: str) -> str:
+    if value not in ("float", "base64"):
+        raise ValueError(f"{name}: expected float or base64, got {short(value)}")
+    return str(value)
+
+
+def _documents(value: Any, name: str) -> list[str]:
+    """Texts, or objects that have one under `text`."""
+    found = [each.get("text") if isinstance(each, dict) else each for each in as_instance(value, list, name)]
+    return [as_instance(each, str, f"{name}.{i}") for i, each in enumerate(found)]
+
+
+EMBEDDINGS = {
+    "model": TEXT, "input": TEXTS["prompt"], "encoding_format": Field(_encoding), "dimensions": FROM_1, "user": IGNORED,
+    "prompt_name": TEXT, "truncate": FLAG, "normalize": FLAG,
+}
+RERANK = {
+    "model": TEXT, "query": TEXT, "documents": Field(_documents), "top_n": FROM_1, "return_documents": FLAG,
+    "instruction": TEXT, "truncate": FLAG, "user": IGNORED, "max_tokens_per_doc": Field(),
+}
+
+
+class Reading(NamedTuple):
+    """Texts that are to run, and what makes the answer when they have.
+
+    Attributes:
+        readings: the texts.
+        made: makes the answer.
+        space: the namespace of their cached prefixes.
+    """
+
+    readings: list[TextRows]
+    made: Callable[[], JsonObject]
+    space: Hashable
+
+
+def _few(field: str, texts: Sequence[Any]) -> None:
+    if not 0 < len(texts) <= _MOST:
+        raise ValueError(f"{field}: expected 1 to {_MOST} texts, got {len(texts)}")
+
+
+def asked_of_embeddings(given: Mapping[str, Any], engine: BatchEngine, model: str, space: Hashable) -> Reading:
+    """The texts of a body of `/v1/embeddings`. ValueError: a network that makes no vectors; as `ChatEngine.embed`."""
+    vectors, texts = engine.vectors(), given["input"]
+    if not vectors.pools:
+        raise BodyError(f"model: expected one whose checkpoint says a pooling, got {model}", "unsupported_model")
+    _few("input", texts)
+    options = VectorOptions(
+        None, given.get("normalize", True), given.get("dimensions"), given.get("prompt_name"),
+        given.get("truncate", False),
+    )
+    readings = vectors.readings(texts, options, "input")
+
+    def made() -> JsonObject:
+        rows, packed = vectors.made(readings, options), given.get("encoding_format") == "base64"
+        data = (
+            {"object": "embedding", "index": i, "embedding": _base64(row) if packed else row.tolist()}
+            for i, row in enumerate(rows)
+        )
+        return JsonObject(object="list", data=data, model=model, usage=_usage(readings))
+
+    return Reading(readings, made, space)
+
+
+def _base64(row: Any) -> str:
+    return base64.b64encode(row.astype("<f4").tobytes()).decode()
+
+
+def asked_of_rerank(given: Mapping[str, Any], engine: BatchEngine, model: str, space: Hashable) -> Reading:
+    """The prompts of a body of `/v1/rerank`. ValueError: as `ChatEngine.rerank`; a network that is no reranker."""
+    vectors, documents = engine.vectors(), given["documents"]
+    if not vectors.is_reranker and "rerank" not in model.lower():
+        raise BodyError(
+            f"model: expected a reranker, which has LogitScore in modules.json or rerank in its name, got {model}",
+            "unsupported_model",
+        )
+    _few("documents", documents)
+    readings = vectors.judged(given["query"], documents, given.get("instruction"), given.get("truncate", False))
+
+    def made() -> JsonObject:
+        scores = scores_of(readings)
+        order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: given.get("top_n")]
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
+        if given.get("return_documents", False):
+            results = [each | {"document": {"text": documents[each["index"]]}} for each in results]
+        return JsonObject(id=unique("rerank-"), model=model, results=results, usage=_usage(readings))
+
+    return Reading(readings, made, space)
+
+
+def _usage(readings: Sequence[TextRows]) -> dict[str, int]:
+    count = sum(len(each.tokens) for each in readings)
+    return {"prompt_tokens": count, "total_tokens": count}
+
+
+class VectorAnswer:
+    """An ASGI application that runs texts and answers. A client that leaves cancels what has not run.
+
+    Args:
+        engine: runs them.
+        asked: the texts.
+        threads: that make answers.
+        timeout: seconds to the end.
+    """
+
+    def __init__(self, engine: BatchEngine, asked: Reading, threads: Threads, timeout: float) -> None:
+        self._engine, self._asked, self._threads, self._timeout = engine, asked, threads, timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, begun = scope.setdefault("state", {}), False
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            state["left"] = not begun
+            tasks.cancel_scope.cancel()
+
+        try:
+            async with create_task_group() as tasks:
+                tasks.start_soon(watch)
+                answer = await self._answered()
+                begun = True
+                await answer(scope, receive, send)
+                tasks.cancel_scope.cancel()
+        except CancelledError:
+            if not begun:
+                await refusal(ending())(scope, receive, send)
+
+    async def _answered(self) -> Response:
+        try:
+            with move_on_after(self._timeout):
+                await self._run()
+                body = await run_sync(self._body, limiter=self._threads.answers)
+                return Response(body, 200, None, "application/json")
+            return refusal(HTTPException(503, "answer: expected one, got none: no end within the time limit"))
+        except Exception as error:
+            return refusal(error, running=True)
+
+    def _body(self) -> str:
+        return "".join(written(self._asked.made()))
+
+    async def _run(self) -> None:
+        for part in self._parts():
+            submit = partial(self._engine.submit_readings, part, namespace=self._asked.space)
+            pending = submit()
+            try:
+                while not pending.is_finished:
+                    await pending.wait_in_loop(lambda pending=pending: pending.is_finished)  # type: ignore[misc]
+                pending.raise_error()
+                if any(work.reason == "cancelled" for work in pending.works):
+                    raise ending()
+            finally:
+                pending.cancel()
+
+    def _parts(self) -> Iterator[list[TextRows]]:
+        readings = self._asked.readings
+        for start in range(0, len(readings), _TOGETHER):
+            yield readings[start : start + _TOGETHER]

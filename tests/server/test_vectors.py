@@ -1,0 +1,161 @@
+"""`/v1/embeddings` and `/v1/rerank`: the vectors and scores of an engine alone, through clients and bare bodies."""
+
+import base64
+import json
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import numpy as np
+import openai
+import pytest
+from http_servers import MODEL, Served, post
+from vector_folders import TEXTS, vector_folder
+
+from kvcache import InferenceEngine
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    place = tmp_path_factory.mktemp("vectors")
+    return {layout: vector_folder(place, layout) for layout in ("mean", "rerank")}
+
+
+@pytest.fixture(scope="module")
+def served(folders):
+    with Served(folders["mean"]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def reranking(folders):
+    with Served(folders["rerank"]) as made:
+        yield made
+
+
+def ask(served, path, body):
+    """The status and the answer of a body."""
+    headers = {"content-type": "application/json", "authorization": "Bearer x"}
+    try:
+        with urlopen(Request(f"{served.url}{path}", json.dumps(body).encode(), headers), timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def test_the_client_of_openai_gets_the_vectors_of_an_engine(served):
+    expected, create = served.alone.embed(TEXTS), served.client().embeddings.create
+    for form in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
+        answer = create(model=MODEL, input=TEXTS, **form)
+        rows = [each.embedding for each in answer.data]
+        if form.get("encoding_format") == "base64":
+            rows = [np.frombuffer(base64.b64decode(row), np.float32) for row in rows]
+        assert np.array(rows, np.float32).tobytes() == expected.tobytes()
+        assert [each.index for each in answer.data] == list(range(len(TEXTS)))
+    tokens = [served.alone.tokenizer.encode(text).ids for text in TEXTS]
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, tokens))
+    for given in (tokens, tokens[0], TEXTS[0]):
+        answer = create(model=MODEL, input=given)
+        count = len(TEXTS) if given is tokens else 1
+        assert np.array([each.embedding for each in answer.data], np.float32).tobytes() == expected[:count].tobytes()
+    few = create(model=MODEL, input=TEXTS, dimensions=8)
+    found = np.array([each.embedding for each in few.data], np.float32)
+    assert found.tobytes() == served.alone.embed(TEXTS, dimensions=8).tobytes()
+    _, answer = ask(served, "/embeddings", {"input": TEXTS, "prompt_name": "query", "normalize": False})
+    rows = np.array([each["embedding"] for each in answer["data"]], np.float32)
+    assert rows.tobytes() == served.alone.embed(TEXTS, prompt_name="query", normalise=False).tobytes()
+
+
+def test_a_body_of_thousands_leaves_the_queue_to_others(served):
+    texts = [f"{i}" for i in range(3000)]  # more than may wait at a time
+    assert len(texts) > served.engine.max_queue
+    _, answer = ask(served, "/embeddings", {"input": texts, "encoding_format": "base64"})
+    assert len(answer["data"]) == len(texts)
+    for i in (0, 63, 64, 2999):
+        assert base64.b64decode(answer["data"][i]["embedding"]) == served.alone.embed([texts[i]]).tobytes()
+
+
+@pytest.mark.parametrize(("body", "param"), [
+    ({}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [[]]}, "input"),
+    ({"input": [1.5]}, "input"),
+    ({"input": [[256]]}, "tokens"),
+    ({"input": ["x"] * 16385}, "input"),
+    ({"input": "\u1234" * 600}, "input.0"),
+    ({"input": "x", "dimensions": 0}, "dimensions"),
+    ({"input": "x", "dimensions": 65}, "dimensions"),
+    ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
+    ({"input": "x", "prompt_name": "other"}, "prompt_name"),
+    ({"input": "x", "other": 1}, "other"),
+])
+def test_bodies_of_embeddings_that_are_refused(served, body, param):
+    status, answer = ask(served, "/embeddings", body)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_texts_that_are_too_long_are_cut_where_asked(served):
+    text = "\u1234" * 600
+    status, answer = ask(served, "/embeddings", {"input": [text], "truncate": True})
+    assert status == 200
+    expected = served.alone.embed([text], truncate=True)
+    assert np.array(answer["data"][0]["embedding"], np.float32).tobytes() == expected.tobytes()
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.client().embeddings.create(model=MODEL, input=[text])
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_documents_come_in_the_order_of_their_scores(reranking, folders):
+    scores = InferenceEngine.from_pretrained(folders["rerank"]).rerank(TEXTS[0], TEXTS)
+    body = {"query": TEXTS[0], "documents": TEXTS}
+    status, answer = ask(reranking, "/rerank", body)
+    assert status == 200
+    assert [each["relevance_score"] for each in answer["results"]] == sorted(scores, reverse=True)
+    assert {each["index"]: each["relevance_score"] for each in answer["results"]} == dict(enumerate(scores))
+    assert answer["usage"]["total_tokens"] > 0
+    objects = body | {"documents": [{"text": text} for text in TEXTS], "top_n": 2, "return_documents": True}
+    _, few = ask(reranking, "/rerank", objects)
+    assert [each["document"]["text"] for each in few["results"]] == [TEXTS[each["index"]] for each in few["results"]]
+    assert [each["index"] for each in few["results"]] == [each["index"] for each in answer["results"][:2]]
+    _, other = ask(reranking, "/rerank", body | {"instruction": "Is it short?"})
+    assert other["results"] != answer["results"]
+
+
+@pytest.mark.parametrize(("body", "param"), [
+    ({"query": "x"}, "documents"),
+    ({"query": "x", "documents": []}, "documents"),
+    ({"query": "x", "documents": [1]}, "documents.0"),
+    ({"query": 1, "documents": ["x"]}, "query"),
+    ({"query": "x", "documents": ["x"], "top_n": 0}, "top_n"),
+    ({"query": "x", "documents": ["\u1234" * 600]}, "documents.0"),
+    ({"query": "x", "documents": ["x"], "max_tokens_per_doc": 3}, "max_tokens_per_doc"),
+])
+def test_bodies_of_rerank_that_are_refused(reranking, body, param):
+    status, answer = ask(reranking, "/rerank", body)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_a_network_that_is_no_reranker_or_makes_no_vectors_is_refused_by_name(served, reranking):
+    status, answer = ask(served, "/rerank", {"query": "x", "documents": ["y"]})
+    assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, "model", "unsupported_model")
+    status, answer = ask(reranking, "/embeddings", {"input": "x"})
+    assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, "model", "unsupported_model")
+
+
+def test_a_client_that_leaves_ends_its_texts_and_a_broken_network_is_told(folders):
+    with Served(folders["mean"]) as made:
+        made.network.closed = True
+        body = json.dumps({"input": [f"text {i}" for i in range(500)]}).encode()
+        connection = made.connect(post(body, "/v1/embeddings"))
+        assert made.network.waiting.wait(60)
+        connection.close()
+        made.network.open()
+        assert np.allclose(made.client().embeddings.create(model=MODEL, input="x").data[0].embedding,
+                           made.alone.embed(["x"])[0])
+        assert made.engine.stats().finished < 500
+        assert not made.engine.stats().running + made.engine.stats().waiting
+        made.network.error = RuntimeError("broken")
+        status, answer = ask(made, "/embeddings", {"input": "x"})
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+        made.network.error = None
+        assert ask(made, "/embeddings", {"input": "x"})[0] == 200

@@ -1,0 +1,33 @@
+"""Folders of networks that make vectors, or scores, of texts: a golden layout, and the weights of the golden Qwen3."""
+
+import json
+import shutil
+
+from places import GOLDEN
+from tensor_files import pack_arrays
+
+from kvcache.networks.safetensors import SafetensorsFile
+
+NETWORK, VECTORS = GOLDEN / "qwen3_tied", GOLDEN / "vectors"
+TEXTS = json.loads((VECTORS / "texts.json").read_text())
+
+
+def vector_folder(folder, layout):
+    """A folder of a layout, `last`, `mean` or `rerank`; the first two have a network without its head."""
+    made = folder / layout
+    shutil.copytree(VECTORS / layout, made)
+    if layout == "rerank":
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(NETWORK / name, made / name)
+        return made
+    file = SafetensorsFile(NETWORK / "model.safetensors")
+    arrays = {name.removeprefix("model."): file.read(name) for name in file}
+    (made / "model.safetensors").write_bytes(pack_arrays(arrays))
+    return made
+
+
+def changed(folder, file, **entries):
+    """Change entries of a file of JSON; None removes one."""
+    path = folder / file
+    content = json.loads(path.read_text()) | entries
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
