@@ -23,6 +23,7 @@ from kvcache.networks.names import (
     LAYER,
     NORM,
     Place,
+    bias_rows,
     fused_place,
     key_head_place,
     key_head_rows,
@@ -106,6 +107,8 @@ class FolderTensors:
         """See `Tensors.read`."""
         place = self._place(name)
         found = self._checkpoint.read(place.name)
+        if (count := bias_rows(self._config, name, place)) is not None:
+            found = found[place.first : place.first + count]
         order = self._order(name, 0, len(found), place) if name.endswith(".bias") else None
         if order is not None:
             found = found[order]

@@ -30,6 +30,7 @@ from kvcache.networks.names import (
     JOINT,
     LAYER,
     Place,
+    bias_rows,
     fused_place,
     key_head_place,
     key_head_rows,
@@ -146,7 +147,9 @@ class GgufCheckpoint:
         tiled = config.recurrence is not None and config.recurrence.kind == "delta" and not family.by_key_heads
         return replace(
             config,
-            qkv_bias=config.qkv_bias or has_bias("attn_q" if config.latent is None else "attn_kv_a_mqa"),
+            qkv_bias=config.qkv_bias or any(
+                map(has_bias, ("attn_q", "attn_qkv") if config.latent is None else ("attn_kv_a_mqa",))
+            ),
             output_bias=has_bias("attn_output"),
             mlp_bias=config.mlp_bias or has_bias("ffn_down"),
             rope=self._rope(config),
@@ -247,6 +250,8 @@ class GgufCheckpoint:
         if curve := _CURVE.fullmatch(name):
             return self._number(f"xielu.{curve[2]}", int(curve[1]))
         info = self._info(self._place(name).name)
+        if (count := bias_rows(self.config, name, self._place(name))) is not None:
+            info = info._replace(shape=(count,))
         found = values(info.dtype, self._rows(name, 0, info.shape[0]), _columns(info.shape)).reshape(info.shape)
         return paired_norm(self.config, name, found) if self._architecture.permuted else found
 
@@ -330,6 +335,7 @@ class GgufCheckpoint:
             return Place(f"{block}attn_{head[1]}.weight", int(head[2]) * shape[0], (config.num_heads, *shape))
         qkv, gate_up = FAMILIES[config.architecture].fused
         gate_up = "" if f"{block}ffn_gate.weight" in self.file else gate_up
+        qkv = qkv or "attn_qkv" * (f"{block}attn_qkv.weight" in self.file)
         fused = fused_place(config, part, qkv and f"{block}attn_qkv", gate_up and f"{block}ffn_up")
         if fused is not None:
             return fused

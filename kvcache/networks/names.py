@@ -20,7 +20,7 @@ from kvcache.networks.recurrent_sizes import RecurrentSizes
 
 __all__ = [
     "BESIDE", "DELTA_PART", "EMBEDDING", "EXPERT", "EXPERT_BIASES", "HEAD", "HEAD_PART", "INPUT_NORM",
-    "INPUT_PROJECTION", "INPUT_TABLE", "JOINT", "LAYER", "NEXT_NORMS", "NORM", "NORMS", "STORED", "Place",
+    "INPUT_PROJECTION", "INPUT_TABLE", "JOINT", "LAYER", "NEXT_NORMS", "NORM", "NORMS", "STORED", "Place", "bias_rows",
     "fused_place", "has_beside", "key_head_place", "key_head_rows", "matrices_of", "paired_norm", "paired_rows",
     "refuse_more_layers", "stored_tensors", "tensors_of", "unread_of",
 ]
@@ -71,6 +71,7 @@ BESIDE = (
 )
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
+_HEAD_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.([qkv])_proj\.bias")
 _NORM_OF_HEADS = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_norm\.weight")
 
 
@@ -110,15 +111,24 @@ def refuse_more_layers(
 
 
 def fused_place(config: ModelConfig, part: str, qkv: str, gate_up: str) -> Place | None:
-    """Where a matrix of a layer is in files that store queries, keys and values as one, or gate and up; "": apart."""
+    """Where a matrix of a layer is in files that store queries, keys and values as one, or gate and up; "": apart.
+
+    The biases of queries, keys and values are one vector there too.
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, pairs = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    if qkv and (found := re.fullmatch(r"self_attn\.([qkv])_proj\.weight", part)):
-        first = {"q": 0, "k": queries, "v": queries + pairs}[found[1]]
-        return Place(f"{qkv}.weight", first, (queries + 2 * pairs, hidden))
+    if qkv and (found := re.fullmatch(r"self_attn\.([qkv])_proj\.(weight|bias)", part)):
+        first, rows = {"q": 0, "k": queries, "v": queries + pairs}[found[1]], queries + 2 * pairs
+        return Place(f"{qkv}.{found[2]}", first, (rows, hidden) if found[2] == "weight" else (rows,))
     if gate_up and (found := re.fullmatch(r"mlp\.(gate|up)_proj\.weight", part)):
         return Place(f"{gate_up}.weight", inner if found[1] == "up" else 0, (2 * inner, hidden))
     return None
+
+
+def bias_rows(config: ModelConfig, name: str, place: Place) -> int | None:
+    """The numbers of a bias that is a part of a vector of a file; None: it is the whole vector, or no such bias."""
+    found = _HEAD_BIAS.fullmatch(name) if place.shape is not None else None
+    return (config.num_heads if found[1] == "q" else config.num_kv_heads) * config.head_dim if found else None
 
 
 def paired_rows(config: ModelConfig, name: str, first: int, stop: int) -> NDArray[np.int64] | None:

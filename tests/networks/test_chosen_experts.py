@@ -79,6 +79,11 @@ def test_ling_is_glm_with_other_names(tmp_path):
     np.testing.assert_allclose(run_dense(found, TOKENS), want, rtol=0, atol=2e-5)
 
 
+def test_biases_of_queries_keys_and_values_as_one(tmp_path):
+    want, found = (run_dense(Transformer.from_pretrained(folder), TOKENS) for folder in twins(tmp_path, biases=True))
+    np.testing.assert_array_equal(found, want)
+
+
 def test_mtp_layers_of_ernie(tmp_path):
     """Published folders have them under names of their own; the bias of the choice is a row."""
     folder = seeded("ernie4_5_moe")

@@ -54,6 +54,20 @@ def test_the_same_network(tmp_path, name):
     np.testing.assert_allclose(*logits, rtol=0, atol=2e-5)
 
 
+def test_queries_keys_and_values_as_one(tmp_path):
+    """GLM-4-9B as files of its first conversions have it, the biases too."""
+    folder = golden_folder("glm")
+    config = ModelConfig.from_pretrained(folder)
+    letters, entries = entries_of(config, json.loads((folder / "config.json").read_text()))
+    tensors = tensors_of(folder, config)
+    for layer in range(config.num_layers):
+        for kind in ("weight", "bias"):
+            parts = [tensors.pop(f"blk.{layer}.attn_{part}.{kind}") for part in "qkv"]
+            tensors[f"blk.{layer}.attn_qkv.{kind}"] = np.concatenate(parts)
+    found = Transformer.from_pretrained(write(tmp_path / "x.gguf", letters, entries, tensors))
+    assert_same_weights(found, Transformer.from_pretrained(folder))
+
+
 def test_small_bands(tmp_path, monkeypatch):
     """Bands that are no whole number of heads."""
     monkeypatch.setattr("kvcache.networks.weights._BAND_BYTES", 7 * 64 * 4)

@@ -15,11 +15,12 @@ _NAMES = {
 }
 
 
-def twins(place, next_layer=False):
+def twins(place, next_layer=False, biases=False):
     """Write folders of two networks with the same numbers, of GLM-4.5 and of Ling 2.0; returns both.
 
     Args:
         next_layer: whether they have an MTP layer, of sizes as their last one.
+        biases: whether queries, keys and values have biases.
     """
     golden = seeded("glm4_moe")
     config, spec = (json.loads((golden / f"{each}.json").read_text()) for each in ("config", "weights"))
@@ -27,9 +28,9 @@ def twins(place, next_layer=False):
         add_next_layer("glm4_moe", config, spec)
     config["num_nextn_predict_layers"] = int(next_layer)
     before = config["head_dim"]
-    config |= {"head_dim": HEAD, "attention_bias": False, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    config |= {"head_dim": HEAD, "attention_bias": biases, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
     for name, (shape, *_) in list(spec["tensors"].items()):
-        if name.endswith("_proj.bias"):
+        if name.endswith("_proj.bias") and not biases:
             del spec["tensors"][name]
         elif "self_attn" in name:
             axis = 1 if "o_proj" in name else 0
@@ -53,7 +54,8 @@ def _as_ling(config):
     config["num_experts"], config["num_shared_experts"] = config.pop("n_routed_experts"), config.pop("n_shared_experts")
     return config | {
         "architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe_v2", "score_function": "sigmoid",
-        "use_qkv_bias": False, "use_bias": False, "rope_theta": rope["rope_theta"], "rope_scaling": None,
+        "use_qkv_bias": config["attention_bias"], "use_bias": False,
+        "rope_theta": rope["rope_theta"], "rope_scaling": None,
         "partial_rotary_factor": rope["partial_rotary_factor"], "moe_router_enable_expert_bias": True,
     }
 
@@ -67,7 +69,8 @@ def _renamed(tensors):
             name = name.replace(old, new)
         found[name] = content
     for layer in sorted({name.split(".")[2] for name in found if name.endswith("self_attn.q_proj.weight")}):
-        parts = [found.pop(f"model.layers.{layer}.self_attn.{part}_proj.weight") for part in "qkv"]
-        dtype, rows = parts[0][0], np.concatenate([bits for _, bits, _ in parts])
-        found[f"model.layers.{layer}.attention.query_key_value.weight"] = dtype, rows, None
+        for kind in ("weight", "bias") if f"model.layers.{layer}.self_attn.q_proj.bias" in found else ("weight",):
+            parts = [found.pop(f"model.layers.{layer}.self_attn.{part}_proj.{kind}") for part in "qkv"]
+            dtype, rows = parts[0][0], np.concatenate([bits for _, bits, _ in parts])
+            found[f"model.layers.{layer}.attention.query_key_value.{kind}"] = dtype, rows, None
     return found
