@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from gguf_files import U32, convert
 from places import GOLDEN
 from vector_folders import TEXTS, VECTORS, changed, vector_folder
 
@@ -195,3 +196,22 @@ def test_older_files_of_a_layout_and_other_modules(tmp_path, folders):
         (folder / "modules.json").write_text(modules.replace(old, new))
         with pytest.raises(CheckpointError, match=re.escape("modules.json")):
             InferenceEngine.from_pretrained(folder)
+
+
+def test_a_gguf_file_says_its_pooling(tmp_path):
+    tokens, folder = [[5, 6, 7], [8] * 40], InferenceEngine.from_pretrained(GOLDEN / "qwen3_tied")
+    for kind, pooling in ((3, "last"), (1, "mean")):
+        path = convert(GOLDEN / "qwen3_tied", tmp_path / f"{pooling}.gguf", qwen3__pooling_type=(U32, kind))
+        assert InferenceEngine.from_pretrained(path).embed(tokens).tobytes() == folder.embed(tokens, pooling).tobytes()
+    for kind in (0, 2, 4):  # none, that of a first token, that of a class
+        path = convert(GOLDEN / "qwen3_tied", tmp_path / "other.gguf", qwen3__pooling_type=(U32, kind))
+        with pytest.raises(ValueError, match="pooling: expected last or mean"):
+            InferenceEngine.from_pretrained(path).embed(tokens)
+
+
+def test_a_network_that_was_saved_without_its_head_may_say_that_it_has_one(tmp_path, folders):
+    """As Qwen3-Embedding: the class with a head, a head that is no embedding, and no tensor of it."""
+    folder = tmp_path / "last"
+    shutil.copytree(folders["last"], folder)
+    changed(folder, "config.json", architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False)
+    assert np.abs(InferenceEngine.from_pretrained(folder).embed(TEXTS) - golden("last")["vectors"]).max() < 2e-5
