@@ -183,6 +183,8 @@ def scores_of(readings: Sequence[TextRows]) -> list[float]:
     for each in readings:
         assert each.result is not None, "it has run"
         yes, no = (float(logit) for logit in each.result)
+        if not np.isfinite(yes - no):
+            raise ValueError(f"model: expected finite logits, got {yes} and {no}")
         distance = exp(-abs(yes - no))
         found.append((1.0 if yes >= no else distance) / (1.0 + distance))
     return found
