@@ -215,3 +215,15 @@ def test_a_network_that_was_saved_without_its_head_may_say_that_it_has_one(tmp_p
     shutil.copytree(folders["last"], folder)
     changed(folder, "config.json", architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False)
     assert np.abs(InferenceEngine.from_pretrained(folder).embed(TEXTS) - golden("last")["vectors"]).max() < 2e-5
+
+
+def test_a_network_that_sees_both_ways_is_refused_by_that_name(tmp_path):
+    """As EmbeddingGemma; without that entry the class without a head is read as the one with it."""
+    folder = tmp_path / "gemma3"
+    shutil.copytree(GOLDEN / "gemma3", folder)
+    whole = InferenceEngine.from_pretrained(folder).embed([[1, 2, 3]], "mean")
+    changed(folder, "config.json", architectures=["Gemma3TextModel"])
+    assert InferenceEngine.from_pretrained(folder).embed([[1, 2, 3]], "mean").tobytes() == whole.tobytes()
+    changed(folder, "config.json", use_bidirectional_attention=True)
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention: expected false"):
+        InferenceEngine.from_pretrained(folder)
