@@ -100,7 +100,10 @@ class Vectors:
             return self._checked(encoded(tokenizer, prompt + text, name, most=most), name)
         if prompt:
             raise ValueError(f"{name}: expected a text behind a prompt, got token ids")
-        tokens = as_tokens(text, self._model.config.vocab_size)
+        try:
+            tokens = as_tokens(text, self._model.config.vocab_size)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {str(error).partition(': ')[2]}") from None
         return self._checked(tokens[:most] if truncate else tokens, name)
 
     def _checked(self, ids: Any, name: str) -> Tokens:

@@ -80,7 +80,7 @@ def test_a_body_of_thousands_leaves_the_queue_to_others(served):
     ({"input": []}, "input"),
     ({"input": [[]]}, "input"),
     ({"input": [1.5]}, "input"),
-    ({"input": [[256]]}, "tokens"),
+    ({"input": [[256]]}, "input.0"),
     ({"input": ["x"] * 16385}, "input"),
     ({"input": "\u1234" * 600}, "input.0"),
     ({"input": "x", "dimensions": 0}, "dimensions"),
