@@ -100,7 +100,10 @@ class Vectors:
             return self._checked(encoded(tokenizer, prompt + text, name, most=most), name)
         if prompt:
             raise ValueError(f"{name}: expected a text behind a prompt, got token ids")
-        tokens = as_tokens(text, self._model.config.vocab_size)
+        try:
+            tokens = as_tokens(text, self._model.config.vocab_size)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {str(error).partition(': ')[2]}") from None
         return self._checked(tokens[:most] if truncate else tokens, name)
 
     def _checked(self, ids: Any, name: str) -> Tokens:
@@ -183,6 +186,8 @@ def scores_of(readings: Sequence[TextRows]) -> list[float]:
     for each in readings:
         assert each.result is not None, "it has run"
         yes, no = (float(logit) for logit in each.result)
+        if not np.isfinite(yes - no):
+            raise ValueError(f"model: expected finite logits, got {yes} and {no}")
         distance = exp(-abs(yes - no))
         found.append((1.0 if yes >= no else distance) / (1.0 + distance))
     return found

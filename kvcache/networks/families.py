@@ -283,6 +283,7 @@ FAMILIES = {
             "vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072, "rope_theta": 1e6,
             "rope_local_base_freq": 1e4, "final_logit_softcapping": None,
         },
+        aliases=("Gemma3TextModel",),
     ),
     "Lfm2ForCausalLM": Family(
         "lfm2", qk_norm="head", recurrence="conv", eps_key="norm_eps", names=_LFM2,
@@ -610,4 +611,4 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
 def _with_head(name: Any) -> str:
     """The name of an architecture; that with a head for one that was saved without it, such as `Qwen3Model`."""
     text = name if isinstance(name, str) else ""
-    return text[: -len("Model")] + "ForCausalLM" if text.endswith("Model") else text
+    return text.removesuffix("Model") + "ForCausalLM" if text.endswith("Model") and text not in _BY_NAME else text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from asyncio import CancelledError
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from anyio import create_task_group, move_on_after
@@ -16,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from kvcache.engine.text_rows import TextRows
 from kvcache.engine.vectors import VectorOptions, scores_of
+from kvcache.errors import InvalidOperationError, OutOfMemoryError, QueueFullError
 from kvcache.server.fields import FLAG, FROM_1, IGNORED, TEXT, TEXTS, Field
 from kvcache.server.forms import unique
 from kvcache.server.limits import Threads
-from kvcache.server.refusals import BodyError, ending, refusal
+from kvcache.server.refusals import BodyError, ending, refusal, too_large
 from kvcache.server.written import JsonObject, written
 from kvcache.serving import BatchEngine
 from kvcache.support.arguments import as_instance, short
@@ -56,11 +56,13 @@ class Reading(NamedTuple):
     """Texts that are to run, and what makes the answer when they have.
 
     Attributes:
+        field: of the body, which has them.
         readings: the texts.
         made: makes the answer.
         space: the namespace of their cached prefixes.
     """
 
+    field: str
     readings: list[TextRows]
     made: Callable[[], JsonObject]
     space: Hashable
@@ -91,7 +93,7 @@ def asked_of_embeddings(given: Mapping[str, Any], engine: BatchEngine, model: st
         )
         return JsonObject(object="list", data=data, model=model, usage=_usage(readings))
 
-    return Reading(readings, made, space)
+    return Reading("input", readings, made, space)
 
 
 def _base64(row: Any) -> str:
@@ -117,7 +119,7 @@ def asked_of_rerank(given: Mapping[str, Any], engine: BatchEngine, model: str, s
             results = [each | {"document": {"text": documents[each["index"]]}} for each in results]
         return JsonObject(id=unique("rerank-"), model=model, results=results, usage=_usage(readings))
 
-    return Reading(readings, made, space)
+    return Reading("documents", readings, made, space)
 
 
 def _usage(readings: Sequence[TextRows]) -> dict[str, int]:
@@ -165,6 +167,11 @@ class VectorAnswer:
                 body = await run_sync(self._body, limiter=self._threads.answers)
                 return Response(body, 200, None, "application/json")
             return refusal(HTTPException(503, "answer: expected one, got none: no end within the time limit"))
+        except (QueueFullError, InvalidOperationError) as error:
+            return refusal(error)
+        except OutOfMemoryError:
+            longest = max(len(each.tokens) for each in self._asked.readings)
+            return refusal(too_large(self._asked.field, f"{longest} tokens", self._engine.max_prompt))
         except Exception as error:
             return refusal(error, running=True)
 
@@ -173,8 +180,7 @@ class VectorAnswer:
 
     async def _run(self) -> None:
         for part in self._parts():
-            submit = partial(self._engine.submit_readings, part, namespace=self._asked.space)
-            pending = submit()
+            pending = self._engine.submit_readings(part, namespace=self._asked.space)
             try:
                 while not pending.is_finished:
                     await pending.wait_in_loop(lambda pending=pending: pending.is_finished)  # type: ignore[misc]
@@ -185,6 +191,6 @@ class VectorAnswer:
                 pending.cancel()
 
     def _parts(self) -> Iterator[list[TextRows]]:
-        readings = self._asked.readings
-        for start in range(0, len(readings), _TOGETHER):
-            yield readings[start : start + _TOGETHER]
+        readings, count = self._asked.readings, min(_TOGETHER, self._engine.max_queue)
+        for start in range(0, len(readings), count):
+            yield readings[start : start + count]

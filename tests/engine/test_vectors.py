@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from gguf_files import U32, convert
 from places import GOLDEN
+from seeded_weights import golden_folder
 from vector_folders import TEXTS, VECTORS, changed, vector_folder
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, PrefixCachedEngine
+from kvcache.engine.text_rows import LastLogits
 from kvcache.errors import CheckpointError
 from kvcache.sampling.text_tokens import TooManyTokens
 
@@ -66,17 +68,29 @@ def test_a_vector_has_the_same_bits_alone_and_beside_others(folders, layout):
     assert tokens == [engine.generate([1, 2, 3], max_tokens=30, temperature=0)] * 4
 
 
-def test_residuals_and_windows_change_no_vector_by_what_ran_before():
+def test_kinds_of_layers_and_residuals_change_no_vector_by_what_ran_before():
     rng = np.random.default_rng(6)
-    first = rng.integers(0, 250, 70)
-    texts = [np.concatenate([first[:n], rng.integers(0, 250, 5)]) for n in (70, 64, 63, 40, 33, 5, 0)]
+    first = rng.integers(0, 90, 70)
+    texts = [np.concatenate([first[:n], rng.integers(0, 90, 5)]) for n in (70, 64, 63, 40, 33, 5, 0)]
     for network, options in (
         ("qwen3_tied", {"residual_length": 32, "dtype": "q4"}), ("gemma3", {}), ("mistral_window", {}),
-        ("phi3_longrope", {}),
+        ("phi3_longrope", {}), ("lfm2", {}), ("qwen3_5", {}), ("gemma4", {}), ("deepseek_v2", {}),
     ):
-        engine = InferenceEngine.from_pretrained(GOLDEN / network, **options)
-        together = engine.embed(texts, "last")
-        assert together.tobytes() == b"".join(engine.embed([text], "last").tobytes() for text in texts), network
+        engine = InferenceEngine.from_pretrained(golden_folder(network), **options)
+        batch = BatchEngine.from_pretrained(golden_folder(network), **options)
+        for pooling in ("last", "mean"):
+            together = engine.embed(texts, pooling).tobytes()
+            assert together == b"".join(engine.embed([text], pooling).tobytes() for text in texts), network
+            assert together == batch.embed(texts, pooling).tobytes(), network
+        prompts = [LastLogits(np.array(text, np.uint32), (3, 4)) for text in texts]
+        for each in prompts:
+            each.parts_at = (len(each.tokens) // 2,) if len(each.tokens) > 9 else ()
+        batch._read(prompts, None)
+        for each, text in zip(prompts, texts, strict=True):
+            alone = LastLogits(np.array(text, np.uint32), (3, 4))
+            engine._read([alone], None)
+            assert alone.result.tobytes() == each.result.tobytes(), network
+        batch.check()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -138,7 +152,7 @@ def test_long_texts_are_refused_by_name_or_cut_before_their_end(folders):
     (r"prompt_name: expected one of document, query, got 'other'", lambda e: e.embed(["x"], prompt_name="other")),
     (r"texts\.0: expected a text behind a prompt, got token ids", lambda e: e.embed([[1]], prompt_name="query")),
     (r"dimensions: expected", lambda e: e.embed(["x"], dimensions=65)),
-    (r"tokens: expected ids from 0 to 255", lambda e: e.embed([[256]])),
+    (r"texts\.0: expected ids from 0 to 255", lambda e: e.embed([[256]])),
     (r"texts\.0: expected Unicode text", lambda e: e.embed(["\ud800"])),
     (r"documents: expected a list of texts", lambda e: e.rerank("x", "y")),
     (r"documents\.0: expected", lambda e: e.rerank("x", [1])),
@@ -215,3 +229,15 @@ def test_a_network_that_was_saved_without_its_head_may_say_that_it_has_one(tmp_p
     shutil.copytree(folders["last"], folder)
     changed(folder, "config.json", architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False)
     assert np.abs(InferenceEngine.from_pretrained(folder).embed(TEXTS) - golden("last")["vectors"]).max() < 2e-5
+
+
+def test_a_network_that_sees_both_ways_is_refused_by_that_name(tmp_path):
+    """As EmbeddingGemma; without that entry the class without a head is read as the one with it."""
+    folder = tmp_path / "gemma3"
+    shutil.copytree(GOLDEN / "gemma3", folder)
+    whole = InferenceEngine.from_pretrained(folder).embed([[1, 2, 3]], "mean")
+    changed(folder, "config.json", architectures=["Gemma3TextModel"])
+    assert InferenceEngine.from_pretrained(folder).embed([[1, 2, 3]], "mean").tobytes() == whole.tobytes()
+    changed(folder, "config.json", use_bidirectional_attention=True)
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention: expected false"):
+        InferenceEngine.from_pretrained(folder)

@@ -80,7 +80,7 @@ def test_a_body_of_thousands_leaves_the_queue_to_others(served):
     ({"input": []}, "input"),
     ({"input": [[]]}, "input"),
     ({"input": [1.5]}, "input"),
-    ({"input": [[256]]}, "tokens"),
+    ({"input": [[256]]}, "input.0"),
     ({"input": ["x"] * 16385}, "input"),
     ({"input": "\u1234" * 600}, "input.0"),
     ({"input": "x", "dimensions": 0}, "dimensions"),
@@ -158,4 +158,25 @@ def test_a_client_that_leaves_ends_its_texts_and_a_broken_network_is_told(folder
         status, answer = ask(made, "/embeddings", {"input": "x"})
         assert (status, answer["error"]["type"]) == (500, "server_error")
         made.network.error = None
+        assert ask(made, "/embeddings", {"input": "x"})[0] == 200
+
+
+def test_small_queues_and_small_memories(folders):
+    texts = [f"text {i}" for i in range(7)]
+    with Served(folders["mean"], max_queue=2, num_blocks=4) as made:
+        status, answer = ask(made, "/embeddings", {"input": texts})
+        assert status == 200
+        rows = np.array([each["embedding"] for each in answer["data"]], np.float32)
+        assert rows.tobytes() == made.alone.embed(texts).tobytes()
+        status, answer = ask(made, "/embeddings", {"input": "x y " * 50})
+        assert (status, answer["error"]["param"]) == (400, "input")
+        assert answer["error"]["code"] == "context_length_exceeded"
+        made.network.closed = True
+        waiting = [made.engine.submit([1, 2], max_tokens=1)]
+        assert made.network.waiting.wait(60)
+        waiting += [made.engine.submit([1, 2], max_tokens=1) for _ in range(2)]
+        assert ask(made, "/embeddings", {"input": "x"})[0] == 429
+        made.network.open()
+        for request in waiting:
+            request.result()
         assert ask(made, "/embeddings", {"input": "x"})[0] == 200
