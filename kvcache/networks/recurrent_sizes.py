@@ -38,6 +38,7 @@ STATE_SIZES: dict[str, dict[str, Size]] = {
         "groups": Size("n_groups", 8), "taps": Size("conv_kernel", 4, most=_MAX_TAPS),
     },
 }
+STATE_SIZES["falcon"] = STATE_SIZES["granite"]  # of Falcon-H1, which has one more key in folders
 _BIASES = {
     "granite": (Flag("mamba_conv_bias", True), Flag("mamba_proj_bias", False)),
     "mamba": (Flag("use_conv_bias", True), Flag("use_bias", False)),
