@@ -17,7 +17,7 @@ from kvcache.networks.fields import read_fields
 from kvcache.networks.files import read_json, refuse_adapter
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.layer_sizes import LayerSizes
-from kvcache.networks.recurrent_sizes import Mixer, Mlp, RecurrentSizes
+from kvcache.networks.recurrent_sizes import Mixer, Mlp, Multipliers, RecurrentSizes
 from kvcache.networks.rope import Rope
 from kvcache.networks.towers import text_config_of
 
@@ -43,6 +43,8 @@ class ModelConfig:
         window_rotary_dim: those in layers with a window.
         rotated: which layers have one.
         mixers: what mixes the tokens of each layer: attention, a recurrence with a state, or nothing.
+        paired: whether layers come in pairs: one with a state, and one that attends and takes the rows that this took.
+        multipliers: numbers that parts of paired layers multiply by.
         recurrence: the sizes of the layers with a state; None: there are none.
         windows: for each layer the number of tokens that a query sees, itself among them; None: all tokens before it.
         attention_scale: of the scores; None: `head_dim**-0.5`.
@@ -98,6 +100,8 @@ class ModelConfig:
     window_rotary_dim: int
     rotated: tuple[bool, ...]
     mixers: tuple[Mixer, ...]
+    paired: bool
+    multipliers: Multipliers | None
     recurrence: RecurrentSizes | None
     windows: tuple[int | None, ...]
     attention_scale: float | None

@@ -47,6 +47,7 @@ class Family:
         neighbours: whether folders have the rows of queries and keys in the order of rotary embeddings that turn
             channels 2 i and 2 i + 1.
         recurrence: the kind of its layers with a state (`RecurrentSizes`); "": there are none.
+        paired: see `ModelConfig`: whether layers of files have a state, and attention beside it.
         by_key_heads: whether folders have the projections of the delta rule in the order of its key heads.
         eps_key: the key of what norms add to the mean of squares.
         names: what files call tensors, by the stems of `names`, with or without the layer's.
@@ -95,6 +96,7 @@ class Family:
     rope_in_windows: Literal["all", "windows", "mixed", "given"] = "all"
     neighbours: bool = False
     recurrence: Kind | Literal[""] = ""
+    paired: bool = False
     by_key_heads: bool = False
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
@@ -178,6 +180,12 @@ _GRANITE_NAMES = {
 }
 
 _HUNYUAN = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
+_FALCON = {
+    "model.norm": "model.final_layernorm", "post_attention_layernorm": "pre_ff_layernorm",
+    "mixer": "mamba", "mixer.rate": "mamba.A_log",
+    **{f"mixer.{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "norm", "out_proj")},
+    **{f"mlp.{name}_proj": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+}
 _GLM = Family(
     "glm", qkv_bias=None, bias_keys=("attention_bias", "", ""), neighbours=True, fused=("", "mlp.gate_up_proj"),
     defaults={
@@ -255,6 +263,13 @@ FAMILIES = {
             "input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm",
         },
         defaults={"linear_allow_neg_eigval": True},
+    ),
+    "FalconH1ForCausalLM": Family(
+        "falcon_h1", qkv_bias=None, mlp_bias=None, recurrence="mamba", paired=True, names=_FALCON,
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, "embedding_multiplier": 1.0,
+            "lm_head_multiplier": 1.0, "mamba_rms_norm": False,
+        },
     ),
     "GemmaForCausalLM": Family(
         "gemma", qkv_bias=None, norms_less_one=True, embedding_by_size=True,

@@ -20,7 +20,7 @@ from kvcache.networks.latent_sizes import LatentSizes, latent_scale
 from kvcache.networks.layer_sizes import LayerSizes, sizes_of
 from kvcache.networks.padded_heads import check_sizes
 from kvcache.networks.quantisation import quantisation_of
-from kvcache.networks.recurrent_sizes import Mlp, RecurrentSizes, layer_types_of, mixers_of, mlps_of
+from kvcache.networks.recurrent_sizes import Mlp, Multipliers, RecurrentSizes, layer_types_of, mixers_of, mlps_of
 from kvcache.networks.rope_entries import Ropes, ropes_of
 from kvcache.support.arguments import short
 
@@ -54,8 +54,11 @@ class Reading(Entries):
     def layers(self) -> int:
         """Read the lists of layers, and return the number of layers."""
         config, family = self.config, self.family
-        self.listed = layer_types_of(config, family.recurrence)
+        self.listed = None if family.paired else layer_types_of(config, family.recurrence)
         self.num_layers = self.size("num_hidden_layers", len(self.listed or ()) or None, most=_MAX_LAYERS)
+        if family.paired:
+            self.listed = ["mamba", "attention"] * self.num_layers
+            self.num_layers *= 2
         if family.recurrence and family.windows == "none":  # their lists name no windows
             config = {key: value for key, value in config.items() if key != "layer_types"}
         elif family.recurrence:
@@ -216,7 +219,8 @@ def _logit_scale(read: Reading) -> float:
     if "dim_model_base" in read.family.defaults:  # MiniCPM
         hidden: int = read.found.hidden_size
         return _factor(read, "dim_model_base") / hidden
-    return _factor(read, "logit_scale") * _factor(read, "output_multiplier") / _factor(read, "logits_scaling")
+    factors = (_factor(read, key) for key in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
+    return math.prod(factors) / _factor(read, "logits_scaling")
 
 
 def _norm(read: Reading) -> str:
@@ -391,6 +395,8 @@ def _per_token(read: Reading) -> int:
 def _mlps(read: Reading) -> tuple[Mlp, ...]:
     """The MLPs of the layers: experts, or an MLP in their place in layers that have none."""
     kind, count = read.family.experts, read.num_layers
+    if read.family.paired:
+        return tuple("" if mixer == "state" else "mlp" for mixer in read.found.mixers)
     has = kind.has_experts(read, count) if kind and read.found.num_experts else [False] * count
     return mlps_of(read.listed, read.found.mixers, has)
 
@@ -449,6 +455,7 @@ FIELDS: dict[str, Field] = {
     "num_layers": Field(Reading.layers, "block_count", ("num_hidden_layers",)),
     "mixers": Field(lambda read: mixers_of(read.config, read.listed, read.family.recurrence, read.num_layers)),
     "recurrence": Field(_recurrence),
+    "multipliers": Field(lambda read: Multipliers.of(read) if read.family.paired else None),
     "windows": Field(_windows, "attention.sliding_window", ("sliding_window",)),
     "qkv_bias": Field(partial(_bias, part=0)),
     "output_bias": Field(partial(_bias, part=1)),
@@ -495,6 +502,6 @@ FIELDS: dict[str, Field] = {
 }
 # The fields that a family fixes.
 _OF_FAMILY = (
-    "sinks", "embedding_norm", "attention_gate", "gates", "value_norm", "norm_bias", "norms", "mlp_gate",
+    "sinks", "embedding_norm", "paired", "attention_gate", "gates", "value_norm", "norm_bias", "norms", "mlp_gate",
     "layer_scales",
 )

@@ -229,7 +229,9 @@ class FolderTensors:
         """The start of the names of a layer's tensors in files of the text network alone."""
         ahead = int(inside[1]) - self._config.trunk_layers
         own = self._family.next_prefix if ahead >= 0 else ""
-        return f"{own}{ahead}." if own else f"{self._family.prefix}{inside.string[6 : inside.start(2)]}"
+        if own:
+            return f"{own}{ahead}."
+        return f"{self._family.prefix}layers.{int(inside[1]) // (2 if self._family.paired else 1)}."
 
     def _renamed(self, name: str, more: Mapping[str, str] | None = None) -> str:
         """The name of a tensor in files of the family, or one of `more`; that of its layer is left out."""

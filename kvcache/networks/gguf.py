@@ -325,7 +325,7 @@ class GgufCheckpoint:
         config = self.config
         if not inside:
             return Place(self._named(name))
-        block, part = f"blk.{inside[1]}.", inside[2]
+        block, part = f"blk.{int(inside[1]) // (2 if config.paired else 1)}.", inside[2]
         if config.recurrence is not None and part.startswith("mixer."):
             return self._mixer(block, part, config.recurrence)
         if (expert := EXPERT.fullmatch(part)) and config.experts is not None:

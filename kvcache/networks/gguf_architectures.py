@@ -99,6 +99,13 @@ ARCHITECTURES = {
         states="granite", tensors={"mamba_conv_bias": "ssm_conv1d.bias", "mamba_proj_bias": "ssm_in.bias"}
     ),
     "granitemoe": _GRANITE,
+    "falcon-h1": Architecture(  # with its multipliers in the weights; llama.cpp has one order of gate and norm
+        "falcon_h1", states="falcon", fixed={"mamba_norm_before_gate": False},
+        tensors={
+            "mamba_rms_norm": "ssm_norm.weight", "mamba_conv_bias": "ssm_conv1d.bias", "mlp_bias": "ffn_up.bias",
+            "mamba_proj_bias": "ssm_in.bias",
+        },
+    ),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": _NEMOTRON._replace(
         understood=(NEXT_LAYERS,), names={**_NEMOTRON.names, "n_shared_experts": "expert_shared_count"}

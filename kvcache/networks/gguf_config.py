@@ -227,6 +227,9 @@ def _set_states(read: _Entries, kind: str, family: Family, layers: int, found: d
     if kind == "delta":
         _set_delta_layers(read, layers, found)
         return
+    if kind == "falcon":  # every layer has one
+        found["mamba_d_ssm"] = inner
+        return
     if kind == "granite":
         _set_granite_layers(read, layers, inner, found)
         return

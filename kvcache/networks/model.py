@@ -78,6 +78,7 @@ class Transformer:
         self._last_mixing = max((i for i in range(config.trunk_layers) if config.mixers[i]), default=0)
         parts = [config.head_parts(i) for i in range(config.num_layers)]
         self._padded = [each if stored_sizes(each) != each else None for each in parts]  # None: heads need no zeros
+        self._scaled = _scaled_of(config)
         self._recurrent = tuple(
             layer_of(config.recurrence, layer.recurrence, config.rms_norm_eps) for layer in weights.layers
         )
@@ -236,14 +237,18 @@ class Transformer:
 
         An MTP layer is the first one of such a call, or none.
         """
-        stop = len(self.weights.layers) - (1 if self._drafts and not first else 0)
+        stop, taken = len(self.weights.layers) - (1 if self._drafts and not first else 0), rows
         for i in range(first, stop):
             layer = self.weights.layers[i]
             if i == self._first_shared and chosen is not None:  # from here on no layer has K and V of its own
                 rows = rows.taken(chosen)
                 if not len(rows.x):
                     break
-            mixed = self._mixed(i, layer, rows, attend, recur, regime)
+            if not self.config.paired:
+                taken = rows
+            elif self.config.mixers[i] == "state":
+                taken = rows._replace(x=rows.x.copy())
+            mixed = self._mixed(i, layer, taken, attend, recur, regime)
             if i == self._last_mixing < self._first_shared and chosen is not None:
                 # After the last layer that mixes tokens rows are independent: continue with the requested ones only.
                 rows, mixed = rows.taken(chosen), None if mixed is None else mixed[chosen]
@@ -328,7 +333,10 @@ class Transformer:
         config, normed = self.config, self._normed(rows.x, layer.input_norm)
         if (state := self._recurrent[i]) is not None and recur is not None:
             inputs = self._times(normed, layer.qkv, layer.qkv_bias)
-            return state.gated(inputs, recur(i, state.rows(inputs)))
+            if self._scaled is not None:
+                inputs *= self._scaled.state
+            mixed = state.gated(inputs, recur(i, state.rows(inputs)))
+            return mixed if config.multipliers is None else mixed * np.float32(config.multipliers.state_out)
         table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
         if layer.latent is not None:
             return self._mixed_latent(i, layer, layer.latent, normed, rows, table, attend)
@@ -341,6 +349,8 @@ class Transformer:
             turned = (turned[0], None, None, *turned[3:])
         mixed = attend(i, *turned)
         mixed = (mixed if parts is None else mixed[:, :, : parts[0]]).reshape(len(normed), -1)
+        if config.multipliers is not None:
+            mixed = mixed * np.float32(config.multipliers.attention_out)
         return mixed if gates is None else gate(mixed, gates, False)
 
     def _mixed_latent(
@@ -410,6 +420,8 @@ class Transformer:
         config, eps = self.config, self.config.rms_norm_eps
         assert layer.qkv is not None
         projected, gates = self._times(x, layer.qkv, layer.qkv_bias), None
+        if self._scaled is not None:
+            projected *= self._scaled.heads
         if count := config.gates_of(sizes):
             gates = np.repeat(projected[:, -count:], config.num_heads * sizes.head_dim // count, axis=1)
             projected = np.ascontiguousarray(projected[:, :-count])
@@ -517,6 +529,9 @@ class Transformer:
     def _gated(self, x: Float32, mlp: MlpWeights) -> Float32:
         """The rows that the last matrix of an MLP takes."""
         both = self._times(x, mlp.gate_up, mlp.gate_up_bias)
+        if self._scaled is not None:
+            both *= self._scaled.gate_up
+            return self._activated(both) * self._scaled.down
         return self._activated(both) if mlp.curve is None else self._activated(both, *mlp.curve.tolist())
 
 
@@ -542,6 +557,31 @@ class _Rows(NamedTuple):
         }
         factors, inputs = (None if each is None else each[rows] for each in (self.factors, self.inputs))
         return _Rows(self.x[rows], turns, factors, inputs)
+
+
+class _Scaled(NamedTuple):
+    """What columns of products are multiplied by: of a layer with a state, of heads, of gate and up; before down."""
+
+    state: Float32
+    heads: Float32
+    gate_up: Float32
+    down: np.float32
+
+
+def _scaled_of(config: ModelConfig) -> _Scaled | None:
+    sizes, found = config.recurrence, config.multipliers
+    if sizes is None or found is None:
+        return None
+    pairs, shared = config.num_kv_heads * config.head_dim, sizes.groups * sizes.size
+
+    def columns(values: Sequence[float], counts: Sequence[int]) -> Float32:
+        return np.repeat(np.array(values, np.float32), counts)
+
+    return _Scaled(
+        columns(found.parts, (sizes.inner, sizes.inner, shared, shared, sizes.heads)),
+        columns((1.0, found.key, 1.0), (config.num_heads * config.head_dim, pairs, pairs)),
+        columns((found.gate, 1.0), (config.intermediate_size,) * 2), np.float32(found.down),
+    )
 
 
 def _activation_of(config: ModelConfig) -> Callable[..., Float32]:

@@ -262,7 +262,10 @@ def tensors_of(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    same = config.paired and layer % 2 == 1  # the first norm is that of the layer before
     for i, norm in enumerate(NORMS[config.norms_of(layer)]):
+        if i == 0 and same:
+            continue
         if norm is not None and (config.mixers[layer], config.mlps[layer])[i // 2]:
             yield f"{norm}.weight", (config.hidden_size,)
             if config.norm_bias:
@@ -314,6 +317,7 @@ def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[st
     if sizes.kind != "conv":
         yield "mixer.rate", (heads,)
         yield "mixer.dt_bias", (heads,)
+    if sizes.kind != "conv" and sizes.gating != "alone":
         yield "mixer.norm.weight", (sizes.dim if sizes.kind == "delta" else inner,)
     if sizes.kind == "mamba":
         yield "mixer.D", (heads,)

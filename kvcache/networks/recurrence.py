@@ -151,9 +151,14 @@ class Mamba2:
         return scan(keys, queries, values, left, steps, skip, slots, 0, index, lens, sizes.tiled)
 
     def gated(self, projected: Float32, out: Float32) -> Float32:
-        """`out * silu(z)`, each group normed."""
-        n, norm = len(out), _given(self._weights.norm)
-        rows = gate(out.reshape(n, -1), projected[:, : self._sizes.inner], True)
+        """`out * silu(z)`, each group normed before or after, or not."""
+        n, rows, z, gating = len(out), out.reshape(len(out), -1), projected[:, : self._sizes.inner], self._sizes.gating
+        if gating == "alone":
+            return gate(rows, z, True)
+        norm = _given(self._weights.norm)
+        if gating == "after":
+            return gate(rms_norm(rows.reshape(n, *norm.shape), norm, self._eps).reshape(n, -1), z, True)
+        rows = gate(rows, z, True)
         return rms_norm(rows.reshape(n, *norm.shape), norm, self._eps).reshape(n, -1)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries, Flag, Size
 from kvcache.support.arguments import short
 
-__all__ = ["STATE_SIZES", "Kind", "Mixer", "Mlp", "RecurrentSizes", "layer_types_of", "mixers_of", "mlps_of"]
+__all__ = [
+    "STATE_SIZES", "Kind", "Mixer", "Mlp", "Multipliers", "RecurrentSizes", "layer_types_of", "mixers_of", "mlps_of",
+]
 
 Mixer = Literal["attention", "state", ""]
 Mlp = Literal["mlp", "experts", ""]
@@ -36,6 +38,7 @@ STATE_SIZES: dict[str, dict[str, Size]] = {
         "groups": Size("n_groups", 8), "taps": Size("conv_kernel", 4, most=_MAX_TAPS),
     },
 }
+STATE_SIZES["falcon"] = STATE_SIZES["granite"]  # of Falcon-H1, which has one more key in folders
 _BIASES = {
     "granite": (Flag("mamba_conv_bias", True), Flag("mamba_proj_bias", False)),
     "mamba": (Flag("use_conv_bias", True), Flag("use_bias", False)),
@@ -44,6 +47,39 @@ _DOUBLES = "linear_allow_neg_eigval"  # of OLMo-Hybrid: whether steps go up to 2
 _ATTENDING = ("attention", "full_attention")
 _MLPS: dict[str, Mlp] = {"mlp": "mlp", "moe": "experts"}  # layers without a mixer
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+class Multipliers(NamedTuple):
+    """The numbers that Falcon-H1 multiplies by.
+
+    Attributes:
+        attention_in, key, attention_out: the rows that attention takes, its keys, and what it adds.
+        state_in, parts, state_out: the rows that a layer with a state takes, z, x, B, C and steps of their projection,
+            and what it adds.
+        gate, down: the gate of an MLP before its activation, and what it adds.
+    """
+
+    attention_in: float
+    key: float
+    attention_out: float
+    state_in: float
+    parts: tuple[float, ...]
+    state_out: float
+    gate: float
+    down: float
+
+    @classmethod
+    def of(cls, read: Entries) -> Multipliers:
+        """Read the keys of a `config.json`. Raises CheckpointError naming the key and its value."""
+        lists = {"mlp_multipliers": 2, "ssm_multipliers": 5}
+        mlp, parts = (
+            (1.0,) * count if read.get(key) is None else read.numbers(key, count) for key, count in lists.items()
+        )
+        names = ("attention_in", "key", "attention_out", "ssm_in", "ssm_out")
+        attention_in, keys, attention_out, state_in, state_out = (
+            read.number(f"{name}_multiplier", 1.0) for name in names
+        )
+        return cls(attention_in, keys, attention_out, state_in, parts, state_out, *mlp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +97,7 @@ class RecurrentSizes:
         step_limits: the least and the largest step (mamba).
         apart: whether queries, keys and values have projections and convolutions of their own in files (delta).
         factor: of the steps (delta).
+        gating: whether results are gated before their norm, after it, or without one ("alone") (mamba).
         norm_eps: what the norm of heads adds; 0: what all norms add.
     """
 
@@ -78,6 +115,7 @@ class RecurrentSizes:
     apart: bool = False
     factor: float = 1.0
     norm_eps: float = 0.0
+    gating: Literal["before", "after", "alone"] = "before"
 
     @property
     def inner(self) -> int:
@@ -108,7 +146,17 @@ class RecurrentSizes:
                 return found
             return replace(found, apart=True, factor=2.0 if read.flag(_DOUBLES, True) else 1.0, norm_eps=1e-5)
         conv, projection = (row(read) for row in _BIASES[keys])
-        return cls(kind, taps, channels, conv, projection, heads, groups, size, dim, step_limits=_limits(read))
+        found = cls(kind, taps, channels, conv, projection, heads, groups, size, dim, step_limits=_limits(read))
+        return replace(found, gating=_gating(read, projection)) if read.has_default("mamba_rms_norm") else found
+
+
+def _gating(read: Entries, projection_bias: bool) -> Literal["before", "after", "alone"]:
+    """Where the norm of Falcon-H1's layers with a state is, whose two projections have biases both or not."""
+    if read.flag("projectors_bias", False) != projection_bias:
+        raise CheckpointError(f"projectors_bias: expected {projection_bias} as in mamba_proj_bias, got another")
+    if not read.flag("mamba_rms_norm", False):
+        return "alone"
+    return "after" if read.flag("mamba_norm_before_gate", True) else "before"
 
 
 def _olmo_sizes(rows: Mapping[str, Size], read: Entries, hidden_size: int) -> dict[str, Size]:
@@ -122,6 +170,8 @@ def _olmo_sizes(rows: Mapping[str, Size], read: Entries, hidden_size: int) -> di
 def _granite_dim(read: Entries, hidden_size: int, heads: int) -> int:
     """The channels of a head of Granite, which are those of the layer over its heads."""
     inner = read.size("mamba_expand", 2) * hidden_size
+    if read.has_default("mamba_d_ssm") and read.get("mamba_d_ssm") is not None:
+        inner = read.size("mamba_d_ssm")
     dim = inner // heads if read.get("mamba_d_head") in (None, "auto") else read.size("mamba_d_head")
     if heads * dim != inner:
         raise CheckpointError(f"mamba_n_heads: expected heads of {inner} channels in all, got {heads} of {dim}")

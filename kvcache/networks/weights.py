@@ -438,6 +438,11 @@ class _Loader:
             for name, has in zip(NORMS[config.norms_of(layer)], parts, strict=True)
         )
         attends, experts = mixer == "attention", config.mlps[layer] == "experts"
+        output_bias = part.optional("mixer.out_proj.bias" if mixer == "state" else "self_attn.o_proj.bias")
+        if (found := config.multipliers) is not None and before is not None:
+            before = before * np.float32(found.attention_in if attends else found.state_in)
+            added = np.float32(found.attention_out if attends else found.state_out)
+            output_bias = None if output_bias is None else output_bias * added
         return LayerWeights(
             input_norm=before,
             qkv=part.find(*_FIRST),
@@ -447,7 +452,7 @@ class _Loader:
             latent=self._latent(part) if config.latent and attends else None,
             recurrence=self._recurrence(part.prefix) if mixer == "state" else None,
             output=part.find("self_attn.o_proj", "mixer.out_proj"),
-            output_bias=part.optional("mixer.out_proj.bias" if mixer == "state" else "self_attn.o_proj.bias"),
+            output_bias=output_bias,
             output_norm=after,
             mlp_norm=before_mlp,
             beside=self._beside(part) if has_beside(config) else None,
@@ -511,7 +516,8 @@ class _Loader:
         if sizes.kind == "conv":
             return RecurrentWeights(taps, bias)
         shape, skip = ((-1,), None) if sizes.kind == "delta" else ((sizes.groups, -1), vector("D"))
-        return RecurrentWeights(taps, bias, vector("rate"), vector("dt_bias"), skip, vector("norm.weight", shape))
+        norm = None if sizes.gating == "alone" else vector("norm.weight", shape)
+        return RecurrentWeights(taps, bias, vector("rate"), vector("dt_bias"), skip, norm)
 
     def _qk_norm(self, sizes: LayerSizes, vector: Callable[..., Float32]) -> Float32:
         config, names = self._config, ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
@@ -534,6 +540,8 @@ class _Loader:
         down: list[Float32 | None] = [None] * count
         if self._config.mlp_bias:
             biases = [part.vector(f"{stem}.{name}_proj.bias").reshape(count, -1) for name in names]
+            if self._config.multipliers is not None:
+                biases[-1] *= np.float32(self._config.multipliers.down)
             gate_up, down = list(np.concatenate(biases[:-1], axis=1)), list(biases[-1])
         curve = self._curve(f"{part.prefix}{stem}.") if self._config.activation == "xielu" else None
         for i in range(count):

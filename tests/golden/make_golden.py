@@ -46,6 +46,7 @@ from transformers import (
     Ernie4_5Config,
     Exaone4Config,
     ExaoneMoeConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -173,6 +174,12 @@ GRANITE_HYBRID = SMALL_HYBRID | {
     "mamba_n_groups": 2, "mamba_d_state": 20, "mamba_d_head": "auto", "mamba_expand": 2, "mamba_d_conv": 4,
     "mamba_chunk_size": 16, "mamba_conv_bias": True, "mamba_proj_bias": True, "embedding_multiplier": 3.0,
     "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 0.5, "rope_parameters": DEFAULT_ROPE,
+}
+FALCON = {
+    "mamba_d_ssm": 60, "mamba_n_heads": 6, "mamba_d_head": 10, "mamba_n_groups": 2, "mamba_d_state": 12,
+    "mamba_d_conv": 3, "mamba_chunk_size": 16, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.8,
+    "key_multiplier": 0.9, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.8, 1.2, 0.9, 1.1, 0.7], "mlp_multipliers": [1.3, 0.8],
 }
 LATENT = {key: value for key, value in NO_HEAD_DIM.items() if key != "num_key_value_heads"} | {
     "num_key_value_heads": 6, "moe_intermediate_size": 20,
@@ -564,6 +571,19 @@ VARIANTS = {
         },
         vision_config=VISION | {"pos_emb_height": 4, "pos_emb_width": 4}, out_hidden_size=48, projector_hidden_size=8,
         image_token_id=VOCAB, video_token_id=VOCAB + 1,
+    )),
+    "falcon_h1": seeded(FalconH1Config(
+        **SMALL_HYBRID | FALCON, mamba_rms_norm=False, rope_parameters=DEFAULT_ROPE,
+    )),
+    "falcon_h1_norms": seeded(FalconH1Config(
+        **SMALL_HYBRID | FALCON | {"num_hidden_layers": 2, "mamba_d_ssm": None, "mamba_d_head": "auto"},
+        mamba_rms_norm=True, mamba_norm_before_gate=True, attention_bias=True, mlp_bias=True, mamba_proj_bias=True,
+        projectors_bias=True, mamba_conv_bias=False, tie_word_embeddings=True, rope_parameters=DEFAULT_ROPE,
+    )),
+    "falcon_h1_gated": seeded(FalconH1Config(
+        **SMALL_HYBRID | FALCON | {"num_hidden_layers": 2, "mlp_multipliers": None, "ssm_multipliers": None},
+        mamba_rms_norm=True, mamba_norm_before_gate=False,
+        rope_parameters=DEFAULT_ROPE,
     )),
     "gemma": seeded(GemmaConfig(**SMALL, rope_parameters=DEFAULT_ROPE)),
     "gemma_biases": seeded(GemmaConfig(

@@ -15,6 +15,7 @@ from kvcache.networks.checkpoint import Checkpoint
 LETTERS = {
     "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next", "nemotron_h": "nemotron_h", "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
 }
 _PARTS = {  # stems in a layer of any of these families
     "operator_norm": "attn_norm", "input_layernorm": "attn_norm", "norm": "attn_norm", "ffn_norm": "ffn_norm",
@@ -47,7 +48,10 @@ for _short, _long in (("q", "attn_q"), ("k", "attn_k"), ("v", "attn_v"), ("o", "
     _PARTS[f"self_attn.{_short}_proj"] = _PARTS[f"mixer.{_short}_proj"] = _long
 for _short in ("gate", "up", "down"):
     _PARTS[f"mlp.{_short}_proj"] = f"ffn_{_short}"
+    _PARTS[f"feed_forward.{_short}_proj"] = f"ffn_{_short}"
+_PARTS["pre_ff_layernorm"] = "ffn_norm"
 _OUTSIDE = {
+    "model.final_layernorm.weight": "output_norm.weight",
     "model.embed_tokens.weight": "token_embd.weight", "backbone.embeddings.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight", "backbone.norm_f.weight": "output_norm.weight",
     "model.embedding_norm.weight": "token_embd_norm.weight", "lm_head.weight": "output.weight",
@@ -86,9 +90,27 @@ def by_kinds(both, sizes):
     return ("attn_qkv", np.concatenate(qkv)), ("attn_gate", z)
 
 
+def with_multipliers(name, values, config):
+    """The values of a tensor of Falcon-H1, multiplied."""
+    by, sizes = config.multipliers, config.recurrence
+    groups = sizes.groups * sizes.size
+    factors = {
+        "q_proj": by.attention_in, "v_proj": by.attention_in, "k_proj": by.attention_in * by.key,
+        "o_proj": by.attention_out, "mamba.out_proj": by.state_out, "gate_proj": by.gate, "down_proj": by.down,
+        "embed_tokens": config.embedding_scale, "lm_head": config.logit_scale,
+    }
+    if "in_proj" in name:
+        counts = (sizes.inner, sizes.inner, groups, groups, sizes.heads)
+        return values * (by.state_in * np.repeat(by.parts, counts)[:, None]).astype(np.float32)
+    found = [factor for part, factor in factors.items() if name.removesuffix(".weight").endswith(part)]
+    return values * np.float32(found[0]) if found else values
+
+
 def converted(name, values, config, kind):
     """The values of a tensor as the converter changes them."""
     sizes, last = config.recurrence, name.rpartition(".")[2]
+    if kind == "falcon_h1":
+        values = with_multipliers(name, values, config)
     if last == "A_log":
         values = -np.exp(values.astype(np.float64)).astype(np.float32)
     if "conv" in name and values.ndim == 3:
@@ -99,10 +121,10 @@ def converted(name, values, config, kind):
         keys = 2 * sizes.groups * sizes.size
         first = keys if "qkv" in name or "conv1d" in name else 0
         values = tiled(values, config, first, axis=1 if "out_proj" in name else 0)
-    if kind in ("nemotron_h", "granitemoehybrid"):
-        if ".q_proj." in name:
+    if kind in ("nemotron_h", "granitemoehybrid", "falcon_h1"):
+        if ".q_proj." in name and kind != "falcon_h1":
             values = with_rows_for_llama(values, config.num_heads)
-        if ".k_proj." in name:
+        if ".k_proj." in name and kind != "falcon_h1":
             values = with_rows_for_llama(values, config.num_kv_heads)
         if last in ("A_log", "D") and sizes:
             values = values[:, None]
@@ -179,6 +201,8 @@ def entries_of(config, kind):
         }
         if experts is None:
             found["expert_shared_feed_forward_length"] = (U32, config.intermediate_size)
+    if kind == "falcon_h1":
+        found["block_count"], found["attention.head_count_kv"] = (U32, layers // 2), (U32, config.num_kv_heads)
     if kind == "nemotron_h":
         widths = [(experts.size if experts else config.intermediate_size) if mlp else 0 for mlp in config.mlps]
         if experts is not None:
