@@ -70,6 +70,7 @@ class ModelConfig:
         layer_scales: whether each layer multiplies its result by a number.
         embedding_scale, residual_scale, logit_scale: multiply the embedding, what a layer's parts add, the logits.
         logit_softcap: as `attention_softcap`, for the logits.
+        head_bias: whether the output matrix adds a bias.
         tie_word_embeddings: whether the output matrix is the embedding, unless the files have another one.
         eos_token_ids: tokens that end a text.
         next_layers: how many MTP layers the files have, behind the last one.
@@ -123,6 +124,7 @@ class ModelConfig:
     residual_scale: float
     logit_scale: float
     logit_softcap: float | None
+    head_bias: bool
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     next_layers: int = 0

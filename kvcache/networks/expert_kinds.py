@@ -256,6 +256,9 @@ _DEEPSEEK = ExpertKind(
 EXPERT_KINDS = {
     "mixtral": _MIXTRAL,
     "minimax": replace(_MIXTRAL, choice={"sigmoid": True, "bias": True}),
+    "phi": replace(
+        _MIXTRAL, choice={"jitter": Number("router_jitter_noise", 0.01)}, checks=(Only("num_experts_per_tok", 2),),
+    ),
     "qwen": _QWEN,
     "olmoe": replace(_QWEN, size=_SIZE),
     "qwen2": replace(

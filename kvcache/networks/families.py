@@ -62,8 +62,9 @@ class Family:
             "": they are those of layers behind the last one.
         next_names: what folders call the tensors that only they have.
         defaults: the values of absent keys; those that the table leaves out are in `fields`. Soft caps,
-            factors, `partial_rotary_factor`, `rotary_dim`, `use_qk_norm`, `layer_rope_theta`, `llama_4_scaling_beta`
-            and `alpha` are read only where they are here. Files have to say what is None.
+            factors, `partial_rotary_factor`, `rotary_dim`, `lm_head_bias`, `long_mscale`, `use_qk_norm`,
+            `layer_rope_theta`, `llama_4_scaling_beta` and `alpha` are read only where they are here. Files have to say
+            what is None.
     """
 
     model_type: str
@@ -322,6 +323,14 @@ FAMILIES = {
         defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
             "num_experts_per_tok": 2, "norm_topk_prob": True,
+        },
+    ),
+    "PhimoeForCausalLM": Family(
+        "phimoe", qkv_bias=None, norm="layer", norm_bias=True, windows="all", experts=EXPERT_KINDS["phi"],
+        names={"mlp.gate": "block_sparse_moe.gate"}, aliases=("PhiMoEForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 16,
+            "num_experts_per_tok": 2, "lm_head_bias": False, "short_mscale": None, "long_mscale": None,
         },
     ),
     "SeedOssForCausalLM": Family(

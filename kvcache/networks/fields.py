@@ -219,8 +219,9 @@ def _logit_scale(read: Reading) -> float:
 
 def _norm(read: Reading) -> str:
     """The norm: in networks with an entry for each of both, an RMSNorm if its eps is there."""
-    both = read.family.norm == "layer" and read.has_default("rms_norm_eps") and read.get("rms_norm_eps") is not None
-    return "rms" if both else read.family.norm
+    family, key = read.family, "rms_norm_eps"
+    both = family.norm == "layer" and family.eps_key != key and read.has_default(key)
+    return "rms" if both and read.get(key) is not None else family.norm
 
 
 def _attention_scale(read: Reading) -> float | None:
@@ -474,6 +475,7 @@ FIELDS: dict[str, Field] = {
     "residual_scale": Field(_residual_scale, "residual_scale", ("residual_multiplier",), optional=True),
     "logit_scale": Field(_logit_scale, "logit_scale", ("logit_scale", "logits_scaling"), optional=True),
     "logit_softcap": Field(Cap("final_logit_softcapping"), "final_logit_softcapping", optional=True),
+    "head_bias": Field(lambda read: read.has_default("lm_head_bias") and read.flag("lm_head_bias", False)),
     "tie_word_embeddings": Field(lambda read: read.flag("tie_embedding", read.flag("tie_word_embeddings", False))),
     "eos_token_ids": Field(_eos),
     "next_layers": Field(

@@ -147,6 +147,7 @@ class GgufCheckpoint:
             config,
             qkv_bias=config.qkv_bias or has_bias("attn_q" if config.latent is None else "attn_kv_a_mqa"),
             output_bias=has_bias("attn_output"),
+            head_bias=config.head_bias and "output.bias" in self.file,
             mlp_bias=config.mlp_bias or has_bias("ffn_down"),
             rope=self._rope(config),
             recurrence=config.recurrence and replace(config.recurrence, tiled=tiled),  # value heads as ggml broadcasts

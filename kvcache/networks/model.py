@@ -21,6 +21,7 @@ from kvcache.kernels.layers import (
     geglu,
     gelu,
     layer_norm,
+    near_experts,
     rms_norm,
     softcap,
     swiglu,
@@ -363,7 +364,7 @@ class Transformer:
         config = self.config
         if not len(normed):
             return np.empty((0, config.vocab_size), np.float32)
-        scores = self._times(normed, self.weights.head)
+        scores = self._times(normed, self.weights.head, self.weights.head_bias)
         if config.logit_scale != 1:
             scores *= np.float32(config.logit_scale)
         return scores if config.logit_softcap is None else softcap(scores, config.logit_softcap)
@@ -493,6 +494,8 @@ class Transformer:
         sizes = self.config.experts
         assert sizes is not None, "a network with a router has experts"
         choice = sizes.choice
+        if choice.jitter is not None:
+            return near_experts(logits, self.config.experts_per_token, choice.jitter)
         return top_experts(
             logits, self.config.experts_per_token, choice.normalise, sigmoid=choice.sigmoid, bias=layer.expert_bias,
             eps=choice.eps, factor=choice.factor, groups=choice.groups, kept=choice.kept, best=choice.best,

@@ -19,13 +19,14 @@ from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.recurrent_sizes import RecurrentSizes
 
 __all__ = [
-    "BESIDE", "DELTA_PART", "EMBEDDING", "EXPERT", "EXPERT_BIASES", "HEAD", "HEAD_PART", "INPUT_NORM",
+    "BESIDE", "DELTA_PART", "EMBEDDING", "EXPERT", "EXPERT_BIASES", "HEAD", "HEAD_BIAS", "HEAD_PART", "INPUT_NORM",
     "INPUT_PROJECTION", "INPUT_TABLE", "JOINT", "LAYER", "NEXT_NORMS", "NORM", "NORMS", "STORED", "Place",
     "fused_place", "has_beside", "key_head_place", "key_head_rows", "matrices_of", "paired_rows", "refuse_more_layers",
     "stored_tensors", "tensors_of", "unread_of",
 ]
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
 # What gives each layer its inputs of a token: a table of the tokens, a projection of the embedding, a norm of that.
 INPUT_TABLE, INPUT_PROJECTION, INPUT_NORM = (
     "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight",
@@ -237,6 +238,8 @@ def tensors_of(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{NORM}.bias", (config.hidden_size,)
     if not config.tie_word_embeddings:
         yield HEAD, (config.vocab_size, config.hidden_size)
+    if config.head_bias:
+        yield HEAD_BIAS, (config.vocab_size,)
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:

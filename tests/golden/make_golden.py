@@ -75,6 +75,7 @@ from transformers import (
     Olmo3Config,
     OlmoeConfig,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -740,6 +741,18 @@ VARIANTS = {
     "cohere2_moe_softmax": seeded(Cohere2MoeConfig(
         **SMALL | {"num_hidden_layers": 4, "intermediate_size": 40}, sliding_window=24, logit_scale=1.25,
         num_experts=6, num_experts_per_tok=3, norm_topk_prob=False,
+    )),
+    "phimoe": seeded(PhimoeConfig(
+        **NO_HEAD_DIM | {"intermediate_size": 40}, num_local_experts=7, router_jitter_noise=0.15, attention_bias=True,
+        lm_head_bias=True, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "phimoe_longrope": seeded(PhimoeConfig(  # equal factors: transformers has the short ones for longer texts too
+        **NO_HEAD_DIM | {"intermediate_size": 24, "num_key_value_heads": 2}, num_local_experts=5,
+        router_jitter_noise=0.3, sliding_window=40, rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+            "short_factor": [1.0, 1.3, 2.0, 4.0], "long_factor": [1.0, 1.3, 2.0, 4.0], "short_mscale": 1.2,
+            "long_mscale": 1.35,
+        },
     )),
     "apertus": seeded(ApertusConfig(**SMALL, rope_parameters=LLAMA3_ROPE)),
     "apertus_biases": seeded(ApertusConfig(

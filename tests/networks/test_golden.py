@@ -182,7 +182,7 @@ def test_every_feature_has_a_model():
     assert {config.rope.kind for config in configs} == {"default", "divided", "linear", "llama3", "yarn", "longrope"}
     elsewhere = {"BailingMoeV2ForCausalLM"}  # which transformers has not: test_chosen_experts.py
     assert {config.architecture for config in configs} | elsewhere == set(FAMILIES)
-    for flag in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "sinks", "value_norm",
+    for flag in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "sinks", "value_norm", "head_bias",
                  "layer_scales"):
         assert {getattr(config, flag) for config in configs} == {True, False}, flag
     for flag in ("normalise", "sigmoid", "bias"):
