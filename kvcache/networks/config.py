@@ -47,11 +47,12 @@ class ModelConfig:
         windows: for each layer the number of tokens that a query sees, itself among them; None: all tokens before it.
         attention_scale: of the scores; None: `head_dim**-0.5`.
         attention_softcap: scores become `cap * tanh(score / cap)`; None: they stay.
-        sinks: whether each query head has a logit that joins the normaliser of its softmax.
+        sinks: in which layers each query head has a logit that joins the normaliser of its softmax.
         attention_gate: whether each head of queries is followed by a gate, whose sigmoid its results are multiplied by.
         gates: what the results of attention are multiplied by: nothing, or the sigmoid of one number for each head
             or channel.
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
+        value_scale: multiplies values.
         value_norm: whether values pass through an RMSNorm without a weight.
         qk_norm: how queries and keys pass through an RMSNorm before RoPE: not, each head alone, or all heads at once;
             "turned": each head alone after it.
@@ -99,13 +100,14 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     attention_scale: float | None
     attention_softcap: float | None
-    sinks: bool
+    sinks: Literal["", "all", "windows"]
     attention_gate: bool
     gates: Literal["", "head", "channel"]
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     value_norm: bool
+    value_scale: float
     qk_norm: Literal["", "head", "all", "turned"]
     norm: Literal["rms", "layer"]
     norm_bias: bool

@@ -179,6 +179,8 @@ class Transformer:
         for i, layer in enumerate(self.weights.layers):
             if layer.qkv_bias is None or layer.qk_norm is not None or config.mixers[i] != "attention":
                 return None
+            if config.sizes[i].value_dim:
+                return None
             heads = layer.qkv_bias.reshape(-1, config.head_dim)[config.num_heads :][: config.num_kv_heads]
             rows = np.ascontiguousarray(np.broadcast_to(heads, (len(positions), *heads.shape)))
             table = self._tables[0][config.windows[i] is not None]
@@ -335,7 +337,8 @@ class Transformer:
         if config.sizes[i].kv_layer is not None:
             turned = (turned[0], None, None, *turned[3:])
         mixed = attend(i, *turned)
-        mixed = (mixed if parts is None else mixed[:, :, : parts[0]]).reshape(len(normed), -1)
+        channels = config.sizes[i].value_dim or (None if parts is None else parts[0])
+        mixed = mixed[:, :, :channels].reshape(len(normed), -1)
         return mixed if gates is None else gate(mixed, gates, False)
 
     def _mixed_latent(
@@ -408,6 +411,11 @@ class Transformer:
         if count := config.gates_of(sizes):
             gates = np.repeat(projected[:, -count:], config.num_heads * sizes.head_dim // count, axis=1)
             projected = np.ascontiguousarray(projected[:, :-count])
+        narrow = None
+        if sizes.value_dim:
+            count = sizes.num_kv_heads * sizes.value_dim
+            narrow = projected[:, -count:].reshape(len(x), sizes.num_kv_heads, sizes.value_dim)
+            projected = np.ascontiguousarray(projected[:, :-count])
         heads = projected.reshape(len(x), -1, sizes.head_dim)
         if config.attention_gate:  # of each head first its queries, then its gates
             stop = 2 * config.num_heads
@@ -415,6 +423,11 @@ class Transformer:
             heads = np.concatenate([heads[:, :stop:2], heads[:, stop:]], axis=1)
         turning = config.num_heads + (sizes.num_kv_heads if sizes.kv_layer is None else 0)
         turned, values = heads[:, :turning], heads[:, turning if sizes.has_values else config.num_heads :]
+        if narrow is not None:  # zeros stand for the channels that they have not
+            values = np.zeros((len(x), sizes.num_kv_heads, sizes.head_dim), np.float32)
+            values[:, :, : sizes.value_dim] = narrow
+        if config.value_scale != 1:
+            values = values * np.float32(config.value_scale)
         if config.value_norm and sizes.kv_layer is None:
             values = rms_norm(values, np.ones(values.shape[1:], np.float32), eps)
         if layer.qk_norm is None or config.qk_norm == "turned":

@@ -251,7 +251,8 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ..
     if config.mixers[layer] == "attention" and config.latent is not None:
         yield from _latent(config, config.latent)
     elif config.mixers[layer] == "attention":
-        yield from _attention(config, config.sizes[layer])
+        sinks = config.sinks == "all" or (config.sinks == "windows" and config.windows[layer] is not None)
+        yield from _attention(config, config.sizes[layer], sinks)
     elif config.recurrence is not None and config.mixers[layer]:
         yield from _recurrence(config, config.recurrence)
     if config.mlps[layer]:
@@ -300,16 +301,16 @@ def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[st
         yield "mixer.out_proj.bias", (hidden,)
 
 
-def _attention(config: ModelConfig, sizes: LayerSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention(config: ModelConfig, sizes: LayerSizes, sinks: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = config.hidden_size
     queries, pairs = config.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    own = sizes.kv_layer is None
+    own, value = sizes.kv_layer is None, sizes.value_dim or sizes.head_dim
     absent = {"k_proj": not own, "v_proj": not (own and sizes.has_values)}
     for name, rows, columns, bias in (
         ("q_proj", queries * (2 if config.attention_gate else 1), hidden, config.qkv_bias),
         ("k_proj", pairs, hidden, config.qkv_bias),
-        ("v_proj", pairs, hidden, config.qkv_bias),
-        ("o_proj", hidden, queries, config.output_bias),
+        ("v_proj", sizes.num_kv_heads * value, hidden, config.qkv_bias),
+        ("o_proj", hidden, config.num_heads * value, config.output_bias),
     ):
         if absent.get(name):
             continue
@@ -323,7 +324,7 @@ def _attention(config: ModelConfig, sizes: LayerSizes) -> Iterator[tuple[str, tu
             yield "self_attn.k_norm.weight", (pairs if whole else sizes.head_dim,)
     if config.gates:
         yield _GATES[0], (config.gates_of(sizes), hidden)
-    if config.sinks:
+    if sinks:
         yield "self_attn.sinks", (config.num_heads,)
 
 

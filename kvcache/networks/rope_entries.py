@@ -95,7 +95,8 @@ def _ropes_in(
                 _refuse_flat(values, theta)
             theta = Entries(values, f"{name}.").number("rope_theta", theta, at_least=1.0)
         parts.append((sliding, where, read.number("rope_local_base_freq", theta, at_least=1.0)))
-    sizes = [_rotary_dim(values, config, family, head_dim) for head_dim in head_dims]
+    inside = [part for part, _, _ in parts] if nested else [values]
+    sizes = [_rotary_dim(inside[min(i, len(inside) - 1)], config, family, size) for i, size in enumerate(head_dims)]
     first, *rest = (_growing(Entries(part, where), where, read, family, positions, theta, size)
                     for (part, where, theta), size in zip(parts, sizes, strict=False))
     return Ropes(first, rest[0] if rest and rest[0] != first else None, *sizes)

@@ -65,6 +65,7 @@ from transformers import (
     Lfm3Config,
     LlamaConfig,
     MellumConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
@@ -752,6 +753,19 @@ VARIANTS = {
             "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
             "short_factor": [1.0, 1.3, 2.0, 4.0], "long_factor": [1.0, 1.3, 2.0, 4.0], "short_mscale": 1.2,
             "long_mscale": 1.35,
+        },
+    )),
+    "mimo_v2_flash": seeded(MiMoV2FlashConfig(
+        **SMALL | {"num_hidden_layers": 7}, v_head_dim=16, moe_intermediate_size=28, n_routed_experts=7,
+        num_experts_per_tok=3, sliding_window=20, attention_bias=True,
+    )),
+    "mimo_v2_flash_groups": seeded(MiMoV2FlashConfig(
+        **SMALL | {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 40, "num_hidden_layers": 4},
+        v_head_dim=36, moe_intermediate_size=24, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3,
+        sliding_window=24, attention_value_scale=None, routed_scaling_factor=1.4,
+        layer_types=_kinds("WFWF"), mlp_layer_types=["sparse", "dense", "sparse", "sparse"], rope_parameters={
+            "full_attention": DEFAULT_ROPE | {"rope_theta": 5e5, "partial_rotary_factor": 0.6},
+            "sliding_attention": DEFAULT_ROPE | {"partial_rotary_factor": 0.4},
         },
     )),
     "apertus": seeded(ApertusConfig(**SMALL, rope_parameters=LLAMA3_ROPE)),
