@@ -145,10 +145,10 @@ class CacheArguments:
 
     def bytes_of_whole(self, layers: Sequence[int], blocks: int, cached: int) -> int:
         """Bytes of these blocks, and of the tokens in f16; see `Kind.nbytes`."""
-        number, size = self.newest(cached)
+        own, (number, size) = blocks * self.own_bytes, self.newest(cached)  # own_bytes raises for an unknown format
         count, formats = self.most_unpacked + number * size, [unpacked(each) for each in self.storage.dtypes]
         f16 = count * self._store_bytes(len(layers) * self._lists, layers, 1, formats) if count else 0
-        return blocks * self.own_bytes + f16
+        return own + f16
 
     @property
     def most_unpacked(self) -> int:

@@ -124,6 +124,14 @@ def test_random_verbs(kind, seed):
     assert it.pool.count()["free"] == it.pool.total_blocks
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_format_is_refused_by_name(kind):
+    model, options = KINDS[kind]
+    for length in (None, 0):
+        with pytest.raises(ValueError, match="q9"):
+            CacheSettings.of(model, Load(4, 512), Settings(**options | {"dtype": "q9", "residual_length": length}))
+
+
 @pytest.mark.parametrize("kind", ["whole", "a window"])
 def test_too_little_room_changes_nothing(kind):
     """An append that fails in the last group leaves the others as they were."""
