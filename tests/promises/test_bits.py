@@ -35,9 +35,8 @@ ALLOWED = {
     "kvcache/grammar/mask_batch.py": {"cumsum": 1},  # lengths
     "kvcache/lists/manager.py": {"cumsum": 1},  # lengths
     "kvcache/networks/linear.py": {"cumsum": 2},  # lengths
-    "kvcache/networks/model.py": {"reduce": 1},  # the largest position
-    "kvcache/networks/rope.py": {"reduce": 1},  # the largest position
-    "kvcache/networks/tokens.py": {"reduce": 1},  # the largest id
+    "kvcache/networks/expert_kinds.py": {"mean": 2},  # whether experts are averaged
+    "kvcache/networks/model.py": {"mean": 1},  # the same
     "kvcache/policies/adakv.py": {"cumsum": 1},  # lengths
     "kvcache/prefix/index_file.py": {"cumsum": 1},  # pages
     "kvcache/sampling/sampling.py": {"cumsum": 2, "sum": 1},  # weights in whole numbers; tokens
