@@ -25,6 +25,7 @@ __all__ = [
     "geglu",
     "gelu",
     "layer_norm",
+    "near_experts",
     "rms_norm",
     "rotate",
     "scan",
@@ -280,6 +281,44 @@ def top_experts(logits, int64_t count, bint normalise, *, bint sigmoid=False, bi
                     total = _sum(shares)
             for j in range(count):
                 c_weights[i, j] = <float>(factor * shares[c_chosen[i, j]] / total)
+    return chosen, weights
+
+
+def near_experts(logits, int64_t count, double jitter):
+    """The experts of each row, one after another, weighted by those near them (SparseMixer-v2, arXiv 2409.12136).
+
+    The weight of an expert is its share of a softmax among the experts that are left whose logits are near its own: at
+    most `2 * jitter` below it, in units of the larger one of its logit and their size.
+
+    Args:
+        logits: float32 `(n, experts)`, contiguous.
+        count: experts per row, from 1 to all.
+        jitter: see above; at least 0.
+
+    Returns:
+        As `top_experts`.
+    """
+    cdef const float[:, ::1] c_logits = logits
+    cdef int64_t n = c_logits.shape[0], experts = c_logits.shape[1], i, j, k, best
+    cdef double most, total
+    _check_count(count, experts)
+    chosen, weights = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
+    cdef int64_t[:, ::1] c_chosen = chosen
+    cdef float[:, ::1] c_weights = weights
+    cdef double[::1] left = np.empty(experts)
+    cdef kernels.double_function *exp = kernels.function_of(kernels.EXP)
+    with nogil:
+        for i in range(n):
+            for k in range(experts):
+                left[k] = c_logits[i, k]
+            for j in range(count):
+                best = _take_best(left)
+                most, total = c_logits[i, best], 1
+                for k in range(experts):
+                    if left[k] == left[k] and not most - left[k] > 2 * jitter * max(abs(left[k]), most):
+                        total += exp(left[k] - most)
+                c_chosen[i, j] = best
+                c_weights[i, j] = <float>(1 / total)
     return chosen, weights
 
 

@@ -49,11 +49,12 @@ class ModelConfig:
         windows: for each layer the number of tokens that a query sees, itself among them; None: all tokens before it.
         attention_scale: of the scores; None: `head_dim**-0.5`.
         attention_softcap: scores become `cap * tanh(score / cap)`; None: they stay.
-        sinks: whether each query head has a logit that joins the normaliser of its softmax.
+        sinks: in which layers each query head has a logit that joins the normaliser of its softmax.
         attention_gate: whether each head of queries is followed by a gate, whose sigmoid its results are multiplied by.
         gates: what the results of attention are multiplied by: nothing, or the sigmoid of one number for each head
             or channel.
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
+        value_scale: multiplies values.
         value_norm: whether values pass through an RMSNorm without a weight.
         qk_norm: how queries and keys pass through an RMSNorm before RoPE: not, each head alone, or all heads at once;
             "turned": each head alone after it; "layer": each head alone through a LayerNorm with weights of its own;
@@ -75,6 +76,7 @@ class ModelConfig:
         post_norm_eps: what norms of what attention and MLP add have in place of `rms_norm_eps`.
         embedding_scale, residual_scale, logit_scale: multiply the embedding, what a layer's parts add, the logits.
         logit_softcap: as `attention_softcap`, for the logits.
+        head_bias: whether the output matrix adds a bias.
         tie_word_embeddings: whether the output matrix is the embedding, unless the files have another one.
         eos_token_ids: tokens that end a text.
         next_layers: how many MTP layers the files have, behind the last one.
@@ -106,13 +108,14 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     attention_scale: float | None
     attention_softcap: float | None
-    sinks: bool
+    sinks: Literal["", "all", "windows"]
     attention_gate: bool
     gates: Literal["", "head", "channel"]
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     value_norm: bool
+    value_scale: float
     qk_norm: Literal["", "head", "all", "turned", "layer", "plain"]
     norm: Literal["rms", "layer"]
     norm_bias: bool
@@ -132,6 +135,7 @@ class ModelConfig:
     residual_scale: float
     logit_scale: float
     logit_softcap: float | None
+    head_bias: bool
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     next_layers: int = 0

@@ -256,6 +256,9 @@ _DEEPSEEK = ExpertKind(
 EXPERT_KINDS = {
     "mixtral": _MIXTRAL,
     "minimax": replace(_MIXTRAL, choice={"sigmoid": True, "bias": True}),
+    "phi": replace(
+        _MIXTRAL, choice={"jitter": Number("router_jitter_noise", 0.01)}, checks=(Only("num_experts_per_tok", 2),),
+    ),
     "qwen": _QWEN,
     "olmoe": replace(_QWEN, size=_SIZE),
     "qwen2": replace(
@@ -296,6 +299,7 @@ EXPERT_KINDS = {
         checks=(_NO_BIASES, Only("n_shared_experts", 1)), each="mixer.experts.{}.{}_proj.weight",
     ),
     "deepseek": _DEEPSEEK,
+    "mimo": replace(_DEEPSEEK, shared_count=None),
     "exaone": replace(_DEEPSEEK, count=("num_experts",), shared_count=Size("num_shared_experts", 1)),
     "afmoe": ExpertKind(
         count=("num_experts",), size=Size("moe_intermediate_size"), apart=True, dense_first="num_dense_layers",

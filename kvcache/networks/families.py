@@ -52,7 +52,9 @@ class Family:
         eps_key: the key of what norms add to the mean of squares.
         names: what files call tensors, by the stems of `names`, with or without the layer's.
         other_names: what some files call them, where they have no tensor of the usual name.
-        sinks: whether each query head has a logit that joins the normaliser of its softmax.
+        sinks: in which layers each query head has a logit that joins the normaliser of its softmax.
+        window_pairs: by how much layers with a window have more KV heads.
+        first_full: whether the first layer has no window in any case, without `layer_types`.
         experts: what kind of experts layers have; None: they have none.
         fused: the names in folders of queries, keys and values as one matrix, and of gate and up as one; "": they are
             apart.
@@ -66,9 +68,10 @@ class Family:
             "": they are those of layers behind the last one.
         next_names: what folders call the tensors that only they have.
         defaults: the values of absent keys; those that the table leaves out are in `fields`. Soft caps,
-            factors, `partial_rotary_factor`, `rotary_dim`, `use_qk_norm`, `layer_rope_theta` ("last": every fourth
-            layer from the last one has no window and does not turn), `llama_4_scaling_beta`, `qk_scale_factor`,
-            `post_norm_eps` and `alpha` are read only where they are here. Files have to say what is None.
+            factors, `partial_rotary_factor`, `rotary_dim`, `lm_head_bias`, `long_mscale`, `use_qk_norm`,
+            `layer_rope_theta` ("last": every fourth layer from the last one has no window and does not turn),
+            `llama_4_scaling_beta`, `qk_scale_factor`, `post_norm_eps` and `alpha` are read only where they are here.
+            Files have to say what is None.
     """
 
     model_type: str
@@ -101,7 +104,9 @@ class Family:
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
     other_names: Mapping[str, str] = field(default_factory=dict)
-    sinks: bool = False
+    sinks: Literal["", "all", "windows"] = ""
+    window_pairs: int = 1
+    first_full: bool = False
     experts: ExpertKind | None = None
     fused: tuple[str, str] = ("", "")
     aliases: tuple[str, ...] = ()
@@ -243,7 +248,7 @@ FAMILIES = {
         defaults=_GRANITE,
     ),
     "GraniteSWAForCausalLM": Family(
-        "granite_swa", qkv_bias=None, mlp_bias=None, windows="types", rope_per_kind=True, sinks=True,
+        "granite_swa", qkv_bias=None, mlp_bias=None, windows="types", rope_per_kind=True, sinks="all",
         defaults=_GRANITE | {
             "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "sliding_window": 128,
             "layer_rope_theta": (),
@@ -379,6 +384,14 @@ FAMILIES = {
         defaults={
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
             "num_experts_per_tok": 2, "norm_topk_prob": True,
+        },
+    ),
+    "PhimoeForCausalLM": Family(
+        "phimoe", qkv_bias=None, norm="layer", norm_bias=True, windows="all", experts=EXPERT_KINDS["phi"],
+        names={"mlp.gate": "block_sparse_moe.gate"}, aliases=("PhiMoEForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 16,
+            "num_experts_per_tok": 2, "lm_head_bias": False, "short_mscale": None, "long_mscale": None,
         },
     ),
     "SeedOssForCausalLM": Family(
@@ -526,6 +539,19 @@ FAMILIES = {
             "score_func": "sigmoid",
         },
     ),
+    "MiMoV2FlashForCausalLM": Family(
+        "mimo_v2_flash", qkv_bias=None, bias_keys=("attention_bias", "", ""), windows="types", full_every=6,
+        first_full=True, rope_per_kind=True, sinks="windows", window_pairs=2, experts=EXPERT_KINDS["mimo"],
+        names=_DEEPSEEK | {"self_attn.sinks": "self_attn.attention_sink_bias"},
+        defaults={
+            "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "attention_value_scale": 0.707,
+            "rms_norm_eps": 1e-5, "sliding_window": 129, "partial_rotary_factor": 0.334, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048, "n_routed_experts": 256, "first_k_dense_replace": 1, "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "SolarOpenForCausalLM": Family(
         "solar_open", qkv_bias=None, bias_keys=("attention_bias", "", ""),
         experts=EXPERT_KINDS["deepseek"], names=_DEEPSEEK,
@@ -586,7 +612,7 @@ FAMILIES = {
         },
     ),
     "GptOssForCausalLM": Family(
-        "gpt_oss", qkv_bias=None, mlp_bias=True, activation="clamped", windows="types", full_every=2, sinks=True,
+        "gpt_oss", qkv_bias=None, mlp_bias=True, activation="clamped", windows="types", full_every=2, sinks="all",
         experts=EXPERT_KINDS["gpt_oss"], names={"mlp.gate": "mlp.router"},
         defaults={
             "attention_bias": True, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,

@@ -203,6 +203,11 @@ def _factor(read: Reading, key: str) -> float:
     return found
 
 
+def _value_scale(read: Reading) -> float:
+    key = "attention_value_scale"
+    return 1.0 if key in read.config and read.config[key] is None else _factor(read, key)
+
+
 def _embedding_scale(read: Reading) -> float:
     if read.family.embedding_by_size or ("mup_enabled" in read.family.defaults and read.flag("mup_enabled", False)):
         return math.sqrt(read.found.hidden_size)
@@ -225,8 +230,9 @@ def _logit_scale(read: Reading) -> float:
 
 def _norm(read: Reading) -> str:
     """The norm: in networks with an entry for each of both, an RMSNorm if its eps is there."""
-    both = read.family.norm == "layer" and read.has_default("rms_norm_eps") and read.get("rms_norm_eps") is not None
-    return "rms" if both else read.family.norm
+    family, key = read.family, "rms_norm_eps"
+    both = family.norm == "layer" and family.eps_key != key and read.has_default(key)
+    return "rms" if both and read.get(key) is not None else family.norm
 
 
 def _attention_scale(read: Reading) -> float | None:
@@ -316,6 +322,8 @@ def _windows(read: Reading) -> tuple[int | None, ...]:
     positions = read.found.max_position_embeddings
     slides = not family.window_switch or read.flag("use_sliding_window", False)
     window = config.get("sliding_window", family.defaults.get("sliding_window")) if slides else None
+    if family.first_full and read.get("sliding_window_size") is not None:  # of MiMo: those before a token
+        window = read.size("sliding_window_size") + 1
     if window is not None and (type(window) is not int or window < 1):
         raise CheckpointError(f"sliding_window: expected a positive whole number or null, got {short(window)}")
     kinds = config.get("layer_types")
@@ -347,6 +355,8 @@ def _windows(read: Reading) -> tuple[int | None, ...]:
         with_window = [i >= first for i in range(num_layers)]
     if family.layers_differ:
         with_window[-1] = False
+    if family.first_full and kinds is None:
+        with_window[0] = False
     return tuple(window if slide else None for slide in with_window)
 
 
@@ -405,6 +415,9 @@ def _sizes(read: Reading) -> tuple[LayerSizes, ...]:
     """The sizes of each layer."""
     found = read.found
     usual = LayerSizes(found.num_kv_heads, found.head_dim, found.intermediate_size)
+    if found.latent is None and "v_head_dim" in read.family.defaults:
+        channels = read.size("v_head_dim", most=found.head_dim)
+        usual = usual._replace(value_dim=channels if channels < found.head_dim else 0)
     sizes = sizes_of(read.config, read.family, found.windows, found.num_heads, usual)
     if found.latent is not None:
         check_sizes((found.latent.latent, found.latent.turned), "kv_lora_rank")
@@ -485,6 +498,7 @@ FIELDS: dict[str, Field] = {
     "rotated": Field(_rotated),
     "attention_softcap": Field(Cap("attn_logit_softcapping"), "attn_logit_softcapping", optional=True),
     "qk_norm": Field(_qk_norm),
+    "value_scale": Field(_value_scale),
     "activation": Field(_activation),
     "clamped_alpha": Field(Number("swiglu_alpha", 1.702)),
     "clamped_limit": Field(Number("swiglu_limit", 7.0)),
@@ -494,6 +508,7 @@ FIELDS: dict[str, Field] = {
     "residual_scale": Field(_residual_scale, "residual_scale", ("residual_multiplier",), optional=True),
     "logit_scale": Field(_logit_scale, "logit_scale", ("logit_scale", "logits_scaling"), optional=True),
     "logit_softcap": Field(Cap("final_logit_softcapping"), "final_logit_softcapping", optional=True),
+    "head_bias": Field(lambda read: read.has_default("lm_head_bias") and read.flag("lm_head_bias", False)),
     "tie_word_embeddings": Field(lambda read: read.flag("tie_embedding", read.flag("tie_word_embeddings", False))),
     "eos_token_ids": Field(_eos),
     "next_layers": Field(

@@ -151,6 +151,7 @@ class GgufCheckpoint:
                 map(has_bias, ("attn_q", "attn_qkv") if config.latent is None else ("attn_kv_a_mqa",))
             ),
             output_bias=has_bias("attn_output"),
+            head_bias=config.head_bias and "output.bias" in self.file,
             mlp_bias=config.mlp_bias or has_bias("ffn_down"),
             rope=self._rope(config),
             recurrence=config.recurrence and replace(config.recurrence, tiled=tiled),  # value heads as ggml broadcasts

@@ -73,6 +73,9 @@ ARCHITECTURES = {
     "gemma3": Architecture("gemma3_text", windows=True, fixed={"rope_local_base_freq": 10000.0}),
     "gemma4": Architecture("gemma4_text", windows=True, understood=("attention.shared_kv_layers",)),
     "phi3": Architecture("phi3", windows=True, understood=("rope.scaling.attn_factor",)),
+    "phimoe": Architecture(
+        "phimoe", windows=True, understood=("rope.scaling.attn_factor",), fixed={"lm_head_bias": True},
+    ),
     "smollm3": Architecture("smollm3", True),
     # Granite 4 without experts has the size of the MLP for all rows.
     "granite": Architecture("granite", True, names={"intermediate_size": "expert_shared_feed_forward_length"}),

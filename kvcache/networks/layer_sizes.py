@@ -24,6 +24,7 @@ class LayerSizes(NamedTuple):
         intermediate_size: of its MLP, or of each of its experts if there is none beside them.
         kv_layer: the layer whose K and V it reads; None: it has its own.
         has_values: whether it has a matrix for values; if not, they are its keys before their norm and RoPE.
+        value_dim: the channels of a value where it has fewer than a key; 0: it has as many.
     """
 
     num_kv_heads: int
@@ -31,6 +32,7 @@ class LayerSizes(NamedTuple):
     intermediate_size: int
     kv_layer: int | None = None
     has_values: bool = True
+    value_dim: int = 0
 
 
 def sizes_of(
@@ -49,13 +51,16 @@ def sizes_of(
             without a window.
     """
     if not family.layers_differ:
-        return (all_layers,) * len(windows)
+        pairs = all_layers.num_kv_heads
+        found = [all_layers._replace(num_kv_heads=pairs * (family.window_pairs if window else 1)) for window in windows]
+        _check(found, windows, num_heads)
+        return tuple(found)
     read = Entries(config, defaults=family.defaults)
     same = read.flag("attention_k_eq_v", False)
     each = _overrides(config, read, windows, same)
     first_shared = len(windows) - read.size("num_kv_shared_layers", 0, at_least=0, most=len(windows) - 1)
     wide = read.flag("use_double_wide_mlp", False)
-    found, owners = list[LayerSizes](), dict[bool, int]()
+    found, owners = [], dict[bool, int]()
     for layer, window in enumerate(windows):
         size = Entries(each.get(layer, {}), f"{_EACH}.{layer}.")
         owner = None if layer < first_shared else owners.get(window is None)

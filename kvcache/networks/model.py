@@ -21,6 +21,7 @@ from kvcache.kernels.layers import (
     geglu,
     gelu,
     layer_norm,
+    near_experts,
     rms_norm,
     softcap,
     swiglu,
@@ -178,6 +179,8 @@ class Transformer:
             return None
         for i, layer in enumerate(self.weights.layers):
             if layer.qkv_bias is None or layer.qk_norm is not None or config.mixers[i] != "attention":
+                return None
+            if config.sizes[i].value_dim:
                 return None
             heads = layer.qkv_bias.reshape(-1, config.head_dim)[config.num_heads :][: config.num_kv_heads]
             rows = np.ascontiguousarray(np.broadcast_to(heads, (len(positions), *heads.shape)))
@@ -344,7 +347,8 @@ class Transformer:
         if config.sizes[i].kv_layer is not None:
             turned = (turned[0], None, None, *turned[3:])
         mixed = attend(i, *turned)
-        mixed = (mixed if parts is None else mixed[:, :, : parts[0]]).reshape(len(normed), -1)
+        channels = config.sizes[i].value_dim or (None if parts is None else parts[0])
+        mixed = mixed[:, :, :channels].reshape(len(normed), -1)
         if config.multipliers is not None:
             mixed = mixed * np.float32(config.multipliers.attention_out)
         return mixed if gates is None else gate(mixed, gates, False)
@@ -375,7 +379,7 @@ class Transformer:
         config = self.config
         if not len(normed):
             return np.empty((0, config.vocab_size), np.float32)
-        scores = self._times(normed, self.weights.head)
+        scores = self._times(normed, self.weights.head, self.weights.head_bias)
         if config.logit_scale != 1:
             scores *= np.float32(config.logit_scale)
         return scores if config.logit_softcap is None else softcap(scores, config.logit_softcap)
@@ -421,6 +425,11 @@ class Transformer:
         if count := config.gates_of(sizes):
             gates = np.repeat(projected[:, -count:], config.num_heads * sizes.head_dim // count, axis=1)
             projected = np.ascontiguousarray(projected[:, :-count])
+        narrow = None
+        if sizes.value_dim:
+            count = sizes.num_kv_heads * sizes.value_dim
+            narrow = projected[:, -count:].reshape(len(x), sizes.num_kv_heads, sizes.value_dim)
+            projected = np.ascontiguousarray(projected[:, :-count])
         heads = projected.reshape(len(x), -1, sizes.head_dim)
         if config.attention_gate:  # of each head first its queries, then its gates
             stop = 2 * config.num_heads
@@ -428,6 +437,11 @@ class Transformer:
             heads = np.concatenate([heads[:, :stop:2], heads[:, stop:]], axis=1)
         turning = config.num_heads + (sizes.num_kv_heads if sizes.kv_layer is None else 0)
         turned, values = heads[:, :turning], heads[:, turning if sizes.has_values else config.num_heads :]
+        if narrow is not None:  # zeros stand for the channels that they have not
+            values = np.zeros((len(x), sizes.num_kv_heads, sizes.head_dim), np.float32)
+            values[:, :, : sizes.value_dim] = narrow
+        if config.value_scale != 1:
+            values = values * np.float32(config.value_scale)
         if config.value_norm and sizes.kv_layer is None:
             values = rms_norm(values, np.ones(values.shape[1:], np.float32), eps)
         if layer.qk_norm is None or config.qk_norm == "turned":
@@ -511,6 +525,8 @@ class Transformer:
         sizes = self.config.experts
         assert sizes is not None, "a network with a router has experts"
         choice = sizes.choice
+        if choice.jitter is not None:
+            return near_experts(logits, self.config.experts_per_token, choice.jitter)
         return top_experts(
             logits, self.config.experts_per_token, choice.normalise, sigmoid=choice.sigmoid, bias=layer.expert_bias,
             eps=choice.eps, factor=choice.factor, groups=choice.groups, kept=choice.kept, best=choice.best,

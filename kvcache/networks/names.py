@@ -19,13 +19,14 @@ from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.recurrent_sizes import RecurrentSizes
 
 __all__ = [
-    "BESIDE", "DELTA_PART", "EMBEDDING", "EXPERT", "EXPERT_BIASES", "HEAD", "HEAD_PART", "INPUT_NORM",
+    "BESIDE", "DELTA_PART", "EMBEDDING", "EXPERT", "EXPERT_BIASES", "HEAD", "HEAD_BIAS", "HEAD_PART", "INPUT_NORM",
     "INPUT_PROJECTION", "INPUT_TABLE", "JOINT", "LAYER", "NEXT_NORMS", "NORM", "NORMS", "STORED", "Place", "bias_rows",
     "fused_place", "has_beside", "key_head_place", "key_head_rows", "matrices_of", "paired_norm", "paired_rows",
     "refuse_more_layers", "stored_tensors", "tensors_of", "unread_of",
 ]
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
 # What gives each layer its inputs of a token: a table of the tokens, a projection of the embedding, a norm of that.
 INPUT_TABLE, INPUT_PROJECTION, INPUT_NORM = (
     "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight",
@@ -71,7 +72,7 @@ BESIDE = (
 )
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
-_HEAD_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.([qkv])_proj\.bias")
+_PAIR_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.([qkv])_proj\.bias")
 _NORM_OF_HEADS = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_norm\.weight")
 
 
@@ -127,7 +128,7 @@ def fused_place(config: ModelConfig, part: str, qkv: str, gate_up: str) -> Place
 
 def bias_rows(config: ModelConfig, name: str, place: Place) -> int | None:
     """The numbers of a bias that is a part of a vector of a file; None: it is the whole vector, or no such bias."""
-    found = _HEAD_BIAS.fullmatch(name) if place.shape is not None else None
+    found = _PAIR_BIAS.fullmatch(name) if place.shape is not None else None
     return (config.num_heads if found[1] == "q" else config.num_kv_heads) * config.head_dim if found else None
 
 
@@ -259,6 +260,8 @@ def tensors_of(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{NORM}.bias", (config.hidden_size,)
     if not config.tie_word_embeddings:
         yield HEAD, (config.vocab_size, config.hidden_size)
+    if config.head_bias:
+        yield HEAD_BIAS, (config.vocab_size,)
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -273,7 +276,8 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ..
     if config.mixers[layer] == "attention" and config.latent is not None:
         yield from _latent(config, config.latent)
     elif config.mixers[layer] == "attention":
-        yield from _attention(config, config.sizes[layer])
+        sinks = config.sinks == "all" or (config.sinks == "windows" and config.windows[layer] is not None)
+        yield from _attention(config, config.sizes[layer], sinks)
     elif config.recurrence is not None and config.mixers[layer]:
         yield from _recurrence(config, config.recurrence)
     if config.mlps[layer]:
@@ -326,16 +330,16 @@ def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[st
         yield "mixer.out_proj.bias", (hidden,)
 
 
-def _attention(config: ModelConfig, sizes: LayerSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention(config: ModelConfig, sizes: LayerSizes, sinks: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = config.hidden_size
     queries, pairs = config.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    own = sizes.kv_layer is None
+    own, value = sizes.kv_layer is None, sizes.value_dim or sizes.head_dim
     absent = {"k_proj": not own, "v_proj": not (own and sizes.has_values)}
     for name, rows, columns, bias in (
         ("q_proj", queries * (2 if config.attention_gate else 1), hidden, config.qkv_bias),
         ("k_proj", pairs, hidden, config.qkv_bias),
-        ("v_proj", pairs, hidden, config.qkv_bias),
-        ("o_proj", hidden, queries, config.output_bias),
+        ("v_proj", sizes.num_kv_heads * value, hidden, config.qkv_bias),
+        ("o_proj", hidden, config.num_heads * value, config.output_bias),
     ):
         if absent.get(name):
             continue
@@ -349,7 +353,7 @@ def _attention(config: ModelConfig, sizes: LayerSizes) -> Iterator[tuple[str, tu
                 yield f"self_attn.{name}_norm.weight", shapes.get(config.qk_norm, (sizes.head_dim,))
     if config.gates:
         yield _GATES[0], (config.gates_of(sizes), hidden)
-    if config.sinks:
+    if sinks:
         yield "self_attn.sinks", (config.num_heads,)
 
 

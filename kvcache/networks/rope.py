@@ -37,6 +37,8 @@ class Rope:
         low_freq_factor, high_freq_factor: bounds of the blended band (llama3).
         beta_fast, beta_slow: rotations over the original context that bound the blended band (yarn).
         attention_factor: multiplies cosines and sines (yarn, longrope; 1 for the others).
+        long_attention_factor: the same for a text of more than `original_positions` tokens (longrope); 0: it is the
+            same.
         truncate: whether the yarn band is widened to whole channels.
         divisors: what the frequency of each channel pair is divided by, highest frequency first (divided, longrope);
             infinite: the pair does not turn.
@@ -57,6 +59,7 @@ class Rope:
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
     query_growth: float = 0.0
+    long_attention_factor: float = 0.0
 
     def frequencies(self, head_dim: int, regime: int = 0) -> Float64:
         """Radians per position of each channel pair, float64 `(head_dim // 2,)`, highest first.
@@ -134,7 +137,7 @@ class RopeTable:
         self.head_dim = head_dim
         self._max_positions = max_positions
         self._frequencies = rope.frequencies(head_dim, regime)
-        self._scale = rope.attention_factor
+        self._scale = (rope.long_attention_factor if regime else 0) or rope.attention_factor
         self._table = self._rows(np.arange(0))
 
     def rows(self, positions: NDArray[np.int64]) -> tuple[Float32, Float32]:

@@ -31,7 +31,9 @@ _REMARKS = frozenset({"mrope_section", "mrope_interleaved", "max_position_embedd
 # Keys that some families read, or none, and the values without an effect.
 _GROWTH = "llama_4_scaling_beta"
 _ALPHA = "alpha"  # of Hunyuan: its rotary embedding is called dynamic and does not change with the text
-_NEUTRAL = {"attn_factor": 1, _GROWTH: 0, "partial_rotary_factor": 1, _ALPHA: 0}
+# Of Phi-3.5-MoE: what multiplies cosines and sines of texts within the original context, and of others.
+_SHORT, _LONG = "short_mscale", "long_mscale"
+_NEUTRAL = {"attn_factor": 1, _GROWTH: 0, "partial_rotary_factor": 1, _ALPHA: 0, _SHORT: None, _LONG: None}
 
 
 class Ropes(NamedTuple):
@@ -93,7 +95,8 @@ def _ropes_in(
                 _refuse_flat(values, theta)
             theta = Entries(values, f"{name}.").number("rope_theta", theta, at_least=1.0)
         parts.append((sliding, where, read.number("rope_local_base_freq", theta, at_least=1.0)))
-    sizes = [_rotary_dim(values, config, family, head_dim) for head_dim in head_dims]
+    inside = [part for part, _, _ in parts] if nested else [values]
+    sizes = [_rotary_dim(inside[min(i, len(inside) - 1)], config, family, size) for i, size in enumerate(head_dims)]
     first, *rest = (_growing(Entries(part, where), where, read, family, positions, theta, size)
                     for (part, where, theta), size in zip(parts, sizes, strict=False))
     return Ropes(first, rest[0] if rest and rest[0] != first else None, *sizes)
@@ -164,6 +167,8 @@ def _rope(
     if kind == "dynamic" and _ALPHA in family.defaults and read.get(_ALPHA) not in (None, 0) and rotary_dim > 2:
         theta *= power(read.number(_ALPHA, at_least=1.0), rotary_dim / (rotary_dim - 2))
         kind = "default"
+    if _LONG in family.defaults and kind not in ("default", "longrope"):
+        raise CheckpointError(f"{where}rope_type: expected default or longrope, got {short(kind)}")
     if kind not in _KNOWN:
         raise CheckpointError(
             f"{where}rope_type: expected {', '.join(_KNOWN[:-1])} or {_KNOWN[-1]}, got {short(kind)}"
@@ -186,12 +191,15 @@ def _rope(
 
     factor = read.number("factor", max(positions / original, 1.0), at_least=1.0)
     if kind == "longrope":
+        longer = _LONG in family.defaults
+        usual = None if longer else read.number("attention_factor", long_attention_factor(factor, original))
         return Rope(
             "longrope",
             theta,
             factor,
             original,
-            attention_factor=read.number("attention_factor", long_attention_factor(factor, original)),
+            attention_factor=_mscale(read, _SHORT) if usual is None else usual,
+            long_attention_factor=_mscale(read, _LONG) if usual is None else 0.0,
             divisors=read.numbers("short_factor", rotary_dim // 2),
             long_divisors=read.numbers("long_factor", rotary_dim // 2),
         )
@@ -209,6 +217,13 @@ def _rope(
         attention_factor=_yarn_attention_factor(read, factor),
         truncate=read.flag("truncate", True),
     )
+
+
+def _mscale(read: Entries, key: str) -> float:
+    found = read.number(key)
+    if not found:
+        raise CheckpointError(f"{read.where}{key}: expected a positive number, got {found}")
+    return found
 
 
 def _proportional(read: Entries, where: str, rotary_dim: int) -> tuple[float, ...]:

@@ -82,7 +82,7 @@ _TOWERS = (
     "embed_audio.", "vision_adapter.", "vision_projection.",
 )
 _MTP = "mtp."  # MTP layers
-_OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), _MTP, "model.mtp_")  # the last ones of ERNIE
+_OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), _MTP, "model.mtp_", "model.mtp.")  # of ERNIE, MiMo
 
 
 def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

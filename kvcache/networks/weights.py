@@ -29,6 +29,7 @@ from kvcache.networks.names import (
     BESIDE,
     EMBEDDING,
     HEAD,
+    HEAD_BIAS,
     INPUT_NORM,
     INPUT_PROJECTION,
     INPUT_TABLE,
@@ -219,6 +220,8 @@ def _arrays_in(weights: Any) -> Iterator[Float32 | Weight | None]:
 class Weights:
     """All weights: `embedding` and `head` `(vocab, hidden)` (one matrix if tied), layers, last norm, `TokenInputs`.
 
+    `head_bias` is `(vocab,)`, None in most networks.
+
     A head that is stored beside an embedding of other values is not tied to it, whatever the configuration says.
     """
 
@@ -227,6 +230,7 @@ class Weights:
     norm: Float32
     head: Weight
     inputs: TokenInputs | None
+    head_bias: Float32 | None
 
     @classmethod
     def from_pretrained(
@@ -278,6 +282,8 @@ class Weights:
     def arrays(self) -> Iterator[Float32 | Weight]:
         """Every vector and matrix; one that two names share comes twice."""
         yield from (self.embedding, self.norm, self.head)
+        if self.head_bias is not None:
+            yield self.head_bias
         if self.inputs is not None:
             yield from (self.inputs.table, self.inputs.projection, self.inputs.norm)
         for layer in self.layers:
@@ -384,8 +390,8 @@ class _Loader:
             if self._config.layer_inputs:
                 inputs = TokenInputs(matrices[INPUT_TABLE], matrices[INPUT_PROJECTION], self._vector(INPUT_NORM))
             layers = tuple(self._layer(i, matrices) for i in range(self._config.num_layers))
-            embedding = matrices[EMBEDDING]
-            weights = Weights(embedding, layers, self._norm(NORM), matrices.get(HEAD, embedding), inputs)
+            embedding, bias = matrices[EMBEDDING], self._vector(HEAD_BIAS) if self._config.head_bias else None
+            weights = Weights(embedding, layers, self._norm(NORM), matrices.get(HEAD, embedding), inputs, bias)
         except MemoryError:
             raise _too_large(size, 0) from None
         for array in weights.arrays():

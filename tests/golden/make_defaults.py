@@ -37,7 +37,7 @@ NEEDLESS = {
     "classifier_pdrop", "embd_pdrop", "embedding_dropout", "hidden_dropout", "hidden_dropout_prob", "id2label",
     "initializer_range", "is_encoder_decoder", "label2id", "mamba_chunk_size", "output_attentions",
     "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop",
-    "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "transformers_version",
+    "residual_dropout", "return_dict", "router_aux_loss_coef", "transformers_version",
     "use_cache", "use_mamba_kernels", "chunk_size",
 }
 

@@ -69,6 +69,7 @@ from transformers import (
     Lfm3Config,
     LlamaConfig,
     MellumConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
@@ -81,6 +82,7 @@ from transformers import (
     OlmoeConfig,
     OlmoHybridConfig,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -808,6 +810,31 @@ VARIANTS = {
     "cohere2_moe_softmax": seeded(Cohere2MoeConfig(
         **SMALL | {"num_hidden_layers": 4, "intermediate_size": 40}, sliding_window=24, logit_scale=1.25,
         num_experts=6, num_experts_per_tok=3, norm_topk_prob=False,
+    )),
+    "phimoe": seeded(PhimoeConfig(
+        **NO_HEAD_DIM | {"intermediate_size": 40}, num_local_experts=7, router_jitter_noise=0.15, attention_bias=True,
+        lm_head_bias=True, rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "phimoe_longrope": seeded(PhimoeConfig(  # equal factors: transformers has the short ones for longer texts too
+        **NO_HEAD_DIM | {"intermediate_size": 24, "num_key_value_heads": 2}, num_local_experts=5,
+        router_jitter_noise=0.3, sliding_window=40, rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+            "short_factor": [1.0, 1.3, 2.0, 4.0], "long_factor": [1.0, 1.3, 2.0, 4.0], "short_mscale": 1.2,
+            "long_mscale": 1.35,
+        },
+    )),
+    "mimo_v2_flash": seeded(MiMoV2FlashConfig(
+        **SMALL | {"num_hidden_layers": 7}, v_head_dim=16, moe_intermediate_size=28, n_routed_experts=7,
+        num_experts_per_tok=3, sliding_window=20, attention_bias=True,
+    )),
+    "mimo_v2_flash_groups": seeded(MiMoV2FlashConfig(
+        **SMALL | {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 40, "num_hidden_layers": 4},
+        v_head_dim=36, moe_intermediate_size=24, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3,
+        sliding_window=24, attention_value_scale=None, routed_scaling_factor=1.4,
+        layer_types=_kinds("WFWF"), mlp_layer_types=["sparse", "dense", "sparse", "sparse"], rope_parameters={
+            "full_attention": DEFAULT_ROPE | {"rope_theta": 5e5, "partial_rotary_factor": 0.6},
+            "sliding_attention": DEFAULT_ROPE | {"partial_rotary_factor": 0.4},
+        },
     )),
     "apertus": seeded(ApertusConfig(**SMALL, rope_parameters=LLAMA3_ROPE)),
     "apertus_biases": seeded(ApertusConfig(

@@ -9,6 +9,7 @@ from kvcache.kernels.layers import (
     geglu,
     gelu,
     layer_norm,
+    near_experts,
     rms_norm,
     rotate,
     softcap,
@@ -216,6 +217,24 @@ def test_top_experts(rng, experts, count, normalise):
     for row, ids, found, power in zip(logits, chosen, weights, powers, strict=True):
         assert ids.tolist() == sorted(range(experts), key=lambda i: (-row[i], i))[:count]
         np.testing.assert_allclose(found, power[ids] / (power[ids] if normalise else power).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("experts", "count"), [(1, 1), (4, 2), (16, 2), (5, 5)])
+def test_near_experts(rng, experts, count):
+    """Each expert by its share among those that are left and near it; equal logits are near at any jitter."""
+    logits = rng.integers(-6, 7, (200, experts)).astype(np.float32) / 2
+    for jitter in (0.0, 0.1, 0.3, 2.0):
+        chosen, weights = near_experts(logits, count, jitter)
+        for row, ids, found in zip(logits.astype(np.float64), chosen, weights, strict=True):
+            left = list(range(experts))
+            for i, weight in zip(ids.tolist(), found, strict=True):
+                assert i == max(left, key=lambda k: (row[k], -k))
+                with np.errstate(invalid="ignore"):
+                    far = (row[i] - row[left]) / np.maximum(np.abs(row[left]), row[i]) > 2 * jitter + 1e-12
+                np.testing.assert_allclose(weight, 1 / np.exp(row[left] - row[i])[~far].sum(), rtol=1e-6)
+                left.remove(i)
+    with pytest.raises(ValueError, match=f"count: expected 1 to {experts} experts, got 0"):
+        near_experts(logits, 0, 0.1)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7])

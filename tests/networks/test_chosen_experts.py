@@ -58,6 +58,19 @@ def test_layers_of_cohere2_moe():
         assert found.mlps == ("mlp",) * 2 + ("experts",) * 4
 
 
+def test_keys_of_mimo():
+    """Published files count the tokens before one in a window, and do not list layers: the first one has none."""
+    given = config_of("mimo_v2_flash")
+    want = ModelConfig.from_dict(given)
+    published = {key: value for key, value in given.items() if key not in ("layer_types", "mlp_layer_types")}
+    assert ModelConfig.from_dict(published | {"sliding_window": 19, "sliding_window_size": 19}) == want
+    assert want.windows == (None, 20, 20, 20, 20, None, 20)
+    assert [size.num_kv_heads for size in want.sizes] == [3, 6, 6, 6, 6, 3, 6]
+    assert (want.rotary_dim, want.value_scale, want.mlps.count("mlp")) == (8, 0.707, 1)
+    layers = Transformer.from_pretrained(seeded("mimo_v2_flash")).weights.layers
+    assert [layer.sinks is None for layer in layers] == [window is None for window in want.windows]
+
+
 def test_published_keys():
     """K-EXAONE says the first MLPs in place of a list, Hunyuan the number of experts once, Trinity a pattern."""
     for name, absent, more in (
@@ -132,6 +145,14 @@ def test_experts_of_qwen3_vl_in_columns(tmp_path):
         ("cohere2_moe", {"expert_selection_fn": 1}, "expert_selection_fn: expected softmax or sigmoid, got 1"),
         ("cohere2_moe", {"shared_expert_combination_strategy": 1},
          "shared_expert_combination_strategy: expected sum or average, got 1"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok: expected 2, got 3"),
+        ("phimoe", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+         "rope_parameters.rope_type: expected default or longrope, got 'yarn'"),
+        ("phimoe", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 1, 1, 1], "short_mscale": 0}},
+         "rope_parameters.short_mscale: expected a positive number, got 0.0"),
+        ("mimo_v2_flash", {"v_head_dim": 25}, "v_head_dim: expected a positive whole number up to 24, got 25"),
+        ("mimo_v2_flash", {"num_attention_heads": 3},
+         "num_key_value_heads: expected a divisor of 3 attention heads, got 6 in layer 1"),
         ("afmoe", {"n_group": 2}, "n_group: expected 1, got 2"),
         ("afmoe", {"score_func": "softmax"}, "score_func: expected sigmoid, got 'softmax'"),
         ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm: expected true or false, got 1"),

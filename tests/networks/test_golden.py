@@ -182,7 +182,7 @@ def test_every_feature_has_a_model():
     assert {config.rope.kind for config in configs} == {"default", "divided", "linear", "llama3", "yarn", "longrope"}
     elsewhere = {"BailingMoeV2ForCausalLM"}  # which transformers has not: test_chosen_experts.py
     assert {config.architecture for config in configs} | elsewhere == set(FAMILIES)
-    for flag in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "sinks", "value_norm",
+    for flag in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "value_norm", "head_bias",
                  "layer_scales"):
         assert {getattr(config, flag) for config in configs} == {True, False}, flag
     for flag in ("normalise", "sigmoid", "bias"):
@@ -201,6 +201,7 @@ def test_every_feature_has_a_model():
         ("silu", True), ("gelu_tanh", True), ("clamped", True), ("gelu_tanh", False), ("relu2", False),
         ("xielu", False),
     }
+    assert {config.sinks for config in configs} == {"", "all", "windows"}
     assert any(config.layer_inputs for config in configs)
     assert any(config.experts and config.experts.beside for config in configs)
     for part in ("windows", "rotated"):  # layers of both kinds in one network

@@ -32,7 +32,7 @@ _LETTERS = {
     "ernie4_5_moe": "ernie4_5-moe", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe",
     "bailing_moe_v2": "bailingmoe2", "mellum": "mellum", "granite_swa": "granite_swa", "solar_open": "glm4moe",
     "qwen2_moe": "qwen2moe", "dots1": "dots1", "hunyuan_v1_moe": "hunyuan-moe", "exaone_moe": "exaone-moe",
-    "afmoe": "afmoe", "cohere2_moe": "cohere2moe",
+    "afmoe": "afmoe", "cohere2_moe": "cohere2moe", "phimoe": "phimoe",
 }
 # Networks in which other layers than the first ones have an MLP in place of experts: no entry says which.
 _MIXED = {"qwen2_moe", "qwen2_moe_steps", "exaone_moe_dense"}
@@ -103,7 +103,7 @@ def name_of(name, model_type="llama"):
     if kind == "sinks":  # which the list of some networks leaves out
         return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     if stem == "lm_head":  # which the list of Gemma 2 leaves out
-        return "output.weight"
+        return f"output.{kind}"
     return f"{known.get_name(stem)}.{kind}"
 
 
@@ -139,7 +139,9 @@ def entries_of(config, folder_config):
         "feed_forward_length": (U32, config.intermediate_size),
         "attention.head_count": (U32, config.num_heads),
         "attention.head_count_kv": (U32, config.num_kv_heads),
-        f"attention.layer_norm_{'rms_' if config.norm == 'rms' else ''}epsilon": (F32, config.rms_norm_eps),
+        f"attention.layer_norm_{'rms_' if config.norm == 'rms' or kind == 'phimoe' else ''}epsilon": (
+            F32, config.rms_norm_eps
+        ),
         "rope.freq_base": (F32, config.rope.theta),
         "vocab_size": (U32, config.vocab_size),
         "rope.dimension_count": (U32, config.rotary_dim),
@@ -187,7 +189,7 @@ def entries_of(config, folder_config):
     if config.num_experts:
         found["expert_count"] = (U32, config.num_experts)
         found["expert_used_count"] = (U32, config.experts_per_token)
-        if kind != "mixtral":
+        if kind not in ("mixtral", "phimoe"):
             found["expert_feed_forward_length"] = (U32, config.experts.size)
         if config.experts.choice.bias:
             found |= _of_chosen(config, kind)
@@ -345,6 +347,12 @@ _ASSUMED = {
     "cohere2_moe_sum": {
         "shared_expert_combination_strategy": "average", "prefix_dense_sliding_window_pattern": 1,
     },
+    "phimoe": {"router_jitter_noise": 0.01},
+    "phimoe_longrope": {"router_jitter_noise": 0.01, "rope_parameters": {  # one factor for all texts
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+        "short_factor": [1.0, 1.3, 2.0, 4.0], "long_factor": [1.0, 1.5, 2.5, 5.0], "short_mscale": 1.2,
+        "long_mscale": 1.2,
+    }},
     "afmoe_plain": {"mup_enabled": True, "layer_types": None},
 }
 
