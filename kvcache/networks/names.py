@@ -72,7 +72,7 @@ BESIDE = (
 )
 _QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
-_HEAD_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.([qkv])_proj\.bias")
+_PAIR_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.([qkv])_proj\.bias")
 _NORM_OF_HEADS = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_norm\.weight")
 
 
@@ -128,7 +128,7 @@ def fused_place(config: ModelConfig, part: str, qkv: str, gate_up: str) -> Place
 
 def bias_rows(config: ModelConfig, name: str, place: Place) -> int | None:
     """The numbers of a bias that is a part of a vector of a file; None: it is the whole vector, or no such bias."""
-    found = _HEAD_BIAS.fullmatch(name) if place.shape is not None else None
+    found = _PAIR_BIAS.fullmatch(name) if place.shape is not None else None
     return (config.num_heads if found[1] == "q" else config.num_kv_heads) * config.head_dim if found else None
 
 
