@@ -26,8 +26,8 @@ CHANGES = {
     "olmo3": {"layer_types": ["sliding_attention"] * 2},
     "mellum": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), DEFAULT_ROPE)},
 }
-# Networks of transformers that llama.cpp has not: other biases, heads of other sizes, fewer KV heads; Phi-3.5-MoE, whose
-# experts it chooses by a softmax.
+# Networks of transformers that llama.cpp has not: other biases, heads of other sizes, fewer KV heads; Phi-3.5-MoE,
+# whose experts it chooses by a softmax.
 OTHERS = {
     "ernie4_5_biases", "seed_oss_biases", "exaone4_windows", "olmoe_normalised", "cohere2_biases", "hunyuan_biases",
     "starcoder2_window", "dots1", "dots1_windows", "hunyuan_moe_biases", "afmoe_plain", "cohere2_moe_sum", "phimoe",
