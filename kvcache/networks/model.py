@@ -572,7 +572,7 @@ class _Rows(NamedTuple):
 
 
 class _Scaled(NamedTuple):
-    """What columns of products are multiplied by: of a layer with a state, of heads, of gate and up; before down."""
+    """Factors of the columns of products (of a layer with a state, of heads, of gate and up), and of rows before down."""
 
     state: Float32
     heads: Float32
