@@ -572,7 +572,7 @@ class _Rows(NamedTuple):
 
 
 class _Scaled(NamedTuple):
-    """Factors of the columns of products (of a layer with a state, of heads, of gate and up), and of rows before down."""
+    """Factors of columns of products (of a layer with a state, of heads, of gate and up), and of rows before down."""
 
     state: Float32
     heads: Float32
