@@ -576,7 +576,7 @@ class _Rows(NamedTuple):
 
 
 class _Scaled(NamedTuple):
-    """Factors of columns of products: of a layer with a state, of heads, of gate and up; `down` of what down takes."""
+    """Factors of columns of products (of a layer with a state, of heads, of gate and up), and of rows before down."""
 
     state: Float32
     heads: Float32
