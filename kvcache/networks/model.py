@@ -426,7 +426,8 @@ class Transformer:
         projected, gates = self._times(x, layer.qkv, layer.qkv_bias), None
         if self._scaled is not None:
             projected *= self._scaled.heads
-        if count := config.gates_of(sizes):
+        if config.gates:
+            count = config.gates_of(sizes)
             gates = np.repeat(projected[:, -count:], config.num_heads * sizes.head_dim // count, axis=1)
             projected = np.ascontiguousarray(projected[:, :-count])
         narrow = None
