@@ -190,8 +190,8 @@ class Drawn:
     def __init__(self, config):
         self._shapes = dict(tensors_of(config))
         if config.paired:  # a layer that attends takes the rows that the layer with a state before it took
-            norms = {f"model.layers.{i}.input_layernorm.weight": (config.hidden_size,) for i in range(config.num_layers)}
-            self._shapes |= norms
+            names = [f"model.layers.{i}.input_layernorm.weight" for i in range(config.num_layers)]
+            self._shapes |= dict.fromkeys(names, (config.hidden_size,))
 
     def __contains__(self, name):
         return name in self._shapes
