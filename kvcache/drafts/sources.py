@@ -15,7 +15,7 @@ from kvcache.networks.protocols import Model, draft_layers
 from kvcache.support.arguments import as_bytes, short
 from kvcache.support.exclusions import expect
 from kvcache.texts.forward import Forward
-from kvcache.texts.options import Settings
+from kvcache.texts.kv_settings import Settings
 from kvcache.texts.settings import CacheSettings, Load
 
 __all__ = ["SOURCE_NAMES", "DraftSources", "each_source"]

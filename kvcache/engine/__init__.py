@@ -10,7 +10,7 @@ from kvcache.networks.model import Transformer
 from kvcache.networks.protocols import Attend, LayerAttention, Model, NetworkConfig
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.texts.compressed_prefix import CompressedPrefix
-from kvcache.texts.options import Settings
+from kvcache.texts.kv_settings import Settings
 from kvcache.texts.policy import Policy
 from kvcache.texts.prefix_policy import PrefixPolicy, Probe
 

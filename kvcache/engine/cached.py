@@ -28,7 +28,7 @@ from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.compressed_prefix import CompressedPrefix
-from kvcache.texts.options import Settings
+from kvcache.texts.kv_settings import Settings
 from kvcache.texts.text import Text
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.tiers import Tiers

@@ -34,7 +34,7 @@ from kvcache.support.arguments import as_count, as_finite, as_floats, as_index
 from kvcache.support.copies import refuse_copies
 from kvcache.support.exclusions import expect
 from kvcache.texts.compressed_prefix import CompressedPrefix, Storing
-from kvcache.texts.options import Options, Settings, with_options
+from kvcache.texts.kv_settings import Options, Settings, with_options
 from kvcache.texts.policy import Policy
 from kvcache.texts.prefix_policy import PrefixPolicy
 from kvcache.texts.settings import CacheSettings, Load

@@ -18,7 +18,7 @@ from kvcache.sampling.defaults import folder_defaults, gguf_defaults
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import short
-from kvcache.texts.options import Settings
+from kvcache.texts.kv_settings import Settings
 
 __all__ = [
     "Opened", "checkpoint_positions", "checkpoint_text", "open_checkpoint", "open_drafts", "open_gguf", "split_options",

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from kvcache.networks.config_fields import read_fields
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import family_of
-from kvcache.networks.fields import read_fields
 from kvcache.networks.files import read_json, refuse_adapter
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.layer_sizes import LayerSizes

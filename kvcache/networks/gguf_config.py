@@ -10,9 +10,9 @@ import numpy as np
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
 from kvcache.networks.config import ModelConfig
+from kvcache.networks.config_fields import gguf_keys
 from kvcache.networks.expert_kinds import ExpertKind
 from kvcache.networks.families import FAMILIES, Family, family_of
-from kvcache.networks.fields import gguf_keys
 from kvcache.networks.gguf_architectures import ARCHITECTURES, NEXT_LAYERS, Architecture
 from kvcache.networks.recurrent_sizes import STATE_SIZES
 from kvcache.support.arguments import short

@@ -17,7 +17,7 @@ from kvcache.server.limits import BodyReader, Threads
 from kvcache.server.models import Models
 from kvcache.server.refusals import BodyError
 from kvcache.server.served_model import Answer, Prepared, ServedModel
-from kvcache.server.vector_bodies import Reading, VectorAnswer
+from kvcache.server.vector_bodies import VectorAnswer, VectorBody
 from kvcache.support.arguments import as_instance, short
 from kvcache.support.json_text import TooManyNested, read_json_text
 
@@ -105,7 +105,7 @@ class Intake:
                 found = method(model, body, space)
         except RecursionError:  # of what has as many levels as JSON may have, a template's or an encoder's
             raise ValueError("body: expected at most some hundred levels, got more") from None
-        if isinstance(found, Reading):
+        if isinstance(found, VectorBody):
             return VectorAnswer(model.engine, found, self._threads, self._timeout)
         if not isinstance(found, Prepared):
             return found

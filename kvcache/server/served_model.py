@@ -33,7 +33,7 @@ from kvcache.server.prompts import Prompt, Prompts
 from kvcache.server.refusals import too_large, too_many
 from kvcache.server.response_bodies import RESPONSES, asked_of_response
 from kvcache.server.response_form import ResponseForm
-from kvcache.server.vector_bodies import EMBEDDINGS, RERANK, Reading, asked_of_embeddings, asked_of_rerank
+from kvcache.server.vector_bodies import EMBEDDINGS, RERANK, VectorBody, asked_of_embeddings, asked_of_rerank
 from kvcache.server.voices import Voices
 from kvcache.serving import BatchEngine
 
@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
     space: Hashable
 
 
-Answer = Union[ASGIApp, Prepared, Reading]  # noqa: UP007  # for Python 3.10 at run time
+Answer = Union[ASGIApp, Prepared, VectorBody]  # noqa: UP007  # for Python 3.10 at run time
 
 
 class ServedModel:
@@ -103,12 +103,12 @@ class ServedModel:
         asked = asked_of_response(given, self.engine.sampling_params)
         return self._prepared(asked, self._prompts.of(asked), ResponseForm(asked, self.engine, given), space)
 
-    def embed(self, found: dict[str, Any], space: Hashable) -> Reading:
+    def embed(self, found: dict[str, Any], space: Hashable) -> VectorBody:
         """Answer a body of `/v1/embeddings`."""
         given = checked(found, EMBEDDINGS, ("model", "input"))
         return asked_of_embeddings(given, self.engine, self.names[0], space)
 
-    def rerank(self, found: dict[str, Any], space: Hashable) -> Reading:
+    def rerank(self, found: dict[str, Any], space: Hashable) -> VectorBody:
         """Answer a body of `/v1/rerank`."""
         given = checked(found, RERANK, ("model", "query", "documents"))
         return asked_of_rerank(given, self.engine, self.names[0], space)

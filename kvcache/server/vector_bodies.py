@@ -24,7 +24,7 @@ from kvcache.server.written import JsonObject, written
 from kvcache.serving import BatchEngine
 from kvcache.support.arguments import as_instance, short
 
-__all__ = ["EMBEDDINGS", "RERANK", "Reading", "VectorAnswer", "asked_of_embeddings", "asked_of_rerank"]
+__all__ = ["EMBEDDINGS", "RERANK", "VectorAnswer", "VectorBody", "asked_of_embeddings", "asked_of_rerank"]
 
 _TOGETHER = 64  # texts that wait at a time: a body of thousands leaves the queue to others
 _MOST = 16384  # texts of a body
@@ -52,7 +52,7 @@ RERANK = {
 }
 
 
-class Reading(NamedTuple):
+class VectorBody(NamedTuple):
     """Texts that are to run, and what makes the answer when they have.
 
     Attributes:
@@ -73,7 +73,7 @@ def _few(field: str, texts: Sequence[Any]) -> None:
         raise ValueError(f"{field}: expected 1 to {_MOST} texts, got {len(texts)}")
 
 
-def asked_of_embeddings(given: Mapping[str, Any], engine: BatchEngine, model: str, space: Hashable) -> Reading:
+def asked_of_embeddings(given: Mapping[str, Any], engine: BatchEngine, model: str, space: Hashable) -> VectorBody:
     """The texts of a body of `/v1/embeddings`. ValueError: a network that makes no vectors; as `ChatEngine.embed`."""
     vectors, texts = engine.vectors(), given["input"]
     if not vectors.pools:
@@ -93,14 +93,14 @@ def asked_of_embeddings(given: Mapping[str, Any], engine: BatchEngine, model: st
         )
         return JsonObject(object="list", data=data, model=model, usage=_usage(readings))
 
-    return Reading("input", readings, made, space)
+    return VectorBody("input", readings, made, space)
 
 
 def _base64(row: Any) -> str:
     return base64.b64encode(row.astype("<f4").tobytes()).decode()
 
 
-def asked_of_rerank(given: Mapping[str, Any], engine: BatchEngine, model: str, space: Hashable) -> Reading:
+def asked_of_rerank(given: Mapping[str, Any], engine: BatchEngine, model: str, space: Hashable) -> VectorBody:
     """The prompts of a body of `/v1/rerank`. ValueError: as `ChatEngine.rerank`; a network that is no reranker."""
     vectors, documents = engine.vectors(), given["documents"]
     if not vectors.is_reranker and "rerank" not in model.lower():
@@ -119,7 +119,7 @@ def asked_of_rerank(given: Mapping[str, Any], engine: BatchEngine, model: str, s
             results = [each | {"document": {"text": documents[each["index"]]}} for each in results]
         return JsonObject(id=unique("rerank-"), model=model, results=results, usage=_usage(readings))
 
-    return Reading("documents", readings, made, space)
+    return VectorBody("documents", readings, made, space)
 
 
 def _usage(readings: Sequence[TextRows]) -> dict[str, int]:
@@ -137,7 +137,7 @@ class VectorAnswer:
         timeout: seconds to the end.
     """
 
-    def __init__(self, engine: BatchEngine, asked: Reading, threads: Threads, timeout: float) -> None:
+    def __init__(self, engine: BatchEngine, asked: VectorBody, threads: Threads, timeout: float) -> None:
         self._engine, self._asked, self._threads, self._timeout = engine, asked, threads, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -47,7 +47,7 @@ from kvcache.support.exclusions import expect
 from kvcache.texts.arrivals import GROUP_TOKENS, Arrivals, as_tiers
 from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.forward import Forward
-from kvcache.texts.options import Options, Settings, with_options
+from kvcache.texts.kv_settings import Options, Settings, with_options
 from kvcache.texts.settings import CacheSettings, Load
 from kvcache.texts.text import Tokens
 from kvcache.tiers.directory import DirectoryTier

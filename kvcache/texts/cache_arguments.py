@@ -144,7 +144,7 @@ class CacheArguments:
         return self.block_bytes(self.whole if self.budgets is None else self.whole[:1])
 
     def bytes_of_whole(self, layers: Sequence[int], blocks: int, cached: int) -> int:
-        """Bytes of these blocks, and of the tokens in f16; see `Kind.nbytes`."""
+        """Bytes of these blocks, and of the tokens in f16; see `LayerKind.nbytes`."""
         own, (number, size) = blocks * self.own_bytes, self.newest(cached)  # own_bytes raises for an unknown format
         count, formats = self.most_unpacked + number * size, [unpacked(each) for each in self.storage.dtypes]
         f16 = count * self._store_bytes(len(layers) * self._lists, layers, 1, formats) if count else 0

@@ -21,7 +21,7 @@ from kvcache.texts.compressed_prefix import CompressedPrefix
 from kvcache.texts.features import features_of
 from kvcache.texts.kinds import KINDS
 from kvcache.texts.kinds.state import page_bytes
-from kvcache.texts.options import Settings
+from kvcache.texts.kv_settings import Settings
 from kvcache.texts.pool import Pool
 from kvcache.texts.storage import Storage, computed_with
 

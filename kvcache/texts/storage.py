@@ -20,7 +20,7 @@ from kvcache.support.arguments import short
 from kvcache.support.exclusions import excluded, expect
 from kvcache.texts.budgets import Budgets
 from kvcache.texts.features import features_of
-from kvcache.texts.options import Settings
+from kvcache.texts.kv_settings import Settings
 
 __all__ = ["Storage", "computed_with"]
 

@@ -16,7 +16,7 @@ from places import GOLDEN
 from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, SamplingParams, Settings
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
-from kvcache.texts.options import Options
+from kvcache.texts.kv_settings import Options
 
 # ---------------------------------------------------------------- settings
 

@@ -13,7 +13,7 @@ from kvcache import BatchEngine, InferenceEngine, InvalidOperationError, PrefixC
 from kvcache.texts.block_index import CachedStart
 from kvcache.texts.cached_states import CachedStates, page_shape
 from kvcache.texts.kinds import KINDS
-from kvcache.texts.kinds.base import Kind, Layers
+from kvcache.texts.kinds.base import LayerKind, Layers
 from kvcache.tiers import Tiers
 
 pytestmark = pytest.mark.one_build
@@ -152,7 +152,7 @@ def make(made, layers, blocks, cached):
 
 @pytest.fixture(autouse=True)
 def a_row():
-    row = Kind("mean", of, nbytes, make)
+    row = LayerKind("mean", of, nbytes, make)
     KINDS.insert(0, row)
     yield
     KINDS.remove(row)

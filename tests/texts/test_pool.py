@@ -12,7 +12,7 @@ from windowed_networks import Windowed
 from kvcache import EvictionPolicy, OutOfMemoryError
 from kvcache.engine import Transformer
 from kvcache.texts.forward import Forward
-from kvcache.texts.options import Settings
+from kvcache.texts.kv_settings import Settings
 from kvcache.texts.settings import CacheSettings, Load
 from kvcache.texts.text import Text
 

@@ -6,7 +6,7 @@
     state                        10      numbers that all tokens made            state.py
 """
 
-from kvcache.texts.kinds.base import Kind
+from kvcache.texts.kinds.base import LayerKind
 from kvcache.texts.kinds.evicting import EVICTING
 from kvcache.texts.kinds.state import STATE
 from kvcache.texts.kinds.whole import WHOLE
@@ -15,4 +15,4 @@ from kvcache.texts.kinds.window import WINDOW
 __all__ = ["KINDS"]
 
 # Each takes its layers of those that the ones before it have left. Pools and files have their groups from the last on.
-KINDS: list[Kind] = [EVICTING, STATE, WINDOW, WHOLE]
+KINDS: list[LayerKind] = [EVICTING, STATE, WINDOW, WHOLE]

@@ -37,7 +37,7 @@ from kvcache.tiers.source import TierSource
 from kvcache.tiers.tiers import Tiers
 from kvcache.tiers.windows import WindowSource
 
-__all__ = ["Ids", "Kind", "LayerCall", "Layers", "Lens", "Named", "PagesOf", "calls_of"]
+__all__ = ["Ids", "LayerCall", "LayerKind", "Layers", "Lens", "Named", "PagesOf", "calls_of"]
 
 Ids = NDArray[np.uint64]
 Lens = NDArray[np.int64]
@@ -254,7 +254,7 @@ class Layers(ABC):
         return self.pages is not None and needed + promised - free <= self.pages.idle_blocks
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """A kind of layers, as the rows of `KINDS` have it.
 
     Attributes:

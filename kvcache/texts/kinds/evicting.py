@@ -44,7 +44,7 @@ from kvcache.support.arguments import as_bytes, as_count
 from kvcache.texts.block_index import CachedStart
 from kvcache.texts.budgets import Budgets, most_blocks
 from kvcache.texts.cache_arguments import CacheArguments
-from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens
+from kvcache.texts.kinds.base import Ids, LayerCall, LayerKind, Layers, Lens
 from kvcache.texts.scores import Alive, Drawn
 from kvcache.texts.text import Text
 
@@ -371,4 +371,4 @@ def _most_texts(made: CacheArguments, layers: Sequence[int], blocks: int) -> int
     return most
 
 
-EVICTING = Kind("evicting", _of, CacheArguments.bytes_of_whole, _make)
+EVICTING = LayerKind("evicting", _of, CacheArguments.bytes_of_whole, _make)

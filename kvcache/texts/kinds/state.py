@@ -28,7 +28,7 @@ from kvcache.support.arguments import as_bytes
 from kvcache.texts.block_index import CachedStart
 from kvcache.texts.cache_arguments import CacheArguments
 from kvcache.texts.cached_states import CachedStates, page_shape
-from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens, Named, PagesOf
+from kvcache.texts.kinds.base import Ids, LayerCall, LayerKind, Layers, Lens, Named, PagesOf
 from kvcache.texts.text import Text, Tokens
 from kvcache.tiers.source import TierSource
 from kvcache.tiers.tiers import Tiers
@@ -483,4 +483,4 @@ def _make(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int 
     )
 
 
-STATE = Kind("state", _of, _nbytes, _make)
+STATE = LayerKind("state", _of, _nbytes, _make)

@@ -19,7 +19,7 @@ from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.block_index import BlockIndex, CachedStart
 from kvcache.texts.cache_arguments import CacheArguments
 from kvcache.texts.compressed_prefix import CompressedPrefix
-from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens, calls_of
+from kvcache.texts.kinds.base import Ids, LayerCall, LayerKind, Layers, Lens, calls_of
 from kvcache.texts.newest import NewestGroups
 from kvcache.texts.text import Text
 
@@ -216,4 +216,4 @@ def _make(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int 
     return WholeLayers(layers, made.attention, cache, index, load.drafts, own_ids, made.sparse_tokens)
 
 
-WHOLE = Kind("whole", _of, CacheArguments.bytes_of_whole, _make)
+WHOLE = LayerKind("whole", _of, CacheArguments.bytes_of_whole, _make)

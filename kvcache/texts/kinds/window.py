@@ -34,7 +34,7 @@ from kvcache.prefix.index.prefix_index import PrefixIndex
 from kvcache.prefix.prefix_cache import PrefixCache
 from kvcache.texts.block_index import CachedStart
 from kvcache.texts.cache_arguments import CacheArguments
-from kvcache.texts.kinds.base import Ids, Kind, LayerCall, Layers, Lens, Named, PagesOf, calls_of
+from kvcache.texts.kinds.base import Ids, LayerCall, LayerKind, Layers, Lens, Named, PagesOf, calls_of
 from kvcache.texts.text import Text, Tokens
 from kvcache.tiers.source import TierSource
 from kvcache.tiers.tiers import Tiers
@@ -298,7 +298,7 @@ def _of(made: CacheArguments, left: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _num_blocks(made: CacheArguments, window: int, blocks: int, cached: int) -> int:
-    """The blocks of a window's cache; see `Kind.nbytes`.
+    """The blocks of a window's cache; see `LayerKind.nbytes`.
 
     There is room for the windows of all texts that run, the pieces of a pass, and some cached pages. With many texts
     there are never more than `blocks`, so that a window takes no more memory than all tokens would.
@@ -325,4 +325,4 @@ def _make(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int 
     return WindowLayers(window, kept, layers, made.attention, cache, pages, load.piece, own_ids)
 
 
-WINDOW = Kind("window", _of, _nbytes, _make)
+WINDOW = LayerKind("window", _of, _nbytes, _make)

@@ -22,8 +22,8 @@ from places import GOLDEN
 
 from kvcache.engine import InferenceEngine
 from kvcache.gguf import file
+from kvcache.networks.config_fields import gguf_keys
 from kvcache.networks.families import FAMILIES
-from kvcache.networks.fields import gguf_keys
 from kvcache.networks.gguf_config import NEUTRAL
 
 LIMIT = file.MAX_HEADER_BYTES // 32  # of headers here: a header of the full size takes some seconds

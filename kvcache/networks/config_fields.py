@@ -24,7 +24,7 @@ from kvcache.networks.recurrent_sizes import Mlp, Multipliers, RecurrentSizes, l
 from kvcache.networks.rope_entries import Ropes, ropes_of
 from kvcache.support.arguments import short
 
-__all__ = ["FIELDS", "Field", "gguf_keys", "read_fields"]
+__all__ = ["FIELDS", "ConfigField", "gguf_keys", "read_fields"]
 
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
 _FIRST_PATTERN = "prefix_dense_sliding_window_pattern"  # of windows, in layers with an MLP in place of experts
@@ -34,7 +34,7 @@ _MEANT = {("gemma", "gelu"): "gelu_pytorch_tanh"}  # what names of a family stan
 _WITHOUT_GATE = {"relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh", "xielu": "xielu"}
 
 
-class Reading(Entries):
+class ConfigReading(Entries):
     """A `config.json` while it is read.
 
     Attributes:
@@ -88,7 +88,7 @@ class Reading(Entries):
         return ropes_of(self.config, self.family, found.max_position_embeddings, full, slides)
 
 
-class Field(NamedTuple):
+class ConfigField(NamedTuple):
     """A row of the table.
 
     Attributes:
@@ -98,7 +98,7 @@ class Field(NamedTuple):
         optional: whether only families read the entry whose defaults have its key.
     """
 
-    read: Callable[[Reading], Any] | Cap | Number | Size
+    read: Callable[[ConfigReading], Any] | Cap | Number | Size
     gguf: str = ""
     keys: tuple[str, ...] = ()
     optional: bool = False
@@ -114,7 +114,7 @@ def read_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     Raises:
         CheckpointError: names the key and its value.
     """
-    reading = Reading(config, family)
+    reading = ConfigReading(config, family)
     _refuse_unsupported(reading)
     for name, field in FIELDS.items():
         setattr(reading.found, name, field.read(reading))
@@ -131,7 +131,7 @@ def gguf_keys(family: Family) -> list[tuple[str, str]]:
     return found + (family.experts.gguf_keys() if family.experts else [])
 
 
-def _refuse_unsupported(read: Reading) -> None:
+def _refuse_unsupported(read: ConfigReading) -> None:
     """Raise CheckpointError for an option that changes the result and is not implemented."""
     family, quantisation = read.family, quantisation_of(read.config)
     packed = {stack.packed for stack in family.experts.stacks} if family.experts else set[str]()
@@ -149,7 +149,7 @@ def _refuse_unsupported(read: Reading) -> None:
         raise CheckpointError(f"use_bidirectional_attention: expected false or 'vision', got {short(bidirectional)}")
 
 
-def _num_kv_heads(read: Reading) -> int:
+def _num_kv_heads(read: ConfigReading) -> int:
     """The KV heads; a latent is one, whatever the key says."""
     heads: int = read.found.num_heads
     pairs = read.derived("num_key_value_heads", heads)
@@ -158,7 +158,7 @@ def _num_kv_heads(read: Reading) -> int:
     return 1 if read.found.latent else pairs
 
 
-def _head_dim(read: Reading) -> int:
+def _head_dim(read: ConfigReading) -> int:
     latent: LatentSizes | None = read.found.latent
     share = read.found.hidden_size // read.found.num_heads
     size = latent.key if latent else read.derived("head_dim", share, at_least=0)
@@ -167,25 +167,25 @@ def _head_dim(read: Reading) -> int:
     return size
 
 
-def _recurrence(read: Reading) -> RecurrentSizes | None:
+def _recurrence(read: ConfigReading) -> RecurrentSizes | None:
     kind = read.family.recurrence
     return RecurrentSizes.of(kind, read, read.found.hidden_size) if kind and "state" in read.found.mixers else None
 
 
-def _bias(read: Reading, part: int) -> bool:
+def _bias(read: ConfigReading, part: int) -> bool:
     """Whether queries, keys and values (0), the output projection (1), or the MLP (2) have biases."""
     key, fixed = read.family.bias_keys[part], (read.family.mlp_bias if part == 2 else read.family.qkv_bias)
     said = read.flag(key, False) if key else False
     return said if fixed is None else fixed and part != 1
 
 
-def _qk_norm(read: Reading) -> str:
+def _qk_norm(read: ConfigReading) -> str:
     """The norm of queries and keys, which some families have in some networks alone."""
     absent = read.default("use_qk_norm") is not None and not read.flag("use_qk_norm", True)
     return "" if absent else read.family.qk_norm
 
 
-def _activation(read: Reading) -> str:
+def _activation(read: ConfigReading) -> str:
     family = read.family
     key, known = family.activation_key, _ACTIVATIONS if family.mlp_gate else _WITHOUT_GATE
     name = read.default(key) or "silu" if read.get(key) is None else read.get(key)
@@ -195,7 +195,7 @@ def _activation(read: Reading) -> str:
     return family.activation or known[name]
 
 
-def _factor(read: Reading, key: str) -> float:
+def _factor(read: ConfigReading, key: str) -> float:
     """A positive factor; 1 in families without it."""
     found = read.number(key) if key in read.family.defaults else 1.0
     if not found:
@@ -203,24 +203,24 @@ def _factor(read: Reading, key: str) -> float:
     return found
 
 
-def _value_scale(read: Reading) -> float:
+def _value_scale(read: ConfigReading) -> float:
     key = "attention_value_scale"
     return 1.0 if key in read.config and read.config[key] is None else _factor(read, key)
 
 
-def _embedding_scale(read: Reading) -> float:
+def _embedding_scale(read: ConfigReading) -> float:
     if read.family.embedding_by_size or ("mup_enabled" in read.family.defaults and read.flag("mup_enabled", False)):
         return math.sqrt(read.found.hidden_size)
     return _factor(read, "embedding_multiplier") * _factor(read, "scale_emb")
 
 
-def _residual_scale(read: Reading) -> float:
+def _residual_scale(read: ConfigReading) -> float:
     if "scale_depth" in read.family.defaults:  # MiniCPM
         return _factor(read, "scale_depth") / math.sqrt(read.num_layers)
     return _factor(read, "residual_multiplier")
 
 
-def _logit_scale(read: Reading) -> float:
+def _logit_scale(read: ConfigReading) -> float:
     if "dim_model_base" in read.family.defaults:  # MiniCPM
         hidden: int = read.found.hidden_size
         return _factor(read, "dim_model_base") / hidden
@@ -228,14 +228,14 @@ def _logit_scale(read: Reading) -> float:
     return math.prod(factors) / _factor(read, "logits_scaling")
 
 
-def _norm(read: Reading) -> str:
+def _norm(read: ConfigReading) -> str:
     """The norm: in networks with an entry for each of both, an RMSNorm if its eps is there."""
     family, key = read.family, "rms_norm_eps"
     both = family.norm == "layer" and family.eps_key != key and read.has_default(key)
     return "rms" if both and read.get(key) is not None else family.norm
 
 
-def _attention_scale(read: Reading) -> float | None:
+def _attention_scale(read: ConfigReading) -> float | None:
     """The factor of the scores; None for the usual one."""
     if read.found.latent is not None:
         keys = ("rope_parameters", "rope_scaling")  # which `ropes_of` has read
@@ -279,7 +279,7 @@ def _with_bases(config: Mapping[str, Any], num_layers: int, last: bool) -> dict[
     return {**config, "layer_types": kinds, "rope_parameters": found, "no_rope_layers": turned}
 
 
-def _rotated(read: Reading) -> tuple[bool, ...]:
+def _rotated(read: ConfigReading) -> tuple[bool, ...]:
     """Which layers have a rotary embedding."""
     among = read.family.rope_in_windows
     if among == "given":
@@ -302,7 +302,7 @@ def _position_type(read: Entries) -> str:
     return "rope" if found == "rope" else "nope"
 
 
-def _rotated_by_list(read: Reading) -> tuple[bool, ...]:
+def _rotated_by_list(read: ConfigReading) -> tuple[bool, ...]:
     """The layers that `no_rope_layers` lists by a 1 (it has one) or 0; all in families without it."""
     num_layers = read.num_layers
     if read.default("no_rope_layer_interval") is None and read.default("layer_rope_theta") is None:
@@ -316,7 +316,7 @@ def _rotated_by_list(read: Reading) -> tuple[bool, ...]:
     return tuple(bool(value) for value in listed[:num_layers])
 
 
-def _windows(read: Reading) -> tuple[int | None, ...]:
+def _windows(read: ConfigReading) -> tuple[int | None, ...]:
     """The window of each layer. One that is not shorter than the longest text is none, unless it says which RoPE."""
     config, family, num_layers = read.config, read.family, read.num_layers
     positions = read.found.max_position_embeddings
@@ -381,7 +381,7 @@ def _pattern(read: Entries, family: Family, num_layers: int) -> list[bool]:
     return [letter == "L" for letter in letters]
 
 
-def _mlp_size(read: Reading) -> int:
+def _mlp_size(read: ConfigReading) -> int:
     """The intermediate size of MLPs."""
     if read.family.experts:
         return read.family.experts.mlp_size(read, read.found.num_experts)
@@ -389,12 +389,12 @@ def _mlp_size(read: Reading) -> int:
     return _adjusted(read, size) if read.default("block_multiple_of") else size
 
 
-def _experts(read: Reading) -> ExpertSizes | None:
+def _experts(read: ConfigReading) -> ExpertSizes | None:
     kind, number = read.family.experts, read.found.num_experts
     return kind.sizes(read, number) if kind and number else None
 
 
-def _per_token(read: Reading) -> int:
+def _per_token(read: ConfigReading) -> int:
     """How many experts a token has: at most those that are open to it."""
     kind, experts = read.family.experts, read.found.experts
     if kind is None or experts is None:
@@ -402,7 +402,7 @@ def _per_token(read: Reading) -> int:
     return kind.per_token._replace(most=experts.choice.open_to(read.found.num_experts))(read)
 
 
-def _mlps(read: Reading) -> tuple[Mlp, ...]:
+def _mlps(read: ConfigReading) -> tuple[Mlp, ...]:
     """The MLPs of the layers: experts, or an MLP in their place in layers that have none."""
     kind, count = read.family.experts, read.num_layers
     if read.family.paired:
@@ -411,7 +411,7 @@ def _mlps(read: Reading) -> tuple[Mlp, ...]:
     return mlps_of(read.listed, read.found.mixers, has)
 
 
-def _sizes(read: Reading) -> tuple[LayerSizes, ...]:
+def _sizes(read: ConfigReading) -> tuple[LayerSizes, ...]:
     """The sizes of each layer."""
     found = read.found
     usual = LayerSizes(found.num_kv_heads, found.head_dim, found.intermediate_size)
@@ -438,7 +438,7 @@ def _adjusted(read: Entries, size: int) -> int:
     return found
 
 
-def _layer_inputs(read: Reading) -> int:
+def _layer_inputs(read: ConfigReading) -> int:
     """The size of the inputs of each layer, in families that have them; 0 or null: there are none."""
     key = "hidden_size_per_layer_input"
     if read.default(key) is None or read.get(key) in (None, 0):
@@ -449,7 +449,7 @@ def _layer_inputs(read: Reading) -> int:
     return read.size(key)
 
 
-def _eos(read: Reading) -> tuple[int, ...]:
+def _eos(read: ConfigReading) -> tuple[int, ...]:
     """The ids in `eos_token_id` (an id, a list or null), ascending."""
     eos = read.config.get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
@@ -458,60 +458,64 @@ def _eos(read: Reading) -> tuple[int, ...]:
     return tuple(sorted(set(ids)))
 
 
-FIELDS: dict[str, Field] = {
-    "hidden_size": Field(Size("hidden_size"), "embedding_length"),
-    "num_heads": Field(Size("num_attention_heads"), "attention.head_count"),
-    "latent": Field(lambda read: LatentSizes.of(read) if read.family.latent else None),
-    "num_kv_heads": Field(_num_kv_heads, "attention.head_count_kv", ("num_key_value_heads",)),
-    "head_dim": Field(_head_dim, "attention.key_length", ("head_dim",)),
-    "max_position_embeddings": Field(Size("max_position_embeddings"), "context_length"),
-    "num_layers": Field(Reading.layers, "block_count", ("num_hidden_layers",)),
-    "mixers": Field(lambda read: mixers_of(read.config, read.listed, read.family.recurrence, read.num_layers)),
-    "recurrence": Field(_recurrence),
-    "multipliers": Field(lambda read: Multipliers.of(read) if read.family.paired else None),
-    "windows": Field(_windows, "attention.sliding_window", ("sliding_window",)),
-    "qkv_bias": Field(partial(_bias, part=0)),
-    "output_bias": Field(partial(_bias, part=1)),
-    "mlp_bias": Field(partial(_bias, part=2)),
-    "num_experts": Field(
+FIELDS: dict[str, ConfigField] = {
+    "hidden_size": ConfigField(Size("hidden_size"), "embedding_length"),
+    "num_heads": ConfigField(Size("num_attention_heads"), "attention.head_count"),
+    "latent": ConfigField(lambda read: LatentSizes.of(read) if read.family.latent else None),
+    "num_kv_heads": ConfigField(_num_kv_heads, "attention.head_count_kv", ("num_key_value_heads",)),
+    "head_dim": ConfigField(_head_dim, "attention.key_length", ("head_dim",)),
+    "max_position_embeddings": ConfigField(Size("max_position_embeddings"), "context_length"),
+    "num_layers": ConfigField(ConfigReading.layers, "block_count", ("num_hidden_layers",)),
+    "mixers": ConfigField(lambda read: mixers_of(read.config, read.listed, read.family.recurrence, read.num_layers)),
+    "recurrence": ConfigField(_recurrence),
+    "multipliers": ConfigField(lambda read: Multipliers.of(read) if read.family.paired else None),
+    "windows": ConfigField(_windows, "attention.sliding_window", ("sliding_window",)),
+    "qkv_bias": ConfigField(partial(_bias, part=0)),
+    "output_bias": ConfigField(partial(_bias, part=1)),
+    "mlp_bias": ConfigField(partial(_bias, part=2)),
+    "num_experts": ConfigField(
         lambda read: read.family.experts.number(read, read.listed or []) if read.family.experts else 0
     ),
-    "intermediate_size": Field(_mlp_size, "feed_forward_length", ("intermediate_size",)),
-    "experts": Field(_experts),
-    "sizes": Field(_sizes),
-    "rope": Field(lambda read: read.ropes.rope, "rope.freq_base", ("rope_theta",)),
-    "window_rope": Field(lambda read: read.ropes.window_rope, "rope.freq_base_swa", ("rope_local_base_freq",)),
-    "rotary_dim": Field(lambda read: read.ropes.rotary_dim),
-    "window_rotary_dim": Field(lambda read: read.ropes.window_rotary_dim),
-    "attention_scale": Field(_attention_scale, "attention.scale", ("attention_multiplier",), optional=True),
-    "vocab_size": Field(Size("vocab_size")),
-    "norm": Field(_norm),
-    "rms_norm_eps": Field(
+    "intermediate_size": ConfigField(_mlp_size, "feed_forward_length", ("intermediate_size",)),
+    "experts": ConfigField(_experts),
+    "sizes": ConfigField(_sizes),
+    "rope": ConfigField(lambda read: read.ropes.rope, "rope.freq_base", ("rope_theta",)),
+    "window_rope": ConfigField(lambda read: read.ropes.window_rope, "rope.freq_base_swa", ("rope_local_base_freq",)),
+    "rotary_dim": ConfigField(lambda read: read.ropes.rotary_dim),
+    "window_rotary_dim": ConfigField(lambda read: read.ropes.window_rotary_dim),
+    "attention_scale": ConfigField(_attention_scale, "attention.scale", ("attention_multiplier",), optional=True),
+    "vocab_size": ConfigField(Size("vocab_size")),
+    "norm": ConfigField(_norm),
+    "rms_norm_eps": ConfigField(
         lambda read: read.number(
             "rms_norm_eps" if read.found.norm != read.family.norm else read.family.eps_key, 1e-6
         ), "attention.layer_norm_rms_epsilon", ("rms_norm_eps",)
     ),
-    "mlps": Field(_mlps),
-    "post_norm_eps": Field(
+    "mlps": ConfigField(_mlps),
+    "post_norm_eps": ConfigField(
         lambda read: read.number("post_norm_eps") if read.default("post_norm_eps") else read.found.rms_norm_eps
     ),
-    "rotated": Field(_rotated),
-    "attention_softcap": Field(Cap("attn_logit_softcapping"), "attn_logit_softcapping", optional=True),
-    "qk_norm": Field(_qk_norm),
-    "value_scale": Field(_value_scale),
-    "activation": Field(_activation),
-    "clamped_alpha": Field(Number("swiglu_alpha", 1.702)),
-    "clamped_limit": Field(Number("swiglu_limit", 7.0)),
-    "experts_per_token": Field(_per_token),
-    "layer_inputs": Field(_layer_inputs),
-    "embedding_scale": Field(_embedding_scale, "embedding_scale", ("embedding_multiplier", "scale_emb"), optional=True),
-    "residual_scale": Field(_residual_scale, "residual_scale", ("residual_multiplier",), optional=True),
-    "logit_scale": Field(_logit_scale, "logit_scale", ("logit_scale", "logits_scaling"), optional=True),
-    "logit_softcap": Field(Cap("final_logit_softcapping"), "final_logit_softcapping", optional=True),
-    "head_bias": Field(lambda read: read.has_default("lm_head_bias") and read.flag("lm_head_bias", False)),
-    "tie_word_embeddings": Field(lambda read: read.flag("tie_embedding", read.flag("tie_word_embeddings", False))),
-    "eos_token_ids": Field(_eos),
-    "next_layers": Field(
+    "rotated": ConfigField(_rotated),
+    "attention_softcap": ConfigField(Cap("attn_logit_softcapping"), "attn_logit_softcapping", optional=True),
+    "qk_norm": ConfigField(_qk_norm),
+    "value_scale": ConfigField(_value_scale),
+    "activation": ConfigField(_activation),
+    "clamped_alpha": ConfigField(Number("swiglu_alpha", 1.702)),
+    "clamped_limit": ConfigField(Number("swiglu_limit", 7.0)),
+    "experts_per_token": ConfigField(_per_token),
+    "layer_inputs": ConfigField(_layer_inputs),
+    "embedding_scale": ConfigField(
+        _embedding_scale, "embedding_scale", ("embedding_multiplier", "scale_emb"), optional=True
+    ),
+    "residual_scale": ConfigField(_residual_scale, "residual_scale", ("residual_multiplier",), optional=True),
+    "logit_scale": ConfigField(_logit_scale, "logit_scale", ("logit_scale", "logits_scaling"), optional=True),
+    "logit_softcap": ConfigField(Cap("final_logit_softcapping"), "final_logit_softcapping", optional=True),
+    "head_bias": ConfigField(lambda read: read.has_default("lm_head_bias") and read.flag("lm_head_bias", False)),
+    "tie_word_embeddings": ConfigField(
+        lambda read: read.flag("tie_embedding", read.flag("tie_word_embeddings", False))
+    ),
+    "eos_token_ids": ConfigField(_eos),
+    "next_layers": ConfigField(
         lambda read: read.size(read.family.next_layers, 0, at_least=0) if read.family.next_layers else 0
     ),
 }
