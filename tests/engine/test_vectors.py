@@ -12,7 +12,7 @@ from vector_folders import TEXTS, VECTORS, changed, vector_folder
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, PrefixCachedEngine
 from kvcache.engine.text_rows import LastLogits
-from kvcache.errors import CheckpointError
+from kvcache.errors import CheckpointError, InvalidOperationError
 from kvcache.sampling.text_tokens import TooManyTokens
 
 ENGINES = {
@@ -143,6 +143,17 @@ def test_long_texts_are_refused_by_name_or_cut_before_their_end(folders):
     with pytest.raises(TooManyTokens, match=r"documents\.0: expected at most 512 tokens"):
         reranker.rerank("x", [text])
     assert 0 <= reranker.rerank("x", [text], truncate=True)[0] <= 1
+    with pytest.raises(ValueError, match=r"query: expected fewer than \d+ tokens with the instruction"):
+        reranker.rerank(text, ["x", "y"], truncate=True)  # nothing of the documents would be left
+
+
+def test_vectors_and_scores_of_an_engine_that_was_closed_meanwhile_are_no_shorter_list(folders):
+    texts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    for call in (BatchEngine.embed, BatchEngine.score_batch):
+        engine = ENGINES["batch"](folders["mean"], max_running=1)
+        with pytest.raises(InvalidOperationError):
+            call(engine, texts, progress=lambda done, _, engine=engine: engine.close(cancel=True))
+        engine.check()
 
 
 @pytest.mark.parametrize(("error", "call"), [
@@ -151,6 +162,14 @@ def test_long_texts_are_refused_by_name_or_cut_before_their_end(folders):
     (r"pooling: expected last or mean", lambda e: e.embed(["x"], "cls")),
     (r"prompt_name: expected one of document, query, got 'other'", lambda e: e.embed(["x"], prompt_name="other")),
     (r"texts\.0: expected a text behind a prompt, got token ids", lambda e: e.embed([[1]], prompt_name="query")),
+    (r"pooling: expected a str", lambda e: e.embed(["x"], ["mean"])),
+    (r"prompt_name: expected a str", lambda e: e.embed(["x"], prompt_name=["query"])),
+    (r"normalise: expected a bool", lambda e: e.embed(["x"], normalise=None)),
+    (r"progress: expected a function", lambda e: e.embed(["x"], progress=True)),
+    (r"texts: expected a list of texts, got NoneType", lambda e: e.embed(None)),
+    (r"texts\.0: expected a text or token ids, got int", lambda e: e.embed([1, 2])),
+    (r"documents: expected a list of texts, got int", lambda e: e.rerank("x", 1)),
+    (r"truncate: expected a bool", lambda e: e.rerank("x", ["y"], truncate=1)),
     (r"dimensions: expected", lambda e: e.embed(["x"], dimensions=65)),
     (r"texts\.0: expected ids from 0 to 255", lambda e: e.embed([[256]])),
     (r"texts\.0: expected Unicode text", lambda e: e.embed(["\ud800"])),
