@@ -174,9 +174,11 @@ class Vectors:
         chosen = self._layout.judges or (ids["yes"], ids["no"])
         before, behind = (encoded(tokenizer, text, "query", add_special_tokens=False) for text in (_BEFORE, _BEHIND))
         asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: "
+        ids_of_query = encoded(tokenizer, asked, "query", most=self._most, add_special_tokens=False)
+        least = len(before) + len(ids_of_query) + 1 + len(behind)
+        if self._most is not None and least > self._most:
+            raise TooManyTokens("query", self._most, f"{least} tokens with one of a document")
         room = None if self._most is None or not truncate else self._most - len(before) - len(behind)
-        if room is not None and (count := len(encoded(tokenizer, asked, "query", add_special_tokens=False))) >= room:
-            raise ValueError(f"query: expected fewer than {room} tokens with the instruction, got {count}")
         found: list[TextRows] = []
         for i, document in enumerate(documents):
             name = f"documents.{i}"

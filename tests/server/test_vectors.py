@@ -73,6 +73,12 @@ def test_a_body_of_thousands_leaves_the_queue_to_others(served):
     assert len(answer["data"]) == len(texts)
     for i in (0, 63, 64, 2999):
         assert base64.b64decode(answer["data"][i]["embedding"]) == served.alone.embed([texts[i]]).tobytes()
+    body = json.dumps({"input": texts[:300]}).encode()
+    request = Request(f"{served.url}/embeddings", body, {"content-type": "application/json"})
+    with urlopen(request, timeout=60) as page:  # which is made while it is sent
+        assert page.headers["transfer-encoding"] == "chunked"
+        rows = np.array([each["embedding"] for each in json.loads(page.read())["data"]], np.float32)
+    assert rows.tobytes() == served.alone.embed(texts[:300]).tobytes()
 
 
 @pytest.mark.parametrize(("body", "param"), [
