@@ -13,6 +13,7 @@ from kvcache.kernels.functions import exp, sum_of
 from kvcache.networks.protocols import Float32, Model
 from kvcache.networks.tokens import as_tokens
 from kvcache.networks.vector_layout import VectorLayout
+from kvcache.sampling.plain_text import PlainText
 from kvcache.sampling.text_tokens import TooManyTokens, encoded, encoded_within
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_count, as_instance, is_integer, short
@@ -56,10 +57,14 @@ class Vectors:
         model: the network.
         text: the text side of its checkpoint; None: there is none.
         most: the most tokens of a text; None: any number.
+
+    Attributes:
+        plain: encodes texts in which special tokens are text; None: they are special tokens.
     """
 
     def __init__(self, model: Model, text: CheckpointText | GgufText | None, most: int | None) -> None:
         self._model, self._text = model, text
+        self.plain: PlainText | None = None
         self._layout: VectorLayout = (None if text is None else text.vectors) or VectorLayout()
         self._most = min((each for each in (most, self._layout.most_tokens) if each is not None), default=None)
 
@@ -100,10 +105,14 @@ class Vectors:
     def _tokens(self, text: Any, prompt: str, name: str, truncate: bool) -> Tokens:
         most = self._most
         if isinstance(text, str):
-            tokenizer = self._tokenizer(name)
+            tokenizer, plain = self._tokenizer(name), self.plain
+            if plain is None:
+                text = prompt + text
+            else:
+                tokenizer, text = plain.tokenizer, plain.chat_text([text], lambda texts: prompt + texts[0])
             if truncate and most is not None:
-                return self._checked(encoded_within(tokenizer, prompt + text, name, most), name)
-            return self._checked(encoded(tokenizer, prompt + text, name, most=most), name)
+                return self._checked(encoded_within(tokenizer, text, name, most), name)
+            return self._checked(encoded(tokenizer, text, name, most=most), name)
         if text is None or is_integer(text):
             raise TypeError(f"{name}: expected a text or token ids, got {type(text).__name__}")
         if prompt:
@@ -173,6 +182,8 @@ class Vectors:
             raise ValueError(f"model: expected a reranker, with a token {missing[0]}, got one without")
         chosen = self._layout.judges or (ids["yes"], ids["no"])
         before, behind = (encoded(tokenizer, text, "query", add_special_tokens=False) for text in (_BEFORE, _BEHIND))
+        if self.plain is not None:
+            tokenizer = self.plain.tokenizer
         asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: "
         ids_of_query = encoded(tokenizer, asked, "query", most=self._most, add_special_tokens=False)
         least = len(before) + len(ids_of_query) + 1 + len(behind)

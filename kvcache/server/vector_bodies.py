@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvcache.engine.text_rows import TextRows
-from kvcache.engine.vectors import VectorOptions, scores_of
+from kvcache.engine.vectors import VectorOptions, Vectors, scores_of
 from kvcache.errors import InvalidOperationError, OutOfMemoryError, QueueFullError
 from kvcache.server.answers import WholeAnswer
 from kvcache.server.fields import FLAG, FROM_1, IGNORED, TEXT, TEXTS, Field
@@ -72,9 +72,9 @@ def _few(field: str, texts: Sequence[Any]) -> None:
         raise ValueError(f"{field}: expected 1 to {_MOST} texts, got {len(texts)}")
 
 
-def asked_of_embeddings(given: Mapping[str, Any], engine: BatchEngine, model: str, space: Hashable) -> Reading:
+def asked_of_embeddings(given: Mapping[str, Any], vectors: Vectors, model: str, space: Hashable) -> Reading:
     """The texts of a body of `/v1/embeddings`. ValueError: a network that makes no vectors; as `ChatEngine.embed`."""
-    vectors, texts = engine.vectors(), given["input"]
+    texts = given["input"]
     if not vectors.pools:
         raise BodyError(f"model: expected one whose checkpoint says a pooling, got {model}", "unsupported_model")
     _few("input", texts)
@@ -99,9 +99,9 @@ def _base64(row: Any) -> str:
     return base64.b64encode(row.astype("<f4").tobytes()).decode()
 
 
-def asked_of_rerank(given: Mapping[str, Any], engine: BatchEngine, model: str, space: Hashable) -> Reading:
+def asked_of_rerank(given: Mapping[str, Any], vectors: Vectors, model: str, space: Hashable) -> Reading:
     """The prompts of a body of `/v1/rerank`. ValueError: as `ChatEngine.rerank`; a network that is no reranker."""
-    vectors, documents = engine.vectors(), given["documents"]
+    documents = given["documents"]
     if not vectors.is_reranker and "rerank" not in model.lower():
         raise BodyError(
             f"model: expected a reranker, which has LogitScore in modules.json or rerank in its name, got {model}",
