@@ -97,8 +97,8 @@ cdef extern from "kvc.h" nogil:
         int64_t num_tokens          # the sum of the runs
         int64_t sink_tokens         # these first tokens meet the sink queries
         int64_t num_queries         # standing on the last tokens
-        int64_t hidden_tokens       # the number of these that nobody sees
-        int64_t skipped_tokens      # the number of tokens at the front that nobody sees
+        int64_t hidden_tokens       # the number of these that no query sees
+        int64_t skipped_tokens      # the number of tokens at the front that no query sees
         int64_t start               # the text position of the first token
         int64_t window              # 0, or positions that a query sees, its own included
         int32_t whole               # 1: every query sees all tokens that are not hidden
