@@ -140,8 +140,9 @@ class Vectors:
         """How many numbers a vector has."""
         dense = self._layout.dense
         most: int = len(dense[-1].weight) if dense else self._model.config.hidden_size  # type: ignore[attr-defined]
-        asked = self._layout.dimensions if asked is None else asked
-        return most if asked is None else as_count(asked, "dimensions", 1, most)
+        if asked is None:
+            return min(most, self._layout.dimensions or most)
+        return as_count(asked, "dimensions", 1, most)
 
     def made(self, readings: Sequence[TextRows], options: VectorOptions) -> Float32:
         """The vectors of texts that have run, float32 `(n, dimensions)`.

@@ -5,9 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
-from gguf_files import U32, convert
+from gguf_files import ARRAY, I32, STRING, U32, convert
 from places import GOLDEN
 from seeded_weights import golden_folder
+from tensor_files import pack_arrays
 from vector_folders import TEXTS, VECTORS, changed, vector_folder
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, PrefixCachedEngine
@@ -202,10 +203,12 @@ def test_what_other_engines_refuse():
     ("1_Pooling/config.json", {"pooling_mode": ["mean", "lasttoken"]}, "pooling_mode: expected lasttoken or mean"),
     ("1_Pooling/config.json", {"include_prompt": 1}, "include_prompt: expected true or false"),
     ("2_Dense/config.json", {"activation_function": "torch.nn.ReLU"}, "activation_function: expected one of"),
+    ("2_Dense/config.json", {"activation_function": ["torch.nn.Tanh"]}, "activation_function: expected one of"),
     ("2_Dense/config.json", {"out_features": 47}, "expected tensors"),
     ("2_Dense/config.json", {"use_residual": True}, "use_residual: expected False"),
     ("config_sentence_transformers.json", {"prompts": {"query": 1}}, "prompts: expected texts"),
     ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "default_prompt_name: expected one of"),
+    ("config_sentence_transformers.json", {"default_prompt_name": ["query"]}, "default_prompt_name: expected one of"),
     ("config_sentence_transformers.json", {"truncate_dim": 0}, "truncate_dim: expected"),
     ("config.json", {"architectures": ["BertModel"]}, "architectures: expected one of .* got .*BertModel"),
     ("config.json", {"architectures": ["Qwen3ForSequenceClassification"]}, "architectures: expected one of"),
@@ -219,6 +222,22 @@ def test_layouts_that_are_not_read_are_refused_by_name(tmp_path, folders, file, 
         InferenceEngine.from_pretrained(folder)
 
 
+def test_layers_and_tokens_that_do_not_go_with_the_network_are_refused_when_it_is_opened(tmp_path, folders):
+    for layout in ("mean", "rerank"):
+        shutil.copytree(folders[layout], tmp_path / layout)
+    changed(tmp_path / "mean", "config_sentence_transformers.json", truncate_dim=999)  # cuts nothing
+    engine = InferenceEngine.from_pretrained(tmp_path / "mean")
+    assert engine.embed(["x"]).tobytes() == InferenceEngine.from_pretrained(folders["mean"]).embed(["x"]).tobytes()
+    changed(tmp_path / "mean", "2_Dense/config.json", in_features=16)
+    (tmp_path / "mean/2_Dense/model.safetensors").write_bytes(pack_arrays({"linear.weight": np.zeros((48, 16), "f4")}))
+    with pytest.raises(CheckpointError, match="in_features: expected 64, got 16"):
+        BatchEngine.from_pretrained(tmp_path / "mean")
+    for token in (256, 251):
+        changed(tmp_path / "rerank", "1_LogitScore/config.json", true_token_id=token, false_token_id=251)
+        with pytest.raises(CheckpointError, match="true_token_id: expected two ids below 256"):
+            InferenceEngine.from_pretrained(tmp_path / "rerank")
+
+
 def test_older_files_of_a_layout_and_other_modules(tmp_path, folders):
     folder = tmp_path / "last"
     shutil.copytree(folders["last"], folder)
@@ -226,7 +245,9 @@ def test_older_files_of_a_layout_and_other_modules(tmp_path, folders):
     changed(folder, "1_Pooling/config.json", **older)
     assert np.abs(InferenceEngine.from_pretrained(folder).embed(TEXTS) - golden("last")["vectors"]).max() < 2e-5
     modules = (folder / "modules.json").read_text()
-    for old, new in (("Normalize", "LayerNorm"), ("1_Pooling", "../1_Pooling"), ("[", "{")):
+    for old, new in (
+        ("Normalize", "LayerNorm"), ("1_Pooling", "../1_Pooling"), ("1_Pooling", "1_Pooling\\u0000"), ("[", "{"),
+    ):
         (folder / "modules.json").write_text(modules.replace(old, new))
         with pytest.raises(CheckpointError, match=re.escape("modules.json")):
             InferenceEngine.from_pretrained(folder)
@@ -237,8 +258,9 @@ def test_a_gguf_file_says_its_pooling(tmp_path):
     for kind, pooling in ((3, "last"), (1, "mean")):
         path = convert(GOLDEN / "qwen3_tied", tmp_path / f"{pooling}.gguf", qwen3__pooling_type=(U32, kind))
         assert InferenceEngine.from_pretrained(path).embed(tokens).tobytes() == folder.embed(tokens, pooling).tobytes()
-    for kind in (0, 2, 4):  # none, that of a first token, that of a class
-        path = convert(GOLDEN / "qwen3_tied", tmp_path / "other.gguf", qwen3__pooling_type=(U32, kind))
+    # None, that of a first token, that of a class, and no number.
+    for kind in ((U32, 0), (U32, 2), (U32, 4), (STRING, "mean"), (ARRAY, [1], I32)):
+        path = convert(GOLDEN / "qwen3_tied", tmp_path / "other.gguf", qwen3__pooling_type=kind)
         with pytest.raises(ValueError, match="pooling: expected last or mean"):
             InferenceEngine.from_pretrained(path).embed(tokens)
 
