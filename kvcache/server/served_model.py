@@ -201,7 +201,7 @@ class ServedModel:
         """The error of a text with more tokens than the network has positions: of the memory where that has fewer."""
         field, _, rest = str(error).partition(": ")
         most = self.engine.max_prompt
-        return error if most in (None, error.most) else self._too_large(field, rest.rpartition(", got ")[2])
+        return error if most is None or error.most <= most else self._too_large(field, rest.rpartition(", got ")[2])
 
     def _too_large(self, field: str, got: str) -> ValueError:
         return too_large(field, got, self.engine.max_prompt)

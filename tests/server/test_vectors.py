@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -9,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 from http_servers import MODEL, Served, post
-from vector_folders import TEXTS, vector_folder
+from vector_folders import TEXTS, changed, vector_folder
 
 from kvcache import InferenceEngine
 from kvcache.sampling.plain_text import PlainText
@@ -187,6 +188,15 @@ def test_small_queues_and_small_memories(folders):
         for request in waiting:
             request.result()
         assert ask(made, "/embeddings", {"input": "x"})[0] == 200
+
+
+def test_the_limit_of_the_checkpoint_is_told_where_it_is_the_least(tmp_path, folders):
+    shutil.copytree(folders["mean"], tmp_path / "mean")
+    changed(tmp_path / "mean", "sentence_bert_config.json", max_seq_length=40)
+    with Served(tmp_path / "mean") as made:
+        status, answer = ask(made, "/embeddings", {"input": "\u1234" * 60})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "input.0: expected at most 40 tokens" in answer["error"]["message"]
 
 
 def test_special_tokens_in_texts_are_text_where_the_server_says_so(folders):
