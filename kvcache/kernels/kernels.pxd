@@ -253,7 +253,8 @@ cdef void xielu(int64_t n, int64_t dim, const float *x, float positive, float ne
 cdef void clamped_swiglu(int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out) noexcept nogil
 cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nogil
 
-# Weights of tokens as whole numbers (kvc_shares.c), at the level in use; functions of doubles (kvc_functions.h), the same at all.
+# Weights of tokens as whole numbers (kvc_shares.c), at the level in use; functions of doubles (kvc_functions.h), the
+# same at all levels.
 ctypedef double double_function(double x) noexcept nogil
 ctypedef enum function:
     EXP, EXP2, LOG, LOG1P, SIN, COS, TANH
