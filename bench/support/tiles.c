@@ -202,7 +202,7 @@ static void find_fewest(void) {
     }
 }
 
-/* For windows of others, in a shared library: 0, alone; 1, beside a busy thread; 2, who knows. */
+/* For windows of others, in a shared library: 0, alone; 1, beside a busy thread; 2, unknown. */
 int state_of_the_core(void) {
     if (!fewest) find_fewest();
     return state_of(look());

@@ -70,6 +70,11 @@ def as_calibration(
         return bias_centres(model, tell) if packed and centred else None
     if isinstance(calibrate, (str, Path, bool)):
         raise TypeError(f"calibrate: expected False, a Calibration or tokens, got {short(calibrate)}")
+    if not isinstance(calibrate, Calibration):
+        try:
+            calibrate = as_tokens(calibrate, model.config.vocab_size)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"calibrate: {str(error).partition(': ')[2]}") from None
     if not packed:
         return None
     found = calibrate if isinstance(calibrate, Calibration) else calibration_of(model, calibrate, with_losses)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from kvcache.support.arguments import short
@@ -72,7 +73,7 @@ class ServerClient:
     """
 
     def __init__(self, url: str, key: str | None = None, model: str | None = None) -> None:
-        if not url.startswith(("http://", "https://")):
+        if not _is_http(url):
             raise ValueError(f"server: expected a URL such as http://127.0.0.1:8000/v1, got {short(url)}")
         url = url.rstrip("/")
         self.url = url if url.endswith("/v1") else f"{url}/v1"
@@ -133,8 +134,16 @@ class ServerClient:
             raise OSError(f"{self.url}: expected a server, got {error.reason}") from None
         except HTTPException as error:
             raise OSError(f"{self.url}: expected an answer of HTTP, got {error!r}") from None
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             raise OSError(f"{path}: expected JSON, got {short(str(error))}") from None
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of its host or port
+        return False
 
 
 def _read(content: Any) -> ServerAnswer:

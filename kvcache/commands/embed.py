@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache.commands.options import MODEL, add_network, check_network, open_network
+from kvcache.commands.options import MODEL, add_network, check_network, check_output, open_network
 from kvcache.networks.protocols import Float32
 from kvcache.serving import BatchEngine
 from kvcache.serving.progress import shown
@@ -36,6 +36,8 @@ def add_embed(parser: argparse.ArgumentParser) -> None:
 def embed(options: argparse.Namespace) -> int:
     """Write the vectors of the lines; returns the exit status."""
     check_network(options)
+    if options.output != "-":
+        check_output(options.output, "output")
     texts = _lines(options)
     with open_network(options, BatchEngine.from_pretrained) as engine, shown(True, len(texts)) as show:
         rows = engine.embed(
@@ -65,13 +67,22 @@ def _write(output: str, rows: Float32) -> None:
             print(json.dumps(row.tolist()))
         sys.stdout.flush()
         return
-    beside = Path(f"{output}.{os.getpid()}.part")
+    place = Path(os.path.realpath(output))
+    if place.exists() and not place.is_file():  # a device, which is not to be replaced
+        _write_to(place, output, rows)
+        return
+    beside = Path(f"{place}.{os.getpid()}.part")
     try:
-        with beside.open("wb") as file:
-            if output.endswith(".npy"):
-                np.save(file, rows)
-            else:
-                file.writelines(json.dumps(row.tolist()).encode() + b"\n" for row in rows)
-        beside.replace(output)
+        _write_to(beside, output, rows)
+        beside.replace(place)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _write_to(place: Path, output: str, rows: Float32) -> None:
+    """Write to `place` the form that the name `output` asks for."""
+    with place.open("wb") as file:
+        if output.endswith(".npy"):
+            np.save(file, rows)
+        else:
+            file.writelines(json.dumps(row.tolist()).encode() + b"\n" for row in rows)

@@ -36,6 +36,7 @@ __all__ = [
     "add_options",
     "chat_template_of",
     "check_network",
+    "check_output",
     "checked",
     "default_sizes",
     "expect_chat_template",
@@ -43,6 +44,7 @@ __all__ = [
     "in_words_of_options",
     "memory_of",
     "name_of",
+    "network_defaults",
     "open_engine",
     "open_network",
 ]
@@ -114,6 +116,13 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, metavar="N", help="that compute (as many as there are CPUs for this process)")
 
 
+def network_defaults() -> dict[str, Any]:
+    """The options of `add_network` where a command says none."""
+    parser = argparse.ArgumentParser()
+    add_network(parser)
+    return vars(parser.parse_args([]))
+
+
 def add_chat_template(parser: argparse.ArgumentParser) -> None:
     """Add the option of the commands that have conversations."""
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template, in place of the model's")
@@ -161,6 +170,13 @@ def check_network(options: argparse.Namespace) -> None:
         as_count(options.sparse_tokens, "sparse_tokens", 1)
     if options.threads is not None:
         set_num_threads(as_count(options.threads, "threads", 1, 1024))
+
+
+def check_output(path: str, name: str) -> None:
+    """Find faults of an option that names a file to write, before minutes of work. ValueError: no such folder."""
+    place = Path(path)
+    if place.is_dir() or not place.parent.is_dir():
+        raise ValueError(f"{name}: expected a file in a folder that exists, got {path}")
 
 
 def default_sizes(model: str, share: float) -> dict[str, Any]:

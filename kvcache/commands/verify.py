@@ -13,7 +13,7 @@ from kvcache.certificates.server_client import ServerClient
 from kvcache.certificates.server_rounds import WarmComparison, compared
 from kvcache.certificates.subject import Subject
 from kvcache.commands.answer_view import note
-from kvcache.commands.options import MODEL, add_network, check_network, open_network
+from kvcache.commands.options import MODEL, add_network, check_network, check_output, network_defaults, open_network
 from kvcache.engine import InferenceEngine
 from kvcache.kernels.kernels import simd_level, simd_levels
 from kvcache.kernels.threads import get_num_threads
@@ -54,12 +54,13 @@ def verify(options: argparse.Namespace, default: str, version: str) -> int:
         default: the model where the options name none.
         version: of the library.
     """
-    others = _WITHOUT_A_SERVER if options.server is not None else _OF_A_SERVER
-    for name in others:
-        if getattr(options, name) is not None:
-            expected = "none with --server" if options.server is not None else "--server beside it"
+    asks = options.server is not None
+    unsaid = dict.fromkeys(_WITHOUT_A_SERVER) | network_defaults() if asks else dict.fromkeys(_OF_A_SERVER)
+    for name, value in unsaid.items():
+        if getattr(options, name) != value:
+            expected = "none with --server" if asks else "--server beside it"
             raise ValueError(f"{name}: expected {expected}, got {getattr(options, name)}")
-    return _verify_server(options) if options.server is not None else _verify_network(options, default, version)
+    return _verify_server(options) if asks else _verify_network(options, default, version)
 
 
 # -- a network ------------------------------------------------------------------------------------------------
@@ -71,6 +72,8 @@ def _verify_network(options: argparse.Namespace, default: str, version: str) -> 
     seconds = as_finite(_SECONDS if options.seconds is None else options.seconds, "seconds", 0.0, above=True)
     prompts = MOST_PROMPTS if options.prompts is None else as_count(options.prompts, "prompts", 1, MOST_PROMPTS)
     check_network(options)
+    if options.json is not None:
+        check_output(options.json, "json")
     against = None if options.against is None else Certificate.read(options.against)
     levels = [Level(name, _arguments(options)) for name in simd_levels() if name != simd_level()]
     bounds, ways = Bounds(seconds, prompts), options.way or ()

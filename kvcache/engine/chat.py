@@ -144,9 +144,10 @@ class ChatEngine:
             TypeError, ValueError: no such pooling, prompt or dimensions; a text without tokens, or with too many
                 (`TooManyTokens`); a network that gives no such rows; an engine that evicts tokens.
             OutOfMemoryError: the cache is too small for a text.
+            InvalidOperationError: the engine was closed meanwhile, and cancelled what ran.
         """
         options = VectorOptions(pooling, normalise, dimensions, prompt_name, truncate)
-        vectors = self.vectors()
+        vectors, progress = self.vectors(), _as_progress(progress)
         readings = vectors.readings(texts, options)
         self._read(readings, progress)
         return vectors.made(readings, options)
@@ -168,6 +169,7 @@ class ChatEngine:
         Raises:
             as `embed`; ValueError: a tokenizer without the tokens of such prompts.
         """
+        progress = _as_progress(progress)
         readings = self.vectors().judged(query, documents, instruction, truncate)
         self._read(readings, progress)
         return scores_of(readings)
@@ -178,6 +180,12 @@ class ChatEngine:
 
     def _read(self, readings: Sequence[TextRows], progress: Callable[[int, int], object] | None) -> None:
         raise NotImplementedError
+
+
+def _as_progress(progress: Any) -> Any:
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: expected a function or None, got {type(progress).__name__}")
+    return progress
 
 
 def chat_tokens(text: CheckpointText | GgufText | None, rendered: str, most: int | None = None) -> list[int]:

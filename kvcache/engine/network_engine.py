@@ -43,7 +43,7 @@ class NetworkEngine(ChatEngine):
         weights: str = "auto",
         activations: str = "int8",
         progress: Progress | None = None,
-        calibrate: Any = False,
+        calibrate: Any = None,
         **options: Any,
     ) -> Self:
         """Make an engine from a Hugging Face checkpoint directory, or from a GGUF file, of a network README.md names.
@@ -59,8 +59,8 @@ class NetworkEngine(ChatEngine):
             activations: how rows meet weights, "int8", "exact" or "bf16"; see `Transformer`.
             progress: called with the bytes of weights that are loaded, and those of all.
             calibrate: False, a `Calibration` or tokens, as for the constructor; "auto": measured on a text that the
-                library has; a path of a text or of a saved `Calibration`. What is measured is kept in the user's
-                cache folder (`kvcache` in XDG_CACHE_HOME) under the names of network and text.
+                library has; a path of a text or of a saved `Calibration`; None: that of `settings`. What is measured is
+                kept in the user's cache folder (`kvcache` in XDG_CACHE_HOME) under the names of network and text.
             seed, options: as for the constructor; also `chat_template`, a Jinja template in place of the checkpoint's.
 
         Raises:
@@ -79,11 +79,11 @@ class NetworkEngine(ChatEngine):
         sampling_params: SamplingParams | None = None,
         seed: int = 0,
         *,
-        calibrate: Any = False,
+        calibrate: Any = None,
         **options: Any,
     ) -> Self:
         """Make an engine from a GGUF file of any name; arguments and errors are those of `from_pretrained`."""
-        network, _ = split_options(options)
+        network, calibrate = split_options(options, calibrate)
         return cls._over(open_gguf(path, sampling_params, calibrate, network), seed, options)
 
     @classmethod

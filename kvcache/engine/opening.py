@@ -77,6 +77,9 @@ def open_checkpoint(
     defaults = folder_defaults(path) if sampling_params is None else sampling_params
     text = CheckpointText(path, network.pop("chat_template", None))
     text.vectors = VectorLayout.of_folder(path)
+    if text.vectors is not None:
+        config = ModelConfig.from_pretrained(path)
+        text.vectors.expect(config.hidden_size, config.vocab_size)
     known = calibrate if calibrate is False else text_or_calibration(calibrate, lambda: text.tokenizer)
     return Opened(Transformer.from_pretrained(path, **network), defaults, text, known)
 
@@ -130,11 +133,13 @@ def _expect_same_tokens(text: CheckpointText | GgufText, other: CheckpointText |
                 raise ValueError(f"draft: expected {expected}, got {short(token)}")
 
 
-def split_options(options: dict[str, Any], calibrate: Any = False) -> tuple[dict[str, Any], Any]:
+def split_options(options: dict[str, Any], calibrate: Any = None) -> tuple[dict[str, Any], Any]:
     """Take the arguments of the network out of those of an engine: these, and `calibrate`, perhaps of its settings."""
     names = [name for name in options if name in ("weights", "activations", "chat_template", "progress")]
     network = {name: options.pop(name) for name in names}
     if any(isinstance(each, str) and each in ("mtp", "auto") for each in each_source(options.get("draft"))):
         network["draft_layer"] = True
     calibrate, settings = options.pop("calibrate", calibrate), options.get("settings")
-    return network, settings.calibrate if calibrate is False and isinstance(settings, Settings) else calibrate
+    if calibrate is None:
+        calibrate = settings.calibrate if isinstance(settings, Settings) else False
+    return network, calibrate

@@ -13,9 +13,10 @@ from kvcache.kernels.functions import exp, sum_of
 from kvcache.networks.protocols import Float32, Model
 from kvcache.networks.tokens import as_tokens
 from kvcache.networks.vector_layout import VectorLayout
+from kvcache.sampling.plain_text import PlainText
 from kvcache.sampling.text_tokens import TooManyTokens, encoded, encoded_within
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
-from kvcache.support.arguments import as_count, as_instance, short
+from kvcache.support.arguments import as_count, as_instance, is_integer, short
 from kvcache.texts.text import Tokens
 
 __all__ = ["INSTRUCTION", "VectorOptions", "Vectors", "scores_of"]
@@ -56,10 +57,14 @@ class Vectors:
         model: the network.
         text: the text side of its checkpoint; None: there is none.
         most: the most tokens of a text; None: any number.
+
+    Attributes:
+        plain: encodes texts in which special tokens are text; None: they are special tokens.
     """
 
     def __init__(self, model: Model, text: CheckpointText | GgufText | None, most: int | None) -> None:
         self._model, self._text = model, text
+        self.plain: PlainText | None = None
         self._layout: VectorLayout = (None if text is None else text.vectors) or VectorLayout()
         self._most = min((each for each in (most, self._layout.most_tokens) if each is not None), default=None)
 
@@ -73,19 +78,25 @@ class Vectors:
         """
         if not getattr(self._model, "gives_hidden", False):
             raise ValueError(f"model: expected one that gives hidden rows, got {type(self._model).__name__}")
-        pooling = self._layout.pooling if options.pooling is None else options.pooling
-        if pooling is None or pooling not in _READERS:
-            raise ValueError(f"pooling: expected last or mean, as this checkpoint says none, got {short(pooling)}")
-        prompt = self._prompt(options.prompt_name)
+        pooling, prompt = self._pooling(options.pooling), self._prompt(options.prompt_name)
         if prompt and pooling == "mean" and not self._layout.pools_prompt:
             raise ValueError("prompt_name: expected none where prompts are left out of the mean, got one")
         self._dimensions(options.dimensions)
-        if isinstance(texts, (str, bytes)):
-            raise TypeError(f"{name}: expected a list of texts, got one text")
+        as_instance(options.normalise, bool, "normalise")
         make, truncate = _READERS[pooling], as_instance(options.truncate, bool, "truncate")
+        texts = _listed(texts, name)
         return [make(self._tokens(each, prompt, f"{name}.{i}", truncate)) for i, each in enumerate(texts)]
 
+    def _pooling(self, asked: str | None) -> str:
+        if asked is not None and as_instance(asked, str, "pooling") not in _READERS:
+            raise ValueError(f"pooling: expected last or mean, got {short(asked)}")
+        pooling = self._layout.pooling if asked is None else asked
+        if pooling is None:
+            raise ValueError("pooling: expected last or mean, as this checkpoint says none, got None")
+        return pooling
+
     def _prompt(self, name: str | None) -> str:
+        name = None if name is None else as_instance(name, str, "prompt_name")
         prompts, name = self._layout.prompts, self._layout.default_prompt if name is None else name
         if name is not None and name not in prompts:
             raise ValueError(f"prompt_name: expected one of {', '.join(prompts) or 'none'}, got {short(name)}")
@@ -94,10 +105,16 @@ class Vectors:
     def _tokens(self, text: Any, prompt: str, name: str, truncate: bool) -> Tokens:
         most = self._most
         if isinstance(text, str):
-            tokenizer = self._tokenizer(name)
+            tokenizer, plain = self._tokenizer(name), self.plain
+            if plain is None:
+                text = prompt + text
+            else:
+                tokenizer, text = plain.tokenizer, plain.chat_text([text], lambda texts: prompt + texts[0])
             if truncate and most is not None:
-                return self._checked(encoded_within(tokenizer, prompt + text, name, most), name)
-            return self._checked(encoded(tokenizer, prompt + text, name, most=most), name)
+                return self._checked(encoded_within(tokenizer, text, name, most), name)
+            return self._checked(encoded(tokenizer, text, name, most=most), name)
+        if text is None or is_integer(text):
+            raise TypeError(f"{name}: expected a text or token ids, got {type(text).__name__}")
         if prompt:
             raise ValueError(f"{name}: expected a text behind a prompt, got token ids")
         try:
@@ -123,8 +140,9 @@ class Vectors:
         """How many numbers a vector has."""
         dense = self._layout.dense
         most: int = len(dense[-1].weight) if dense else self._model.config.hidden_size  # type: ignore[attr-defined]
-        asked = self._layout.dimensions if asked is None else asked
-        return most if asked is None else as_count(asked, "dimensions", 1, most)
+        if asked is None:
+            return min(most, self._layout.dimensions or most)
+        return as_count(asked, "dimensions", 1, most)
 
     def made(self, readings: Sequence[TextRows], options: VectorOptions) -> Float32:
         """The vectors of texts that have run, float32 `(n, dimensions)`.
@@ -134,7 +152,7 @@ class Vectors:
         count = self._dimensions(options.dimensions)
         if not readings:
             return np.empty((0, count), np.float32)
-        rows = np.stack([each.result for each in readings if each.result is not None])
+        rows = np.stack([_result_of(each) for each in readings])
         for layer in self._layout.dense:
             rows = layer(rows)
         rows = np.ascontiguousarray(rows[:, :count])
@@ -158,21 +176,27 @@ class Vectors:
         """The prompts that ask whether each document answers a query, with what they have in common noted."""
         query = as_instance(query, str, "query")
         instruction = INSTRUCTION if instruction is None else as_instance(instruction, str, "instruction")
-        if isinstance(documents, (str, bytes)):
-            raise TypeError("documents: expected a list of texts, got one text")
+        documents, truncate = _listed(documents, "documents"), as_instance(truncate, bool, "truncate")
         tokenizer = self._tokenizer("query")
         ids = {token: tokenizer.token_to_id(token) for token in _NEEDED}
         if missing := [token for token, number in ids.items() if number is None]:
             raise ValueError(f"model: expected a reranker, with a token {missing[0]}, got one without")
         chosen = self._layout.judges or (ids["yes"], ids["no"])
         before, behind = (encoded(tokenizer, text, "query", add_special_tokens=False) for text in (_BEFORE, _BEHIND))
+        if self.plain is not None:
+            tokenizer = self.plain.tokenizer
+        asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: "
+        ids_of_query = encoded(tokenizer, asked, "query", most=self._most, add_special_tokens=False)
+        least = len(before) + len(ids_of_query) + 1 + len(behind)
+        if self._most is not None and least > self._most:
+            raise TooManyTokens("query", self._most, f"{least} tokens with one of a document")
+        room = None if self._most is None or not truncate else self._most - len(before) - len(behind)
         found: list[TextRows] = []
         for i, document in enumerate(documents):
             name = f"documents.{i}"
-            text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {as_instance(document, str, name)}"
+            text = asked + as_instance(document, str, name)
             middle = encoded(tokenizer, text, name, most=None if truncate else self._most, add_special_tokens=False)
-            if truncate and self._most is not None:
-                middle = middle[: max(0, self._most - len(before) - len(behind))]
+            middle = middle[:room]
             found.append(LastLogits(self._checked([*before, *middle, *behind], name), chosen))
         common = common_tokens([each.tokens for each in found])
         for each in found:
@@ -184,13 +208,25 @@ def scores_of(readings: Sequence[TextRows]) -> list[float]:
     """The scores of prompts that have run: the share of "yes" of the two answers, from 0 to 1."""
     found = []
     for each in readings:
-        assert each.result is not None, "it has run"
-        yes, no = (float(logit) for logit in each.result)
+        yes, no = (float(logit) for logit in _result_of(each))
         if not np.isfinite(yes - no):
             raise ValueError(f"model: expected finite logits, got {yes} and {no}")
         distance = exp(-abs(yes - no))
         found.append((1.0 if yes >= no else distance) / (1.0 + distance))
     return found
+
+
+def _listed(texts: Iterable[Any], name: str) -> Iterable[Any]:
+    """Return `texts`. TypeError: one text, or what is no list."""
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        got = "one text" if isinstance(texts, (str, bytes)) else type(texts).__name__
+        raise TypeError(f"{name}: expected a list of texts, got {got}")
+    return texts
+
+
+def _result_of(reading: TextRows) -> Float32:
+    assert reading.result is not None, "it has run"
+    return reading.result
 
 
 def _unit(row: Float32) -> Float32:

@@ -106,16 +106,18 @@ def turns(cnp.int64_t[::1] positions, double[::1] frequencies, double scale):
     cdef cnp.ndarray cosines = np.empty((n, pairs), np.float32), sines = np.empty((n, pairs), np.float32)
     if n and pairs:
         with nogil:
-            kernels.turns(n, pairs, <int64_t *>&positions[0], &frequencies[0], scale,
-                          <float *>cnp.PyArray_DATA(cosines), <float *>cnp.PyArray_DATA(sines))
+            kernels.turns(
+                n, pairs, <int64_t *>&positions[0], &frequencies[0], scale, <float *>cnp.PyArray_DATA(cosines),
+                <float *>cnp.PyArray_DATA(sines),
+            )
     return cosines, sines
 
 
 def shares(logits, double temperature=1.0):
     """The weights of tokens as whole numbers: `2^40 e^((logit - largest) / temperature)`, rounded.
 
-    The exponent is rounded to float32 three times, its power to 24 bits: the weights of tokens that matter err by less
-    than 1e-5. Sums of up to 2^24 of them are exact.
+    The exponent is rounded to float32 three times, and its power to 24 bits: the weights of tokens that matter err by
+    less than 1e-5. Sums of up to 2^24 of them are exact.
 
     Args:
         logits: float32 `(n,)`, not empty, with a finite maximum and without NaN.
@@ -135,7 +137,7 @@ def shares(logits, double temperature=1.0):
 
 
 def whole_exps(x):
-    """The rounded `2^40 e^x`, uint64, of a float32 array of numbers hardly above 0: sums of up to 2^23 are exact."""
+    """The rounded `2^40 e^x`, uint64, of float32 numbers that are hardly above 0: sums of up to 2^23 are exact."""
     cdef cnp.ndarray rows = x if cnp.PyArray_ISCARRAY_RO(x) else np.array(x, order="C")
     cdef cnp.ndarray out = np.empty(np.shape(rows), np.uint64)
     if cnp.PyArray_TYPE(rows) != cnp.NPY_FLOAT32:
@@ -147,7 +149,7 @@ def whole_exps(x):
 
 
 def log_sums(logits):
-    """`log(sum of e^logit)`, float64 `(n,)`, of logits, float32 `(n, vocabulary)`: by `shares` at temperature 1.
+    """`log(sum of e^logit)`, float64 `(n,)`, of each row of logits `(n, vocabulary)`, by `shares` at temperature 1.
 
     The relative error of the sum is below 1e-6. NaN where a logit is NaN; infinite where the largest one is.
     """

@@ -97,8 +97,8 @@ cdef extern from "kvc.h" nogil:
         int64_t num_tokens          # the sum of the runs
         int64_t sink_tokens         # these first tokens meet the sink queries
         int64_t num_queries         # standing on the last tokens
-        int64_t hidden_tokens       # the number of these that nobody sees
-        int64_t skipped_tokens      # the number of tokens at the front that nobody sees
+        int64_t hidden_tokens       # the number of these that no query sees
+        int64_t skipped_tokens      # the number of tokens at the front that no query sees
         int64_t start               # the text position of the first token
         int64_t window              # 0, or positions that a query sees, its own included
         int32_t whole               # 1: every query sees all tokens that are not hidden
@@ -253,7 +253,8 @@ cdef void xielu(int64_t n, int64_t dim, const float *x, float positive, float ne
 cdef void clamped_swiglu(int64_t n, int64_t dim, const float *x, float alpha, float limit, float *out) noexcept nogil
 cdef void softcap(int64_t n, const float *x, float cap, float *out) noexcept nogil
 
-# Weights of tokens as whole numbers (kvc_shares.c), at the level in use; functions of doubles (kvc_functions.h).
+# Weights of tokens as whole numbers (kvc_shares.c), at the level in use; functions of doubles (kvc_functions.h), the
+# same at all levels.
 ctypedef double double_function(double x) noexcept nogil
 ctypedef enum function:
     EXP, EXP2, LOG, LOG1P, SIN, COS, TANH

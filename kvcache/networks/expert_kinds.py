@@ -144,7 +144,8 @@ class ExpertKind:
         """Whether each of `layers` layers has experts, where no list of the mixers says; others have an MLP."""
         listed = read.get("mlp_layer_types") if self.listed else None
         if listed is not None:
-            if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= {"dense", "sparse"}:
+            known = isinstance(listed, list) and all(each in ("dense", "sparse") for each in listed)
+            if not known or len(listed) != layers:
                 expected = f"dense or sparse for each of {layers} layers"
                 raise CheckpointError(f"mlp_layer_types: expected {expected}, got {short(listed)}")
             return [each == "sparse" for each in listed]

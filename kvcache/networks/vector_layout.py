@@ -59,7 +59,7 @@ class Dense:
             if config.get(key) not in (None, own):
                 raise CheckpointError(f"{path}: {key}: expected {own}, got {short(config[key])}")
         activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
-        if activation not in _ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             raise CheckpointError(
                 f"{path}: activation_function: expected one of {', '.join(_ACTIVATIONS)}, got {short(activation)}"
             )
@@ -104,10 +104,20 @@ class VectorLayout:
     dimensions: int | None = None
     judges: tuple[int, int] | None = None
 
+    def expect(self, hidden_size: int, vocab_size: int) -> None:
+        """CheckpointError: layers or tokens that do not go with a network of these sizes."""
+        for layer in self.dense:
+            if layer.weight.shape[1] != hidden_size:
+                raise CheckpointError(f"in_features: expected {hidden_size}, got {layer.weight.shape[1]}")
+            hidden_size = layer.weight.shape[0]
+        if self.judges is not None and not (max(self.judges) < vocab_size and len({*self.judges}) == 2):
+            raise CheckpointError(f"true_token_id: expected two ids below {vocab_size}, got {self.judges}")
+
     @classmethod
     def of_gguf(cls, metadata: Mapping[str, Any]) -> VectorLayout | None:
         """The layout that a GGUF file says; None: none."""
-        pooling = _GGUF.get(metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0))
+        kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+        pooling = _GGUF.get(kind) if isinstance(kind, int) else None
         return None if pooling is None else cls(pooling)
 
     @classmethod
@@ -138,7 +148,7 @@ class VectorLayout:
         if not isinstance(prompts, dict) or not all(isinstance(each, str) for each in prompts.values()):
             raise CheckpointError(f"{folder}: prompts: expected texts by their names, got {short(prompts)}")
         default = texts.get("default_prompt_name")
-        if default is not None and default not in prompts:
+        if default is not None and default not in [*prompts]:
             raise CheckpointError(f"{folder}: default_prompt_name: expected one of prompts, got {short(default)}")
         most = _optional(folder / modules[0][1] / "sentence_bert_config.json").get("max_seq_length")
         return cls(
@@ -163,7 +173,7 @@ def _module(path: Path, entry: Any) -> tuple[str, str]:
     place: Any
     kind, place = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
     named = isinstance(kind, str) and isinstance(place, str)
-    if not named or Path(place).is_absolute() or ".." in Path(place).parts:
+    if not named or Path(place).is_absolute() or ".." in Path(place).parts or "\0" in place:
         raise CheckpointError(f"{path}: expected modules with a type and a path inside the folder, got {short(entry)}")
     return kind.rpartition(".")[2], place
 

@@ -44,7 +44,7 @@ cdef class Residual:
     cdef readonly int64_t length       # tokens of a group; 0: there are no groups
     cdef readonly int64_t firsts       # first tokens that every query reads in f16
 
-    cdef int make_room_(self, int64_t num_blocks) except -1            # at least `num_blocks` free ones, or an error
+    cdef int make_room_(self, int64_t num_blocks) except -1  # at least `num_blocks` free ones; or an error of memory
     cdef int grow_to_(self, num_blocks) except -1
 
     # Spans of a sequence after a change, which is not made yet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 from anyio import create_task_group, move_on_after
 from anyio.lowlevel import checkpoint
@@ -23,7 +23,7 @@ from kvcache.serving import NewTokens
 from kvcache.serving import Request as EngineRequest
 from kvcache.serving.work import Work
 
-__all__ = ["HttpAnswer"]
+__all__ = ["HttpAnswer", "WholeAnswer"]
 
 _EVENT = 16  # tokens of one message, which with 20 log-probabilities each take milliseconds
 
@@ -99,25 +99,11 @@ class HttpAnswer:
             for request in self.requests:
                 async for _ in self._arrivals(request):
                     pass
-            made = pieces(await run_sync(self._answer, limiter=self._threads.answers))
-            first, second = await self._next(made), await self._next(made)
+            timed = any(work.reason == "deadline" for request in self.requests for work in request.works)
+            answer = await WholeAnswer.begun(self._answer, self._threads, TIMED_OUT if timed else None)
         except Exception as error:
             return await self._form.refusal(error, running=True)(scope, receive, send)
-        timed = any(work.reason == "deadline" for request in self.requests for work in request.works)
-        headers = TIMED_OUT if timed else None
-        if second is None:
-            return await Response(first, 200, headers, "application/json")(scope, receive, send)
-
-        async def rest() -> AsyncIterator[bytes]:
-            yield first or b""
-            yield second
-            while (piece := await self._next(made)) is not None:
-                yield piece
-
-        await StreamingResponse(rest(), 200, headers, "application/json").stream_response(send)
-
-    async def _next(self, made: Iterator[bytes]) -> bytes | None:
-        return await run_sync(next, made, None, limiter=self._threads.answers)
+        await answer(scope, receive, send)
 
     def _answer(self) -> JsonObject:
         found = []
@@ -178,6 +164,47 @@ class HttpAnswer:
         except OutOfMemoryError:
             if not all(work.error is None or _is_cut(work) for work in request.works):
                 raise self._form.too_large(request.works[0].num_prompt) from None
+
+
+class WholeAnswer:
+    """An ASGI application that sends JSON: as one piece with a length, or in pieces as they are made.
+
+    Args:
+        made: the pieces behind the first ones.
+        first: these, at most two.
+        threads: that make the others.
+        headers: of the response.
+    """
+
+    def __init__(
+        self, made: Iterator[bytes], first: Sequence[bytes], threads: Threads, headers: Mapping[str, str] | None
+    ) -> None:
+        self._made, self._first, self._threads, self._headers = made, first, threads, headers
+
+    @classmethod
+    async def begun(
+        cls, make: Callable[[], JsonObject], threads: Threads, headers: Mapping[str, str] | None = None
+    ) -> WholeAnswer:
+        """The answer that `make` returns, its first pieces made; its errors are those of `make`."""
+        made = pieces(await run_sync(make, limiter=threads.answers))
+        first = [each for each in (await _next(made, threads), await _next(made, threads)) if each is not None]
+        return cls(made, first, threads, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self._first) < 2:
+            return await Response(self._first[0], 200, self._headers, "application/json")(scope, receive, send)
+        # Another task reads `receive`.
+        await StreamingResponse(self._pieces(), 200, self._headers, "application/json").stream_response(send)
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        for each in self._first:
+            yield each
+        while (piece := await _next(self._made, self._threads)) is not None:
+            yield piece
+
+
+async def _next(made: Iterator[bytes], threads: Threads) -> bytes | None:
+    return await run_sync(next, made, None, limiter=threads.answers)
 
 
 def _is_cut(work: Work) -> bool:

@@ -49,12 +49,15 @@ class Prompts:
     Args:
         engine: has a tokenizer.
         plain: whether special tokens in the texts of users are text.
+
+    Attributes:
+        plain: encodes such texts; None: special tokens are special.
     """
 
     def __init__(self, engine: BatchEngine, plain: bool) -> None:
         self._engine = engine
-        self._plain = PlainText(engine.tokenizer) if plain else None
-        self._tokenizer = engine.tokenizer if self._plain is None else self._plain.tokenizer
+        self.plain = PlainText(engine.tokenizer) if plain else None
+        self._tokenizer = engine.tokenizer if self.plain is None else self.plain.tokenizer
         self._knows_developer = "developer" in (engine.chat_template or "")
         least_tokens(engine.tokenizer, "")  # which reads the vocabulary, once
 
@@ -105,8 +108,8 @@ class Prompts:
 
         def write(messages: Any, begins: bool) -> str:
             render = partial(self._engine.apply_chat_template, add_generation_prompt=begins)
-            if self._plain is not None:
-                return self._plain.chat_text(messages, render, **options)
+            if self.plain is not None:
+                return self.plain.chat_text(messages, render, **options)
             text: str = render(messages, **options)
             return text
 

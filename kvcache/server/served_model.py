@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
+from kvcache.engine.vectors import Vectors
 from kvcache.errors import GrammarError, OutOfMemoryError, QueueFullError
 from kvcache.grammar import Grammar
 from kvcache.grammar.trials import Trials
@@ -106,12 +107,17 @@ class ServedModel:
     def embed(self, found: dict[str, Any], space: Hashable) -> VectorBody:
         """Answer a body of `/v1/embeddings`."""
         given = checked(found, EMBEDDINGS, ("model", "input"))
-        return asked_of_embeddings(given, self.engine, self.names[0], space)
+        return asked_of_embeddings(given, self._vectors(), self.names[0], space)
 
     def rerank(self, found: dict[str, Any], space: Hashable) -> VectorBody:
         """Answer a body of `/v1/rerank`."""
         given = checked(found, RERANK, ("model", "query", "documents"))
-        return asked_of_rerank(given, self.engine, self.names[0], space)
+        return asked_of_rerank(given, self._vectors(), self.names[0], space)
+
+    def _vectors(self) -> Vectors:
+        vectors = self.engine.vectors()
+        vectors.plain = self._prompts.plain
+        return vectors
 
     def _completion(self, found: dict[str, Any], chat: bool) -> Asked:
         return asked_of_completion(found, chat, self.engine.sampling_params, self.engine.max_positions)
@@ -195,7 +201,7 @@ class ServedModel:
         """The error of a text with more tokens than the network has positions: of the memory where that has fewer."""
         field, _, rest = str(error).partition(": ")
         most = self.engine.max_prompt
-        return error if most in (None, error.most) else self._too_large(field, rest.rpartition(", got ")[2])
+        return error if most is None or error.most <= most else self._too_large(field, rest.rpartition(", got ")[2])
 
     def _too_large(self, field: str, got: str) -> ValueError:
         return too_large(field, got, self.engine.max_prompt)

@@ -8,19 +8,18 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anyio import create_task_group, move_on_after
-from anyio.to_thread import run_sync
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvcache.engine.text_rows import TextRows
-from kvcache.engine.vectors import VectorOptions, scores_of
+from kvcache.engine.vectors import VectorOptions, Vectors, scores_of
 from kvcache.errors import InvalidOperationError, OutOfMemoryError, QueueFullError
+from kvcache.server.answers import WholeAnswer
 from kvcache.server.fields import FLAG, FROM_1, IGNORED, TEXT, TEXTS, Field
 from kvcache.server.forms import unique
 from kvcache.server.limits import Threads
 from kvcache.server.refusals import BodyError, ending, refusal, too_large
-from kvcache.server.written import JsonObject, written
+from kvcache.server.written import JsonObject
 from kvcache.serving import BatchEngine
 from kvcache.support.arguments import as_instance, short
 
@@ -73,9 +72,9 @@ def _few(field: str, texts: Sequence[Any]) -> None:
         raise ValueError(f"{field}: expected 1 to {_MOST} texts, got {len(texts)}")
 
 
-def asked_of_embeddings(given: Mapping[str, Any], engine: BatchEngine, model: str, space: Hashable) -> VectorBody:
+def asked_of_embeddings(given: Mapping[str, Any], vectors: Vectors, model: str, space: Hashable) -> VectorBody:
     """The texts of a body of `/v1/embeddings`. ValueError: a network that makes no vectors; as `ChatEngine.embed`."""
-    vectors, texts = engine.vectors(), given["input"]
+    texts = given["input"]
     if not vectors.pools:
         raise BodyError(f"model: expected one whose checkpoint says a pooling, got {model}", "unsupported_model")
     _few("input", texts)
@@ -100,9 +99,9 @@ def _base64(row: Any) -> str:
     return base64.b64encode(row.astype("<f4").tobytes()).decode()
 
 
-def asked_of_rerank(given: Mapping[str, Any], engine: BatchEngine, model: str, space: Hashable) -> VectorBody:
+def asked_of_rerank(given: Mapping[str, Any], vectors: Vectors, model: str, space: Hashable) -> VectorBody:
     """The prompts of a body of `/v1/rerank`. ValueError: as `ChatEngine.rerank`; a network that is no reranker."""
-    vectors, documents = engine.vectors(), given["documents"]
+    documents = given["documents"]
     if not vectors.is_reranker and "rerank" not in model.lower():
         raise BodyError(
             f"model: expected a reranker, which has LogitScore in modules.json or rerank in its name, got {model}",
@@ -154,18 +153,18 @@ class VectorAnswer:
                 tasks.start_soon(watch)
                 answer = await self._answered()
                 begun = True
-                await answer(scope, receive, send)
+                with move_on_after(self._timeout):  # as long again, for a client that reads slowly
+                    await answer(scope, receive, send)
                 tasks.cancel_scope.cancel()
         except CancelledError:
             if not begun:
                 await refusal(ending())(scope, receive, send)
 
-    async def _answered(self) -> Response:
+    async def _answered(self) -> ASGIApp:
         try:
             with move_on_after(self._timeout):
                 await self._run()
-                body = await run_sync(self._body, limiter=self._threads.answers)
-                return Response(body, 200, None, "application/json")
+                return await WholeAnswer.begun(self._asked.made, self._threads)
             return refusal(HTTPException(503, "answer: expected one, got none: no end within the time limit"))
         except (QueueFullError, InvalidOperationError) as error:
             return refusal(error)
@@ -174,9 +173,6 @@ class VectorAnswer:
             return refusal(too_large(self._asked.field, f"{longest} tokens", self._engine.max_prompt))
         except Exception as error:
             return refusal(error, running=True)
-
-    def _body(self) -> str:
-        return "".join(written(self._asked.made()))
 
     async def _run(self) -> None:
         for part in self._parts():

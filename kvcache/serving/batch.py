@@ -342,6 +342,9 @@ class BatchEngine(NetworkEngine):
         Args:
             texts: token ids, at least one each; or texts, if the engine has a tokenizer.
             progress: as of `generate_batch`.
+
+        Raises:
+            as `InferenceEngine.score`; InvalidOperationError: the engine was closed meanwhile, and cancelled texts.
         """
         most = self.max_positions and self.max_positions + 1  # the last token does not run
         prompts = [as_prompt(text, lambda: self.tokenizer, self.config.vocab_size, most) for text in texts]
@@ -356,7 +359,7 @@ class BatchEngine(NetworkEngine):
             return pending
 
         for pending in run_all([work for work in works if work.num_tokens], submit, self._steps.wait_for_any, progress):
-            pending.raise_error()
+            pending.expect_end()
         return [work.scores for work in works]
 
     def _checkpoint(self) -> CheckpointText | GgufText | None:
@@ -371,7 +374,8 @@ class BatchEngine(NetworkEngine):
         def submit(reading: TextRows) -> Pending:
             return self.submit_readings([reading])
 
-        run_all(readings, submit, self._steps.wait_for_any, False if progress is None else progress)
+        for pending in run_all(readings, submit, self._steps.wait_for_any, False if progress is None else progress):
+            pending.expect_end()
 
     def submit_readings(
         self, readings: Sequence[TextRows], *, namespace: Hashable = None, deadline: float | None = None

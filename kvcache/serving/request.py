@@ -101,6 +101,12 @@ class Pending:
             if work.error is not None:
                 raise work.error.with_traceback(work.trace)
 
+    def expect_end(self) -> None:
+        """Raise what a work has failed with. InvalidOperationError: it was cancelled."""
+        self.raise_error()
+        if any(work.reason == "cancelled" for work in self.works):
+            raise InvalidOperationError("expected texts that run to their end, got one that was cancelled")
+
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
         """Wait until a condition holds; TimeoutError after `timeout` seconds."""
         steps = self._steps

@@ -12,7 +12,7 @@ from windowed_networks import Windowed
 from kvcache import BatchEngine, Calibration, InferenceEngine, PrefixCachedEngine, SamplingParams, SnapshotError
 from kvcache.calibration.calibrating import measure, text_or_calibration
 from kvcache.demo import DIRECTORY
-from kvcache.engine import Transformer
+from kvcache.engine import Settings, Transformer
 
 pytestmark = pytest.mark.one_build
 
@@ -161,6 +161,10 @@ def test_what_calibrate_takes(model, folder, rng):
     for wrong in ("auto", True):
         with pytest.raises(TypeError, match=r"^calibrate: expected False, a Calibration or tokens, got"):
             InferenceEngine(model, calibrate=wrong, dtype="q4")
+    for dtype in ("f32", "q4"):
+        for wrong in (7, ["a"], [model.config.vocab_size], object()):
+            with pytest.raises((TypeError, ValueError), match=r"^calibrate: expected"):
+                InferenceEngine(model, settings=Settings(calibrate=wrong, dtype=dtype))
     with pytest.raises(ValueError, match=r"^calibrate: expected a text of at least 64 tokens and positions, got 10"):
         InferenceEngine(model, calibrate=text[:10], dtype="q4")
     with pytest.raises(TypeError, match=r'^calibrate: expected False, "auto", a path, a Calibration or tokens, got'):

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -53,6 +55,25 @@ def test_errors_print_one_line_and_leave_the_file(folder, tmp_path, capsys, text
     assert error in found.splitlines()[-1]
     assert output.read_bytes() == b"old"
     assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_outputs_are_checked_first_and_devices_and_links_stay(folder, tmp_path, capsys):
+    texts, device, link = tmp_path / "lines.txt", tmp_path / "device", tmp_path / "link.npy"
+    texts.write_text("x")
+    command = ["embed", "--model", str(folder), "-f", str(texts), "-o"]
+    for output in (tmp_path / "missing" / "x.npy", tmp_path):
+        assert main([*command, str(output), "--prompt-name", "other"]) == 2
+        assert "--output: expected a file in a folder that exists" in capsys.readouterr().err
+    os.mkfifo(device)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(device.read_text)
+        assert main([*command, str(device)]) == 0
+        assert len(json.loads(read.result())) == 32
+    assert device.is_fifo()
+    link.symlink_to(tmp_path / "vectors.npy")
+    assert main([*command, str(link)]) == 0
+    assert link.is_symlink()
+    assert np.load(tmp_path / "vectors.npy").shape == (1, 32)
 
 
 def test_texts_that_are_too_long_are_cut_where_asked(folder, tmp_path):

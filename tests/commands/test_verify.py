@@ -86,6 +86,12 @@ def test_options_that_exclude_each_other(capsys):
         (["--server", "http://x", "--prompts", "2"], "--prompts: expected none with --server, got 2"),
         (["--words", "2"], "--words: expected --server beside it, got 2"),
         (["--server", "x"], "--server: expected a URL such as http://127.0.0.1:8000/v1, got "),
+        (["--server", "http://["], "--server: expected a URL such as http://127.0.0.1:8000/v1, got "),
+        (["--server", "http://"], "--server: expected a URL such as http://127.0.0.1:8000/v1, got "),
+        (["--server", "http://x:y"], "--server: expected a URL such as http://127.0.0.1:8000/v1, got "),
+        (["--server", "http://x", "--dtype", "q4"], "--dtype: expected none with --server, got q4"),
+        (["--server", "http://x", "--threads", "1"], "--threads: expected none with --server, got 1"),
+        (["--json", "missing/x.json"], "--json: expected a file in a folder that exists, got missing/x.json"),
         (["--seconds", "0"], "--seconds: expected "),
         (["--way", "x"], "--way: expected the beginning of one of cold, "),
     ):

@@ -7,10 +7,12 @@ import json
 import shutil
 import threading
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import pytest
 from engines import GREEDY, PROMPT, assert_same_state, state
+from gguf_files import convert
 from places import GOLDEN
 
 from kvcache import BatchEngine
@@ -47,13 +49,16 @@ def test_settings_are_the_keywords_of_each_engine(network):
             kind(network, settings={"dtype": "q4"})
 
 
-def test_a_checkpoint_takes_the_calibration_of_settings():
+def test_a_checkpoint_takes_the_calibration_of_settings(tmp_path):
     tokens = np.arange(100, dtype=np.uint32) % 200
-    one, other = (
-        InferenceEngine.from_pretrained(GOLDEN / "llama", **options).cache.calibration
-        for options in ({"settings": Settings("q4", calibrate=tokens)}, {"dtype": "q4", "calibrate": tokens})
-    )
-    np.testing.assert_array_equal(one.moments, other.moments)
+    settings, path = Settings("q4", calibrate=tokens), convert(GOLDEN / "llama", tmp_path / "x.gguf")
+    for make in (partial(InferenceEngine.from_pretrained, GOLDEN / "llama"), partial(InferenceEngine.from_gguf, path)):
+        one, other = (
+            make(**options).cache.calibration
+            for options in ({"settings": settings}, {"dtype": "q4", "calibrate": tokens})
+        )
+        np.testing.assert_array_equal(one.moments, other.moments)
+        assert make(settings=settings, calibrate=False).cache.calibration is None
 
 
 # ---------------------------------------------------------------- requests

@@ -5,14 +5,15 @@ import shutil
 
 import numpy as np
 import pytest
-from gguf_files import U32, convert
+from gguf_files import ARRAY, I32, STRING, U32, convert
 from places import GOLDEN
 from seeded_weights import golden_folder
+from tensor_files import pack_arrays
 from vector_folders import TEXTS, VECTORS, changed, vector_folder
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, PrefixCachedEngine
 from kvcache.engine.text_rows import LastLogits
-from kvcache.errors import CheckpointError
+from kvcache.errors import CheckpointError, InvalidOperationError
 from kvcache.sampling.text_tokens import TooManyTokens
 
 ENGINES = {
@@ -143,6 +144,18 @@ def test_long_texts_are_refused_by_name_or_cut_before_their_end(folders):
     with pytest.raises(TooManyTokens, match=r"documents\.0: expected at most 512 tokens"):
         reranker.rerank("x", [text])
     assert 0 <= reranker.rerank("x", [text], truncate=True)[0] <= 1
+    for query, truncate in ((text, False), (text, True), ("x" * 330, True)):  # nothing of documents would be left
+        with pytest.raises(TooManyTokens, match=r"query: expected at most 512 tokens"):
+            reranker.rerank(query, ["x", "y"], truncate=truncate)
+
+
+def test_vectors_and_scores_of_an_engine_that_was_closed_meanwhile_are_no_shorter_list(folders):
+    texts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    for call in (BatchEngine.embed, BatchEngine.score_batch):
+        engine = ENGINES["batch"](folders["mean"], max_running=1)
+        with pytest.raises(InvalidOperationError):
+            call(engine, texts, progress=lambda done, _, engine=engine: engine.close(cancel=True))
+        engine.check()
 
 
 @pytest.mark.parametrize(("error", "call"), [
@@ -151,6 +164,14 @@ def test_long_texts_are_refused_by_name_or_cut_before_their_end(folders):
     (r"pooling: expected last or mean", lambda e: e.embed(["x"], "cls")),
     (r"prompt_name: expected one of document, query, got 'other'", lambda e: e.embed(["x"], prompt_name="other")),
     (r"texts\.0: expected a text behind a prompt, got token ids", lambda e: e.embed([[1]], prompt_name="query")),
+    (r"pooling: expected a str", lambda e: e.embed(["x"], ["mean"])),
+    (r"prompt_name: expected a str", lambda e: e.embed(["x"], prompt_name=["query"])),
+    (r"normalise: expected a bool", lambda e: e.embed(["x"], normalise=None)),
+    (r"progress: expected a function", lambda e: e.embed(["x"], progress=True)),
+    (r"texts: expected a list of texts, got NoneType", lambda e: e.embed(None)),
+    (r"texts\.0: expected a text or token ids, got int", lambda e: e.embed([1, 2])),
+    (r"documents: expected a list of texts, got int", lambda e: e.rerank("x", 1)),
+    (r"truncate: expected a bool", lambda e: e.rerank("x", ["y"], truncate=1)),
     (r"dimensions: expected", lambda e: e.embed(["x"], dimensions=65)),
     (r"texts\.0: expected ids from 0 to 255", lambda e: e.embed([[256]])),
     (r"texts\.0: expected Unicode text", lambda e: e.embed(["\ud800"])),
@@ -182,10 +203,12 @@ def test_what_other_engines_refuse():
     ("1_Pooling/config.json", {"pooling_mode": ["mean", "lasttoken"]}, "pooling_mode: expected lasttoken or mean"),
     ("1_Pooling/config.json", {"include_prompt": 1}, "include_prompt: expected true or false"),
     ("2_Dense/config.json", {"activation_function": "torch.nn.ReLU"}, "activation_function: expected one of"),
+    ("2_Dense/config.json", {"activation_function": ["torch.nn.Tanh"]}, "activation_function: expected one of"),
     ("2_Dense/config.json", {"out_features": 47}, "expected tensors"),
     ("2_Dense/config.json", {"use_residual": True}, "use_residual: expected False"),
     ("config_sentence_transformers.json", {"prompts": {"query": 1}}, "prompts: expected texts"),
     ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "default_prompt_name: expected one of"),
+    ("config_sentence_transformers.json", {"default_prompt_name": ["query"]}, "default_prompt_name: expected one of"),
     ("config_sentence_transformers.json", {"truncate_dim": 0}, "truncate_dim: expected"),
     ("config.json", {"architectures": ["BertModel"]}, "architectures: expected one of .* got .*BertModel"),
     ("config.json", {"architectures": ["Qwen3ForSequenceClassification"]}, "architectures: expected one of"),
@@ -199,6 +222,22 @@ def test_layouts_that_are_not_read_are_refused_by_name(tmp_path, folders, file, 
         InferenceEngine.from_pretrained(folder)
 
 
+def test_layers_and_tokens_that_do_not_go_with_the_network_are_refused_when_it_is_opened(tmp_path, folders):
+    for layout in ("mean", "rerank"):
+        shutil.copytree(folders[layout], tmp_path / layout)
+    changed(tmp_path / "mean", "config_sentence_transformers.json", truncate_dim=999)  # cuts nothing
+    engine = InferenceEngine.from_pretrained(tmp_path / "mean")
+    assert engine.embed(["x"]).tobytes() == InferenceEngine.from_pretrained(folders["mean"]).embed(["x"]).tobytes()
+    changed(tmp_path / "mean", "2_Dense/config.json", in_features=16)
+    (tmp_path / "mean/2_Dense/model.safetensors").write_bytes(pack_arrays({"linear.weight": np.zeros((48, 16), "f4")}))
+    with pytest.raises(CheckpointError, match="in_features: expected 64, got 16"):
+        BatchEngine.from_pretrained(tmp_path / "mean")
+    for token in (256, 251):
+        changed(tmp_path / "rerank", "1_LogitScore/config.json", true_token_id=token, false_token_id=251)
+        with pytest.raises(CheckpointError, match="true_token_id: expected two ids below 256"):
+            InferenceEngine.from_pretrained(tmp_path / "rerank")
+
+
 def test_older_files_of_a_layout_and_other_modules(tmp_path, folders):
     folder = tmp_path / "last"
     shutil.copytree(folders["last"], folder)
@@ -206,7 +245,9 @@ def test_older_files_of_a_layout_and_other_modules(tmp_path, folders):
     changed(folder, "1_Pooling/config.json", **older)
     assert np.abs(InferenceEngine.from_pretrained(folder).embed(TEXTS) - golden("last")["vectors"]).max() < 2e-5
     modules = (folder / "modules.json").read_text()
-    for old, new in (("Normalize", "LayerNorm"), ("1_Pooling", "../1_Pooling"), ("[", "{")):
+    for old, new in (
+        ("Normalize", "LayerNorm"), ("1_Pooling", "../1_Pooling"), ("1_Pooling", "1_Pooling\\u0000"), ("[", "{"),
+    ):
         (folder / "modules.json").write_text(modules.replace(old, new))
         with pytest.raises(CheckpointError, match=re.escape("modules.json")):
             InferenceEngine.from_pretrained(folder)
@@ -217,8 +258,9 @@ def test_a_gguf_file_says_its_pooling(tmp_path):
     for kind, pooling in ((3, "last"), (1, "mean")):
         path = convert(GOLDEN / "qwen3_tied", tmp_path / f"{pooling}.gguf", qwen3__pooling_type=(U32, kind))
         assert InferenceEngine.from_pretrained(path).embed(tokens).tobytes() == folder.embed(tokens, pooling).tobytes()
-    for kind in (0, 2, 4):  # none, that of a first token, that of a class
-        path = convert(GOLDEN / "qwen3_tied", tmp_path / "other.gguf", qwen3__pooling_type=(U32, kind))
+    # None, that of a first token, that of a class, and no number.
+    for kind in ((U32, 0), (U32, 2), (U32, 4), (STRING, "mean"), (ARRAY, [1], I32)):
+        path = convert(GOLDEN / "qwen3_tied", tmp_path / "other.gguf", qwen3__pooling_type=kind)
         with pytest.raises(ValueError, match="pooling: expected last or mean"):
             InferenceEngine.from_pretrained(path).embed(tokens)
 

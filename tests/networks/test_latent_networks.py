@@ -42,6 +42,7 @@ def config_of(name, **changes):
         ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok: expected a positive whole number up to 4, g"),
         ("deepseek_v3", {"qk_rope_head_dim": 31}, "qk_rope_head_dim: expected an even number"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected dense or sparse for each of 3"),
+        ("glm4_moe_lite", {"mlp_layer_types": [[]] * 3}, "mlp_layer_types: expected dense or sparse for each of 3"),
         ("glm4_moe_lite", {"rope_interleave": "yes"}, "rope_interleave: expected true or false, got 'yes'"),
     ],
 )
