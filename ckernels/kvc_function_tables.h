@@ -40,8 +40,9 @@ static const double POWERS[64][2] = {
     {0x1.f50765b6e454p+0, 0x1.9d3e12dd8a18bp-54}, {0x1.fa7c1819e90d8p+0, 0x1.74853f3a5931ep-55},
 };
 
-/* Of the interval i of 128 of [1, 2), from 53 on of its half: a number of 9 bits near the inverse of its middle, and minus the
- * logarithm of that number as a double and what it lacks. The two intervals at 1 have 1. */
+/* Row i belongs to the interval i of 128 of [1, 2); from row 53 on, to half of each number in it. A row has a number of 9 bits near
+ * the inverse of the interval's middle, minus the logarithm of that number as a double, and what this double lacks. The two
+ * intervals at 1 have the number 1. */
 static const double LOGARITHMS[128][3] = {
     {0x1p+0, 0, 0}, {0x1.fap-1, 0x1.82448a388a2aap-7, 0x1.04b16137f09ap-62},
     {0x1.f6p-1, 0x1.432a925980cc1p-6, -0x1.8cdaf39004192p-60}, {0x1.f2p-1, 0x1.c63d2ec14aaf2p-6, -0x1.ce030a686bd86p-60},

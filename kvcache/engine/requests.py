@@ -234,8 +234,8 @@ class Requests:
     def read(self, readings: Sequence[TextRows], progress: Callable[[int, int], object] | None = None) -> None:
         """Run texts one after another, and read their rows; the sequence is empty afterwards.
 
-        Of a text whose last row is read the tokens run that the one before it does not have, where going back gives the
-        bits of a cold run.
+        If the last row of a text is read, the text keeps the tokens that it shares with the one before, as far as going
+        back gives the bits of a cold run; only the other tokens run.
 
         Args:
             progress: called with the number of texts that have run, and of all.

@@ -285,7 +285,7 @@ def _rotated(read: ConfigReading) -> tuple[bool, ...]:
     if among == "given":
         return ((read.config.get("rope_parameters") or {}).get("rope_theta", 1.0) is not None,) * read.num_layers
     if among == "windows" or (among == "mixed" and read.get("sliding_window") is not None):
-        # Of Cohere's networks with experts: the first layers have no window and turn.
+        # The first layers of Cohere's networks with experts have no window, and turn.
         also = read.default(_FIRST_PATTERN) is not None and read.size(_FIRST_PATTERN) == 1
         pairs = zip(read.found.windows, read.found.mlps, strict=True)
         return tuple(window is not None or (also and mlp == "mlp") for window, mlp in pairs)

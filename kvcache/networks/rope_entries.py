@@ -31,7 +31,7 @@ _REMARKS = frozenset({"mrope_section", "mrope_interleaved", "max_position_embedd
 # Keys that some families read, or none, and the values without an effect.
 _GROWTH = "llama_4_scaling_beta"
 _ALPHA = "alpha"  # of Hunyuan: its rotary embedding is called dynamic and does not change with the text
-# Of Phi-3.5-MoE: what multiplies cosines and sines of texts within the original context, and of others.
+# Phi-3.5-MoE multiplies cosines and sines by the first factor within the original context, else by the second.
 _SHORT, _LONG = "short_mscale", "long_mscale"
 _NEUTRAL = {"attn_factor": 1, _GROWTH: 0, "partial_rotary_factor": 1, _ALPHA: 0, _SHORT: None, _LONG: None}
 

@@ -20,7 +20,7 @@ FUNCTIONS = {
     "mean", "average", "var", "std", "nansum", "nanmean", "cbrt", "hypot", "erf", "gamma", "lgamma", "convolve",
     "interp", "trapezoid", "norm", "fsum", "sumprod",
 }
-# Of whatever module and array; of whole numbers they are exact.
+# Sums of any module and array; those of whole numbers are exact.
 SUMS = {"sum", "cumsum", "mean", "std", "var", "dot", "cumprod", "reduce", "reduceat", "accumulate"}
 OWNERS = {"np", "numpy", "math", "cmath", "linalg", "fft"}
 ALL_OF = {"linalg", "fft"}  # LAPACK and pocketfft: every function
