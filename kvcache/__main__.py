@@ -14,6 +14,7 @@ from kvcache.commands.chat import add_chat, chat
 from kvcache.commands.config_file import configured
 from kvcache.commands.embed import add_embed, embed
 from kvcache.commands.generate import add_generate, generate
+from kvcache.commands.message_reader import visible
 from kvcache.commands.options import in_words_of_options
 from kvcache.commands.serve import add_serve, serve
 from kvcache.commands.verify import add_verify, verify
@@ -94,7 +95,7 @@ def _server() -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code. A user's error prints one line to stderr and returns 2.
+    """Run the command line and return its exit code. A user's error prints one line to stderr, as a terminal can show it, and returns 2.
 
     Where nobody reads the output any more, it ends without a word, with 141 as a shell tells a SIGPIPE.
     """
@@ -118,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
         return 141
     except (ImportError, KvCacheError, MemoryError, OSError, TypeError, ValueError) as error:
-        print(f"kvcache: {in_words_of_options(error, options)}", file=sys.stderr)
+        print(f"kvcache: {visible(in_words_of_options(error, options))}", file=sys.stderr)
         return 2
 
 

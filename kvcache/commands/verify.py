@@ -13,6 +13,7 @@ from kvcache.certificates.server_client import ServerClient
 from kvcache.certificates.server_rounds import WarmComparison, compared
 from kvcache.certificates.subject import Subject
 from kvcache.commands.answer_view import note
+from kvcache.commands.message_reader import visible
 from kvcache.commands.options import MODEL, add_network, check_network, check_output, network_defaults, open_network
 from kvcache.engine import InferenceEngine
 from kvcache.kernels.kernels import simd_level, simd_levels
@@ -126,7 +127,8 @@ def _verdict(row: Row) -> str:
 def _print_against(found: Certificate, other: Certificate) -> bool:
     """Print the comparison with a certificate of another machine; whether something differs."""
     count, machine = min(len(found.records), len(other.records)), other.machine
-    print(f"\nagainst {machine.get('cpu')}, {machine.get('level')}, kvcache {machine.get('kvcache')}:")
+    told = f"{machine.get('cpu')}, {machine.get('level')}, kvcache {machine.get('kvcache')}"
+    print(f"\nagainst {visible(told)}:")
     different = list(found.differences(other))
     for line in different:
         print(f"different: {line}")

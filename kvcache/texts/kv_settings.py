@@ -89,6 +89,10 @@ class Settings:
     def of(cls, settings: Settings | None, options: Mapping[str, Any]) -> Settings:
         """The settings with other values of some attributes; None: the defaults. TypeError: no such attribute."""
         settings = cls() if settings is None else as_instance(settings, Settings, "settings")
+        for name in options:
+            if name not in cls.__dataclass_fields__:
+                names = ", ".join(cls.__dataclass_fields__)
+                raise TypeError(f"{name}: expected a name of the engine's arguments or of Settings: {names}")
         return replace(settings, **options)
 
 

@@ -50,18 +50,22 @@ def test_one_bit_of_another_machine(certificate, tmp_path, capsys):
     good = Certificate.read(certificate)
     first, second = good.records
     other = replace(second, steps=tuple(content["prompts"][1]["steps"]))
-    replace(good, records=(first, other)).write(file)
+    replace(good, records=(first, other), machine={**good.machine, "cpu": "a\x1b[2J"}).write(file)
     assert main([*COLD, "--prompts", "2", "--against", str(file)]) == 1
-    assert "\ndifferent: prompt 1: logits of new token 3: log-probability -" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\nagainst a^[[2J, " in out
+    assert "\ndifferent: prompt 1: logits of new token 3: log-probability -" in out
 
 
 def test_certificates_that_do_not_compare(certificate, tmp_path, capsys):
     """Each part of the identity is refused by its name, before anything is computed."""
     good, file = Certificate.read(certificate), tmp_path / "other.json"
     for name, words in IDENTITY.items():
-        replace(good, identity={**good.identity, name: "x"}).write(file)
+        replace(good, identity={**good.identity, name: "x\x1b[2J"}).write(file)
         assert main([*COLD, "--against", str(file)]) == 2
-        assert f"against: expected a certificate of {words} " in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert f"against: expected a certificate of {words} " in error
+        assert error.endswith("got x^[[2J\n")
     for text in ("", "[]", "{}", "x", certificate.read_text().replace('"prompts": [', '"prompts": 1, "p": [')):
         file.write_text(text)
         assert main([*COLD, "--against", str(file)]) == 2
