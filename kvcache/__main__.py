@@ -95,8 +95,9 @@ def _server() -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code. A user's error prints one line to stderr, as a terminal can show it, and returns 2.
+    """Run the command line and return its exit code. A user's error prints one line to stderr and returns 2.
 
+    The line has no character that controls a terminal: an error may quote a file.
     Where nobody reads the output any more, it ends without a word, with 141 as a shell tells a SIGPIPE.
     """
     parser = _parser()
