@@ -1,14 +1,16 @@
-"""`open_tiers`: where the prefixes of a server go: a folder, a Redis or Valkey server that others share, or both."""
+"""`open_tiers`: where the prefixes of a server go: a folder, a Redis server or an object store that others share."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from datetime import timedelta
 from pathlib import Path
 
 from kvcache.texts.arrivals import AUTOSAVE_BYTES, AUTOSAVE_START
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.keys import as_secret
+from kvcache.tiers.object_store import ObjectStoreTier
 from kvcache.tiers.protocol import Tier
 from kvcache.tiers.redis import RedisTier
 from kvcache.tiers.tiers import Tiers
@@ -26,8 +28,12 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
     add("--redis", metavar="URL",
         help="a Redis or Valkey server that keeps prefixes for all servers with the same --tier-secret, such as "
         f"redis://host:6379/0; instead of the variable {VARIABLE}; needs the extra redis")
+    add("--object-store", metavar="URL",
+        help="an object store that keeps prefixes likewise, such as s3://bucket/folder, gs://bucket or "
+        "az://container; credentials are in variables such as AWS_ACCESS_KEY_ID; needs the extra objects")
     add("--tier-secret", metavar="FILE",
-        help="16 to 64 bytes, the same for all servers that read each other's prefixes: of --redis, and of a folder")
+        help="16 to 64 bytes, the same for all servers that read each other's prefixes: of --redis, --object-store and "
+        "a folder")
 
 
 def _url(options: argparse.Namespace) -> str | None:
@@ -40,14 +46,16 @@ def check_tiers(options: argparse.Namespace) -> bytes | None:
 
     Raises:
         OSError: a file that cannot be read.
-        ValueError: a secret of another length; a server without one; a secret for nothing.
+        ValueError: a secret of another length; a shared store without one; a secret for nothing.
     """
+    shared = {"--redis": _url(options), "--object-store": options.object_store}
     if options.tier_secret is None:
-        if _url(options) is not None:
-            raise ValueError("tier_secret: expected a file beside --redis, got none")
+        for name, url in shared.items():
+            if url is not None:
+                raise ValueError(f"tier_secret: expected a file beside {name}, got none")
         return None
-    if _url(options) is None and options.autosave is None:
-        raise ValueError("tier_secret: expected --redis or --autosave beside it, got neither")
+    if options.autosave is None and not any(url is not None for url in shared.values()):
+        raise ValueError("tier_secret: expected --redis, --object-store or --autosave beside it, got none of them")
     content = Path(options.tier_secret).read_bytes().strip()
     try:
         return as_secret(content)
@@ -60,9 +68,9 @@ def open_tiers(options: argparse.Namespace) -> Tiers | None:
     """The tiers of the options, which write each prefix at the end of its first request; None: there are none.
 
     Raises:
-        ImportError: a server without the package `redis`.
+        ImportError: a shared store without its package, `redis` or `obstore`.
         OSError: a folder that cannot be made or read.
-        ValueError: as `check_tiers`; a folder that others can write to; no URL of a server.
+        ValueError: as `check_tiers`; a folder that others can write to; no URL of such a store.
     """
     secret, url, tiers = check_tiers(options), _url(options), list[Tier]()
     if options.autosave is not None:
@@ -70,6 +78,9 @@ def open_tiers(options: argparse.Namespace) -> Tiers | None:
     if url is not None:
         assert secret is not None
         tiers.append(RedisTier(_client(url), secret=secret))
+    if options.object_store is not None:
+        assert secret is not None
+        tiers.append(ObjectStoreTier(_store(options.object_store), secret=secret))
     return Tiers(tiers, after_uses=1, head_start=AUTOSAVE_START) if tiers else None
 
 
@@ -82,3 +93,20 @@ def _client(url: str) -> object:
         return redis.Redis.from_url(url, socket_timeout=_SECONDS, socket_connect_timeout=_SECONDS)
     except ValueError:  # its message may have the password
         raise ValueError("redis: expected a URL such as redis://host:6379/0, got another text") from None
+
+
+def _store(url: str) -> object:
+    try:
+        import obstore.store
+    except ImportError as error:
+        told = f"object_store needs the package obstore: pip install 'kvcache-cpu[objects]' ({error})"
+        raise ImportError(told) from None
+    seconds = timedelta(seconds=_SECONDS)
+    try:
+        return obstore.store.from_url(
+            url, client_options={"timeout": seconds, "connect_timeout": seconds},
+            retry_config={"max_retries": 1, "retry_timeout": seconds},
+        )
+    except Exception as error:  # obstore has a family of its own
+        told = str(error).splitlines()[0]
+        raise ValueError(f"object_store: expected a URL such as s3://bucket/folder; {told}") from None

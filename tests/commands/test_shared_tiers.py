@@ -1,4 +1,4 @@
-"""The tiers that options of `serve` open: a folder, a Redis server that two servers share, their secret."""
+"""The tiers that options of `serve` open: a folder, a Redis server or an object store that is shared, their secret."""
 
 import argparse
 import stat
@@ -88,7 +88,11 @@ def test_a_folder_before_the_server(secret, tmp_path):
     ("arguments", "message"),
     [
         (["--redis", "redis://host"], "tier_secret: expected a file beside --redis, got none"),
-        (["--tier-secret", "SECRET"], "tier_secret: expected --redis or --autosave beside it, got neither"),
+        (["--object-store", "s3://b"], "tier_secret: expected a file beside --object-store, got none"),
+        (
+            ["--tier-secret", "SECRET"],
+            "tier_secret: expected --redis, --object-store or --autosave beside it, got none of them",
+        ),
         (["--redis", "redis://host", "--tier-secret", "SHORT"], "tier_secret: expected 16 to 64 bytes, got 5"),
     ],
 )
@@ -97,6 +101,26 @@ def test_what_is_refused(arguments, message, secret, tmp_path):
     places = {"SECRET": secret, "SHORT": tmp_path / "short"}
     with pytest.raises(ValueError, match=f"^{message}$"):
         check_tiers(options(*[places.get(each, each) for each in arguments]))
+
+
+def test_an_object_store(secret, tmp_path):
+    """A folder stands for one; what is no URL of a store is refused."""
+    pytest.importorskip("obstore")
+    found = []
+    for _ in range(2):
+        with (
+            open_tiers(options("--tier-secret", secret, "--object-store", f"file://{tmp_path}")) as tiers,
+            BatchEngine.from_pretrained(DIRECTORY, tiers=tiers, num_blocks=100) as engine,
+        ):
+            found.append(engine.submit(prompts(1)[0], GREEDY).result())
+            assert tiers.flush(60)
+            stored = tiers.stats()[0].stored
+    assert found[0] == found[1]
+    assert len([*(tmp_path / "kvcache").iterdir()]) == 6
+    assert stored == 0
+    for url in ("foo", "s3://", "az://container", "file:///nowhere/at/all"):
+        with pytest.raises(ValueError, match=r"^object_store: expected a URL such as s3://bucket/folder; "):
+            open_tiers(options("--tier-secret", secret, "--object-store", url))
 
 
 def test_no_message_has_the_password(secret, capsys):
