@@ -109,4 +109,4 @@ def _store(url: str) -> object:
         )
     except Exception as error:  # obstore has a family of its own
         told = str(error).splitlines()[0]
-        raise ValueError(f"object_store: expected a URL such as s3://bucket/folder; {told}") from None
+        raise ValueError(f"object_store: expected a URL such as s3://bucket/folder, got an error: {told}") from None

@@ -92,7 +92,7 @@ class Settings:
         for name in options:
             if name not in cls.__dataclass_fields__:
                 names = ", ".join(cls.__dataclass_fields__)
-                raise TypeError(f"{name}: expected a name of the engine's arguments or of Settings: {names}")
+                raise TypeError(f"{name}: expected an argument of the engine or one of {names}, got another name")
         return replace(settings, **options)
 
 

@@ -43,7 +43,7 @@ def test_settings_are_the_keywords_of_each_engine(network):
     assert set(Options.__annotations__) == set(names)
     for kind in (InferenceEngine, BatchEngine):
         assert {*names} <= {*inspect.signature(kind).parameters}
-        with pytest.raises(TypeError, match="dtyp: expected a name of the engine's arguments or of Settings: dtype, "):
+        with pytest.raises(TypeError, match="dtyp: expected an argument of the engine or one of dtype, "):
             kind(network, dtyp="q4")
         with pytest.raises(TypeError, match="settings: expected a"):
             kind(network, settings={"dtype": "q4"})
