@@ -119,7 +119,7 @@ def test_an_object_store(secret, tmp_path):
     assert len([*(tmp_path / "kvcache").iterdir()]) == 6
     assert stored == 0
     for url in ("foo", "s3://", "az://container", "file:///nowhere/at/all"):
-        with pytest.raises(ValueError, match=r"^object_store: expected a URL such as s3://bucket/folder, got an error: "):
+        with pytest.raises(ValueError, match=r"^object_store: expected a URL such as s3://bucket/folder, got an error"):
             open_tiers(options("--tier-secret", secret, "--object-store", url))
 
 
