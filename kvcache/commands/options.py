@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.engine import SamplingParams
 from kvcache.engine.chat import render
-from kvcache.engine.opening import checkpoint_positions, checkpoint_text
+from kvcache.engine.opening import checkpoint_bytes, checkpoint_positions, checkpoint_text
 from kvcache.errors import CheckpointError, OutOfMemoryError
 from kvcache.kernels.kernels import FORMATS
 from kvcache.kernels.matrix import checked_activations
@@ -40,6 +40,7 @@ __all__ = [
     "checked",
     "default_sizes",
     "expect_chat_template",
+    "expected_bytes",
     "explained",
     "in_words_of_options",
     "memory_of",
@@ -179,20 +180,21 @@ def check_output(path: str, name: str) -> None:
         raise ValueError(f"{name}: expected a file in a folder that exists, got {path}")
 
 
-def default_sizes(model: str, share: float) -> dict[str, Any]:
-    """The size of the cache of a server, as `checked` returns it; `share` is this model's of the memory for all."""
+def default_sizes(model: str, room: int | str) -> dict[str, Any]:
+    """The size of the cache of a server, as `checked` returns it; `room` is the most memory that it may take."""
     tokens = min(CONTEXTS * checkpoint_positions(model), TOKENS)
-    return {"num_blocks": -(-tokens // BLOCK) + 1, "max_memory_bytes": f"{100 * SHARE * share:.4f}%"}
+    return {"num_blocks": -(-tokens // BLOCK) + 1, "max_memory_bytes": room}
 
 
 def open_engine(
-    options: argparse.Namespace, make: Callable[..., Engine], *, share: float | None = None, **more: Any
+    options: argparse.Namespace, make: Callable[..., Engine], *, room: int | str | None = None, **more: Any
 ) -> Engine:
     """The engine of the options and their sampling, its tokenizer loaded, so that nothing of it can fail later.
 
     Args:
         make: `from_pretrained` of the class of the engine; `more` are its options.
-        share: of the models of a server, this one's, where the options say no size; None: the engine has a default.
+        room: memory for keys and values where the options say no size, see `default_sizes`; None: the engine has a
+            default.
 
     Raises:
         FileNotFoundError: no such model, or one without a tokenizer; otherwise as `InferenceEngine.from_pretrained`.
@@ -200,8 +202,8 @@ def open_engine(
     """
     sizes, template = checked(options), chat_template_of(options)
     _text_of(options.model)
-    if share is not None and not any(sizes.values()):
-        sizes = default_sizes(options.model, share)
+    if room is not None and not any(sizes.values()):
+        sizes = default_sizes(options.model, room)
     engine: Any = open_network(
         options, make, draft_tokens=options.draft_tokens, chat_template=template, **_drafts(options), **sizes, **more
     )
@@ -302,6 +304,12 @@ def _text_of(model: str, template: str | None = None) -> CheckpointText | GgufTe
         return checkpoint_text(model, template)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"model: {error}") from None
+
+
+def expected_bytes(options: argparse.Namespace) -> int:
+    """About how much memory the weights of a model take that loads later. FileNotFoundError: there is no such model."""
+    _text_of(options.model)
+    return checkpoint_bytes(options.model)
 
 
 def name_of(model: str) -> str:

@@ -15,10 +15,12 @@ from typing import Any
 from kvcache.commands.answer_view import note
 from kvcache.commands.chat import MAX_TOKENS
 from kvcache.commands.options import (
+    SHARE,
     add_chat_template,
     add_options,
     chat_template_of,
     checked,
+    expected_bytes,
     name_of,
     open_engine,
 )
@@ -33,6 +35,7 @@ from kvcache.support.machine_memory import machine_memory, size_text
 __all__ = ["add_serve", "keys_of", "serve"]
 
 VARIABLE = "KVCACHE_API_KEYS"
+_FLUSH = 60.0  # seconds that cached prefixes of a model have to reach its tiers when it is unloaded
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +79,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add("--kv-events-rank", type=int, default=0, metavar="N", help="of this engine in its server (%(default)s)")
     add("--kv-events-unsalted", action="store_true",
         help="tell blocks of namespaces as those of none: vllm-router reads no others")
+    add("--preload", action="store_true",
+        help="load a model of several at the start, not at the first request for it (a single one always is)")
+    add("--pin", action="store_true", help="load a model at the start, and never unload it")
+    add("--idle-unload", type=float, metavar="SECONDS",
+        help="unload a model for which no request came in this time (it stays until another one needs the memory)")
+    add("--max-loaded", type=int, metavar="N", help="models that may be loaded at a time (as many as fit the memory)")
     add("--cors-origin", action="append", default=[], metavar="ORIGIN",
         help="of pages that may ask from browsers, such as https://example.com, or * with keys; may be repeated")
     add("--otel", action="store_true",
@@ -84,20 +93,23 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="json writes one line about each request to stdout, without texts (%(default)s: none)")
 
 
-def serve(options: argparse.Namespace, default: str, server: Callable[[], tuple[Any, Any, Any, ModuleType]]) -> int:
+def serve(
+    options: argparse.Namespace, default: str, server: Callable[[], tuple[Any, tuple[Any, Any], Any, ModuleType]]
+) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status.
 
     Args:
         options: of the command.
         default: the model where the options name none.
-        server: returns `make_app`, `ServedModel`, `exporting` and the module `server.process`, or raises ImportError.
+        server: returns `make_app`, `ServedModel` and `ModelSlot`, `exporting` and the module `server.process`, or raises
+            ImportError.
 
     Raises:
         ImportError: without the packages of the extra `serve`, or of `otel` where it is asked for.
         ValueError: an address of other machines without keys; as `keys_of`.
     """
     try:
-        make_app, kind, exporting, process = server()
+        make_app, kinds, exporting, process = server()
     except ImportError as error:
         raise ImportError(f"serve needs starlette and uvicorn: pip install 'kvcache-cpu[serve]' ({error})") from None
     host, keys, tables = options.host, None, options.tables or [options]
@@ -110,22 +122,29 @@ def serve(options: argparse.Namespace, default: str, server: Callable[[], tuple[
     telemetry = exporting() if options.otel else None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     capacity = process.capacity()
+    memory = machine_memory().available
     with ExitStack() as opened:
         listening = socket.create_server((host, options.port), family=family, backlog=capacity.backlog)
         opened.enter_context(closing(listening))
-        models = [_model(each, default, kind, opened, 1 / len(tables)) for each in tables]
+        share = SHARE / min(len(tables), options.max_loaded or len(tables))
+        room = f"{100 * share:.4f}%" if len(tables) == 1 else int(memory * share)
+        slots = [_slot(each, default, kinds, room) for each in tables]
+        for slot, table in zip(slots, tables, strict=True):
+            opened.callback(slot.close)
+            if len(tables) == 1 or table.preload or table.pin:
+                slot.load()
         app = make_app(
-            models, keys, max_body=options.max_body, max_bodies=options.max_bodies, timeout=options.timeout,
+            slots, keys, max_body=options.max_body, max_bodies=options.max_bodies, timeout=options.timeout,
             log=partial(print, flush=True) if options.log_format == "json" else None, telemetry=telemetry,
-            origins=options.cors_origin,
+            origins=options.cors_origin, memory=memory, most_loaded=options.max_loaded, idle=options.idle_unload,
         )
         address = f"[{host}]" if ":" in host else host
-        names = ", ".join(model.names[0] for model in models)
+        names = ", ".join(slot.names[0] for slot in slots)
         print(f"{names} at http://{address}:{listening.getsockname()[1]}/v1", flush=True)
-        for model in models:
-            note(f"{model.names[0]}: {_room(model.engine)}")
-            if (events := model.engine.kv_events) is not None:
-                print(f"{model.names[0]}: block events at {events.address}", flush=True)
+        for name, model in ((slot.names[0], slot.model) for slot in slots):
+            note(f"{name}: {'loads at its first request' if model is None else _room(model.engine)}")
+            if model is not None and (events := model.engine.kv_events) is not None:
+                print(f"{name}: block events at {events.address}", flush=True)
         process.run(app, listening, capacity, options.drain, options.drain_delay, app.state.leaving)
     return 0
 
@@ -137,6 +156,12 @@ def _check(options: argparse.Namespace, tables: Sequence[argparse.Namespace]) ->
     as_finite(options.drain_delay, "drain_delay", 0.0)
     if options.log_format not in ("text", "json"):
         raise ValueError(f"log_format: expected text or json, got {short(options.log_format)}")
+    if options.idle_unload is not None:
+        as_finite(options.idle_unload, "idle_unload", 0.0, above=True)
+    if options.max_loaded is not None:
+        as_count(options.max_loaded, "max_loaded", 1)
+        if (pinned := sum(table.pin for table in tables)) > options.max_loaded:
+            raise ValueError(f"max_loaded: expected at least the {pinned} pinned models, got {options.max_loaded}")
     for limit, least in (("max_body", 1), ("max_bodies", 1), ("drain", 0)):
         as_count(getattr(options, limit), limit, least)
     for table in tables:
@@ -159,14 +184,22 @@ def _events(options: argparse.Namespace) -> KvEvents | None:
     return None
 
 
-def _model(options: argparse.Namespace, default: str, kind: Any, opened: ExitStack, share: float) -> Any:
-    """The model of some options, its engine opened; it is closed with the stack, which a third signal needs."""
+def _slot(options: argparse.Namespace, default: str, kinds: tuple[Any, Any], room: int | str) -> Any:
+    """The slot of the model of some options. FileNotFoundError: there is no such model."""
     options.model = options.model or default
+    kind, slot = kinds
+    names = tuple(dict.fromkeys((options.name or name_of(options.model), *options.served_name)))
+    needs = expected_bytes(options) + room if isinstance(room, int) else 0
+    return slot(names, partial(_model, options, kind, room), needs=needs, is_pinned=options.pin)
+
+
+def _model(options: argparse.Namespace, kind: Any, room: int | str, opened: ExitStack) -> Any:
+    """The model of some options, its engine opened; it is closed with the stack, which a third signal needs."""
     more: dict[str, Any] = {"max_queue": options.max_queue, "max_running": options.max_running}
     if (tiers := open_tiers(options)) is not None:
-        opened.callback(tiers.close)
+        opened.callback(tiers.close, _FLUSH)
     more |= {"tiers": tiers, "kv_events": _events(options)}
-    engine = open_engine(options, BatchEngine.from_pretrained, share=share, **more)
+    engine = open_engine(options, BatchEngine.from_pretrained, room=room, **more)
     opened.callback(engine.close, cancel=True)
     return kind(
         engine, options.name or name_of(options.model), aliases=options.served_name,

@@ -21,7 +21,8 @@ from kvcache.support.arguments import short
 from kvcache.texts.kv_settings import Settings
 
 __all__ = [
-    "Opened", "checkpoint_positions", "checkpoint_text", "open_checkpoint", "open_drafts", "open_gguf", "split_options",
+    "Opened", "checkpoint_bytes", "checkpoint_positions", "checkpoint_text", "open_checkpoint", "open_drafts",
+    "open_gguf", "split_options",
 ]
 
 
@@ -46,6 +47,13 @@ def checkpoint_positions(directory: str | Path) -> int:
     path = checkpoint_path(directory)
     config = GgufCheckpoint(path).config if is_gguf(path) else ModelConfig.from_pretrained(path)
     return config.max_position_embeddings
+
+
+def checkpoint_bytes(directory: str | Path) -> int:
+    """The bytes of the weights of a checkpoint, as its files have them. FileNotFoundError: as `checkpoint_path`."""
+    path = checkpoint_path(directory)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files)
 
 
 def checkpoint_text(directory: str | Path, chat_template: str | None = None) -> CheckpointText | GgufText:

@@ -7,10 +7,10 @@ from asyncio import CancelledError
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from anyio import create_task_group
 from anyio.to_thread import run_sync
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -21,12 +21,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvcache.errors import GrammarError
-from kvcache.grammar import json_object
 from kvcache.server.api_keys import Keys
-from kvcache.server.constraints import knows_grammars
 from kvcache.server.intake import Intake
 from kvcache.server.limits import BodyReader, Threads
+from kvcache.server.model_loader import ModelLoader
+from kvcache.server.model_slot import ModelSlot
 from kvcache.server.models import Models
 from kvcache.server.refusals import REFUSED, ending, message_refusal, refusal
 from kvcache.server.request_log import RequestLog
@@ -47,14 +46,14 @@ _ELSEWHERE = (
 
 
 def make_app(
-    models: Sequence[ServedModel], keys: Mapping[str, str | None] | None = None, *, max_body: int = 4 << 20,
+    models: Sequence[ServedModel | ModelSlot], keys: Mapping[str, str | None] | None = None, *, max_body: int = 4 << 20,
     max_bodies: int = 64 << 20, timeout: float = 600.0, log: Callable[[str], Any] | None = None,
-    telemetry: Telemetry | None = None, origins: Sequence[str] = (),
+    telemetry: Telemetry | None = None, origins: Sequence[str] = (), **loading: Any,
 ) -> Starlette:
     """An application with OpenAI's interface; it starts the engines of its models, and closes them at its end.
 
     Args:
-        models: at least one; a request names one of them.
+        models: at least one; a request names one of them. A `ModelSlot` may load at the first one.
         keys: API keys, and the namespace of each; namespaces share no cached prefixes. None for a namespace: the key
             has one of its own. None for `keys`: requests need no key, must address this machine as a loopback host,
             and share one namespace.
@@ -63,6 +62,7 @@ def make_app(
         timeout: seconds from the arrival of a body to the last token of its answer.
         log: takes a line of JSON about each request when it has ended, without texts; None: there are none.
         telemetry: is told of each request; None: nobody is.
+        loading: how models are loaded and unloaded, see `ModelLoader`.
         origins: of pages that browsers may let ask, such as `https://example.com`; "*" for any, where there are keys.
 
     `app.state.leaving()` says that the server is about to end: it takes requests and is not ready any more.
@@ -70,9 +70,11 @@ def make_app(
     Raises:
         ValueError: no models, or two of one name; no origin.
     """
-    known, served = None if keys is None else Keys(keys), Models(models)
+    slots = [each if isinstance(each, ModelSlot) else ModelSlot.of(each) for each in models]
+    known, served = None if keys is None else Keys(keys), Models(slots)
+    loader = ModelLoader(served, **loading)
     bodies, threads = BodyReader(max_body, max(max_body, max_bodies)), Threads()
-    intake = Intake(served, known, bodies, threads, timeout)
+    intake = Intake(served, loader, known, bodies, threads, timeout)
     reports = ServerReports(served, known, intake, threads)
 
     @asynccontextmanager
@@ -80,9 +82,12 @@ def make_app(
         async with AsyncExitStack() as running:
             if telemetry is not None:
                 running.push_async_callback(run_sync, telemetry.flush)  # a signal ends the process right after this
-            for model in served.all:
-                await running.enter_async_context(_running(model))
-            yield
+            running.push_async_callback(loader.close)
+            await loader.start()
+            async with create_task_group() as tasks:
+                tasks.start_soon(loader.unload_idle)
+                yield
+                tasks.cancel_scope.cancel()
 
     routes = [
         *(Route(path, intake.route(method), methods=["POST"]) for path, method in intake.routes.items()),
@@ -108,21 +113,6 @@ def make_app(
         app.add_middleware(telemetry.wrap)
     app.add_middleware(RequestLog, write=log)
     return app
-
-
-@asynccontextmanager
-async def _running(model: ServedModel) -> AsyncIterator[None]:
-    """A model whose engine runs until the end of the context."""
-    engine = model.engine
-    if knows_grammars():
-        with suppress(GrammarError):  # a tokenizer that llguidance does not read: each request is told
-            await run_sync(engine.prepare_grammar, json_object())  # no thread runs while it reads the vocabulary
-    engine.start()
-    try:
-        yield
-    finally:
-        await run_sync(model.trials.close)
-        await run_sync(partial(engine.close, cancel=True))
 
 
 async def _elsewhere(request: Request) -> Response:

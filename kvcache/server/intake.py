@@ -14,6 +14,8 @@ from starlette.types import ASGIApp
 from kvcache.sampling.text_tokens import TooManyTokens
 from kvcache.server.api_keys import Keys
 from kvcache.server.limits import BodyReader, Threads
+from kvcache.server.model_loader import ModelLoader
+from kvcache.server.model_slot import ModelSlot, ModelUse
 from kvcache.server.models import Models
 from kvcache.server.refusals import BodyError
 from kvcache.server.served_model import Answer, Prepared, ServedModel
@@ -44,20 +46,29 @@ class _Waiting(NamedTuple):
     prepared: Prepared
 
 
+class _Unloaded(NamedTuple):
+    """A body that waits for its model, which is not loaded."""
+
+    slot: ModelSlot
+    body: dict[str, Any]
+
+
 class Intake:
     """Reads bodies and answers them.
 
     Args:
-        models: of the server.
+        models, loader: of the server.
         keys: API keys; None: requests need none.
         bodies, threads: limits that all requests share.
         timeout: see `make_app`.
     """
 
     def __init__(
-        self, models: Models, keys: Keys | None, bodies: BodyReader, threads: Threads, timeout: float
+        self, models: Models, loader: ModelLoader, keys: Keys | None, bodies: BodyReader, threads: Threads,
+        timeout: float,
     ) -> None:
-        self._models, self._keys, self._bodies, self._threads, self._timeout = models, keys, bodies, threads, timeout
+        self._models, self._loader, self._keys, self._bodies = models, loader, keys, bodies
+        self._threads, self._timeout = threads, timeout
 
     def namespace(self, request: Request) -> str | None:
         """The namespace of a request, by its key. HTTPException: it has no known one."""
@@ -84,23 +95,42 @@ class Intake:
         """The endpoint that reads a body and answers by a method of the model that it names."""
 
         async def endpoint(request: Request) -> ASGIApp:
-            space = self.namespace(request)
-            async with self._bodies.body(request, min(_ARRIVING, self._timeout)) as data:
-                limiter = self._threads.for_body(len(data))
-                found = await run_sync(self._taken, method, data, space, limiter=limiter)
-                if not isinstance(found, _Waiting):
-                    return found
-                async with self._threads.turn(space):
-                    await run_sync(found.model.compile, found.prepared.asked, limiter=self._threads.grammars)
-                return await run_sync(self._queued, *found, limiter=limiter)
+            space, use = self.namespace(request), ModelUse()
+            try:
+                return use.until_answered(await self._answer(request, method, space, use))
+            except BaseException:
+                use.end()
+                raise
 
         return endpoint
 
-    def _taken(self, method: Method, data: bytearray, space: Hashable) -> ASGIApp | _Waiting:
+    async def _answer(self, request: Request, method: Method, space: str | None, use: ModelUse) -> ASGIApp:
+        """The answer to a body; its model, its grammar and the memory for it may be waited for."""
+        async with self._bodies.body(request, min(_ARRIVING, self._timeout)) as data:
+            limiter = self._threads.for_body(len(data))
+            found = await run_sync(self._read, method, data, space, use, limiter=limiter)
+            if isinstance(found, _Unloaded):
+                model = await self._loader.taken(found.slot, use, self._timeout)
+                found = await run_sync(self._taken, model, method, found.body, space, limiter=limiter)
+            if not isinstance(found, _Waiting):
+                return found
+            async with self._threads.turn(space):
+                await run_sync(found.model.compile, found.prepared.asked, limiter=self._threads.grammars)
+            return await run_sync(self._queued, *found, limiter=limiter)
+
+    def _read(
+        self, method: Method, data: bytearray, space: Hashable, use: ModelUse
+    ) -> ASGIApp | _Waiting | _Unloaded:
+        """The answer to the bytes of a body, or what it waits for."""
+        slot = self._models.of(body := json_of(data))
+        model = use.take(slot)
+        return _Unloaded(slot, body) if model is None else self._taken(model, method, body, space)
+
+    def _taken(
+        self, model: ServedModel, method: Method, body: dict[str, Any], space: Hashable
+    ) -> ASGIApp | _Waiting:
         """The answer to a body, or what waits for its grammar where that is new: the compilation may take long."""
         try:
-            body = json_of(data)
-            model = self._models.of(body)
             with _limits_told(model):
                 found = method(model, body, space)
         except RecursionError:  # of what has as many levels as JSON may have, a template's or an encoder's

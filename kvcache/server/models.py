@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from kvcache.server.served_model import ServedModel
+from kvcache.server.model_slot import ModelSlot
 from kvcache.support.arguments import short
 
 __all__ = ["Models"]
@@ -26,11 +26,11 @@ class Models:
         all: see above.
     """
 
-    def __init__(self, models: Sequence[ServedModel]) -> None:
+    def __init__(self, models: Sequence[ModelSlot]) -> None:
         if not models:
             raise ValueError("models: expected at least one, got none")
         self.all = tuple(models)
-        self._by_name: dict[str, ServedModel] = {}
+        self._by_name: dict[str, ModelSlot] = {}
         for model in models:
             for name in model.names:
                 if self._by_name.setdefault(name, model) is not model:
@@ -41,13 +41,13 @@ class Models:
         """All names, in the order of the models."""
         return tuple(self._by_name)
 
-    def named(self, name: str) -> ServedModel:
+    def named(self, name: str) -> ModelSlot:
         """The model of a name. HTTPException: there is none."""
         if name not in self._by_name:
             raise HTTPException(404, f"model: expected {' or '.join(self._by_name)}, got {short(name)}")
         return self._by_name[name]
 
-    def of(self, body: dict[str, Any]) -> ServedModel:
+    def of(self, body: dict[str, Any]) -> ModelSlot:
         """The model that a body asks for. One that names none asks for the only one, and gets its name.
 
         With several models the first one is returned; paths that need a name then refuse the body.

@@ -25,7 +25,7 @@ from kvcache.server.constraints import grammar_refused
 from kvcache.server.conversations import Conversation
 from kvcache.server.fields import DETOKENIZE, TOKENIZE, checked
 from kvcache.server.fingerprints import Fingerprints
-from kvcache.server.forms import Form, now, unique
+from kvcache.server.forms import Form, unique
 from kvcache.server.limits import Threads
 from kvcache.server.logprobs import TokenTexts
 from kvcache.server.message_bodies import COUNTED, MESSAGES, asked_of_message
@@ -69,7 +69,6 @@ class ServedModel:
     Attributes:
         engine: see above.
         names: all of them; that of the model first.
-        created: when this was made, in seconds since 1970.
         trials: of new grammars.
     """
 
@@ -77,7 +76,7 @@ class ServedModel:
         self, engine: BatchEngine, name: str, *, aliases: Sequence[str] = (), plain_special_tokens: bool = False,
         tool_parser: str | None = None,
     ) -> None:
-        self.engine, self.names, self.created = engine, tuple(dict.fromkeys((name, *aliases))), now()
+        self.engine, self.names = engine, tuple(dict.fromkeys((name, *aliases)))
         self.trials = Trials()
         self._prompts = Prompts(engine, plain_special_tokens)
         self._voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)

@@ -16,10 +16,10 @@ from kvcache.server.api_keys import Keys, Label
 from kvcache.server.forms import date_of
 from kvcache.server.intake import Intake
 from kvcache.server.limits import Threads
+from kvcache.server.model_slot import ModelSlot
 from kvcache.server.models import Models
 from kvcache.server.page import page
 from kvcache.server.process_metrics import process_metrics
-from kvcache.server.served_model import ServedModel
 from kvcache.serving.prometheus import expositions
 
 __all__ = ["ServerReports"]
@@ -82,12 +82,12 @@ class ServerReports:
         return self._probed(None)
 
     async def _ready(self, request: Request) -> Response:
-        engines = [model.engine for model in self._models.all]
-        is_full = all(engine.stats().waiting >= engine.max_queue for engine in engines)
+        models = [slot.model for slot in self._models.all]  # one that is not loaded waits for requests
+        is_full = all(model and model.engine.stats().waiting >= model.engine.max_queue for model in models)
         return self._probed("the queue is full" if is_full else None)
 
     def _probed(self, fault: str | None) -> Response:
-        if not all(model.engine.is_running for model in self._models.all):
+        if not all(slot.model is None or slot.model.engine.is_running for slot in self._models.all):
             fault = "the engine does not run"
         if self.leaving.is_set():
             fault = "the server ends"
@@ -103,11 +103,15 @@ class ServerReports:
         )
 
     def _report(self, own: str | None) -> str:
+        models = [model for slot in self._models.all if (model := slot.model) is not None]
         found: dict[str | None, Any] = {
             model.names[0]: (model.engine.stats(), self._namespaces(model.engine.namespace_stats(), own))
-            for model in self._models.all
+            for model in models
         }
-        return expositions(found, http_responses=("status", self.statuses)) + process_metrics()
+        loads = {slot.names[0]: slot.loads for slot in self._models.all}
+        return expositions(
+            found, http_responses=("status", self.statuses), model_loads=("model", loads)
+        ) + process_metrics()
 
     def _namespaces(self, found: dict[Hashable, Any], own: str | None) -> dict[Hashable, Any]:
         """The counters that a namespace may see, as it may see them."""
@@ -120,10 +124,11 @@ class ServerReports:
         return shown
 
 
-def _entry(name: str, model: ServedModel) -> dict[str, Any]:
+def _entry(name: str, slot: ModelSlot) -> dict[str, Any]:
     """A model as OpenAI's interface tells it, Anthropic's, and vLLM's, whose clients look for `max_model_len`."""
-    most = model.engine.max_prompt
+    most = None if (model := slot.model) is None else model.engine.max_prompt
     return {
-        "id": name, "object": "model", "created": model.created, "owned_by": "kvcache", "max_model_len": most,
-        "type": "model", "display_name": name, "created_at": date_of(model.created), "max_input_tokens": most,
+        "id": name, "object": "model", "created": slot.created, "owned_by": "kvcache", "max_model_len": most,
+        "type": "model", "display_name": name, "created_at": date_of(slot.created), "max_input_tokens": most,
+        "loaded": model is not None,
     }

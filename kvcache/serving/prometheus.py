@@ -38,6 +38,7 @@ HELP = {
     "event_snapshots": "Lists of all blocks that routers were sent.",
     "event_replays": "Answers to routers that had missed events.",
     "http_responses": "Answers over HTTP, by their status.",
+    "model_loads": "Loads of each model.",
     "namespace_cached_tokens": "Tokens of a namespace that are cached now.",
     "namespace_queries": "Requests of a namespace that began.",
     "namespace_hits": "Requests of a namespace that found a part of their prompt.",
@@ -83,6 +84,8 @@ def expositions(
     labels: dict[str | None, Labels] = {name: () if name is None else (("model", name),) for name in engines}
     for name in (field.name for field in fields(BatchStats)):
         values = [(labels[model], getattr(stats, name)) for model, (stats, _) in engines.items()]
+        if not values:
+            break
         lines += _histograms(name, values) if isinstance(values[0][1], Histogram) else _lines(name, values)
     samples: dict[str, list[tuple[Labels, int]]] = {
         name: [(((label, value),), number) for value, number in numbers.items()]

@@ -20,18 +20,21 @@ pytest.importorskip("uvicorn")
 pytestmark = pytest.mark.one_build
 
 
+ENGINE = Mock(memory=lambda: {"weights": 0, "kv": 0})
+
+
 @pytest.fixture
 def made(monkeypatch):
     """The name and the keys of each application that is made; none is served."""
     found = []
 
     def make_app(models, keys, **limits):
-        found.append((*models, keys))
+        found.append((*(slot.names[0] for slot in models), keys))
         raise ValueError
 
-    monkeypatch.setattr("kvcache.commands.serve.open_engine", lambda *arguments, **options: Mock())
+    monkeypatch.setattr("kvcache.commands.serve.open_engine", lambda *arguments, **options: ENGINE)
     monkeypatch.setattr("kvcache.server.app.make_app", make_app)  # first: it imports what comes after it
-    monkeypatch.setattr("kvcache.server.served_model.ServedModel", lambda engine, name, **options: name)
+    monkeypatch.setattr("kvcache.server.served_model.ServedModel", lambda engine, *names, **more: Mock(engine=engine))
     return found
 
 
@@ -99,7 +102,7 @@ def served(monkeypatch):
     found = []
 
     def make_app(models, keys, **limits):
-        found.append(models)
+        found.append([slot.model for slot in models])
         return Mock()
 
     monkeypatch.setattr("kvcache.server.app.make_app", make_app)
@@ -122,7 +125,7 @@ def test_the_default_cache_is_as_large_as_contexts_and_memory_allow(served, caps
     )
     bytes_of_a_block = model.engine.memory()["kv"] // 513
     for models, options, blocks in (
-        (1, [], 40), (2, [], 20), (1, ["--max-memory", "25%"], 20), (1, ["--context", "160"], 11)
+        (1, [], 40), (2, ["--preload"], 20), (1, ["--max-memory", "25%"], 20), (1, ["--context", "160"], 11)
     ):
         available = 80 * bytes_of_a_block + 1000
         served.clear()
@@ -140,7 +143,7 @@ def twice(count, path, parser, parse):
 def test_a_large_network_gets_as_many_tokens_as_agents_send(monkeypatch):
     """At most 131,072, where there is memory for these."""
     monkeypatch.setattr("kvcache.commands.options.checkpoint_positions", lambda model: 262_144)
-    assert default_sizes("any", 0.5) == {"num_blocks": 8193, "max_memory_bytes": "25.0000%"}
+    assert default_sizes("any", "25%") == {"num_blocks": 8193, "max_memory_bytes": "25%"}
 
 
 def test_a_chat_template_of_a_file(served, tmp_path, capsys):
@@ -204,7 +207,7 @@ def test_block_events(monkeypatch, capsys):
     told = []
 
     def make_app(models, keys, **limits):
-        told.append(models[0].engine.kv_events)
+        told.append(models[0].model.engine.kv_events)
         return Mock()
 
     def run(*arguments):

@@ -49,7 +49,7 @@ def test_two_servers_with_one_secret_share_what_they_compute(secret, redis, tmp_
     found = []
 
     def make_app(models, keys, **limits):
-        requests = [models[0].engine.submit(prompt, GREEDY) for prompt in prompts(6)]
+        requests = [models[0].model.engine.submit(prompt, GREEDY) for prompt in prompts(6)]
         answers = [each.result() for each in requests]
         found.append((answers, max(each.metrics.cached_tokens for each in requests)))
         return Mock()

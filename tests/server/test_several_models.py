@@ -13,6 +13,7 @@ from http_servers import MODEL, Served, fetched, tiny_file
 from kvcache import BatchEngine, InferenceEngine
 from kvcache.__main__ import main
 from kvcache.demo import DIRECTORY
+from kvcache.server.model_slot import ModelSlot
 from kvcache.server.models import Models
 from kvcache.server.served_model import ServedModel
 
@@ -104,7 +105,8 @@ def test_ready_while_one_model_takes_requests(served):
 
 
 def test_each_name_once(served):
-    models = [ServedModel(served.other, "a", aliases=["b", "a"]), ServedModel(served.other, "c", aliases=["b"])]
+    found = ServedModel(served.other, "a", aliases=["b", "a"]), ServedModel(served.other, "c", aliases=["b"])
+    models = [ModelSlot.of(each) for each in found]
     with pytest.raises(ValueError, match="models: expected each name once, got 'b' twice"):
         Models(models)
     assert Models(models[:1]).names == ("a", "b")

@@ -1,0 +1,163 @@
+"""`ModelLoader`: loads models when requests ask for them, and unloads others to make room."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from functools import partial
+from time import monotonic
+
+from anyio import CapacityLimiter, Lock, fail_after, sleep
+from anyio.to_thread import run_sync
+from starlette.exceptions import HTTPException
+
+from kvcache.errors import GrammarError
+from kvcache.grammar import json_object
+from kvcache.server.constraints import knows_grammars
+from kvcache.server.model_slot import ModelSlot, ModelUse
+from kvcache.server.models import Models
+from kvcache.server.served_model import ServedModel
+from kvcache.support.machine_memory import size_text
+
+__all__ = ["ModelLoader"]
+
+logger = logging.getLogger("kvcache")
+
+_POLL = 0.02  # seconds between looks at a model whose last requests run
+
+
+class ModelLoader:
+    """Loads one model at a time, in the order in which requests ask.
+
+    A model that has no room takes the place of the least recently used one that is not pinned, once the requests of
+    that one have ended; new requests for that one wait meanwhile, and then load it again.
+
+    Args:
+        models: of the server.
+        memory: bytes that all models together may take; None: no limit but the system's.
+        most_loaded: models that may be loaded at a time; None: any number.
+        idle: seconds without a request after which a model that is not pinned is unloaded; None: it stays.
+        most_waiting: requests that may wait for a model that is not loaded.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        *,
+        memory: int | None = None,
+        most_loaded: int | None = None,
+        idle: float | None = None,
+        most_waiting: int = 256,
+    ) -> None:
+        self._models, self._memory, self._most, self._idle = models, memory, most_loaded, idle
+        self._most_waiting = most_waiting
+
+    async def start(self) -> None:
+        """Start the models that are loaded. Called on the event loop that all other calls are made on."""
+        self._turn, self._thread = Lock(), CapacityLimiter(1)
+        for slot in self._loaded():
+            await self._started(slot)
+
+    async def close(self) -> None:
+        """Close all models; what still runs is cancelled."""
+        for slot in self._loaded():
+            await self._unload(slot)
+
+    async def unload_idle(self) -> None:
+        """Unload models that nobody uses any more, until this is cancelled."""
+        if self._idle is None:
+            return
+        while True:
+            await sleep(min(1.0, self._idle / 4))
+            async with self._turn:
+                for slot in self._loaded():
+                    if not (slot.is_pinned or slot.uses) and monotonic() - slot.used > self._idle:
+                        await self._leave(slot)
+
+    async def taken(self, slot: ModelSlot, use: ModelUse, seconds: float) -> ServedModel:
+        """The model of a slot, which `use` has then; it is loaded if it is not.
+
+        Raises:
+            HTTPException: too many requests wait for it; it could not be loaded, or not within `seconds`.
+        """
+        if slot.waiting >= self._most_waiting:
+            told = f"model: expected at most {self._most_waiting} requests that wait until it is loaded, got more"
+            raise HTTPException(503, told, {"retry-after": str(max(1, round(slot.seconds)))})
+        slot.waiting += 1
+        try:
+            with fail_after(seconds):
+                async with self._turn:
+                    if (model := use.take(slot)) is None:
+                        await self._load(slot)
+                        model = use.take(slot)
+                    assert model is not None, "a loaded model stays until the turn ends"
+                    return model
+        except TimeoutError:
+            raise HTTPException(503, "model: expected one that is loaded in time, got none") from None
+        finally:
+            slot.waiting -= 1
+
+    async def _load(self, slot: ModelSlot) -> None:
+        """Load a model, and unload others for it as long as that helps. Called in a turn."""
+        while not self._has_room(slot) and await self._freed():
+            pass
+        if not self._has_place():
+            raise HTTPException(503, "model: expected a place for it, got pinned models in all of them")
+        while True:
+            try:
+                await run_sync(slot.load, limiter=self._thread)
+                break
+            except MemoryError as error:
+                if not await self._freed():
+                    raise HTTPException(503, f"model: expected memory for it, got none: {error}") from None
+            except Exception as error:  # the server goes on
+                logger.exception("%s could not be loaded", slot.names[0])
+                raise HTTPException(503, f"model: expected one that loads, got {type(error).__name__}") from None
+        logger.info("loaded %s in %.1f s, %s", slot.names[0], slot.seconds, size_text(slot.needs))
+        await self._started(slot)
+
+    def _loaded(self) -> list[ModelSlot]:
+        return [slot for slot in self._models.all if slot.model is not None]
+
+    def _has_place(self) -> bool:
+        return self._most is None or len(self._loaded()) < self._most
+
+    def _has_room(self, slot: ModelSlot) -> bool:
+        taken = sum(each.needs for each in self._loaded())
+        return self._has_place() and (self._memory is None or taken + slot.needs <= self._memory)
+
+    async def _freed(self) -> bool:
+        """Unload the least recently used model that is not pinned, one that is idle if any is; whether one was."""
+        some = [slot for slot in self._loaded() if not slot.is_pinned]
+        if not some:
+            return False
+        await self._leave(min(some, key=lambda slot: (slot.uses > 0, slot.used)))
+        return True
+
+    async def _leave(self, slot: ModelSlot) -> None:
+        """Unload a model when its last request has ended; if this is cancelled before, the model stays."""
+        slot.is_leaving = True
+        try:
+            while slot.uses:
+                await sleep(_POLL)
+        except BaseException:
+            slot.is_leaving = False
+            raise
+        await self._unload(slot)
+        logger.info("unloaded %s", slot.names[0])
+
+    async def _started(self, slot: ModelSlot) -> None:
+        """Start the engine of a model."""
+        model = slot.model
+        assert model is not None, "it is loaded"
+        if knows_grammars():
+            with suppress(GrammarError):  # a tokenizer that llguidance does not read: each request is told
+                # No thread runs while it reads the vocabulary.
+                await run_sync(model.engine.prepare_grammar, json_object(), limiter=self._thread)
+        model.engine.start()
+
+    async def _unload(self, slot: ModelSlot) -> None:
+        if (model := slot.model) is not None:
+            await run_sync(model.trials.close)
+            await run_sync(partial(model.engine.close, cancel=True))
+            await run_sync(slot.close)

@@ -1,0 +1,122 @@
+"""`ModelSlot`: a model of a server, loaded or not; `ModelUse`: a request that uses one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from threading import Lock
+from time import monotonic
+from time import time as now
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvcache.server.served_model import ServedModel
+
+__all__ = ["ModelSlot", "ModelUse"]
+
+
+class ModelSlot:
+    """A model by its names, which may be loaded later, and unloaded while no request uses it.
+
+    Args:
+        names: that of the model, and further ones.
+        make: opens the model, on any thread; what is to be closed goes to the stack. None: `model` is given.
+        needs: bytes of memory that it takes, about, until it was loaded once.
+        is_pinned: whether it is never unloaded.
+        model: loaded already.
+
+    Attributes:
+        names, needs, is_pinned: see above.
+        created: when this was made, in seconds since 1970.
+        model: None while it is not loaded.
+        is_leaving: whether it is to be unloaded: it takes no further requests.
+        used: when the last request ended or began, in seconds of `monotonic`.
+        loads: how many times it was loaded.
+        waiting: requests that wait until it is loaded.
+        seconds: that loading took.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        make: Callable[[ExitStack], ServedModel] | None,
+        *,
+        needs: int = 0,
+        is_pinned: bool = False,
+        model: ServedModel | None = None,
+    ) -> None:
+        self.names, self.needs, self.is_pinned, self.created = names, needs, is_pinned, int(now())
+        self.model, self._make, self._stack, self._lock = model, make, ExitStack(), Lock()
+        self.is_leaving, self.used, self.seconds = False, monotonic(), 1.0
+        self.loads, self.waiting, self._uses = 0, 0, 0
+
+    @classmethod
+    def of(cls, model: ServedModel) -> ModelSlot:
+        """The slot of a model that is loaded and stays so."""
+        return cls(model.names, None, is_pinned=True, model=model)
+
+    @property
+    def uses(self) -> int:
+        """The number of requests that use the model."""
+        return self._uses
+
+    def load(self) -> None:
+        """Open the model. Raises what opening it raises; nothing stays open then."""
+        assert self._make is not None, "a model that is given stays loaded"
+        began = monotonic()
+        with ExitStack() as stack:
+            model = self._make(stack)
+            self._stack = stack.pop_all()
+        self.needs = sum(model.engine.memory()[name] for name in ("weights", "kv"))
+        self.seconds, self.used, self.loads = monotonic() - began, monotonic(), self.loads + 1
+        self.model = model
+
+    def close(self) -> None:
+        """Close the model; those that use it are cancelled."""
+        with self._lock:
+            self.model, self.is_leaving = None, False
+        self._stack.close()
+
+    def take(self) -> ServedModel | None:
+        """The model, used from now on until `give_back`; None: it is not loaded, or leaves."""
+        with self._lock:
+            if self.model is None or self.is_leaving:
+                return None
+            self._uses += 1
+            return self.model
+
+    def give_back(self) -> None:
+        """End a use."""
+        with self._lock:
+            self._uses -= 1
+            self.used = monotonic()
+
+
+class ModelUse:
+    """What one request uses: at most one model, from `take` to `end`, or to the end of an answer."""
+
+    def __init__(self) -> None:
+        self._slot: ModelSlot | None = None
+
+    def take(self, slot: ModelSlot) -> ServedModel | None:
+        """See `ModelSlot.take`."""
+        if (model := slot.take()) is not None:
+            self._slot = slot
+        return model
+
+    def end(self) -> None:
+        """End the use, if there is one."""
+        if self._slot is not None:
+            self._slot.give_back()
+        self._slot = None
+
+    def until_answered(self, answer: ASGIApp) -> ASGIApp:
+        """The answer, at whose end the use ends."""
+
+        async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await answer(scope, receive, send)
+            finally:
+                self.end()
+
+        return answered
