@@ -1,4 +1,4 @@
-"""`ModelSlot`: a model of a server, loaded or not; `ModelUse`: a request that uses one."""
+"""`ModelSlot`: a model of a server, loaded or not; `ModelUse`: its use by a request."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from threading import Lock
 from time import monotonic
-from time import time as now
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvcache.server.forms import now
 from kvcache.server.served_model import ServedModel
 
 __all__ = ["ModelSlot", "ModelUse"]
@@ -45,7 +45,7 @@ class ModelSlot:
         is_pinned: bool = False,
         model: ServedModel | None = None,
     ) -> None:
-        self.names, self.needs, self.is_pinned, self.created = names, needs, is_pinned, int(now())
+        self.names, self.needs, self.is_pinned, self.created = names, needs, is_pinned, now()
         self.model, self._make, self._stack, self._lock = model, make, ExitStack(), Lock()
         self.is_leaving, self.used, self.seconds = False, monotonic(), 1.0
         self.loads, self.waiting, self._uses = 0, 0, 0
@@ -93,7 +93,7 @@ class ModelSlot:
 
 
 class ModelUse:
-    """What one request uses: at most one model, from `take` to `end`, or to the end of an answer."""
+    """The use of a model by one request, from `take` to `end`, or to the end of an answer."""
 
     def __init__(self) -> None:
         self._slot: ModelSlot | None = None
