@@ -80,7 +80,7 @@ def _fetched(place: str) -> Path:
             f"{place}: expected the package huggingface_hub, got none: pip install 'kvcache-cpu[text]'"
         ) from None
     try:
-        folder = Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=_NOT))
+        folder = Path(snapshot_download(repository, allow_patterns=[*wanted], ignore_patterns=[*_NOT]))
     except (OSError, ValueError) as error:  # no such repository; no connection; a disk without room
         told = str(error).strip().splitlines() or [type(error).__name__]
         raise FileNotFoundError(
