@@ -23,7 +23,7 @@ from kvcache.engine.vectors import Vectors
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.trials import Trials
-from kvcache.networks.protocols import Float32, Model
+from kvcache.networks.protocols import Float32, Model, is_causal
 from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
@@ -171,8 +171,9 @@ class BatchEngine(NetworkEngine):
         self.max_queue = as_count(max_queue, "max_queue", 1)
         self._steps = Steps(scheduler, forward, self.max_queue, clock)
         self.max_positions = checked.max_positions
+        self._whole = not is_causal(model)
         self._new = NewRequests(
-            model.config, self.max_positions, seed, self._steps.inbox_lock, lambda: self.tokenizer
+            model.config, self.max_positions, seed, self._steps.inbox_lock, lambda: self.tokenizer, checked.features
         )
         self._text: CheckpointText | GgufText | None = None
         self._events: EngineEvents | None = None
@@ -388,7 +389,7 @@ class BatchEngine(NetworkEngine):
         Raises:
             as `submit`.
         """
-        works = [Reading(each, namespace) for each in readings]
+        works = [Reading(each, namespace, whole=self._whole) for each in readings]
         pending = Pending(self._steps, works)
         if works:
             longest = max(works, key=lambda work: work.num_tokens)
