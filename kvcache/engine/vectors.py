@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcache.engine.completion import as_prompt
-from kvcache.engine.text_rows import LastLogits, LastRow, MeanRow, TextRows, common_tokens
+from kvcache.engine.text_rows import LastLogits, LastRow, MeanRow, SharedRow, TextRows, common_tokens
 from kvcache.kernels.functions import exp, sum_of
 from kvcache.networks.protocols import Float32, Model
 from kvcache.networks.tokens import as_tokens
@@ -19,7 +19,7 @@ from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_count, as_instance, is_integer, short
 from kvcache.texts.text import Tokens
 
-__all__ = ["INSTRUCTION", "VectorOptions", "Vectors", "scores_of"]
+__all__ = ["INSTRUCTION", "VectorOptions", "Vectors"]
 
 _READERS: Mapping[str, type[LastRow] | type[MeanRow]] = {"last": LastRow, "mean": MeanRow}
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -165,7 +165,7 @@ class Vectors:
     @property
     def is_reranker(self) -> bool:
         """Whether the checkpoint says that it judges documents."""
-        return self._layout.judges is not None
+        return self._layout.is_reranker
 
     @property
     def pools(self) -> bool:
@@ -181,7 +181,7 @@ class Vectors:
         ids = {token: tokenizer.token_to_id(token) for token in _NEEDED}
         if missing := [token for token, number in ids.items() if number is None]:
             raise ValueError(f"model: expected a reranker, with a token {missing[0]}, got one without")
-        chosen = self._layout.judges or (ids["yes"], ids["no"])
+        judge, chosen = self._layout.judge, self._layout.judges or (ids["yes"], ids["no"])
         before, behind = (encoded(tokenizer, text, "query", add_special_tokens=False) for text in (_BEFORE, _BEHIND))
         if self.plain is not None:
             tokenizer = self.plain.tokenizer
@@ -197,23 +197,24 @@ class Vectors:
             text = asked + as_instance(document, str, name)
             middle = encoded(tokenizer, text, name, most=None if truncate else self._most, add_special_tokens=False)
             middle = middle[:room]
-            found.append(LastLogits(self._checked([*before, *middle, *behind], name), chosen))
+            tokens = self._checked([*before, *middle, *behind], name)
+            found.append(LastLogits(tokens, chosen) if judge is None else SharedRow(tokens))
         common = common_tokens([each.tokens for each in found])
         for each in found:
             each.parts_at = (common,) if 0 < common < len(each.tokens) else ()
         return found
 
-
-def scores_of(readings: Sequence[TextRows]) -> list[float]:
-    """The scores of prompts that have run: the share of "yes" of the two answers, from 0 to 1."""
-    found = []
-    for each in readings:
-        yes, no = (float(logit) for logit in _result_of(each))
-        if not np.isfinite(yes - no):
-            raise ValueError(f"model: expected finite logits, got {yes} and {no}")
-        distance = exp(-abs(yes - no))
-        found.append((1.0 if yes >= no else distance) / (1.0 + distance))
-    return found
+    def scores(self, readings: Sequence[TextRows]) -> list[float]:
+        """The scores of prompts that have run: the share of "yes" of the two answers, from 0 to 1."""
+        judge, found = self._layout.judge, []
+        for each in readings:
+            row = _result_of(each)
+            yes, no = map(float, row if judge is None else judge(row[None])[0])
+            if not np.isfinite(yes - no):
+                raise ValueError(f"model: expected finite logits, got {yes} and {no}")
+            distance = exp(-abs(yes - no))
+            found.append((1.0 if yes >= no else distance) / (1.0 + distance))
+        return found
 
 
 def _listed(texts: Iterable[Any], name: str) -> Iterable[Any]:

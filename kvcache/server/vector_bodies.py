@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvcache.engine.text_rows import TextRows
-from kvcache.engine.vectors import VectorOptions, Vectors, scores_of
+from kvcache.engine.vectors import VectorOptions, Vectors
 from kvcache.errors import InvalidOperationError, OutOfMemoryError, QueueFullError
 from kvcache.server.answers import WholeAnswer
 from kvcache.server.fields import FLAG, FROM_1, IGNORED, TEXT, TEXTS, Field
@@ -111,7 +111,7 @@ def asked_of_rerank(given: Mapping[str, Any], vectors: Vectors, model: str, spac
     readings = vectors.judged(given["query"], documents, given.get("instruction"), given.get("truncate", False))
 
     def made() -> JsonObject:
-        scores = scores_of(readings)
+        scores = vectors.scores(readings)
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: given.get("top_n")]
         results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
         if given.get("return_documents", False):

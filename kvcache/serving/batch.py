@@ -332,10 +332,14 @@ class BatchEngine(NetworkEngine):
                 of prompts that are done, and of all.
 
         Raises:
-            as `submit`, but QueueFullError.
+            as `submit`, but QueueFullError; InvalidOperationError: the engine was closed meanwhile, and cancelled
+                texts.
         """
         submit = partial(self.submit, params=params, namespace=namespace, **sampling)
-        return [request.result() for request in run_all(list(prompts), submit, self._steps.wait_for_any, progress)]
+        requests = run_all(list(prompts), submit, self._steps.wait_for_any, progress)
+        for each in requests:
+            each.expect_end()
+        return [each.result() for each in requests]
 
     def score_batch(self, texts: Iterable[Any], *, progress: Progress = True) -> list[Float32]:
         """`InferenceEngine.score` of many texts: float32 `(len(tokens) - 1,)` for each, in their order.

@@ -316,7 +316,7 @@ class Scoring(Work):
 
 
 class Reading(Work):
-    """A text whose rows are read. It shares cached blocks where its logits are, which others have in common.
+    """A text whose rows are read.
 
     Args:
         rows: reads them.
@@ -326,7 +326,7 @@ class Reading(Work):
 
     def __init__(self, rows: TextRows, namespace: Hashable = None, *, whole: bool = False) -> None:
         super().__init__(rows.tokens, namespace)
-        self._rows, self.head, self.shares, self.parts_at = rows, rows.head, rows.head and not whole, rows.parts_at
+        self._rows, self.head, self.shares, self.parts_at = rows, rows.head, rows.shares and not whole, rows.parts_at
         self.chunk = len(rows.tokens) if whole else 0
 
     def rows_due(self, count: int) -> int:
