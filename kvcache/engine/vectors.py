@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvcache.texts.text import Tokens
 
 __all__ = ["INSTRUCTION", "VectorOptions", "Vectors"]
 
+_TOGETHER = 64  # texts whose vectors are made at a time, so that little is beside the result
 _READERS: Mapping[str, type[LastRow] | type[MeanRow]] = {"last": LastRow, "mean": MeanRow}
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # The prompt of Qwen3-Reranker, whose next token is "yes" or "no".
@@ -66,7 +68,20 @@ class Vectors:
         self._model, self._text = model, text
         self.plain: PlainText | None = None
         self._layout: VectorLayout = (None if text is None else text.vectors) or VectorLayout()
+        self._ranks = self._layout.is_reranker
         self._most = min((each for each in (most, self._layout.most_tokens) if each is not None), default=None)
+
+    def declare(self, pooling: str | None, reranker: bool) -> None:
+        """Say what the checkpoint does not: the pooling of its vectors, None: nothing; that it judges documents.
+
+        ValueError: no such pooling, or another one than that of the checkpoint.
+        """
+        if pooling is not None:
+            self._pooling(pooling)
+            if self._layout.pooling not in (None, pooling):
+                raise ValueError(f"pooling: expected {self._layout.pooling}, as the checkpoint says, got {pooling}")
+            self._layout = replace(self._layout, pooling=pooling)
+        self._ranks = self._ranks or reranker
 
     # -- vectors --------------------------------------------------------------------------------------------
 
@@ -81,7 +96,7 @@ class Vectors:
         pooling, prompt = self._pooling(options.pooling), self._prompt(options.prompt_name)
         if prompt and pooling == "mean" and not self._layout.pools_prompt:
             raise ValueError("prompt_name: expected none where prompts are left out of the mean, got one")
-        self._dimensions(options.dimensions)
+        self.dimensions(options.dimensions)
         as_instance(options.normalise, bool, "normalise")
         make, truncate = _READERS[pooling], as_instance(options.truncate, bool, "truncate")
         texts = _listed(texts, name)
@@ -136,8 +151,8 @@ class Vectors:
             raise ValueError(f"{name}: expected token ids, since the engine has no tokenizer, got a text")
         return tokenizer
 
-    def _dimensions(self, asked: int | None) -> int:
-        """How many numbers a vector has."""
+    def dimensions(self, asked: int | None = None) -> int:
+        """How many numbers a vector has; None: as many as the checkpoint says. ValueError: there are fewer."""
         dense = self._layout.dense
         most: int = len(dense[-1].weight) if dense else self._model.config.hidden_size  # type: ignore[attr-defined]
         if asked is None:
@@ -149,27 +164,28 @@ class Vectors:
 
         ValueError: a vector without a direction, or with numbers that are not finite.
         """
-        count = self._dimensions(options.dimensions)
-        if not readings:
-            return np.empty((0, count), np.float32)
-        rows = np.stack([_result_of(each) for each in readings])
-        for layer in self._layout.dense:
-            rows = layer(rows)
-        rows = np.ascontiguousarray(rows[:, :count])
-        if not np.isfinite(rows).all():
-            raise ValueError("model: expected finite hidden rows, got others")
-        return np.stack([_unit(row) for row in rows]) if options.normalise else rows
+        count = self.dimensions(options.dimensions)
+        found = np.empty((len(readings), count), np.float32)
+        for start in range(0, len(readings), _TOGETHER):
+            rows = np.stack([_result_of(each) for each in readings[start : start + _TOGETHER]])
+            for layer in self._layout.dense:
+                rows = layer(rows)
+            rows = rows[:, :count]
+            if not np.isfinite(rows).all():
+                raise ValueError("model: expected finite hidden rows, got others")
+            found[start : start + _TOGETHER] = [_unit(row) for row in rows] if options.normalise else rows
+        return found
 
     # -- scores ---------------------------------------------------------------------------------------------
 
     @property
     def is_reranker(self) -> bool:
-        """Whether the checkpoint says that it judges documents."""
-        return self._layout.is_reranker
+        """Whether the checkpoint, or `declare`, says that it judges documents."""
+        return self._ranks
 
     @property
     def pools(self) -> bool:
-        """Whether the checkpoint says how its vectors are made."""
+        """Whether the checkpoint, or `declare`, says how its vectors are made."""
         return self._layout.pooling is not None
 
     def judged(self, query: str, documents: Iterable[Any], instruction: str | None, truncate: bool) -> list[TextRows]:

@@ -150,8 +150,8 @@ class VectorLayout:
         if type(kind) is int and kind == _RANK and letters in _RANKS:
             labels = file.metadata.get(f"{letters}.classifier.output_labels", _LABELS)
             if not isinstance(labels, list) or labels != _LABELS:
-                expected = " and ".join(_LABELS)
-                raise CheckpointError(f"{file.path}: classifier.output_labels: expected {expected}, got {short(labels)}")
+                name, expected = f"{letters}.classifier.output_labels", " and ".join(_LABELS)
+                raise CheckpointError(f"{file.path}: {name}: expected {expected}, got {short(labels)}")
             return cls(judge=Dense.of_gguf(file, _JUDGE))
         if type(kind) is not int or kind not in _GGUF:
             expected = f"{', '.join(map(str, _GGUF))}, or {_RANK} of {' and '.join(_RANKS)}"

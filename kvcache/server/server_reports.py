@@ -126,4 +126,5 @@ def _entry(name: str, model: ServedModel) -> dict[str, Any]:
     return {
         "id": name, "object": "model", "created": model.created, "owned_by": "kvcache", "max_model_len": most,
         "type": "model", "display_name": name, "created_at": date_of(model.created), "max_input_tokens": most,
+        "tasks": model.tasks,
     }

@@ -551,6 +551,11 @@ class BatchEngine(NetworkEngine):
         return self._settings.budgets is None
 
     @property
+    def generates(self) -> bool:
+        """Whether texts are continued: not where tokens see later ones, and texts are embedded alone."""
+        return not self._whole
+
+    @property
     def residual_length(self) -> int:
         """Tokens per group of the residual; 0: queries read all tokens as the cache stores them."""
         return self._settings.storage.residual_length

@@ -73,7 +73,10 @@ EXCLUSIONS = {row.setting: row for row in (
         "sparse_tokens", "None", ("eviction", "no whole", "latent", "whole sizes", "both ways"),
         "a query chooses among all tokens by summaries of their keys, in one cache of layers of one size",
     ),
-    Exclusion("calibrate", "None or False", ("shared", "sizes", "state", "silent", "both ways"), "its centres are of one size"),
+    Exclusion(
+        "calibrate", "None or False", ("shared", "sizes", "state", "silent", "both ways"),
+        "its centres are of one size, of texts that run in pieces",
+    ),
     Exclusion(
         "residual_length", "0 or none", ("window", "shared", "sizes", "endless", "both ways"),
         "tokens stay unpacked in whole groups of one cache, at positions that stay",
