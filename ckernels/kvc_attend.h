@@ -33,7 +33,7 @@ static inline kvc_span kvc_seen(const kvc_seq *seq, int64_t query) {
     const int64_t shown = seq->num_tokens - seq->hidden_tokens;
     const int64_t skipped = seq->skipped_tokens;
     if (seq->whole) return (kvc_span){skipped < shown ? skipped : shown, shown};
-    const int64_t stop = own < 0 ? 0 : own < shown ? own : shown;
+    const int64_t end = own + seq->ahead, stop = end < 0 ? 0 : end < shown ? end : shown;
     const int64_t position = seq->parents ? own - query : own; /* plus 1, in a tree of the first queries */
     const int64_t begun = seq->window && position > seq->window ? position - seq->window : 0;
     const int64_t first = begun > skipped ? begun : skipped;

@@ -63,6 +63,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="take special tokens in users' texts as text: no user can end a turn, or begin another one")
     add("--tool-parser", metavar="NAME", choices=sorted(DIALECTS),
         help=f"how the network writes thoughts and calls: {', '.join(sorted(DIALECTS))} (as its chat template says)")
+    add("--pooling", metavar="NAME", choices=["last", "mean"],
+        help="how vectors are made, last or mean, where the checkpoint does not say it")
+    add("--reranker", action="store_true",
+        help="the model judges documents, where neither its checkpoint nor a name with rerank says so")
+    add("--max-vectors", type=int, default=64 << 20, metavar="BYTES",
+        help="of the vectors of a body, four for each number; more get status 400 (%(default)s)")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="an answer ends after these (%(default)s)")
     add("--drain", type=int, default=30, metavar="SECONDS",
         help="that answers have to end in when the server is told to end; 0 cancels them, as a second signal does "
@@ -165,7 +171,7 @@ def _check(options: argparse.Namespace, tables: Sequence[argparse.Namespace]) ->
     for limit, least in (("max_body", 1), ("max_bodies", 1), ("drain", 0)):
         as_count(getattr(options, limit), limit, least)
     for table in tables:
-        for limit in ("max_queue", "max_running"):
+        for limit in ("max_queue", "max_running", "max_vectors"):
             as_count(getattr(table, limit), limit, 1)
         _events(table)
         chat_template_of(table)
@@ -204,6 +210,7 @@ def _model(options: argparse.Namespace, kind: Any, room: int | str, opened: Exit
     return kind(
         engine, options.name or name_of(options.model), aliases=options.served_name,
         plain_special_tokens=options.plain_special_tokens, tool_parser=options.tool_parser,
+        pooling=options.pooling, reranker=options.reranker, max_vectors=options.max_vectors,
     )
 
 

@@ -40,8 +40,6 @@ cdef class AttentionCall:
             self.window = self.width = as_count(window, "window", 1)
         if type(skip_tokens) is not int or skip_tokens != 0:
             self.skip_tokens = as_count(skip_tokens, "skip_tokens", 0, MOST_SKIPPED)
-        if not causal and self.width:
-            raise ValueError("causal: expected True beside window, got False")
         self.causal, self.sinks = causal, sinks
         if top_tokens is not None:
             self.top_tokens = as_count(top_tokens, "top_tokens", 1)

@@ -205,7 +205,23 @@ class PrefixCachedEngine(ChatEngine):
         return self.inner.vectors()
 
     def _read(self, readings: Sequence[TextRows], progress: Callable[[int, int], object] | None) -> None:
-        self._requests.read(readings, progress)
+        if not all(each.shares for each in readings):
+            self._requests.read(readings, progress)
+            return
+        self._check_cache()
+        with self._requests.call:
+            try:
+                for number, each in enumerate(readings):
+                    text = Text(each.tokens)
+                    text.parts_at, text.head = each.parts_at, each.head
+                    rows, _ = self._run(text)
+                    each.take(rows, len(each.tokens) - 1)
+                    if self._arrivals is not None:
+                        self._arrivals.ended(text)
+                    if progress is not None:
+                        progress(number + 1, len(readings))
+            finally:
+                self._sequence.clear()
 
     def chat(
         self, messages: Any, params: SamplingParams | None = None, *, tools: Any = None, template: Any = None,
@@ -336,10 +352,18 @@ class PrefixCachedEngine(ChatEngine):
 
     def _prefill(self, request: Request, namespace: Hashable) -> Float32:
         """Start the text with the cached blocks of a prompt and run the rest; returns the logits after the prompt."""
-        current, forward, tokens = self._sequence, self._sequence.forward, request.tokens
-        text = Text(tokens, namespace, request.prefix)
+        text = Text(request.tokens, namespace, request.prefix)
         text.parts_at = request.parts_at
-        text.regime = forward.regime(len(tokens))
+        rows, ran = self._run(text, request.progress)
+        self._requests.num_prefilled += ran
+        request.cached_tokens = len(request.tokens) - ran
+        logits: Float32 = rows[0]
+        return logits
+
+    def _run(self, text: Text, progress: Progress | None = None) -> tuple[Float32, int]:
+        """Run a prompt behind its cached blocks; returns the rows of its last token, and how many tokens ran."""
+        current, forward = self._sequence, self._sequence.forward
+        text.regime = forward.regime(text.num_tokens)
         text.space = forward.space_of(text)
         if self._arrivals is None:
             cached, ran = current.start(text), 0
@@ -347,15 +371,12 @@ class PrefixCachedEngine(ChatEngine):
             self._arrivals.clear()  # what an interrupt has left
             self._arrivals.begin(text)
             cached = current.start(text, self._arrivals.arrived)
-            ran = self._run_while_more_arrives(self._arrivals, text, request.progress)
+            ran = self._run_while_more_arrives(self._arrivals, text, progress)
         remaining = text.remaining
-        ran += 0 if cached == len(tokens) and remaining == 1 else remaining  # all is cached, but no logits
+        ran += 0 if cached == text.num_tokens and remaining == 1 else remaining  # all is cached, but no logits
         while text.remaining > (count := current.chunk - text.computed % current.chunk):
-            self._run_part(text, count, request.progress)
-        logits: Float32 = self._run_part(text, text.remaining, request.progress)[0]
-        self._requests.num_prefilled += ran
-        request.cached_tokens = len(tokens) - ran
-        return logits
+            self._run_part(text, count, progress)
+        return self._run_part(text, text.remaining, progress), ran
 
     def _run_part(self, text: Text, count: int, progress: Progress | None) -> Float32:
         """Run the next tokens of the text; the logits after the last one of the prompt."""

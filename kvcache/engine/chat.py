@@ -18,7 +18,7 @@ from kvcache.engine.call_ids import with_counted_ids
 from kvcache.engine.completion import FinishReason, Request
 from kvcache.engine.history import THOUGHTS, TOOLS, Messages, Rewriting, are_texts, rewritings, with_arguments
 from kvcache.engine.text_rows import TextRows
-from kvcache.engine.vectors import VectorOptions, Vectors, scores_of
+from kvcache.engine.vectors import VectorOptions, Vectors
 from kvcache.errors import CheckpointError
 from kvcache.networks.protocols import Float32
 from kvcache.sampling.text_tokens import encoded, encoded_with_ends
@@ -159,7 +159,8 @@ class ChatEngine:
         """How well each document answers a query, from 0 to 1, in their order, by a network such as Qwen3-Reranker.
 
         The prompts are those of Qwen3-Reranker, which answers "yes" or "no"; a score is the share of "yes" in the two
-        logits. What all prompts have in common runs once. A score has the same bits alone and beside others.
+        logits. What all prompts have in common runs once, and engines that cache prefixes find it in later calls. A
+        score has the same bits alone and beside others.
 
         Args:
             instruction: what a good document is; None: that of web search.
@@ -170,9 +171,10 @@ class ChatEngine:
             as `embed`; ValueError: a tokenizer without the tokens of such prompts.
         """
         progress = _as_progress(progress)
-        readings = self.vectors().judged(query, documents, instruction, truncate)
+        vectors = self.vectors()
+        readings = vectors.judged(query, documents, instruction, truncate)
         self._read(readings, progress)
-        return scores_of(readings)
+        return vectors.scores(readings)
 
     def vectors(self) -> Vectors:
         """The maker of vectors and scores of texts, by the checkpoint. ValueError: the engine evicts tokens."""

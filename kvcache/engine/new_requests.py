@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from kvcache.networks.protocols import NetworkConfig
 from kvcache.sampling.sampling import Biases, Sampler, SamplingParams
 from kvcache.sampling.stop_strings import StopStrings
 from kvcache.support.arguments import as_count, short
+from kvcache.support.exclusions import excluded, expect
 from kvcache.texts.compressed_prefix import CompressedPrefix
 
 __all__ = ["NewRequests", "Shared"]
@@ -52,6 +53,7 @@ class NewRequests:
         seed: see `InferenceEngine`.
         lock: guards the count of requests.
         tokenizer: returns the tokenizer, or None. It is called for texts, stop strings and grammars.
+        features: of the network and its settings, see `kvcache.support.exclusions`.
 
     Attributes:
         max_positions: see above.
@@ -59,10 +61,11 @@ class NewRequests:
 
     def __init__(
         self, config: NetworkConfig, max_positions: int | None, seed: int, lock: CallLock | MendingLock,
-        tokenizer: Callable[[], Any],
+        tokenizer: Callable[[], Any], features: Collection[str] = (),
     ) -> None:
         self._config, self.max_positions, self._lock = config, max_positions, lock
-        self._tokenizer = tokenizer
+        self._tokenizer, self._features = tokenizer, features
+        self._is_whole = bool(excluded("generate", features))
         self._grammars: GrammarCompiler | None = None
         self.reseed(seed)
 
@@ -146,7 +149,9 @@ class NewRequests:
         return tokens
 
     def check_span(self, tokens: NDArray[np.uint32], pos: int) -> None:
-        """Raise ValueError unless there is a token, and every position from `pos` on is one of the network's."""
+        """Raise ValueError unless there is a token, all positions from `pos` on exist, and texts are continued."""
+        if self._is_whole:
+            expect("generate", len(tokens), self._features)
         if not len(tokens):
             raise ValueError("tokens: expected at least one, got none")
         if self.max_positions is not None and pos + len(tokens) > self.max_positions:

@@ -99,9 +99,13 @@ def open_gguf(
     file = GgufFile(path)
     defaults = gguf_defaults(file) if sampling_params is None else sampling_params
     text = GgufText(file, network.pop("chat_template", None))
+    text.vectors = VectorLayout.of_gguf(file)
     file.close()
     known = calibrate if calibrate is False else text_or_calibration(calibrate, lambda: text.tokenizer)
-    return Opened(Transformer.from_gguf(path, **network), defaults, text, known)
+    model = Transformer.from_gguf(path, **network)
+    if text.vectors is not None:
+        text.vectors.expect(model.config.hidden_size, model.config.vocab_size)
+    return Opened(model, defaults, text, known)
 
 
 def open_drafts(draft: Any, text: CheckpointText | GgufText | None = None) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from kvcache.engine.text_rows import TextRows, common_tokens
 from kvcache.engine.turns import CallInTurn, Turn, Turns
 from kvcache.errors import InvalidOperationError
 from kvcache.kernels.functions import log_sums
-from kvcache.networks.protocols import Float32
+from kvcache.networks.protocols import Float32, is_causal
 from kvcache.sampling.sampling import SamplingParams
 from kvcache.sampling.text_stream import TextStream
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
@@ -65,10 +65,13 @@ class Requests:
         self.turns = Turns()
         self.call = CallInTurn(self.turns, self.lock)
         self.num_prefilled = 0
-        self.new = NewRequests(self.config, self.max_positions, seed, self.lock, lambda: self.tokenizer)
+        self.new = NewRequests(
+            self.config, self.max_positions, seed, self.lock, lambda: self.tokenizer, sequence.settings.features
+        )
         self.text: CheckpointText | GgufText | None = None
         self._sources, self._most_drafts = sources, most_drafts
         self._drafter: tuple[Forward, Drafter] | None = None
+        self._goes_back = is_causal(sequence.settings.model)  # a text may go on behind tokens of another one
 
     @property
     def drafter(self) -> Drafter | None:
@@ -266,7 +269,7 @@ class Requests:
 
     def _read_last(self, reading: TextRows, before: TextRows | None) -> None:
         tokens, pos = reading.tokens, 0
-        if before is not None and not before.every and before.head == reading.head:
+        if self._goes_back and before is not None and not before.every and before.head == reading.head:
             pos = min(common_tokens([before.tokens, tokens]), len(tokens) - 1)
             group = self.sequence.cache.residual_length
             pos -= pos % group if group else 0  # tokens of a group are packed together

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvcache.networks.protocols import Float32
 from kvcache.texts.text import Tokens
 
-__all__ = ["LastLogits", "LastRow", "MeanRow", "TextRows", "common_tokens"]
+__all__ = ["LastLogits", "LastRow", "MeanRow", "SharedRow", "TextRows", "common_tokens"]
 
 
 class TextRows(ABC):
@@ -23,11 +23,12 @@ class TextRows(ABC):
     Attributes:
         head: whether the rows are logits; else those behind the last norm.
         every: whether the rows of all tokens are read; else that of the last one.
+        shares: whether it shares cached blocks with other texts that begin alike.
         parts_at: as of `BatchEngine.submit`.
         result: what was read; None: not all has come.
     """
 
-    head, every = False, False
+    head, every, shares = False, False, False
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
@@ -46,6 +47,12 @@ class LastRow(TextRows):
         self.result = rows[-1].copy()
 
 
+class SharedRow(LastRow):
+    """The row of the last token of a text that begins as others do."""
+
+    shares = True
+
+
 class LastLogits(TextRows):
     """The logits of some tokens behind the last one.
 
@@ -54,7 +61,7 @@ class LastLogits(TextRows):
         chosen: the ids whose logits are read.
     """
 
-    head = True
+    head, shares = True, True
 
     def __init__(self, tokens: Tokens, chosen: tuple[int, ...]) -> None:
         super().__init__(tokens)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvcache.engine.completion import as_prompt
-from kvcache.engine.text_rows import LastLogits, LastRow, MeanRow, TextRows, common_tokens
+from kvcache.engine.text_rows import LastLogits, LastRow, MeanRow, SharedRow, TextRows, common_tokens
 from kvcache.kernels.functions import exp, sum_of
 from kvcache.networks.protocols import Float32, Model
 from kvcache.networks.tokens import as_tokens
@@ -19,8 +20,9 @@ from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.support.arguments import as_count, as_instance, is_integer, short
 from kvcache.texts.text import Tokens
 
-__all__ = ["INSTRUCTION", "VectorOptions", "Vectors", "scores_of"]
+__all__ = ["INSTRUCTION", "VectorOptions", "Vectors"]
 
+_TOGETHER = 64  # texts whose vectors are made at a time, so that little is beside the result
 _READERS: Mapping[str, type[LastRow] | type[MeanRow]] = {"last": LastRow, "mean": MeanRow}
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # The prompt of Qwen3-Reranker, whose next token is "yes" or "no".
@@ -66,7 +68,20 @@ class Vectors:
         self._model, self._text = model, text
         self.plain: PlainText | None = None
         self._layout: VectorLayout = (None if text is None else text.vectors) or VectorLayout()
+        self._ranks = self._layout.is_reranker
         self._most = min((each for each in (most, self._layout.most_tokens) if each is not None), default=None)
+
+    def declare(self, pooling: str | None, reranker: bool) -> None:
+        """Say what the checkpoint does not: the pooling of its vectors, None: nothing; that it judges documents.
+
+        ValueError: no such pooling, or another one than that of the checkpoint.
+        """
+        if pooling is not None:
+            self._pooling(pooling)
+            if self._layout.pooling not in (None, pooling):
+                raise ValueError(f"pooling: expected {self._layout.pooling}, as the checkpoint says, got {pooling}")
+            self._layout = replace(self._layout, pooling=pooling)
+        self._ranks = self._ranks or reranker
 
     # -- vectors --------------------------------------------------------------------------------------------
 
@@ -81,7 +96,7 @@ class Vectors:
         pooling, prompt = self._pooling(options.pooling), self._prompt(options.prompt_name)
         if prompt and pooling == "mean" and not self._layout.pools_prompt:
             raise ValueError("prompt_name: expected none where prompts are left out of the mean, got one")
-        self._dimensions(options.dimensions)
+        self.dimensions(options.dimensions)
         as_instance(options.normalise, bool, "normalise")
         make, truncate = _READERS[pooling], as_instance(options.truncate, bool, "truncate")
         texts = _listed(texts, name)
@@ -136,8 +151,8 @@ class Vectors:
             raise ValueError(f"{name}: expected token ids, since the engine has no tokenizer, got a text")
         return tokenizer
 
-    def _dimensions(self, asked: int | None) -> int:
-        """How many numbers a vector has."""
+    def dimensions(self, asked: int | None = None) -> int:
+        """How many numbers a vector has; None: as many as the checkpoint says. ValueError: there are fewer."""
         dense = self._layout.dense
         most: int = len(dense[-1].weight) if dense else self._model.config.hidden_size  # type: ignore[attr-defined]
         if asked is None:
@@ -149,27 +164,28 @@ class Vectors:
 
         ValueError: a vector without a direction, or with numbers that are not finite.
         """
-        count = self._dimensions(options.dimensions)
-        if not readings:
-            return np.empty((0, count), np.float32)
-        rows = np.stack([_result_of(each) for each in readings])
-        for layer in self._layout.dense:
-            rows = layer(rows)
-        rows = np.ascontiguousarray(rows[:, :count])
-        if not np.isfinite(rows).all():
-            raise ValueError("model: expected finite hidden rows, got others")
-        return np.stack([_unit(row) for row in rows]) if options.normalise else rows
+        count = self.dimensions(options.dimensions)
+        found = np.empty((len(readings), count), np.float32)
+        for start in range(0, len(readings), _TOGETHER):
+            rows = np.stack([_result_of(each) for each in readings[start : start + _TOGETHER]])
+            for layer in self._layout.dense:
+                rows = layer(rows)
+            rows = rows[:, :count]
+            if not np.isfinite(rows).all():
+                raise ValueError("model: expected finite hidden rows, got others")
+            found[start : start + _TOGETHER] = [_unit(row) for row in rows] if options.normalise else rows
+        return found
 
     # -- scores ---------------------------------------------------------------------------------------------
 
     @property
     def is_reranker(self) -> bool:
-        """Whether the checkpoint says that it judges documents."""
-        return self._layout.judges is not None
+        """Whether the checkpoint, or `declare`, says that it judges documents."""
+        return self._ranks
 
     @property
     def pools(self) -> bool:
-        """Whether the checkpoint says how its vectors are made."""
+        """Whether the checkpoint, or `declare`, says how its vectors are made."""
         return self._layout.pooling is not None
 
     def judged(self, query: str, documents: Iterable[Any], instruction: str | None, truncate: bool) -> list[TextRows]:
@@ -181,7 +197,7 @@ class Vectors:
         ids = {token: tokenizer.token_to_id(token) for token in _NEEDED}
         if missing := [token for token, number in ids.items() if number is None]:
             raise ValueError(f"model: expected a reranker, with a token {missing[0]}, got one without")
-        chosen = self._layout.judges or (ids["yes"], ids["no"])
+        judge, chosen = self._layout.judge, self._layout.judges or (ids["yes"], ids["no"])
         before, behind = (encoded(tokenizer, text, "query", add_special_tokens=False) for text in (_BEFORE, _BEHIND))
         if self.plain is not None:
             tokenizer = self.plain.tokenizer
@@ -197,23 +213,24 @@ class Vectors:
             text = asked + as_instance(document, str, name)
             middle = encoded(tokenizer, text, name, most=None if truncate else self._most, add_special_tokens=False)
             middle = middle[:room]
-            found.append(LastLogits(self._checked([*before, *middle, *behind], name), chosen))
+            tokens = self._checked([*before, *middle, *behind], name)
+            found.append(LastLogits(tokens, chosen) if judge is None else SharedRow(tokens))
         common = common_tokens([each.tokens for each in found])
         for each in found:
             each.parts_at = (common,) if 0 < common < len(each.tokens) else ()
         return found
 
-
-def scores_of(readings: Sequence[TextRows]) -> list[float]:
-    """The scores of prompts that have run: the share of "yes" of the two answers, from 0 to 1."""
-    found = []
-    for each in readings:
-        yes, no = (float(logit) for logit in _result_of(each))
-        if not np.isfinite(yes - no):
-            raise ValueError(f"model: expected finite logits, got {yes} and {no}")
-        distance = exp(-abs(yes - no))
-        found.append((1.0 if yes >= no else distance) / (1.0 + distance))
-    return found
+    def scores(self, readings: Sequence[TextRows]) -> list[float]:
+        """The scores of prompts that have run: the share of "yes" of the two answers, from 0 to 1."""
+        judge, found = self._layout.judge, []
+        for each in readings:
+            row = _result_of(each)
+            yes, no = map(float, row if judge is None else judge(row[None])[0])
+            if not np.isfinite(yes - no):
+                raise ValueError(f"model: expected finite logits, got {yes} and {no}")
+            distance = exp(-abs(yes - no))
+            found.append((1.0 if yes >= no else distance) / (1.0 + distance))
+        return found
 
 
 def _listed(texts: Iterable[Any], name: str) -> Iterable[Any]:

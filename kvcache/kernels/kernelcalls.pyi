@@ -51,6 +51,7 @@ def attend(
     softcap: float = 0.0,
     sinks: _Floats | None = None,
     whole: bool = False,
+    ahead: int = 0,
     tree: npt.NDArray[np.int64] | None = None,
     threads: int = 1,
     scratch: Callable[[int], _Bytes] | None = None,

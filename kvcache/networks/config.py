@@ -47,6 +47,7 @@ class ModelConfig:
         multipliers: numbers that parts of paired layers multiply by.
         recurrence: the sizes of the layers with a state; None: there are none.
         windows: for each layer the number of tokens that a query sees, itself among them; None: all tokens before it.
+        causal: False: a query also sees the tokens behind it; with a window as many as before it.
         attention_scale: of the scores; None: `head_dim**-0.5`.
         attention_softcap: scores become `cap * tanh(score / cap)`; None: they stay.
         sinks: in which layers each query head has a logit that joins the normaliser of its softmax.
@@ -106,6 +107,7 @@ class ModelConfig:
     multipliers: Multipliers | None
     recurrence: RecurrentSizes | None
     windows: tuple[int | None, ...]
+    causal: bool
     attention_scale: float | None
     attention_softcap: float | None
     sinks: Literal["", "all", "windows"]

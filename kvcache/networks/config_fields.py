@@ -28,6 +28,7 @@ __all__ = ["FIELDS", "ConfigField", "gguf_keys", "read_fields"]
 
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
 _FIRST_PATTERN = "prefix_dense_sliding_window_pattern"  # of windows, in layers with an MLP in place of experts
+_BOTH_WAYS = "use_bidirectional_attention"  # "vision": in the parts of an image alone, and texts have none
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # what files call layers without a window and with one
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MEANT = {("gemma", "gelu"): "gelu_pytorch_tanh"}  # what names of a family stand for, in its first files
@@ -144,9 +145,18 @@ def _refuse_unsupported(read: ConfigReading) -> None:
     for key in ("clip_qkv", "sparse_config") if family.model_type == "minicpm" else ("clip_qkv",):
         if read.get(key) is not None:
             raise CheckpointError(f"{key}: expected null, got {short(read.get(key))}")
-    bidirectional = read.get("use_bidirectional_attention")
-    if bidirectional not in (None, False, "vision"):  # of the parts of an image: texts have none
-        raise CheckpointError(f"use_bidirectional_attention: expected false or 'vision', got {short(bidirectional)}")
+    both = read.get(_BOTH_WAYS)
+    if both not in (None, False, "vision") and not (both is True and read.has_default(_BOTH_WAYS)):
+        raise CheckpointError(f"{_BOTH_WAYS}: expected false or 'vision', got {short(both)}")
+
+
+def _causal(read: ConfigReading) -> bool:
+    """Whether no token sees later ones."""
+    if read.flag("is_causal", True) and read.get(_BOTH_WAYS) is not True:
+        return True
+    if read.found.recurrence is not None or read.family.layers_differ or read.family.next_layers:
+        raise CheckpointError(f"is_causal: expected true for {read.family.model_type}, got false")
+    return False
 
 
 def _num_kv_heads(read: ConfigReading) -> int:
@@ -326,6 +336,9 @@ def _windows(read: ConfigReading) -> tuple[int | None, ...]:
         window = read.size("sliding_window_size") + 1
     if window is not None and (type(window) is not int or window < 1):
         raise CheckpointError(f"sliding_window: expected a positive whole number or null, got {short(window)}")
+    if window is not None:  # both ways they say the tokens of both sides, or of each; ours are one side and the token
+        window = window // 2 + 1 if read.get(_BOTH_WAYS) is True else window
+        window += not read.flag("is_causal", True)
     kinds = config.get("layer_types")
     allowed = [_FULL] if window is None else [_FULL, _SLIDING]
     if kinds is not None and not (
@@ -468,6 +481,7 @@ FIELDS: dict[str, ConfigField] = {
     "num_layers": ConfigField(ConfigReading.layers, "block_count", ("num_hidden_layers",)),
     "mixers": ConfigField(lambda read: mixers_of(read.config, read.listed, read.family.recurrence, read.num_layers)),
     "recurrence": ConfigField(_recurrence),
+    "causal": ConfigField(_causal, "attention.causal", ("is_causal",)),
     "multipliers": ConfigField(lambda read: Multipliers.of(read) if read.family.paired else None),
     "windows": ConfigField(_windows, "attention.sliding_window", ("sliding_window",)),
     "qkv_bias": ConfigField(partial(_bias, part=0)),

@@ -301,7 +301,7 @@ FAMILIES = {
         activation_key="hidden_activation", windows="types", full_every=6, rope_per_kind=True,
         defaults=_GEMMA | {
             "vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072, "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4, "final_logit_softcapping": None,
+            "rope_local_base_freq": 1e4, "final_logit_softcapping": None, "use_bidirectional_attention": False,
         },
         aliases=("Gemma3TextModel",),
     ),

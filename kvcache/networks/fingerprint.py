@@ -38,6 +38,8 @@ def fingerprint(model: Any) -> str:
     options = asdict(config)
     for name in ("eos_token_ids", "next_layers", "draft_layers"):  # do not change K and V of the layers that count
         del options[name]
+    if config.causal:  # as names of networks were before there were others
+        del options["causal"]
     digest.update(repr(sorted(options.items())).encode())
     formats = [array.format for array in weights.arrays() if not isinstance(array, np.ndarray)]
     packed = [format for format in formats if "q" in format]

@@ -44,6 +44,7 @@ from kvcache.networks.recurrent_sizes import RecurrentSizes
 from kvcache.networks.rope import Rope
 from kvcache.networks.rope_entries import long_attention_factor
 from kvcache.networks.tensors import StoredRows, require
+from kvcache.networks.vector_layout import GGUF_TENSORS
 from kvcache.support.arguments import short
 from kvcache.support.regular_files import open_regular, read_at
 
@@ -233,7 +234,7 @@ class GgufCheckpoint:
                     self._shapes[name], shape = shape, info.shape
                 yield name, shape
 
-        known = {_ROPE, _SHORT, _LONG, *(self._place(name).name for name in unread_of(self.config))}
+        known = {_ROPE, _SHORT, _LONG, *GGUF_TENSORS, *(self._place(name).name for name in unread_of(self.config))}
         next_layers = f"{self.file.metadata['general.architecture']}.{NEXT_LAYERS}"
 
         def unread(name: str) -> bool:

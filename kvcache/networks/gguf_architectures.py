@@ -71,6 +71,9 @@ ARCHITECTURES = {
     "gemma": Architecture("gemma"),
     "gemma2": Architecture("gemma2", windows=True, fixed={"sliding_window": 4096}),
     "gemma3": Architecture("gemma3_text", windows=True, fixed={"rope_local_base_freq": 10000.0}),
+    "gemma-embedding": Architecture(
+        "gemma3_text", windows=True, fixed={"rope_local_base_freq": 10000.0, "use_bidirectional_attention": True},
+    ),
     "gemma4": Architecture("gemma4_text", windows=True, understood=("attention.shared_kv_layers",)),
     "phi3": Architecture("phi3", windows=True, understood=("rope.scaling.attn_factor",)),
     "phimoe": Architecture(

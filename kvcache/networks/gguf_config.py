@@ -52,7 +52,7 @@ _YARN = {
 # Options that change the result and are not implemented, and the value that has no effect.
 NEUTRAL: dict[str, Any] = {
     "expert_count": 0, "expert_shared_count": 0, "expert_group_count": (0, 1), "expert_gating_func": _SOFTMAX,
-    "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.scale": 0.0,
+    "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.scale": 0.0,
     "attention.output_scale": 0.0, "attention.temperature_scale": 0.0, "attention.shared_kv_layers": 0,
     "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0, "embedding_scale": 0.0, "logit_scale": 0.0,
     "residual_scale": 0.0, "swin_norm": False, "use_parallel_residual": False, NEXT_LAYERS: 0,
@@ -358,6 +358,8 @@ def _set_windows(read: _Entries, architecture: Architecture, found: dict[str, An
     elif not architecture.windows and type(window) is int and type(positions) is int and window < positions:
         read.fail(_WINDOW, f"none, or at least all {positions} positions")
     found["use_sliding_window"] = bool(window)
+    if found["sliding_window"] and found.get("is_causal") is False:  # llama.cpp has no window then behind a token
+        read.fail("attention.causal", "true beside a window")
     pattern, layers = read.either(_PATTERN), found.get("num_hidden_layers")
     if isinstance(pattern, np.ndarray):
         if len(pattern) != layers or pattern.dtype != np.bool_:

@@ -152,7 +152,7 @@ class Transformer:
             scale = 1 / math.sqrt(own.head_dim)
         return LayerAttention(
             scale, config.windows[i], config.attention_softcap, self.weights.layers[i].sinks, own.num_kv_heads,
-            sum(stored), own.kv_layer, None if config.latent is None else stored[0],
+            sum(stored), own.kv_layer, None if config.latent is None else stored[0], config.causal,
         )
 
     @property

@@ -17,7 +17,7 @@ from kvcache.core.attention_call import AttentionCall
 
 __all__ = [
     "Attend", "LayerAttention", "Logits", "Model", "NetworkConfig", "Recur", "Recurrence", "StreamingModel",
-    "cached_sizes", "draft_layers", "latent_layers", "layer_attention", "layer_recurrences",
+    "cached_sizes", "draft_layers", "is_causal", "latent_layers", "layer_attention", "layer_recurrences",
 ]
 
 Float32 = NDArray[np.float32]
@@ -26,7 +26,7 @@ Logits = Literal["last", "all", "none"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerAttention:
-    """How one layer attends, beyond causal attention; the defaults change nothing.
+    """How one layer attends, beyond causal attention; the defaults change nothing. All layers or none are causal.
 
     Attributes:
         scale: of the scores; None: `head_dim**-0.5`.
@@ -36,6 +36,7 @@ class LayerAttention:
         num_kv_heads, head_dim: of this layer; None: those of the configuration.
         kv_layer: an earlier layer, whose K and V this one reads; None: it has its own.
         latent: the number of first channels of K that are V, and `values` of `Attend` is None; None: V is given.
+        causal: False: a query also sees the tokens behind it, with a window the next `window - 1`. Texts run whole.
     """
 
     scale: float | None = None
@@ -46,16 +47,18 @@ class LayerAttention:
     head_dim: int | None = None
     kv_layer: int | None = None
     latent: int | None = None
+    causal: bool = True
 
     def call(self, return_lse: bool = False, top_tokens: int | None = None) -> AttentionCall:
         """These options, checked and copied, for all calls of the layer; others as of `PagedKvCache.attention`."""
-        own = self.scale, self.window, self.softcap, self.sinks
+        own = self.scale, self.window, self.softcap, self.sinks, self.causal
         return AttentionCall(*own, return_lse=return_lse, top_tokens=top_tokens).kept()
 
     def options(self) -> dict[str, Any]:
         """The arguments of `PagedKvCache.attention` that differ from its defaults."""
         values = {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.sinks}
-        return {name: value for name, value in values.items() if value is not None}
+        found = {name: value for name, value in values.items() if value is not None}
+        return found if self.causal else found | {"causal": False}
 
 
 class NetworkConfig(Protocol):
@@ -238,6 +241,11 @@ def draft_layers(model: Model) -> int:
     """How many of the last layers are MTP layers, see `Model`."""
     found: int = getattr(model, "draft_layers", 0)
     return found
+
+
+def is_causal(model: Model) -> bool:
+    """Whether no token of a network sees later ones."""
+    return all(each is None or each.causal for each in layer_attention(model))
 
 
 def latent_layers(model: Model) -> str:

@@ -15,24 +15,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import CheckpointError
+from kvcache.gguf.blocks import LOADABLE, row_bytes, values
+from kvcache.gguf.file import GgufFile
 from kvcache.kernels.functions import tanh
 from kvcache.kernels.matrix import Matrix
 from kvcache.networks.files import MAX_CONFIG_BYTES, parse_json, read_file, read_json
 from kvcache.networks.safetensors import SafetensorsFile
 from kvcache.support.arguments import short
 
-__all__ = ["Dense", "VectorLayout"]
+__all__ = ["GGUF_TENSORS", "Dense", "VectorLayout"]
 
 Float32 = NDArray[np.float32]
 
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
 _OLD = "pooling_mode_"
 _POOLINGS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
+_IDENTITY = "torch.nn.modules.linear.Identity"
 _ACTIVATIONS: dict[str, Callable[[Float32], Float32]] = {
-    "torch.nn.modules.linear.Identity": lambda x: x,
+    _IDENTITY: lambda x: x,
     "torch.nn.modules.activation.Tanh": lambda x: tanh(x).astype(np.float32),
 }
-_GGUF = {1: "mean", 3: "last"}  # `pooling_type`
+_GGUF = {0: None, 1: "mean", 3: "last"}  # `pooling_type`
+_RANK, _RANKS = 4, ("qwen3", "qwen3vl")  # the one of rerankers, and the architectures whose last row it reads
+_JUDGE, _DENSE = "cls.output.weight", ("dense_2.weight", "dense_3.weight")  # tensors
+_LABELS = ["yes", "no"]  # of the rows of the former
+GGUF_TENSORS = frozenset((_JUDGE, *_DENSE))
 # What entries of a dense layer have to say, if anything.
 _OWN = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding", "use_residual": False}
 
@@ -71,10 +78,19 @@ class Dense:
         found: dict[str, Any] = {name: info.shape for name, info in file.items()}
         if found != expected or not all(type(size) is int for size in shape):
             raise CheckpointError(f"{file.path}: expected tensors {short(expected)}, got {short(found)}")
-        values = file.read("linear.weight")
-        weight = Matrix(len(values), values.shape[1], "f32")
-        weight.put(0, values)
-        return cls(weight, file.read("linear.bias") if "linear.bias" in file else None, activation)
+        bias = file.read("linear.bias") if "linear.bias" in file else None
+        return cls(_matrix(file.read("linear.weight")), bias, activation)
+
+    @classmethod
+    def of_gguf(cls, file: GgufFile, name: str) -> Dense:
+        """Read a matrix of a GGUF file. CheckpointError: it has none of this name, or no matrix."""
+        info = file.get(name)
+        if info is None or len(info.shape) != 2 or info.dtype not in LOADABLE:
+            found = "none" if info is None else f"{info.dtype} {info.shape}"
+            raise CheckpointError(f"{file.path}: {name}: expected a matrix, got {found}")
+        raw = np.empty((info.shape[0], row_bytes(info.dtype, info.shape[1])), np.uint8)
+        file.read([raw], name)
+        return cls(_matrix(values(info.dtype, raw, info.shape[1])), None, _IDENTITY)
 
     def __call__(self, rows: Float32) -> Float32:
         """The results of rows `(n, in)`, `(n, out)`; each has the same bits in any company."""
@@ -92,7 +108,8 @@ class VectorLayout:
         pools_prompt: whether the tokens of a prompt count in the mean.
         most_tokens: the most tokens of a text; None: those of the network.
         dimensions: how many of the first numbers of a vector are kept; None: all.
-        judges: the ids of the tokens whose logits a reranker compares, of true and of false; None: it is no reranker.
+        judges: the ids of the tokens whose logits a reranker compares, of true and of false; None: it compares none.
+        judge: the two rows of the head of these tokens, where a file has them apart.
     """
 
     pooling: str | None = None
@@ -103,6 +120,12 @@ class VectorLayout:
     most_tokens: int | None = None
     dimensions: int | None = None
     judges: tuple[int, int] | None = None
+    judge: Dense | None = None
+
+    @property
+    def is_reranker(self) -> bool:
+        """Whether it makes scores of documents."""
+        return self.judges is not None or self.judge is not None
 
     def expect(self, hidden_size: int, vocab_size: int) -> None:
         """CheckpointError: layers or tokens that do not go with a network of these sizes."""
@@ -110,15 +133,33 @@ class VectorLayout:
             if layer.weight.shape[1] != hidden_size:
                 raise CheckpointError(f"in_features: expected {hidden_size}, got {layer.weight.shape[1]}")
             hidden_size = layer.weight.shape[0]
+        if self.judge is not None and self.judge.weight.shape != (2, hidden_size):
+            raise CheckpointError(f"{_JUDGE}: expected shape (2, {hidden_size}), got {self.judge.weight.shape}")
         if self.judges is not None and not (max(self.judges) < vocab_size and len({*self.judges}) == 2):
             raise CheckpointError(f"true_token_id: expected two ids below {vocab_size}, got {self.judges}")
 
     @classmethod
-    def of_gguf(cls, metadata: Mapping[str, Any]) -> VectorLayout | None:
-        """The layout that a GGUF file says; None: none."""
-        kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
-        pooling = _GGUF.get(kind) if isinstance(kind, int) else None
-        return None if pooling is None else cls(pooling)
+    def of_gguf(cls, file: GgufFile) -> VectorLayout | None:
+        """The layout that an open GGUF file says; None: none.
+
+        Raises:
+            CheckpointError: another pooling than those that are read; a matrix or labels of another form.
+        """
+        letters = file.metadata.get("general.architecture")
+        kind = file.metadata.get(f"{letters}.pooling_type", 0)
+        if type(kind) is int and kind == _RANK and letters in _RANKS:
+            labels = file.metadata.get(f"{letters}.classifier.output_labels", _LABELS)
+            if not isinstance(labels, list) or labels != _LABELS:
+                name, expected = f"{letters}.classifier.output_labels", " and ".join(_LABELS)
+                raise CheckpointError(f"{file.path}: {name}: expected {expected}, got {short(labels)}")
+            return cls(judge=Dense.of_gguf(file, _JUDGE))
+        if type(kind) is not int or kind not in _GGUF:
+            expected = f"{', '.join(map(str, _GGUF))}, or {_RANK} of {' and '.join(_RANKS)}"
+            raise CheckpointError(f"{file.path}: {letters}.pooling_type: expected {expected}, got {short(kind)}")
+        pooling = _GGUF[kind]
+        if pooling is None:
+            return None
+        return cls(pooling, tuple(Dense.of_gguf(file, name) for name in _DENSE if name in file))
 
     @classmethod
     def of_folder(cls, folder: Path) -> VectorLayout | None:
@@ -199,6 +240,12 @@ def _judges(path: Path) -> tuple[int, int]:
     if not all(type(each) is int and each >= 0 for each in found):
         raise CheckpointError(f"{path}: expected true_token_id and false_token_id, got {short(config)}")
     return found[0], found[1]  # type: ignore[return-value]
+
+
+def _matrix(rows: Float32) -> Matrix:
+    found = Matrix(len(rows), rows.shape[1], "f32")
+    found.put(0, rows)
+    return found
 
 
 def _optional(path: Path) -> dict[str, Any]:

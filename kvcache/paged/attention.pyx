@@ -212,7 +212,9 @@ cdef class SequenceAttention:
             seq = &self.table.records.seqs[self.table.picked[i]]
             out = self.attention.seq_(i)
             place(out, &seq.tokens)
-            out.window, out.whole, out.skipped_tokens = call.width, not call.causal, call.skip_tokens
+            out.window, out.skipped_tokens = call.width, call.skip_tokens
+            out.whole = not call.causal and call.width == 0
+            out.ahead = 0 if call.causal or call.width == 0 else min(call.width - 1, MOST_START)
             if first != NULL:
                 if not 0 <= first[i] <= MOST_START:
                     raise ValueError(f"starts: expected 0 to 2**62 for sequence {id[i]}, got {first[i]}")
@@ -223,7 +225,7 @@ cdef class SequenceAttention:
                     raise ValueError(f"context_lens: expected 0 to {out.num_tokens} tokens of sequence {id[i]}, "
                                      f"got {show[i]}")
                 out.hidden_tokens = out.num_tokens - show[i]
-            if out.num_queries < 0 or (out.num_queries > out.num_tokens and call.causal):
+            if out.num_queries < 0 or (out.num_queries > out.num_tokens and not out.whole):
                 raise ValueError(f"query_lens: expected 0 to {out.num_tokens} queries for sequence {id[i]}, "
                                  f"got {out.num_queries}")
             total = saturating_sum(total, out.num_queries)

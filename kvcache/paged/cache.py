@@ -566,7 +566,8 @@ class PagedKvCache:
                 up.
             starts: integers `(n,)`: the text position of each sequence's first token, by default 0; above where the
                 first ones were dropped.
-            causal: False: every query sees all tokens that are shown, and `query_lens` has no limit; without `window`.
+            causal: False: every query sees all tokens that are shown, and `query_lens` has no limit. With `window` the
+                query at position p sees positions p - window + 1 to p + window - 1, and `query_lens` has its limit.
             mask: integers `(total_queries,)`, a tree: each query's parent, the index of an earlier query of its
                 sequence, or -1. A query sees the tokens before the queries', its ancestors' and its own; its position
                 is the first behind those tokens plus the number of its ancestors. If each parent is the query before,

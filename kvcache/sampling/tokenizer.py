@@ -165,8 +165,10 @@ class GgufText:
         own_template: as of `CheckpointText`.
 
     Attributes:
-        vectors: how the file makes vectors of texts; None: it does not say.
+        vectors: how the file makes vectors of texts, where `open_gguf` read it; None: it does not say.
     """
+
+    vectors: VectorLayout | None = None
 
     def __init__(self, file: GgufFile | str | Path, own_template: str | None = None) -> None:
         self._own_template = own_template
@@ -182,7 +184,6 @@ class GgufText:
 
         self._path, self._tokenizer, self._special = path, Once(tokenizer), special
         self._templates = {key: value for key, value in file.metadata.items() if key.startswith(TEMPLATE)}
-        self.vectors = VectorLayout.of_gguf(file.metadata)
 
     @property
     def tokenizer(self) -> Any:

@@ -129,5 +129,5 @@ def _entry(scope: Scope, own: str, status: int, seconds: float) -> dict[str, Any
         "preemptions": sum(each.preemptions for each in metrics),
         "queued": round(min(queued), 6) if queued else None,
         "first_token": round(min(firsts), 6) if firsts else None,
-        "finish": [work.reason for request in requests for work in request.works],
+        "finish": [reason for request in requests for reason in request.reasons],
     }

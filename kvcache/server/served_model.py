@@ -34,11 +34,21 @@ from kvcache.server.prompts import Prompt, Prompts
 from kvcache.server.refusals import too_large, too_many
 from kvcache.server.response_bodies import RESPONSES, asked_of_response
 from kvcache.server.response_form import ResponseForm
-from kvcache.server.vector_bodies import EMBEDDINGS, RERANK, VectorBody, asked_of_embeddings, asked_of_rerank
+from kvcache.server.vector_bodies import (
+    EMBEDDINGS,
+    RERANK,
+    VectorBody,
+    asked_of_embeddings,
+    asked_of_rerank,
+    names_reranker,
+)
 from kvcache.server.voices import Voices
 from kvcache.serving import BatchEngine
+from kvcache.support.arguments import as_count, as_instance
 
-__all__ = ["Answer", "Prepared", "ServedModel"]
+__all__ = ["MAX_VECTORS", "Answer", "Prepared", "ServedModel"]
+
+MAX_VECTORS = 64 << 20  # bytes
 
 _READING = 30.0  # seconds beyond the time limit, for reading the end of an answer
 
@@ -65,22 +75,44 @@ class ServedModel:
         plain_special_tokens: whether special tokens in the texts of users are text; see `PlainText`.
         tool_parser: the dialect in which the network writes thoughts and calls, a name of `DIALECTS`; None: that of its
             chat template.
+        pooling: how its vectors are made, "last" or "mean", where its checkpoint does not say it.
+        reranker: whether it judges documents, where neither its checkpoint nor its name says so.
+        max_vectors: the most bytes of the vectors of a body.
+
+    Raises:
+        TypeError, ValueError: no such pooling, or another one than the checkpoint's; no number of bytes.
 
     Attributes:
         engine: see above.
         names: all of them; that of the model first.
         trials: of new grammars.
+        tasks: what it is for: "generate", "embed", "rerank".
     """
 
     def __init__(
         self, engine: BatchEngine, name: str, *, aliases: Sequence[str] = (), plain_special_tokens: bool = False,
-        tool_parser: str | None = None,
+        tool_parser: str | None = None, pooling: str | None = None, reranker: bool = False,
+        max_vectors: int = MAX_VECTORS,
     ) -> None:
         self.engine, self.names = engine, tuple(dict.fromkeys((name, *aliases)))
         self.trials = Trials()
         self._prompts = Prompts(engine, plain_special_tokens)
         self._voices = Voices(engine.tokenizer, engine.chat_template, tool_parser)
         self._texts, self._fingerprints = TokenTexts(engine.tokenizer), Fingerprints()
+        self._declared = pooling, as_instance(reranker, bool, "reranker")
+        self._max_vectors = as_count(max_vectors, "max_vectors", 1, most=None)
+        self.tasks = self._tasks()
+
+    def _tasks(self) -> list[str]:
+        """What the model is for: text is "generate"."""
+        if not self.engine.shares_prefixes:  # a policy evicts tokens
+            return ["generate"]
+        vectors = self._vectors()
+        given = {
+            "generate": self.engine.generates, "embed": vectors.pools,
+            "rerank": vectors.is_reranker or names_reranker(self.names[0]),
+        }
+        return [task for task, is_given in given.items() if is_given]
 
     # -- answers of the network -----------------------------------------------------------------------------
 
@@ -106,7 +138,7 @@ class ServedModel:
     def embed(self, found: dict[str, Any], space: Hashable) -> VectorBody:
         """Answer a body of `/v1/embeddings`."""
         given = checked(found, EMBEDDINGS, ("model", "input"))
-        return asked_of_embeddings(given, self._vectors(), self.names[0], space)
+        return asked_of_embeddings(given, self._vectors(), self.names[0], space, self._max_vectors)
 
     def rerank(self, found: dict[str, Any], space: Hashable) -> VectorBody:
         """Answer a body of `/v1/rerank`."""
@@ -116,6 +148,7 @@ class ServedModel:
     def _vectors(self) -> Vectors:
         vectors = self.engine.vectors()
         vectors.plain = self._prompts.plain
+        vectors.declare(*self._declared)
         return vectors
 
     def _completion(self, found: dict[str, Any], chat: bool) -> Asked:

@@ -131,4 +131,5 @@ def _entry(name: str, slot: ModelSlot) -> dict[str, Any]:
         "id": name, "object": "model", "created": slot.created, "owned_by": "kvcache", "max_model_len": most,
         "type": "model", "display_name": name, "created_at": date_of(slot.created), "max_input_tokens": most,
         "loaded": model is not None,
+        "tasks": None if model is None else model.tasks,
     }

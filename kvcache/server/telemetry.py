@@ -9,13 +9,14 @@ from anyio import current_time
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvcache.server.vector_bodies import VectorAnswer, VectorBody
 from kvcache.serving import Request as EngineRequest
 
 __all__ = ["Telemetry", "exporting"]
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/responses": "chat",
-    "/v1/completions": "text_completion",
+    "/v1/completions": "text_completion", "/v1/embeddings": "embeddings", "/v1/rerank": "rerank",
 }
 _FLUSH = 5000  # milliseconds
 # The boundaries of the histograms, in seconds, as the specification of the names advises.
@@ -37,8 +38,8 @@ _MEASURED = {
 class Telemetry:
     """Tells OpenTelemetry of each request to the network, when it has ended: a span and three measurements.
 
-    A span is named `chat MODEL` or `text_completion MODEL`, and is part of the trace that the client's header
-    `traceparent` names.
+    A span is named `chat MODEL`, `text_completion MODEL`, `embeddings MODEL` or `rerank MODEL`, and is part of the
+    trace that the client's header `traceparent` names.
 
     Args:
         tracer_provider, meter_provider: of OpenTelemetry; None: those of the process.
@@ -116,6 +117,8 @@ class Telemetry:
 
 def _attributes(asked: Any) -> dict[str, Any]:
     """The attributes of what is asked for, but no texts."""
+    if isinstance(asked, VectorBody):
+        return {} if asked.dimensions is None else {"gen_ai.embeddings.dimension.count": asked.dimensions}
     params, n = asked.params, asked.n
     found = {
         name: getattr(params, name)
@@ -125,7 +128,7 @@ def _attributes(asked: Any) -> dict[str, Any]:
     return given | {"gen_ai.output.type": "text" if params.grammar is None else "json"}
 
 
-def _answered(requests: Sequence[EngineRequest]) -> tuple[dict[str, Any], dict[str, float]]:
+def _answered(requests: Sequence[EngineRequest | VectorAnswer]) -> tuple[dict[str, Any], dict[str, float]]:
     """The attributes of answers, and their times."""
     metrics = [request.metrics for request in requests]
     firsts = [each.ttft for each in metrics if each.ttft is not None]
@@ -134,7 +137,7 @@ def _answered(requests: Sequence[EngineRequest]) -> tuple[dict[str, Any], dict[s
         "gen_ai.usage.input_tokens": sum(each.prompt_tokens for each in metrics),
         "gen_ai.usage.output_tokens": sum(each.new_tokens for each in metrics),
         "gen_ai.usage.cache_read.input_tokens": sum(each.cached_tokens for each in metrics),
-        "gen_ai.response.finish_reasons": [work.reason or "cancelled" for each in requests for work in each.works],
+        "gen_ai.response.finish_reasons": [why or "cancelled" for each in requests for why in each.reasons],
     }
     times: dict[str, float] = {}
     if firsts:

@@ -23,7 +23,7 @@ from kvcache.engine.vectors import Vectors
 from kvcache.errors import InvalidOperationError, OutOfMemoryError
 from kvcache.grammar.grammar import Grammar
 from kvcache.grammar.trials import Trials
-from kvcache.networks.protocols import Float32, Model
+from kvcache.networks.protocols import Float32, Model, is_causal
 from kvcache.prefix.events.kv_events import KvEvents
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.sampling.sampling import SamplingParams
@@ -171,8 +171,9 @@ class BatchEngine(NetworkEngine):
         self.max_queue = as_count(max_queue, "max_queue", 1)
         self._steps = Steps(scheduler, forward, self.max_queue, clock)
         self.max_positions = checked.max_positions
+        self._whole = not is_causal(model)
         self._new = NewRequests(
-            model.config, self.max_positions, seed, self._steps.inbox_lock, lambda: self.tokenizer
+            model.config, self.max_positions, seed, self._steps.inbox_lock, lambda: self.tokenizer, checked.features
         )
         self._text: CheckpointText | GgufText | None = None
         self._events: EngineEvents | None = None
@@ -331,10 +332,14 @@ class BatchEngine(NetworkEngine):
                 of prompts that are done, and of all.
 
         Raises:
-            as `submit`, but QueueFullError.
+            as `submit`, but QueueFullError; InvalidOperationError: the engine was closed meanwhile, and cancelled
+                texts.
         """
         submit = partial(self.submit, params=params, namespace=namespace, **sampling)
-        return [request.result() for request in run_all(list(prompts), submit, self._steps.wait_for_any, progress)]
+        requests = run_all(list(prompts), submit, self._steps.wait_for_any, progress)
+        for each in requests:
+            each.expect_end()
+        return [each.result() for each in requests]
 
     def score_batch(self, texts: Iterable[Any], *, progress: Progress = True) -> list[Float32]:
         """`InferenceEngine.score` of many texts: float32 `(len(tokens) - 1,)` for each, in their order.
@@ -388,7 +393,7 @@ class BatchEngine(NetworkEngine):
         Raises:
             as `submit`.
         """
-        works = [Reading(each, namespace) for each in readings]
+        works = [Reading(each, namespace, whole=self._whole) for each in readings]
         pending = Pending(self._steps, works)
         if works:
             longest = max(works, key=lambda work: work.num_tokens)
@@ -544,6 +549,11 @@ class BatchEngine(NetworkEngine):
     def shares_prefixes(self) -> bool:
         """Whether requests share cached prefixes: not where a policy evicts tokens."""
         return self._settings.budgets is None
+
+    @property
+    def generates(self) -> bool:
+        """Whether texts are continued: not where tokens see later ones, and texts are embedded alone."""
+        return not self._whole
 
     @property
     def residual_length(self) -> int:

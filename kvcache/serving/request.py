@@ -199,6 +199,11 @@ class Request(Pending):
         return self._samples[0].prompt_logprobs
 
     @property
+    def reasons(self) -> list[FinishReason | None]:
+        """Why each sample ended."""
+        return [sample.reason for sample in self._samples]
+
+    @property
     def metrics(self) -> RequestMetrics:
         """The measurements so far."""
         first = self._samples[0]

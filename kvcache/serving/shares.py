@@ -56,7 +56,7 @@ class Shares:
         room, seconds, least = self._tokens, self._seconds, self._least
         self._tokens, self._seconds, self._least = room - room // 2, seconds / 2, least - least // 2
         # The place of the first one, and its rows: half of them, or those of a piece that is not to be divided.
-        own = min(self._rows, first.rows_due(first.fixed_piece if first.chunk else -(-self._rows // 2)))
+        own = min(self._rows, first.logits_due(first.fixed_piece if first.chunk else -(-self._rows // 2)))
         self._prompts, self._rows = self._prompts - 1, self._rows - own
         self._fill(others)
         self._prompts, self._rows = self._prompts + 1, self._rows + own
@@ -89,7 +89,7 @@ class Shares:
         self.pieces.append((work, count))
         cost = self._budget.cost(count, work.computed)
         self._ran, self._spent = self._ran + count, self._spent + cost
-        self._prompts, self._rows = self._prompts - 1, self._rows - work.rows_due(count)
+        self._prompts, self._rows = self._prompts - 1, self._rows - work.logits_due(count)
         self._tokens, self._seconds, self._least = self._tokens - count, self._seconds - cost, self._least - count
         if work.shares and count >= work.remaining:
             self._ends = True
@@ -102,6 +102,7 @@ def fitting(work: Work, most: int, rows: int) -> int:
     if most <= 0:
         return 0
     if work.chunk:
-        return work.fixed_piece if work.rows_due(work.fixed_piece) <= rows else 0
+        return work.fixed_piece if work.logits_due(work.fixed_piece) <= rows else 0
     count = min(work.remaining, most)
-    return count if work.shares else max(0, min(count, rows))  # other works took more rows than there are
+    free = work.shares or not work.logits_due(1)
+    return count if free else max(0, min(count, rows))  # other works took more rows than there are

@@ -100,7 +100,11 @@ class Work(Text, ABC):
 
     @abstractmethod
     def rows_due(self, count: int) -> int:
-        """The number of the next `count` tokens, the last ones, whose logits are due."""
+        """The number of the next `count` tokens, the last ones, whose rows are due."""
+
+    def logits_due(self, count: int) -> int:
+        """The number of these whose rows are logits, of which a step has few."""
+        return self.rows_due(count)
 
     def masks_due(self, rows: int) -> list[tuple[Matcher, list[int]]]:
         """The matcher that `take` asks for the masks of `rows` rows of logits, and the draft tokens between them."""
@@ -312,19 +316,24 @@ class Scoring(Work):
 
 
 class Reading(Work):
-    """A text whose rows are read. It shares cached blocks where its logits are, which others have in common.
+    """A text whose rows are read.
 
     Args:
         rows: reads them.
         namespace: as of `Work`.
+        whole: whether it runs in one piece, and shares nothing.
     """
 
-    def __init__(self, rows: TextRows, namespace: Hashable = None) -> None:
+    def __init__(self, rows: TextRows, namespace: Hashable = None, *, whole: bool = False) -> None:
         super().__init__(rows.tokens, namespace)
-        self._rows, self.head, self.shares, self.parts_at = rows, rows.head, rows.head, rows.parts_at
+        self._rows, self.head, self.shares, self.parts_at = rows, rows.head, rows.shares and not whole, rows.parts_at
+        self.chunk = len(rows.tokens) if whole else 0
 
     def rows_due(self, count: int) -> int:
         return count if self._rows.every else max(0, count - self.remaining + 1)
+
+    def logits_due(self, count: int) -> int:
+        return self.rows_due(count) if self.head else 0
 
     def take(self, logits: Float32, start: int) -> int:
         self._rows.take(logits, start)

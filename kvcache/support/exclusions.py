@@ -27,6 +27,7 @@ FEATURES = {
     "shared": "layers that read K and V of others",
     "sizes": "layers of several sizes",
     "positions": "positions that depend on the length of the text",
+    "both ways": "layers whose tokens see later ones",
     "no whole": "no layers that keep all tokens",
     "whole sizes": "layers that keep all tokens and have several sizes",
 }
@@ -48,34 +49,41 @@ class Exclusion(NamedTuple):
     why: str
 
 
-_UNLIKE = ("window", "state", "silent", "latent", "shared", "sizes", "positions")
+_UNLIKE = ("window", "state", "silent", "latent", "shared", "sizes", "positions", "both ways")
 _CHOOSES = "a policy chooses among the tokens of layers that are alike, at positions that stay"
 _ENDS = "the text of a grammar ends where nothing may follow"
 EXCLUSIONS = {row.setting: row for row in (
     Exclusion("eviction_policy", "none", _UNLIKE, _CHOOSES),
     Exclusion("policy: of a compressed prefix", "none", _UNLIKE, _CHOOSES),
     Exclusion("engine: that compresses a prefix", "none", ("eviction", "sparse"), "no text can stand behind it there"),
-    Exclusion("engine: of a PrefixCachedEngine", "none", ("eviction",), "a prefix with holes cannot be shared"),
+    Exclusion(
+        "engine: of a PrefixCachedEngine", "none", ("eviction", "both ways"),
+        "a prefix with holes cannot be shared, nor one that depends on what follows",
+    ),
+    Exclusion("generate", "none", ("both ways",), "the rows of a text depend on its last token: embed runs it whole"),
     Exclusion("prefix", "None", ("eviction", "sparse", "logprobs"), "its heads have tokens of their own, which stay"),
     Exclusion("embed", "none", ("eviction",), "a vector is of all tokens of its text"),
     Exclusion("keep", "none", ("eviction", "logprobs"), "such requests share no blocks, so none stay cached"),
-    Exclusion("tiers", "none", ("eviction",), "blocks with holes are of no use to another text"),
-    Exclusion("kv_events", "none", ("eviction",), "no blocks are cached that routers could be told of"),
+    Exclusion("tiers", "none", ("eviction", "both ways"), "blocks with holes are of no use to another text"),
+    Exclusion("kv_events", "none", ("eviction", "both ways"), "no blocks are cached that routers could be told of"),
     Exclusion("autosave", "None", ("tiers",), "tiers may have a DirectoryTier of their own"),
     Exclusion("draft", "None", ("eviction",), "draft tokens that do not hold are cut off; what they evicted is gone"),
     Exclusion("draft: of a network", "None or ngram", ("eviction",), "the K and V of drafts keep all tokens"),
     Exclusion(
-        "sparse_tokens", "None", ("eviction", "no whole", "latent", "whole sizes"),
+        "sparse_tokens", "None", ("eviction", "no whole", "latent", "whole sizes", "both ways"),
         "a query chooses among all tokens by summaries of their keys, in one cache of layers of one size",
     ),
-    Exclusion("calibrate", "None or False", ("shared", "sizes", "state", "silent"), "its centres are of one size"),
     Exclusion(
-        "residual_length", "0 or none", ("window", "shared", "sizes", "endless"),
+        "calibrate", "None or False", ("shared", "sizes", "state", "silent", "both ways"),
+        "its centres are of one size, of texts that run in pieces",
+    ),
+    Exclusion(
+        "residual_length", "0 or none", ("window", "shared", "sizes", "endless", "both ways"),
         "tokens stay unpacked in whole groups of one cache, at positions that stay",
     ),
     Exclusion("dtype: of each layer", "one format", ("shared", "eviction"), "layers share K and V, or a budget"),
     Exclusion(
-        "dtype: a budget of bits", "formats", ("window", "shared", "sizes", "endless", "eviction"),
+        "dtype: a budget of bits", "formats", ("window", "shared", "sizes", "endless", "eviction", "both ways"),
         "losses are measured of layers that are alike",
     ),
     Exclusion("ignore_eos", "none", ("grammar",), _ENDS),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.networks.protocols import Model, latent_layers, layer_attention, layer_recurrences
+from kvcache.networks.protocols import Model, is_causal, latent_layers, layer_attention, layer_recurrences
 
 __all__ = ["features_of"]
 
@@ -19,6 +19,7 @@ def features_of(model: Model) -> frozenset[str]:
         "silent": None in attention, "latent": bool(latent_layers(model)), "sizes": len(sizes) > 1,
         "shared": any(each.kv_layer is not None for each in known), "no whole": not whole,
         "whole sizes": len(whole) > 1,
+        "both ways": not is_causal(model),
         "positions": regime is not None and regime(1) != regime(model.config.max_position_embeddings),
     }
     return frozenset(name for name, is_present in found.items() if is_present)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvcache.core.layer_formats import is_mixed
 from kvcache.networks.fingerprint import fingerprint
-from kvcache.networks.protocols import Model, layer_attention, layer_recurrences
+from kvcache.networks.protocols import Model, is_causal, layer_attention, layer_recurrences
 from kvcache.paged.cache import PagedKvCache
 from kvcache.support.arguments import as_bytes, as_count, as_instance
 from kvcache.support.exclusions import expect
@@ -114,6 +114,8 @@ class CacheSettings(CacheArguments):
     def piece(self) -> int:
         """The most tokens of a pass that a text may have."""
         positions = self.model.config.max_position_embeddings
+        if not is_causal(self.model):
+            return positions
         return self.load.piece if self.budgets is None else self.budgets.piece(self.load.piece, positions)
 
     @property

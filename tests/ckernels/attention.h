@@ -113,10 +113,12 @@ static void draw_options(const source *s, question *q) {
     const int64_t windows[] = {0, 1, 2, 15, 16, 17, 33, 64, 130, 511, 1024, INT64_MAX};
     const int64_t window = windows[splitmix(&state) % 12];
     const int whole = splitmix(&state) % 6 == 0, tree = splitmix(&state) % 4 == 0;
+    const int64_t ahead = s->at % 3 ? 0 : 1 + (int64_t)(s->at % 200); /* of a symmetric window its size; else any */
     q->by_head = splitmix(&state) % 2;
     for (int i = 0; i < q->num_seqs; i++) {
         q->seqs[i].whole = whole;
         if (!whole) q->seqs[i].window = window;
+        if (!whole && !tree && ahead) q->seqs[i].ahead = window ? (window < 1L << 62 ? window : 1L << 62) - 1 : ahead;
         if (!whole && tree && q->seqs[i].num_queries && q->seqs[i].num_queries <= q->seqs[i].num_tokens)
             q->tree[i] = draw_tree(&state, &q->seqs[i]);
         q->seqs[i].start = splitmix(&state) % 3 ? (int64_t)(splitmix(&state) % 3000) : 0;
@@ -267,7 +269,7 @@ static int query_is_ordinary(const float *q, int dim) {
 /* The tokens that a query sees, of those that are stored; of a tree, some of them. */
 static int64_t stop_seen(const kvc_seq *of, int64_t query) {
     if (of->whole) return of->num_tokens - of->hidden_tokens;
-    int64_t seen = of->num_tokens - of->num_queries + query + 1;
+    int64_t seen = of->num_tokens - of->num_queries + query + 1 + of->ahead;
     if (seen > of->num_tokens - of->hidden_tokens) seen = of->num_tokens - of->hidden_tokens;
     return seen < 0 ? 0 : seen;
 }
@@ -385,6 +387,10 @@ static void expect_same_alone(const question *q, int seq, int64_t query, int64_t
     kvc_seq *of = &alone.seqs[0];
     *of = q->seqs[seq];
     if (of->parents) return; /* a line of it is a causal call: tests/core */
+    if (of->ahead) { /* as a query that sees all of the same tokens */
+        of->skipped_tokens = first_seen(of, query), of->hidden_tokens = of->num_tokens - stop_seen(of, query);
+        of->window = of->ahead = 0, of->whole = 1;
+    }
     if (!of->whole) of->num_tokens -= of->num_queries - 1 - query;
     if (of->num_tokens <= 0) return;
     const int64_t shown = q->seqs[seq].num_tokens - of->hidden_tokens;

@@ -1,19 +1,24 @@
 """Vectors and scores of texts: those of sentence-transformers, the same bits in a batch, and what is refused."""
 
+import json
 import re
 import shutil
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from gguf_files import ARRAY, I32, STRING, U32, convert
+from gguf_files import ARRAY, BOOL, I32, STRING, U32, convert, entries_of, tensors_of, write
 from places import GOLDEN
 from seeded_weights import golden_folder
 from tensor_files import pack_arrays
-from vector_folders import TEXTS, VECTORS, changed, vector_folder
+from vector_folders import BOTH_WAYS, TEXTS, VECTORS, changed, vector_folder
 
 from kvcache import BatchEngine, EvictionPolicy, InferenceEngine, PrefixCachedEngine
 from kvcache.engine.text_rows import LastLogits
-from kvcache.errors import CheckpointError, InvalidOperationError
+from kvcache.engine.vectors import Vectors
+from kvcache.errors import CheckpointError, InvalidOperationError, OutOfMemoryError
+from kvcache.networks.config import ModelConfig
+from kvcache.networks.safetensors import SafetensorsFile
 from kvcache.sampling.text_tokens import TooManyTokens
 
 ENGINES = {
@@ -28,15 +33,42 @@ DOCUMENTS = [*TEXTS, "A cache of keys and values.", TEXTS[0]]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     place = tmp_path_factory.mktemp("vectors")
-    return {layout: vector_folder(place, layout) for layout in ("last", "mean", "rerank")}
+    return {layout: vector_folder(place, layout) for layout in ("last", "mean", "rerank", *BOTH_WAYS)}
+
+
+def gguf_folder(folder, path, tensors, entries):
+    """Convert a folder of a layout to a GGUF file with more tensors, and more entries of its architecture."""
+    config = ModelConfig.from_pretrained(folder)
+    said = json.loads((folder / "config.json").read_text())
+    letters, found = entries_of(config, said)
+    own = "gemma-embedding" if said.get("use_bidirectional_attention") else letters
+    found = {f"{own}.{key.removeprefix(letters + '.')}": value for key, value in found.items()}
+    if own != letters:  # the tokens of both sides
+        found[f"{own}.attention.sliding_window"] = (U32, said["sliding_window"])
+    elif not config.causal:
+        found[f"{own}.attention.causal"] = (BOOL, False)
+    found |= {f"{own}.{key}": value for key, value in entries.items()}
+    bare = path.parent / f"{path.stem}-folder"
+    shutil.copytree(folder, bare, dirs_exist_ok=True)
+    weights = SafetensorsFile(bare / "model.safetensors")
+    prefixed = {name: name if name.startswith(("model.", "lm_head")) else f"model.{name}" for name in weights}
+    named = {known: weights.read(name) for name, known in prefixed.items()}
+    (bare / "model.safetensors").write_bytes(pack_arrays(named))
+    return write(path, own, found, tensors_of(bare, config) | tensors)
 
 
 def golden(layout):
     return np.load(VECTORS / layout / "golden.npz")
 
 
-@pytest.mark.parametrize("layout", ["last", "mean"])
-@pytest.mark.parametrize("kind", ENGINES)
+def kinds_of(layout):
+    """The engines that take a network: one with a prefix cache takes none whose tokens see later ones."""
+    return [kind for kind in ENGINES if kind != "cached" or layout not in BOTH_WAYS]
+
+
+@pytest.mark.parametrize(("layout", "kind"), [
+    (layout, kind) for layout in ("last", "mean", *BOTH_WAYS) for kind in kinds_of(layout)
+])
 def test_vectors_are_those_of_sentence_transformers(folders, layout, kind):
     engine, expected = ENGINES[kind](folders[layout]), golden(layout)
     found = engine.embed(TEXTS)
@@ -49,24 +81,26 @@ def test_vectors_are_those_of_sentence_transformers(folders, layout, kind):
     engine.check()
 
 
-@pytest.mark.parametrize("layout", ["last", "mean"])
+@pytest.mark.parametrize("layout", ["last", "mean", "gemma", "windows"])
 def test_a_vector_has_the_same_bits_alone_and_beside_others(folders, layout):
     rng = np.random.default_rng(5)
     texts = [rng.integers(0, 256, n) for n in (1, 15, 16, 17, 40, 130, 511)]
     texts += [np.concatenate([texts[4], rng.integers(0, 256, 9)]), texts[4]]
     engine = ENGINES["alone"](folders[layout], dtype="q8")
     alone = np.concatenate([engine.embed([text]) for text in texts])
-    for kind in ENGINES:
+    for kind in kinds_of(layout):
         made = ENGINES[kind](folders[layout], dtype="q8")
         for order in (slice(None), slice(None, None, -1)):
             assert made.embed(texts[order]).tobytes() == np.ascontiguousarray(alone[order]).tobytes(), kind
         made.check()
     batch = ENGINES["batch"](folders[layout], dtype="q8", num_blocks=40, max_running=3)  # some wait, others give way
+    beside = range(0 if layout in BOTH_WAYS else 4)
     with batch:
-        requests = [batch.submit([1, 2, 3], max_tokens=30, temperature=0) for _ in range(4)]
+        requests = [batch.submit([1, 2, 3], max_tokens=30, temperature=0) for _ in beside]
         assert batch.embed(texts).tobytes() == alone.tobytes()
         tokens = [request.result() for request in requests]
-    assert tokens == [engine.generate([1, 2, 3], max_tokens=30, temperature=0)] * 4
+    assert tokens == [engine.generate([1, 2, 3], max_tokens=30, temperature=0) for _ in beside]
+    batch.check()
 
 
 def test_kinds_of_layers_and_residuals_change_no_vector_by_what_ran_before():
@@ -105,12 +139,49 @@ def test_scores_are_those_of_the_logits_and_the_prefix_runs_once(folders, kind):
     assert engine.rerank(TEXTS[0], DOCUMENTS) == alone
     assert engine.rerank(TEXTS[0], []) == []
     assert engine.rerank(TEXTS[0], TEXTS, "Is it short?") != scores
-    if kind == "batch":
+    if kind in ("batch", "cached"):
         total = sum(len(each.tokens) for each in engine.vectors().judged(TEXTS[0], DOCUMENTS, None, False))
         fresh = ENGINES[kind](folders["rerank"])
-        fresh.rerank(TEXTS[0], DOCUMENTS)
-        assert fresh.stats().prefilled_tokens < total / 2
+        assert fresh.rerank(TEXTS[0], DOCUMENTS) == alone
+        ran = total - fresh.cache_stats().hit_tokens
+        assert ran < total / 2
+        assert fresh.rerank(TEXTS[0], DOCUMENTS) == alone  # most of it is cached now
+        assert 2 * total - fresh.cache_stats().hit_tokens - ran < ran / 2
+        fresh.check()
     engine.check()
+
+
+def test_what_sees_later_tokens_is_embedded_and_nothing_else(tmp_path, folders):
+    for make in (InferenceEngine, BatchEngine):
+        engine = make.from_pretrained(folders["both"])
+        calls = (
+            ("submit", "generate_batch", "score_batch") if make is BatchEngine
+            else ("generate", "complete", "stream", "score")
+        )
+        for call in calls:
+            with pytest.raises(ValueError, match="generate: expected none with layers whose tokens see later ones"):
+                getattr(engine, call)([[1, 2, 3]] if call.endswith("batch") else [1, 2, 3])
+        for name, value in (("residual_length", 16), ("sparse_tokens", 16), ("calibrate", [1, 2, 3])):
+            with pytest.raises(ValueError, match=f"{name}: expected .* with layers whose tokens see later ones"):
+                make.from_pretrained(folders["both"], **{name: value})
+    with pytest.raises(ValueError, match="generate: expected none"):
+        InferenceEngine.from_pretrained(folders["both"]).prefill_from_pos([1, 2], 0)
+    with pytest.raises(ValueError, match="engine: expected none with layers whose tokens see later ones"):
+        ENGINES["cached"](folders["both"])
+    with pytest.raises(ValueError, match="tiers: expected none with layers whose tokens see later ones"):
+        BatchEngine.from_pretrained(folders["both"], autosave=tmp_path / "tier")
+    engine = ENGINES["alone"](folders["both"], num_blocks=4)
+    with pytest.raises(OutOfMemoryError):
+        engine.embed([[1] * 100])
+    assert engine.embed([[1, 2]]).shape == (1, 64)
+    # Logits see both ways too, and share nothing.
+    shutil.copytree(folders["rerank"], tmp_path / "rerank")
+    changed(tmp_path / "rerank", "config.json", is_causal=False)
+    engine, batch = ENGINES["alone"](tmp_path / "rerank"), ENGINES["batch"](tmp_path / "rerank")
+    scores = engine.rerank(TEXTS[0], DOCUMENTS)
+    assert scores == batch.rerank(TEXTS[0], DOCUMENTS) == [engine.rerank(TEXTS[0], [each])[0] for each in DOCUMENTS]
+    assert not np.allclose(scores, ENGINES["alone"](folders["rerank"]).rerank(TEXTS[0], DOCUMENTS), atol=1e-3)
+    assert batch.cache_stats().hit_tokens == 0
 
 
 def test_dimensions_lengths_and_progress(folders):
@@ -151,7 +222,7 @@ def test_long_texts_are_refused_by_name_or_cut_before_their_end(folders):
 
 def test_vectors_and_scores_of_an_engine_that_was_closed_meanwhile_are_no_shorter_list(folders):
     texts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    for call in (BatchEngine.embed, BatchEngine.score_batch):
+    for call in (BatchEngine.embed, BatchEngine.score_batch, BatchEngine.generate_batch):
         engine = ENGINES["batch"](folders["mean"], max_running=1)
         with pytest.raises(InvalidOperationError):
             call(engine, texts, progress=lambda done, _, engine=engine: engine.close(cancel=True))
@@ -213,6 +284,7 @@ def test_what_other_engines_refuse():
     ("config.json", {"architectures": ["BertModel"]}, "architectures: expected one of .* got .*BertModel"),
     ("config.json", {"architectures": ["Qwen3ForSequenceClassification"]}, "architectures: expected one of"),
     ("config.json", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected false"),
+    ("config.json", {"is_causal": 0}, "is_causal: expected true or false"),
 ])
 def test_layouts_that_are_not_read_are_refused_by_name(tmp_path, folders, file, entries, error):
     folder = tmp_path / "mean"
@@ -258,11 +330,77 @@ def test_a_gguf_file_says_its_pooling(tmp_path):
     for kind, pooling in ((3, "last"), (1, "mean")):
         path = convert(GOLDEN / "qwen3_tied", tmp_path / f"{pooling}.gguf", qwen3__pooling_type=(U32, kind))
         assert InferenceEngine.from_pretrained(path).embed(tokens).tobytes() == folder.embed(tokens, pooling).tobytes()
-    # None, that of a first token, that of a class, and no number.
-    for kind in ((U32, 0), (U32, 2), (U32, 4), (STRING, "mean"), (ARRAY, [1], I32)):
+    path = convert(GOLDEN / "qwen3_tied", tmp_path / "other.gguf", qwen3__pooling_type=(U32, 0))
+    with pytest.raises(ValueError, match="pooling: expected last or mean"):
+        InferenceEngine.from_pretrained(path).embed(tokens)
+    for kind in ((U32, 2), (U32, 5), (STRING, "mean"), (ARRAY, [1], I32)):
         path = convert(GOLDEN / "qwen3_tied", tmp_path / "other.gguf", qwen3__pooling_type=kind)
-        with pytest.raises(ValueError, match="pooling: expected last or mean"):
-            InferenceEngine.from_pretrained(path).embed(tokens)
+        with pytest.raises(CheckpointError, match=r"qwen3\.pooling_type: expected 0, 1, 3, or 4 of qwen3 and qwen3vl"):
+            InferenceEngine.from_pretrained(path)
+
+
+def test_a_gguf_file_of_embedding_gemma_has_its_dense_layers(tmp_path, folders):
+    made = tmp_path / "gemma"
+    shutil.copytree(folders["gemma"], made)
+    changed(made, "config.json", query_pre_attn_scalar=24)  # the size of a head, as files do not say it
+    path = gguf_folder(made, tmp_path / "gemma.gguf", {
+        f"{name}.weight": SafetensorsFile(made / place / "model.safetensors").read("linear.weight")
+        for name, place in (("dense_2", "2_Dense"), ("dense_3", "3_Dense"))
+    }, {"pooling_type": (U32, 1)})
+    folder = InferenceEngine.from_pretrained(made)
+    tokens = [folder.tokenizer.encode(text).ids for text in TEXTS]
+    found = InferenceEngine.from_pretrained(path).embed(tokens)
+    assert found.tobytes() == folder.embed(tokens).tobytes()
+    bare = gguf_folder(made, tmp_path / "bare.gguf", {}, {"pooling_type": (U32, 1)})
+    assert InferenceEngine.from_pretrained(bare).embed(tokens).shape == (len(TEXTS), 64)
+    bad = gguf_folder(made, tmp_path / "bad.gguf", {"dense_2.weight": np.zeros((8, 9), np.float32)},
+                      {"pooling_type": (U32, 1)})
+    with pytest.raises(CheckpointError, match="in_features: expected 64, got 9"):
+        InferenceEngine.from_pretrained(bad)
+    both = gguf_folder(folders["both"], tmp_path / "both.gguf", {}, {"pooling_type": (U32, 1)})
+    tokens = tokens[:2]
+    assert (
+        InferenceEngine.from_pretrained(both).embed(tokens).tobytes()
+        == InferenceEngine.from_pretrained(folders["both"]).embed(tokens).tobytes()
+    )
+
+
+def test_a_gguf_file_of_a_reranker_has_two_rows_of_its_head(tmp_path, folders):
+    """As of Qwen3-Reranker, whose larger files have no other rows of a head that is no embedding."""
+    folder = InferenceEngine.from_pretrained(folders["rerank"])
+    yes, no = (folder.tokenizer.token_to_id(each) for each in ("yes", "no"))
+    head = SafetensorsFile(folders["rerank"] / "model.safetensors").read("model.embed_tokens.weight")[[yes, no]]
+    ranks = {"pooling_type": (U32, 4), "classifier.output_labels": (ARRAY, ["yes", "no"], STRING)}
+    path = gguf_folder(folders["rerank"], tmp_path / "rank.gguf", {"cls.output.weight": head}, ranks)
+    scores = folder.rerank(TEXTS[0], DOCUMENTS)
+    for kind, make in (("alone", InferenceEngine), ("batch", BatchEngine)):
+        engine = make.from_pretrained(path)
+        text = engine._checkpoint()
+        assert text.vectors.is_reranker, kind
+        readings = Vectors(engine.model, _Spoken(folder.tokenizer, text.vectors), None).judged(
+            TEXTS[0], DOCUMENTS, None, False
+        )
+        engine._read(readings, None)
+        assert np.allclose(engine.vectors().scores(readings), scores, atol=1e-4), kind
+        if kind == "batch":
+            assert engine.cache_stats().hit_tokens > 0
+    for tensors, entries, error in (
+        ({}, ranks, r"cls\.output\.weight: expected a matrix, got none"),
+        ({"cls.output.weight": head[:1]}, ranks, r"cls\.output\.weight: expected shape \(2, 64\)"),
+        ({"cls.output.weight": head}, ranks | {"classifier.output_labels": (ARRAY, ["no"], STRING)}, "yes and no"),
+    ):
+        with pytest.raises(CheckpointError, match=error):
+            InferenceEngine.from_pretrained(gguf_folder(folders["rerank"], tmp_path / "bad.gguf", tensors, entries))
+    other = convert(GOLDEN / "llama", tmp_path / "llama.gguf", llama__pooling_type=(U32, 4))
+    with pytest.raises(CheckpointError, match=r"llama\.pooling_type: expected 0, 1, 3, or 4 of qwen3"):
+        InferenceEngine.from_pretrained(other)
+
+
+class _Spoken(NamedTuple):
+    """The text side of a file without a vocabulary, with a tokenizer of its folder."""
+
+    tokenizer: object
+    vectors: object
 
 
 def test_a_network_that_was_saved_without_its_head_may_say_that_it_has_one(tmp_path, folders):
@@ -273,13 +411,19 @@ def test_a_network_that_was_saved_without_its_head_may_say_that_it_has_one(tmp_p
     assert np.abs(InferenceEngine.from_pretrained(folder).embed(TEXTS) - golden("last")["vectors"]).max() < 2e-5
 
 
-def test_a_network_that_sees_both_ways_is_refused_by_that_name(tmp_path):
-    """As EmbeddingGemma; without that entry the class without a head is read as the one with it."""
+def test_the_windows_of_networks_that_see_both_ways(tmp_path):
+    """EmbeddingGemma counts the tokens of both sides; `is_causal` leaves those of each. Odd ones are rounded down."""
     folder = tmp_path / "gemma3"
     shutil.copytree(GOLDEN / "gemma3", folder)
-    whole = InferenceEngine.from_pretrained(folder).embed([[1, 2, 3]], "mean")
-    changed(folder, "config.json", architectures=["Gemma3TextModel"])
-    assert InferenceEngine.from_pretrained(folder).embed([[1, 2, 3]], "mean").tobytes() == whole.tobytes()
-    changed(folder, "config.json", use_bidirectional_attention=True)
-    with pytest.raises(CheckpointError, match="use_bidirectional_attention: expected false"):
-        InferenceEngine.from_pretrained(folder)
+    for changes, window in (
+        ({}, 24), ({"use_bidirectional_attention": True}, 13), ({"sliding_window": 25}, 13),
+        ({"use_bidirectional_attention": False, "is_causal": False}, 26),
+    ):
+        changed(folder, "config.json", **changes)
+        config = ModelConfig.from_pretrained(folder)
+        assert (config.windows, config.causal) == ((window, window, None, window), not changes)
+    for network in ("lfm2", "gemma4", "qwen3_5"):
+        shutil.copytree(golden_folder(network), tmp_path / network)
+        changed(tmp_path / network, "config.json", is_causal=False)
+        with pytest.raises(CheckpointError, match="is_causal: expected true"):
+            ModelConfig.from_pretrained(tmp_path / network)

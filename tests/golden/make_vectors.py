@@ -4,7 +4,8 @@ Run by hand, once, with torch, transformers and sentence-transformers installed;
 
     python tests/golden/make_vectors.py
 
-Each layout becomes a folder of `vectors` without the network's weights, which are those of `qwen3_tied`:
+Each layout becomes a folder of `vectors` without the network's weights, which are those of `qwen3_tied`, or those of
+`gemma3` and `mistral_window` where tokens see later ones and layers have windows:
 
     vectors    float32 (n, dimensions)   of the texts of `texts.json`, without a prompt
     prompted   float32 (n, dimensions)   behind the prompt "query"
@@ -17,6 +18,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from tokenizers.decoders import ByteLevel
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvcache.engine.vectors import _BEFORE, _BEHIND, INSTRUCTION
 
@@ -58,10 +60,16 @@ def save(name: str, made: SentenceTransformer, arrays: dict[str, np.ndarray]) ->
     np.savez_compressed(folder / "golden.npz", **arrays)
 
 
-def layout(name: str, pooling: str, dense: list[Dense]) -> None:
-    """Make a layout and its vectors."""
+def layout(name: str, pooling: str, dense: list[Dense], network: Path = NETWORK, **changes: Any) -> None:
+    """Make a layout and its vectors.
+
+    Args:
+        changes: entries of the network's configuration.
+    """
     with tempfile.TemporaryDirectory() as place:
-        AutoModel.from_pretrained(NETWORK, dtype=torch.float32).save_pretrained(place)
+        config = AutoConfig.from_pretrained(network)
+        config.update(changes)
+        AutoModel.from_pretrained(network, config=config, dtype=torch.float32).save_pretrained(place)
         tokenizer().save_pretrained(place)
         first = Transformer(place)
     made = SentenceTransformer(
@@ -104,6 +112,12 @@ def main() -> None:
     layout("mean", "mean", [
         Dense(64, 48, bias=False, activation_function=torch.nn.Identity()), Dense(48, 32),
     ])
+    layout("gemma", "mean", [
+        Dense(64, 96, bias=False, activation_function=torch.nn.Identity()),
+        Dense(96, 64, bias=False, activation_function=torch.nn.Identity()),
+    ], GOLDEN / "gemma3", use_bidirectional_attention=True)
+    layout("both", "mean", [], is_causal=False)
+    layout("windows", "lasttoken", [], GOLDEN / "mistral_window", is_causal=False)
     reranker()
 
 

@@ -176,7 +176,7 @@ def test_bad_arguments(rng):
         ({"starts": [-1]}, ValueError, "starts: expected 0 to"),
         ({"starts": [2**62 + 1]}, ValueError, "starts: expected 0 to"),
         ({"starts": [0.5]}, TypeError, "starts: expected integers"),
-        ({"causal": False, "window": 3}, ValueError, "causal: expected True beside window"),
+        ({"causal": False, "window": 3, "query_lens": [41]}, ValueError, "query_lens: expected 0 to 40"),
         ({"causal": False, "mask": [-1]}, ValueError, "causal: expected True beside mask"),
         ({"mask": [-1, 0]}, ValueError, "mask: expected 1 numbers"),
         ({"mask": [0]}, ValueError, "mask: expected -1 to -1 as parent of query 0 of sequence 0, got 0"),
@@ -225,3 +225,33 @@ def test_every_query_sees_the_whole_of_an_encoder(rng):
     text.cache.truncate(0, 25)
     for i in (0, 40, 69):
         np.testing.assert_array_equal(text.cache.attention(0, queries[i : i + 1], [0], **text.options)[0], out[i])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q8", "q4"])
+def test_windows_on_both_sides_of_a_query(rng, dtype):
+    text = Text(rng, 130, 16, (dtype, dtype))
+    keys, values = text.cache.read(0, 0)
+    tolerance = 1e-5 if dtype == "f32" else 0.02
+    for window in (1, 2, 16, 33, 129, 130, 2**62, 2**63 - 1):
+        for threads in (1, 3):
+            set_num_threads(threads)
+            out, mass, lse = text.cache.attention(
+                0, text.queries, [0], query_lens=[130], window=window, causal=False, return_scores="head",
+                return_lse=True, **text.options,
+            )
+        want, weights, logs = attend(
+            text.queries, keys, values, 32**-0.5, window=min(window, 131), causal=False, **text.options
+        )
+        np.testing.assert_allclose(out, want, atol=tolerance)
+        np.testing.assert_allclose(lse, logs, atol=tolerance)
+        np.testing.assert_allclose(mass, weights.reshape(HEADS, GROUP, 130).sum(1), atol=4 * tolerance)
+        for i in (0, 1, 40, 128, 129):  # the bits of one query that sees the same tokens
+            alone = text.cache.attention(
+                0, text.queries[i : i + 1], [0], causal=False, context_lens=[min(130, i + window)],
+                skip_tokens=max(0, i - window + 1), **text.options,
+            )
+            np.testing.assert_array_equal(alone[0], out[i])
+        few, _ = text.cache.attention(  # the last queries alone
+            0, text.queries[-7:], [0], query_lens=[7], window=window, causal=False, return_lse=True, **text.options
+        )
+        np.testing.assert_array_equal(few, out[-7:])

@@ -1,5 +1,6 @@
 """Spans and measurements of requests, as the SDK of OpenTelemetry gets them."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,10 +8,12 @@ import sys
 import threading
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from urllib.request import Request, urlopen
 
 import openai
 import pytest
 from http_servers import MODEL, Served, fetched, tiny_file
+from vector_folders import TEXTS, vector_folder
 
 from kvcache.server.telemetry import Telemetry
 
@@ -30,12 +33,12 @@ TALK = [{"role": "user", "content": "a text that no span has"}]
 class Told:
     """A server, and what it told."""
 
-    def __init__(self, path):
+    def __init__(self, path, **limits):
         self.spans, self.reader, tracers = InMemorySpanExporter(), InMemoryMetricReader(), TracerProvider()
         tracers.add_span_processor(SimpleSpanProcessor(self.spans))
         self._meters = MeterProvider([self.reader])
         telemetry = Telemetry(tracers, self._meters)
-        self.served = Served(path, limits={"telemetry": telemetry, "aliases": ["other"]})
+        self.served = Served(path, limits={"telemetry": telemetry, "aliases": ["other"], **limits})
 
     def close(self):
         self._meters.shutdown()
@@ -124,6 +127,31 @@ def test_measurements(told):
         assert own.sum > 0
         assert "error.type" not in own.attributes
         assert 10 < len(own.explicit_bounds) < 20
+
+
+def test_vectors_and_scores_are_told_with_their_tokens(tmp_path):
+    lines = []
+    for layout, path, body in (
+        ("mean", "/v1/embeddings", {"input": TEXTS, "dimensions": 8}),
+        ("rerank", "/v1/rerank", {"query": "x", "documents": TEXTS}),
+    ):
+        with closing(Told(vector_folder(tmp_path, layout), log=lines.append)) as told, told.served:
+            for _ in range(2):
+                place, kind = told.served.url.removesuffix("/v1") + path, {"content-type": "application/json"}
+                with urlopen(Request(place, json.dumps(body).encode(), kind), timeout=60) as page:
+                    assert page.status == 200
+                    page.read()
+            first, again = ended(told, 2)
+            (duration,) = told.points()["gen_ai.server.request.duration"]
+            assert (duration.count, duration.attributes["gen_ai.operation.name"]) == (2, path.rpartition("/")[2])
+        for span, line in zip((first, again), lines[-2:], strict=True):
+            assert span.name == f"{path.rpartition('/')[2]} {MODEL}"
+            assert span.attributes["gen_ai.response.finish_reasons"] == ("length",)
+            assert span.attributes["gen_ai.usage.input_tokens"] == json.loads(line)["prompt_tokens"] > 100
+            assert span.attributes["gen_ai.usage.cache_read.input_tokens"] == json.loads(line)["cached_tokens"]
+        cached = again.attributes["gen_ai.usage.cache_read.input_tokens"]
+        assert (cached > 0) == (layout == "rerank")
+        assert first.attributes.get("gen_ai.embeddings.dimension.count") == (8 if layout == "mean" else None)
 
 
 def test_the_command_sends(tmp_path):

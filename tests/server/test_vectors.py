@@ -9,7 +9,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import openai
 import pytest
-from http_servers import MODEL, Served, post
+from http_servers import MODEL, Served, fetched, post, tiny_file
 from vector_folders import TEXTS, changed, vector_folder
 
 from kvcache import InferenceEngine
@@ -19,7 +19,7 @@ from kvcache.sampling.plain_text import PlainText
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     place = tmp_path_factory.mktemp("vectors")
-    return {layout: vector_folder(place, layout) for layout in ("mean", "rerank")}
+    return {layout: vector_folder(place, layout) for layout in ("mean", "rerank", "both")}
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +121,10 @@ def test_documents_come_in_the_order_of_their_scores(reranking, folders):
     assert [each["relevance_score"] for each in answer["results"]] == sorted(scores, reverse=True)
     assert {each["index"]: each["relevance_score"] for each in answer["results"]} == dict(enumerate(scores))
     assert answer["usage"]["total_tokens"] > 0
+    _, again = ask(reranking, "/rerank", body)  # most of the prompts is cached now
+    assert again["results"] == answer["results"]
+    details = again["usage"]["prompt_tokens_details"]
+    assert again["usage"]["total_tokens"] / 2 < details["cached_tokens"] < again["usage"]["total_tokens"]
     objects = body | {"documents": [{"text": text} for text in TEXTS], "top_n": 2, "return_documents": True}
     _, few = ask(reranking, "/rerank", objects)
     assert [each["document"]["text"] for each in few["results"]] == [TEXTS[each["index"]] for each in few["results"]]
@@ -141,6 +145,69 @@ def test_documents_come_in_the_order_of_their_scores(reranking, folders):
 def test_bodies_of_rerank_that_are_refused(reranking, body, param):
     status, answer = ask(reranking, "/rerank", body)
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_the_bytes_of_vectors_of_a_body_are_bounded(folders):
+    with Served(folders["mean"], limits={"max_vectors": 1000}) as made:
+        texts = ["x"] * 7  # of 32 numbers
+        assert ask(made, "/embeddings", {"input": texts})[0] == 200
+        status, answer = ask(made, "/embeddings", {"input": [*texts, "y"]})
+        assert (status, answer["error"]["param"]) == (400, "input")
+        assert "expected at most 1000 bytes of vectors, got 8 texts of 32 floats" in answer["error"]["message"]
+        assert ask(made, "/embeddings", {"input": [*texts, "y"] * 3, "dimensions": 8})[0] == 200
+    with pytest.raises(ValueError, match="max_vectors: expected an int >= 1"):
+        Served(folders["mean"], limits={"max_vectors": 0})
+
+
+def test_ten_thousand_texts_in_a_body(served):
+    texts = ["x"] * 9997 + [" ", "", "y"]
+    status, answer = ask(served, "/embeddings", {"input": texts, "encoding_format": "base64", "dimensions": 4})
+    assert (status, len(answer["data"])) == (200, 10000)
+    found = [base64.b64decode(answer["data"][i]["embedding"]) for i in (0, 9996, 9997, 9998, 9999)]
+    assert found == [row.tobytes() for row in served.alone.embed(["x", "x", " ", "", "y"], dimensions=4)]
+
+
+def test_rows_that_are_not_finite_are_an_error_of_the_server(served, reranking):
+    for made, path, body in (
+        (served, "/embeddings", {"input": ["x"]}), (reranking, "/rerank", {"query": "x", "documents": ["y"]}),
+    ):
+        forward = made.network.forward
+        made.network.forward = lambda *given, forward=forward, **more: forward(*given, **more) * np.float32(np.nan)
+        try:
+            status, answer = ask(made, path, body)
+            assert (status, answer["error"]["type"]) == (500, "server_error")
+        finally:
+            del made.network.forward
+        assert ask(made, path, body)[0] == 200
+
+
+def test_what_a_checkpoint_does_not_say_of_vectors_is_declared(tmp_path, folders):
+    path = tiny_file(tmp_path)
+    with Served(path, limits={"pooling": "mean", "reranker": True}) as made:
+        _, answer = ask(made, "/embeddings", {"input": ["x", "y z"]})
+        rows = np.array([each["embedding"] for each in answer["data"]], np.float32)
+        assert rows.tobytes() == made.alone.embed(["x", "y z"], "mean").tobytes()
+        assert json.loads(fetched(made, f"/v1/models/{MODEL}")[2])["tasks"] == ["generate", "embed", "rerank"]
+        _, refused = ask(made, "/rerank", {"query": "x", "documents": ["y"]})
+        assert "expected a reranker, with a token" in refused["error"]["message"]
+    for layout, tasks in (("mean", ["generate", "embed"]), ("rerank", ["generate", "rerank"]), ("both", ["embed"])):
+        made = Served(folders[layout])
+        assert made.model.tasks == tasks
+        made._socket.close()
+    with pytest.raises(ValueError, match="pooling: expected mean, as the checkpoint says, got last"):
+        Served(folders["mean"], limits={"pooling": "last"})
+    with pytest.raises(ValueError, match="pooling: expected last or mean, got 'cls'"):
+        Served(path, limits={"pooling": "cls"})
+
+
+def test_a_network_that_sees_later_tokens_embeds_and_does_not_generate(folders):
+    with Served(folders["both"]) as made:
+        _, answer = ask(made, "/embeddings", {"input": TEXTS})
+        rows = np.array([each["embedding"] for each in answer["data"]], np.float32)
+        assert rows.tobytes() == made.alone.embed(TEXTS).tobytes()
+        status, answer = ask(made, "/completions", {"prompt": "x"})
+        assert status == 400
+        assert "generate: expected none with layers whose tokens see later ones" in answer["error"]["message"]
 
 
 def test_a_network_that_is_no_reranker_or_makes_no_vectors_is_refused_by_name(served, reranking):

@@ -1,4 +1,4 @@
-"""Folders of networks that make vectors, or scores, of texts: a golden layout, and the weights of the golden Qwen3."""
+"""Folders of networks that make vectors, or scores, of texts: a golden layout, and the weights of a golden network."""
 
 import json
 import shutil
@@ -8,19 +8,22 @@ from tensor_files import pack_arrays
 
 from kvcache.networks.safetensors import SafetensorsFile
 
-NETWORK, VECTORS = GOLDEN / "qwen3_tied", GOLDEN / "vectors"
+VECTORS = GOLDEN / "vectors"
+# Layouts of networks whose tokens see later ones: EmbeddingGemma, and others without and with windows.
+BOTH_WAYS = ("gemma", "both", "windows")
+_NETWORKS = {"gemma": "gemma3", "windows": "mistral_window"}
 TEXTS = json.loads((VECTORS / "texts.json").read_text())
 
 
 def vector_folder(folder, layout):
-    """A folder of a layout, `last`, `mean` or `rerank`; the first two have a network without its head."""
-    made = folder / layout
+    """A folder of a layout; all but `rerank` have a network without its head."""
+    made, network = folder / layout, GOLDEN / _NETWORKS.get(layout, "qwen3_tied")
     shutil.copytree(VECTORS / layout, made)
     if layout == "rerank":
         for name in ("config.json", "model.safetensors"):
-            shutil.copy(NETWORK / name, made / name)
+            shutil.copy(network / name, made / name)
         return made
-    file = SafetensorsFile(NETWORK / "model.safetensors")
+    file = SafetensorsFile(network / "model.safetensors")
     arrays = {name.removeprefix("model."): file.read(name) for name in file}
     (made / "model.safetensors").write_bytes(pack_arrays(arrays))
     return made

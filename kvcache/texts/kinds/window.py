@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidOperationError
-from kvcache.networks.protocols import LayerAttention
+from kvcache.networks.protocols import LayerAttention, is_causal
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.queried import QueriedSequences
 from kvcache.prefix.index.prefix_index import PrefixIndex
@@ -283,8 +283,11 @@ def _pages(tokens: Tokens, size: int, first: int, space: Any) -> Iterator[tuple[
 def _of(made: CacheArguments, left: Sequence[int]) -> list[tuple[int, ...]]:
     """The layers with a window, by their sizes.
 
-    Layers that see all positions and have other sizes than the first such layer have a window of all positions.
+    Layers that see all positions and have other sizes than the first such layer have a window of all positions. Where
+    tokens see later ones a text runs whole, and keeps all of them.
     """
+    if not is_causal(made.model):
+        return []
     whole, found = None, dict[tuple[int, ...], tuple[int, ...]]()
     for layer in left:
         each = made.attention_of(layer)

@@ -28,8 +28,8 @@ def attend(
 
     Only the first `shown` tokens are seen, and of these the last `window` up to a query's own position. Scores become
     softcap * tanh(score / softcap). sinks (query heads), or of each query, are scores of a token without a value.
-    Without `causal`, every query sees all shown tokens. parents: of each query, -1 for none; it sees its ancestors
-    instead of all before it.
+    Without `causal`, every query sees all shown tokens, or those at a distance below `window`. parents: of each query,
+    -1 for none; it sees its ancestors instead of all before it.
 
     Returns the output, (n, query heads, value dim); each shown token's weight summed over queries, (query heads,
     shown); and the logarithm of each sum of exp(score), (n, query heads).
@@ -69,7 +69,7 @@ def seen_by(query, count, tokens, window, causal, parents):
         positions[tokens - count :] = tokens  # after all
         positions[[tokens - count + i for i in line]] = tokens - count + np.arange(len(line))[::-1]
         own = positions[own]
-    seen = positions <= (own if causal else tokens)
+    seen = positions <= (own if causal else own + window - 1 if window else tokens)
     return seen if window is None else seen & (positions > own - window)
 
 
