@@ -53,19 +53,33 @@ static block ordered(kvc_matrix_format format, block weights, int64_t panels, si
 #if KVC_TILES
 enum { MOST_ROWS = TILE_ROWS };
 
-/* Keeps number `at` of the sums of the tile before this one, if there is one; else the instructions of tiles need others between
- * them all the same: back to back they wait for each other, most of all if the core's other thread is busy. */
-INLINE void keep_one(tile *last, int at) {
-    if (last && at < last->rows * TILE_PANELS) {
-        const int row = at / TILE_PANELS, p = at % TILE_PANELS;
-        keep_sum(last, row, p, TILE_PANELS, f32x16_load(last->sums[row] + p * KVC_PANEL));
-    } else {
-        amx_pause();
-    }
+/* The sums of the tile before, in vectors of 16, and where they go. */
+typedef struct kept {
+    const float *own, *before; /* before: the sums of blocks of channels before, or NULL */
+    target place;
+    int64_t count; /* of vectors: 0 if there is no tile */
+} kept;
+
+INLINE kept kept_of(tile *last) {
+    if (!last) return (kept){.count = 0};
+    return (kept){last->sums[0], last->before, target_of(last, TILE_PANELS), last->rows * TILE_PANELS};
 }
 
-static void keep_from(tile *last, int at) {
-    for (; last && at < last->rows * TILE_PANELS; at++) keep_one(last, at);
+/* Keeps vector `at`. Where none is left, the instructions of tiles need others between them all the same: back to back they wait for
+ * each other, most of all if the core's other thread is busy. */
+INLINE void keep_one(const kept *from, int64_t at) {
+    if (at >= from->count) {
+        amx_pause();
+        return;
+    }
+    float *to = from->place.to + at / TILE_PANELS * from->place.stride + at % TILE_PANELS * KVC_PANEL;
+    f32v sum = f32v_load(from->own + at * KVC_PANEL);
+    if (from->before) sum = f32v_add(f32v_load(from->before + at * KVC_PANEL), sum);
+    f32v_store(to, from->place.add ? f32v_add(f32v_load(to), sum) : sum);
+}
+
+static void keep_from(const kept *from, int64_t at) {
+    for (; at < from->count; at++) keep_one(from, at);
 }
 
 /* One block of 16 rows times two panels, or two (a constant). The sums of the block of channels start from zero. */
@@ -74,8 +88,8 @@ INLINE void multiply_tile(const block *weights, int blocks, const unsigned char 
     const int64_t steps = (weights->channels + KVC_TILE_CHANNELS - 1) / KVC_TILE_CHANNELS;
     const size_t rows = (size_t)(t->block_rows < KVC_TILED_ROWS ? t->block_rows : KVC_TILED_ROWS), size = rows * STEP;
     const unsigned char *first = panel_of(weights, 0, t), *second = panel_of(weights, 1, t), *below = x + (size_t)steps * size;
-    tile *const last = t->last;
-    int at = 0;
+    const kept last = kept_of(t->last);
+    int64_t at = 0;
     amx_zero(0);
     amx_zero(1);
     if (blocks == 2) {
@@ -84,22 +98,22 @@ INLINE void multiply_tile(const block *weights, int blocks, const unsigned char 
     }
     for (int64_t k = 0; k < steps; k++, x += size, below += size, first += GROUP_BYTES, second += GROUP_BYTES) {
         amx_load(4, x, STEP);
-        keep_one(last, at++);
+        keep_one(&last, at++);
         amx_load(6, first, KVC_UNIT_BYTES);
-        keep_one(last, at++);
+        keep_one(&last, at++);
         amx_dot_bf16(0, 4, 6);
-        keep_one(last, at++);
+        keep_one(&last, at++);
         amx_load(7, second, KVC_UNIT_BYTES);
-        keep_one(last, at++);
+        keep_one(&last, at++);
         amx_dot_bf16(1, 4, 7);
-        keep_one(last, at++);
+        keep_one(&last, at++);
         if (blocks == 1) continue;
         amx_load(5, below, STEP);
-        keep_one(last, at++);
+        keep_one(&last, at++);
         amx_dot_bf16(2, 5, 6);
-        keep_one(last, at++);
+        keep_one(&last, at++);
         amx_dot_bf16(3, 5, 7);
-        keep_one(last, at++);
+        keep_one(&last, at++);
     }
     amx_store(0, t->sums[0], sizeof t->sums[0]);
     amx_pause();
@@ -110,7 +124,7 @@ INLINE void multiply_tile(const block *weights, int blocks, const unsigned char 
         amx_pause();
         amx_store(3, t->sums[KVC_TILED_ROWS] + KVC_PANEL, sizeof t->sums[0]);
     }
-    keep_from(last, at);
+    keep_from(&last, at);
 }
 
 static void tile_of_16(const block *weights, const void *x, tile *t) { multiply_tile(weights, 1, x, t); }
@@ -119,7 +133,10 @@ static void tile_of_32(const block *weights, const void *x, tile *t) { multiply_
 static float_fn *const tiles[MOST_ROWS + 1] = {NULL, EIGHT(tile_of_16), EIGHT(tile_of_16), EIGHT(tile_of_32), EIGHT(tile_of_32)};
 static int rows_of(int64_t left) { return left < MOST_ROWS ? (int)left : MOST_ROWS; }
 static int64_t panels_of(int rows) { return (void)rows, TILE_PANELS; }
-static void keep_all(tile *last) { keep_from(last, 0); }
+static void keep_all(tile *t) {
+    const kept last = kept_of(t);
+    keep_from(&last, 0);
+}
 
 /* Sums in tiles 0 to 3, numbers of rows in 4 and 5, words in the others. */
 static void configure(int rows) {

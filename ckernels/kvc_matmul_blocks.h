@@ -68,7 +68,7 @@ INLINE void multiply_block(const kvc_matmul_args *args, const meeting *how, int6
     const block weights = how->changed ? how->changed(matrix->format, stored, panels, ahead, floats) : stored;
     const int64_t filled = (channels + how->channels - 1) / how->channels * how->channels;
     const unsigned char *x = args->prepared + k * kvc_prepared_rows(args) * how->bytes;
-    tile tiles[2], *t = tiles, *last = NULL;
+    tile own[2], *t = own, *last = NULL;
     for (int64_t row = start; row < stop;) {
         const int rows = how->rows(stop - row);
         const int64_t step = how->panels(rows);
@@ -82,7 +82,7 @@ INLINE void multiply_block(const kvc_matmul_args *args, const meeting *how, int6
             if (!how->finish) give(args, t);
             if (!how->finish) continue;
             if (last) give(args, last);
-            last = t, t = t == tiles ? tiles + 1 : tiles;
+            last = t, t = t == own ? own + 1 : own;
         }
         row += rows;
     }

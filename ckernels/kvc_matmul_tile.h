@@ -66,21 +66,32 @@ INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows,
     }
 }
 
-/* The sum of row i and panel p; the number of panels is a constant. */
-INLINE void keep_sum(tile *t, int i, int p, int panels, f32x16 own) {
-    const int straight = t->out && !t->partial, add = straight && t->add;
-    const int64_t stride = straight ? t->out_stride : panels * KVC_PANEL;
-    float *to = (straight ? t->out : t->partial ? t->partial : (float *)t->results) + i * stride;
-    UNROLL
-    for (int v = 0; v < KVC_VECTORS; v++) {
-        const int at = p * KVC_PANEL + v * KVC_LANES;
-        const f32v sum = t->before ? f32v_add(f32v_load(t->before + i * panels * KVC_PANEL + at), own.v[v]) : own.v[v];
-        f32v_store(to + at, add ? f32v_add(f32v_load(to + at), sum) : sum);
-    }
+/* Where the sums of a tile go. */
+typedef struct target {
+    float *to;
+    int64_t stride; /* floats between rows */
+    int add;        /* to what is there */
+} target;
+
+INLINE target target_of(tile *t, int panels) {
+    if (t->out && !t->partial) return (target){t->out, t->out_stride, t->add};
+    return (target){t->partial ? t->partial : t->results, panels * KVC_PANEL, 0};
 }
+
+/* Sums of row i; the number of panels is a constant. */
 INLINE void keep_row(tile *t, int i, int panels, const f32x16 *sums) {
+    const target place = target_of(t, panels);
+    float *to = place.to + i * place.stride;
     UNROLL
-    for (int p = 0; p < panels; p++) keep_sum(t, i, p, panels, sums[p]);
+    for (int p = 0; p < panels; p++) {
+        UNROLL
+        for (int v = 0; v < KVC_VECTORS; v++) {
+            const int at = p * KVC_PANEL + v * KVC_LANES;
+            const f32v own = sums[p].v[v];
+            const f32v sum = t->before ? f32v_add(f32v_load(t->before + i * panels * KVC_PANEL + at), own) : own;
+            f32v_store(to + at, place.add ? f32v_add(f32v_load(to + at), sum) : sum);
+        }
+    }
 }
 
 /* Rows and panels are constants. */

@@ -46,8 +46,8 @@
  *     8     U0 | U1 | ... | U7
  *     4     U4 << 4 | U0, U5 << 4 | U1, ... U7 << 4 | U3
  *
- * ACTIVATIONS meet weights in floats as float32, or, if the call asks for it, weights in bf16 as bf16, rounded half to even.
- * Those that meet packed weights are whole numbers themselves, with a scale per group of 32 channels, the largest
+ * ACTIVATIONS meet weights in floats as float32. If the call asks for it, they and the weights of any format are rounded to bf16, half
+ * to even. Otherwise those that meet packed weights are whole numbers themselves, with a scale per group of 32 channels, the largest
  * magnitude of the group / 127: one digit of 8 bits. With two digits (high * 128 + low) it is the largest / 16256.
  *
  * A RESULT is a sum of integer dot products over the channels of a scale, each exact, times both scales, added with one
@@ -231,8 +231,8 @@ void kvc_matrix_get_row(const kvc_matrix *, int64_t row, float *values);
 void kvc_floats_of_bf16(int64_t n, const uint16_t *words, float *x);
 void kvc_bf16_of_floats(int64_t n, const float *x, uint16_t *words);
 
-/* How rows of x meet weights in bf16: as float32; rounded to bf16, in float32; rounded, as words of 16 bits, for instructions
- * that multiply 2, 32 or 4 channels of a row. */
+/* How rows of x meet weights: as float32, or packed ones as whole numbers; both rounded to bf16, in float32; rounded, as words of
+ * 16 bits, for instructions that multiply 2, 32 or 4 channels of a row. */
 typedef enum kvc_bf16_rows {
     KVC_BF16_FLOATS,
     KVC_BF16_ROUNDED,

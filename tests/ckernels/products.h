@@ -97,7 +97,7 @@ static kvc_matrix draw_matrix(source *s, int64_t *n) {
         rows = draw_between(s, 1, 3), columns = draw_between(s, 6000, 8000);
         *n = draw_between(s, 25, 60), most = 1 << 21;
     }
-    if (shape == TALL) rows = draw_between(s, 1, 40), columns = draw_between(s, 1, 300), *n = draw_between(s, 90, 420);
+    if (shape == TALL) rows = draw_between(s, 1, 40), columns = draw_between(s, 1, 300), *n = draw_between(s, 90, 560);
     if (shape != TALL && *n * rows * columns > most) *n = most / (rows * columns) + 1;
     kvc_matrix m;
     const int format = draw(s, KVC_NUM_MATRIX_FORMATS);

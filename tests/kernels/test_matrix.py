@@ -6,7 +6,7 @@ from blocks import copy_guarded, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import fill, filled, random_parts, values_of
-from oracles import bits
+from oracles.bits import multiplied_in_bf16
 from oracles.matrix import product, rounded, rounded_to_bf16
 from pace import examples, half
 
@@ -152,7 +152,7 @@ def test_products_in_bf16(rng):
                 if order == "quads":  # tests/ckernels/orders.h
                     continue
                 if order not in wanted:
-                    wanted[order] = bits.multiplied_in_bf16(*numbers, order)
+                    wanted[order] = multiplied_in_bf16(*numbers, order)
                 out = matrix.multiply(x, activations="bf16")
                 np.testing.assert_array_equal(out.view(np.uint32), wanted[order].view(np.uint32))
                 for n in (1, 3, 17, 33):
