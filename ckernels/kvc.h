@@ -179,7 +179,7 @@ typedef struct kvc_kernels {
     /* Writes scores of tokens [token, token_stop): their weights, summed over all rows and heads, by means of norms. */
     void (*score_item)(const kvc_attend_args *, const kvc_item *, void *scratch);
     /* Products with weights (kvc_matrix.h): rows of floats as codes; rows of x made ready; panels times those rows, by kind:
-     * of floats; of packed weights; of bf16 whose rows are in tiles or quads, NULL where the level has neither. */
+     * of floats; of packed weights; of rows of bf16 in tiles or quads, NULL where the level has neither. */
     void (*quantise_weights)(kvc_matrix_format, int64_t count, int64_t columns, const float *x, unsigned char *codes,
                              uint16_t *scales, uint16_t *minima);
     void (*prepare_rows)(const kvc_matmul_args *, int64_t first, int64_t stop);
@@ -219,7 +219,7 @@ typedef struct kvc_kernels {
 /* The results of panels [panel, panel_stop) for all prepared rows; scratch: kvc_thread_floats. */
 static inline void kvc_multiply_panels(const kvc_kernels *kernels, const kvc_matmul_args *args, int64_t panel, int64_t panel_stop,
                                        float *scratch) {
-    if (kvc_matrix_format_of(args->matrix->format)->packed)
+    if (kvc_in_codes(args))
         kernels->multiply_packed(args, panel, panel_stop, scratch);
     else if (kvc_in_order(args))
         kernels->multiply_bf16(args, panel, panel_stop, scratch);

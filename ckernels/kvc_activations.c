@@ -178,7 +178,11 @@ INLINE void put_words(const kvc_matmul_args *args, int64_t first, int rows, int 
         uint16_t *to = (uint16_t *)(void *)args->prepared + block * kvc_prepared_rows(args) + first * filled;
         for (int i = 0; i < room; i++, x += columns, to += side) {
             const int64_t existing = i < rows ? channels : 0;
-            for (int64_t k = 0; k < filled; k += side) {
+            int64_t k = 0;
+            for (; k + side <= existing; k += side) {
+                for (int j = 0; j < side; j++) to[k * room + j] = kvc_bf16_of_float(x[k + j]);
+            }
+            for (; k < filled; k += side) {
                 for (int j = 0; j < side; j++) to[k * room + j] = k + j < existing ? kvc_bf16_of_float(x[k + j]) : 0;
             }
         }
@@ -188,7 +192,7 @@ INLINE void put_words(const kvc_matmul_args *args, int64_t first, int rows, int 
 /* Prepares rows [first, stop) of x, block by block; first is where a block begins. */
 void KVC_OWN(prepare_rows)(const kvc_matmul_args *args, int64_t first, int64_t stop) {
     const size_t row_bytes = kvc_prepared_row_bytes(args);
-    const int packed = kvc_matrix_format_of(args->matrix->format)->packed, words = kvc_word_channels(args);
+    const int packed = kvc_in_codes(args), words = kvc_word_channels(args);
     while (first < stop) {
         const int tiled = first < args->tiled || words == KVC_TILE_CHANNELS;
         const int64_t left = args->n - first, room = kvc_prepared_rows(args) - first;
@@ -203,7 +207,7 @@ void KVC_OWN(prepare_rows)(const kvc_matmul_args *args, int64_t first, int64_t s
         else if (words)
             put_words(args, first, rows, rows, 2);
         else if (!packed)
-            put_floats(args, first, rows, args->matrix->format == KVC_MATRIX_BF16 && args->bf16_rows);
+            put_floats(args, first, rows, args->bf16_rows != KVC_BF16_FLOATS);
         else if (args->digits == 1)
             put_packed(args, first, rows, 1, to);
         else

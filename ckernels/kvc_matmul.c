@@ -9,9 +9,10 @@
  *
  * One row takes as long as its panel is read, many rows as long as they are multiplied. Many rows are divided into chunks. The
  * prepared bytes of a chunk stay in the second level of the cache. A chunk is multiplied with a panel (packed), or with 256
- * channels of it (floats), while these are in the first level or the second. f16 and bf16 are converted once for the chunk.
+ * channels of it (floats), while these are in the first level or the second. f16 and bf16 are converted once for the chunk, and so are
+ * weights of other formats that become bf16.
  */
-#include "kvc_matmul_blocks.h"
+#include "kvc_bf16_weights.h"
 
 INLINE f32v load_weights(kvc_matrix_format format, const unsigned char *p, int64_t at) {
     if (format == KVC_MATRIX_F32) return f32v_load((const float *)p + at);
@@ -149,12 +150,25 @@ static block widened(kvc_matrix_format format, block weights, int64_t panels, si
     return (block){(const unsigned char *)to, stride, weights.channels};
 }
 
+INLINE void put_rounded(const float *group, void *to) {
+    float *floats = to;
+    for (int i = 0; i < GROUP_WEIGHTS; i++) floats[i] = kvc_float_of_bits((uint32_t)kvc_bf16_of_float(group[i]) << 16);
+}
+
+/* Panels as bf16: in floats, or in words. */
+static block as_floats(kvc_matrix_format format, block weights, int64_t panels, size_t ahead, float *to) {
+    return rounded_panels(format, weights, panels, ahead, sizeof(float), put_rounded, to);
+}
+static block as_words(kvc_matrix_format format, block weights, int64_t panels, size_t ahead, float *to) {
+    return rounded_panels(format, weights, panels, ahead, sizeof(uint16_t), put_words, to);
+}
+
 /* The results of panels [panel, panel_stop) for all rows. */
 void KVC_OWN(multiply_floats)(const kvc_matmul_args *args, int64_t panel, int64_t panel_stop, float *scratch) {
-    const int words = kvc_word_channels(args), widens = kvc_widens(args);
+    const int words = kvc_word_channels(args), rounds = kvc_rounds(args), widens = kvc_widens(args);
     const meeting how = {
-        .tiles = words ? pair_tiles : float_tiles[widens ? KVC_MATRIX_F32 : args->matrix->format],
-        .rows = rows_of, .panels = panels_of, .changed = widens ? widened : NULL,
+        .tiles = words ? pair_tiles : float_tiles[rounds || widens ? KVC_MATRIX_F32 : args->matrix->format],
+        .rows = rows_of, .panels = panels_of, .changed = rounds ? words ? as_words : as_floats : widens ? widened : NULL,
         .channels = words ? words : 1, .bytes = words ? sizeof(uint16_t) : sizeof(float),
     };
     multiply_blocks(args, &how, KVC_FLOAT_ROWS, panel, panel_stop, scratch);

@@ -34,6 +34,7 @@ typedef struct meeting {
     block (*changed)(kvc_matrix_format, block weights, int64_t panels, size_t ahead, float *to); /* first; NULL: as they are */
     int64_t channels; /* of a row that lie side by side: a block is filled up to a multiple */
     int64_t bytes;    /* of a number of x */
+    void (*finish)(tile *); /* keeps the sums of the last tile, where a tile keeps those of the one before it; or NULL */
 } meeting;
 
 INLINE const unsigned char *panel_of(const block *weights, int panel, const tile *t) {
@@ -41,7 +42,10 @@ INLINE const unsigned char *panel_of(const block *weights, int panel, const tile
 }
 
 INLINE size_t channel_bytes(const kvc_matrix *matrix, int64_t channels) {
-    return (size_t)(channels * KVC_PANEL * kvc_matrix_format_of(matrix->format)->bits / 8);
+    const kvc_matrix_format_info *info = kvc_matrix_format_of(matrix->format);
+    if (!info->packed) return (size_t)(channels * KVC_PANEL * info->bits / 8);
+    const int64_t of_record = KVC_GROUP * kvc_groups_per_record(info);
+    return (size_t)((channels + of_record - 1) / of_record) * kvc_record_bytes(info);
 }
 
 /* The channels from k on, of the panels from `panel` on, that are multiplied together. */
@@ -64,20 +68,25 @@ INLINE void multiply_block(const kvc_matmul_args *args, const meeting *how, int6
     const block weights = how->changed ? how->changed(matrix->format, stored, panels, ahead, floats) : stored;
     const int64_t filled = (channels + how->channels - 1) / how->channels * how->channels;
     const unsigned char *x = args->prepared + k * kvc_prepared_rows(args) * how->bytes;
+    tile own[2], *t = own, *last = NULL;
     for (int64_t row = start; row < stop;) {
         const int rows = how->rows(stop - row);
         const int64_t step = how->panels(rows);
         for (int64_t q = panel; q < panel_stop; q += step, sums += rows * step * KVC_PANEL) {
             const block here = {weights.data + (size_t)(q - panel) * weights.stride, weights.stride, channels};
-            tile t;
-            begin(&t, args, row, rows, q, step, panel_stop, row % KVC_CHUNK_ROWS == 0 && !how->changed,
+            begin(t, args, row, rows, q, step, panel_stop, row % KVC_CHUNK_ROWS == 0 && !how->changed,
                   k > 0 ? sums : NULL, channels < left ? sums : NULL);
-            t.block_rows = how->rows(args->n), t.read_stop = read_stop, t.skipped = (size_t)step * matrix->panel_bytes - read_stop;
-            how->tiles[rows](&here, x + row * filled * how->bytes, &t);
-            give(args, &t);
+            t->block_rows = how->rows(args->n), t->read_stop = read_stop;
+            t->skipped = (size_t)step * matrix->panel_bytes - read_stop, t->last = last;
+            how->tiles[rows](&here, x + row * filled * how->bytes, t);
+            if (!how->finish) give(args, t);
+            if (!how->finish) continue;
+            if (last) give(args, last);
+            last = t, t = t == own ? own + 1 : own;
         }
         row += rows;
     }
+    if (last) how->finish(last), give(args, last);
 }
 
 /* A block of channels of panels [panel, panel_stop), four at most, and rows [start, stop) of a chunk. Tiles of few rows are four
@@ -97,10 +106,10 @@ INLINE void multiply_four(const kvc_matmul_args *args, const meeting *how, int m
 /* The results of panels [panel, panel_stop) for all rows, which meet them in blocks of up to `most` rows. */
 INLINE void multiply_blocks(const kvc_matmul_args *args, const meeting *how, int most, int64_t panel, int64_t panel_stop,
                             float *scratch) {
-    const int64_t group = args->n <= FEW_ROWS ? 4 : KVC_GROUP_PANELS;
+    const int64_t group = args->n <= FEW_ROWS ? 4 : kvc_group_panels(args), chunk = kvc_chunk_rows(args);
     float *sums = scratch + (how->changed ? KVC_WIDE_FLOATS : 0);
-    for (int64_t start = 0; start < args->n; start += KVC_CHUNK_ROWS) {
-        const int64_t stop = start + KVC_CHUNK_ROWS < args->n ? start + KVC_CHUNK_ROWS : args->n;
+    for (int64_t start = 0; start < args->n; start += chunk) {
+        const int64_t stop = start + chunk < args->n ? start + chunk : args->n;
         for (int64_t first = panel; first < panel_stop; first += group) {
             const int64_t last = first + group < panel_stop ? first + group : panel_stop;
             for (int64_t k = 0; k < args->matrix->columns; k += KVC_CHANNEL_BLOCK) {

@@ -27,7 +27,7 @@ static size_t prepared_bytes(const kvc_matmul_args *args) {
 
 /* The most panels that one tile reads together. */
 static int64_t panels_per_step(const kvc_matmul_args *args) {
-    return kvc_matrix_format_of(args->matrix->format)->packed ? 2 : 4;
+    return kvc_in_codes(args) ? 2 : 4;
 }
 
 static int64_t rows_per_item(const kvc_matmul_args *args) {
@@ -67,23 +67,23 @@ static int64_t even_items(int64_t items, int64_t steps, int num_threads) {
 /* The call itself, but for its rows in tiles. */
 static kvc_matmul_args with_tiles(const kvc_kernels *kernels, const kvc_matmul_args *args) {
     kvc_matmul_args own = *args;
-    const int tiles = kernels->tiles && kvc_matrix_format_of(args->matrix->format)->packed;
-    own.tiled = tiles ? args->n / KVC_TILED_ROWS * KVC_TILED_ROWS : 0;
+    own.tiled = kernels->tiles && kvc_in_codes(args) ? args->n / KVC_TILED_ROWS * KVC_TILED_ROWS : 0;
     return own;
 }
 
 void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) {
-    if (args->n >= KVC_TILED_ROWS && kvc_matrix_format_of(args->matrix->format)->packed) kernels = kvc_permitted(kernels);
+    if (args->n >= KVC_TILED_ROWS && kvc_in_codes(args)) kernels = kvc_permitted(kernels);
     const kvc_matmul_args own = with_tiles(kernels, args);
     const kvc_matrix *m = args->matrix;
-    const kvc_work work = args->n < READING_ROWS ? KVC_READING : KVC_MULTIPLYING;
+    const int64_t rows = kvc_rounds(args) && args->n < READING_ROWS ? READING_ROWS : args->n; /* to change weights takes as long */
+    const kvc_work work = rows < READING_ROWS ? KVC_READING : KVC_MULTIPLYING;
     const int64_t bytes = (int64_t)m->panel_bytes * m->panels;
-    const int64_t units = work == KVC_READING ? bytes : args->n * m->rows * m->columns;
+    const int64_t units = work == KVC_READING ? bytes : rows * m->rows * m->columns;
     num_threads = kvc_threads_worth(work, units, num_threads);
     const int64_t blocks = (args->n + rows_per_item(&own) - 1) / rows_per_item(&own);
     const int64_t step = panels_per_step(args), steps = (m->panels + step - 1) / step;
-    const int64_t worth = bytes / BYTES_PER_ITEM * (work == KVC_READING ? 1 : args->n / READING_ROWS);
-    const int fine = args->n >= MANY_ROWS && kvc_matrix_format_of(m->format)->packed;
+    const int64_t worth = bytes / BYTES_PER_ITEM * (work == KVC_READING ? 1 : rows / READING_ROWS);
+    const int fine = args->n >= MANY_ROWS && kvc_in_codes(args);
     int64_t items = (int64_t)num_threads * (fine ? FINE_ITEMS : ITEMS_PER_THREAD);
     if (items > worth) items = worth > 1 ? worth : 1;
     if (items > steps) items = steps;

@@ -8,7 +8,8 @@
 #include "kvc_simd.h"
 
 enum {
-    MOST_RESULTS = KVC_TILES ? 4 * KVC_TILED_ROWS * KVC_PANEL : KVC_FLOAT_SUMS * KVC_LANES,
+    TILE_ROWS = 2 * KVC_TILED_ROWS, TILE_PANELS = 2, /* of bf16 in tiles */
+    MOST_RESULTS = KVC_TILES ? TILE_ROWS * TILE_PANELS * KVC_PANEL : KVC_FLOAT_SUMS * KVC_LANES,
 };
 
 /* The sums go straight into `out`, or by way of `results`, [row][panel][16], where they are not whole rows of results; those
@@ -27,6 +28,10 @@ typedef struct tile {
     float *out;              /* of the first row; NULL: results */
     int64_t out_stride;      /* floats between rows there */
     float results[MOST_RESULTS];
+    struct tile *last;       /* the one before it, whose sums it keeps; or NULL */
+#if KVC_TILES
+    _Alignas(64) float sums[TILE_ROWS][TILE_PANELS * KVC_PANEL];
+#endif
 } tile;
 
 /* The distance from byte `at` of a panel to the byte that is read `ahead` bytes later. */
@@ -61,11 +66,22 @@ INLINE void begin(tile *t, const kvc_matmul_args *args, int64_t first, int rows,
     }
 }
 
+/* Where the sums of a tile go. */
+typedef struct target {
+    float *to;
+    int64_t stride; /* floats between rows */
+    int add;        /* to what is there */
+} target;
+
+INLINE target target_of(tile *t, int panels) {
+    if (t->out && !t->partial) return (target){t->out, t->out_stride, t->add};
+    return (target){t->partial ? t->partial : t->results, panels * KVC_PANEL, 0};
+}
+
 /* Sums of row i; the number of panels is a constant. */
 INLINE void keep_row(tile *t, int i, int panels, const f32x16 *sums) {
-    const int straight = t->out && !t->partial, add = straight && t->add;
-    const int64_t stride = straight ? t->out_stride : panels * KVC_PANEL;
-    float *to = (straight ? t->out : t->partial ? t->partial : (float *)t->results) + i * stride;
+    const target place = target_of(t, panels);
+    float *to = place.to + i * place.stride;
     UNROLL
     for (int p = 0; p < panels; p++) {
         UNROLL
@@ -73,7 +89,7 @@ INLINE void keep_row(tile *t, int i, int panels, const f32x16 *sums) {
             const int at = p * KVC_PANEL + v * KVC_LANES;
             const f32v own = sums[p].v[v];
             const f32v sum = t->before ? f32v_add(f32v_load(t->before + i * panels * KVC_PANEL + at), own) : own;
-            f32v_store(to + at, add ? f32v_add(f32v_load(to + at), sum) : sum);
+            f32v_store(to + at, place.add ? f32v_add(f32v_load(to + at), sum) : sum);
         }
     }
 }

@@ -46,8 +46,8 @@
  *     8     U0 | U1 | ... | U7
  *     4     U4 << 4 | U0, U5 << 4 | U1, ... U7 << 4 | U3
  *
- * ACTIVATIONS meet weights in floats as float32, or, if the call asks for it, weights in bf16 as bf16, rounded half to even.
- * Those that meet packed weights are whole numbers themselves, with a scale per group of 32 channels, the largest
+ * ACTIVATIONS meet weights in floats as float32. If the call asks for it, they and the weights of any format are rounded to bf16, half
+ * to even. Otherwise those that meet packed weights are whole numbers themselves, with a scale per group of 32 channels, the largest
  * magnitude of the group / 127: one digit of 8 bits. With two digits (high * 128 + low) it is the largest / 16256.
  *
  * A RESULT is a sum of integer dot products over the channels of a scale, each exact, times both scales, added with one
@@ -231,8 +231,8 @@ void kvc_matrix_get_row(const kvc_matrix *, int64_t row, float *values);
 void kvc_floats_of_bf16(int64_t n, const uint16_t *words, float *x);
 void kvc_bf16_of_floats(int64_t n, const float *x, uint16_t *words);
 
-/* How rows of x meet weights in bf16: as float32; rounded to bf16, in float32; rounded, as words of 16 bits, for instructions
- * that multiply 2, 32 or 4 channels of a row. */
+/* How rows of x meet weights: as float32, or packed ones as whole numbers; both rounded to bf16, in float32; rounded, as words of
+ * 16 bits, for instructions that multiply 2, 32 or 4 channels of a row. */
 typedef enum kvc_bf16_rows {
     KVC_BF16_FLOATS,
     KVC_BF16_ROUNDED,
@@ -251,18 +251,34 @@ typedef struct kvc_matmul_args {
     int64_t n;
     int add;
     int digits; /* of activations that meet packed weights: 1 or 2 */
-    kvc_bf16_rows bf16_rows; /* words of 16 bits where kvc_bf16_rows_of says so, and only there */
+    kvc_bf16_rows bf16_rows; /* words of 16 bits where kvc_bf16_rows_of says so, and only there; weights are bf16 then too */
     int64_t tiled; /* the number of first rows that are prepared in blocks of KVC_TILED_ROWS; kvc_matmul sets it */
     unsigned char *prepared; /* kvc_matmul_scratch_bytes at any alignment of 4: rows, then floats of each thread */
 } kvc_matmul_args;
 
+/* Whether rows meet packed weights as whole numbers. */
+static inline int kvc_in_codes(const kvc_matmul_args *args) {
+    return kvc_matrix_format_of(args->matrix->format)->packed && !args->bf16_rows;
+}
+/* Whether weights of another format become bf16 first (kvc_bf16_weights.h). */
+static inline int kvc_rounds(const kvc_matmul_args *args) {
+    return args->bf16_rows && args->matrix->format != KVC_MATRIX_BF16;
+}
 /* Channels of a row that lie side by side as words; 0: they are no words. */
 static inline int kvc_word_channels(const kvc_matmul_args *args) {
     static const int channels[] = {[KVC_BF16_PAIRS] = 2, [KVC_BF16_TILES] = KVC_TILE_CHANNELS, [KVC_BF16_QUADS] = 4};
-    return args->matrix->format == KVC_MATRIX_BF16 ? channels[args->bf16_rows] : 0;
+    return channels[args->bf16_rows];
 }
 /* Whether the weights are brought into the order of the instruction first (kvc_matmul_bf16.c). */
 static inline int kvc_in_order(const kvc_matmul_args *args) { return kvc_word_channels(args) > 2; }
+/* Rows that meet the panels of a group together, and these panels: more rows in tiles, since their weights are changed for each
+ * chunk of rows. */
+static inline int64_t kvc_chunk_rows(const kvc_matmul_args *args) {
+    return kvc_word_channels(args) == KVC_TILE_CHANNELS ? KVC_TILED_CHUNK : KVC_CHUNK_ROWS;
+}
+static inline int64_t kvc_group_panels(const kvc_matmul_args *args) {
+    return kvc_word_channels(args) == KVC_TILE_CHANNELS ? KVC_TILED_PANELS : KVC_GROUP_PANELS;
+}
 /* Rows for which prepared ones have room: blocks in tiles are whole, if there is more than one. */
 static inline int64_t kvc_prepared_rows(const kvc_matmul_args *args) {
     const int whole = kvc_word_channels(args) == KVC_TILE_CHANNELS && args->n > KVC_TILED_ROWS;
@@ -297,26 +313,26 @@ static inline size_t kvc_prepared_row_bytes(const kvc_matmul_args *args) {
     const int64_t words = kvc_word_channels(args);
     if (words) return (size_t)((args->matrix->columns + words - 1) / words * words) * sizeof(uint16_t);
     const kvc_matrix_format_info *info = kvc_matrix_format_of(args->matrix->format);
-    if (!info->packed) return (size_t)args->matrix->columns * sizeof(float);
+    if (!kvc_in_codes(args)) return (size_t)args->matrix->columns * sizeof(float);
     return (size_t)args->matrix->groups * ((size_t)(KVC_GROUP * args->digits) + kvc_behind_numbers(info, args->digits));
 }
 
 static inline int kvc_widens(const kvc_matmul_args *args) {
-    return kvc_matrix_format_of(args->matrix->format)->bits == 16 && !kvc_word_channels(args) && args->n >= KVC_WIDE_ROWS;
+    const int words = kvc_word_channels(args) != 0;
+    return kvc_matrix_format_of(args->matrix->format)->bits == 16 && !words && args->n >= KVC_WIDE_ROWS;
 }
 
 /* Floats that a thread needs: for weights that are converted or brought into order, and for the sums of a chunk and a group, of
  * the blocks of channels before the last one; with packed weights for those of tiles, which the level may have. */
 static inline size_t kvc_thread_floats(const kvc_matmul_args *args) {
     const kvc_matrix *m = args->matrix;
-    const int64_t rows = args->n < KVC_CHUNK_ROWS ? args->n : KVC_CHUNK_ROWS;
-    if (kvc_matrix_format_of(m->format)->packed) {
+    const int64_t most = kvc_chunk_rows(args), rows = args->n < most ? args->n : most;
+    if (kvc_in_codes(args)) {
         const int64_t tiled = args->n / KVC_TILED_ROWS * KVC_TILED_ROWS;
         return (size_t)(tiled < KVC_TILED_CHUNK ? tiled : KVC_TILED_CHUNK) * KVC_TILED_PANELS * KVC_PANEL;
     }
-    const int sums = m->columns > KVC_CHANNEL_BLOCK;
-    return (kvc_widens(args) || kvc_in_order(args) ? KVC_WIDE_FLOATS : 0) +
-           (sums ? (size_t)(rows + KVC_SPARE_ROWS) * KVC_GROUP_PANELS * KVC_PANEL : 0);
+    const int sums = m->columns > KVC_CHANNEL_BLOCK, changes = kvc_widens(args) || kvc_in_order(args) || kvc_rounds(args);
+    return (changes ? KVC_WIDE_FLOATS : 0) + (sums ? (size_t)((rows + KVC_SPARE_ROWS) * kvc_group_panels(args) * KVC_PANEL) : 0);
 }
 
 /* Rows of the next block, but for tiled ones: as many as are left, up to `most`. Each count has a tile of its own, since a tile

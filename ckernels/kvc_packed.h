@@ -68,8 +68,8 @@ INLINE u8x64 numbers_of(const kvc_matrix_format_info *info, const unsigned char 
     return is_wide(info) ? u8x64_weights(found) : found;
 }
 
-/* The scales number n of a record's rows, a vector of them. */
-INLINE f32v scales_of(const kvc_matrix_format_info *info, const unsigned char *record, int n, int v) {
+/* The scales number n of a record's rows, a vector of them, times the factor that they lack (kvc_scale_factor), or 1. */
+INLINE f32v scales_times(const kvc_matrix_format_info *info, const unsigned char *record, int n, int v, float factor) {
     const unsigned char *own = record + kvc_scales_at(info) +
                                (size_t)(n * KVC_PANEL + v * KVC_LANES) * kvc_scale_bytes(info);
     const f32v unit = !kvc_has_units(info) ? f32v_zero()
@@ -77,11 +77,15 @@ INLINE f32v scales_of(const kvc_matrix_format_info *info, const unsigned char *r
                                            : f32v_load((const float *)record + v * KVC_LANES);
     switch (info->scales) {
     case KVC_HALVES: return f32v_load_half((const uint16_t *)own);
-    case KVC_E8M0: return f32v_load_e8m0(own);
-    case KVC_E4M3: return f32v_mul(unit, f32v_load_e4m3(own));
+    case KVC_E8M0: return factor == 1.0f ? f32v_load_e8m0(own) : f32v_mul(f32v_load_e8m0(own), f32v_set1(factor));
+    case KVC_E4M3:
+        return f32v_mul(unit, factor == 1.0f ? f32v_load_e4m3(own) : f32v_mul(f32v_load_e4m3(own), f32v_set1(factor)));
     case KVC_NIBBLES: return f32v_mul(unit, f32v_load_bits(own, 0, 15));
     default: return f32v_mul(unit, info->has_minima ? f32v_load_bits(own, 0, 255) : f32v_load_signed(own));
     }
+}
+INLINE f32v scales_of(const kvc_matrix_format_info *info, const unsigned char *record, int n, int v) {
+    return scales_times(info, record, n, v, 1.0f);
 }
 
 /* The minima likewise, of a format that has them. */

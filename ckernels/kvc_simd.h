@@ -21,6 +21,7 @@
  *   u8x64_load, and, or, shr, shl, table(16 bytes), lookup(table, x of 0 to 15), weights: the form of 8-bit codes that
  *   dot_x takes; dot_x adds the products of codes 4i .. 4i+3 with 4 signed bytes to sum i; set1, zero, next_digit(x, more) = x * 128 + more, to_floats,
  *   dot_bytes(sums, codes, x): sum i += the products of codes 4i .. 4i+3, of 0 to 31, with signed bytes 4i .. 4i+3 of x;
+ *   u8x64_floats(x, zero, n, floats[16]): bytes 4i + n less zero, as floats;
  *   store_sums(x[16], to[16]): to[4r + n] = all sums of x[4n + r], as floats;
  *   scaled(x, scale, less): (x - KVC_SUM_START) * scale as floats (kvc_matrix.h).
  * Other codes are added to a part of such sums, part16, which a level may keep in fewer bits: begin(sums), dot_q (codes

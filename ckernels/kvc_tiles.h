@@ -135,6 +135,12 @@ INLINE void quantise_query(int bits, const float *q, int dim, int is_tiled, unit
     to->start = (int32_t)(-128u * (uint32_t)(int32_t)rounded); /* may wrap around where q is not finite */
 }
 
+/* The scores of a sum, with a query and the scales and minima of a tile. */
+INLINE f32v score_of(f32v exact, const unit_query *q, f32v scale, f32v minimum) {
+    const f32v product = f32v_fma(exact, f32v_set1(q->scale), f32v_set1(q->centre));
+    return f32v_fma(minimum, f32v_set1(q->sum), f32v_mul(scale, product));
+}
+
 /* Sums of codes times numbers as scores of rows and tiles (constants). Rows are KVC_CHUNK scores apart. */
 INLINE void store_scores(int rows, int tiles, const i32x16 *sums, const unit_query *q, const unsigned char *const *tile,
                          float *s) {
@@ -152,11 +158,8 @@ INLINE void store_scores(int rows, int tiles, const i32x16 *sums, const unit_que
             f32v exact[KVC_VECTORS];
             i32x16_to_floats(sums[r * tiles + t], exact);
             UNROLL
-            for (int v = 0; v < KVC_VECTORS; v++) {
-                const f32v product = f32v_fma(exact[v], f32v_set1(q[r].scale), f32v_set1(q[r].centre));
-                const f32v score = f32v_fma(minimum[v], f32v_set1(q[r].sum), f32v_mul(scale[v], product));
-                f32v_store(s + r * KVC_CHUNK + t * KVC_TILE + v * KVC_LANES, score);
-            }
+            for (int v = 0; v < KVC_VECTORS; v++)
+                f32v_store(s + r * KVC_CHUNK + t * KVC_TILE + v * KVC_LANES, score_of(exact[v], q + r, scale[v], minimum[v]));
         }
     }
 }
@@ -196,7 +199,13 @@ INLINE void round_weights(int bits, int is_tiled, int rows, int lanes, const flo
 #undef ROWS
 }
 
-/* acc = acc * alpha + the sums of codes times weights, for rows and blocks of 16 channels (constants). */
+/* acc = acc * alpha + sums of codes times weights. */
+INLINE void mix_into(float *acc, f32v exact, const unit_weights *w, float alpha) {
+    const f32v mixed = f32v_fma(exact, f32v_set1(w->scale), f32v_set1(w->base));
+    f32v_store(acc, f32v_fma(f32v_load(acc), f32v_set1(alpha), mixed));
+}
+
+/* The same for rows and blocks of 16 channels (constants). */
 INLINE void store_mixed(int rows, int blocks, int cb, const i32x16 *sums, const unit_weights *w, const float *alpha, float *acc,
                         int acc_stride) {
     UNROLL
@@ -206,11 +215,8 @@ INLINE void store_mixed(int rows, int blocks, int cb, const i32x16 *sums, const 
             f32v exact[KVC_VECTORS];
             i32x16_to_floats(sums[blocks * r + c], exact);
             UNROLL
-            for (int v = 0; v < KVC_VECTORS; v++) {
-                float *to = acc + r * acc_stride + 16 * (cb + c) + v * KVC_LANES;
-                const f32v mixed = f32v_fma(exact[v], f32v_set1(w[r].scale), f32v_set1(w[r].base));
-                f32v_store(to, f32v_fma(f32v_load(to), f32v_set1(alpha[r]), mixed));
-            }
+            for (int v = 0; v < KVC_VECTORS; v++)
+                mix_into(acc + r * acc_stride + 16 * (cb + c) + v * KVC_LANES, exact[v], w + r, alpha[r]);
         }
     }
 }

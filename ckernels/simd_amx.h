@@ -7,6 +7,7 @@
  *   amx_dot_bf16(c, a, b)  c (rows x 16 floats) += a (rows x 2n words) times b (n pairs of words of 16 columns), in an order of
  *                          its own (kvc_matrix.h)
  *
+ * amx_pause() is eight instructions that do nothing: between two of tiles they save time where another thread shares the core.
  * Numbers of tiles are literals. Other libraries configure tiles too, and a thread that holds them is slow to switch: each item
  * of a call configures and releases its own. The system gives tiles to processes that ask (kvc_permitted).
  *
@@ -31,6 +32,18 @@ INLINE void u8x64_store(unsigned char *p, u8x64 x) { _mm512_storeu_si512(p, x); 
 INLINE i32x16 i32x16_load(const int32_t *p) { return _mm512_loadu_si512(p); }
 INLINE i32x16 i32x16_add(i32x16 a, i32x16 b) { return _mm512_add_epi32(a, b); }
 INLINE void put_side(uint16_t *to, const uint16_t *from) { _mm512_storeu_si512(to, bf16x2_load(from)); }
+/* Floats as bf16 in the upper half of each lane, as kvc_bf16_of_float has them; below it any bits. */
+INLINE __m512i bf16_above(const float *from) {
+    const __m512i x = _mm512_loadu_si512(from), lowest = _mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(1));
+    const __m512i near = _mm512_add_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(0x7fff)), lowest);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(_mm512_castsi512_ps(x), _mm512_castsi512_ps(x), _CMP_UNORD_Q);
+    return _mm512_mask_or_epi32(near, is_nan, x, _mm512_set1_epi32(0x400000));
+}
+/* The same of floats, rounded. */
+INLINE void put_side_of_floats(uint16_t *to, const float *from) {
+    const __m512i even = _mm512_srli_epi32(bf16_above(from), 16);
+    _mm512_storeu_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaa, even, bf16_above(from + 16)));
+}
 
 #if defined(KVC_EMULATED_TILES)
 #include <string.h>
@@ -114,11 +127,13 @@ static __attribute__((noinline, unused)) void amx_dot_bf16(int c, int a, int b) 
     amx_dot_floats(c, a, b);
     __builtin_ia32_ldmxcsr(before);
 }
+INLINE void amx_pause(void) {}
 INLINE void amx_dot_ss(int c, int a, int b) { amx_dot(c, a, b, 1); }
 INLINE void amx_dot_su(int c, int a, int b) { amx_dot(c, a, b, 0); }
 #else
 /* The compilers' own macros do not say which memory they read. */
 #define amx_configure(shapes) __asm__ __volatile__("ldtilecfg %0" : : "m"(*(shapes)) : "memory")
+#define amx_pause() __asm__ __volatile__(".rept 8\n\tnop\n\t.endr")
 #define amx_release() __asm__ __volatile__("tilerelease" : : : "memory")
 #define amx_zero(t) __asm__ __volatile__("tilezero %%tmm" #t : : : "memory")
 #define amx_load(t, p, stride) \

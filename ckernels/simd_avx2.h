@@ -233,6 +233,15 @@ INLINE u8x64 u8x64_shl(u8x64 x, int n) {
     return (u8x64){_mm256_slli_epi16(x.a, n), _mm256_slli_epi16(x.b, n)};
 }
 
+/* Bytes 4i + n less zero, at most 128 apart, as floats. */
+INLINE void u8x64_floats(u8x64 x, int zero, int n, f32v out[16 / KVC_LANES]) {
+    const __m256i less = _mm256_set1_epi8((char)zero);
+    const __m256i a = _mm256_slli_epi32(_mm256_sub_epi8(x.a, less), 24 - 8 * n);
+    const __m256i b = _mm256_slli_epi32(_mm256_sub_epi8(x.b, less), 24 - 8 * n);
+    out[0] = _mm256_cvtepi32_ps(_mm256_srai_epi32(a, 24));
+    out[1] = _mm256_cvtepi32_ps(_mm256_srai_epi32(b, 24));
+}
+
 /* Keeps `sum` in a register. Without it GCC adds all products at the end of a loop, and stores them until then. */
 INLINE __m256i added(__m256i sum) {
     __asm__("" : "+x"(sum));

@@ -236,6 +236,12 @@ INLINE u8x64 u8x64_lookup(u8x64 table, u8x64 x) { return _mm512_shuffle_epi8(tab
 INLINE u8x64 u8x64_shr(u8x64 x, int n) { return _mm512_srli_epi16(x, (unsigned)n); }
 INLINE u8x64 u8x64_shl(u8x64 x, int n) { return _mm512_slli_epi16(x, (unsigned)n); }
 
+/* Bytes 4i + n less zero, at most 128 apart, as floats. */
+INLINE void u8x64_floats(u8x64 x, int zero, int n, f32v out[16 / KVC_LANES]) {
+    const __m512i numbers = _mm512_slli_epi32(_mm512_sub_epi8(x, _mm512_set1_epi8((char)zero)), (unsigned)(24 - 8 * n));
+    *out = _mm512_cvtepi32_ps(_mm512_srai_epi32(numbers, 24));
+}
+
 INLINE i32x16 i32x16_zero(void) { return _mm512_setzero_si512(); }
 INLINE i32x16 i32x16_dot_q(i32x16 sums, u8x64 codes, int32_t q) {
     return _mm512_dpbusd_epi32(sums, codes, _mm512_set1_epi32(q));

@@ -207,6 +207,15 @@ INLINE u8x64 u8x64_shl(u8x64 x, int n) {
 INLINE u8x64 u8x64_shr(u8x64 x, int n) { return u8x64_shl(x, -n); }
 #undef EACH
 
+/* Bytes 4i + n less zero, at most 128 apart, as floats. */
+INLINE void u8x64_floats(u8x64 x, int zero, int n, f32v out[16 / KVC_LANES]) {
+    UNROLL
+    for (int v = 0; v < 4; v++) {
+        const int32x4_t numbers = vreinterpretq_s32_u8(vsubq_u8(x.val[v], vdupq_n_u8((uint8_t)zero)));
+        out[v] = vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(numbers, vdupq_n_s32(24 - 8 * n)), 24));
+    }
+}
+
 INLINE i32x16 i32x16_zero(void) {
     return (i32x16){{vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}};
 }

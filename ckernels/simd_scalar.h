@@ -285,6 +285,10 @@ INLINE u8x64 u8x64_lookup(u8x64 table, u8x64 x) {
     ROLLED for (int i = 0; i < 64; i++) x.byte[i] = table.byte[x.byte[i] & 15];
     return x;
 }
+/* Bytes 4i + n less zero, at most 128 apart, as floats. */
+INLINE void u8x64_floats(u8x64 x, int zero, int n, f32v out[16 / KVC_LANES]) {
+    ROLLED for (int i = 0; i < 16; i++) out->lane[i] = (float)(x.byte[4 * i + n] - zero);
+}
 INLINE u8x64 u8x64_weights(u8x64 codes) {
     ROLLED for (int i = 0; i < 64; i++) codes.byte[i] ^= 0x80;
     return codes;

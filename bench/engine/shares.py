@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
+import kvcache.networks.latent as latent
 import kvcache.networks.model as network
 from kvcache.engine.inference import InferenceEngine
 from kvcache.networks.rope import RopeTable
@@ -54,8 +55,10 @@ def _targets(engine: InferenceEngine) -> Iterator[tuple[Any, str, str]]:
     yield type(engine.cache), "append_batch", ROOM
     yield network.Transformer, "_times", PRODUCTS
     yield network.Transformer, "_add_times", PRODUCTS
+    yield latent, "times_heads", PRODUCTS
     yield network, "rms_norm", ROWS
-    yield network, "swiglu", ROWS
+    yield network, "layer_norm", ROWS
+    yield engine.model, "_activated", ROWS
     yield RopeTable, "rotate", ROWS
     yield Sampler, "sample", SAMPLING
 

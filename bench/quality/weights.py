@@ -34,7 +34,7 @@ PARTS = ("demo", "smollm2", "types")
 HEADER = [
     "weights", "bits/weight", "KL, mean", "KL, p99", "perplexity", "against f32", "same token",
 ]
-ACTIVATIONS: tuple[str, ...] = ("exact", "int8")
+ACTIVATIONS: tuple[str, ...] = ("exact", "int8", "bf16")
 RIVALS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K_M")
 MOST = 0.001  # KL of q8 with exact activations
 BESIDE = {"q8": "Q8_0", "q4": "Q4_0"}  # with int8 activations, the KL of a format is at most that of this file
@@ -66,12 +66,12 @@ def _bits_per_weight(weights: Weights) -> float:
 
 
 def _engines(path: Path, weights: str, name: str, context: int) -> dict[str, Logits]:
-    """Runs of one checkpoint with all kinds of activations that packed matrices have, or those in bf16."""
+    """Runs of one checkpoint with all kinds of activations that its matrices have."""
     model = Transformer.from_pretrained(path, weights=weights, activations="exact")
     kinds = ACTIVATIONS
     found: dict[str, Logits] = {}
     if all(isinstance(w, np.ndarray) or w.format in ("f32", "f16", "bf16") for w in model.weights.arrays()):
-        found, kinds = {name: _Engine(model, context)}, ("bf16",) if weights == "bf16" else ()
+        found, kinds = {name: _Engine(model, context)}, ("bf16",)
     models = {kind: Transformer(model.config, model.weights, kind) for kind in kinds}
     return found | {f"{name}, {kind}": _Engine(each, context) for kind, each in models.items()}
 

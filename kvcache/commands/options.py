@@ -110,7 +110,7 @@ def add_network(parser: argparse.ArgumentParser) -> None:
         help="of the storage: auto, a file of text, or a saved calibration; without it none is measured")
     add("--weights", default="auto", help=f"format of the matrices: {', '.join(WEIGHTS)} (%(default)s: as stored)")
     add("--activations", default="int8", metavar="FORMAT",
-        help="how rows meet them: int8, exact, or bf16, which is faster for weights in bf16 on CPUs that multiply it "
+        help="how rows meet them: int8, exact, or bf16, which is faster for long prompts on CPUs that multiply it "
         "(%(default)s)")
     add("--sparse-tokens", type=int, metavar="N",
         help="each KV head attends to pages with 1.75 N tokens that a query chooses, to the first and to the newest "

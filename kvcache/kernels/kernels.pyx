@@ -413,7 +413,7 @@ def simd_levels():
 
 
 def bf16_order():
-    """The order of sums where `activations="bf16"` meets weights in bf16, at the level in use: bits depend on it.
+    """The order of sums of `activations="bf16"` at the level in use: bits depend on it.
 
     "rounded", that of floats; or that of an instruction, "pairs" (AMD's CPUs with AVX-512), "tiles" (AMX, if the system
     permits them, which is asked for here or at the first such product) or "quads" (i8mm). ckernels/kvc_matrix.h defines

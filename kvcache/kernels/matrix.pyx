@@ -17,7 +17,7 @@ from libc.string cimport memcpy
 
 from kvcache.errors import OutOfMemoryError
 from kvcache.kernels.kernels cimport (
-    KVC_BYTES, KVC_E4M3, KVC_E8M0, KVC_HALVES, KVC_MATRIX_BF16, KVC_NIBBLES, KVC_NO_TABLE, KVC_NUM_MATRIX_FORMATS,
+    KVC_BYTES, KVC_E4M3, KVC_E8M0, KVC_HALVES, KVC_NIBBLES, KVC_NO_TABLE, KVC_NUM_MATRIX_FORMATS,
     KVC_PANEL, bf16_of_floats, floats_of_bf16, kvc_groups_per_record, kvc_has_units, kvc_matmul_args, kvc_matrix,
     kvc_matrix_format, kvc_matrix_format_of, kvc_parts, kvc_quantises, kvc_table_of, level_in_use, matmul,
     matmul_scratch_bytes, matrix_get_parts, matrix_get_row, matrix_init, matrix_put_parts, matrix_put_words,
@@ -292,10 +292,10 @@ cdef class Matrix:
             out: float32 `(n, rows)`, C-contiguous, for the result, which shares no memory with x, bias or the weights;
                 a new array by default.
             activations: how x meets the weights. "int8": packed ones in 8 bits per group of 32 channels, floats in
-                float32. "exact": packed ones in two digits of 8 bits, at twice the arithmetic. "bf16": as "int8", but
-                weights in bf16 with x rounded to bf16, several times as fast on CPUs that multiply bf16 (AMD's with
-                AVX-512, AMX, ARM's with i8mm). Each kind has an order of sums of its own, so that bits differ between
-                levels that share them otherwise: `kernels.bf16_order()` names it.
+                float32. "exact": packed ones in two digits of 8 bits, at twice the arithmetic. "bf16": x and the weights
+                rounded to bf16, whatever the format: for many rows on CPUs that multiply bf16 (AMD's with AVX-512, AMX,
+                ARM's with i8mm); few rows of other weights than bf16 are slow. Each kind of CPU has an order of sums of
+                its own, so that bits differ between levels that share them otherwise: `kernels.bf16_order()` names it.
             add: add the product, then the bias, to what `out` has; by default they take its place.
 
         Raises:
@@ -385,8 +385,7 @@ cdef class Matrix:
         if bias is not None:
             args.bias = <const float *>cnp.PyArray_DATA(bias)
         args.digits = 2 if activations == "exact" else 1
-        cdef bint in_bf16 = activations == "bf16" and self.c.format == KVC_MATRIX_BF16
-        cdef const void *level = level_in_use(in_bf16, &args.bf16_rows)
+        cdef const void *level = level_in_use(activations == "bf16", &args.bf16_rows)
         cdef int threads = num_threads()
         cdef size_t size = matmul_scratch_bytes(&args, threads)
         scratch = Piece(size)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.kernels.matrix import MATRIX_FORMATS
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.model import Transformer
 from kvcache.networks.padded_heads import stored_sizes
@@ -42,11 +43,12 @@ def fingerprint(model: Any) -> str:
         del options["causal"]
     digest.update(repr(sorted(options.items())).encode())
     formats = [array.format for array in weights.arrays() if not isinstance(array, np.ndarray)]
-    packed = [format for format in formats if "q" in format]
-    if packed:
+    packed = [format for format in formats if any(MATRIX_FORMATS[part].packed for part in format.split("+"))]
+    if model.activations == "bf16":
+        kind = "bf16" if {*formats} == {"bf16"} else "all in bf16"
+        digest.update(repr((kind, formats)).encode())
+    elif packed:
         digest.update(repr((packed, "exact" if model.activations == "exact" else "int8")).encode())
-    if model.activations == "bf16" and any("bf16" in format for format in formats):
-        digest.update(repr(("bf16", formats)).encode())
     _add(digest, weights.embedding)
     for layer in weights.layers:
         for array in layer.arrays():

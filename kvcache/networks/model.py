@@ -62,8 +62,8 @@ class Transformer:
         config: sizes and options.
         weights: as `Weights` loads them.
         activations: how rows meet weights. "int8": packed ones in 8 bits with a scale per group of 32 channels, floats
-            in float32. "exact": packed ones in 15 bits, half as fast for many rows. "bf16": as "int8", but weights
-            in bf16 with rows rounded to bf16, faster for many rows on CPUs that multiply bf16: see `Matrix.multiply`.
+            in float32. "exact": packed ones in 15 bits, half as fast for many rows. "bf16": rows and weights rounded to
+            bf16, faster for many rows on CPUs that multiply bf16: see `Matrix.multiply`.
     """
 
     selects_rows = gives_hidden = True

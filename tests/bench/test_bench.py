@@ -11,10 +11,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from places import GOLDEN
 
 pytest.importorskip("bench.support.common")
 
 from bench.__main__ import BENCHES, main
+from bench.engine import shares
 from bench.prefix.policies import POLICIES, lru, optimal, replay
 from bench.prefix.trace import through_trie
 from bench.prefix.workloads import Mix, from_mooncake, synthetic
@@ -26,7 +28,7 @@ from bench.support.report import markdown, text_table, time_text
 from bench.trie.package_rivals import VllmPrefix
 from bench.trie.rivals import PREFIX, ChainedHashes, PromptDict, PromptScan, prefix_rivals
 from bench.trie.trie import prompts
-from kvcache import simd_levels
+from kvcache import InferenceEngine, simd_levels
 
 pytestmark = pytest.mark.one_build
 SMALL = Mix(num_requests=150, system_tokens=200, document_tokens=800, task_tokens=200)
@@ -238,6 +240,31 @@ def test_the_cost_of_block_events(capsys):
     pytest.importorskip("zmq")
     assert main(["events", "--quick"]) == 0
     assert "a block is told, in the thread, us" in capsys.readouterr().out
+
+
+class TickingMatrix:
+    """A matrix whose products take a second of a clock."""
+
+    def __init__(self, matrix, clock):
+        self.matrix, self.clock = matrix, clock
+
+    def multiply(self, *args, **options):
+        self.clock[0] += 1
+        return self.matrix.multiply(*args, **options)
+
+
+def test_every_product_of_a_prompt_is_metered(monkeypatch):
+    engine, clock = InferenceEngine.from_pretrained(GOLDEN / "llama_biases", num_blocks=8), [0.0]
+    weights = engine.model.weights
+    for layer in weights.layers:
+        owners = [(layer, "qkv"), (layer, "output"), (layer.mlps[0], "gate_up"), (layer.mlps[0], "down")]
+        for owner, name in owners:
+            object.__setattr__(owner, name, TickingMatrix(getattr(owner, name), clock))
+    monkeypatch.setattr(shares, "perf_counter", lambda: clock[0])
+    found = shares.shares_of(engine, lambda: engine.prefill_from_pos(np.arange(5, dtype=np.uint32), 0))
+    assert clock[0] == 4 * len(weights.layers)
+    assert found["matrix products"] == 1
+    assert found["Python"] == 0
 
 
 def test_the_work_of_a_step(network):

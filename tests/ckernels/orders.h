@@ -46,6 +46,8 @@ static float tile_of(float sum, const float *x, const float *w) {
     return fused(sum, 1, fused(odd, 1, even));
 }
 
+static float as_bf16(float x) { return kvc_float_of_bits((uint32_t)kvc_bf16_of_float(x) << 16); }
+
 /* The product of a row of x with one of weights. */
 static float in_order(kvc_bf16_rows order, int64_t columns, const float *x, const float *w) {
     float sum = 0;
@@ -53,7 +55,7 @@ static float in_order(kvc_bf16_rows order, int64_t columns, const float *x, cons
         float a[KVC_CHANNEL_BLOCK] = {0}, b[KVC_CHANNEL_BLOCK] = {0}, own = 0;
         const int64_t left = columns - first, channels = left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK;
         for (int64_t k = 0; k < channels; k++) {
-            a[k] = kvc_float_of_bits((uint32_t)kvc_bf16_of_float(x[first + k]) << 16), b[k] = w[first + k];
+            a[k] = as_bf16(x[first + k]), b[k] = as_bf16(w[first + k]);
         }
         for (int64_t k = 0; k < channels && order == KVC_BF16_PAIRS; k += 2) {
             own = fused(fused(own, a[k + 1], b[k + 1]), a[k], b[k]);

@@ -8,7 +8,7 @@
  *   rows            in several calls, on other numbers of threads, with panels in other pieces: the same bits
  *   bf16            where instructions multiply rows in bf16, the bits of their order (orders.h)
  *
- * The twin multiplies weights by the numbers that meet them: x itself (floats), x rounded to bf16, or group by group. Rows
+ * The twin multiplies weights by the numbers that meet them: x itself (floats), both rounded to bf16, or group by group. Rows
  * that fill up the last panel are zeros or NaN: no result may depend on them.
  */
 #ifndef PRODUCTS_H
@@ -97,7 +97,7 @@ static kvc_matrix draw_matrix(source *s, int64_t *n) {
         rows = draw_between(s, 1, 3), columns = draw_between(s, 6000, 8000);
         *n = draw_between(s, 25, 60), most = 1 << 21;
     }
-    if (shape == TALL) rows = draw_between(s, 1, 40), columns = draw_between(s, 1, 300), *n = draw_between(s, 90, 420);
+    if (shape == TALL) rows = draw_between(s, 1, 40), columns = draw_between(s, 1, 300), *n = draw_between(s, 90, 560);
     if (shape != TALL && *n * rows * columns > most) *n = most / (rows * columns) + 1;
     kvc_matrix m;
     const int format = draw(s, KVC_NUM_MATRIX_FORMATS);
@@ -334,7 +334,7 @@ static memory multiply(const kvc_kernels *kernels, const product *p, int64_t fir
         kvc_matmul(kernels, &args, threads);
     } else {
         const int64_t cut = m->panels / 3, step = 48; /* a multiple of every size of a block */
-        if (kernels->tiles && kvc_matrix_format_of(m->format)->packed) args.tiled = n / KVC_TILED_ROWS * KVC_TILED_ROWS;
+        if (kernels->tiles && kvc_in_codes(&args)) args.tiled = n / KVC_TILED_ROWS * KVC_TILED_ROWS;
         for (int64_t at = (n - 1) / step * step; at >= 0; at -= step)
             kernels->prepare_rows(&args, at, at + step < n ? at + step : n);
         float *sums = (float *)(void *)(args.prepared + (size_t)kvc_prepared_rows(&args) * kvc_prepared_row_bytes(&args));
@@ -389,7 +389,7 @@ static void round_row(const float *x, int64_t columns, int digits, double *to) {
 /* Row i of the twin. */
 static void expect_from(product *p, int64_t i) {
     const kvc_matrix *m = &p->of->matrix;
-    const int packed = kvc_matrix_format_of(m->format)->packed;
+    const int rounded = p->rounded, packed = kvc_matrix_format_of(m->format)->packed && !rounded;
     const float *x = (const float *)p->x.at + i * m->columns, *bias = p->has_bias ? p->bias.at : NULL;
     double *used = malloc((size_t)m->columns * sizeof *used);
     float largest = 0;
@@ -397,16 +397,16 @@ static void expect_from(product *p, int64_t i) {
     for (int64_t k = 0; k < m->columns; k++) finite &= !!isfinite(x[k]), largest = fmaxf(largest, fabsf(x[k]));
     const int ordinary = finite && largest < ldexpf(1.0f, LARGEST);
     if (ordinary && packed) round_row(x, m->columns, p->digits, used);
-    const int rounded = p->rounded && m->format == KVC_MATRIX_BF16;
-    for (int64_t k = 0; ordinary && !packed && k < m->columns; k++)
-        used[k] = rounded ? kvc_float_of_bits((uint32_t)kvc_bf16_of_float(x[k]) << 16) : x[k];
+    for (int64_t k = 0; ordinary && !packed && k < m->columns; k++) used[k] = rounded ? as_bf16(x[k]) : x[k];
     const int channels = kvc_matrix_format_of(m->format)->channels;
     const double rounding = packed ? (4 + m->columns / (double)channels) * 0x1p-23 : (258 + m->columns / 256.0) * 0x1p-24;
     for (int64_t row = 0; row < m->rows; row++) {
         const double *values = p->of->values + row * m->columns, *sizes = p->of->sizes + row * m->columns;
         double sum = 0, mass = 0;
-        for (int64_t k = 0; ordinary && k < m->columns; k++)
-            sum += used[k] * values[k], mass += fabs(used[k]) * sizes[k];
+        for (int64_t k = 0; ordinary && k < m->columns; k++) {
+            const double value = rounded ? as_bf16((float)values[k]) : values[k];
+            sum += used[k] * value, mass += fabs(used[k]) * fmax(sizes[k], fabs(value));
+        }
         double allowed = rounding * mass + 0x1p-126;
         for (int64_t k = 0; ordinary && rounded && k < m->columns; k++) /* below 2^-126 pairs are zeros, and so are sums */
             allowed += 0x1p-126 * (1 + fabs(used[k]) + sizes[k]);
@@ -467,13 +467,14 @@ static void expect_products(source *s, const product *p, const kvc_kernels *kern
     }
 #endif
     const kvc_matrix_format_info *info = kvc_matrix_format_of(p->of->matrix.format);
-    const int in_order = p->rounded && p->of->matrix.format == KVC_MATRIX_BF16 && kvc_bf16_rows_of(kernels) > KVC_BF16_ROUNDED;
+    const int in_order = p->rounded && kvc_bf16_rows_of(kernels) > KVC_BF16_ROUNDED;
     if (in_order || kernels == scalar_level()) expect_near_twin(p, out.at);
     if (in_order)
         expect_order(kernels, p, out.at);
     else {
         char kernel[48];
-        snprintf(kernel, sizeof kernel, info->packed ? "product %s, %d digits" : "product %s", info->name, p->digits);
+        const char *what = p->rounded ? "product %s in bf16" : info->packed ? "product %s, %d digits" : "product %s";
+        snprintf(kernel, sizeof kernel, what, info->name, p->digits);
         expect_bits(kernel, kernels, out.at, scalar.at, p->n * rows);
     }
     if (cut) expect_same(kernels, p, &out, 0, cut, multiply(kernels, p, 0, cut, draw(s, 5)));

@@ -31,7 +31,7 @@ def pieces_of(rng, tokens):
 
 @pytest.mark.parametrize(
     ("weights", "activations"),
-    [*((weights, "int8") for weights in WEIGHTS), ("q8", "exact"), ("q4", "exact"), ("bf16", "bf16")],
+    [*((weights, "int8") for weights in WEIGHTS), ("q8", "exact"), ("q4", "exact"), ("bf16", "bf16"), ("q4", "bf16")],
 )
 @pytest.mark.parametrize("name", half(NETWORKS))
 def test_pieces_and_threads(rng, name, weights, activations):
@@ -49,11 +49,14 @@ def test_pieces_and_threads(rng, name, weights, activations):
             np.testing.assert_array_equal(logits.view(np.uint32), want.view(np.uint32))
 
 
-@pytest.mark.parametrize("dtype", ["f32", "q8", "q4"])
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_cached_prefix_gives_the_cold_text(rng, weights, dtype):
+@pytest.mark.parametrize(
+    ("weights", "dtype", "activations"),
+    [*((weights, dtype, "int8") for weights in WEIGHTS for dtype in ("f32", "q8", "q4")),
+     *((weights, "f32", "bf16") for weights in ("f16", "q8"))],
+)
+def test_a_cached_prefix_gives_the_cold_text(rng, weights, dtype, activations):
     """Scores of the new tokens too, where K and V are floats."""
-    model = Transformer.from_pretrained(GOLDEN / "llama", weights=weights)
+    model = Transformer.from_pretrained(GOLDEN / "llama", weights=weights, activations=activations)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=2)
     prompt = rng.integers(0, model.config.vocab_size, 50).astype(np.uint32)
     cold = InferenceEngine(model, dtype=dtype, num_blocks=16).complete(prompt, params)

@@ -6,10 +6,12 @@ from blocks import copy_guarded, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import fill, filled, random_parts, values_of
-from oracles.matrix import product, rounded
+from oracles.bits import multiplied_in_bf16
+from oracles.matrix import product, rounded, rounded_to_bf16
 from pace import examples, half
 
-from kvcache import get_num_threads, set_num_threads
+from kvcache import get_num_threads, set_num_threads, simd_levels, use_simd
+from kvcache.kernels.kernels import bf16_order
 from kvcache.kernels.matrix import ACTIVATIONS, MATRIX_FORMATS, Matrix
 from kvcache.networks.linear import MatrixStack
 
@@ -17,7 +19,8 @@ FLOATS = [name for name, line in MATRIX_FORMATS.items() if not line.packed]
 PACKED = [name for name, line in MATRIX_FORMATS.items() if line.packed]
 QUANTISED = [name for name in PACKED if MATRIX_FORMATS[name].quantises]
 # Formats and the activations that meet them in a way of their own.
-MEETINGS = [(name, "int8") for name in MATRIX_FORMATS] + [(name, "exact") for name in PACKED] + [("bf16", "bf16")]
+MEETINGS = [(name, "int8") for name in MATRIX_FORMATS] + [(name, "exact") for name in PACKED]
+MEETINGS += [(name, "bf16") for name in ("bf16", "f16", "f32", "q8_0", "q4_1", "q6_k", "nvfp4")]
 SHAPES = [(1, 1), (16, 64), (33, 70), (100, 257), (17, 576), (70, 1030)]
 # The largest error of a value over the largest magnitude of its group of 32, or of a value over itself.
 STEPS = {"q8_0": 1.04 / 254 + 2**-11, "q4_0": 1 / 8 + 2**-11, "q4_1": 2 / 15}
@@ -135,6 +138,25 @@ def test_products(rng, threads, format, activations):
             assert out.shape == (n, shape[0])
             assert (np.abs(out - want) <= bound).all(), (shape, n, np.abs(out - want).max(initial=0))
             np.testing.assert_array_equal(x, before)
+
+
+def test_products_in_bf16(rng):
+    """Of every format, at every level: the weights that the matrix reads as and x round to bf16."""
+    for format in MATRIX_FORMATS:
+        matrix, x = filled(rng, 19, 297, format), normal(rng, 34, 297)
+        numbers = rounded_to_bf16(x), rounded_to_bf16(matrix.to_float32())
+        wanted = {}
+        for level in simd_levels():
+            with use_simd(level):
+                order = bf16_order()
+                if order == "quads":  # tests/ckernels/orders.h
+                    continue
+                if order not in wanted:
+                    wanted[order] = multiplied_in_bf16(*numbers, order)
+                out = matrix.multiply(x, activations="bf16")
+                np.testing.assert_array_equal(out.view(np.uint32), wanted[order].view(np.uint32))
+                for n in (1, 3, 17, 33):
+                    np.testing.assert_array_equal(matrix.multiply(x[:n], activations="bf16"), out[:n])
 
 
 @pytest.mark.parametrize("format", PACKED)

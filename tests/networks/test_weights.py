@@ -437,5 +437,5 @@ def test_the_name_of_a_model_knows_its_packed_weights():
 
     assert name() == name(weights="f32") == name(weights="bf16") == name(activations="exact")
     others = {name(weights=w, activations=a) for w in ("q8", "q4") for a in ("int8", "exact")}
-    others |= {name(activations="bf16", weights=weights) for weights in ("auto", "bf16")}
-    assert len(others | {name()}) == 6
+    others |= {name(activations="bf16", weights=weights) for weights in ("bf16", "f16", "f32", "q8", "q4")}
+    assert len(others | {name()}) == 10

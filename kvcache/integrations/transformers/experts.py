@@ -59,7 +59,7 @@ class Projection(NamedTuple):
         biases = None if self.bias is None else [self.bias[expert] for expert, _ in groups]
         if groups and are_few(rows, rows.shape[1]):
             matrices, counts = [self.matrices[expert] for expert, _ in groups], [count for _, count in groups]
-            meeting = meets(self.activations, rows.dtype)
+            meeting = meets(self.activations, rows.dtype, matrices[0])
             multiply_groups(matrices, counts, to_dlpack(rows), to_dlpack(out), biases, activations=meeting)
             return out
         stop = 0

@@ -29,7 +29,7 @@ def product(matrix: Matrix, bias: Float32 | None, x: Any, activations: str) -> A
     if are_few(x, columns):
         return few_products(matrix, bias, x, activations, [rows])[0]
     flat = x.reshape(-1, columns).float().numpy()
-    out = matrix.multiply(flat, bias, activations=meets(activations, x.dtype))
+    out = matrix.multiply(flat, bias, activations=meets(activations, x.dtype, matrix))
     return torch.from_numpy(out).reshape(*x.shape[:-1], rows).to(x.dtype)
 
 
@@ -45,13 +45,13 @@ def few_products(
     if not x.is_contiguous():
         x = x.contiguous()
     outs = [x.new_empty((*x.shape[:-1], size)) for size in sizes]
-    matrix.multiply_tensors(to_dlpack(x), map(to_dlpack, outs), bias, activations=meets(activations, x.dtype))
+    matrix.multiply_tensors(to_dlpack(x), map(to_dlpack, outs), bias, activations=meets(activations, x.dtype, matrix))
     return outs
 
 
-def meets(activations: str, dtype: Any) -> str:
+def meets(activations: str, dtype: Any, matrix: Matrix) -> str:
     """The `activations` of `Matrix.multiply` for inputs of a dtype."""
-    return "bf16" if activations == "int8" and dtype == torch.bfloat16 else activations
+    return "bf16" if activations == "int8" and dtype == torch.bfloat16 and matrix.format == "bf16" else activations
 
 
 def usable(x: Any) -> Any:

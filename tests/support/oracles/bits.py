@@ -227,3 +227,26 @@ def multiplied(x, codes, scales, minima, *, digits, zero):
         if minima is not None:
             result = fma(f(minima[i]), step * f(numbers.sum()), result)
     return result
+
+
+def multiplied_in_bf16(x, weights, order):
+    """Rows of x times weights transposed, both of numbers of bf16, in an order of kvc_matrix.h; quads are left out."""
+    total = None
+    for block in range(0, x.shape[1], 256):
+        wide = np.zeros((len(x) + len(weights), 256), f)
+        both = np.concatenate([x, weights])[:, block : block + 256]
+        wide[:, : both.shape[1]] = both
+        rows, outputs = wide[: len(x), None], wide[None, len(x) :]
+        own = np.zeros((len(x), len(weights)), f)
+        if order == "tiles":
+            for first in range(0, 256, 32):
+                halves = np.zeros((2, *own.shape), f)
+                for k in range(first, first + 32):
+                    halves[k % 2] = fma(rows[..., k], outputs[..., k], halves[k % 2])
+                own = own + (halves[0] + halves[1])
+        else:
+            for k in range(256):
+                at = k ^ 1 if order == "pairs" else k
+                own = fma(rows[..., at], outputs[..., at], own)
+        total = own if total is None else total + own
+    return total

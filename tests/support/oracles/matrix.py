@@ -34,11 +34,13 @@ def rounded_to_bf16(x):
 
 def product(x, weights, bias=None, *, format, activations="int8"):
     """`(result, bound)`: the product in float64, and the largest error of each output."""
-    wide, packed = weights.astype(np.float64), MATRIX_FORMATS[format].packed
+    in_bf16 = activations == "bf16"
+    packed = MATRIX_FORMATS[format].packed and not in_bf16
+    wide = (rounded_to_bf16(weights) if in_bf16 else weights).astype(np.float64)
     if packed:
         used = rounded(x, activations == "exact")[0]
     else:
-        used = (rounded_to_bf16(x) if (format, activations) == ("bf16", "bf16") else x).astype(np.float64)
+        used = (rounded_to_bf16(x) if in_bf16 else x).astype(np.float64)
     mass = np.abs(used) @ np.abs(wide).T
     result, columns = used @ wide.T, weights.shape[1]
     if packed:
