@@ -20,11 +20,10 @@ INLINE f32v load_weights(kvc_matrix_format format, const unsigned char *p, int64
     return f32v_load_bf16((const uint16_t *)p + at);
 }
 
-/* Channels of `weights`, of which x has the prepared rows. */
-INLINE void float_tile(const block *weights, kvc_matrix_format format, int rows, int panels, const float *x, tile *t) {
+/* Channels [first, stop) of `weights`, of which x has the prepared rows. */
+INLINE void float_block(const block *weights, kvc_matrix_format format, int rows, int panels, int64_t first, int64_t stop,
+                        const float *x, tile *t) {
     const int size = format == KVC_MATRIX_F32 ? 4 : 2;
-    const size_t ahead = size == 2 && rows <= 4 ? WORDS_AHEAD_OF_FEW : FLOATS_AHEAD;
-    const int64_t channels = weights->channels;
     const unsigned char *data[4];
     f32x16 sums[24];
     UNROLL
@@ -34,14 +33,11 @@ INLINE void float_tile(const block *weights, kvc_matrix_format format, int rows,
         UNROLL
         for (int v = 0; v < KVC_VECTORS; v++) sums[i].v[v] = f32v_zero();
     }
-    for (int64_t k = 0; k < channels; k++, x += rows) {
+    for (int64_t k = first; k < stop; k++, x += rows) {
         f32v w[4][KVC_VECTORS];
         UNROLL
         for (int p = 0; p < panels; p++) {
-            if (t->cold && k % (64 / (KVC_PANEL * size)) == 0) {
-                const size_t at = (size_t)(k * KVC_PANEL * size);
-                prefetch(0, data[p] + at + ahead_of(t, at, ahead), 64);
-            }
+            if (t->cold && k % (64 / (KVC_PANEL * size)) == 0) fetch(t, rows, data[p], (size_t)(k * KVC_PANEL * size));
             UNROLL
             for (int v = 0; v < KVC_VECTORS; v++) w[p][v] = load_weights(format, data[p], k * KVC_PANEL + v * KVC_LANES);
         }
@@ -62,9 +58,10 @@ INLINE void float_tile(const block *weights, kvc_matrix_format format, int rows,
 /* Panels of a tile of `rows` rows: their sums, two vectors of weights at least and a broadcast fit the registers. */
 #define PANELS(rows) ((rows) * 4 * KVC_VECTORS <= KVC_FLOAT_SUMS ? 4 : (rows) * 2 * KVC_VECTORS <= KVC_FLOAT_SUMS ? 2 : 1)
 
-#define FLOAT(format, unused, rows)                                                        \
-    NOINLINE void float_##format##_##rows(const block *weights, const void *x, tile *t) {  \
-        float_tile(weights, KVC_MATRIX_##format, rows, PANELS(rows), x, t);                \
+#define FLOAT(format, unused, rows)                                                                          \
+    NOINLINE void float_##format##_##rows(const block *weights, const void *x, tile *t) {                    \
+        for (int64_t k = 0, stop; (stop = begin_block(weights, k, t)) > k; k = stop)                         \
+            float_block(weights, KVC_MATRIX_##format, rows, PANELS(rows), k, stop, (const float *)x + k * rows, t); \
     }
 #if KVC_FLOAT_ROWS == 12
 #define FLOAT_BLOCKS(X, format)                                                                     \
@@ -84,24 +81,21 @@ static float_fn *const float_tiles[3][KVC_FLOAT_ROWS + 1] = {
 /* ---- Pairs of bf16, on CPUs that have them: as floats, two channels at a time. */
 
 #if KVC_BF16_TARGET
-INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const block *weights, int rows, int panels, const uint32_t *x,
-                                                                tile *t) {
-    const size_t ahead = rows <= 4 ? WORDS_AHEAD_OF_FEW : FLOATS_AHEAD;
-    const int64_t channels = weights->channels;
+INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_block(const block *weights, int rows, int panels, int64_t first,
+                                                                 int64_t stop, const uint32_t *x, tile *t) {
     const unsigned char *data[4];
     f32x16 sums[24]; /* of one vector */
     UNROLL
     for (int p = 0; p < panels; p++) data[p] = panel_of(weights, p, t);
     UNROLL
     for (int i = 0; i < rows * panels; i++) sums[i].v[0] = f32v_zero();
-    for (int64_t k = 0; k < channels; k += 2, x += rows) {
+    for (int64_t k = first; k < stop; k += 2, x += rows) {
         bf16x2 w[4];
         UNROLL
         for (int p = 0; p < panels; p++) {
             const uint16_t *words = (const uint16_t *)data[p] + k * KVC_PANEL;
-            if (t->cold)
-                prefetch(0, (const unsigned char *)words + ahead_of(t, (size_t)(2 * k * KVC_PANEL), ahead), 64);
-            w[p] = k + 1 < channels ? bf16x2_load(words) : bf16x2_load_one(words);
+            if (t->cold) fetch(t, rows, data[p], (size_t)(2 * k * KVC_PANEL));
+            w[p] = k + 1 < stop ? bf16x2_load(words) : bf16x2_load_one(words);
         }
         UNROLL
         for (int i = 0; i < rows; i++) {
@@ -116,7 +110,8 @@ INLINE __attribute__((target(KVC_BF16_FEATURE))) void pair_tile(const block *wei
 #define PAIRS(unused, also, rows)                                                                                   \
     NOINLINE __attribute__((target(KVC_BF16_FEATURE))) void pairs_##rows(const block *weights, const void *x,       \
                                                                          tile *t) {                                 \
-        pair_tile(weights, rows, PANELS(rows), x, t);                                                               \
+        for (int64_t k = 0, stop; (stop = begin_block(weights, k, t)) > k; k = stop)                                \
+            pair_block(weights, rows, PANELS(rows), k, stop, (const uint32_t *)x + k / 2 * rows, t);                \
     }
 FLOAT_BLOCKS(PAIRS, )
 #define PAIRS_LINE(unused, also, rows) [rows] = pairs_##rows,

@@ -1,6 +1,7 @@
 /* kvc_matmul_blocks.h - prepared rows times panels of floats (kvc_matrix.h), block by block of channels.
  *
- * Few rows read four panels from begin to end, at the speed of memory. Many rows go in chunks. A chunk is multiplied with one group
+ * Few rows read four panels from begin to end, at the speed of memory: those of one tile without a stop between the blocks of
+ * channels, which took a tenth of the time. Many rows go in chunks. A chunk is multiplied with one group
  * of panels after another, and with each group block by block of channels. Meanwhile the second level of the cache keeps the
  * chunk's prepared rows of this block and its sums of the group, the first keeps `wide` panels of it.
  */
@@ -10,9 +11,9 @@
 #include "kvc_matmul_tile.h"
 
 enum {
-    /* Bytes of a panel from what is read to what is prefetched into the second level of the cache, up to four panels at a time,
-     * measured. */
-    WORDS_AHEAD_OF_FEW = 2048, /* of f16 and bf16, up to four rows */
+    /* Bytes of a panel from what is read to what is prefetched, up to four panels at a time, measured: into the first level of
+     * the cache, up to four rows; into the second. */
+    AHEAD_OF_FEW = 2048,
     FLOATS_AHEAD = 4096,
     FEW_ROWS = 16, /* of floats: the speed of memory is the limit */
 };
@@ -41,6 +42,22 @@ INLINE const unsigned char *panel_of(const block *weights, int panel, const tile
     return weights->data + (size_t)(panel < t->existing ? panel : t->existing - 1) * weights->stride;
 }
 
+/* Prefetches a line of a panel while byte `at` of it is read; `rows` is a constant. */
+INLINE void fetch(const tile *t, int rows, const unsigned char *panel, size_t at) {
+    prefetch(rows <= 4, panel + at + ahead_of(t, at, rows <= 4 ? AHEAD_OF_FEW : FLOATS_AHEAD), 64);
+}
+
+/* Where the block of channels ends that begins at k; k itself behind the last one. Between the blocks of a tile its sums are in
+ * its results. */
+INLINE int64_t begin_block(const block *weights, int64_t k, tile *t) {
+    const int64_t left = weights->channels - k;
+    if (weights->channels > KVC_CHANNEL_BLOCK) {
+        t->before = k ? t->results : NULL;
+        t->partial = left > KVC_CHANNEL_BLOCK ? t->results : NULL;
+    }
+    return k + (left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK);
+}
+
 INLINE size_t channel_bytes(const kvc_matrix *matrix, int64_t channels) {
     const kvc_matrix_format_info *info = kvc_matrix_format_of(matrix->format);
     if (!info->packed) return (size_t)(channels * KVC_PANEL * info->bits / 8);
@@ -48,11 +65,17 @@ INLINE size_t channel_bytes(const kvc_matrix *matrix, int64_t channels) {
     return (size_t)((channels + of_record - 1) / of_record) * kvc_record_bytes(info);
 }
 
-/* The channels from k on, of the panels from `panel` on, that are multiplied together. */
-INLINE block block_at(const kvc_matrix *matrix, int64_t panel, int64_t k) {
+/* Channels that a tile multiplies before the next one: of few rows, if they are one tile, all channels, block by block. */
+INLINE int64_t channels_at_once(const kvc_matmul_args *args, const meeting *how) {
+    const int one = args->n <= FEW_ROWS && !how->changed && how->rows(args->n) == args->n;
+    return one ? args->matrix->columns : KVC_CHANNEL_BLOCK;
+}
+
+/* Up to `most` channels from k on, of the panels from `panel` on, that are multiplied together. */
+INLINE block block_at(const kvc_matrix *matrix, int64_t panel, int64_t k, int64_t most) {
     const int64_t left = matrix->columns - k;
     return (block){matrix->data + (size_t)panel * matrix->panel_bytes + channel_bytes(matrix, k), matrix->panel_bytes,
-                   left < KVC_CHANNEL_BLOCK ? left : KVC_CHANNEL_BLOCK};
+                   left < most ? left : most};
 }
 
 /* Panels [panel, panel_stop) times rows [start, stop), over the block of channels from k on. `sums`: of these panels and rows,
@@ -60,11 +83,12 @@ INLINE block block_at(const kvc_matrix *matrix, int64_t panel, int64_t k) {
 INLINE void multiply_block(const kvc_matmul_args *args, const meeting *how, int64_t start, int64_t stop, int64_t panel,
                            int64_t panel_stop, int64_t k, float *sums, float *floats) {
     const kvc_matrix *matrix = args->matrix;
-    const block stored = block_at(matrix, panel, k);
+    const block stored = block_at(matrix, panel, k, channels_at_once(args, how));
     const int64_t channels = stored.channels, left = matrix->columns - k, panels = panel_stop - panel;
     const int many = args->n > FEW_ROWS;
     const size_t read_stop = channel_bytes(matrix, many ? channels : left);
-    const size_t ahead = many ? (size_t)panels * stored.stride : WORDS_AHEAD_OF_FEW;
+    const size_t end = many ? read_stop : matrix->panel_bytes; /* from the panel's first byte that they read */
+    const size_t ahead = many ? (size_t)panels * stored.stride : AHEAD_OF_FEW;
     const block weights = how->changed ? how->changed(matrix->format, stored, panels, ahead, floats) : stored;
     const int64_t filled = (channels + how->channels - 1) / how->channels * how->channels;
     const unsigned char *x = args->prepared + k * kvc_prepared_rows(args) * how->bytes;
@@ -77,7 +101,7 @@ INLINE void multiply_block(const kvc_matmul_args *args, const meeting *how, int6
             begin(t, args, row, rows, q, step, panel_stop, row % KVC_CHUNK_ROWS == 0 && !how->changed,
                   k > 0 ? sums : NULL, channels < left ? sums : NULL);
             t->block_rows = how->rows(args->n), t->read_stop = read_stop;
-            t->skipped = (size_t)step * matrix->panel_bytes - read_stop, t->last = last;
+            t->skipped = (size_t)step * matrix->panel_bytes - end, t->last = last;
             how->tiles[rows](&here, x + row * filled * how->bytes, t);
             if (!how->finish) give(args, t);
             if (!how->finish) continue;
@@ -112,7 +136,7 @@ INLINE void multiply_blocks(const kvc_matmul_args *args, const meeting *how, int
         const int64_t stop = start + chunk < args->n ? start + chunk : args->n;
         for (int64_t first = panel; first < panel_stop; first += group) {
             const int64_t last = first + group < panel_stop ? first + group : panel_stop;
-            for (int64_t k = 0; k < args->matrix->columns; k += KVC_CHANNEL_BLOCK) {
+            for (int64_t k = 0; k < args->matrix->columns; k += channels_at_once(args, how)) {
                 for (int64_t p = first; p < last; p += 4)
                     multiply_four(args, how, most, start, stop, p, p + 4 < last ? p + 4 : last, k,
                                   sums + (p - first) * (stop - start + KVC_SPARE_ROWS) * KVC_PANEL, scratch);
