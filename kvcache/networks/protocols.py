@@ -31,6 +31,7 @@ class LayerAttention:
     Attributes:
         scale: of the scores; None: `head_dim**-0.5`.
         window: a query sees itself and the `window - 1` tokens before it; None: all tokens before it.
+        chunked: whether it sees those of its own chunk of `window` positions instead.
         softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
         sinks: `(num_heads,)`, a logit per query head that joins the normaliser of the softmax; None: there are none.
         num_kv_heads, head_dim: of this layer; None: those of the configuration.
@@ -46,16 +47,18 @@ class LayerAttention:
     head_dim: int | None = None
     kv_layer: int | None = None
     latent: int | None = None
+    chunked: bool = False
 
     def call(self, return_lse: bool = False, top_tokens: int | None = None) -> AttentionCall:
         """These options, checked and copied, for all calls of the layer; others as of `PagedKvCache.attention`."""
         own = self.scale, self.window, self.softcap, self.sinks
-        return AttentionCall(*own, return_lse=return_lse, top_tokens=top_tokens).kept()
+        return AttentionCall(*own, return_lse=return_lse, top_tokens=top_tokens, chunked=self.chunked).kept()
 
     def options(self) -> dict[str, Any]:
         """The arguments of `PagedKvCache.attention` that differ from its defaults."""
         values = {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.sinks}
-        return {name: value for name, value in values.items() if value is not None}
+        found = {name: value for name, value in values.items() if value is not None}
+        return found | {"chunked": True} if self.chunked else found
 
 
 class NetworkConfig(Protocol):
@@ -213,8 +216,9 @@ def layer_attention(model: Model) -> tuple[LayerAttention | None, ...]:
         if each is None:
             found.append(None)
             continue
+        window = None if each.window and each.window >= most else each.window
         each = replace(
-            each, window=None if each.window and each.window >= most else each.window,
+            each, window=window, chunked=each.chunked and window is not None,
             num_kv_heads=each.num_kv_heads or config.num_kv_heads, head_dim=each.head_dim or config.head_dim,
         )
         found.append(each)
@@ -255,9 +259,9 @@ def _check_owner(found: list[LayerAttention | None], layer: int) -> None:
         raise ValueError(
             f"attention.{layer}.kv_layer: expected an earlier layer with K and V of its own, got {each.kv_layer}"
         )
-    own, wanted = ((a.window, a.num_kv_heads, a.head_dim) for a in (each, owner))
+    own, wanted = ((a.window, a.chunked, a.num_kv_heads, a.head_dim) for a in (each, owner))
     if own != wanted:
         raise ValueError(
-            f"attention.{layer}: expected window, num_kv_heads and head_dim of layer {each.kv_layer}, {wanted}, "
+            f"attention.{layer}: expected window, chunked, num_kv_heads and head_dim of layer {each.kv_layer}, {wanted}, "
             f"got {own}"
         )

@@ -212,7 +212,8 @@ cdef class SequenceAttention:
             seq = &self.table.records.seqs[self.table.picked[i]]
             out = self.attention.seq_(i)
             place(out, &seq.tokens)
-            out.window, out.whole, out.skipped_tokens = call.width, not call.causal, call.skip_tokens
+            out.window, out.chunked = call.width, call.chunked
+            out.whole, out.skipped_tokens = not call.causal, call.skip_tokens
             if first != NULL:
                 if not 0 <= first[i] <= MOST_START:
                     raise ValueError(f"starts: expected 0 to 2**62 for sequence {id[i]}, got {first[i]}")
