@@ -14,8 +14,8 @@ def window(size, **options):
     return LayerAttention(window=size, **options)
 
 
-# By name: layers that keep all tokens beside one window or two; no layer that does; layers of other sizes, also among
-# those that keep all tokens; layers that read K and V of others.
+# By name: layers that keep all tokens beside one window or two; no layer that does; chunks, of whole blocks and others;
+# layers of other sizes, also among those that keep all tokens; layers that read K and V of others.
 KINDS = {
     "short": (window(5), FULL),
     "a block": (FULL, window(16), window(16)),
@@ -23,6 +23,7 @@ KINDS = {
     "two windows": (window(20), FULL, window(70)),
     "windows alone": (window(20), window(50)),
     "one token": (FULL, window(1)),
+    "chunks": (window(37, chunked=True), FULL, window(32, chunked=True)),
     "two sizes": (LayerAttention(num_kv_heads=1, head_dim=8), window(20), FULL, window(20, num_kv_heads=1)),
     "shared": (
         window(20), FULL, LayerAttention(num_kv_heads=1), window(20, kv_layer=0),
