@@ -236,6 +236,7 @@ FAMILIES = {
             "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "use_qk_norm": True,
             "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True,
             "attn_scale": 0.1, "floor_scale": 8192, "num_local_experts": 16, "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 16384,
         },
     ),
     "MistralForCausalLM": Family(
