@@ -1,8 +1,11 @@
 """Networks with windows for the tests of the engine, and what each layer may still have of a text."""
 
+from dataclasses import replace
+
+from places import GOLDEN
 from recording_network import RecordingNetwork
 
-from kvcache.engine import SamplingParams
+from kvcache.engine import SamplingParams, Transformer
 from kvcache.networks.protocols import LayerAttention
 
 FULL = LayerAttention()
@@ -37,13 +40,22 @@ def network(kind):
 
 
 class Windowed:
-    """A network in which every layer but the first has a window; of several sizes each layer has one."""
+    """A network in which every layer but the first has a window, or chunks; of several sizes each layer has one."""
 
-    def __init__(self, model, *sizes):
+    def __init__(self, model, *sizes, chunked=False):
         self.model, self.config = model, model.config
-        each = [FULL, window(*sizes)] if len(sizes) == 1 else [window(size) for size in sizes]
+        each = [window(size, chunked=chunked) for size in sizes]
+        each = [FULL, *each] if len(sizes) == 1 else each
         self.attention = (*each, *[each[-1]] * (model.config.num_layers - len(each)))
-        self.fingerprint = f"{sizes} tokens"
+        self.fingerprint = f"{sizes} tokens{', in chunks' * chunked}"
 
     def forward(self, tokens, positions, attend, logits, **places):
         return self.model.forward(tokens, positions, attend, logits, **places)
+
+
+def windowed(name):
+    """A golden network with windows; "chunks": one whose second layer has chunks."""
+    model = Transformer.from_pretrained(GOLDEN / ("llama" if name == "chunks" else name))
+    if name != "chunks":
+        return model
+    return Transformer(replace(model.config, windows=(None, 48), chunked=True), model.weights)
