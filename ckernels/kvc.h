@@ -83,6 +83,7 @@ typedef struct kvc_seq {
     int64_t start;         /* the text position of the first token, 0 to 2^62; the others follow it */
     int64_t window;        /* a query at position p sees positions from p - window + 1 on; 0: from the first token on */
     int64_t ahead;         /* a query also sees this many tokens after its own, 0 to 2^62; 0 of a tree */
+    int32_t chunked;       /* 1: from the last multiple of window on that is at most p; 0 without a window */
     int32_t whole;         /* 1: every query sees all tokens but the hidden ones; there is neither window nor tree then */
     /* NULL, or a tree of num_queries each: the parent of each query, of those before it, or -1, and its number of
      * ancestors. Query j sees its own token, those of its ancestors, and those before the queries'; its position is that

@@ -48,11 +48,11 @@ static void mask_row(const chunk *c, kvc_span seen, int lanes, float *w) {
 NOINLINE void mask_tree(const job *j, const chunk *c, int64_t query, float *w) {
     const kvc_seq *seq = j->seq;
     const int64_t context = seq->num_tokens - seq->num_queries, begin = c->piece[0].first;
-    const int64_t window = seq->window ? seq->window : INT64_MAX, depth = seq->depths[query];
+    const int64_t first = kvc_window_start(seq, context + seq->depths[query]);
     unsigned char keep[KVC_CHUNK] = {0};
-    for (int64_t i = 0; i < c->count && begin + i < context; i++) keep[i] = context + depth - begin - i < window;
+    for (int64_t i = 0; i < c->count && begin + i < context; i++) keep[i] = begin + i >= first;
     for (int64_t a = query; a >= 0 && context + a >= begin; a = seq->parents[a]) {
-        if (context + a < begin + c->count) keep[context + a - begin] = depth - seq->depths[a] < window;
+        if (context + a < begin + c->count) keep[context + a - begin] = context + seq->depths[a] >= first;
     }
     for (int i = 0; i < c->pieces; i++) {
         const piece *p = &c->piece[i];

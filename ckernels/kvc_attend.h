@@ -28,14 +28,20 @@ typedef struct kvc_span {
     int64_t first, stop;
 } kvc_span;
 
+/* The first token that the window of a query lets it see, which itself is the token `own`; both counted from the first stored one. */
+static inline int64_t kvc_window_start(const kvc_seq *seq, int64_t own) {
+    if (!seq->window) return 0;
+    const int64_t before = seq->chunked ? (seq->start + own) % seq->window : seq->window - 1;
+    return own > before ? own - before : 0;
+}
+
 static inline kvc_span kvc_seen(const kvc_seq *seq, int64_t query) {
     const int64_t own = seq->num_tokens - seq->num_queries + query + 1;
     const int64_t shown = seq->num_tokens - seq->hidden_tokens;
     const int64_t skipped = seq->skipped_tokens;
     if (seq->whole) return (kvc_span){skipped < shown ? skipped : shown, shown};
     const int64_t end = own + seq->ahead, stop = end < 0 ? 0 : end < shown ? end : shown;
-    const int64_t position = seq->parents ? own - query : own; /* plus 1, in a tree of the first queries */
-    const int64_t begun = seq->window && position > seq->window ? position - seq->window : 0;
+    const int64_t begun = kvc_window_start(seq, own - 1 - (seq->parents ? query : 0)); /* in a tree, of the first queries */
     const int64_t first = begun > skipped ? begun : skipped;
     return (kvc_span){first < stop ? first : stop, stop};
 }

@@ -11,7 +11,7 @@ cdef enum:
 cdef class AttentionCall:
     # As they were given, converted; None: the default.
     cdef readonly object scale, window, softcap, sinks
-    cdef readonly bint causal, return_lse
+    cdef readonly bint chunked, causal, return_lse
     cdef readonly int64_t skip_tokens
     cdef readonly int64_t top_tokens     # 0: queries attend to all that they see
     cdef readonly int return_scores      # 0, 1 or BY_HEAD

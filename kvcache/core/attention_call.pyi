@@ -7,6 +7,7 @@ Self = TypeVar("Self", bound="AttentionCall")
 class AttentionCall:
     scale: float | None
     window: int | None
+    chunked: bool
     softcap: float | None
     sinks: Any
     causal: bool
@@ -25,5 +26,6 @@ class AttentionCall:
         return_scores: bool | str = False,
         return_lse: bool = False,
         top_tokens: int | None = None,
+        chunked: bool = False,
     ) -> None: ...
     def kept(self: Self) -> Self: ...

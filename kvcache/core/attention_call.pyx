@@ -26,7 +26,7 @@ cdef class AttentionCall:
     """
 
     def __cinit__(self, scale=None, window=None, softcap=None, sinks=None, bint causal=True, skip_tokens=0,
-                  return_scores=False, bint return_lse=False, top_tokens=None):
+                  return_scores=False, bint return_lse=False, top_tokens=None, bint chunked=False):
         cdef double cap
         if scale is not None:
             self.scale = as_finite(scale, "scale")
@@ -40,7 +40,11 @@ cdef class AttentionCall:
             self.window = self.width = as_count(window, "window", 1)
         if type(skip_tokens) is not int or skip_tokens != 0:
             self.skip_tokens = as_count(skip_tokens, "skip_tokens", 0, MOST_SKIPPED)
-        self.causal, self.sinks = causal, sinks
+        if chunked and not causal:
+            raise ValueError("causal: expected True beside chunked, got False")
+        if chunked and not self.width:
+            raise ValueError("window: expected a number beside chunked, got None")
+        self.causal, self.sinks, self.chunked = causal, sinks, chunked
         if top_tokens is not None:
             self.top_tokens = as_count(top_tokens, "top_tokens", 1)
             self.check_plain_("top_tokens")

@@ -48,6 +48,7 @@ def attend(
     hidden_tokens: int = 0,
     starts: Sequence[int] | None = None,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     sinks: _Floats | None = None,
     whole: bool = False,

@@ -102,6 +102,7 @@ cdef extern from "kvc.h" nogil:
         int64_t start               # the text position of the first token
         int64_t window              # 0, or positions that a query sees, its own included
         int64_t ahead               # tokens after its own that a query sees too
+        int32_t chunked             # 1: those from the last multiple of window on, up to its own
         int32_t whole               # 1: every query sees all tokens that are not hidden
         const int64_t *parents      # NULL, or a tree: of each query its parent, or -1
         const int64_t *depths       # and its number of ancestors

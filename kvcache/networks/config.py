@@ -18,7 +18,7 @@ from kvcache.networks.files import read_json, refuse_adapter
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.recurrent_sizes import Mixer, Mlp, Multipliers, RecurrentSizes
-from kvcache.networks.rope import Rope
+from kvcache.networks.rope import QueryGrowth, Rope
 from kvcache.networks.towers import text_config_of
 
 __all__ = ["ModelConfig"]
@@ -48,6 +48,7 @@ class ModelConfig:
         recurrence: the sizes of the layers with a state; None: there are none.
         windows: for each layer the number of tokens that a query sees, itself among them; None: all tokens before it.
         causal: False: a query also sees the tokens behind it; with a window as many as before it.
+        chunked: whether these are chunks: a query sees the tokens of its own one, from position 0 on, up to itself.
         attention_scale: of the scores; None: `head_dim**-0.5`.
         attention_softcap: scores become `cap * tanh(score / cap)`; None: they stay.
         sinks: in which layers each query head has a logit that joins the normaliser of its softmax.
@@ -59,7 +60,8 @@ class ModelConfig:
         value_norm: whether values pass through an RMSNorm without a weight.
         qk_norm: how queries and keys pass through an RMSNorm before RoPE: not, each head alone, or all heads at once;
             "turned": each head alone after it; "layer": each head alone through a LayerNorm with weights of its own;
-            "plain": each head alone, without weights.
+            "plain": each head alone, without weights; "unit": so after RoPE, in layers that have one.
+        unrotated_growth: how queries grow with their position, from 1 on, in layers without RoPE; None: they do not.
         norm: of the residual stream: an RMSNorm or a LayerNorm; `norm_bias`: whether that adds a bias.
         norms: where each layer's norms are: before attention and MLP, after them, or both; "parallel": one before
             both, which then take the same rows; "mixed": before in layers with a state, after in the others.
@@ -108,6 +110,7 @@ class ModelConfig:
     recurrence: RecurrentSizes | None
     windows: tuple[int | None, ...]
     causal: bool
+    chunked: bool
     attention_scale: float | None
     attention_softcap: float | None
     sinks: Literal["", "all", "windows"]
@@ -118,7 +121,8 @@ class ModelConfig:
     mlp_bias: bool
     value_norm: bool
     value_scale: float
-    qk_norm: Literal["", "head", "all", "turned", "layer", "plain"]
+    qk_norm: Literal["", "head", "all", "turned", "layer", "plain", "unit"]
+    unrotated_growth: QueryGrowth | None
     norm: Literal["rms", "layer"]
     norm_bias: bool
     norms: Literal["before", "after", "both", "parallel", "mixed"]

@@ -21,6 +21,7 @@ from kvcache.networks.layer_sizes import LayerSizes, sizes_of
 from kvcache.networks.padded_heads import check_sizes
 from kvcache.networks.quantisation import quantisation_of
 from kvcache.networks.recurrent_sizes import Mlp, Multipliers, RecurrentSizes, layer_types_of, mixers_of, mlps_of
+from kvcache.networks.rope import QueryGrowth
 from kvcache.networks.rope_entries import Ropes, ropes_of
 from kvcache.support.arguments import short
 
@@ -29,7 +30,8 @@ __all__ = ["FIELDS", "ConfigField", "gguf_keys", "read_fields"]
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
 _FIRST_PATTERN = "prefix_dense_sliding_window_pattern"  # of windows, in layers with an MLP in place of experts
 _BOTH_WAYS = "use_bidirectional_attention"  # "vision": in the parts of an image alone, and texts have none
-_FULL, _SLIDING = "full_attention", "sliding_attention"  # what files call layers without a window and with one
+# What files call layers without a window, with one, and with chunks.
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MEANT = {("gemma", "gelu"): "gelu_pytorch_tanh"}  # what names of a family stand for, in its first files
 _WITHOUT_GATE = {"relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh", "xielu": "xielu"}
@@ -302,6 +304,17 @@ def _rotated(read: ConfigReading) -> tuple[bool, ...]:
     return _rotated_by_list(read)
 
 
+def _unrotated_growth(read: ConfigReading) -> QueryGrowth | None:
+    """How queries grow in layers without a rotary embedding; None: they do not."""
+    key = "attn_temperature_tuning"
+    if read.default(key) is None:
+        return None
+    if type(read.get(key)) not in (bool, int):  # files of the first version have a number
+        raise CheckpointError(f"{key}: expected true or false, got {short(read.get(key))}")
+    found = QueryGrowth(read.number("attn_scale"), read.size("floor_scale"))
+    return found if read.get(key) and found.rate else None
+
+
 def _position_type(read: Entries) -> str:
     """The kind of all position embeddings: "rope" in families without a key for it, "nope" for none."""
     if read.default("position_embedding_type") is None:
@@ -318,7 +331,7 @@ def _rotated_by_list(read: ConfigReading) -> tuple[bool, ...]:
     if read.default("no_rope_layer_interval") is None and read.default("layer_rope_theta") is None:
         return (_position_type(read) == "rope",) * num_layers
     listed = read.config.get("no_rope_layers")
-    if listed is None:
+    if listed is None or (listed == [] and read.family.chunked):
         interval = read.size("no_rope_layer_interval")
         return tuple((i + 1) % interval != 0 for i in range(num_layers))
     if not isinstance(listed, list) or len(listed) < num_layers or not all(value in (0, 1) for value in listed):
@@ -331,18 +344,19 @@ def _windows(read: ConfigReading) -> tuple[int | None, ...]:
     config, family, num_layers = read.config, read.family, read.num_layers
     positions = read.found.max_position_embeddings
     slides = not family.window_switch or read.flag("use_sliding_window", False)
-    window = config.get("sliding_window", family.defaults.get("sliding_window")) if slides else None
+    key, kind = ("attention_chunk_size", _CHUNKED) if family.chunked else ("sliding_window", _SLIDING)
+    window = config.get(key, family.defaults.get(key)) if slides else None
     if family.first_full and read.get("sliding_window_size") is not None:  # of MiMo: those before a token
         window = read.size("sliding_window_size") + 1
     if window is not None and (type(window) is not int or window < 1):
-        raise CheckpointError(f"sliding_window: expected a positive whole number or null, got {short(window)}")
+        raise CheckpointError(f"{key}: expected a positive whole number or null, got {short(window)}")
     if window is not None:  # both ways they say the tokens of both sides, or of each; ours are one side and the token
         window = window // 2 + 1 if read.get(_BOTH_WAYS) is True else window
         window += not read.flag("is_causal", True)
     kinds = config.get("layer_types")
-    allowed = [_FULL] if window is None else [_FULL, _SLIDING]
+    allowed = [_FULL] if window is None else [_FULL, kind]
     if kinds is not None and not (
-        isinstance(kinds, list) and len(kinds) == num_layers and all(kind in allowed for kind in kinds)
+        isinstance(kinds, list) and len(kinds) == num_layers and all(each in allowed for each in kinds)
     ):
         expected = " or ".join(allowed)
         raise CheckpointError(f"layer_types: expected {expected} for each of {num_layers} layers, got {short(kinds)}")
@@ -357,12 +371,12 @@ def _windows(read: ConfigReading) -> tuple[int | None, ...]:
             raise CheckpointError(f"layer_types: expected sliding_attention for all layers, got {short(kinds)}")
         return (window,) * num_layers
     if kinds is not None:
-        with_window = [kind == _SLIDING for kind in kinds]
+        with_window = [each == kind for each in kinds]
     elif family.full_every:
         most = num_layers if read.default("max_window_layers") is None else read.size("max_window_layers", at_least=0)
         with_window = [slides and i < most for i, slides in enumerate(_pattern(read, family, num_layers))]
     elif read.default("no_rope_layer_interval"):
-        with_window = [not turns for turns in _rotated_by_list(read)]
+        with_window = [turns == family.chunked for turns in _rotated_by_list(read)]
     else:
         first = read.size("max_window_layers", 28, at_least=0)
         with_window = [i >= first for i in range(num_layers)]
@@ -510,6 +524,7 @@ FIELDS: dict[str, ConfigField] = {
         lambda read: read.number("post_norm_eps") if read.default("post_norm_eps") else read.found.rms_norm_eps
     ),
     "rotated": ConfigField(_rotated),
+    "unrotated_growth": ConfigField(_unrotated_growth),
     "attention_softcap": ConfigField(Cap("attn_logit_softcapping"), "attn_logit_softcapping", optional=True),
     "qk_norm": ConfigField(_qk_norm),
     "value_scale": ConfigField(_value_scale),
@@ -536,5 +551,5 @@ FIELDS: dict[str, ConfigField] = {
 # The fields that a family fixes.
 _OF_FAMILY = (
     "sinks", "embedding_norm", "paired", "attention_gate", "gates", "value_norm", "norm_bias", "norms", "mlp_gate",
-    "layer_scales",
+    "layer_scales", "chunked",
 )

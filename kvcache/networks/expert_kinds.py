@@ -48,6 +48,22 @@ def _steps(read: Entries) -> tuple[int, list[int]]:
     return read.size("decoder_sparse_step", 1), mlps
 
 
+def _by_steps(read: Entries, layers: int) -> list[bool]:
+    """Which layers have experts by `_steps`."""
+    step, mlps = _steps(read)
+    return [(i + 1) % step == 0 and i not in mlps for i in range(layers)]
+
+
+def _listed_layers(read: Entries, layers: int) -> list[bool]:
+    """The layers that `moe_layers` lists; without a list those of which one in each `interleave_moe_layer_step` has."""
+    listed, step = read.get("moe_layers"), read.size("interleave_moe_layer_step", 1)
+    if listed is None:
+        return [(i + 1) % step == 0 for i in range(layers)]
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        raise CheckpointError(f"moe_layers: expected numbers of layers, got {short(listed)}")
+    return [i in listed for i in range(layers)]
+
+
 def _in_every_layer(read: Entries) -> None:
     """Raise CheckpointError if some layers have an MLP in place of experts."""
     step, mlps = _steps(read)
@@ -70,7 +86,7 @@ class ExpertKind:
         mlp: the key of that size; where it is another one than `intermediate_size`, null means the size of an expert.
         dense_first: the key of how many of the first layers have an MLP in place of experts; "": none has.
         listed: whether `mlp_layer_types` may say which layers have one.
-        stepped: whether `decoder_sparse_step` and `mlp_only_layers` may say so.
+        stepped: which of a number of layers have experts, where further keys say so; None: they do not.
         shared: the size of the MLP that all rows share, or of one of `shared_count`; None: that of an expert.
         shared_count: how many of these there are, side by side as one; None: one if `shared` has a key, else none.
         shared_gate: whether the results of that MLP have a gate.
@@ -96,7 +112,7 @@ class ExpertKind:
     mlp: str = "intermediate_size"
     dense_first: str = ""
     listed: bool = False
-    stepped: bool = False
+    stepped: Callable[[Entries, int], list[bool]] | None = None
     shared: Size | None = None
     shared_count: Size | None = None
     shared_gate: bool = False
@@ -137,7 +153,7 @@ class ExpertKind:
         if self.beside or self.layer or not experts:
             return True
         if self.stepped:
-            return _steps(read) != (1, [])
+            return not all(self.stepped(read, read.size("num_hidden_layers")))
         return "dense" in listed if isinstance(listed, list) else read.get(self.dense_first) not in (None, 0)
 
     def has_experts(self, read: Entries, layers: int) -> list[bool]:
@@ -150,8 +166,7 @@ class ExpertKind:
                 raise CheckpointError(f"mlp_layer_types: expected {expected}, got {short(listed)}")
             return [each == "sparse" for each in listed]
         if self.stepped:
-            step, mlps = _steps(read)
-            return [(i + 1) % step == 0 and i not in mlps for i in range(layers)]
+            return self.stepped(read, layers)
         dense = read.size(self.dense_first, at_least=0, most=layers) if self.dense_first else 0
         return [i >= dense for i in range(layers)]
 
@@ -263,11 +278,18 @@ EXPERT_KINDS = {
     "qwen": _QWEN,
     "olmoe": replace(_QWEN, size=_SIZE),
     "qwen2": replace(
-        _QWEN, apart=True, stepped=True, shared=Size("shared_expert_intermediate_size", 5632), shared_gate=True,
+        _QWEN, apart=True, stepped=_by_steps, shared=Size("shared_expert_intermediate_size", 5632), shared_gate=True,
         checks=(), stacks=_STACKED,
     ),
     "hunyuan": ExpertKind(
         count=("num_experts",), per_token=SameSize("moe_topk", 1), shared=_SIZE, checks=(), stacks=_STACKED,
+    ),
+    "llama4": ExpertKind(
+        count=("num_local_experts",), apart=True, mlp="intermediate_size_mlp", stepped=_listed_layers, shared=_SIZE,
+        choice={"normalise": False, "sigmoid": True, "before": True}, checks=(),
+        each="feed_forward.experts.{}.{}_proj.weight", stacks=(
+            StackedExperts("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", turned=True),
+        ),
     ),
     "mellum": ExpertKind(
         size=Size("moe_intermediate_size"), apart=True, listed=True, choice={"normalise": _NORMALISE}, checks=(),

@@ -21,6 +21,7 @@ class ExpertChoice:
         best: the scores of a group, 1 or 2, whose sum is its own.
         least: the weights of a softmax are divided by at least this.
         jitter: weights are those of `near_experts`; None: they are not.
+        before: whether weights multiply what experts take, not their results.
     """
 
     normalise: bool = True
@@ -33,6 +34,7 @@ class ExpertChoice:
     best: int = 2
     least: float = 0.0
     jitter: float | None = None
+    before: bool = False
 
     def open_to(self, experts: int) -> int:
         """The number of `experts` that a token may choose from: those in the groups that are kept."""

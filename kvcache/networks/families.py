@@ -32,6 +32,7 @@ class Family:
         embedding_by_size: whether the embedding is multiplied by the square root of the hidden size.
         activation: that of the MLP; None: the key that `activation_key` names.
         windows: which layers may have the window of `sliding_window`: none, all, or those of `layer_types`.
+        chunked: whether layers have chunks, of `attention_chunk_size`, in place of windows.
         window_switch: whether windows need a true `use_sliding_window`.
         full_every: without `layer_types`, one in each `full_every` has no window; 0: the first `max_window_layers`
             have none.
@@ -78,7 +79,7 @@ class Family:
     qkv_bias: bool | None = False
     mlp_bias: bool | None = False
     bias_keys: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
-    qk_norm: Literal["", "head", "all", "turned", "layer", "plain"] = ""
+    qk_norm: Literal["", "head", "all", "turned", "layer", "plain", "unit"] = ""
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     norms: Literal["before", "after", "both", "parallel", "mixed"] = "before"
@@ -88,6 +89,7 @@ class Family:
     activation: Literal["clamped"] | None = None
     activation_key: str = "hidden_act"
     windows: Literal["none", "all", "types"] = "none"
+    chunked: bool = False
     window_switch: bool = False
     full_every: int = 0
     pattern_key: str = "sliding_window_pattern"
@@ -212,6 +214,10 @@ _DELTA = Family(
     },
     defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
 )
+_LLAMA4 = {"mlp.gate": "feed_forward.router", **{
+    f"mlp.{each}{part}_proj": f"feed_forward.{each}{part}_proj" for each in ("", "shared_expert.")
+    for part in ("gate", "up", "down")
+}}
 _DEEPSEEK = {"mlp.expert_bias": "mlp.gate.e_score_correction_bias", **{
     f"mlp.shared_expert.{name}_proj": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
 }}
@@ -223,6 +229,16 @@ _BAILING = _DEEPSEEK | {
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", qkv_bias=None, mlp_bias=None),
+    "Llama4ForCausalLM": Family(
+        "llama4_text", qkv_bias=None, qk_norm="unit", windows="types", chunked=True, neighbours=True,
+        experts=EXPERT_KINDS["llama4"], names=_LLAMA4,
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "use_qk_norm": True,
+            "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True,
+            "attn_scale": 0.1, "floor_scale": 8192, "num_local_experts": 16, "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 16384,
+        },
+    ),
     "MistralForCausalLM": Family(
         "mistral", windows="all", defaults={"num_key_value_heads": 8, "sliding_window": 4096}
     ),

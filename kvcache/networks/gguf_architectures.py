@@ -23,6 +23,7 @@ class Architecture(NamedTuple):
         names: the entries of keys where they are others.
         tensors: keys that are true if layers have a tensor.
         parts: what files call tensors where it is another name, by the stems of `names`.
+        only: the value that an entry has if it is there, and one alone can be read.
         post_attention_norm: whether the norm before the MLP has the name of one after attention.
     """
 
@@ -37,6 +38,7 @@ class Architecture(NamedTuple):
     names: Mapping[str, str] = {}
     tensors: Mapping[str, str] = {}
     parts: Mapping[str, str] = {}
+    only: Mapping[str, Any] = {}
     post_attention_norm: bool = False
 
 
@@ -59,6 +61,12 @@ _NEMOTRON = Architecture(
 )
 ARCHITECTURES = {
     "llama": Architecture("llama", True, others={"expert_count": "mixtral"}),  # Mistral, Mixtral and SmolLM2 too
+    "llama4": Architecture(  # files have neither the size of chunks nor which layers have them: these are llama.cpp's
+        "llama4_text", True, True, fixed={"attention_chunk_size": 8192, "no_rope_layer_interval": 4},
+        only={"attention.sliding_window": 8192, "attention.sliding_window_pattern": 4}, names={
+            "intermediate_size_mlp": "feed_forward_length", "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+    ),
     "mistral3": Architecture("ministral3", True, True, (_GROWTH, _LOGARITHM)),  # some files of Mistral Small too
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),

@@ -38,6 +38,7 @@ _STATES = (  # of layers with a state but for short convolutions
 _LATENT_SIZES = {"kv_lora_rank": "attention.kv_lora_rank", "qk_rope_head_dim": "rope.dimension_count"}
 # Files do not say it; the largest network of these families, of so many layers, scales by another size than its heads.
 _LARGEST = {"gemma2": 46, "gemma3_text": 62}
+_UNNORMED = {"llama4_text": 128}  # experts of the network whose queries and keys have no norm: files do not say it
 _GLM_FLASH = ((47, 48), 154880)  # layers and tokens: its first files say nothing of sigmoids
 # Entries of `rope.` that are read, and those that change no text.
 _ROPE_ENTRIES = frozenset((
@@ -129,6 +130,8 @@ def _refuse_unsupported(read: _Entries, architecture: Architecture, family: Fami
     for name, neutral in NEUTRAL.items():
         if name not in understood:
             read.refuse(name, neutral)
+    for name, value in architecture.only.items():
+        read.refuse(name, value)
     for key in read.file.metadata:
         name = key.removeprefix(read.prefix)
         if key.startswith(f"{read.prefix}rope.") and name[5:] not in _ROPE_ENTRIES and name not in NEUTRAL:
@@ -208,6 +211,8 @@ def _set_experts(read: _Entries, family: Family, kind: ExpertKind, found: dict[s
         if gating not in (_SOFTMAX, _SIGMOID):
             read.fail("expert_gating_func", f"{_SOFTMAX} or {_SIGMOID}")
         found[word.key] = word.words[gating == _SIGMOID]
+    if kind.count[0] in found and found[kind.count[0]] == _UNNORMED.get(family.model_type):
+        found["use_qk_norm"] = False
     if "topk_method" in family.defaults:
         found["topk_method"] = "greedy" if found["n_group"] == 1 else "group_limited_greedy"
 

@@ -47,6 +47,7 @@ __all__ = ["Transformer"]
 Float32 = NDArray[np.float32]
 Turns = dict[RopeTable | None, list[tuple[NDArray[Any], ...]]]
 
+_AFTER = ("turned", "unit")  # norms of queries and keys behind their rotary embedding
 _MOST_TOGETHER = 192  # rows that an MLP takes at a time: what is between its products then stays in the CPU's cache
 _TILE_ROWS = 24  # a multiple of the rows that a product computes together
 
@@ -153,6 +154,7 @@ class Transformer:
         return LayerAttention(
             scale, config.windows[i], config.attention_softcap, self.weights.layers[i].sinks, own.num_kv_heads,
             sum(stored), own.kv_layer, None if config.latent is None else stored[0], config.causal,
+            config.chunked and config.windows[i] is not None,
         )
 
     @property
@@ -311,7 +313,9 @@ class Transformer:
             x *= np.float32(config.embedding_scale)
         turns: Turns = {table: [table.rows(each) for each in places] for table in set(self._tables[regime])}
         turns[None] = [(each,) for each in places]
-        return _Rows(x, turns, config.rope.query_factors(places[0]), self._token_inputs(tokens, x))
+        growth = config.unrotated_growth
+        factors = config.rope.query_factors(places[0]) if growth is None else growth.factors(places[0] + 1)
+        return _Rows(x, turns, factors, self._token_inputs(tokens, x))
 
     def _token_inputs(self, tokens: NDArray[np.uint32], x: Float32) -> Float32 | None:
         """The inputs of each layer, `(n, layers, inputs)`, of the table and of the embedding `x`."""
@@ -344,8 +348,9 @@ class Transformer:
         if layer.latent is not None:
             return self._mixed_latent(i, layer, layer.latent, normed, rows, table, attend)
         heads, values, gates = self._project(normed, layer, config.sizes[i])
-        after = layer.qk_norm if config.qk_norm == "turned" else None
-        turned = self._turned(heads, values, table, rows.turns[table], rows.factors, after)
+        after = layer.qk_norm if config.qk_norm in _AFTER else None
+        factors = rows.factors if config.unrotated_growth is None or table is None else None
+        turned = self._turned(heads, values, table, rows.turns[table], factors, after)
         if (parts := self._padded[i]) is not None:
             turned = tuple(padded(each, parts) for each in turned)
         if config.sizes[i].kv_layer is not None:
@@ -449,7 +454,7 @@ class Transformer:
             values = values * np.float32(config.value_scale)
         if config.value_norm and sizes.kv_layer is None:
             values = rms_norm(values, np.ones(values.shape[1:], np.float32), eps)
-        if layer.qk_norm is None or config.qk_norm == "turned":
+        if layer.qk_norm is None or config.qk_norm in _AFTER:
             return turned, values, gates
         if config.qk_norm in ("head", "plain"):
             return rms_norm(turned, layer.qk_norm, eps), values, gates
@@ -513,7 +518,8 @@ class Transformer:
             return self._times(self._gated(rows, mlp), mlp.down, mlp.down_bias)
 
         rows = x if layer.latent_in is None else self._times(x, layer.latent_in)
-        part = mix_experts(rows, chosen, weights, expert)
+        sizes = self.config.experts
+        part = mix_experts(rows, chosen, weights, expert, sizes is not None and sizes.choice.before)
         if layer.latent_out is not None:
             part = self._times(part, layer.latent_out)
         if layer.shared is not None:
@@ -521,7 +527,7 @@ class Transformer:
             if layer.shared_gate is not None:
                 shared *= gate(np.ones((len(x), 1), np.float32), self._times(x, layer.shared_gate), False)
             part += shared
-            if self.config.experts is not None and self.config.experts.mean:
+            if sizes is not None and sizes.mean:
                 part *= np.float32(0.5)
         return part
 

@@ -346,7 +346,7 @@ def _attention(config: ModelConfig, sizes: LayerSizes, sinks: bool) -> Iterator[
         yield f"self_attn.{name}.weight", (rows, columns)
         if bias:
             yield f"self_attn.{name}.bias", (rows,)
-    if config.qk_norm not in ("", "plain"):
+    if config.qk_norm not in ("", "plain", "unit"):
         for name, heads, rows in (("q", config.num_heads, queries), ("k", sizes.num_kv_heads, pairs)):
             shapes = {"all": (rows,), "layer": (heads, sizes.head_dim)}
             if name == "q" or own:

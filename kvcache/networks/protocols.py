@@ -31,6 +31,7 @@ class LayerAttention:
     Attributes:
         scale: of the scores; None: `head_dim**-0.5`.
         window: a query sees itself and the `window - 1` tokens before it; None: all tokens before it.
+        chunked: whether it sees those of its own chunk of `window` positions instead.
         softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
         sinks: `(num_heads,)`, a logit per query head that joins the normaliser of the softmax; None: there are none.
         num_kv_heads, head_dim: of this layer; None: those of the configuration.
@@ -48,17 +49,19 @@ class LayerAttention:
     kv_layer: int | None = None
     latent: int | None = None
     causal: bool = True
+    chunked: bool = False
 
     def call(self, return_lse: bool = False, top_tokens: int | None = None) -> AttentionCall:
         """These options, checked and copied, for all calls of the layer; others as of `PagedKvCache.attention`."""
         own = self.scale, self.window, self.softcap, self.sinks, self.causal
-        return AttentionCall(*own, return_lse=return_lse, top_tokens=top_tokens).kept()
+        return AttentionCall(*own, return_lse=return_lse, top_tokens=top_tokens, chunked=self.chunked).kept()
 
     def options(self) -> dict[str, Any]:
         """The arguments of `PagedKvCache.attention` that differ from its defaults."""
         values = {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.sinks}
         found = {name: value for name, value in values.items() if value is not None}
-        return found if self.causal else found | {"causal": False}
+        found |= {} if self.causal else {"causal": False}
+        return found | {"chunked": True} if self.chunked else found
 
 
 class NetworkConfig(Protocol):
@@ -216,8 +219,9 @@ def layer_attention(model: Model) -> tuple[LayerAttention | None, ...]:
         if each is None:
             found.append(None)
             continue
+        window = None if each.window and each.window >= most else each.window
         each = replace(
-            each, window=None if each.window and each.window >= most else each.window,
+            each, window=window, chunked=each.chunked and window is not None,
             num_kv_heads=each.num_kv_heads or config.num_kv_heads, head_dim=each.head_dim or config.head_dim,
         )
         found.append(each)
@@ -263,9 +267,9 @@ def _check_owner(found: list[LayerAttention | None], layer: int) -> None:
         raise ValueError(
             f"attention.{layer}.kv_layer: expected an earlier layer with K and V of its own, got {each.kv_layer}"
         )
-    own, wanted = ((a.window, a.num_kv_heads, a.head_dim) for a in (each, owner))
+    own, wanted = ((a.window, a.chunked, a.num_kv_heads, a.head_dim) for a in (each, owner))
     if own != wanted:
         raise ValueError(
-            f"attention.{layer}: expected window, num_kv_heads and head_dim of layer {each.kv_layer}, {wanted}, "
+            f"attention.{layer}: expected window, chunked, num_kv_heads and head_dim of layer {each.kv_layer}, {wanted}, "
             f"got {own}"
         )

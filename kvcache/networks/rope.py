@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,25 @@ from numpy.typing import NDArray
 from kvcache.kernels.functions import log, log1p, power, turns
 from kvcache.kernels.layers import rotate
 
-__all__ = ["Rope", "RopeTable"]
+__all__ = ["QueryGrowth", "Rope", "RopeTable"]
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 _FIRST_POSITIONS = 256  # first size of a table, which then doubles: an unused 128k context costs nothing
+
+
+class QueryGrowth(NamedTuple):
+    """How queries grow: the first `every` have the factor 1, the next `every` `1 + rate * ln(2)`, `1 + rate * ln(3)`, ..."""
+
+    rate: float
+    every: int
+
+    def factors(self, positions: NDArray[np.int64]) -> Float32 | None:
+        """The factors of queries, `(n,)`, of which the first of a text has the position 0; None: 1 each."""
+        if positions.max(initial=0) < self.every:
+            return None
+        return (1 + self.rate * log1p(positions // self.every)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +99,8 @@ class Rope:
 
     def query_factors(self, positions: NDArray[np.int64]) -> Float32 | None:
         """The factors of queries at these positions, `(n,)`; None: 1 each."""
-        if not self.query_growth or positions.max(initial=0) < self.original_positions:
-            return None
-        factors = 1 + self.query_growth * log1p(positions // self.original_positions)
-        return factors.astype(np.float32)
+        growth = QueryGrowth(self.query_growth, self.original_positions)
+        return growth.factors(positions) if growth.rate else None
 
     def _llama3(self, base: Float64) -> Float64:
         """Keep short wavelengths, stretch long ones, blend between: the rule of Llama 3.1's published code.
@@ -98,7 +109,9 @@ class Rope:
         turns are kept, those below `low_freq_factor` divided by `factor`; between, the two are blended linearly.
         """
         turns = self.original_positions * base / (2 * math.pi)
-        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
+        width = self.high_freq_factor - self.low_freq_factor
+        above = turns - self.low_freq_factor
+        kept = np.clip(above / width, 0.0, 1.0) if width else (above >= 0).astype(np.float64)
         blended: Float64 = (1 - kept) * base / self.factor + kept * base
         return blended
 

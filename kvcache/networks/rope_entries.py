@@ -184,8 +184,9 @@ def _rope(
     original = holder.size("original_max_position_embeddings", positions)
     if kind == "llama3":
         low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
-        if low >= high:
-            raise CheckpointError(f"{where[:-1]}: expected low_freq_factor < high_freq_factor, got {low} and {high}")
+        if low > high or not high:
+            expected = "low_freq_factor <= high_freq_factor, above 0"
+            raise CheckpointError(f"{where[:-1]}: expected {expected}, got {low} and {high}")
         factor = read.number("factor", at_least=1.0)
         return Rope("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 

@@ -48,6 +48,7 @@ TOWERS = {
     **{name: Tower("kimi_k25", {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"}, tied=True) for name in (
         "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration",  # as published, as transformers names it
     )},
+    "Llama4ForConditionalGeneration": Tower("llama4", {"llama4_text": "llama4_text"}),
     "Mistral3ForConditionalGeneration": Tower(
         "mistral3", {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"}, tied=True
     ),
@@ -78,7 +79,7 @@ _LAYERS = ("layers.", "blocks.")  # the second one of Kimi K2.5, as transformers
 # A tensor of a layer of the text network; the last prefix is Nemotron's.
 _INSIDE = re.compile(rf"(?:{'|'.join(map(re.escape, (*_PREFIXES, 'backbone.')))})(?:layers|blocks)\.(\d{{1,9}})\.(.+)")
 _TOWERS = (
-    "vision_tower.", "multi_modal_projector.", "mm_projector.", "visual.", "audio_tower.", "embed_vision.",
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector.", "visual.", "audio_tower.", "embed_vision.",
     "embed_audio.", "vision_adapter.", "vision_projection.",
 )
 _MTP = "mtp."  # MTP layers

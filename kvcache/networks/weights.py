@@ -453,7 +453,7 @@ class _Loader:
             input_norm=before,
             qkv=part.find(*_FIRST),
             qkv_bias=self._qkv_bias(layer, part),
-            qk_norm=self._qk_norm(config.sizes[layer], part.vector) if config.qk_norm and attends else None,
+            qk_norm=self._qk_norm(layer, part.vector) if config.qk_norm and attends else None,
             sinks=part.optional("self_attn.sinks"),
             latent=self._latent(part) if config.latent and attends else None,
             recurrence=self._recurrence(part.prefix) if mixer == "state" else None,
@@ -525,11 +525,14 @@ class _Loader:
         norm = None if sizes.gating == "alone" else vector("norm.weight", shape)
         return RecurrentWeights(taps, bias, vector("rate"), vector("dt_bias"), skip, norm)
 
-    def _qk_norm(self, sizes: LayerSizes, vector: Callable[..., Float32]) -> Float32:
-        config, names = self._config, ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+    def _qk_norm(self, layer: int, vector: Callable[..., Float32]) -> Float32 | None:
+        config, sizes = self._config, self._config.sizes[layer]
+        names = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
         if config.qk_norm == "all":
             return vector(*names).reshape(-1, sizes.head_dim)
-        if config.qk_norm == "plain":
+        if config.qk_norm == "unit" and not config.rotated[layer]:
+            return None
+        if config.qk_norm in ("plain", "unit"):
             return np.ones((config.num_heads + sizes.num_kv_heads, sizes.head_dim), np.float32)
         if config.qk_norm == "layer":
             return vector(*names)

@@ -212,7 +212,7 @@ cdef class SequenceAttention:
             seq = &self.table.records.seqs[self.table.picked[i]]
             out = self.attention.seq_(i)
             place(out, &seq.tokens)
-            out.window, out.skipped_tokens = call.width, call.skip_tokens
+            out.window, out.chunked, out.skipped_tokens = call.width, call.chunked, call.skip_tokens
             out.whole = not call.causal and call.width == 0
             out.ahead = 0 if call.causal or call.width == 0 else min(call.width - 1, MOST_START)
             if first != NULL:

@@ -70,6 +70,7 @@ class AttentionOptions(TypedDict, total=False):
     sink_queries: npt.ArrayLike | None
     context_lens: npt.ArrayLike | None
     window: int | None
+    chunked: bool
     softcap: float | None
     sinks: npt.ArrayLike | None
     starts: npt.ArrayLike | None
@@ -516,7 +517,7 @@ class PagedKvCache:
         return_lse: bool = False, window: int | None = None, softcap: float | None = None,
         sinks: npt.ArrayLike | None = None, starts: npt.ArrayLike | None = None,
         causal: bool = True, mask: npt.ArrayLike | None = None, skip_tokens: int = 0,
-        top_tokens: int | None = None, tokens: npt.ArrayLike | None = None,
+        top_tokens: int | None = None, tokens: npt.ArrayLike | None = None, chunked: bool = False,
     ) -> Any:
         """softmax(q K^T scale) V straight over the blocks: decode, prefill chunks or both mixed in one call.
 
@@ -559,6 +560,7 @@ class PagedKvCache:
             skip_tokens: how many tokens at the front of each sequence no query sees, as if a window had left them.
             return_lse: also return the log-sum-exp of each query's scores, which merging needs; -inf without tokens.
             window: the query at position p sees positions p - window + 1 to p. Tokens that no query sees are not read.
+            chunked: it sees positions p // window * window to p instead: its own chunk of `window` positions.
             softcap: a score s, after the scale, becomes softcap * tanh(s / softcap); above 0.
             sinks: finite logits that join the normaliser of the softmax, and the log-sum-exp, alone: floats
                 `(num_query_heads,)`, or `(total_queries, num_query_heads)`. Where two parts of a context are attended
@@ -591,7 +593,8 @@ class PagedKvCache:
         """
         sequences = QueriedSequences(seq_ids, query_lens, context_lens, starts, mask, tokens)
         call = AttentionCall(
-            scale, window, softcap, sinks, bool(causal), skip_tokens, return_scores, bool(return_lse), top_tokens
+            scale, window, softcap, sinks, bool(causal), skip_tokens, return_scores, bool(return_lse), top_tokens,
+            bool(chunked),
         )
         return self._attention.over(layer, queries, sequences, call, out, sink_queries)
 

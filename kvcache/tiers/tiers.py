@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any
 from weakref import finalize
@@ -97,9 +97,9 @@ class Tiers:
         deadline = self.deadline if waits else 0.0
         return TierSource(self._links, self._writers, self._reader, model, deadline, self, group_tokens)
 
-    def window_source(self, model: str, window: int) -> WindowSource:
+    def window_source(self, model: str, first_seen: Callable[[int], int]) -> WindowSource:
         """The source of a prefix cache of layers with a window; see `WindowSource`."""
-        return WindowSource(self._links, self._writers, self._reader, model, self, window)
+        return WindowSource(self._links, self._writers, self._reader, model, self, first_seen)
 
     def state_source(self, model: str, group_tokens: int) -> StateSource:
         """The source of the cached states of layers that keep one; see `StateSource`."""

@@ -34,28 +34,28 @@ Tokens = npt.NDArray[np.uint32]
 
 
 class WindowSource(TierSource):
-    """The source of the prefix cache of the layers with one window.
+    """The source of the prefix cache of the layers with one window, or with chunks.
 
     Args:
         links, writers, reader, model, owner: as of `TierSource`.
-        window: a query sees itself and the `window - 1` tokens before it.
+        first_seen: the first token that the query at a position sees.
 
     Attributes:
-        window: see above.
         arrived: what `offers` delivers: the page of each namespace of that cache.
     """
 
     def __init__(
-        self, links: list[Link], writers: list[WriteBehind], reader: Reader, model: str, owner: object, window: int
+        self, links: list[Link], writers: list[WriteBehind], reader: Reader, model: str, owner: object,
+        first_seen: Callable[[int], int],
     ) -> None:
         super().__init__(links, writers, reader, model, 0.0, owner, group_tokens=1)
-        self.window = window
+        self._first_seen = first_seen
         self.arrived: dict[Hashable, memoryview] = {}
         self._bodies_of: dict[int, memoryview] = {}
 
     def first_page(self, pos: int) -> int:
         """The first page that the query at `pos` sees."""
-        return max(0, pos - self.window + 1) // self.format.group_tokens
+        return self._first_seen(pos) // self.format.group_tokens
 
     def offers(self, name: Hashable, tokens: Tokens, start: int) -> int:
         """See `Source`."""
@@ -102,7 +102,7 @@ class StateSource(WindowSource):
         self, links: list[Link], writers: list[WriteBehind], reader: Reader, model: str, owner: object,
         group_tokens: int,
     ) -> None:
-        super().__init__(links, writers, reader, model, owner, 0)
+        super().__init__(links, writers, reader, model, owner, lambda pos: pos)
         self._group_tokens = group_tokens
 
     def attach(self, cached: CachedBlocks) -> None:

@@ -112,13 +112,16 @@ static void draw_options(const source *s, question *q) {
     if (splitmix(&state) % 2) return;
     const int64_t windows[] = {0, 1, 2, 15, 16, 17, 33, 64, 130, 511, 1024, INT64_MAX};
     const int64_t window = windows[splitmix(&state) % 12];
+    uint64_t beside = state;
+    const int chunked = window > 0 && splitmix(&beside) % 2;
     const int whole = splitmix(&state) % 6 == 0, tree = splitmix(&state) % 4 == 0;
     const int64_t ahead = s->at % 3 ? 0 : 1 + (int64_t)(s->at % 200); /* of a symmetric window its size; else any */
     q->by_head = splitmix(&state) % 2;
     for (int i = 0; i < q->num_seqs; i++) {
         q->seqs[i].whole = whole;
-        if (!whole) q->seqs[i].window = window;
-        if (!whole && !tree && ahead) q->seqs[i].ahead = window ? (window < 1L << 62 ? window : 1L << 62) - 1 : ahead;
+        if (!whole) q->seqs[i].window = window, q->seqs[i].chunked = chunked;
+        if (!whole && !tree && !chunked && ahead)
+            q->seqs[i].ahead = window ? (window < 1L << 62 ? window : 1L << 62) - 1 : ahead;
         if (!whole && tree && q->seqs[i].num_queries && q->seqs[i].num_queries <= q->seqs[i].num_tokens)
             q->tree[i] = draw_tree(&state, &q->seqs[i]);
         q->seqs[i].start = splitmix(&state) % 3 ? (int64_t)(splitmix(&state) % 3000) : 0;
@@ -276,18 +279,27 @@ static int64_t stop_seen(const kvc_seq *of, int64_t query) {
 static int64_t first_seen(const kvc_seq *of, int64_t query) {
     const int64_t own = of->num_tokens - of->num_queries + query + 1, stop = stop_seen(of, query);
     if (of->whole || of->parents) return 0;
-    const int64_t first = of->window && own > of->window ? own - of->window : 0;
+    int64_t first = of->window && own > of->window ? own - of->window : 0;
+    if (of->chunked) {
+        first = (of->start + own - 1) / of->window * of->window - of->start;
+        first = first < 0 ? 0 : first;
+    }
     return first < stop ? first : stop;
+}
+
+/* Whether a query at the place `own` of its text sees a place before it, both counted from the first stored token. */
+static int sees_place(const kvc_seq *of, int64_t own, int64_t place) {
+    if (of->chunked) return (of->start + own) / of->window == (of->start + place) / of->window;
+    return !of->window || own - place < of->window;
 }
 
 /* Whether a query of a tree sees a token before its stop. */
 static int tree_sees(const kvc_seq *of, int64_t query, int64_t token) {
-    const int64_t context = of->num_tokens - of->num_queries, window = of->window ? of->window : INT64_MAX;
-    if (token < context) return context - token + of->depths[query] < window;
+    const int64_t context = of->num_tokens - of->num_queries, own = context + of->depths[query];
     for (int64_t a = query; a >= 0; a = of->parents[a]) {
-        if (context + a == token) return of->depths[query] - of->depths[a] < window;
+        if (context + a == token) return sees_place(of, own, context + of->depths[a]);
     }
-    return 0;
+    return token < context && sees_place(of, own, token);
 }
 
 /* Compares one (query, query head) of the scalar level's answer with the twin; adds its weights to `total` and their errors

@@ -31,6 +31,8 @@ def dense(model, layer, pos):
     """The attention of one query over all tokens that it sees, in float64."""
     attention = model.attention[layer]
     first = 0 if attention.window is None else max(0, pos - attention.window + 1)
+    if attention.chunked:
+        first = pos // attention.window * attention.window
     queries, keys, values = map(np.float64, model.layer_rows(layer, [pos], np.arange(first, pos + 1)))
     heads, dim = keys.shape[1:]
     query = queries[0].reshape(heads, -1, dim)
@@ -90,12 +92,14 @@ def test_layers_with_a_window_keep_little_more(kind):
         it.decode_step(int(tokens[pos]), pos)
     groups = it._sequence.pool.groups[1:]
     for layer, positions in enumerate(kept(it)):
-        held = [group.window for group in groups if layer in group.layers and group.window < TOKENS]
+        held = [group for group in groups if layer in group.layers and group.window < TOKENS]
         if not held:
             assert positions == list(range(390))
             continue
         assert positions == list(range(positions[0], 390))
-        assert held[0] + SPARE - 1 <= len(positions) < held[0] + SPARE + 2 * 16
+        least = SPARE if held[0].chunked else held[0].window + SPARE - 1
+        assert positions[0] <= held[0].first_seen(390)
+        assert least <= len(positions) < held[0].window + SPARE + 2 * 16
 
 
 def groups(model):
@@ -126,8 +130,8 @@ def test_the_groups_of_layers_of_several_sizes():
 @pytest.mark.parametrize(("layer", "message"), [
     (LayerAttention(kv_layer=1), r"attention\.1\.kv_layer: expected an earlier layer with K and V of its own, got 1"),
     (LayerAttention(kv_layer=-1), "expected an earlier layer with K and V of its own, got -1"),
-    (LayerAttention(kv_layer=0, head_dim=8), r"head_dim of layer 0, \(None, 2, 16\), got \(None, 2, 8\)"),
-    (window(9, kv_layer=0), r"expected window, num_kv_heads and head_dim of layer 0, \(None, 2, 16\), got \(9,"),
+    (LayerAttention(kv_layer=0, head_dim=8), r"head_dim of layer 0, \(None, False, 2, 16\), got \(None, False, 2, 8\)"),
+    (window(9, kv_layer=0), r"expected window, chunked, num_kv_heads and head_dim of layer 0, \(None, F.*got \(9, F"),
 ])
 def test_layers_that_cannot_share_are_refused(layer, message):
     with pytest.raises(ValueError, match=message):

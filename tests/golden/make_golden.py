@@ -67,6 +67,8 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm3Config,
+    Llama4Config,
+    Llama4TextConfig,
     LlamaConfig,
     MellumConfig,
     MiMoV2FlashConfig,
@@ -719,6 +721,16 @@ VARIANTS = {
         **SMALL | {"num_hidden_layers": 4, "head_dim": 20}, attention_bias=True, sliding_window=20, conv_L_cache=3,
     )),
     # Heads of sizes that no kernel has.
+    "llama4": seeded(Llama4TextConfig(  # chunks of whole blocks and others; the last layer has experts alone
+        **SMALL | {"num_hidden_layers": 5, "intermediate_size": 28}, intermediate_size_mlp=40, num_local_experts=7,
+        num_experts_per_tok=2, moe_layers=[1, 2, 4], no_rope_layers=[1, 0, 1, 1, 0], attention_chunk_size=21,
+        floor_scale=10, attn_scale=0.6, attention_bias=True, rope_parameters=LLAMA3_ROPE | {"high_freq_factor": 1.0},
+    )),
+    "llama4_plain": seeded(Llama4TextConfig(  # as files of 8,192 positions a chunk, whose queries have no norm
+        **SMALL | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 20},
+        intermediate_size_mlp=36, num_local_experts=128, interleave_moe_layer_step=2, use_qk_norm=False,
+        rope_parameters=DEFAULT_ROPE | {},
+    )),
     "llama_26": seeded(LlamaConfig(**SMALL | {"head_dim": 26}, rope_parameters=DEFAULT_ROPE, attention_bias=True)),
     "qwen3_100": seeded(Qwen3Config(
         **SMALL | {"head_dim": 100, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2},

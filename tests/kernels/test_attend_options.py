@@ -14,7 +14,7 @@ WINDOWS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 5000]
 
 
 def compare(rng, s, num_queries, group=2, *, threads=1, spread=1.0, scale=None, starts=None, window=0, softcap=0.0,
-            sinks=None, hidden=0, whole=False, parents=None, both=False):
+            sinks=None, hidden=0, whole=False, parents=None, both=False, chunked=False):
     """One call over all sequences of s against the oracle: output, scores and lse."""
     heads, dim = s.layout.num_heads, s.layout.head_dim
     scale = dim**-0.5 if scale is None else scale
@@ -27,7 +27,7 @@ def compare(rng, s, num_queries, group=2, *, threads=1, spread=1.0, scale=None, 
     kernelcalls.attend(
         s.layout, s.arena, [(runs, n, 0) for runs, n in zip(s.runs, num_queries, strict=True)], queries, scale, out=out,
         scores=scores, lse=lse, hidden_tokens=hidden, starts=starts, window=window, softcap=softcap, sinks=sinks,
-        whole=whole, ahead=window - 1 if both else 0, tree=tree, threads=threads,
+        whole=whole, ahead=window - 1 if both else 0, tree=tree, threads=threads, chunked=chunked,
     )
     tolerance = max(TOLERANCE[name] for name in s.formats) + 2e-6 * (spread - 1)  # scores of this size are rounded
     at = token = 0
@@ -35,7 +35,8 @@ def compare(rng, s, num_queries, group=2, *, threads=1, spread=1.0, scale=None, 
         expected, mass, logs = oracle.attend(
             queries[at : at + n], s.read_keys[i], s.read_values[i], scale, shown=shown[i], window=window or None,
             softcap=softcap or None, sinks=sinks if np.ndim(sinks) < 2 else sinks[at : at + n],
-            causal=not (whole or both), parents=parents and parents[i],
+            causal=not (whole or both), parents=parents and parents[i], chunked=chunked,
+            start=0 if starts is None else starts[i],
         )
         largest = np.abs(s.read_values[i]).max(initial=1e-3) if tolerance > 1e-3 else 1e-3
         limit = tolerance * np.maximum(np.abs(expected).max(-1, keepdims=True), largest)
@@ -73,8 +74,9 @@ def test_windows(rng, formats, block_size):
     for window in rng.choice(WINDOWS, 2, replace=False).tolist():
         for num_queries in ([1, 1, 1, 1], [1, 0, 130, 9]):
             starts = rng.integers(0, 3000, 4).tolist()
-            for both in (False, True):
-                compare(rng, s, num_queries, window=window, starts=starts, threads=int(rng.integers(1, 4)), both=both)
+            threads = int(rng.integers(1, 4))
+            for more in ({}, {"both": True}, {"chunked": True}):
+                compare(rng, s, num_queries, window=window, starts=starts, threads=threads, **more)
 
 
 @pytest.mark.parametrize("formats", [("f32", "f32"), ("q4", "q4"), ("q8", "f16")], ids="-".join)
@@ -191,7 +193,9 @@ def test_trees(rng, formats, block_size):
     for counts in ([1, 7, 5], [40, 3, 0], [9, 0, 50 if FAST else 200]):
         for window in rng.choice((0, 1, 3, 20, 130), 1, replace=False).tolist():
             parents = [grown(rng, n) for n in counts]
-            compare(rng, s, counts, parents=parents, window=window, threads=int(rng.integers(1, 4)))
+            starts, chunked = rng.integers(0, 99, 3).tolist(), bool(window and rng.integers(2))
+            own = {"window": window, "starts": starts, "chunked": chunked}
+            compare(rng, s, counts, parents=parents, threads=int(rng.integers(1, 4)), **own)
     parents = [grown(rng, n) for n in (30, 5, 9)]
     compare(rng, s, [30, 5, 9], 1, parents=parents, hidden=4, softcap=2.0, sinks=np.zeros(2, np.float32))
 

@@ -44,12 +44,17 @@ def test_attention(rng):
         ("q2", 32, 1),
     ):
         keys, values, q = normal(rng, num_tokens, dim), normal(rng, num_tokens, dim), 3 * normal(rng, 1, 1, dim)
-        got = cached(name, keys, values).attention(0, q, [0])
+        cache = cached(name, keys, values)
+        got = cache.attention(0, q, [0])
         if name in BITS:
             sides = [bits.Tiles(rows, BITS[name]) for rows in (keys, values)]
         else:
             sides = [bits.Floats(bits.half(rows) if name == "f16" else rows) for rows in (keys, values)]
         same(got.ravel(), bits.attended(q.ravel(), dim**-0.5, *sides, num_tokens))
+        for window, chunked in ((50, False), (50, True), (1030, True)):
+            got = cache.attention(0, q, [0], window=window, chunked=chunked)
+            unseen = (num_tokens - 1) // window * window if chunked else max(0, num_tokens - window)
+            same(got.ravel(), bits.attended(q.ravel(), dim**-0.5, *sides, num_tokens, unseen))
 
 
 def test_products(rng):

@@ -130,9 +130,58 @@ def test_experts_of_qwen3_vl_in_columns(tmp_path):
         Transformer.from_pretrained(tmp_path)
 
 
+def test_layers_of_llama4():
+    """Published files have neither lists nor layer types; experts, rotations and chunks follow from three numbers."""
+    lists = ("layer_types", "moe_layers")
+    given = {key: value for key, value in config_of("llama4").items() if key not in lists} | {"no_rope_layers": []}
+    found = ModelConfig.from_dict(given | {"num_hidden_layers": 6, "interleave_moe_layer_step": 2})
+    assert found.rotated == (True, True, True, False, True, True)
+    assert found.windows == (21, 21, 21, None, 21, 21)
+    assert found.mlps == ("mlp", "experts") * 3
+    for changes, windows in (
+        ({"attention_chunk_size": None}, (None,) * 5), ({"attention_chunk_size": 256}, (None,) * 5),
+        ({"layer_types": ["full_attention"] * 4 + ["chunked_attention"]}, (None,) * 4 + (21,)),
+    ):
+        assert ModelConfig.from_dict(given | changes).windows == windows
+    growth = [ModelConfig.from_dict(given | {"attn_temperature_tuning": each}).unrotated_growth for each in (4, 0)]
+    assert growth == [(0.6, 10), None]
+
+
+def test_llama4_in_its_tower(tmp_path):
+    """As published: the parts for images are left out, and experts may be apart, as in quantised folders."""
+    folder, texts = seeded("llama4"), config_of("llama4")
+    whole = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": texts}
+    stored, tensors = Checkpoint(folder), {}
+    for name in stored.names():
+        values = stored.read(name)
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[f"language_model.{name}"] = values
+            continue
+        for i, each in enumerate(values):
+            parts = {"gate_proj": each[:, :28], "up_proj": each[:, 28:]} if "gate_up" in name else {"down_proj": each}
+            for part, matrix in parts.items():
+                own = f"language_model.{name.rpartition('.')[0]}.{i}.{part}.weight"
+                tensors[own] = np.ascontiguousarray(matrix.T)
+    for name in ("multi_modal_projector.linear_1.weight", "vision_model.layernorm_pre.bias"):
+        tensors[name] = np.ones((3, 2), np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "model.safetensors").write_bytes(pack_arrays(tensors))
+    found, want = (run_dense(Transformer.from_pretrained(each), TOKENS) for each in (tmp_path, folder))
+    np.testing.assert_array_equal(found, want)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("llama4", {"moe_layers": [True]}, "moe_layers: expected numbers of layers, got [True]"),
+        ("llama4", {"interleave_moe_layer_step": 0, "moe_layers": None},
+         "interleave_moe_layer_step: expected a positive whole number, got 0"),
+        ("llama4", {"attention_chunk_size": 0}, "attention_chunk_size: expected a positive whole number or null, got 0"),
+        ("llama4", {"attn_temperature_tuning": "yes"}, "attn_temperature_tuning: expected true or false, got 'yes'"),
+        ("llama4", {"floor_scale": 0}, "floor_scale: expected a positive whole number, got 0"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 5},
+         "layer_types: expected full_attention or chunked_attention for each of 5 layers, got ['sliding_attention', "
+         "'sliding_attention', 'sliding_attention', 'sliding_attention', 'sliding_attention']"),
         ("minimax_m2", {"rotary_dim": 11}, "rotary_dim: expected an even number of channels, got 11"),
         ("minimax_m2", {"rotary_dim": 26}, "rotary_dim: expected a positive whole number up to 24, got 26"),
         ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index: expected -1 or the last of 3 layers, got 1"),

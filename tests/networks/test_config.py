@@ -159,7 +159,7 @@ def test_model_type_replaces_absent_architectures():
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor: .*nothing"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8, **BAND}},
-            "low_freq_factor < high_freq_factor",
+            "low_freq_factor <= high_freq_factor, above 0, got 4.0 and 3.0",
         ),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 8, "beta_fast": 0}}, "beta_slow <= beta_fast"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 8, "truncate": "no"}}, "truncate"),

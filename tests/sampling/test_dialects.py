@@ -420,6 +420,7 @@ def test_several_objects_with_semicolons():
         ("within <tool_call></tool_call> XML tags\n<tool_calls>[", "apriel"),
         ("start_tag => `<function`\n<function=example>", "functionary"),
         ('<tool_call>{"name"', "hermes"), ("<|python_tag|>", "llama3"), ("plain", "none"),
+        ("'<|python_start|>' + content + '<|python_end|>'", "llama4"), ("<|header_start|>", "llama4"),
     ],
 )
 def test_the_template_tells_the_dialect(template, name):

@@ -29,6 +29,7 @@ OPTIONS = {
     "groups of 64": {"dtype": "q4"},
     "a window": {"dtype": "q8"},
     "two windows": {"dtype": "f16"},
+    "chunks": {"dtype": "q4", "residual_length": 0},
     "a state": {"dtype": "f16"},
     "a state, groups of 12": {"dtype": "q4", "residual_length": 12},
     "states alone": {},
@@ -38,7 +39,8 @@ OPTIONS = {
     },
 }
 NETWORKS = {
-    "a window": Windowed(NETWORK, 10), "two windows": Windowed(NETWORK, 30, 5), "a state": StateNetwork("one of each"),
+    "a window": Windowed(NETWORK, 10), "two windows": Windowed(NETWORK, 30, 5),
+    "chunks": Windowed(NETWORK, 12, chunked=True), "a state": StateNetwork("one of each"),
     "a state, groups of 12": StateNetwork("one of each"), "states alone": StateNetwork("states alone"),
     "latent rows, groups of 12": LATENT,
     "several sizes": Transformer.from_pretrained(golden_folder("gemma4")),  # and layers that read K and V of others

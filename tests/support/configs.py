@@ -22,7 +22,7 @@ GEMMA2 = {**LLAMA, "architectures": ["Gemma2ForCausalLM"]}
 GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"]}
 OLMO3 = {**LLAMA, "architectures": ["Olmo3ForCausalLM"]}
 GPT_OSS = {**LLAMA, "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 2}
-BAND = {"low_freq_factor": 4, "high_freq_factor": 4}
+BAND = {"low_freq_factor": 4, "high_freq_factor": 3}
 
 
 def parse(base, **changes):

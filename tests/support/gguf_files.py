@@ -32,11 +32,12 @@ _LETTERS = {
     "ernie4_5_moe": "ernie4_5-moe", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe",
     "bailing_moe_v2": "bailingmoe2", "mellum": "mellum", "granite_swa": "granite_swa", "solar_open": "glm4moe",
     "qwen2_moe": "qwen2moe", "dots1": "dots1", "hunyuan_v1_moe": "hunyuan-moe", "exaone_moe": "exaone-moe",
-    "afmoe": "afmoe", "cohere2_moe": "cohere2moe", "phimoe": "phimoe",
+    "llama4_text": "llama4", "afmoe": "afmoe", "cohere2_moe": "cohere2moe", "phimoe": "phimoe",
 }
 # Networks in which other layers than the first ones have an MLP in place of experts: no entry says which.
-_MIXED = {"qwen2_moe", "qwen2_moe_steps", "exaone_moe_dense"}
+_MIXED = {"qwen2_moe", "qwen2_moe_steps", "exaone_moe_dense", "llama4"}
 _NAMED_AS = {"mellum": "qwen3moe", "cohere2moe": "dots1", "granite_swa": "granite"}  # which the package lacks
+_HALVES = ("qwen3_vl_moe", "llama4_text")  # whose stacks have gate above up
 _INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granite_swa", "minicpm")
 
 CONVERTIBLE = sorted(path.parent.name for path in GOLDEN.glob("*/config.json")) + [
@@ -198,6 +199,8 @@ def entries_of(config, folder_config):
             found["expert_weights_norm"] = (BOOL, config.experts.choice.normalise)
             found["expert_shared_count"] = (U32, config.experts.shared // config.experts.size)
             found["leading_dense_block_count"] = (U32, config.mlps.count("mlp"))
+        elif kind == "llama4_text":
+            found["interleave_moe_layer_step"] = (U32, config.mlps.index("experts") + 1)
         elif config.experts.shared and not config.experts.choice.bias:
             found["expert_shared_feed_forward_length"] = (U32, config.experts.shared)
     if config.next_layers:
@@ -280,6 +283,8 @@ def _converted(checkpoint, model_type, config):
             values = with_rows_for_llama(values, config.num_kv_heads)
         if "vision" in name or "visual." in name:
             continue
+        if letters == "llama4" and ".experts." in name:  # (experts, in, out)
+            values = np.ascontiguousarray(values.swapaxes(1, 2))
         if letters == "gemma4":
             added = name.endswith("layer_scalar") or ".experts." in name
             yield name + ".weight" * added, values
@@ -290,10 +295,10 @@ def _converted(checkpoint, model_type, config):
             part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(found[3], found[3])
             stack = f"{found[1].replace('block_sparse_moe', 'mlp')}{part}.weight"
             stacks.setdefault(stack, {})[int(found[2])] = values
-        elif model_type == "qwen3_vl_moe" and name.endswith("gate_up_proj"):
+        elif model_type in _HALVES and name.endswith("gate_up_proj"):
             for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 yield f"{name.replace('gate_up', part)}.weight", np.ascontiguousarray(half)
-        elif model_type == "qwen3_vl_moe" and ".experts." in name:
+        elif model_type in _HALVES and ".experts." in name:
             yield f"{name}.weight", values
         elif ".experts." in name:  # of gpt-oss: (experts, in, out), gate and up in turn
             weight = not name.endswith("_bias")

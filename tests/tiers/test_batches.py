@@ -7,6 +7,7 @@ from places import GOLDEN
 from prefix_engines import SHORT, prompt
 from serving import Alone, prompts, run, same, sampled, settled
 from tier_stores import SECRET, Faulty, ObjectStore
+from windowed_networks import windowed
 
 from kvcache import BatchEngine
 from kvcache.engine import InferenceEngine, PrefixCachedEngine, Transformer
@@ -43,13 +44,13 @@ def test_engines_of_both_kinds_share_values(network, dtype, residual):
         settled(engine)
 
 
-WINDOWED = [("gemma3", 16), ("gpt_oss", 16), ("olmo3", 48), ("mixtral", 16), ("gemma3", 96)]
+WINDOWED = [("gemma3", 16), ("gpt_oss", 16), ("olmo3", 48), ("mixtral", 16), ("gemma3", 96), ("chunks", 16)]
 
 
 @pytest.mark.parametrize(("name", "block_size"), WINDOWED)
 def test_networks_with_windows(name, block_size):
     """They go on where the tiers have their windows, of prompts and answers; both kinds of engine share them."""
-    model, tokens = Transformer.from_pretrained(GOLDEN / name), prompt(1, 300)
+    model, tokens = windowed(name), prompt(1, 300)
     options, params = {"dtype": "q8", "block_size": block_size}, sampled(3, 40, logprobs=1)
     alone, size = InferenceEngine(model, **options), max(64 // block_size * block_size, block_size)
     stores = [ObjectStore(), ObjectStore()]

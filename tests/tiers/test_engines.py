@@ -9,6 +9,7 @@ from places import GOLDEN, MODELS
 from prefix_engines import SHORT, prompt, settled
 from shared_folder import share
 from tier_stores import SECRET, Faulty, ObjectStore
+from windowed_networks import windowed
 
 from kvcache import BatchEngine, simd_levels, use_simd
 from kvcache.calibration.calibrating import measure
@@ -194,14 +195,14 @@ def test_a_prompt_that_runs_jumps_ahead(network):
 
 WINDOWED = [
     ("gemma2", 16), ("gemma3", 16), ("gpt_oss", 16), ("qwen2_windows", 16), ("olmo3", 48), ("mixtral", 16),
-    ("mistral_window", 16), ("gemma3", 96),
+    ("mistral_window", 16), ("gemma3", 96), ("chunks", 16),
 ]
 
 
 @pytest.mark.parametrize(("name", "block_size"), WINDOWED)
 def test_networks_with_windows(name, block_size):
     """A text goes on where the tiers have its windows: at the end of a prompt, and of an answer."""
-    model, store, tokens = Transformer.from_pretrained(GOLDEN / name), ObjectStore(), prompt(1, 300)
+    model, store, tokens = windowed(name), ObjectStore(), prompt(1, 300)
     options = {"dtype": "q8", "block_size": block_size}
     with waiting(store) as tiers:
         first = engine_over(model, tiers, **options)

@@ -101,7 +101,8 @@ def _among_texts(words: GrammarWords, written: str, parallel: bool, opening: str
     begin, end = dialect.calls or ("", "")
     inner = dialect.lone.calls[:1] if dialect.lone else ()
     if dialect.leads:
-        return f"({words.without(begin, inner, CALL_BEGINNINGS, opening)} | {words.mark(begin)}? {written})"
+        close = f"{words.mark(end)}?" if end else ""
+        return f"({words.without(begin, inner, CALL_BEGINNINGS, opening)} | {words.mark(begin)}? {written} {close})"
     if dialect.section is None:
         call = words.rule(f"{written} {words.mark(end)}")
     else:

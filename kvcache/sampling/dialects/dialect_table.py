@@ -143,6 +143,10 @@ DIALECTS = {
         TaggedReader, ("<|python_tag|>", ""), ObjectCalls, pythonic_calls, _THOUGHTS, leads=True, style=LLAMA_OBJECTS,
         lone=LoneCall(_FUNCTION, NamedCalls, FUNCTIONARY_NAMES),
     ),
+    "llama4": Dialect(
+        TaggedReader, ("<|python_start|>", "<|python_end|>"), ObjectCalls, pythonic_calls, _THOUGHTS, leads=True,
+        style=LLAMA_OBJECTS,
+    ),
     "none": Dialect(TaggedReader),
 }
 # The marks of a template that tell its dialect, in the order in which they are looked for.
@@ -158,7 +162,8 @@ _SIGNS = {
     "<｜tool▁call▁begin｜>": "deepseek", "<|tool_calls_section_begin|>": "kimi",
     "<minimax:tool_call>": "minimax", "<|tool_list_start|>": "lfm2", "<function=": "qwen3_coder", "<arg_key>": "glm",
     "<|tool_call|>": "granite", "List of tools: [": "lfm2", "<response>": "ernie", "<tool_call>": "hermes",
-    "<|python_tag|>": "llama3", '"parameters": dictionary of argument': "llama3",
+    "<|python_start|>": "llama4", "<|header_start|>": "llama4", "<|python_tag|>": "llama3",
+    '"parameters": dictionary of argument': "llama3",
 }
 
 

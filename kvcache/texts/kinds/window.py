@@ -56,17 +56,18 @@ def num_pages(kept: int, block_size: int, blocks: int, share: int = _SHARE) -> i
 
 
 class WindowLayers(Layers):
-    """The layers of one window, and the cache of their newest tokens.
+    """The layers of one window, or of chunks of one size, and the cache of their newest tokens.
 
     Args:
         window: a query sees itself and the `window - 1` tokens before it.
-        kept: tokens that stay: those that the newest query sees, and some before, so that a text can be cut.
+        spare: a text can be cut by so many tokens: what is seen from there stays.
         layers: of the network, ascending, with K and V of their own.
         attention: how each layer of the network attends.
         cache: K and V of these layers.
         pages: the cached windows; None: nothing is cached.
         most_piece: the most tokens of a pass.
         own_ids: the sequences that texts may have; None: all of the cache.
+        chunked: whether a query sees those of its own chunk of `window` positions instead.
 
     Attributes:
         ends: the window of the last multiple of this is kept too, where the text still has it.
@@ -75,20 +76,25 @@ class WindowLayers(Layers):
     reason = "window"
 
     def __init__(
-        self, window: int, kept: int, layers: Sequence[int], attention: Sequence[LayerAttention | None],
-        cache: PagedKvCache, pages: PrefixCache | None, most_piece: int, own_ids: Sequence[int] | None = None,
+        self, window: int, spare: int, layers: Sequence[int], attention: Sequence[LayerAttention | None],
+        cache: PagedKvCache, pages: PrefixCache | None, most_piece: int, own_ids: Sequence[int] | None = None, chunked: bool = False,
     ) -> None:
         self.window, self.cache, self.caches, self.pages = window, cache, (cache,), pages
         self.prefixes = () if pages is None else (pages,)
         self._size, self._most_piece, self.own_ids = cache.block_size, most_piece, own_ids
-        self._kept = -(-kept // self._size) * self._size  # whole blocks: a fork then shares full ones alone
+        self._kept = -(-(window - 1 + spare) // self._size) * self._size  # a fork then shares full blocks alone
+        self._spare, self.chunked = self._kept - window + 1, chunked
         self._calls = calls_of(layers, attention)
         self.layers = tuple(self._calls)
         self.ends = 1
 
     def first_seen(self, pos: int) -> int:
         """The first token that the query at `pos` sees."""
-        return max(0, pos - self.window + 1)
+        return pos // self.window * self.window if self.chunked else max(0, pos - self.window + 1)
+
+    def _first_kept(self, computed: int) -> int:
+        """The first token that stays of a text of so many tokens: the begin of a block."""
+        return self.first_seen(max(0, computed - self._spare)) // self._size * self._size
 
     # -- a text begins --------------------------------------------------------------------------------------
 
@@ -124,7 +130,7 @@ class WindowLayers(Layers):
 
     def append(self, texts: Sequence[Text], index: int, ids: Ids, counts: Lens) -> None:
         for text in texts:
-            first = max(0, text.computed - self._kept) // self._size * self._size
+            first = self._first_kept(text.computed)
             if first > self._first(text, index):
                 text.places = (*text.places[:index], None, *text.places[index + 1 :])
                 self.cache.apply_streaming_llm(text.seq_id, 0, text.computed - first)
@@ -141,13 +147,14 @@ class WindowLayers(Layers):
     def loses(self, text: Text, index: int, end: int, chunk: int) -> bool:
         """The last one of several chunks drops what the first one sees."""
         last = (end - 1) // chunk * chunk
-        return last > text.computed and max(0, last - self._kept) // self._size * self._size > self._first(text, index)
+        return last > text.computed and self._first_kept(last) > self._first(text, index)
 
     def expect(self, text: Text, index: int, pos: int) -> None:
         first = self._first(text, index)
         if pos and self.first_seen(pos) < first:
+            least = -(-first // self.window) * self.window if self.chunked else first + self.window - 1
             raise InvalidOperationError(
-                f"pos: expected at least {first + self.window - 1}, got {pos}: the layers with a window of "
+                f"pos: expected at least {least}, got {pos}: the layers with a window of "
                 f"{self.window} keep the tokens from {first} on; go back to 0 or reset, and run the text again"
             )
 
@@ -207,7 +214,7 @@ class WindowLayers(Layers):
     def connect(self, tiers: Tiers, name: Named, index: TierSource) -> WindowSource | None:
         if self.pages is None:
             return None
-        source = tiers.window_source(f"{name(self.cache.calibration)}, layers {self.layers}", self.window)
+        source = tiers.window_source(f"{name(self.cache.calibration)}, layers {self.layers}", self.first_seen)
         self.pages.source, self.ends = source, index.format.group_tokens
         return source
 
@@ -288,14 +295,14 @@ def _of(made: CacheArguments, left: Sequence[int]) -> list[tuple[int, ...]]:
     """
     if not is_causal(made.model):
         return []
-    whole, found = None, dict[tuple[int, ...], tuple[int, ...]]()
+    whole, found = None, dict[tuple[Any, ...], tuple[int, ...]]()
     for layer in left:
         each = made.attention_of(layer)
         sizes = each.num_kv_heads or 0, each.head_dim or 0, each.latent or 0
         if made.has_kv(layer) and each.window is None and sizes == (whole or sizes):
             whole = sizes
         elif made.has_kv(layer):
-            own = made.window_of(layer), *sizes
+            own = made.window_of(layer), each.chunked, *sizes
             found[own] = (*found.get(own, ()), layer)
     return [found[sizes] for sizes in sorted(found)]
 
@@ -320,12 +327,12 @@ def _nbytes(made: CacheArguments, layers: Sequence[int], blocks: int, cached: in
 
 def _make(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int | None) -> WindowLayers:
     window, load, pages = made.window_of(layers[0]), made.load, None
+    chunked = made.attention_of(layers[0]).chunked
     cache = made.make_cache(**made.options(layers, _num_blocks(made, window, blocks, cached or 0)))
-    kept = window - 1 + load.spare
     if made.shares(cached):
-        pages = PrefixCache.over(cache, None if cached is None else num_pages(kept, made.block_size, cached))
+        pages = PrefixCache.over(cache, None if cached is None else num_pages(window - 1 + load.spare, made.block_size, cached))
     own_ids = None if load.texts else (0, 1)
-    return WindowLayers(window, kept, layers, made.attention, cache, pages, load.piece, own_ids)
+    return WindowLayers(window, load.spare, layers, made.attention, cache, pages, load.piece, own_ids, chunked)
 
 
 WINDOW = LayerKind("window", _of, _nbytes, _make)

@@ -189,15 +189,15 @@ class Tiles:
         return fma((numbers @ self.codes[tokens]).astype(f), step, base)
 
 
-def attended(q, scale, keys, values, num_tokens):
-    """The output of one query that sees all tokens, which fill their blocks."""
+def attended(q, scale, keys, values, num_tokens, unseen=0):
+    """The output of one query that sees all tokens but the first `unseen`; they fill their blocks."""
     q = fma(q, f(float(f(scale)) * 1.4426950408889634), f(0))
     found = []
-    for first in range(0, num_tokens, 1024):
+    for first in range(unseen // 1024 * 1024, num_tokens, 1024):
         largest, total, mixed = LOWEST, f(0), f(0)
         for start in range(first, min(num_tokens, first + 1024), 128):
             tokens = np.arange(start, min(num_tokens, start + 128))
-            scores = keys.scores(q, tokens)
+            scores = np.where(tokens < unseen, f(-np.inf), keys.scores(q, tokens))
             most = max(largest, scores.max())
             alpha, weights = exp2(largest - most), exp2(scores - most, keys.weights)
             total, largest = total * alpha + sixteen(weights), most

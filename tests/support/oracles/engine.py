@@ -118,6 +118,7 @@ class DenseKvCache:
         self.sequences[seq_id][layer][0, start:] = keys
         self.sequences[seq_id][layer][1, start:] = values
         options = {"scale": call.scale, "window": call.window, "softcap": call.softcap, "sinks": call.sinks}
+        options["chunked"] = call.chunked
         return self.attention(layer, queries, [seq_id], query_lens=[count], **options)
 
     def attention(
@@ -141,6 +142,7 @@ def dense_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: NDArray[Any] | None = None,
+    chunked: bool = False,
 ) -> NDArray[np.float64]:
     """Causal attention in float64, with the last query at the last position: `(n, heads, head_dim)`."""
     group = queries.shape[1] // keys.shape[1]
@@ -149,8 +151,9 @@ def dense_attention(
     scores *= queries.shape[2] ** -0.5 if scale is None else scale
     if softcap is not None:
         scores = softcap * np.tanh(scores / softcap)
-    distance = np.arange(len(keys) - len(queries), len(keys))[:, None] - np.arange(len(keys))
-    scores[:, (distance < 0) | (distance >= (window or np.inf))] = -np.inf
+    own, each = np.arange(len(keys) - len(queries), len(keys))[:, None], np.arange(len(keys))
+    apart = own // window != each // window if chunked else own - each >= (window or np.inf)
+    scores[:, (own < each) | apart] = -np.inf
     extra = np.full((len(scores), 1, 1), -np.inf) if sinks is None else sinks.astype(np.float64)[:, None, None]
     most = np.maximum(scores.max(axis=2, keepdims=True), extra)
     weights = np.exp(scores - most)

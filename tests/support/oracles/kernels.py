@@ -21,12 +21,13 @@ def attention(queries, keys, values, scale, **options):
 
 def attend(
     queries, keys, values, scale, *, sink_queries=None, sink_tokens=0, shown=None, window=None, softcap=None,
-    sinks=None, causal=True, parents=None,
+    sinks=None, causal=True, parents=None, chunked=False, start=0,
 ):
     """Attention of queries (n, query heads, dim) at the last n positions of keys (tokens, heads, dim) and of values
     (tokens, heads, value dim).
 
-    Only the first `shown` tokens are seen, and of these the last `window` up to a query's own position. Scores become
+    Only the first `shown` tokens are seen, and of these the last `window` up to a query's own position; if `chunked`,
+    those of its own chunk of `window` positions, with the first token at position `start`. Scores become
     softcap * tanh(score / softcap). sinks (query heads), or of each query, are scores of a token without a value.
     Without `causal`, every query sees all shown tokens, or those at a distance below `window`. parents: of each query,
     -1 for none; it sees its ancestors instead of all before it.
@@ -38,7 +39,7 @@ def attend(
     count, query_heads, _ = queries.shape
     tokens, heads, _ = keys.shape
     shown = tokens if shown is None else shown
-    seen = np.array([seen_by(j, count, tokens, window, causal, parents)[:shown] for j in range(count)], bool)
+    seen = np.array([seen_by(j, count, tokens, window, causal, parents, chunked, start)[:shown] for j in range(count)], bool)
     seen = seen.reshape(count, shown)
     values = np.where(seen.any(0)[:, None, None], values[:shown], 0)
     out, mass = np.zeros((count, query_heads, values.shape[2])), np.zeros((query_heads, shown))
@@ -59,7 +60,7 @@ def attend(
     return out, mass, lse
 
 
-def seen_by(query, count, tokens, window, causal, parents):
+def seen_by(query, count, tokens, window, causal, parents, chunked, start):
     """The tokens that query `query` of `count` at the last positions sees, `(tokens,)`; arguments as in `attend`."""
     positions, own = np.arange(tokens), tokens - count + query
     if parents is not None:
@@ -70,6 +71,8 @@ def seen_by(query, count, tokens, window, causal, parents):
         positions[[tokens - count + i for i in line]] = tokens - count + np.arange(len(line))[::-1]
         own = positions[own]
     seen = positions <= (own if causal else own + window - 1 if window else tokens)
+    if chunked:
+        return seen & ((positions + start) // window == (own + start) // window)
     return seen if window is None else seen & (positions > own - window)
 
 
