@@ -71,6 +71,10 @@ ARCHITECTURES = {
     "gemma": Architecture("gemma"),
     "gemma2": Architecture("gemma2", windows=True, fixed={"sliding_window": 4096}),
     "gemma3": Architecture("gemma3_text", windows=True, fixed={"rope_local_base_freq": 10000.0}),
+    "gemma3n": Architecture(
+        "gemma3n_text", windows=True, understood=("attention.shared_kv_layers",),
+        fixed={"rope_local_base_freq": 10000.0, "final_logit_softcapping": 30.0},
+    ),
     "gemma4": Architecture("gemma4_text", windows=True, understood=("attention.shared_kv_layers",)),
     "phi3": Architecture("phi3", windows=True, understood=("rope.scaling.attn_factor",)),
     "phimoe": Architecture(
