@@ -116,7 +116,8 @@ def _overrides(
     given, inner = config.get(_EACH), config.get("intermediate_size")
     if isinstance(inner, list):
         if len(inner) != len(windows):
-            raise CheckpointError(f"intermediate_size: expected one for each of {len(windows)} layers, got {short(inner)}")
+            expected = f"one for each of {len(windows)} layers"
+            raise CheckpointError(f"intermediate_size: expected {expected}, got {short(inner)}")
         given = {str(layer): {"intermediate_size": size} for layer, size in enumerate(inner)}
     if given is None and not read.has_default("global_head_dim"):
         return {}

@@ -285,18 +285,23 @@ class Transformer:
         self, layer: LayerWeights, x: Float32, mixed: Float32 | None, inputs: Float32 | None, streams: Float32 | None
     ) -> None:
         """Add what the parts of a layer compute of some rows to their residual stream `x`, or to all `streams`."""
-        config, eps = self.config, self.config.rms_norm_eps
-        normed = low = None
-        if config.norms == "parallel" or layer.streams is not None:
+        config, eps, normed, beside = self.config, self.config.rms_norm_eps, None, None
+        if config.norms == "parallel":
             normed = self._normed(x, layer.input_norm)
-        if layer.streams is not None and normed is not None:
-            low, normed = layer.streams.beside(normed, self._times, eps), None
+        if layer.streams is not None:
+            beside = layer.streams.beside(self._normed(x, layer.input_norm), self._times, eps)
         if mixed is not None and layer.output is not None:
             self._add_times(x, mixed, layer.output, layer.output_bias, layer.output_norm)
-        if low is not None:
-            x += low
+        if beside is not None:
+            x += beside
             x *= np.float32(math.sqrt(0.5))
-        self._add_mlps(x, layer, normed)
+        if layer.mlps:
+            normed = self._normed(x, layer.mlp_norm) if normed is None else normed
+            if layer.router is None:
+                (mlp,) = layer.mlps
+                self._add_times(x, self._gated(normed, mlp), mlp.down, mlp.down_bias, layer.down_norm)
+            else:
+                self._add_experts(x, layer, layer.router, normed)
         to = x
         if layer.streams is not None and streams is not None and config.streams is not None:
             x = layer.streams.correct_by(x, streams, config.streams.active, self._times, eps)
@@ -518,24 +523,17 @@ class Transformer:
             found += [turned] if found else [turned[:, :count], turned[:, count:], values]
         return tuple(found)
 
-    def _add_mlps(self, x: Float32, layer: LayerWeights, normed: Float32 | None) -> None:
-        """Add what the MLP, or the experts of each row, compute of the residual stream `x` to it.
+    def _add_experts(self, x: Float32, layer: LayerWeights, router: Weight, normed: Float32) -> None:
+        """Add what the experts of each row compute, and an MLP beside them, to the residual stream `x`.
 
-        `normed`: the rows that they take; None: those of `x`, normed.
+        `normed`: the rows that they take.
         """
-        if not layer.mlps:
-            return
-        normed = self._normed(x, layer.mlp_norm) if normed is None else normed
-        if layer.router is None:
-            (mlp,) = layer.mlps
-            self._add_times(x, self._gated(normed, mlp), mlp.down, mlp.down_bias, layer.down_norm)
-            return
         if (beside := layer.beside) is None:
-            self._add(x, self._experts(normed, normed, layer.router, layer), layer.down_norm)
+            self._add(x, self._experts(normed, normed, router, layer), layer.down_norm)
             return
         part = self._normed(self._times(self._gated(normed, beside.mlp), beside.mlp.down), beside.mlp_norm)
         rows, routed = self._normed(x, beside.experts_norm), self._normed(x, beside.router_norm)
-        part += self._normed(self._experts(rows, routed, layer.router, layer), beside.experts_down_norm)
+        part += self._normed(self._experts(rows, routed, router, layer), beside.experts_down_norm)
         self._add(x, part, layer.down_norm)
 
     def _experts(self, x: Float32, routed: Float32, router: Weight, layer: LayerWeights) -> Float32:

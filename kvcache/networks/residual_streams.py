@@ -138,7 +138,8 @@ class StreamEnds:
 
 def _mean_square(x: Float32) -> NDArray[np.float64]:
     wide = x.astype(np.float64)
-    return sums_of(wide * wide) / x.shape[1]
+    found: NDArray[np.float64] = sums_of(wide * wide) / x.shape[1]
+    return found
 
 
 def _size(x: Float32) -> NDArray[np.float64]:

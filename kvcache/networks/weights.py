@@ -405,7 +405,8 @@ class _Loader:
                 inputs = TokenInputs(matrices[INPUT_TABLE], matrices[INPUT_PROJECTION], self._vector(INPUT_NORM))
             layers = tuple(self._layer(i, matrices) for i in range(self._config.num_layers))
             embedding, bias = matrices[EMBEDDING], self._vector(HEAD_BIAS) if self._config.head_bias else None
-            ends = StreamEnds(*(tuple(matrices[name] for name in names) for names in self._ends)) if self._ends else None
+            parts = [tuple(matrices[name] for name in names) for names in self._ends]
+            ends = StreamEnds(*parts) if parts else None
             weights = Weights(embedding, layers, self._norm(NORM), matrices.get(HEAD, embedding), inputs, bias, ends)
         except MemoryError:
             raise _too_large(size, 0) from None

@@ -219,7 +219,8 @@ def _of_gemma3n(config):
     return {
         "attention.sliding_window_pattern": (ARRAY, [window is not None for window in config.windows], BOOL),
         "attention.shared_kv_layers": (U32, sum(size.kv_layer is not None for size in config.sizes)),
-        "embedding_length_per_layer_input": (U32, config.layer_inputs), "activation_sparsity_scale": (ARRAY, cutoffs, F32),
+        "embedding_length_per_layer_input": (U32, config.layer_inputs),
+        "activation_sparsity_scale": (ARRAY, cutoffs, F32),
         "altup.active_idx": (U32, config.streams.active), "altup.num_inputs": (U32, config.streams.count),
         "feed_forward_length": (ARRAY, inner, U32),
     }
@@ -295,7 +296,7 @@ def _converted(checkpoint, model_type, config):
             values = with_rows_for_llama(values, config.num_kv_heads)
         if "vision" in name or "visual." in name:
             continue
-        if found := re.fullmatch(r"(model\.altup_\w+projections)\.(\d+)\.weight", name):
+        if found := re.fullmatch(r"(model\.altup_\w*projections)\.(\d+)\.weight", name):
             stacks.setdefault(f"{found[1]}.weight", {})[int(found[2])] = values
             continue
         if letters == "gemma3n":
@@ -375,6 +376,10 @@ _ASSUMED = {
         "long_mscale": 1.2,
     }},
     "afmoe_plain": {"mup_enabled": True, "layer_types": None},
+    "gemma3n_streams": {"altup_correct_scale": True, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    }},
 }
 
 
