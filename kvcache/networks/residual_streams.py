@@ -27,6 +27,7 @@ Weight = Matrix | MatrixStack
 Times = Callable[[Float32, Weight], Float32]
 
 _LEAST = 1e-5  # of the mean of squares that a stream is scaled by
+_TOGETHER = 16  # rows whose products are added at a time: they stay in the CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,10 @@ class StreamWeights:
         modes = self._modes(np.ascontiguousarray(streams[:, active]), times, eps)
         shares = times(modes, self.predict).reshape(n, count, count)
         out = streams.copy()
-        for i in range(count):
-            out += shares[:, :, i, None] * streams[:, i, None]
+        for start in range(0, n, _TOGETHER):
+            some = slice(start, start + _TOGETHER)
+            for i in range(count):
+                out[some] += shares[some, :, i, None] * streams[some, i, None]
         return out
 
     def correct_by(self, x: Float32, streams: Float32, active: int, times: Times, eps: float) -> Float32:
@@ -101,7 +104,9 @@ class StreamWeights:
         change = x - streams[:, active]
         shares = times(self._modes(x, times, eps), self.correct)
         shares += np.float32(1)
-        streams += shares[:, :, None] * change[:, None]
+        for start in range(0, len(x), _TOGETHER):
+            some = slice(start, start + _TOGETHER)
+            streams[some] += shares[some, :, None] * change[some, None]
         first = np.ascontiguousarray(streams[:, active])
         return first if self.scale is None else first * self.scale
 

@@ -13,6 +13,8 @@ __all__ = ["cutoff_of", "share_of", "thin"]
 
 Float32 = NDArray[np.float32]
 
+_TOGETHER = 8  # rows that are taken at a time: their doubles stay in the CPU's cache
+
 
 def cutoff_of(share: float) -> float:
     """How many deviations above the mean a gate begins to count, if `share` of a normal distribution is below."""
@@ -31,10 +33,12 @@ def thin(both: Float32, cutoff: np.float32) -> None:
         both: `(n, 2 * dim)`, gates beside what they multiply; a row has the same bits in any company.
         cutoff: see `cutoff_of`.
     """
-    gates = both[:, : both.shape[1] // 2]
-    count, wide = gates.shape[1], gates.astype(np.float64)
-    means = sums_of(wide) / count
-    wide -= means[:, None]
-    wide *= wide
-    gates -= (means + np.sqrt(sums_of(wide) / count) * float(cutoff)).astype(np.float32)[:, None]
-    gates[gates <= 0] = 0
+    count = both.shape[1] // 2
+    for start in range(0, len(both), _TOGETHER):
+        gates = both[start : start + _TOGETHER, :count]
+        wide = gates.astype(np.float64)
+        means = sums_of(wide) / count
+        wide -= means[:, None]
+        wide *= wide
+        gates -= (means + np.sqrt(sums_of(wide) / count) * float(cutoff)).astype(np.float32)[:, None]
+        gates[gates <= 0] = 0
