@@ -10,6 +10,7 @@ from kvcache.errors import CheckpointError
 from kvcache.networks.expert_kinds import EXPERT_KINDS, ExpertKind
 from kvcache.networks.recurrent_sizes import Kind
 from kvcache.networks.towers import TOWERS
+from kvcache.networks.unread_families import parts_missing
 from kvcache.support.arguments import short
 
 __all__ = ["FAMILIES", "Family", "family_of"]
@@ -656,11 +657,15 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
     if not named:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in _BY_TYPE:
+            if parts := parts_missing(model_type):
+                raise CheckpointError(f"model_type: expected a network without {parts}, got {model_type!r}")
             known = ", ".join([*_BY_TYPE, *(tower.model_type for tower in TOWERS.values())])
             raise CheckpointError(f"model_type: expected one of {known}, got {short(model_type)}")
         return _BY_TYPE[model_type], FAMILIES[_BY_TYPE[model_type]]
     name = _with_head(named[0]) if isinstance(named, list) and len(named) == 1 else ""
     if name not in _BY_NAME:
+        if parts := parts_missing(name):
+            raise CheckpointError(f"architectures: expected a network without {parts}, got {name!r}")
         known = ", ".join([*FAMILIES, *TOWERS])
         raise CheckpointError(f"architectures: expected one of {known}, got {short(named)}")
     return _BY_NAME[name], FAMILIES[_BY_NAME[name]]

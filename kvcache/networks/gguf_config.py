@@ -16,6 +16,7 @@ from kvcache.networks.families import FAMILIES, Family, family_of
 from kvcache.networks.gguf_architectures import ARCHITECTURES, NEXT_LAYERS, Architecture
 from kvcache.networks.recurrent_sizes import STATE_SIZES
 from kvcache.networks.sparse_gates import share_of
+from kvcache.networks.unread_families import parts_missing
 from kvcache.support.arguments import short
 
 __all__ = ["NEUTRAL", "architecture_of", "network_of"]
@@ -73,6 +74,10 @@ def architecture_of(file: GgufFile) -> Architecture:
     if kind != "model":
         raise CheckpointError(f"{file.path}: general.type: expected model, got {short(kind)}")
     if not isinstance(name, str) or name not in ARCHITECTURES:
+        if parts := parts_missing(name):
+            raise CheckpointError(
+                f"{file.path}: general.architecture: expected a network without {parts}, got {name!r}"
+            )
         raise CheckpointError(
             f"{file.path}: general.architecture: expected one of {', '.join(ARCHITECTURES)}, got {short(name)}"
         )

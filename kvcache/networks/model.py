@@ -25,6 +25,7 @@ from kvcache.kernels.layers import (
     rms_norm,
     softcap,
     swiglu,
+    thin,
     top_experts,
     xielu,
 )
@@ -39,7 +40,6 @@ from kvcache.networks.padded_heads import padded, stored_sizes
 from kvcache.networks.protocols import Attend, LayerAttention, Logits, Recur
 from kvcache.networks.recurrence import Layer, layer_of
 from kvcache.networks.rope import Rope, RopeTable
-from kvcache.networks.sparse_gates import thin
 from kvcache.networks.weights import InputWeights, LayerWeights, MlpWeights, Progress, Weight, Weights
 from kvcache.support.arguments import short
 

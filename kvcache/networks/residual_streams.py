@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import CheckpointError
 from kvcache.kernels.functions import sums_of, tanh
-from kvcache.kernels.layers import rms_norm
+from kvcache.kernels.layers import mix, rms_norm
 from kvcache.kernels.matrix import Matrix
 from kvcache.networks.entries import Entries
 from kvcache.networks.linear import MatrixStack
@@ -27,7 +27,6 @@ Weight = Matrix | MatrixStack
 Times = Callable[[Float32, Weight], Float32]
 
 _LEAST = 1e-5  # of the mean of squares that a stream is scaled by
-_TOGETHER = 16  # rows whose products are added at a time: they stay in the CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +87,7 @@ class StreamWeights:
         n, count, _ = streams.shape
         modes = self._modes(np.ascontiguousarray(streams[:, active]), times, eps)
         shares = times(modes, self.predict).reshape(n, count, count)
-        out = streams.copy()
-        for start in range(0, n, _TOGETHER):
-            some = slice(start, start + _TOGETHER)
-            for i in range(count):
-                out[some] += shares[some, :, i, None] * streams[some, i, None]
-        return out
+        return mix(streams, shares, streams)
 
     def correct_by(self, x: Float32, streams: Float32, active: int, times: Times, eps: float) -> Float32:
         """Correct the predicted `streams` in place by what their layer made, `x` `(n, hidden)`.
@@ -101,17 +95,15 @@ class StreamWeights:
         Returns:
             The active stream `(n, hidden)` as the inputs of a token meet it.
         """
-        change = x - streams[:, active]
+        change = (x - streams[:, active])[:, None]
         shares = times(self._modes(x, times, eps), self.correct)
         shares += np.float32(1)
-        for start in range(0, len(x), _TOGETHER):
-            some = slice(start, start + _TOGETHER)
-            streams[some] += shares[some, :, None] * change[some, None]
+        mix(streams, shares[:, :, None], change, in_place=True)
         first = np.ascontiguousarray(streams[:, active])
         return first if self.scale is None else first * self.scale
 
     def beside(self, normed: Float32, times: Times, eps: float) -> Float32:
-        """What is added beside attention: the rows that it takes, and what two matrices make of them."""
+        """The rows that are added beside attention: those that it takes, and what two matrices make of them."""
         return normed + rms_norm(times(times(normed, self.left), self.right), self.low_norm, eps)
 
 
