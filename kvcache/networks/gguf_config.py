@@ -27,10 +27,8 @@ _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_patter
 _TURNED = "attention.rope_pattern"
 _LAYER_INPUTS = "per_layer_token_embd.weight"
 _CUTOFFS, _LOW_RANK = "activation_sparsity_scale", "blk.0.laurel_l.weight"
-_STREAMS = {
-    "altup_num_inputs": "altup.num_inputs", "altup_active_idx": "altup.active_idx",
-    "num_kv_shared_layers": "attention.shared_kv_layers",
-}
+_STREAMS = ("altup.num_inputs", "altup.active_idx", "attention.shared_kv_layers")
+_MOST_DEVIATIONS = 5
 # What entries mean where they are 0 or absent; None: the family's default.
 _ABSENT: dict[str, Any] = {
     "leading_dense_block_count": 0, "expert_group_count": 1, "expert_group_used_count": 1, "expert_weights_norm": False,
@@ -355,15 +353,16 @@ def _set_layers(read: _Entries, family: Family, found: dict[str, Any]) -> None:
 
 def _set_streams(read: _Entries, layers: int, found: dict[str, Any]) -> None:
     """The streams of Gemma 3n, and from where on gates count, in deviations; minus infinity: all count."""
-    for key, name in _STREAMS.items():
-        found[key] = read.get(name)
-        if found[key] is None:
+    for name in _STREAMS:
+        if read.get(name) is None:
             read.fail(name, "a number")
     if _LOW_RANK in read.file:
         found["laurel_rank"] = read.file[_LOW_RANK].shape[0]
     each = read.either(_CUTOFFS)
     if not isinstance(each, np.ndarray) or each.dtype.kind != "f" or len(each) != layers:
         read.fail(_CUTOFFS, f"a number for each of {layers} layers", each)
+    if not ((np.abs(each) <= _MOST_DEVIATIONS) | (each == -np.inf)).all():
+        read.fail(_CUTOFFS, f"numbers up to {_MOST_DEVIATIONS} or minus infinity", each)
     found["activation_sparsity_pattern"] = [share_of(cutoff) for cutoff in each.tolist()]
 
 

@@ -106,7 +106,7 @@ def _cutoffs(read: Entries, layers: int) -> list[float | None]:
 
 
 def _is_share(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 0.9999999  # above, its float is 1
+    return type(value) in (int, float) and (value == 0 or 1e-7 <= value <= 0.9999999)  # beyond, its float is 0 or 1
 
 
 def _overrides(

@@ -146,6 +146,15 @@ def test_what_a_config_says():
     assert every == config
     other = ModelConfig.from_dict(content() | {"layer_types": ["full_attention"] + ["sliding_attention"] * 6})
     assert other.windows[-1] == 20
+    published = ModelConfig.from_dict(content() | {  # E2B: what its files say
+        "num_hidden_layers": 30, "num_kv_shared_layers": 10, "intermediate_size": [8192] * 30, "sliding_window": 512,
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20, "vocab_size": 262400, "rope_parameters": None,
+        "vocab_size_per_layer_input": 262144, "max_position_embeddings": 32768, "rope_theta": 1e6, "rope_scaling": None,
+        "rope_local_base_freq": 10000.0, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 6,
+    })
+    assert [size.kv_layer for size in published.sizes[19:]] == [None, *[18, 18, 18, 18, 19] * 2]
+    assert (published.rope.theta, published.window_rope.theta, published.attention_scale) == (1e6, 1e4, 1.0)
+    assert {size.cutoff for size in published.sizes[:10]} == {cutoff_of(0.95)}
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -157,6 +166,7 @@ def test_what_a_config_says():
     ({"activation_sparsity_pattern": [0.5] * 6 + [1.0]}, SHARES),
     ({"activation_sparsity_pattern": [0.5] * 6 + ["x"]}, SHARES),
     ({"activation_sparsity_pattern": 0.5}, SHARES),
+    ({"activation_sparsity_pattern": [0.5] * 6 + [1e-50]}, SHARES),
     ({"intermediate_size": [72] * 6}, "intermediate_size: expected one for each of 7 layers"),
     ({"intermediate_size": [72] * 6 + [0]}, "per_layer_config.6.intermediate_size: expected a positive whole number"),
     ({"num_kv_shared_layers": 7}, "num_kv_shared_layers: expected a whole number of at least 0 up to 6, got 7"),
@@ -236,13 +246,13 @@ class TestGguf:
 
     @pytest.mark.parametrize(("changes", "message"), [
         ({"altup.num_inputs": None}, "altup.num_inputs: expected a number, got nothing"),
-        ({"altup.active_idx": (U32, 4)}, "altup.*active_idx: expected one of 4 streams, got 4"),
+        ({"altup.active_idx": (U32, 4)}, "gemma3n.altup.active_idx: expected one of 4 streams, got 4"),
         ({"altup.num_inputs": (U32, 3)}, "altup_proj.weight: expected shape"),
         ({"attention.shared_kv_layers": None}, "attention.shared_kv_layers: expected a number, got nothing"),
         ({"activation_sparsity_scale": None}, "activation_sparsity_scale: expected a number for each of 7 layers"),
         ({"activation_sparsity_scale": (ARRAY, [1.0] * 6, F32)}, "sparsity_scale: expected a number for each of 7"),
-        ({"activation_sparsity_scale": (ARRAY, [99.0] * 7, F32)}, "sparsity_pattern: expected a number below 1 for"),
-        ({"activation_sparsity_scale": (ARRAY, [math.nan] * 7, F32)}, "sparsity_pattern: expected a number below 1"),
+        *(({"activation_sparsity_scale": (ARRAY, [wrong] * 7, F32)}, "sparsity_scale: expected numbers up to 5 or")
+          for wrong in (99.0, -99.0, math.inf, math.nan)),
     ])
     def test_refused(self, tmp_path, changes, message):
         named = {f"gemma3n.{key}": value for key, value in changes.items()}
