@@ -192,6 +192,9 @@ typedef struct kvc_kernels {
                      float eps, float *out);
     void (*layer_norm)(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *weight, const float *bias,
                        float eps, float *out);
+    void (*thin)(int64_t n, int64_t dim, float *x, int64_t x_stride, float factor);
+    void (*mix)(int64_t n, int64_t outs, int64_t ins, int64_t dim, const float *shares, const float *x, const float *base,
+                float *out);
     void (*swiglu)(int64_t n, int64_t dim, const float *x, float *out);
     void (*geglu)(int64_t n, int64_t dim, const float *x, float *out);
     void (*gelu)(int64_t n, int64_t dim, const float *x, float *out);
@@ -268,6 +271,9 @@ void kvc_rms_norm(const kvc_kernels *, int64_t n, int64_t heads, int64_t dim, co
                   const float *weight, float eps, float *out, int num_threads);
 void kvc_layer_norm(const kvc_kernels *, int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *weight,
                     const float *bias, float eps, float *out, int num_threads);
+void kvc_thin(const kvc_kernels *, int64_t n, int64_t dim, float *x, int64_t x_stride, float factor, int num_threads);
+void kvc_mix(const kvc_kernels *, int64_t n, int64_t outs, int64_t ins, int64_t dim, const float *shares, const float *x,
+             const float *base, float *out, int num_threads);
 void kvc_swiglu(const kvc_kernels *, int64_t n, int64_t dim, const float *x, float *out, int num_threads);
 void kvc_geglu(const kvc_kernels *, int64_t n, int64_t dim, const float *x, float *out, int num_threads);
 void kvc_gelu(const kvc_kernels *, int64_t n, int64_t dim, const float *x, float *out, int num_threads);

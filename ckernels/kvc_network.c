@@ -28,28 +28,65 @@ void KVC_FN(rms_norm)(int64_t n, int64_t heads, int64_t dim, const float *x, int
     }
 }
 
+INLINE float mean_of(int64_t dim, const float *x) {
+    f32x16 sum = f32x16_zero();
+    for (int64_t d = 0; d < dim; d += 16) sum = f32x16_add(sum, f32x16_load_some(x + d, dim - d));
+    return f32x16_sum_of(sum) / (float)dim;
+}
+
+/* The mean of (x - mean)^2. */
+INLINE float variance_of(int64_t dim, const float *x, f32v mean) {
+    f32x16 squares = f32x16_zero();
+    for (int64_t d = 0; d < dim; d += 16) {
+        UNROLL
+        for (int i = 0; i < KVC_VECTORS; i++) {
+            const int64_t left = dim - d - i * KVC_LANES;
+            if (left <= 0) continue;
+            const f32v v = some_of(f32v_sub(load_some(x + d + i * KVC_LANES, left), mean), left);
+            squares.v[i] = f32v_fma(v, v, squares.v[i]);
+        }
+    }
+    return f32x16_sum_of(squares) / (float)dim;
+}
+
 /* out (n, dim) = (x - mean) / sqrt(mean of (x - mean)^2 + eps) * weight + bias; rows of x are x_stride floats apart. The mean
  * errs by less than (dim / 16 + 5) * 2^-24 of the largest |x|, and each x - mean by that and half an ulp. */
 void KVC_FN(layer_norm)(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *weight, const float *bias,
                         float eps, float *out) {
     for (int64_t i = 0; i < n; i++, x += x_stride, out += dim) {
-        f32x16 sum = f32x16_zero(), squares = f32x16_zero();
-        for (int64_t d = 0; d < dim; d += 16) sum = f32x16_add(sum, f32x16_load_some(x + d, dim - d));
-        const f32v mean = f32v_set1(f32x16_sum_of(sum) / (float)dim);
-        for (int64_t d = 0; d < dim; d += 16) {
-            UNROLL
-            for (int i = 0; i < KVC_VECTORS; i++) {
-                const int64_t left = dim - d - i * KVC_LANES;
-                if (left <= 0) continue;
-                const f32v v = some_of(f32v_sub(load_some(x + d + i * KVC_LANES, left), mean), left);
-                squares.v[i] = f32v_fma(v, v, squares.v[i]);
-            }
-        }
-        const f32v scale = f32v_set1(1.0f / sqrtf(f32x16_sum_of(squares) / (float)dim + eps));
+        const f32v mean = f32v_set1(mean_of(dim, x));
+        const f32v scale = f32v_set1(1.0f / sqrtf(variance_of(dim, x, mean) + eps));
         for (int64_t d = 0; d < dim; d += KVC_LANES) {
             const f32v v = f32v_mul(f32v_sub(load_some(x + d, dim - d), mean), scale);
             store_some(out + d, dim - d,
                        f32v_fma(v, load_some(weight + d, dim - d), load_some(bias + d, dim - d)));
+        }
+    }
+}
+
+/* x (n, dim), rows x_stride floats apart, in place: what is above its row's mean + factor * deviation stays, less that; the
+ * rest becomes 0. The bound errs as the mean of layer_norm does, and by factor times as much of the deviation. */
+void KVC_FN(thin)(int64_t n, int64_t dim, float *x, int64_t x_stride, float factor) {
+    for (int64_t i = 0; i < n; i++, x += x_stride) {
+        const float mean = mean_of(dim, x), deviation = sqrtf(variance_of(dim, x, f32v_set1(mean)));
+        const f32v bound = f32v_set1(mean + deviation * factor);
+        for (int64_t d = 0; d < dim; d += KVC_LANES)
+            store_some(x + d, dim - d, f32v_max(f32v_zero(), f32v_sub(load_some(x + d, dim - d), bound)));
+    }
+}
+
+/* out (n, outs, dim) = base + shares (n, outs, ins) times x (n, ins, dim): for each value an fma after another, in the order
+ * of ins. base may be out, or x. */
+void KVC_FN(mix)(int64_t n, int64_t outs, int64_t ins, int64_t dim, const float *shares, const float *x, const float *base,
+                 float *out) {
+    for (int64_t i = 0; i < n; i++, x += ins * dim) {
+        for (int64_t o = 0; o < outs; o++, shares += ins, base += dim, out += dim) {
+            for (int64_t d = 0; d < dim; d += KVC_LANES) {
+                f32v sum = load_some(base + d, dim - d);
+                for (int64_t j = 0; j < ins; j++)
+                    sum = f32v_fma(f32v_set1(shares[j]), load_some(x + j * dim + d, dim - d), sum);
+                store_some(out + d, dim - d, sum);
+            }
         }
     }
 }

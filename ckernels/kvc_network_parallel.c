@@ -7,7 +7,8 @@ enum { VALUES_PER_ITEM = 1 << 14 }; /* some 5 us of work; fewer are computed fas
 typedef struct call {
     const kvc_kernels *kernels;
     int64_t n, rows_per_item, heads, dim, turned, x_stride, gate_stride; /* strides: floats between rows of x, of gates */
-    const float *x, *weight, *bias, *cos, *sin, *gates; /* no bias: an RMSNorm */
+    int64_t ins;                                                        /* of a mix, whose outs are `heads` */
+    const float *x, *weight, *bias, *cos, *sin, *gates, *shares, *base; /* no bias: an RMSNorm */
     int silu;
     float eps, alpha, limit, positive, negative, beta, *out;
     void (*gate)(int64_t n, int64_t dim, const float *x, float *out);
@@ -56,6 +57,22 @@ static void xielu_item(void *context, int64_t index, int thread) {
                       c->out + r.first * c->dim);
 }
 
+static void thin_item(void *context, int64_t index, int thread) {
+    const call *c = context;
+    const rows r = rows_of(c, index);
+    (void)thread;
+    c->kernels->thin(r.count, c->dim, c->out + r.first * c->x_stride, c->x_stride, c->limit);
+}
+
+static void mix_item(void *context, int64_t index, int thread) {
+    const call *c = context;
+    const rows r = rows_of(c, index);
+    const int64_t first = r.first * c->heads * c->dim;
+    (void)thread;
+    c->kernels->mix(r.count, c->heads, c->ins, c->dim, c->shares + r.first * c->heads * c->ins,
+                    c->x + r.first * c->ins * c->dim, c->base + first, c->out + first);
+}
+
 static void rotate_item(void *context, int64_t index, int thread) {
     const call *c = context;
     const rows r = rows_of(c, index);
@@ -91,6 +108,18 @@ void kvc_layer_norm(const kvc_kernels *kernels, int64_t n, int64_t dim, const fl
                     const float *weight, const float *bias, float eps, float *out, int num_threads) {
     run((call){.kernels = kernels, .n = n, .heads = 1, .dim = dim, .x = x, .x_stride = x_stride, .weight = weight,
                .bias = bias, .eps = eps, .out = out}, norm_item, num_threads);
+}
+
+void kvc_thin(const kvc_kernels *kernels, int64_t n, int64_t dim, float *x, int64_t x_stride, float factor,
+              int num_threads) {
+    run((call){.kernels = kernels, .n = n, .heads = 1, .dim = dim, .x_stride = x_stride, .limit = factor, .out = x},
+        thin_item, num_threads);
+}
+
+void kvc_mix(const kvc_kernels *kernels, int64_t n, int64_t outs, int64_t ins, int64_t dim, const float *shares,
+             const float *x, const float *base, float *out, int num_threads) {
+    run((call){.kernels = kernels, .n = n, .heads = outs, .ins = ins, .dim = dim, .shares = shares, .x = x, .base = base,
+               .out = out}, mix_item, num_threads);
 }
 
 void kvc_swiglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float *out, int num_threads) {

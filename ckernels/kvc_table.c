@@ -31,6 +31,8 @@ void KVC_OWN(multiply_packed)(const kvc_matmul_args *, int64_t, int64_t, float *
 void KVC_OWN(multiply_bf16)(const kvc_matmul_args *, int64_t, int64_t, float *);
 void KVC_FN(rms_norm)(int64_t, int64_t, int64_t, const float *, int64_t, const float *, float, float *);
 void KVC_FN(layer_norm)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float *);
+void KVC_FN(thin)(int64_t, int64_t, float *, int64_t, float);
+void KVC_FN(mix)(int64_t, int64_t, int64_t, int64_t, const float *, const float *, const float *, float *);
 void KVC_FN(swiglu)(int64_t, int64_t, const float *, float *);
 void KVC_FN(geglu)(int64_t, int64_t, const float *, float *);
 void KVC_FN(gelu)(int64_t, int64_t, const float *, float *);
@@ -73,6 +75,8 @@ const kvc_kernels KVC_OWN(kernels) = {
 #endif
     .rms_norm = KVC_FN(rms_norm),
     .layer_norm = KVC_FN(layer_norm),
+    .thin = KVC_FN(thin),
+    .mix = KVC_FN(mix),
     .swiglu = KVC_FN(swiglu),
     .geglu = KVC_FN(geglu),
     .gelu = KVC_FN(gelu),

@@ -247,6 +247,9 @@ cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_
                    float eps, float *out) noexcept nogil
 cdef void layer_norm(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *weight, const float *bias,
                      float eps, float *out) noexcept nogil
+cdef void thin(int64_t n, int64_t dim, float *x, int64_t x_stride, float factor) noexcept nogil
+cdef void mix(int64_t n, int64_t outs, int64_t ins, int64_t dim, const float *shares, const float *x, const float *base,
+              float *out) noexcept nogil
 cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil
 cdef void geglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil
 cdef void gelu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil

@@ -69,6 +69,10 @@ cdef extern from "kvc.h" nogil:
     void kvc_matmul(const kvc_kernels *kernels, const kvc_matmul_args *args, int num_threads) noexcept
     void kvc_rms_norm(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t dim, const float *x,
                       int64_t x_stride, const float *weight, float eps, float *out, int num_threads) noexcept
+    void kvc_thin(const kvc_kernels *kernels, int64_t n, int64_t dim, float *x, int64_t x_stride, float factor,
+                  int num_threads) noexcept
+    void kvc_mix(const kvc_kernels *kernels, int64_t n, int64_t outs, int64_t ins, int64_t dim, const float *shares,
+                 const float *x, const float *base, float *out, int num_threads) noexcept
     void kvc_swiglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float *out,
                     int num_threads) noexcept
     void kvc_geglu(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, float *out,
@@ -253,6 +257,15 @@ cdef void rms_norm(int64_t n, int64_t heads, int64_t dim, const float *x, int64_
 cdef void layer_norm(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *weight, const float *bias,
                      float eps, float *out) noexcept nogil:
     kvc_layer_norm(_active, n, dim, x, x_stride, weight, bias, eps, out, _threads)
+
+
+cdef void thin(int64_t n, int64_t dim, float *x, int64_t x_stride, float factor) noexcept nogil:
+    kvc_thin(_active, n, dim, x, x_stride, factor, _threads)
+
+
+cdef void mix(int64_t n, int64_t outs, int64_t ins, int64_t dim, const float *shares, const float *x, const float *base,
+              float *out) noexcept nogil:
+    kvc_mix(_active, n, outs, ins, dim, shares, x, base, out, _threads)
 
 
 cdef void swiglu(int64_t n, int64_t dim, const float *x, float *out) noexcept nogil:

@@ -25,6 +25,7 @@ __all__ = [
     "geglu",
     "gelu",
     "layer_norm",
+    "mix",
     "near_experts",
     "rms_norm",
     "rotate",
@@ -32,6 +33,7 @@ __all__ = [
     "scan_floats",
     "softcap",
     "swiglu",
+    "thin",
     "top_experts",
     "xielu",
 ]
@@ -85,6 +87,49 @@ def layer_norm(x, weight, bias, double eps):
         with nogil:
             kernels.layer_norm(rows.shape[0], rows.shape[1], _floats(rows), _row_floats(rows), _floats(scale),
                                _floats(shift), <float>eps, _floats(out))
+    return out
+
+
+def thin(x, float factor):
+    """Keep of each gate what is above the mean of its row plus `factor` deviations; 0 for those below, in place.
+
+    Args:
+        x: float32 `(n, 2 * dim)`, contiguous and writable: gates beside what they multiply.
+    """
+    cdef cnp.ndarray rows = _float32(x, "x")
+    if rows.ndim != 2 or rows.shape[1] % 2 or not cnp.PyArray_ISCARRAY(rows):
+        raise ValueError(f"x: expected a writable contiguous array (n, 2 * dim), got {np.shape(rows)}")
+    if cnp.PyArray_SIZE(rows):
+        with nogil:
+            kernels.thin(rows.shape[0], rows.shape[1] // 2, _floats(rows), rows.shape[1], factor)
+
+
+def mix(base, shares, x, *, bint in_place=False):
+    """Add to each row of `base` a weighted sum of the rows of `x`: `base[i] + shares[i] @ x[i]`.
+
+    Args:
+        base: float32 `(n, outs, dim)`, contiguous; where `in_place`, writable, and the result.
+        shares: float32 `(n, outs, ins)`.
+        x: float32 `(n, ins, dim)`; may be `base` unless that is written.
+
+    Returns:
+        float32 `(n, outs, dim)`, a new array or `base`.
+    """
+    cdef cnp.ndarray sums = _plain(base, "base"), by = _plain(shares, "shares"), rows = _plain(x, "x"), out
+    if sums.ndim != 3 or rows.ndim != 3 or rows.shape[0] != sums.shape[0] or rows.shape[2] != sums.shape[2]:
+        found = f"{np.shape(rows)} for {np.shape(sums)}"
+        raise ValueError(f"x: expected (n, ins, dim) for base (n, outs, dim), got {found}")
+    if by.ndim != 3 or by.shape[0] != sums.shape[0] or by.shape[1] != sums.shape[1] or by.shape[2] != rows.shape[1]:
+        raise ValueError(f"shares: expected {(*np.shape(sums)[:2], rows.shape[1])}, got {np.shape(by)}")
+    if in_place and (sums is not base or not cnp.PyArray_ISCARRAY(sums)):
+        raise ValueError("base: expected a writable contiguous array, got another one")
+    if in_place and np.may_share_memory(sums, rows):
+        raise ValueError("x: expected another array than the base that is written, got the same memory")
+    out = sums if in_place else new_floats((<object>sums).shape)
+    if cnp.PyArray_SIZE(out):
+        with nogil:
+            kernels.mix(sums.shape[0], sums.shape[1], rows.shape[1], sums.shape[2], _floats(by), _floats(rows),
+                        _floats(sums), _floats(out))
     return out
 
 

@@ -18,6 +18,7 @@ from kvcache.networks.files import read_json, refuse_adapter
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.recurrent_sizes import Mixer, Mlp, Multipliers, RecurrentSizes
+from kvcache.networks.residual_streams import StreamSizes
 from kvcache.networks.rope import QueryGrowth, Rope
 from kvcache.networks.towers import text_config_of
 
@@ -74,6 +75,8 @@ class ModelConfig:
         experts_per_token: of `num_experts`; 0: there are none.
         experts: what layers with experts have beside their number; None: there are none.
         layer_inputs: the size of what each layer is given of each token beside the residual stream; 0: nothing.
+        layer_input_tokens: the first tokens have inputs of their own; others have those of token 0.
+        streams: the residual streams, and what goes along with them; None: there is one.
         layer_scales: whether each layer multiplies its result by a number.
         embedding_norm: whether the embedding passes through an RMSNorm without a weight.
         post_norm_eps: what norms of what attention and MLP add have in place of `rms_norm_eps`.
@@ -135,6 +138,8 @@ class ModelConfig:
     experts_per_token: int
     experts: ExpertSizes | None
     layer_inputs: int
+    layer_input_tokens: int
+    streams: StreamSizes | None
     layer_scales: bool
     embedding_norm: bool
     embedding_scale: float

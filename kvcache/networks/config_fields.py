@@ -21,6 +21,7 @@ from kvcache.networks.layer_sizes import LayerSizes, sizes_of
 from kvcache.networks.padded_heads import check_sizes
 from kvcache.networks.quantisation import quantisation_of
 from kvcache.networks.recurrent_sizes import Mlp, Multipliers, RecurrentSizes, layer_types_of, mixers_of, mlps_of
+from kvcache.networks.residual_streams import StreamSizes
 from kvcache.networks.rope import QueryGrowth
 from kvcache.networks.rope_entries import Ropes, ropes_of
 from kvcache.support.arguments import short
@@ -380,7 +381,7 @@ def _windows(read: ConfigReading) -> tuple[int | None, ...]:
     else:
         first = read.size("max_window_layers", 28, at_least=0)
         with_window = [i >= first for i in range(num_layers)]
-    if family.layers_differ:
+    if family.last_full:
         with_window[-1] = False
     if family.first_full and kinds is None:
         with_window[0] = False
@@ -412,6 +413,9 @@ def _mlp_size(read: ConfigReading) -> int:
     """The intermediate size of MLPs."""
     if read.family.experts:
         return read.family.experts.mlp_size(read, read.found.num_experts)
+    each = read.get("intermediate_size")
+    if read.family.streams and isinstance(each, list) and each:  # one of each layer: `sizes_of` reads them
+        return Size("intermediate_size")(Entries({"intermediate_size": each[0]}))
     size = read.size("intermediate_size")
     return _adjusted(read, size) if read.default("block_multiple_of") else size
 
@@ -468,12 +472,17 @@ def _adjusted(read: Entries, size: int) -> int:
 def _layer_inputs(read: ConfigReading) -> int:
     """The size of the inputs of each layer, in families that have them; 0 or null: there are none."""
     key = "hidden_size_per_layer_input"
-    if read.default(key) is None or read.get(key) in (None, 0):
+    return 0 if read.default(key) is None or read.get(key) in (None, 0) else read.size(key)
+
+
+def _layer_input_tokens(read: ConfigReading) -> int:
+    """The rows of the table of inputs, which has all tokens but in networks with streams."""
+    if not read.found.layer_inputs:
         return 0
-    rows, tokens = read.size("vocab_size_per_layer_input"), read.size("vocab_size")
-    if rows != tokens:
+    rows, tokens = read.size("vocab_size_per_layer_input"), read.found.vocab_size
+    if rows != tokens and not read.family.streams:
         raise CheckpointError(f"vocab_size_per_layer_input: expected vocab_size, {tokens}, got {rows}")
-    return read.size(key)
+    return rows
 
 
 def _eos(read: ConfigReading) -> tuple[int, ...]:
@@ -533,6 +542,8 @@ FIELDS: dict[str, ConfigField] = {
     "clamped_limit": ConfigField(Number("swiglu_limit", 7.0)),
     "experts_per_token": ConfigField(_per_token),
     "layer_inputs": ConfigField(_layer_inputs),
+    "layer_input_tokens": ConfigField(_layer_input_tokens),
+    "streams": ConfigField(lambda read: StreamSizes.of(read) if read.family.streams else None),
     "embedding_scale": ConfigField(
         _embedding_scale, "embedding_scale", ("embedding_multiplier", "scale_emb"), optional=True
     ),

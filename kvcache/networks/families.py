@@ -10,6 +10,7 @@ from kvcache.errors import CheckpointError
 from kvcache.networks.expert_kinds import EXPERT_KINDS, ExpertKind
 from kvcache.networks.recurrent_sizes import Kind
 from kvcache.networks.towers import TOWERS
+from kvcache.networks.unread_families import parts_missing
 from kvcache.support.arguments import short
 
 __all__ = ["FAMILIES", "Family", "family_of"]
@@ -56,6 +57,7 @@ class Family:
         sinks: in which layers each query head has a logit that joins the normaliser of its softmax.
         window_pairs: by how much layers with a window have more KV heads.
         first_full: whether the first layer has no window in any case, without `layer_types`.
+        last_full: whether the last layer has no window in any case.
         experts: what kind of experts layers have; None: they have none.
         fused: the names in folders of queries, keys and values as one matrix, and of gate and up as one; "": they are
             apart.
@@ -64,6 +66,7 @@ class Family:
         latent: whether layers have latent attention (`LatentSizes`).
         value_norm: whether values pass through an RMSNorm without a weight.
         layer_scales: whether each layer multiplies its result by a number.
+        streams: whether the residual stream is several (`StreamSizes`).
         next_layers: the key of the number of MTP layers; "": there are none, or they are left out.
         next_prefix: what the names of their tensors begin with in folders, before the number of a layer among them;
             "": they are those of layers behind the last one.
@@ -109,6 +112,7 @@ class Family:
     sinks: Literal["", "all", "windows"] = ""
     window_pairs: int = 1
     first_full: bool = False
+    last_full: bool = False
     experts: ExpertKind | None = None
     fused: tuple[str, str] = ("", "")
     aliases: tuple[str, ...] = ()
@@ -116,6 +120,7 @@ class Family:
     latent: bool = False
     value_norm: bool = False
     layer_scales: bool = False
+    streams: bool = False
     next_layers: str = ""
     next_prefix: str = ""
     next_names: Mapping[str, str] = field(default_factory=dict)
@@ -130,7 +135,7 @@ _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 _GEMMA4_DEFAULTS = {
     "vocab_size": 262144, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512,
     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "tie_word_embeddings": True,
-    "attention_multiplier": 1.0, "final_logit_softcapping": None,
+    "attention_multiplier": 1.0, "final_logit_softcapping": None, "global_head_dim": 512,
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -140,7 +145,7 @@ _GEMMA4_DEFAULTS = {
 _GEMMA4 = Family(
     "gemma4_unified_text", qkv_bias=None, qk_norm="head", norms="both", embedding_by_size=True,
     activation_key="hidden_activation", windows="types", full_every=6, rope_per_kind=True, layers_differ=True,
-    value_norm=True, layer_scales=True,
+    value_norm=True, layer_scales=True, last_full=True,
     defaults=_GEMMA4_DEFAULTS | {"sliding_window": 1024, "max_position_embeddings": 262144},
 )
 _LFM2 = {
@@ -378,6 +383,19 @@ FAMILIES = {
         defaults=_GEMMA4_DEFAULTS | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
     ),
     "Gemma4UnifiedForCausalLM": _GEMMA4,
+    "Gemma3nForCausalLM": Family(
+        "gemma3n_text", qkv_bias=None, bias_keys=("attention_bias", "attention_bias", ""), qk_norm="head", norms="both",
+        embedding_by_size=True, activation_key="hidden_activation", windows="types", full_every=5, rope_per_kind=True,
+        layers_differ=True, value_norm=True, streams=True,
+        defaults={
+            "vocab_size": 262400, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4, "sliding_window": 512, "tie_word_embeddings": True,
+            "attention_multiplier": 1.0, "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": 262144,
+            "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 15, "activation_sparsity_pattern": None,
+            "altup_num_inputs": 4, "altup_active_idx": 0, "laurel_rank": 64,
+        },
+    ),
     "Phi3ForCausalLM": Family("phi3", windows="all", fused=("self_attn.qkv_proj", "mlp.gate_up_proj"), defaults={
         "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,
     }),
@@ -655,11 +673,15 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
     if not named:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in _BY_TYPE:
+            if parts := parts_missing(model_type):
+                raise CheckpointError(f"model_type: expected a network without {parts}, got {model_type!r}")
             known = ", ".join([*_BY_TYPE, *(tower.model_type for tower in TOWERS.values())])
             raise CheckpointError(f"model_type: expected one of {known}, got {short(model_type)}")
         return _BY_TYPE[model_type], FAMILIES[_BY_TYPE[model_type]]
     name = _with_head(named[0]) if isinstance(named, list) and len(named) == 1 else ""
     if name not in _BY_NAME:
+        if parts := parts_missing(name):
+            raise CheckpointError(f"architectures: expected a network without {parts}, got {name!r}")
         known = ", ".join([*FAMILIES, *TOWERS])
         raise CheckpointError(f"architectures: expected one of {known}, got {short(named)}")
     return _BY_NAME[name], FAMILIES[_BY_NAME[name]]

@@ -57,6 +57,8 @@ def fingerprint(model: Any) -> str:
     if weights.inputs is not None:
         for each in (weights.inputs.table, weights.inputs.projection, weights.inputs.norm):
             _add(digest, each)
+    for each in () if weights.ends is None else (*weights.ends.begin, *weights.ends.end):
+        _add(digest, each)
     _add(digest, weights.head)
     return f"{config.architecture}-{config.num_layers}x{config.hidden_size}{_padded_heads(config)}-{digest.hexdigest()}"
 

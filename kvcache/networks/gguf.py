@@ -29,6 +29,7 @@ from kvcache.networks.names import (
     HEAD_PART,
     JOINT,
     LAYER,
+    STREAM_END,
     Place,
     bias_rows,
     fused_place,
@@ -68,6 +69,9 @@ _NAMES = {
     "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm", "per_layer_input_gate": "inp_gate",
     "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm", "input_layernorm": "attn_norm",
+    "altup.modality_router": "altup_router", "altup.router_norm": "altup_router_norm",
+    "altup.prediction_coefs": "altup_predict_coef", "altup.correction_coefs": "altup_correct_coef",
+    "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r", "laurel.post_laurel_norm": "laurel_post_norm",
     "post_attention_layernorm": "ffn_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm", "post_feedforward_layernorm_1": "post_ffw_norm_1",
     "pre_feedforward_layernorm_2": "pre_ffw_norm_2", "post_feedforward_layernorm_2": "post_ffw_norm_2",
@@ -91,6 +95,7 @@ _WHOLE = {
     "mlp.expert_bias": "exp_probs_b.bias", "mixer.rate": "ssm_a", "mixer.dt_bias": "ssm_dt.bias", "mixer.D": "ssm_d",
     "self_attn.sinks": "attn_sinks.weight", "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+    "altup.correct_output_scale": "altup_correct_scale.weight",
 }
 
 
@@ -325,6 +330,9 @@ class GgufCheckpoint:
         """Where the tensor of a Hugging Face name is."""
         inside = LAYER.fullmatch(name)
         config = self.config
+        if not inside and (end := STREAM_END.fullmatch(name)) and config.streams is not None:
+            size, kind = config.hidden_size, {"projections": "proj", "unembed_projections": "unembd_proj"}[end[1]]
+            return Place(f"altup_{kind}.weight", int(end[2]) * size, (config.streams.count - 1, size, size))
         if not inside:
             return Place(self._named(name))
         block, part = f"blk.{int(inside[1]) // (2 if config.paired else 1)}.", inside[2]

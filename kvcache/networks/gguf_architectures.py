@@ -82,6 +82,13 @@ ARCHITECTURES = {
     "gemma-embedding": Architecture(
         "gemma3_text", windows=True, fixed={"rope_local_base_freq": 10000.0, "use_bidirectional_attention": True},
     ),
+    "gemma3n": Architecture(
+        "gemma3n_text", windows=True, fixed={"rope_local_base_freq": 10000.0, "final_logit_softcapping": 30.0},
+        names={
+            "altup_num_inputs": "altup.num_inputs", "altup_active_idx": "altup.active_idx",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+        },
+    ),
     "gemma4": Architecture("gemma4_text", windows=True, understood=("attention.shared_kv_layers",)),
     "phi3": Architecture("phi3", windows=True, understood=("rope.scaling.attn_factor",)),
     "phimoe": Architecture(

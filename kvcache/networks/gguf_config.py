@@ -15,6 +15,8 @@ from kvcache.networks.expert_kinds import ExpertKind
 from kvcache.networks.families import FAMILIES, Family, family_of
 from kvcache.networks.gguf_architectures import ARCHITECTURES, NEXT_LAYERS, Architecture
 from kvcache.networks.recurrent_sizes import STATE_SIZES
+from kvcache.networks.sparse_gates import share_of
+from kvcache.networks.unread_families import parts_missing
 from kvcache.support.arguments import short
 
 __all__ = ["NEUTRAL", "architecture_of", "network_of"]
@@ -24,6 +26,9 @@ _MAX_LAYERS = 1 << 16
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _TURNED = "attention.rope_pattern"
 _LAYER_INPUTS = "per_layer_token_embd.weight"
+_CUTOFFS, _LOW_RANK = "activation_sparsity_scale", "blk.0.laurel_l.weight"
+_STREAMS = ("altup.num_inputs", "altup.active_idx", "attention.shared_kv_layers")
+_MOST_DEVIATIONS = 5
 # What entries mean where they are 0 or absent; None: the family's default.
 _ABSENT: dict[str, Any] = {
     "leading_dense_block_count": 0, "expert_group_count": 1, "expert_group_used_count": 1, "expert_weights_norm": False,
@@ -68,6 +73,10 @@ def architecture_of(file: GgufFile) -> Architecture:
     if kind != "model":
         raise CheckpointError(f"{file.path}: general.type: expected model, got {short(kind)}")
     if not isinstance(name, str) or name not in ARCHITECTURES:
+        if parts := parts_missing(name):
+            raise CheckpointError(
+                f"{file.path}: general.architecture: expected a network without {parts}, got {name!r}"
+            )
         raise CheckpointError(
             f"{file.path}: general.architecture: expected one of {', '.join(ARCHITECTURES)}, got {short(name)}"
         )
@@ -163,7 +172,7 @@ def _config_of(
     if architecture.states:
         _set_states(read, architecture.states, family, layers, found)
     if family.layers_differ:
-        _set_layers(read, found)
+        _set_layers(read, family, found)
     elif family.latent:
         _set_latent(read, family, found)
     else:
@@ -319,12 +328,13 @@ def _set_heads(read: _Entries, family: Family, found: dict[str, Any]) -> None:
         found["query_pre_attn_scalar"] = hidden // heads if whole else size
 
 
-def _set_layers(read: _Entries, found: dict[str, Any]) -> None:
+def _set_layers(read: _Entries, family: Family, found: dict[str, Any]) -> None:
     """The sizes of each layer, in the keys of Gemma 4; no entry says that values are keys: the matrix is missing."""
     layers, pattern = found["num_hidden_layers"], read.either(_PATTERN)
     if not isinstance(pattern, np.ndarray) or len(pattern) != layers:
         read.fail(_PATTERN, f"a bool for each of {layers} layers")
-    size, window_size = (_head_size(read, end) for end in ("", "_swa"))
+    size = _head_size(read, "")
+    window_size = _head_size(read, "_swa") if "global_head_dim" in family.defaults else size
     found["head_dim"], found["per_layer_config"] = window_size, {}
     values = {name: read.each_layer(name, layers) for name in _PER_LAYER}
     for layer, slides in enumerate(pattern.tolist()):
@@ -342,6 +352,23 @@ def _set_layers(read: _Entries, found: dict[str, Any]) -> None:
         found["vocab_size_per_layer_input"] = read.file[_LAYER_INPUTS].shape[0]
     bases = {"full_attention": found["rope_theta"], "sliding_attention": found.get("rope_local_base_freq", 10000.0)}
     found["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+    if family.streams:
+        _set_streams(read, layers, found)
+
+
+def _set_streams(read: _Entries, layers: int, found: dict[str, Any]) -> None:
+    """The streams of Gemma 3n, and from where on gates count, in deviations; minus infinity: all count."""
+    for name in _STREAMS:
+        if read.get(name) is None:
+            read.fail(name, "a number")
+    if _LOW_RANK in read.file:
+        found["laurel_rank"] = read.file[_LOW_RANK].shape[0]
+    each = read.either(_CUTOFFS)
+    if not isinstance(each, np.ndarray) or each.dtype.kind != "f" or len(each) != layers:
+        read.fail(_CUTOFFS, f"a number for each of {layers} layers", each)
+    if not ((np.abs(each) <= _MOST_DEVIATIONS) | (each == -np.inf)).all():
+        read.fail(_CUTOFFS, f"numbers up to {_MOST_DEVIATIONS} or minus infinity", each)
+    found["activation_sparsity_pattern"] = [share_of(cutoff) for cutoff in each.tolist()]
 
 
 def _head_size(read: _Entries, end: str) -> Any:

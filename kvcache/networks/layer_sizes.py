@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
 from kvcache.networks.families import Family
+from kvcache.networks.sparse_gates import cutoff_of
 from kvcache.support.arguments import short
 
 __all__ = ["LayerSizes", "first_sharing", "sizes_of"]
@@ -25,6 +26,7 @@ class LayerSizes(NamedTuple):
         kv_layer: the layer whose K and V it reads; None: it has its own.
         has_values: whether it has a matrix for values; if not, they are its keys before their norm and RoPE.
         value_dim: the channels of a value where it has fewer than a key; 0: it has as many.
+        cutoff: how many deviations above the mean of a row the gates of its MLP begin to count; None: all count.
     """
 
     num_kv_heads: int
@@ -33,6 +35,7 @@ class LayerSizes(NamedTuple):
     kv_layer: int | None = None
     has_values: bool = True
     value_dim: int = 0
+    cutoff: float | None = None
 
 
 def sizes_of(
@@ -59,7 +62,7 @@ def sizes_of(
     same = read.flag("attention_k_eq_v", False)
     each = _overrides(config, read, windows, same)
     first_shared = len(windows) - read.size("num_kv_shared_layers", 0, at_least=0, most=len(windows) - 1)
-    wide = read.flag("use_double_wide_mlp", False)
+    wide, cutoffs = read.flag("use_double_wide_mlp", False), _cutoffs(read, len(windows))
     found, owners = [], dict[bool, int]()
     for layer, window in enumerate(windows):
         size = Entries(each.get(layer, {}), f"{_EACH}.{layer}.")
@@ -76,6 +79,7 @@ def sizes_of(
             size.size("intermediate_size", all_layers.intermediate_size * (2 if wide and owner is not None else 1)),
             owner,
             not (same and window is None),
+            cutoff=cutoffs[layer],
         ))
     _check(found, windows, num_heads)
     return tuple(found)
@@ -87,13 +91,38 @@ def first_sharing(sizes: Sequence[LayerSizes]) -> int:
     return own[-1] + 1
 
 
+def _cutoffs(read: Entries, layers: int) -> list[float | None]:
+    """From where on the gates of each layer count: of the shares that do not, 0 where all do."""
+    key = "activation_sparsity_pattern"
+    if not read.has_default(key):
+        return [None] * layers
+    given = read.get(key)
+    if given is None:
+        sparse = 10 if layers > 10 else 0
+        given = [0.95] * sparse + [0.0] * (layers - sparse)
+    if not isinstance(given, list) or len(given) != layers or not all(_is_share(each) for each in given):
+        raise CheckpointError(f"{key}: expected a number below 1 for each of {layers} layers, got {short(given)}")
+    return [cutoff_of(share) if share else None for share in given]
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and (value == 0 or 1e-7 <= value <= 0.9999999)  # beyond, its float is 0 or 1
+
+
 def _overrides(
     config: Mapping[str, Any], read: Entries, windows: Sequence[int | None], same: bool
 ) -> dict[int, dict[str, Any]]:
     """The sizes of single layers: `per_layer_config` of transformers 5, or two keys for those without a window."""
-    given = config.get(_EACH)
+    given, inner = config.get(_EACH), config.get("intermediate_size")
+    if isinstance(inner, list):
+        if len(inner) != len(windows):
+            expected = f"one for each of {len(windows)} layers"
+            raise CheckpointError(f"intermediate_size: expected {expected}, got {short(inner)}")
+        given = {str(layer): {"intermediate_size": size} for layer, size in enumerate(inner)}
+    if given is None and not read.has_default("global_head_dim"):
+        return {}
     if given is None:
-        full = {"head_dim": read.size("global_head_dim", 512)}
+        full = {"head_dim": read.size("global_head_dim")}
         if same and read.get("num_global_key_value_heads") is not None:
             full["num_key_value_heads"] = read.size("num_global_key_value_heads")
         return {layer: full for layer, window in enumerate(windows) if window is None}

@@ -25,6 +25,7 @@ from kvcache.kernels.layers import (
     rms_norm,
     softcap,
     swiglu,
+    thin,
     top_experts,
     xielu,
 )
@@ -248,7 +249,9 @@ class Transformer:
             if i == self._first_shared and chosen is not None:  # from here on no layer has K and V of its own
                 rows = rows.taken(chosen)
                 if not len(rows.x):
-                    break
+                    return rows
+            if rows.streams is not None:
+                rows = self._begun(layer, rows)
             if not self.config.paired:
                 taken = rows
             elif self.config.mixers[i] == "state":
@@ -257,20 +260,56 @@ class Transformer:
             if i == self._last_mixing < self._first_shared and chosen is not None:
                 # After the last layer that mixes tokens rows are independent: continue with the requested ones only.
                 rows, mixed = rows.taken(chosen), None if mixed is None else mixed[chosen]
-            x = rows.x
-            few = layer.router is not None or len(x) <= _MOST_TOGETHER  # an expert has few rows in any case
-            together = len(x) if few else _rows_together(len(x))
-            for start in range(0, len(x), max(1, together)):
+            few = layer.router is not None or len(rows.x) <= _MOST_TOGETHER  # an expert has few rows in any case
+            together = len(rows.x) if few else _rows_together(len(rows.x))
+            for start in range(0, len(rows.x), max(1, together)):
                 part = slice(start, start + together)
-                beside = self._normed(x[part], layer.input_norm) if self.config.norms == "parallel" else None
-                if mixed is not None and layer.output is not None:
-                    self._add_times(x[part], mixed[part], layer.output, layer.output_bias, layer.output_norm)
-                self._add_mlps(x[part], layer, beside)
-                if layer.inputs is not None and rows.inputs is not None:
-                    self._add_inputs(x[part], rows.inputs[part, i], layer.inputs)
+                self._add_parts(
+                    layer, rows.x[part], None if mixed is None else mixed[part],
+                    None if rows.inputs is None else rows.inputs[part, i],
+                    None if rows.streams is None else rows.streams[part],
+                )
             if layer.scale is not None:
-                x *= layer.scale
+                rows.x[...] *= layer.scale
+        if rows.streams is not None and self.weights.ends is not None:
+            rows = rows._replace(x=self.weights.ends.merged(rows.streams, self._times))
         return rows
+
+    def _begun(self, layer: LayerWeights, rows: _Rows) -> _Rows:
+        """The rows that a layer begins with: those of the stream that it runs on, where there are several."""
+        sizes = self.config.streams
+        if rows.streams is None or layer.streams is None or sizes is None:
+            return rows
+        streams = layer.streams.predicted(rows.streams, sizes.active, self._times, self.config.rms_norm_eps)
+        return rows._replace(x=streams[:, sizes.active].copy(), streams=streams)
+
+    def _add_parts(
+        self, layer: LayerWeights, x: Float32, mixed: Float32 | None, inputs: Float32 | None, streams: Float32 | None
+    ) -> None:
+        """Add what the parts of a layer compute of some rows to their residual stream `x`, or to all `streams`."""
+        config, eps, normed, beside = self.config, self.config.rms_norm_eps, None, None
+        if config.norms == "parallel":
+            normed = self._normed(x, layer.input_norm)
+        if layer.streams is not None:
+            beside = layer.streams.beside(self._normed(x, layer.input_norm), self._times, eps)
+        if mixed is not None and layer.output is not None:
+            self._add_times(x, mixed, layer.output, layer.output_bias, layer.output_norm)
+        if beside is not None:
+            x += beside
+            x *= np.float32(math.sqrt(0.5))
+        if layer.mlps:
+            normed = self._normed(x, layer.mlp_norm) if normed is None else normed
+            if layer.router is None:
+                (mlp,) = layer.mlps
+                self._add_times(x, self._gated(normed, mlp), mlp.down, mlp.down_bias, layer.down_norm)
+            else:
+                self._add_experts(x, layer, layer.router, normed)
+        to = x
+        if layer.streams is not None and streams is not None and config.streams is not None:
+            x = layer.streams.correct_by(x, streams, config.streams.active, self._times, eps)
+            to = streams[:, 1:].swapaxes(0, 1)
+        if layer.inputs is not None and inputs is not None:
+            self._add(to, self._of_inputs(x, inputs, layer.inputs), layer.inputs.norm)
 
     def draft(
         self, tokens: NDArray[np.uint32], positions: NDArray[np.int64], attend: Attend, hidden: Float32, regime: int = 0
@@ -315,7 +354,8 @@ class Transformer:
         turns[None] = [(each,) for each in places]
         growth = config.unrotated_growth
         factors = config.rope.query_factors(places[0]) if growth is None else growth.factors(places[0] + 1)
-        return _Rows(x, turns, factors, self._token_inputs(tokens, x))
+        streams = None if self.weights.ends is None else self.weights.ends.spread(x, self._times)
+        return _Rows(x, turns, factors, self._token_inputs(tokens, x), streams)
 
     def _token_inputs(self, tokens: NDArray[np.uint32], x: Float32) -> Float32 | None:
         """The inputs of each layer, `(n, layers, inputs)`, of the table and of the embedding `x`."""
@@ -325,7 +365,8 @@ class Transformer:
         found = self._times(x, weights.projection)
         found *= np.float32(1 / math.sqrt(config.hidden_size))
         found = rms_norm(found.reshape(-1, size), weights.norm, config.rms_norm_eps)
-        stored = weights.table[tokens.astype(np.int64)].reshape(found.shape)
+        known = np.where(tokens < len(weights.table), tokens, 0)  # those of images and sounds have no row
+        stored = weights.table[known.astype(np.int64)].reshape(found.shape)
         stored *= np.float32(math.sqrt(size))
         found += stored
         found *= np.float32(math.sqrt(0.5))
@@ -487,24 +528,17 @@ class Transformer:
             found += [turned] if found else [turned[:, :count], turned[:, count:], values]
         return tuple(found)
 
-    def _add_mlps(self, x: Float32, layer: LayerWeights, normed: Float32 | None) -> None:
-        """Add what the MLP, or the experts of each row, compute of the residual stream `x` to it.
+    def _add_experts(self, x: Float32, layer: LayerWeights, router: Weight, normed: Float32) -> None:
+        """Add what the experts of each row compute, and an MLP beside them, to the residual stream `x`.
 
-        `normed`: the rows that they take; None: those of `x`, normed.
+        `normed`: the rows that they take.
         """
-        if not layer.mlps:
-            return
-        normed = self._normed(x, layer.mlp_norm) if normed is None else normed
-        if layer.router is None:
-            (mlp,) = layer.mlps
-            self._add_times(x, self._gated(normed, mlp), mlp.down, mlp.down_bias, layer.down_norm)
-            return
         if (beside := layer.beside) is None:
-            self._add(x, self._experts(normed, normed, layer.router, layer), layer.down_norm)
+            self._add(x, self._experts(normed, normed, router, layer), layer.down_norm)
             return
         part = self._normed(self._times(self._gated(normed, beside.mlp), beside.mlp.down), beside.mlp_norm)
         rows, routed = self._normed(x, beside.experts_norm), self._normed(x, beside.router_norm)
-        part += self._normed(self._experts(rows, routed, layer.router, layer), beside.experts_down_norm)
+        part += self._normed(self._experts(rows, routed, router, layer), beside.experts_down_norm)
         self._add(x, part, layer.down_norm)
 
     def _experts(self, x: Float32, routed: Float32, router: Weight, layer: LayerWeights) -> Float32:
@@ -544,14 +578,16 @@ class Transformer:
             least=choice.least,
         )
 
-    def _add_inputs(self, x: Float32, inputs: Float32, weights: InputWeights) -> None:
-        """Add what a layer makes of its inputs of each token to the residual stream `x`."""
+    def _of_inputs(self, x: Float32, inputs: Float32, weights: InputWeights) -> Float32:
+        """Rows that a layer makes of its inputs of each token and of the residual stream `x`, before their norm."""
         both = np.concatenate([self._times(x, weights.gate), inputs], axis=1)
-        self._add_times(x, self._activated(both), weights.projection, None, weights.norm)
+        return self._times(self._activated(both), weights.projection)
 
     def _gated(self, x: Float32, mlp: MlpWeights) -> Float32:
         """The rows that the last matrix of an MLP takes."""
         both = self._times(x, mlp.gate_up, mlp.gate_up_bias)
+        if mlp.cutoff is not None:
+            thin(both, mlp.cutoff[0])
         if self._scaled is not None:
             both *= self._scaled.gate_up
             return self._activated(both) * self._scaled.down
@@ -562,24 +598,26 @@ class _Rows(NamedTuple):
     """The rows of a pass, and what goes along with each.
 
     Attributes:
-        x: the residual stream.
+        x: the residual stream; where there are several, that of the layer.
         turns: for each table the rows of the positions, and of the sink positions; for None these positions.
         factors: of the queries; None: 1.
         inputs: see `Transformer._token_inputs`.
+        streams: all residual streams, `(n, streams, hidden)`; None: there is one.
     """
 
     x: Float32
     turns: Turns
     factors: Float32 | None
     inputs: Float32 | None
+    streams: Float32 | None
 
     def taken(self, rows: Any) -> _Rows:
         """Some of the rows."""
         turns = {
             table: [tuple(part[rows] for part in each) for each in places] for table, places in self.turns.items()
         }
-        factors, inputs = (None if each is None else each[rows] for each in (self.factors, self.inputs))
-        return _Rows(self.x[rows], turns, factors, inputs)
+        others = (None if each is None else each[rows] for each in (self.factors, self.inputs, self.streams))
+        return _Rows(self.x[rows], turns, *others)
 
 
 class _Scaled(NamedTuple):

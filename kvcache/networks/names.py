@@ -17,12 +17,14 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.recurrent_sizes import RecurrentSizes
+from kvcache.networks.residual_streams import StreamSizes
 
 __all__ = [
     "BESIDE", "DELTA_PART", "EMBEDDING", "EXPERT", "EXPERT_BIASES", "HEAD", "HEAD_BIAS", "HEAD_PART", "INPUT_NORM",
-    "INPUT_PROJECTION", "INPUT_TABLE", "JOINT", "LAYER", "NEXT_NORMS", "NORM", "NORMS", "STORED", "Place", "bias_rows",
-    "fused_place", "has_beside", "key_head_place", "key_head_rows", "matrices_of", "paired_norm", "paired_rows",
-    "refuse_more_layers", "stored_tensors", "tensors_of", "unread_of",
+    "INPUT_PROJECTION", "INPUT_TABLE", "JOINT", "LAYER", "NEXT_NORMS", "NORM", "NORMS", "STORED", "STREAM_END",
+    "STREAM_MATRICES", "Place", "bias_rows", "fused_place", "has_beside", "key_head_place", "key_head_rows",
+    "matrices_of", "paired_norm", "paired_rows", "refuse_more_layers", "stored_tensors", "stream_ends", "tensors_of",
+    "unread_of",
 ]
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"
@@ -36,6 +38,7 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 DELTA_PART = re.compile(r"mixer\.in_proj_(qkv|z|b|a)\.weight$")  # of layers of the delta rule
 HEAD_PART = re.compile(r"self_attn\.(k_b|v_b)\.(\d+)\.weight")  # of latent attention, of a head
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+STREAM_END = re.compile(r"model\.altup_(projections|unembed_projections)\.(\d+)\.weight")
 EXPERT_BIASES = re.compile(r"mlp\.experts\.(gate|up|down)_proj\.bias")  # of all experts of a layer
 
 # What an MTP layer has beside its own tensors: a matrix of the embedding of the next token and the
@@ -59,10 +62,14 @@ _INPUTS = {
     "delta": tuple(f"mixer.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
     "apart": tuple(f"mixer.in_proj_{part}.weight" for part in "qkvzba"),
 }
+# What mixes streams: the matrix of the active one, that of predictions, that of corrections; two beside attention.
+_STREAM_CHOICES = tuple(f"altup.{name}.weight" for name in ("modality_router", "prediction_coefs", "correction_coefs"))
+STREAM_MATRICES = (*_STREAM_CHOICES, "laurel.linear_left.weight", "laurel.linear_right.weight")
 # Matrices that stay as they are stored in every format of weights: they are small, and what they compute is exact or
 # nothing: the experts of a row, or how fast a state decays.
 STORED = (
     *_ROUTER, INPUT_PROJECTION, "mlp.shared_expert_gate.weight", "mixer.in_proj_b.weight", "mixer.in_proj_a.weight",
+    *_STREAM_CHOICES,
 )
 # Beside experts: the norm of what the MLP adds, those before the experts and of what they add, the weight of the norm
 # before the router, and the factors of the experts.
@@ -222,6 +229,8 @@ def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
     if config.layer_inputs:
         yield ("per_layer_input_gate.weight",)
         yield ("per_layer_projection.weight",)
+    if config.streams is not None:
+        yield from ((name,) for name in STREAM_MATRICES)
     if layer >= config.trunk_layers:
         yield (JOINT,)
 
@@ -249,9 +258,10 @@ def tensors_of(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor of the network with its shape. The biases of a layer's experts are one tensor."""
     yield EMBEDDING, (config.vocab_size, config.hidden_size)
     if size := config.layer_inputs:
-        yield INPUT_TABLE, (config.vocab_size, config.num_layers * size)
+        yield INPUT_TABLE, (config.layer_input_tokens, config.num_layers * size)
         yield INPUT_PROJECTION, (config.num_layers * size, config.hidden_size)
         yield INPUT_NORM, (size,)
+    yield from ((name, (config.hidden_size,) * 2) for names in stream_ends(config) for name in names)
     for i in range(config.num_layers):
         for name, shape in _layer(config, i):
             yield f"model.layers.{i}.{name}", shape
@@ -287,11 +297,29 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ..
         yield "per_layer_input_gate.weight", (size, hidden)
         yield "per_layer_projection.weight", (hidden, size)
         yield "post_per_layer_input_norm.weight", (hidden,)
+    if config.streams is not None:
+        yield from _streams(config.streams, hidden)
     if config.layer_scales:
         yield "layer_scalar", (1,)
     if layer >= config.trunk_layers:
         yield JOINT, (hidden, 2 * hidden)
         yield from ((f"{name}.weight", (hidden,)) for name in NEXT_NORMS)
+
+
+def stream_ends(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
+    """The matrices that make the streams of the embedding, and those of the last rows; (): there is one stream."""
+    if config.streams is None:
+        return ()
+    kinds = ("projections", "unembed_projections")
+    return tuple(tuple(f"model.altup_{kind}.{i}.weight" for i in range(config.streams.count - 1)) for kind in kinds)
+
+
+def _streams(sizes: StreamSizes, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    count, rank = sizes.count, sizes.rank
+    shapes = ((count, hidden), (count * count, count), (count, count), (rank, hidden), (hidden, rank))
+    yield from zip(STREAM_MATRICES, shapes, strict=True)
+    for name in ("altup.router_norm.weight", "altup.correct_output_scale", "laurel.post_laurel_norm.weight"):
+        yield name, (hidden,)
 
 
 def unread_of(config: ModelConfig) -> Iterator[str]:

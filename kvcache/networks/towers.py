@@ -44,6 +44,7 @@ TOWERS = {
     "Gemma4UnifiedForConditionalGeneration": Tower(
         "gemma4_unified", {"gemma4_unified_text": "gemma4_unified_text"}, tied=True
     ),
+    "Gemma3nForConditionalGeneration": Tower("gemma3n", {"gemma3n_text": "gemma3n_text"}, tied=True),
     "Gemma3ForConditionalGeneration": Tower("gemma3", {"gemma3_text": "gemma3_text"}, tied=True),
     **{name: Tower("kimi_k25", {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"}, tied=True) for name in (
         "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration",  # as published, as transformers names it

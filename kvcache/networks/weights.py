@@ -38,13 +38,16 @@ from kvcache.networks.names import (
     NORM,
     NORMS,
     STORED,
+    STREAM_MATRICES,
     has_beside,
     matrices_of,
+    stream_ends,
     tensors_of,
 )
 from kvcache.networks.quantised import open_folder
 from kvcache.networks.recurrence import RecurrentWeights
 from kvcache.networks.recurrent_sizes import Mlp
+from kvcache.networks.residual_streams import StreamEnds, StreamWeights
 from kvcache.networks.tensors import Tensors
 from kvcache.support.arguments import short, spelled
 from kvcache.support.huge_pages import huge_bytes
@@ -78,6 +81,7 @@ class MlpWeights:
         gate_up: `(2 * intermediate, hidden)`: gate above up; or up alone.
         down: `(hidden, intermediate)`.
         curve: `(4,)`, the numbers of xIELU as `kvcache.kernels.layers.xielu` takes them; None in other networks.
+        cutoff: `(1,)`, from where on gates count, as `sparse_gates.thin` takes it; None: all do.
     """
 
     gate_up: Weight
@@ -85,6 +89,7 @@ class MlpWeights:
     down: Weight
     down_bias: Float32 | None
     curve: Float32 | None = None
+    cutoff: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +178,7 @@ class LayerWeights:
         inputs: see there.
         scale: `(1,)`, multiplies the residual stream at the end of the layer.
         next: of an MTP layer.
+        streams: of a layer that reads and writes several residual streams.
     """
 
     input_norm: Float32 | None
@@ -199,6 +205,7 @@ class LayerWeights:
     inputs: InputWeights | None
     scale: Float32 | None
     next: NextWeights | None = None
+    streams: StreamWeights | None = None
 
     def arrays(self) -> Iterator[Float32 | Weight | None]:
         """Every vector and matrix, None for an absent one."""
@@ -220,7 +227,7 @@ def _arrays_in(weights: Any) -> Iterator[Float32 | Weight | None]:
 class Weights:
     """All weights: `embedding` and `head` `(vocab, hidden)` (one matrix if tied), layers, last norm, `TokenInputs`.
 
-    `head_bias` is `(vocab,)`, None in most networks.
+    `head_bias` is `(vocab,)`, None in most networks; `ends` is None where the residual stream is one.
 
     A head that is stored beside an embedding of other values is not tied to it, whatever the configuration says.
     """
@@ -231,6 +238,7 @@ class Weights:
     head: Weight
     inputs: TokenInputs | None
     head_bias: Float32 | None
+    ends: StreamEnds | None = None
 
     @classmethod
     def from_pretrained(
@@ -288,6 +296,8 @@ class Weights:
             yield self.head_bias
         if self.inputs is not None:
             yield from (self.inputs.table, self.inputs.projection, self.inputs.norm)
+        if self.ends is not None:
+            yield from (*self.ends.begin, *self.ends.end)
         for layer in self.layers:
             yield from (array for array in layer.arrays() if array is not None)
 
@@ -360,6 +370,8 @@ class _Loader:
         self._plans = [self._parts([EMBEDDING], head)]
         if config.layer_inputs:
             self._plans += [self._parts([INPUT_TABLE], head), self._parts([INPUT_PROJECTION], layers)]
+        self._ends = stream_ends(config)
+        self._plans += [self._parts([name], layers) for names in self._ends for name in names]
         for i in range(config.num_layers):
             for names in matrices_of(config, i):
                 self._plans.append(self._parts([f"model.layers.{i}.{name}" for name in names], layers))
@@ -393,7 +405,9 @@ class _Loader:
                 inputs = TokenInputs(matrices[INPUT_TABLE], matrices[INPUT_PROJECTION], self._vector(INPUT_NORM))
             layers = tuple(self._layer(i, matrices) for i in range(self._config.num_layers))
             embedding, bias = matrices[EMBEDDING], self._vector(HEAD_BIAS) if self._config.head_bias else None
-            weights = Weights(embedding, layers, self._norm(NORM), matrices.get(HEAD, embedding), inputs, bias)
+            parts = [tuple(matrices[name] for name in names) for names in self._ends]
+            ends = StreamEnds(*parts) if parts else None
+            weights = Weights(embedding, layers, self._norm(NORM), matrices.get(HEAD, embedding), inputs, bias, ends)
         except MemoryError:
             raise _too_large(size, 0) from None
         for array in weights.arrays():
@@ -469,12 +483,20 @@ class _Loader:
             latent_out=part.find("mlp.latent_out"),
             shared=part.mlp("mlp.shared_expert") if experts and config.experts and config.experts.shared else None,
             shared_gate=part.find("mlp.shared_expert_gate"),
-            mlps=tuple(self._mlps(config.mlps[layer], part)),
+            mlps=tuple(self._mlps(config.mlps[layer], part, config.sizes[layer].cutoff)),
             down_norm=after_mlp,
             inputs=self._inputs(part) if config.layer_inputs else None,
             scale=part.optional("layer_scalar"),
             next=self._next(part) if layer >= config.trunk_layers else None,
+            streams=self._streams(part, config.streams.scaled) if config.streams else None,
         )
+
+    def _streams(self, part: _Part, scaled: bool) -> StreamWeights:
+        norm = part.vector("altup.router_norm.weight") * np.float32(1 / self._config.hidden_size)
+        router, predict, correct, left, right = (part[name.removesuffix(".weight")] for name in STREAM_MATRICES)
+        scale = part.vector("altup.correct_output_scale") if scaled else None
+        low_norm = part.vector("laurel.post_laurel_norm.weight")
+        return StreamWeights(router, norm, predict, correct, scale, left, right, low_norm)
 
     def _next(self, part: _Part) -> NextWeights:
         return NextWeights(part[JOINT.removesuffix(".weight")], *(part.vector(f"{name}.weight") for name in NEXT_NORMS))
@@ -539,7 +561,7 @@ class _Loader:
         queries = [vector(names[0])] * config.num_heads
         return np.stack(queries if sizes.kv_layer is not None else queries + [vector(names[1])] * sizes.num_kv_heads)
 
-    def _mlps(self, kind: Mlp, part: _Part) -> Iterator[MlpWeights]:
+    def _mlps(self, kind: Mlp, part: _Part, cutoff: float | None) -> Iterator[MlpWeights]:
         """The MLP of a layer, or its experts, whose biases are rows; or none."""
         if not kind:
             return
@@ -553,9 +575,10 @@ class _Loader:
                 biases[-1] *= np.float32(self._config.multipliers.down)
             gate_up, down = list(np.concatenate(biases[:-1], axis=1)), list(biases[-1])
         curve = self._curve(f"{part.prefix}{stem}.") if self._config.activation == "xielu" else None
+        least = None if cutoff is None else np.array([cutoff], np.float32)
         for i in range(count):
             own = f"{stem}.{i}" if kind == "experts" else stem
-            yield MlpWeights(part[f"{own}.up_proj"], gate_up[i], part[f"{own}.down_proj"], down[i], curve)
+            yield MlpWeights(part[f"{own}.up_proj"], gate_up[i], part[f"{own}.down_proj"], down[i], curve, least)
 
     def _curve(self, prefix: str) -> Float32:
         """The numbers of xIELU: files have two of them before their softplus."""

@@ -374,5 +374,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     step_recurrence(&s);
     step_sparse(&s);
     step_shares(&s);
+    step_mix(&s);
     return 0;
 }

@@ -29,9 +29,9 @@ static void expect_near_double(const kvc_kernels *kernels, const char *what, flo
         fail("%s: %s gives %g, not %g, may err %g", kernels->name, what, got, expected, allowed);
 }
 
-enum { RMS_NORM, SWIGLU, ROTATE, GEGLU, CLAMPED, SOFTCAP, LAYER_NORM, GELU, XIELU, GATE, SILU_GATE, NUM_LAYERS };
+enum { RMS_NORM, SWIGLU, ROTATE, GEGLU, CLAMPED, SOFTCAP, LAYER_NORM, GELU, XIELU, GATE, SILU_GATE, THIN, NUM_LAYERS };
 static const char *const layer_names[] = {"rms_norm", "swiglu",     "rotate", "geglu", "clamped_swiglu", "softcap",
-                                          "layer_norm", "gelu", "xielu",  "gate",  "silu_gate"};
+                                          "layer_norm", "gelu", "xielu",  "gate",  "silu_gate", "thin"};
 
 /* Rows of x have a gate before or behind the values. */
 static int is_gate(int which) {
@@ -59,6 +59,18 @@ static memory run_layer(const kvc_kernels *k, int which, const layer *l, int64_t
         k->xielu(n, l->dim, x, 0.75f, 1.25f, 0.5f, -l->eps, out.at);
     else if (which == SOFTCAP)
         k->softcap(n * l->dim, x, l->limit, out.at);
+    else if (which == THIN) { /* in place, between rows that stay */
+        memory rows = take((size_t)((n - 1) * l->stride + l->dim) * sizeof(float), 4, l->at_end);
+        memcpy(rows.at, x, (size_t)((n - 1) * l->stride + l->dim) * sizeof(float));
+        k->thin(n, l->dim, rows.at, l->stride, l->limit - 2);
+        for (int64_t i = 0; i < n; i++) {
+            const float *row = (const float *)rows.at + i * l->stride;
+            memcpy((float *)out.at + i * l->dim, row, (size_t)l->dim * sizeof(float));
+            if (i < n - 1 && !same_bits(row + l->dim, x + i * l->stride + l->dim, l->stride - l->dim))
+                fail("%s: thin changes what is between rows", k->name);
+        }
+        give_back(&rows);
+    }
     else if (which == GATE || which == SILU_GATE)
         k->gate(n, l->dim, x + l->dim, l->stride, x, l->stride, which == SILU_GATE, out.at);
     else
@@ -95,6 +107,18 @@ static void expect_layer_norm(const kvc_kernels *k, const layer *l, const float 
         expect_near_double(k, "layer_norm", out[d], normed * w + w,
                            (4 * lost + error) * (1 + fabs(normed)) * fabs(w) + 0x1p-149 * (1 + fabs(w)));
     }
+}
+
+/* The mean and the deviation of a row, a product, a sum and a difference: beside the largest |x|. */
+static void expect_thin(const kvc_kernels *k, const layer *l, const float *x, const float *out) {
+    double mean = 0, squares = 0, largest = 0;
+    if (!is_ordinary(x, l->dim)) return;
+    for (int64_t d = 0; d < l->dim; d++) mean += x[d] / (double)l->dim, largest = fmax(largest, fabs((double)x[d]));
+    for (int64_t d = 0; d < l->dim; d++) squares += (x[d] - mean) * (x[d] - mean);
+    const double bound = mean + sqrt(squares / (double)l->dim) * (l->limit - 2);
+    const double error = ((double)l->dim + 8) * 0x1p-24 * largest * (2 + 4 * fabs(l->limit - 2));
+    for (int64_t d = 0; d < l->dim; d++)
+        expect_near_double(k, "thin", out[d], fmax(x[d] - bound, 0), error + 0x1p-60);
 }
 
 static void expect_xielu(const kvc_kernels *k, const layer *l, const float *x, const float *out) {
@@ -154,7 +178,7 @@ static void step_layer(source *s) {
     const int which = draw(s, NUM_LAYERS), usual = draw(s, 4) > 0;
     layer l = {.n = draw_between(s, 1, 6), .at_end = draw(s, 2)};
     const int alone_in_row = is_gate(which) || which == SOFTCAP || which == GELU || which == XIELU;
-    l.heads = alone_in_row || which == LAYER_NORM ? 1 : draw_between(s, 1, 4);
+    l.heads = alone_in_row || which == LAYER_NORM || which == THIN ? 1 : draw_between(s, 1, 4);
     l.dim = DRAW_OF(s, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 128, 0, 0);
     if (!l.dim) l.dim = draw_between(s, 1, 600);
     l.turned = which == ROTATE && draw(s, 2) ? 2 * draw_between(s, 0, (int)(l.dim / 2)) : l.dim / 2 * 2;
@@ -187,6 +211,8 @@ static void step_layer(source *s) {
                 expect_layer_norm(k, &l, x, y);
             else if (which == XIELU)
                 expect_xielu(k, &l, x, y);
+            else if (which == THIN)
+                expect_thin(k, &l, x, y);
             else if (is_gate(which) || which == GELU)
                 expect_gated(k, &l, which, x, y);
             else if (which == SOFTCAP)
@@ -199,6 +225,46 @@ static void step_layer(source *s) {
     }
     give_back(&want);
     for (int i = 0; i < 4; i++) give_back(parts[i]);
+}
+
+/* Sums of rows with shares of their own, out of place and in place; scalar compared with the same operations. */
+static void step_mix(source *s) {
+    const int64_t n = draw_between(s, 1, 5), outs = draw_between(s, 1, 6), ins = draw_between(s, 1, 6);
+    const int64_t dim = draw(s, 2) ? DRAW_OF(s, 1, 7, 8, 15, 16, 17, 33, 64) : draw_between(s, 1, 300);
+    const int at_end = draw(s, 2), kind = draw(s, NUM_KINDS), same = ins == outs && draw(s, 2);
+    const size_t sizes[] = {(size_t)(n * outs * dim), (size_t)(n * outs * ins), (size_t)(n * ins * dim)};
+    memory parts[3], want = take(sizes[0] * sizeof(float), 4, at_end);
+    say("mix of %d x %d x %d x %d", (int)n, (int)outs, (int)ins, (int)dim);
+    for (int i = 0; i < 3; i++) {
+        parts[i] = take(sizes[i] * sizeof(float), 4, at_end);
+        draw_floats(s, kind, parts[i].at, sizes[i]);
+    }
+    const float *base = parts[0].at, *shares = parts[1].at, *x = same ? base : (const float *)parts[2].at;
+    float *expected = want.at;
+    for (int64_t i = 0; i < n * outs; i++) {
+        for (int64_t d = 0; d < dim; d++) {
+            float sum = base[i * dim + d];
+            for (int64_t j = 0; j < ins; j++) sum = fmaf(shares[i * ins + j], x[(i / outs * ins + j) * dim + d], sum);
+            expected[i * dim + d] = sum;
+        }
+    }
+    const int64_t alone = draw(s, (int)n);
+    for (int level = 0; level < num_levels(); level++) {
+        const kvc_kernels *k = level_at(level);
+        memory out = take(sizes[0] * sizeof(float), 4, at_end), one = take(sizes[0] / (size_t)n * sizeof(float), 4, at_end);
+        k->mix(n, outs, ins, dim, shares, x, base, out.at);
+        expect_bits("mix", k, out.at, want.at, n * outs * dim);
+        k->mix(1, outs, ins, dim, shares + alone * outs * ins, x + alone * ins * dim, base + alone * outs * dim, one.at);
+        expect_bits("mix of a row", k, one.at, expected + alone * outs * dim, outs * dim);
+        if (!same) {
+            memcpy(out.at, base, sizes[0] * sizeof(float));
+            k->mix(n, outs, ins, dim, shares, x, out.at, out.at);
+            expect_bits("mix in place", k, out.at, want.at, n * outs * dim);
+        }
+        give_back(&out), give_back(&one);
+    }
+    for (int i = 0; i < 3; i++) give_back(&parts[i]);
+    give_back(&want);
 }
 
 /* Weights of tokens, and their sum without them. Those of ordinary logits are near double. */

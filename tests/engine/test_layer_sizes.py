@@ -27,7 +27,7 @@ pytestmark = pytest.mark.one_build
 PADDED = {
     "llama_26": [32], "qwen3_100": [128, 128], "gpt_oss_18": [32, 32], "gemma4_20": [32, 32], "deepseek_v3_44": [96],
 }
-NAMES = ("gemma4", "gemma4_experts", "gemma4_unified", "mimo_v2_flash", "mimo_v2_flash_groups", *PADDED)
+NAMES = ("gemma3n", "gemma4", "gemma4_experts", "gemma4_unified", "mimo_v2_flash", "mimo_v2_flash_groups", *PADDED)
 PARAMS = SamplingParams(temperature=0.9, seed=3, max_tokens=20, logprobs=1)
 
 

@@ -22,6 +22,7 @@ KINDS = {
     "streaming": (NETWORK, {"eviction_policy": EvictionPolicy.StreamingLLM(4, 16)}),
     "several sizes": (Transformer.from_pretrained(golden_folder("gemma4")), {"dtype": "q8"}),
     "values are keys": (Transformer.from_pretrained(golden_folder("gemma4_experts")), {"dtype": "f16"}),
+    "several streams": (Transformer.from_pretrained(golden_folder("gemma3n_streams")), {"dtype": "q8"}),
     "longrope": (Transformer.from_pretrained(GOLDEN / "phi3_longrope"), {"dtype": "q4"}),
 }
 

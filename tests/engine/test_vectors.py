@@ -109,7 +109,8 @@ def test_kinds_of_layers_and_residuals_change_no_vector_by_what_ran_before():
     texts = [np.concatenate([first[:n], rng.integers(0, 90, 5)]) for n in (70, 64, 63, 40, 33, 5, 0)]
     for network, options in (
         ("qwen3_tied", {"residual_length": 32, "dtype": "q4"}), ("gemma3", {}), ("mistral_window", {}),
-        ("phi3_longrope", {}), ("lfm2", {}), ("qwen3_5", {}), ("gemma4", {}), ("deepseek_v2", {}),
+        ("phi3_longrope", {}), ("lfm2", {}), ("qwen3_5", {}), ("gemma4", {}), ("gemma3n", {}),
+        ("deepseek_v2", {}),
     ):
         engine = InferenceEngine.from_pretrained(golden_folder(network), **options)
         batch = BatchEngine.from_pretrained(golden_folder(network), **options)

@@ -26,6 +26,7 @@ LAYERS = 8
 NAMED = {
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
     "granitemoehybrid": {"num_hidden_layers": LAYERS, "layer_types": ["mamba", "attention"] * (LAYERS // 2)},
+    "gemma3n_text": {"num_hidden_layers": 20},  # the last 15 read K and V of others
     "glm4_moe": {"num_hidden_layers": LAYERS, "head_dim": 128},
     "dots1": {
         "num_hidden_layers": LAYERS, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
@@ -56,7 +57,7 @@ def family(model_type: str) -> dict[str, Any] | None:
 
 def tower(model_type: str, text: str) -> list[dict[str, Any]]:
     """The keys of a larger network, and of its text network."""
-    texts = {"model_type": text, "num_hidden_layers": LAYERS}
+    texts = {"model_type": text, **NAMED.get(text, {"num_hidden_layers": LAYERS})}
     whole = keys_of(CONFIG_MAPPING[model_type](text_config=texts))
     inside = whole.pop("text_config")
     own = {key: value for key, value in whole.items() if not key.endswith("_config") and "token" not in key}

@@ -49,6 +49,7 @@ from transformers import (
     FalconH1Config,
     Gemma2Config,
     Gemma3Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
@@ -210,6 +211,13 @@ GEMMA4 = {
 def _kinds(letters: str) -> list[str]:
     """`layer_types` of layers with a window, W, and without one, F."""
     return ["sliding_attention" if each == "W" else "full_attention" for each in letters]
+
+
+GEMMA3N = SMALL | {
+    "num_hidden_layers": 7, "layer_types": _kinds("WFWWFWF"), "num_kv_shared_layers": 3, "sliding_window": 20,
+    "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 96, "laurel_rank": 10, "pad_token_id": 0,
+    "final_logit_softcapping": 20.0, "activation_sparsity_pattern": [0.95, 0.5, 0.9, 0.0, 0.0, 0.2, 0.0],
+}
 
 
 class Variant(NamedTuple):
@@ -485,6 +493,22 @@ VARIANTS = {
         Qwen3_5TextConfig(**SMALL_DELTA, tie_word_embeddings=True), torch.bfloat16, lengths=SEEDED_LENGTHS, seeded=True,
     ),
     # Layers that read K and V of others, inputs of each layer, a wide MLP.
+    "gemma3n": seeded(Gemma3nTextConfig(**GEMMA3N)),
+    "gemma3n_streams": seeded(  # layers run on the second of three; no scale of it, no sharing, other widths of MLPs
+        Gemma3nTextConfig(
+            **GEMMA3N | {
+                "num_hidden_layers": 4, "layer_types": _kinds("WFFW"), "intermediate_size": [40, 72, 64, 56],
+                "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.3, 0.9, 0.0],
+                "vocab_size_per_layer_input": 90,
+            },
+            altup_num_inputs=3, altup_active_idx=1, altup_correct_scale=False,
+            attention_bias=True, tie_word_embeddings=False,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 500000.0, "factor": 4.0},
+            },
+        ),
+    ),
     "gemma4": seeded(
         Gemma4TextConfig(
             **SMALL | GEMMA4 | {"num_hidden_layers": 8, "num_key_value_heads": 1}, layer_types=_kinds("WFWWFWFF"),
@@ -908,9 +932,13 @@ def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[fl
     gain = 3.0 if getattr(config, "tie_word_embeddings", False) else 1.0
     if config.model_type == "gemma":  # whose embedding is multiplied by as much
         gain *= config.hidden_size**0.5
-    if config.model_type.startswith("gemma4") and "post_" in name and name.endswith("weight"):
+    if "modality_router" in name:  # whose inputs are divided by the hidden size
+        return shape[-1] ** 0.5, 0.0
+    if "_coefs" in name:
+        return 0.15, 0.0
+    if config.model_type.startswith(("gemma3n", "gemma4")) and "post_" in name and name.endswith("weight"):
         return 0.2 * gain, gain  # of what layers add: the last product does not count behind a norm
-    if config.model_type.startswith("gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
+    if config.model_type.startswith(("gemma3n", "gemma4")) and name.endswith(("q_norm.weight", "k_norm.weight")):
         return 0.2, 0.6  # scores are not scaled: these say how far they spread
     if "norm" in name and name.endswith("weight"):
         less_one = config.model_type == "gemma" or (config.model_type == "muse_glimmer_text" and "layers" in name) or (

@@ -9,11 +9,13 @@ from kvcache.kernels.layers import (
     geglu,
     gelu,
     layer_norm,
+    mix,
     near_experts,
     rms_norm,
     rotate,
     softcap,
     swiglu,
+    thin,
     top_experts,
     xielu,
 )
@@ -179,6 +181,48 @@ def test_xielu(rng, dim):
 
 
 @pytest.mark.parametrize("dim", SIZES)
+def test_thin(rng, dim):
+    """Gates above the mean and some deviations of their row stay, less that; the other half of a row is not touched."""
+    before = (rng.standard_normal((5, 2 * dim)) * 3 + 5).astype(np.float32)
+    wide = before[:, :dim].astype(np.float64)
+    for factor in (1.6448536, 0.0, -1.25):
+        x = before.copy()
+        thin(x, factor)
+        bound = wide.mean(axis=1, keepdims=True) + wide.std(axis=1, keepdims=True) * factor
+        np.testing.assert_allclose(x[:, :dim], np.maximum(wide - bound, 0), rtol=0, atol=1e-5)
+        assert x[:, dim:].tobytes() == before[:, dim:].tobytes()
+        for i in range(5):
+            alone = before[i : i + 1].copy()
+            thin(alone, factor)
+            assert alone.tobytes() == x[i : i + 1].tobytes()
+    x[:, 0] = np.nan
+    thin(x, 1.0)
+    assert np.isnan(x[:, :dim]).all()
+    empty = before[:0]
+    thin(empty, 1.0)
+
+
+@pytest.mark.parametrize("dim", SIZES)
+def test_mix(rng, dim):
+    """A row of `base` alone has the same bits, in place too; `x` may be the base of a new array."""
+    for outs, ins in ((4, 4), (3, 1), (1, 5), (2, 0)):
+        base, shares, x = (
+            rng.standard_normal(shape).astype(np.float32) for shape in ((5, outs, dim), (5, outs, ins), (5, ins, dim))
+        )
+        found = mix(base, shares, x)
+        want = base + shares.astype(np.float64) @ x
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
+        for i in range(5):
+            alone = base[i : i + 1].copy()
+            assert mix(alone, shares[i : i + 1], x[i : i + 1], in_place=True) is alone
+            assert alone.tobytes() == found[i : i + 1].tobytes()
+    shares = rng.standard_normal((5, 3, 3)).astype(np.float32)
+    x = rng.standard_normal((5, 3, dim)).astype(np.float32)
+    np.testing.assert_array_equal(mix(x, shares, x), mix(x.copy(), shares, x))
+    assert mix(x[:0], shares[:0], x[:0]).shape == (0, 3, dim)
+
+
+@pytest.mark.parametrize("dim", SIZES)
 def test_clamped_swiglu(rng, dim):
     x = rng.standard_normal((5, 2 * dim)).astype(np.float32) * 4
     x[0, :2] = -3e38, 3e38
@@ -251,6 +295,8 @@ def test_threads_share_the_rows(rng, threads):
         lambda: clamped_swiglu(x.reshape(301, -1), 1.7, 7.0),
         lambda: gelu(x.reshape(301, -1)),
         lambda: xielu(x.reshape(301, -1), 0.8, 1.3, 0.5, -1e-6),
+        lambda: mix(x, x[:, :, :9], x[:, :9]),
+        lambda: thinned(x.reshape(301, -1)),
         lambda: layer_norm(x[:, :9].reshape(301, -1), weight.ravel(), weight.ravel()[::-1], 1e-5),
     ]
     before = get_num_threads()
@@ -262,6 +308,37 @@ def test_threads_share_the_rows(rng, threads):
             np.testing.assert_array_equal(call(), expected)
     finally:
         set_num_threads(before)
+
+
+def thinned(x):
+    x = x.copy()
+    thin(x, 0.5)
+    return x
+
+
+def test_mistakes_of_mixes():
+    base, shares, x = (np.ones(shape, np.float32) for shape in ((2, 3, 6), (2, 3, 4), (2, 4, 6)))
+    for wrong in (x[:1], x[:, :, :5], x[0]):
+        with pytest.raises(ValueError, match=r"x: expected \(n, ins, dim\) for base \(n, outs, dim\), got"):
+            mix(base, shares, wrong)
+    for wrong in (shares[:1], shares[:, :2], shares[:, :, :3], shares[0]):
+        with pytest.raises(ValueError, match=r"shares: expected \(2, 3, 4\), got"):
+            mix(base, wrong, x)
+    for wrong in (base[:, :, ::2], read_only(base)):
+        with pytest.raises(ValueError, match="base: expected a writable contiguous array, got another one"):
+            mix(wrong, shares, np.ascontiguousarray(x[:, :, : wrong.shape[2]]), in_place=True)
+    with pytest.raises(ValueError, match="x: expected another array than the base that is written, got the same"):
+        mix(base, np.ones((2, 3, 3), np.float32), base, in_place=True)
+    assert (base == 1).all()
+    for wrong in (base, base[0, :, :5], base[0, :, ::2], read_only(base[0])):
+        with pytest.raises(ValueError, match=r"x: expected a writable contiguous array \(n, 2 \* dim\), got"):
+            thin(wrong, 1.0)
+
+
+def read_only(x):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
 
 
 def test_mistakes():

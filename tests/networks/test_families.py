@@ -11,18 +11,38 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.families import FAMILIES
 from kvcache.networks.gguf_architectures import ARCHITECTURES
 from kvcache.networks.towers import TOWERS
+from kvcache.networks.unread_families import UNREAD, parts_missing
 
 pytestmark = pytest.mark.one_build
+GUIDE = (PROJECT / "kvcache" / "guides" / "checkpoints.md").read_text()
 
 
 def test_the_table_of_the_guide():
-    guide = (PROJECT / "kvcache" / "guides" / "checkpoints.md").read_text()
-    table = guide.partition("## Networks")[2].partition("\n## ")[0]
+    table = GUIDE.partition("## Networks")[2].partition("\n## ")[0]
     rows = [line.split("|") for line in table.splitlines() if line.startswith("|")][2:]
     classes = [name for row in rows for name in re.findall(r"`([^`]+)`", row[2])]
     letters = [name for row in rows for name in re.findall(r"`([^`]+)`", row[3])]
     assert set(classes) == {*FAMILIES, *TOWERS}
     assert set(letters) == set(ARCHITECTURES)
+
+
+def test_the_networks_that_are_not_read():
+    """Each is refused with the parts that are missing, whatever names it, and the guide has its row."""
+    table = GUIDE.partition("Not read, and refused")[2].partition("## ")[0]
+    rows = re.findall(r"(?m)^\| ([^|`]+) \| [^|`]+ \|$", table)
+    for network in UNREAD:
+        assert network.name in rows
+        assert not {*network.classes} & {*FAMILIES, *TOWERS}
+        assert network.gguf not in ARCHITECTURES
+        message = f"expected a network without {network.parts}, got "
+        for name in network.classes:
+            with pytest.raises(CheckpointError, match=re.escape(f"architectures: {message}'{name}'")):
+                ModelConfig.from_dict({"architectures": [name], "text_config": {}})
+        for name in network.model_types:
+            with pytest.raises(CheckpointError, match=re.escape(f"model_type: {message}'{name}'")):
+                ModelConfig.from_dict({"model_type": name})
+        assert parts_missing(network.gguf) == (network.parts if network.gguf else "")
+    assert parts_missing(["x"]) == parts_missing("LlamaForCausalLM") == ""
 
 
 DEFAULTS = json.loads((GOLDEN / "defaults.json").read_text())

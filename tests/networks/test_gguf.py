@@ -196,6 +196,10 @@ def test_end_tokens_of_harmony(tmp_path):
 
 REFUSED = {
     "another architecture": ({"general.architecture": "gemma5"}, r"general.architecture: expected one of llama, .*"),
+    "one that is known": (
+        {"general.architecture": "deepseek4"},
+        r"general.architecture: expected a network without attention over compressed .*, got 'deepseek4'",
+    ),
     "shared experts": ({"llama.expert_shared_count": (U32, 1)}, "llama.expert_shared_count: expected 0, got 1"),
     "experts that are not there": (
         {"llama.expert_count": (U32, 8), "llama.expert_used_count": (U32, 2)},

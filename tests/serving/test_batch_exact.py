@@ -125,7 +125,7 @@ def test_layers_with_windows(kind):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     half([("gemma3", "f32"), ("gemma3", "q4"), ("qwen2_windows", "q4"), ("mistral_window", "f32"), ("gemma4", "q4"),
-          ("gemma4_experts", "f32"), ("llama4", "q4")]),
+          ("gemma4_experts", "f32"), ("llama4", "q4"), ("gemma3n", "q8")]),
 )
 def test_windows_and_little_memory(name, dtype):
     """Texts share prefixes, grow past their windows, guess, are preempted, and continue at cached windows."""

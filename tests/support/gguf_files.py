@@ -25,7 +25,7 @@ _LETTERS = {
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "smollm3": "smollm3",
     "granite": "granite", "ministral3": "mistral3", "olmo2": "olmo2", "olmo3": "olmo2", "gpt_oss": "gpt-oss",
     "seed_oss": "seed_oss", "exaone4": "exaone4", "olmoe": "olmoe", "ernie4_5": "ernie4_5",
-    "gemma4_text": "gemma4", "gemma4": "gemma4", "gemma4_unified": "gemma4",
+    "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "gemma4": "gemma4", "gemma4_unified": "gemma4",
     "hunyuan_v1_dense": "hunyuan-dense", "glm4": "glm4", "cohere2": "cohere2", "starcoder2": "starcoder2",
     "apertus": "apertus", "minicpm": "minicpm", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2",
     "gemma": "gemma", "glm": "chatglm", "cohere": "command-r",
@@ -207,10 +207,26 @@ def entries_of(config, folder_config):
         found["nextn_predict_layers"] = (U32, config.next_layers)
     if letters == "gemma4":
         found |= _of_gemma4(config)
+    if letters == "gemma3n":
+        found |= _of_gemma3n(config)
     if rope["rope_type"] == "longrope":
         found["rope.scaling.attn_factor"] = (F32, config.rope.attention_factor)
         found["rope.scaling.original_context_length"] = (U32, config.rope.original_positions)
     return letters, {f"{letters}.{key}": content for key, content in found.items()}
+
+
+def _of_gemma3n(config):
+    """The entries of Gemma 3n that only it has, or writes in another way."""
+    cutoffs = [-math.inf if size.cutoff is None else size.cutoff for size in config.sizes]
+    inner = [size.intermediate_size for size in config.sizes]
+    return {
+        "attention.sliding_window_pattern": (ARRAY, [window is not None for window in config.windows], BOOL),
+        "attention.shared_kv_layers": (U32, sum(size.kv_layer is not None for size in config.sizes)),
+        "embedding_length_per_layer_input": (U32, config.layer_inputs),
+        "activation_sparsity_scale": (ARRAY, cutoffs, F32),
+        "altup.active_idx": (U32, config.streams.active), "altup.num_inputs": (U32, config.streams.count),
+        "feed_forward_length": (ARRAY, inner, U32),
+    }
 
 
 def _of_gemma4(config):
@@ -285,6 +301,12 @@ def _converted(checkpoint, model_type, config):
             continue
         if letters == "llama4" and ".experts." in name:  # (experts, in, out)
             values = np.ascontiguousarray(values.swapaxes(1, 2))
+        if found := re.fullmatch(r"(model\.altup_\w*projections)\.(\d+)\.weight", name):
+            stacks.setdefault(f"{found[1]}.weight", {})[int(found[2])] = values
+            continue
+        if letters == "gemma3n":
+            yield name + ".weight" * name.endswith("_scale"), values
+            continue
         if letters == "gemma4":
             added = name.endswith("layer_scalar") or ".experts." in name
             yield name + ".weight" * added, values
@@ -359,6 +381,10 @@ _ASSUMED = {
         "long_mscale": 1.2,
     }},
     "afmoe_plain": {"mup_enabled": True, "layer_types": None},
+    "gemma3n_streams": {"altup_correct_scale": True, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    }},
 }
 
 
