@@ -610,7 +610,7 @@ FAMILIES = {
         next_layers="num_nextn_predict_layers", next_raw=True,
         next_names={"head_norm": "transformer.shared_head.norm"},
         defaults={
-            "vocab_size": 128815, "hidden_size": 4096, "intermediate_size": 11264, "num_hidden_layers": 45,
+            "vocab_size": 128815, "hidden_size": 4096, "intermediate_size": 11264,
             "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 128000,
             "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "num_attention_heads_per_layer": None,
             "query_pre_attn_scalar": 128, "swiglu_limits": None, "swiglu_limits_shared": None,

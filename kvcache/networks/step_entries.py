@@ -35,7 +35,7 @@ def step_entries(config: Mapping[str, Any]) -> dict[str, Any]:
         if alias in config and found.get(key) is None:
             found[key] = config[alias]
     read = Entries(found)
-    layers = read.size("num_hidden_layers", 45, most=_MOST_LAYERS)
+    layers = read.size("num_hidden_layers", most=_MOST_LAYERS)
     ahead = read.size("num_nextn_predict_layers", 0, at_least=0, most=_MOST_LAYERS)
     for key in _LISTS:
         if isinstance(found.get(key), list) and len(found[key]) == layers + ahead:
@@ -50,7 +50,8 @@ def step_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     _set_heads(read, kinds, found)
     _set_ropes(read, kinds, found)
     if found.get("mlp_layer_types") is None:
-        experts = _with_experts(found.pop("moe_layers_enum", None), layers)
+        first = read.size("first_k_dense_replace", _FIRST_WITH_EXPERTS, at_least=0)
+        experts = _with_experts(found.pop("moe_layers_enum", None), first, layers)
         each = ["sparse" if i in experts else "dense" for i in range(layers + ahead)]
         found["mlp_layer_types"] = each[:layers]
         found.setdefault("mtp_mlp_layer_types", each[layers:])
@@ -59,10 +60,10 @@ def step_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _with_experts(listed: Any, layers: int) -> set[int]:
-    """The layers with experts: numbers in a list, or in a string with commas between them."""
+def _with_experts(listed: Any, first: int, layers: int) -> set[int]:
+    """The layers with experts: numbers in a list, or in a string with commas between them; None: from `first` on."""
     if listed is None:
-        return set(range(_FIRST_WITH_EXPERTS, layers))
+        return set(range(first, layers))
     each = [item.strip() for item in listed.split(",")] if isinstance(listed, str) else listed
     if not isinstance(each, list) or not all(type(item) is int or (isinstance(item, str) and _is_number(item)) for item in each):
         raise CheckpointError(f"moe_layers_enum: expected numbers of layers, got {short(listed)}")
@@ -91,7 +92,7 @@ def _set_heads(read: Entries, kinds: list[str], found: dict[str, Any]) -> None:
         if not known or not isinstance(sizes, dict) or set(sizes) != {"num_attention_heads"}:
             raise CheckpointError(f"per_layer_config: expected query heads by numbers of layers, got {short(given)}")
         heads[int(layer)] = Entries(sizes, f"per_layer_config.{layer}.").size("num_attention_heads")
-    found["num_attention_heads_per_layer"] = heads
+    found.setdefault("num_attention_heads_per_layer", heads)
 
 
 def _set_ropes(read: Entries, kinds: list[str], found: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ TOWERS = {
     "MuseGlimmerForConditionalGeneration": Tower("muse_glimmer", {"muse_glimmer_text": "muse_glimmer_text"}),
     "Qwen3_5ForConditionalGeneration": Tower("qwen3_5", {"qwen3_5_text": "qwen3_5_text"}),
     "Qwen3_5MoeForConditionalGeneration": Tower("qwen3_5_moe", {"qwen3_5_moe_text": "qwen3_5_moe_text"}),
-    "Step3p7ForConditionalGeneration": Tower("step3p7", {"step3p5": "step3p5", "step3p7_text": "step3p5"}),
+    "Step3p7ForConditionalGeneration": Tower("step3p7", {"step3p5": "step3p5"}),
     "Qwen3VLForConditionalGeneration": Tower(
         "qwen3_vl", {"qwen3_vl_text": "qwen3"}, defaults={"rope_theta": 5e5},
     ),

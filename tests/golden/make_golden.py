@@ -822,7 +822,7 @@ VARIANTS = {
     "step3p7": step(
         SMALL | STEP | {"num_hidden_layers": 5}, layer_types=_kinds("FWWWF"), num_sliding_attention_heads=9,
         mlp_layer_types=["dense"] + ["sparse"] * 4, swiglu_limits=[0.0, None, 0.4, 0.2, 0.0],
-        swiglu_limits_shared=[0.3, 0.0, None, 0.25, 0.5], moe_router_scaling_factor=1.6, query_pre_attn_scalar=32,
+        swiglu_limits_shared=[0.3, 0.0, None, 0.25, 0.5], moe_router_scaling_factor=1.6,
         rope_parameters={
             "full_attention": LLAMA3_ROPE | {"partial_rotary_factor": 0.5}, "sliding_attention": DEFAULT_ROPE | {},
         },
@@ -835,8 +835,9 @@ VARIANTS = {
             "layer_types": _kinds("FWFWW"), "attention_other_setting": {"num_attention_heads": 6},
             "moe_layers_enum": "1,3", "rope_theta": [5e5, 1e4, 5e5, 1e4, 1e4],
             "partial_rotary_factors": [0.5, 1.0, 0.5, 1.0, 1.0], "swiglu_limits": [0, 0, 0, 0.3, 0],
+            "query_pre_attn_scalar": 20,
         },
-        layer_types=_kinds("FWFW"), num_sliding_attention_heads=6, swiglu_limits=[0, 0, 0, 0.3],
+        layer_types=_kinds("FWFW"), num_sliding_attention_heads=6, swiglu_limits=[0, 0, 0, 0.3], query_pre_attn_scalar=20,
         mlp_layer_types=["dense", "sparse"] * 2, rope_parameters={
             "full_attention": DEFAULT_ROPE | {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
             "sliding_attention": DEFAULT_ROPE | {"partial_rotary_factor": 1.0},

@@ -27,12 +27,12 @@ CHANGES = {
     "mellum": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), DEFAULT_ROPE)},
 }
 # Networks of transformers that llama.cpp has not: other biases, heads of other sizes, fewer KV heads; Phi-3.5-MoE,
-# whose experts it chooses by a softmax.
+# whose experts it chooses by a softmax; those that its releases with a binding to Python do not have.
 OTHERS = {
     "ernie4_5_biases", "seed_oss_biases", "exaone4_windows", "olmoe_normalised", "cohere2_biases", "hunyuan_biases",
     "starcoder2_window", "gemma_biases", "glm", "glm_no_biases", "cohere_norms",
     "dots1", "dots1_windows", "hunyuan_moe_biases", "afmoe_plain", "cohere2_moe_sum", "phimoe",
-    "phimoe_longrope",
+    "phimoe_longrope", "hy_v3", "step3p7",
 }
 
 
