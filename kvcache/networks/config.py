@@ -32,8 +32,8 @@ class ModelConfig:
         architecture: the class name in the checkpoint, e.g. "LlamaForCausalLM"; that of the text network, if it has
             more than one.
         intermediate_size: of the MLP, or of one expert.
-        num_heads, num_kv_heads, head_dim: query heads (`sizes` may have others), KV heads (a divisor), channels of one head. With `latent` one KV
-            head, of the channels that a cache has.
+        num_heads, num_kv_heads, head_dim: query heads (`sizes` may have others), KV heads (a divisor), channels of
+            one head. With `latent` one KV head, of the channels that a cache has.
         latent: the sizes of latent attention; None: heads have K and V of their own.
         sizes: those of each layer, which may be others.
         max_position_embeddings: positions are in [0, max_position_embeddings).
@@ -83,7 +83,7 @@ class ModelConfig:
         tie_word_embeddings: whether the output matrix is the embedding, unless the files have another one.
         eos_token_ids: tokens that end a text.
         next_layers: how many MTP layers the files have, behind the last one.
-        next_layer: how these are made.
+        next_layer: how these are made; None: no layer attends as they do, and they are not read.
         draft_layers: how many of the layers are such ones: 0, or 1 by `with_draft_layer`.
     """
 
@@ -145,7 +145,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     next_layers: int = 0
-    next_layer: NextLayer = NextLayer()
+    next_layer: NextLayer | None = None
     draft_layers: int = 0
 
     @property
@@ -168,9 +168,9 @@ class ModelConfig:
 
     def with_draft_layer(self) -> ModelConfig:
         """This network and the first MTP layer, behind its last one; itself if it has none."""
-        like, mlp, rotated, _ = self.next_layer
-        if not self.next_layers or self.draft_layers or like < 0:
+        if not self.next_layers or self.draft_layers or self.next_layer is None:
             return self
+        like, mlp, rotated, _ = self.next_layer
         return replace(
             self, num_layers=self.num_layers + 1, draft_layers=1, sizes=(*self.sizes, self.sizes[like]),
             windows=(*self.windows, self.windows[like]), rotated=(*self.rotated, rotated),

@@ -482,8 +482,8 @@ def _layer_inputs(read: ConfigReading) -> int:
     return read.size(key)
 
 
-def _next_layer(read: ConfigReading) -> NextLayer:
-    """How MTP layers are made: as the first of them, which alone is read."""
+def _next_layer(read: ConfigReading) -> NextLayer | None:
+    """How MTP layers are made: as the first of them, which alone is read; None: no layer attends as it does."""
     found, family = read.found, read.family
     kind, mlp = (_first_of(read, key, known) for key, known in (
         ("mtp_layer_types", (_FULL, _SLIDING)), ("mtp_mlp_layer_types", ("dense", "sparse")),
@@ -493,7 +493,7 @@ def _next_layer(read: ConfigReading) -> NextLayer:
     alike = [i for i, (mixer, window) in enumerate(zip(found.mixers, found.windows, strict=True))
              if mixer == "attention" and (window is not None) == slides]
     if not alike:
-        return NextLayer()
+        return None
     usual: Mlp = family.next_mlp or found.mlps[-1]
     own: Mlp = usual if mlp is None else "mlp" if mlp == "dense" else "experts"
     return NextLayer(alike[-1], own, family.next_turned or found.rotated[alike[-1]], family.next_raw)

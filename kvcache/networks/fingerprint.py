@@ -36,7 +36,8 @@ def fingerprint(model: Any) -> str:
     config, weights = model.config, model.weights
     digest = hashlib.blake2b(digest_size=16)
     options = asdict(config)
-    for name in ("eos_token_ids", "next_layers", "next_layer", "draft_layers"):  # do not change K and V of the layers that count
+    # These do not change K and V of the layers that count.
+    for name in ("eos_token_ids", "next_layers", "next_layer", "draft_layers"):
         del options[name]
     digest.update(repr(sorted(options.items())).encode())
     formats = [array.format for array in weights.arrays() if not isinstance(array, np.ndarray)]

@@ -42,7 +42,8 @@ __all__ = ["FolderTensors"]
 Float32 = NDArray[np.float32]
 
 _SHARED = re.compile(r"mlp\.shared_expert\.(gate|up)_proj\.weight")
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight", "transformer.shared_head.output.weight")  # those of the network, in MTP layers
+# Matrices of the network, in MTP layers; the last one of Step.
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight", "transformer.shared_head.output.weight")
 
 
 class FolderTensors:

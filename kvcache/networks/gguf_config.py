@@ -381,7 +381,7 @@ def _set_windows(read: _Entries, architecture: Architecture, found: dict[str, An
     found["use_sliding_window"] = bool(window)
     pattern, layers = read.either(_PATTERN), found.get("num_hidden_layers")
     if isinstance(pattern, np.ndarray):
-        if len(pattern) > layers == len(pattern) - read.get(NEXT_LAYERS, 0):
+        if type(layers) is int and len(pattern) > layers == len(pattern) - read.get(NEXT_LAYERS, 0):
             found["mtp_layer_types"] = [_SLIDING if pattern[layers] else _FULL]
             pattern = pattern[:layers]
         if len(pattern) != layers or pattern.dtype != np.bool_:

@@ -134,8 +134,8 @@ def _check(found: Sequence[LayerSizes], windows: Sequence[int | None]) -> None:
     for layer, size in enumerate(found):
         if size.num_heads % size.num_kv_heads:
             raise CheckpointError(
-                f"num_key_value_heads: expected a divisor of {size.num_heads} attention heads, got {size.num_kv_heads} in "
-                f"layer {layer}"
+                f"num_key_value_heads: expected a divisor of {size.num_heads} attention heads, got {size.num_kv_heads} "
+                f"in layer {layer}"
             )
         if size.head_dim % 2:
             raise CheckpointError(

@@ -78,6 +78,7 @@ class Transformer:
         self._rope = self._table(config.rope, config.rotary_dim)
         self._activated, self._drafts = _activation_of(config), config.draft_layers > 0
         self._gate = softplus_gate if config.gate_curve == "softplus" else partial(gate, silu=False)
+        self._raw = config.next_layer is not None and config.next_layer.is_raw
         self._last_mixing = max((i for i in range(config.trunk_layers) if config.mixers[i]), default=0)
         parts = [config.head_parts(i) for i in range(config.num_layers)]
         self._padded = [each if stored_sizes(each) != each else None for each in parts]  # None: heads need no zeros
@@ -230,7 +231,7 @@ class Transformer:
         rows = self._through(0, rows, attend, recur, regime, None)  # the hidden rows of all tokens are read
         normed = self._normed(rows.x, self.weights.norm)
         hidden = hidden or HiddenRows(np.zeros(1, np.int64), np.zeros((1, normed.shape[1]), np.float32))
-        rows = self._joined(tokens, rows, hidden.set(rows.x if self.config.next_layer.is_raw else normed))
+        rows = self._joined(tokens, rows, hidden.set(rows.x if self._raw else normed))
         # K and V alone are of use here.
         self._mixed(self.config.trunk_layers, self.weights.layers[-1], rows, attend, None, regime)
         return finish(normed if isinstance(logits, str) and logits == "all" else normed[chosen])
@@ -293,7 +294,7 @@ class Transformer:
             self.config.trunk_layers, self._joined(tokens, rows, hidden), attend, None, regime, None
         )
         normed = self._normed(rows.x, weights.norm)
-        return self._scores(normed), rows.x if self.config.next_layer.is_raw else normed
+        return self._scores(normed), rows.x if self._raw else normed
 
     def _joined(self, tokens: NDArray[np.uint32], rows: _Rows, hidden: Float32) -> _Rows:
         """The rows that the MTP layer begins with."""
@@ -470,7 +471,7 @@ class Transformer:
         self, count: int, heads: Float32, values: Float32, table: RopeTable | None, turns: Sequence[Any],
         factors: Float32 | None, norm: Float32 | None,
     ) -> tuple[Any, ...]:
-        """The `count` queries, keys and values, rotated by the first of `turns`; for each other the queries rotated by that.
+        """The `count` queries, keys and values, rotated by the first of `turns`; for each other the queries, by that.
 
         Queries are multiplied by `factors`, if there are any. `norm` follows, if there is one.
         """

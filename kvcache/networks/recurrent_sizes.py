@@ -11,7 +11,8 @@ from kvcache.networks.entries import Entries, Flag, Size
 from kvcache.support.arguments import short
 
 __all__ = [
-    "STATE_SIZES", "Kind", "Mixer", "Mlp", "Multipliers", "NextLayer", "RecurrentSizes", "layer_types_of", "mixers_of", "mlps_of",
+    "STATE_SIZES", "Kind", "Mixer", "Mlp", "Multipliers", "NextLayer", "RecurrentSizes", "layer_types_of", "mixers_of",
+    "mlps_of",
 ]
 
 Mixer = Literal["attention", "state", ""]
@@ -200,16 +201,16 @@ class NextLayer(NamedTuple):
     """How an MTP layer differs from the last layer.
 
     Attributes:
-        like: the layer that attends as it does; -1: none does, and it is not read.
+        like: the layer that attends as it does.
         mlp: what it has behind attention.
         rotated: whether it has a rotary embedding.
         is_raw: whether it takes hidden rows as they are before the last norm, and gives them so.
     """
 
-    like: int = -1
-    mlp: Mlp = "mlp"
-    rotated: bool = True
-    is_raw: bool = False
+    like: int
+    mlp: Mlp
+    rotated: bool
+    is_raw: bool
 
 
 def layer_types_of(config: Mapping[str, Any], kind: Kind | Literal[""]) -> list[Any] | None:

@@ -19,8 +19,8 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _FIRST_WITH_EXPERTS = 3  # where no key says
 _ALIASES = {  # published keys, and those of transformers, of which the last one counts
     "num_attention_groups": "num_key_value_heads", "moe_num_experts": "n_routed_experts",
-    "num_local_experts": "n_routed_experts", "moe_top_k": "num_experts_per_tok", "share_expert_dims": "share_expert_dim",
-    "num_mtp_layers": "num_nextn_predict_layers",
+    "num_local_experts": "n_routed_experts", "moe_top_k": "num_experts_per_tok",
+    "share_expert_dims": "share_expert_dim", "num_mtp_layers": "num_nextn_predict_layers",
 }
 _LISTS = ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_theta",
           "partial_rotary_factors")  # which may go on for MTP layers
@@ -45,7 +45,8 @@ def step_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     kinds = found.get("layer_types")
     kinds = [_FULL] * layers if kinds is None else kinds
     if not isinstance(kinds, list) or len(kinds) != layers or not all(each in (_FULL, _SLIDING) for each in kinds):
-        raise CheckpointError(f"layer_types: expected {_FULL} or {_SLIDING} for each of {layers} layers, got {short(kinds)}")
+        expected = f"{_FULL} or {_SLIDING} for each of {layers} layers"
+        raise CheckpointError(f"layer_types: expected {expected}, got {short(kinds)}")
     found["layer_types"] = kinds
     _set_heads(read, kinds, found)
     _set_ropes(read, kinds, found)
@@ -65,13 +66,13 @@ def _with_experts(listed: Any, first: int, layers: int) -> set[int]:
     if listed is None:
         return set(range(first, layers))
     each = [item.strip() for item in listed.split(",")] if isinstance(listed, str) else listed
-    if not isinstance(each, list) or not all(type(item) is int or (isinstance(item, str) and _is_number(item)) for item in each):
+    if not isinstance(each, list) or not all(type(item) is int or item == "" or _is_number(item) for item in each):
         raise CheckpointError(f"moe_layers_enum: expected numbers of layers, got {short(listed)}")
     return {int(item) for item in each if item != ""}
 
 
-def _is_number(item: str) -> bool:
-    return not item or (item.isascii() and item.isdecimal() and len(item) < 9)
+def _is_number(item: Any) -> bool:
+    return isinstance(item, str) and item.isascii() and item.isdecimal() and len(item) < 9
 
 
 def _set_heads(read: Entries, kinds: list[str], found: dict[str, Any]) -> None:
@@ -84,11 +85,12 @@ def _set_heads(read: Entries, kinds: list[str], found: dict[str, Any]) -> None:
     sliding = read.size("num_sliding_attention_heads", sliding)
     for key, own in (("num_attention_groups", "num_key_value_heads"), ("head_dim", "head_dim")):
         if other.get(key) is not None and other[key] != found.get(own):
-            raise CheckpointError(f"attention_other_setting.{key}: expected {short(found.get(own))}, got {short(other[key])}")
+            expected = short(found.get(own))
+            raise CheckpointError(f"attention_other_setting.{key}: expected {expected}, got {short(other[key])}")
     heads = [sliding if kind == _SLIDING else usual for kind in kinds]
     given = found.pop("per_layer_config", None)
     for layer, sizes in (given or {}).items() if isinstance(given, (dict, type(None))) else [("", given)]:
-        known = isinstance(layer, str) and layer and _is_number(layer) and int(layer) < len(kinds)
+        known = _is_number(layer) and int(layer) < len(kinds)
         if not known or not isinstance(sizes, dict) or set(sizes) != {"num_attention_heads"}:
             raise CheckpointError(f"per_layer_config: expected query heads by numbers of layers, got {short(given)}")
         heads[int(layer)] = Entries(sizes, f"per_layer_config.{layer}.").size("num_attention_heads")

@@ -468,7 +468,7 @@ class _Loader:
             expert_bias=part.optional("mlp.expert_bias"),
             latent_in=part.find("mlp.latent_in"),
             latent_out=part.find("mlp.latent_out"),
-            shared=part.mlp("mlp.shared_expert", config.limits[layer][0]) if experts and config.experts and config.experts.shared else None,
+            shared=self._shared(layer, part) if experts else None,
             shared_gate=part.find("mlp.shared_expert_gate"),
             mlps=tuple(self._mlps(layer, part)),
             down_norm=after_mlp,
@@ -478,7 +478,14 @@ class _Loader:
         )
 
     def _next(self, part: _Part) -> NextWeights:
-        return NextWeights(part[JOINT.removesuffix(".weight")], *(self._norm(part.prefix + name) for name in NEXT_NORMS))
+        norms = (self._norm(part.prefix + name) for name in NEXT_NORMS)
+        return NextWeights(part[JOINT.removesuffix(".weight")], *norms)
+
+    def _shared(self, layer: int, part: _Part) -> MlpWeights | None:
+        sizes = self._config.experts
+        if sizes is None or not sizes.shared:
+            return None
+        return part.mlp("mlp.shared_expert", self._config.limits[layer][0])
 
     def _latent(self, part: _Part) -> LatentWeights:
         heads, own = range(self._config.num_heads), part.find("self_attn.q_b_proj")

@@ -100,8 +100,8 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
-    Step3p7Config,
     Starcoder2Config,
+    Step3p7Config,
     YoutuConfig,
 )
 
@@ -837,8 +837,8 @@ VARIANTS = {
             "partial_rotary_factors": [0.5, 1.0, 0.5, 1.0, 1.0], "swiglu_limits": [0, 0, 0, 0.3, 0],
             "query_pre_attn_scalar": 20,
         },
-        layer_types=_kinds("FWFW"), num_sliding_attention_heads=6, swiglu_limits=[0, 0, 0, 0.3], query_pre_attn_scalar=20,
-        mlp_layer_types=["dense", "sparse"] * 2, rope_parameters={
+        layer_types=_kinds("FWFW"), num_sliding_attention_heads=6, swiglu_limits=[0, 0, 0, 0.3],
+        query_pre_attn_scalar=20, mlp_layer_types=["dense", "sparse"] * 2, rope_parameters={
             "full_attention": DEFAULT_ROPE | {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
             "sliding_attention": DEFAULT_ROPE | {"partial_rotary_factor": 1.0},
         },

@@ -36,7 +36,9 @@ _LETTERS = {
 }
 # Networks in which other layers than the first ones have an MLP in place of experts: no entry says which.
 _MIXED = {"qwen2_moe", "qwen2_moe_steps", "exaone_moe_dense", "hy_v3_shared"}
-_NAMED_AS = {"mellum": "qwen3moe", "cohere2moe": "exaone-moe", "granite_swa": "granite", "hy_v3": "exaone-moe"}  # which the package lacks
+_NAMED_AS = {  # which the package lacks
+    "mellum": "qwen3moe", "cohere2moe": "exaone-moe", "granite_swa": "granite", "hy_v3": "exaone-moe",
+}
 # Parts of an MTP layer that folders call otherwise.
 _OF_MTP = {
     "mtp.layers.0.": "", "mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.",
@@ -103,7 +105,8 @@ def name_of(name, model_type="llama"):
     for end, ours in ((".router.scale", "ffn_gate_inp.scale"), (".router.per_expert_scale", "ffn_down_exps.scale")):
         if name.endswith(end):
             return f"blk.{name.split('.')[2]}.{ours}"
-    name = name.replace("moe.router_bias", "moe.router_bias.bias").replace("e_score_correction_bias", "e_score_correction.bias").replace("expert_bias", "expert_bias.bias")
+    for own, theirs in (("router_bias",) * 2, ("e_score_correction_bias", "e_score_correction"), ("expert_bias",) * 2):
+        name = f"{name.removesuffix(own)}{theirs}.bias" if name.endswith(own) else name
     stem, _, kind = name.rpartition(".")
     if kind == "sinks":  # which the list of some networks leaves out
         return f"blk.{name.split('.')[2]}.attn_sinks.weight"
@@ -245,9 +248,10 @@ def _of_gemma4(config):
 def _of_step(config):
     """The entries of Step 3.5, whose lists go on for MTP layers."""
     more, slides = config.next_layers, [window is not None for window in config.windows]
-    like = config.next_layer.like
+    like = config.next_layer.like if config.next_layer else 0
+    heads = [size.num_heads for size in config.sizes]
     found = {
-        "attention.head_count": (ARRAY, [size.num_heads for size in config.sizes] + more * [config.sizes[like].num_heads], U32),
+        "attention.head_count": (ARRAY, heads + more * [heads[like]], U32),
         "attention.head_count_kv": (ARRAY, [config.num_kv_heads] * (len(slides) + more), U32),
         "attention.sliding_window_pattern": (ARRAY, slides + more * [slides[like]], BOOL),
         "rope.freq_base_swa": (F32, (config.window_rope or config.rope).theta),

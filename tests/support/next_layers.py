@@ -8,6 +8,7 @@ import copy
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ class MadeAfter(NamedTuple):
     own: tuple[str, ...] = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
     key: str = "num_nextn_predict_layers"
     renamed: tuple[str, str] = ("", "")
-    says: dict = {}
+    says: Mapping = {}
     less_one: bool = False
 
 
