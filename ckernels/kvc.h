@@ -155,6 +155,9 @@ typedef struct kvc_float_rows {
 struct kvc_summaries;
 struct kvc_sparse_args;
 
+/* What a gate becomes before it multiplies: its sigmoid, gate * sigmoid(gate), ln(1 + e^gate). */
+enum { KVC_GATE_SIGMOID, KVC_GATE_SILU, KVC_GATE_SOFTPLUS };
+
 /* The kernels of one SIMD level. Immutable; `name` is the compiled level, not the requested one. */
 typedef struct kvc_kernels {
     const char *name;
@@ -203,7 +206,7 @@ typedef struct kvc_kernels {
     void (*softcap)(int64_t n, const float *x, float cap, float *out);
     void (*rotate)(int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x, int64_t x_stride,
                    const float *cos, const float *sin, float *out);
-    void (*gate)(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates, int64_t gate_stride, int silu,
+    void (*gate)(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates, int64_t gate_stride, int kind,
                  float *out);
     /* kvc_shares.c: 2^40 * 2^((x - most) * factor) as whole numbers, to out unless it is NULL; returns their sum. */
     uint64_t (*shares)(int64_t n, const float *x, float most, float factor, uint64_t *out);
@@ -284,7 +287,7 @@ void kvc_clamped_swiglu(const kvc_kernels *, int64_t n, int64_t dim, const float
 void kvc_rotate(const kvc_kernels *, int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x,
                 int64_t x_stride, const float *cos, const float *sin, float *out, int num_threads);
 void kvc_gate(const kvc_kernels *, int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates,
-              int64_t gate_stride, int silu, float *out, int num_threads);
+              int64_t gate_stride, int kind, float *out, int num_threads);
 
 /* kvc_recurrence_parallel.c: convolve and scan for all texts, channels, heads and columns, on several threads. */
 void kvc_convolve(const kvc_kernels *, const kvc_convolution *, int num_threads);

@@ -164,13 +164,16 @@ void KVC_FN(clamped_swiglu)(int64_t n, int64_t dim, const float *x, float alpha,
     }
 }
 
-/* out (n, dim) = x * sigmoid(gates), or x * silu(gates); rows of x are x_stride and those of gates gate_stride floats apart. */
+/* out (n, dim) = x * f(gates), f by `kind`; rows of x are x_stride and those of gates gate_stride floats apart. */
 void KVC_FN(gate)(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates, int64_t gate_stride,
-                  int silu, float *out) {
+                  int kind, float *out) {
     for (int64_t i = 0; i < n; i++, x += x_stride, gates += gate_stride, out += dim) {
         for (int64_t d = 0; d < dim; d += KVC_LANES) {
             const f32v gate = load_some(gates + d, dim - d), value = load_some(x + d, dim - d);
-            store_some(out + d, dim - d, silu ? f32v_mul(gated(gate, gate), value) : gated(value, gate));
+            const f32v gated_value = kind == KVC_GATE_SIGMOID ? gated(value, gate)
+                                     : kind == KVC_GATE_SILU  ? f32v_mul(gated(gate, gate), value)
+                                                              : f32v_mul(softplus(gate), value);
+            store_some(out + d, dim - d, gated_value);
         }
     }
 }

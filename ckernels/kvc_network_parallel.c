@@ -9,7 +9,7 @@ typedef struct call {
     int64_t n, rows_per_item, heads, dim, turned, x_stride, gate_stride; /* strides: floats between rows of x, of gates */
     int64_t ins;                                                        /* of a mix, whose outs are `heads` */
     const float *x, *weight, *bias, *cos, *sin, *gates, *shares, *base; /* no bias: an RMSNorm */
-    int silu;
+    int kind; /* of gates */
     float eps, alpha, limit, positive, negative, beta, *out;
     void (*gate)(int64_t n, int64_t dim, const float *x, float *out);
 } call;
@@ -87,7 +87,7 @@ static void gates_item(void *context, int64_t index, int thread) {
     const rows r = rows_of(c, index);
     (void)thread;
     c->kernels->gate(r.count, c->dim, c->x + r.first * c->x_stride, c->x_stride, c->gates + r.first * c->gate_stride,
-                     c->gate_stride, c->silu, c->out + r.first * c->dim);
+                     c->gate_stride, c->kind, c->out + r.first * c->dim);
 }
 
 static void run(call c, kvc_item_fn *item, int num_threads) {
@@ -156,7 +156,7 @@ void kvc_rotate(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t di
 }
 
 void kvc_gate(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates,
-              int64_t gate_stride, int silu, float *out, int num_threads) {
+              int64_t gate_stride, int kind, float *out, int num_threads) {
     run((call){.kernels = kernels, .n = n, .heads = 1, .dim = dim, .x = x, .x_stride = x_stride, .gates = gates,
-               .gate_stride = gate_stride, .silu = silu, .out = out}, gates_item, num_threads);
+               .gate_stride = gate_stride, .kind = kind, .out = out}, gates_item, num_threads);
 }

@@ -6,23 +6,6 @@ enum { VECTORS = KVC_STATE_COLUMNS / KVC_LANES }; /* of a row of a block */
 /* A vector of which `left` values exist; none where left <= 0. */
 INLINE f32v load_left(const float *x, int64_t left) { return left > 0 ? load_some(x, left) : f32v_zero(); }
 
-/* ln(1 + e^x): max(x, 0) + log1p(u), u = e^-|x|. log1p(u) = 2 atanh(s), s = u / (2 + u) <= 1/3, by its series to s^17, whose
- * rest is below 2e-10. The relative error is below (6 + max(-x, 0)) * 2^-23; 0 below -87. */
-INLINE f32v softplus(f32v x) {
-    const f32v u = f32v_exp2(f32v_mul(f32v_abs(x), f32v_set1(-1.442695041f)));
-    const f32v s = f32v_div(u, f32v_add(f32v_set1(2.0f), u)), square = f32v_mul(s, s);
-    f32v p = f32v_set1(2.0f / 17);
-    p = f32v_fma(p, square, f32v_set1(2.0f / 15));
-    p = f32v_fma(p, square, f32v_set1(2.0f / 13));
-    p = f32v_fma(p, square, f32v_set1(2.0f / 11));
-    p = f32v_fma(p, square, f32v_set1(2.0f / 9));
-    p = f32v_fma(p, square, f32v_set1(2.0f / 7));
-    p = f32v_fma(p, square, f32v_set1(2.0f / 5));
-    p = f32v_fma(p, square, f32v_set1(2.0f / 3));
-    p = f32v_fma(p, square, f32v_set1(2.0f));
-    return f32v_fma(p, s, f32v_max(f32v_zero(), x));
-}
-
 /* steps (n, heads) = softplus(x + bias), from `least` to `most`; decays = e^(steps * rate), where rate is not positive. Rows of
  * x are x_stride floats apart; bias and rate (heads). */
 void KVC_FN(decays)(int64_t n, int64_t heads, const float *x, int64_t x_stride, const float *bias, const float *rate,

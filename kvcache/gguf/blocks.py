@@ -122,8 +122,12 @@ def _units(block: NDArray[Any]) -> Float32:
 
 def _unit(block: NDArray[Any], parts: int = 1) -> Float32:
     """The unit of scales, or one of `parts` parts of it: `(n,)`."""
+    return _part(block["d"], parts)
+
+
+def _part(units: NDArray[np.float16], parts: int) -> Float32:
     with np.errstate(invalid="ignore"):  # of a damaged file
-        found: Float32 = block["d"].astype(np.float32) / np.float32(parts)
+        found: Float32 = units.astype(np.float32) / np.float32(parts)
     return found
 
 
@@ -191,8 +195,32 @@ def _q2_0(block: NDArray[Any]) -> Parts:
     return Parts(codes + np.uint8(7), np.repeat(block["d"], 2))
 
 
+def _counted(codes: NDArray[Any], block: NDArray[Any], groups: int) -> Parts:
+    """Codes from 0 on that are counted from -1, as those of Q4_0; the scale of a block for its groups."""
+    return Parts(codes.astype(np.uint8) + np.uint8(7), np.repeat(block["d"], groups))
+
+
+def _tq2_0(block: NDArray[Any]) -> Parts:
+    return _counted(_pairs(block["codes"]), block, 8)
+
+
+def _tq1_0(block: NDArray[Any]) -> Parts:
+    """A byte has 5 digits of base 3, the highest first, as 256 / 243 of their number; the last 4 bytes have 4."""
+    found = []
+    for run, digits, packed in ((32, 5, block["codes"][:, :32]), (16, 5, block["codes"][:, 32:48]),
+                                (4, 4, block["codes"][:, 48:])):
+        left = packed.reshape(-1, 1, run) * (3 ** np.arange(digits)).astype(np.uint8)[:, None]  # modulo 256
+        found.append((left.astype(np.uint16) * 3 >> 8).reshape(-1, digits * run))
+    return _counted(np.concatenate(found, axis=1), block, 8)
+
+
+def _q1_0(block: NDArray[Any]) -> Parts:
+    """A bit is a sign: the scale, or minus it."""
+    return _counted(np.unpackbits(block["codes"], axis=1, bitorder="little") << 1, block, 4)
+
+
 def _iq4_xs(block: NDArray[Any]) -> Parts:
-    low = np.stack([block["low"] & 15, block["low"] >> 4], axis=2).reshape(-1, 8)
+    low = _nibbles(block["low"], 1)
     high = (block["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3).astype(np.uint8)
     scales = (low | high << 4).view(np.int8) - np.int8(32)
     return Parts(_nibbles(block["codes"], 16), scales, None, _unit(block))
@@ -256,6 +284,35 @@ def _iq2_s(block: NDArray[Any]) -> Parts:
     return Parts(_signed("IQ2_S", places, block["signs"]), _odd(block["scales"]), None, _unit(block, 8))
 
 
+# Codes of IQ1, in the table of IQ2, by whether an eighth is taken away or added, and the value of a grid, -1, 0 or 1.
+_EIGHTHS = np.array([[12, 3, 5], [13, 11, 4]], np.uint8)
+
+
+def _iq1(codes: UInt8, high: NDArray[Any], below: NDArray[Any], scales: NDArray[Any], units: Float32) -> Parts:
+    """The parts of IQ1: of each 8 values the lower and the upper bits of a place, and the sign of an eighth `(n, 32)`.
+
+    `scales`: of 3 bits, `(n, 16)`, of which 2 s + 1 are meant.
+    """
+    places = codes | high << 8
+    return Parts(_EIGHTHS[below[..., None], GRIDS["IQ1"][places]], (scales << 1 | 1).astype(np.int8), None, units)
+
+
+def _iq1_s(block: NDArray[Any]) -> Parts:
+    words = block["words"]  # each of 4 times 3 bits, a scale and a sign
+    high = (words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7).reshape(-1, 32)
+    below, scales = np.repeat(words >> 15, 4, axis=1), np.repeat(words >> 12 & 7, 2, axis=1)
+    return _iq1(block["codes"], high, below, scales, _unit(block, 8))
+
+
+def _iq1_m(block: NDArray[Any]) -> Parts:
+    words, halves = block["words"], _nibbles(block["high"], 1).astype(np.uint16)  # words of 4 scales
+    scales = (words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7).reshape(-1, 16)
+    # The upper 4 bits of the words make up the unit.
+    parts_of_unit = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)
+    units = np.bitwise_or.reduce(parts_of_unit, axis=1).astype(np.uint16).view(np.float16)
+    return _iq1(block["codes"], halves & 7, halves >> 3, scales, _part(units, 8))
+
+
 class _Layout(NamedTuple):
     format: str  # of `Matrix`
     block: np.dtype[Any]
@@ -280,6 +337,9 @@ _LAYOUTS = {
     "Q2_K": _layout("q2_k", _q2_k, ("scales", "u1", 16), ("codes", "u1", 64), _D, _M),
     "Q3_K": _layout("q3_k", _q3_k, ("high", "u1", 32), ("codes", "u1", 64), _SCALES, _D),
     "Q2_0": _layout("q4_0", _q2_0, _D, _16),
+    "TQ2_0": _layout("q4_0", _tq2_0, ("codes", "u1", 64), _D),
+    "TQ1_0": _layout("q4_0", _tq1_0, ("codes", "u1", 52), _D),
+    "Q1_0": _layout("q4_0", _q1_0, _D, _16),
     "IQ4_NL": _layout("iq4_nl", _q4_0, _D, _16),
     "IQ4_XS": _layout("iq4_xs", _iq4_xs, _D, ("high", "<u2"), ("low", "u1", 4), _128),
     "IQ3_S": _layout(
@@ -291,6 +351,8 @@ _LAYOUTS = {
     "IQ2_S": _layout(
         "iq2", _iq2_s, _D, ("codes", "u1", 32), ("signs", "u1", 32), ("high", "u1", 8), ("scales", "u1", 8)
     ),
+    "IQ1_S": _layout("iq2", _iq1_s, _D, ("codes", "u1", 32), ("words", "<u2", 8)),
+    "IQ1_M": _layout("iq2", _iq1_m, ("codes", "u1", 32), ("high", "u1", 16), ("words", "<u2", 4)),
     "MXFP4": _layout("mxfp4", _mxfp4, ("e", "u1"), _16),
     "NVFP4": _layout("nvfp4", _nvfp4, ("scales", "u1", 4), ("codes", "u1", 32)),
 }

@@ -56,6 +56,9 @@ cdef extern from "kvc.h" nogil:
         kvc_element element
 
     enum:
+        KVC_GATE_SIGMOID
+        KVC_GATE_SILU
+        KVC_GATE_SOFTPLUS
         KVC_STATE_COLUMNS
 
     ctypedef struct kvc_texts:      # of layers with a state; explained in ckernels/kvc_recurrence.h
@@ -274,7 +277,7 @@ cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const fl
                  const float *cos, const float *sin, float *out) noexcept nogil
 
 cdef void gate(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates, int64_t gate_stride,
-               int silu, float *out) noexcept nogil
+               int kind, float *out) noexcept nogil
 
 # Layers with a state, divided among the threads: kvc_recurrence_parallel.c. The sizes of steps on this thread.
 cdef void convolve(const kvc_convolution *args) noexcept nogil

@@ -88,7 +88,7 @@ cdef extern from "kvc.h" nogil:
     void kvc_rotate(const kvc_kernels *kernels, int64_t n, int64_t heads, int64_t dim, int64_t turned, const float *x,
                     int64_t x_stride, const float *cos, const float *sin, float *out, int num_threads) noexcept
     void kvc_gate(const kvc_kernels *kernels, int64_t n, int64_t dim, const float *x, int64_t x_stride,
-                  const float *gates, int64_t gate_stride, int silu, float *out, int num_threads) noexcept
+                  const float *gates, int64_t gate_stride, int kind, float *out, int num_threads) noexcept
     void kvc_convolve(const kvc_kernels *kernels, const kvc_convolution *args, int num_threads) noexcept
     void kvc_scan_texts(const kvc_kernels *kernels, const kvc_scan *args, int num_threads) noexcept
 
@@ -330,8 +330,8 @@ cdef void rotate(int64_t n, int64_t heads, int64_t dim, int64_t turned, const fl
 
 
 cdef void gate(int64_t n, int64_t dim, const float *x, int64_t x_stride, const float *gates, int64_t gate_stride,
-               int silu, float *out) noexcept nogil:
-    kvc_gate(_active, n, dim, x, x_stride, gates, gate_stride, silu, out, _threads)
+               int kind, float *out) noexcept nogil:
+    kvc_gate(_active, n, dim, x, x_stride, gates, gate_stride, kind, out, _threads)
 
 
 cdef void convolve(const kvc_convolution *args) noexcept nogil:

@@ -11,7 +11,15 @@ from libc.math cimport INFINITY, NAN
 from libc.stdint cimport int64_t
 
 from kvcache.kernels cimport kernels
-from kvcache.kernels.kernels cimport KVC_STATE_COLUMNS, kvc_convolution, kvc_scan, kvc_texts
+from kvcache.kernels.kernels cimport (
+    KVC_GATE_SIGMOID,
+    KVC_GATE_SILU,
+    KVC_GATE_SOFTPLUS,
+    KVC_STATE_COLUMNS,
+    kvc_convolution,
+    kvc_scan,
+    kvc_texts,
+)
 from kvcache.support.recycled cimport new_floats
 
 from kvcache.support.arguments import as_indices, described, short
@@ -32,6 +40,7 @@ __all__ = [
     "scan",
     "scan_floats",
     "softcap",
+    "softplus_gate",
     "swiglu",
     "thin",
     "top_experts",
@@ -241,6 +250,15 @@ def gate(x, gates, bint silu):
     Returns:
         A new float32 array `(n, dim)`.
     """
+    return _gated(x, gates, KVC_GATE_SILU if silu else KVC_GATE_SIGMOID)
+
+
+def softplus_gate(x, gates):
+    """Multiply each value of x by `ln(1 + e^gate)`, a number above 0. Args and result as for `gate`."""
+    return _gated(x, gates, KVC_GATE_SOFTPLUS)
+
+
+cdef _gated(x, gates, int kind):
     cdef cnp.ndarray rows = _rows(x), by = _rows(gates)
     if rows.ndim != 2 or by.ndim != 2 or rows.shape[0] != by.shape[0] or rows.shape[1] != by.shape[1]:
         raise ValueError(f"gates: expected (n, dim) as of x, got {np.shape(by)} for {np.shape(rows)}")
@@ -248,7 +266,7 @@ def gate(x, gates, bint silu):
     if cnp.PyArray_SIZE(out):
         with nogil:
             kernels.gate(rows.shape[0], rows.shape[1], _floats(rows), _row_floats(rows), _floats(by), _row_floats(by),
-                         silu, _floats(out))
+                         kind, _floats(out))
     return out
 
 

@@ -17,7 +17,7 @@ from kvcache.networks.families import family_of
 from kvcache.networks.files import read_json, refuse_adapter
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.layer_sizes import LayerSizes
-from kvcache.networks.recurrent_sizes import Mixer, Mlp, Multipliers, RecurrentSizes
+from kvcache.networks.recurrent_sizes import Mixer, Mlp, Multipliers, NextLayer, RecurrentSizes
 from kvcache.networks.residual_streams import StreamSizes
 from kvcache.networks.rope import QueryGrowth, Rope
 from kvcache.networks.towers import text_config_of
@@ -33,8 +33,8 @@ class ModelConfig:
         architecture: the class name in the checkpoint, e.g. "LlamaForCausalLM"; that of the text network, if it has
             more than one.
         intermediate_size: of the MLP, or of one expert.
-        num_heads, num_kv_heads, head_dim: query heads, KV heads (a divisor), channels of one head. With `latent` one KV
-            head, of the channels that a cache has.
+        num_heads, num_kv_heads, head_dim: query heads (`sizes` may have others), KV heads (a divisor), channels of
+            one head. With `latent` one KV head, of the channels that a cache has.
         latent: the sizes of latent attention; None: heads have K and V of their own.
         sizes: those of each layer, which may be others.
         max_position_embeddings: positions are in [0, max_position_embeddings).
@@ -54,8 +54,9 @@ class ModelConfig:
         attention_softcap: scores become `cap * tanh(score / cap)`; None: they stay.
         sinks: in which layers each query head has a logit that joins the normaliser of its softmax.
         attention_gate: whether each head of queries is followed by a gate, whose sigmoid its results are multiplied by.
-        gates: what the results of attention are multiplied by: nothing, or the sigmoid of one number for each head
-            or channel.
+        gates: what the results of attention are multiplied by: nothing, or a curve of one number for each head or
+            channel.
+        gate_curve: the curve: a sigmoid, or `ln(1 + e^x)`.
         qkv_bias, output_bias, mlp_bias: which projections add a bias.
         value_scale: multiplies values.
         value_norm: whether values pass through an RMSNorm without a weight.
@@ -72,6 +73,8 @@ class ModelConfig:
             four numbers of its own in each layer.
             "clamped" is `gate * sigmoid(alpha * gate) * (up + 1)`, with gate and up
             limited to `clamped_limit`, and `clamped_alpha` as alpha.
+        limits: for each layer what bounds SwiGLU in its MLP, or in the one beside its experts, and in its experts: its
+            silu is at most this, up is from minus this to it; 0: nothing does.
         experts_per_token: of `num_experts`; 0: there are none.
         experts: what layers with experts have beside their number; None: there are none.
         layer_inputs: the size of what each layer is given of each token beside the residual stream; 0: nothing.
@@ -86,6 +89,7 @@ class ModelConfig:
         tie_word_embeddings: whether the output matrix is the embedding, unless the files have another one.
         eos_token_ids: tokens that end a text.
         next_layers: how many MTP layers the files have, behind the last one.
+        next_layer: how these are made; None: no layer attends as they do, and they are not read.
         draft_layers: how many of the layers are such ones: 0, or 1 by `with_draft_layer`.
     """
 
@@ -119,6 +123,7 @@ class ModelConfig:
     sinks: Literal["", "all", "windows"]
     attention_gate: bool
     gates: Literal["", "head", "channel"]
+    gate_curve: Literal["sigmoid", "softplus"]
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -134,6 +139,7 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh", "relu2", "xielu", "clamped"]
     clamped_alpha: float
     clamped_limit: float
+    limits: tuple[tuple[float, float], ...]
     num_experts: int
     experts_per_token: int
     experts: ExpertSizes | None
@@ -150,6 +156,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     next_layers: int = 0
+    next_layer: NextLayer | None = None
     draft_layers: int = 0
 
     @property
@@ -168,19 +175,17 @@ class ModelConfig:
 
     def gates_of(self, sizes: LayerSizes) -> int:
         """The number of gates of the results of a layer of these sizes."""
-        return {"": 0, "head": self.num_heads, "channel": self.num_heads * sizes.head_dim}[self.gates]
+        return {"": 0, "head": sizes.num_heads, "channel": sizes.num_heads * sizes.head_dim}[self.gates]
 
     def with_draft_layer(self) -> ModelConfig:
         """This network and the first MTP layer, behind its last one; itself if it has none."""
-        full = [i for i, (mixer, window) in enumerate(zip(self.mixers, self.windows, strict=True))
-                if mixer == "attention" and window is None]
-        if not self.next_layers or self.draft_layers or not full:
+        if not self.next_layers or self.draft_layers or self.next_layer is None:
             return self
-        like, last = full[-1], self.mlps[-1]
+        like, mlp, rotated, _ = self.next_layer
         return replace(
             self, num_layers=self.num_layers + 1, draft_layers=1, sizes=(*self.sizes, self.sizes[like]),
-            windows=(*self.windows, None), rotated=(*self.rotated, self.rotated[like]),
-            mixers=(*self.mixers, self.mixers[like]), mlps=(*self.mlps, last),
+            windows=(*self.windows, self.windows[like]), rotated=(*self.rotated, rotated),
+            mixers=(*self.mixers, self.mixers[like]), mlps=(*self.mlps, mlp), limits=(*self.limits, (0.0, 0.0)),
         )
 
     @classmethod

@@ -20,7 +20,15 @@ from kvcache.networks.latent_sizes import LatentSizes, latent_scale
 from kvcache.networks.layer_sizes import LayerSizes, sizes_of
 from kvcache.networks.padded_heads import check_sizes
 from kvcache.networks.quantisation import quantisation_of
-from kvcache.networks.recurrent_sizes import Mlp, Multipliers, RecurrentSizes, layer_types_of, mixers_of, mlps_of
+from kvcache.networks.recurrent_sizes import (
+    Mlp,
+    Multipliers,
+    NextLayer,
+    RecurrentSizes,
+    layer_types_of,
+    mixers_of,
+    mlps_of,
+)
 from kvcache.networks.residual_streams import StreamSizes
 from kvcache.networks.rope import QueryGrowth
 from kvcache.networks.rope_entries import Ropes, ropes_of
@@ -30,6 +38,7 @@ __all__ = ["FIELDS", "ConfigField", "gguf_keys", "read_fields"]
 
 _MAX_LAYERS = 1 << 16  # some fields have an element for each layer
 _FIRST_PATTERN = "prefix_dense_sliding_window_pattern"  # of windows, in layers with an MLP in place of experts
+_LIMITS = "swiglu_limits_shared", "swiglu_limits"  # of the MLP or the one beside experts, of experts
 _BOTH_WAYS = "use_bidirectional_attention"  # "vision": in the parts of an image alone, and texts have none
 # What files call layers without a window, with one, and with chunks.
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -118,7 +127,7 @@ def read_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     Raises:
         CheckpointError: names the key and its value.
     """
-    reading = ConfigReading(config, family)
+    reading = ConfigReading(family.translated(config) if family.translated else config, family)
     _refuse_unsupported(reading)
     for name, field in FIELDS.items():
         setattr(reading.found, name, field.read(reading))
@@ -141,7 +150,7 @@ def _refuse_unsupported(read: ConfigReading) -> None:
     packed = {stack.packed for stack in family.experts.stacks} if family.experts else set[str]()
     if quantisation is not None and quantisation.method == "mxfp4" and "mxfp4" not in packed:
         raise CheckpointError(f"quantization_config: expected mxfp4 for gpt_oss alone, got it for {family.model_type}")
-    gates = ("use_attention_gate", "use_sandwich_norm") if family.gates == "head" else ()
+    gates = ("use_attention_gate", "use_sandwich_norm", "use_head_wise_attn_gate") if family.gates == "head" else ()
     for key in (*gates, "attn_output_gate") if family.attention_gate else gates:
         if not read.flag(key, True):
             raise CheckpointError(f"{key}: expected true, got false")
@@ -196,6 +205,30 @@ def _qk_norm(read: ConfigReading) -> str:
     """The norm of queries and keys, which some families have in some networks alone."""
     absent = read.default("use_qk_norm") is not None and not read.flag("use_qk_norm", True)
     return "" if absent else read.family.qk_norm
+
+
+def _gates(read: ConfigReading) -> str:
+    """The gates of the results of attention, which Laguna has for heads or for their channels."""
+    if read.default("gating") is None:
+        return read.family.gates
+    found = read.get("gating")
+    if found is not True and found not in ("per-head", "per-element"):
+        raise CheckpointError(f"gating: expected true, per-head or per-element, got {short(found)}")
+    return "channel" if found == "per-element" else "head"
+
+
+def _limits(read: ConfigReading) -> tuple[tuple[float, float], ...]:
+    """The bounds of SwiGLU in each layer, of families that list them; null stands for none."""
+    found = []
+    for key in _LIMITS:
+        listed = read.get(key) if read.has_default(key) else None
+        each = [0] * read.num_layers if listed is None else listed
+        known = isinstance(each, list) and len(each) == read.num_layers
+        if not known or not all(value is None or (type(value) in (int, float) and 0 <= value < 1e30) for value in each):
+            expected = f"a number from 0 on or null for each of {read.num_layers} layers"
+            raise CheckpointError(f"{key}: expected {expected}, got {short(listed)}")
+        found.append([float(value or 0) for value in each])
+    return tuple(zip(*found, strict=True))
 
 
 def _activation(read: ConfigReading) -> str:
@@ -445,11 +478,11 @@ def _mlps(read: ConfigReading) -> tuple[Mlp, ...]:
 def _sizes(read: ConfigReading) -> tuple[LayerSizes, ...]:
     """The sizes of each layer."""
     found = read.found
-    usual = LayerSizes(found.num_kv_heads, found.head_dim, found.intermediate_size)
+    usual = LayerSizes(found.num_kv_heads, found.head_dim, found.intermediate_size, found.num_heads)
     if found.latent is None and "v_head_dim" in read.family.defaults:
         channels = read.size("v_head_dim", most=found.head_dim)
         usual = usual._replace(value_dim=channels if channels < found.head_dim else 0)
-    sizes = sizes_of(read.config, read.family, found.windows, found.num_heads, usual)
+    sizes = sizes_of(read.config, read.family, found.windows, usual)
     if found.latent is not None:
         check_sizes((found.latent.latent, found.latent.turned), "kv_lora_rank")
     for dim in {each.head_dim for each in sizes} if found.latent is None else ():
@@ -485,6 +518,32 @@ def _layer_input_tokens(read: ConfigReading) -> int:
     return rows
 
 
+def _next_layer(read: ConfigReading) -> NextLayer | None:
+    """How MTP layers are made: as the first of them, which alone is read; None: no layer attends as it does."""
+    found, family = read.found, read.family
+    kind, mlp = (_first_of(read, key, known) for key, known in (
+        ("mtp_layer_types", (_FULL, _SLIDING)), ("mtp_mlp_layer_types", ("dense", "sparse")),
+    ))
+    slides = {"full": False, "window": True, "first": found.windows[0] is not None}[family.next_like]
+    slides = slides if kind is None else kind == _SLIDING
+    alike = [i for i, (mixer, window) in enumerate(zip(found.mixers, found.windows, strict=True))
+             if mixer == "attention" and (window is not None) == slides]
+    if not alike:
+        return None
+    usual: Mlp = family.next_mlp or found.mlps[-1]
+    own: Mlp = usual if mlp is None else "mlp" if mlp == "dense" else "experts"
+    return NextLayer(alike[-1], own, family.next_turned or found.rotated[alike[-1]], family.next_raw)
+
+
+def _first_of(read: ConfigReading, key: str, known: tuple[str, ...]) -> str | None:
+    """The first of a list of words; None: there is none."""
+    listed = read.get(key) or [None]
+    if not isinstance(listed, list) or listed[0] not in (None, *known):
+        raise CheckpointError(f"{key}: expected a list of {' or '.join(known)}, got {short(listed)}")
+    found: str | None = listed[0]
+    return found
+
+
 def _eos(read: ConfigReading) -> tuple[int, ...]:
     """The ids in `eos_token_id` (an id, a list or null), ascending."""
     eos = read.config.get("eos_token_id")
@@ -507,6 +566,7 @@ FIELDS: dict[str, ConfigField] = {
     "causal": ConfigField(_causal, "attention.causal", ("is_causal",)),
     "multipliers": ConfigField(lambda read: Multipliers.of(read) if read.family.paired else None),
     "windows": ConfigField(_windows, "attention.sliding_window", ("sliding_window",)),
+    "gates": ConfigField(_gates),
     "qkv_bias": ConfigField(partial(_bias, part=0)),
     "output_bias": ConfigField(partial(_bias, part=1)),
     "mlp_bias": ConfigField(partial(_bias, part=2)),
@@ -540,6 +600,7 @@ FIELDS: dict[str, ConfigField] = {
     "activation": ConfigField(_activation),
     "clamped_alpha": ConfigField(Number("swiglu_alpha", 1.702)),
     "clamped_limit": ConfigField(Number("swiglu_limit", 7.0)),
+    "limits": ConfigField(_limits),
     "experts_per_token": ConfigField(_per_token),
     "layer_inputs": ConfigField(_layer_inputs),
     "layer_input_tokens": ConfigField(_layer_input_tokens),
@@ -555,12 +616,13 @@ FIELDS: dict[str, ConfigField] = {
         lambda read: read.flag("tie_embedding", read.flag("tie_word_embeddings", False))
     ),
     "eos_token_ids": ConfigField(_eos),
+    "next_layer": ConfigField(_next_layer),
     "next_layers": ConfigField(
         lambda read: read.size(read.family.next_layers, 0, at_least=0) if read.family.next_layers else 0
     ),
 }
 # The fields that a family fixes.
 _OF_FAMILY = (
-    "sinks", "embedding_norm", "paired", "attention_gate", "gates", "value_norm", "norm_bias", "norms", "mlp_gate",
+    "sinks", "embedding_norm", "paired", "attention_gate", "gate_curve", "value_norm", "norm_bias", "norms", "mlp_gate",
     "layer_scales", "chunked",
 )

@@ -22,13 +22,14 @@ _NORMALISE, _FACTOR = Flag("norm_topk_prob", True), Number("routed_scaling_facto
 
 
 class StackedExperts(NamedTuple):
-    """Two tensors of a folder that have all experts of a layer: `(experts, 2 * size, in)` and `(experts, out, size)`.
+    """The tensors of a folder that have all experts of a layer: `(experts, 2 * size, in)` and `(experts, out, size)`.
 
     Attributes:
         gate_up, down: the names, in the layer.
         turned: whether each expert is the transpose of this.
         in_turn: whether rows of gate and up take turns; if not, gate is above up.
         packed: the method of quantisation that writes it; "": none.
+        apart: whether gate and up are tensors of their own, `(experts, size, in)`; `gate_up` is the name of both.
         biases: the names of their biases.
     """
 
@@ -37,6 +38,7 @@ class StackedExperts(NamedTuple):
     turned: bool = False
     in_turn: bool = False
     packed: str = ""
+    apart: bool = False
     biases: tuple[str, str] = ("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias")
 
 
@@ -335,6 +337,22 @@ EXPERT_KINDS = {
             "normalise": False, "eps": 1e-20, "factor": _FACTOR, "best": 1,
             "groups": _IfLimited("n_group"), "kept": _IfLimited("topk_group"),
         },
+    ),
+    "hy3": replace(
+        _DEEPSEEK, count=("num_experts",), shared_count=Size("num_shared_experts", 1), checks=(_NO_BIASES,),
+        choice=_SIGMOID | {"normalise": Flag("route_norm", True), "factor": Number("router_scaling_factor", 2.826)},
+    ),
+    "laguna": replace(
+        _DEEPSEEK, count=("num_experts",), shared=Size("shared_expert_intermediate_size", 512), shared_count=None,
+        checks=(Only("moe_apply_router_weight_on_input", False),), choice={
+            "sigmoid": True, "bias": True, "factor": Number("moe_routed_scaling_factor", 1.0),
+            "softcap": Number("moe_router_logit_softcapping", 0.0),
+        },
+    ),
+    "step": replace(
+        _DEEPSEEK, shared=Size("share_expert_dim", 1280), shared_count=None, checks=(_NO_BIASES,),
+        choice={"sigmoid": True, "bias": True, "factor": Number("moe_router_scaling_factor", 1.0)},
+        stacks=(StackedExperts("moe.{}_proj.weight", "moe.down_proj.weight", apart=True),),
     ),
     "mistral4": replace(_DEEPSEEK, choice=_SIGMOID | _GROUPS | {"sigmoid": False, "bias": False}),
     "cohere": ExpertKind(

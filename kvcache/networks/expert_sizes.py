@@ -20,6 +20,7 @@ class ExpertChoice:
         groups, kept: of experts, and those of them whose experts may be chosen.
         best: the scores of a group, 1 or 2, whose sum is its own.
         least: the weights of a softmax are divided by at least this.
+        softcap: logits become `softcap * tanh(logit / softcap)` before all that; 0: they stay.
         jitter: weights are those of `near_experts`; None: they are not.
         before: whether weights multiply what experts take, not their results.
     """
@@ -33,6 +34,7 @@ class ExpertChoice:
     kept: int = 1
     best: int = 2
     least: float = 0.0
+    softcap: float = 0.0
     jitter: float | None = None
     before: bool = False
 

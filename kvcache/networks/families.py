@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvcache.errors import CheckpointError
 from kvcache.networks.expert_kinds import EXPERT_KINDS, ExpertKind
 from kvcache.networks.recurrent_sizes import Kind
+from kvcache.networks.step_entries import step_entries
 from kvcache.networks.towers import TOWERS
 from kvcache.networks.unread_families import parts_missing
 from kvcache.support.arguments import short
@@ -42,7 +43,9 @@ class Family:
         mlp_gate: whether an MLP has a gate.
         prefix: what names of tensors begin with.
         attention_gate: whether each head of queries is followed by a gate of its results.
-        gates: whether the results of each head, or of each channel of it, have a gate, one number.
+        gates: whether the results of each head, or of each channel of it, have a gate, one number; with a default of
+            `gating` this key says which.
+        gate_curve: see `ModelConfig`.
         rope_in_windows: which layers have no rotary embedding: none ("all" have one), those without a window
             ("windows" have one), or the latter unless `sliding_window` is null ("mixed"); "given": all, or none if the
             base in `rope_parameters` is null.
@@ -71,6 +74,12 @@ class Family:
         next_prefix: what the names of their tensors begin with in folders, before the number of a layer among them;
             "": they are those of layers behind the last one.
         next_names: what folders call the tensors that only they have.
+        next_like: the layers that attend as they do, without `mtp_layer_types`: those without a window, those with one,
+            or the first layer.
+        next_mlp: what they have behind attention, without `mtp_mlp_layer_types`; "": what the last layer has.
+        next_turned: whether they have a rotary embedding in any case.
+        next_raw: see `NextLayer`.
+        translated: makes entries of the usual keys of a `config.json` that has others; None: it has these.
         defaults: the values of absent keys; those that the table leaves out are in `fields`. Soft caps,
             factors, `partial_rotary_factor`, `rotary_dim`, `lm_head_bias`, `long_mscale`, `use_qk_norm`,
             `layer_rope_theta` ("last": every fourth layer from the last one has no window and does not turn),
@@ -101,6 +110,7 @@ class Family:
     prefix: str = "model."
     attention_gate: bool = False
     gates: Literal["", "head", "channel"] = ""
+    gate_curve: Literal["sigmoid", "softplus"] = "sigmoid"
     rope_in_windows: Literal["all", "windows", "mixed", "given"] = "all"
     neighbours: bool = False
     recurrence: Kind | Literal[""] = ""
@@ -124,6 +134,11 @@ class Family:
     next_layers: str = ""
     next_prefix: str = ""
     next_names: Mapping[str, str] = field(default_factory=dict)
+    next_like: Literal["full", "window", "first"] = "full"
+    next_mlp: Literal["mlp", ""] = ""
+    next_turned: bool = False
+    next_raw: bool = False
+    translated: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -210,13 +225,14 @@ _GLM4 = {
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }
 
+_MTP = {
+    "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
+    "head_norm": "mtp.norm",
+}
 _DELTA = Family(
     "qwen3_5_text", qkv_bias=None, qk_norm="head", norms_less_one=True, attention_gate=True, recurrence="delta",
     names=_QWEN3_5, next_layers="mtp_num_hidden_layers", next_prefix="mtp.layers.",
-    next_names={
-        "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
-        "head_norm": "mtp.norm",
-    },
+    next_names=_MTP,
     defaults={"num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
 )
 _LLAMA4 = {"mlp.gate": "feed_forward.router", **{
@@ -439,7 +455,8 @@ FAMILIES = {
     ),
     "ExaoneMoeForCausalLM": Family(
         "exaone_moe", qk_norm="head", windows="types", full_every=4, rope_in_windows="mixed",
-        experts=EXPERT_KINDS["exaone"], aliases=("ExaoneMoEForCausalLM",),
+        experts=EXPERT_KINDS["exaone"], aliases=("ExaoneMoEForCausalLM",), next_layers="num_nextn_predict_layers",
+        next_prefix="mtp.layers.", next_names=_MTP, next_like="first", next_mlp="mlp",
         names=_DEEPSEEK | {"mlp.expert_bias": "mlp.e_score_correction_bias"},
         defaults={
             "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "moe_intermediate_size": 1024,
@@ -469,6 +486,18 @@ FAMILIES = {
         },
         defaults={"rms_norm_eps": 1e-5, "alpha": 0.0, "num_experts": 1},
     ),
+    "HYV3ForCausalLM": Family(
+        "hy_v3", qkv_bias=None, mlp_bias=None, qk_norm="head", experts=EXPERT_KINDS["hy3"],
+        names={
+            "mlp.gate": "mlp.router.gate", "mlp.expert_bias": "mlp.expert_bias",
+            **{f"mlp.shared_expert.{part}_proj": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        next_layers="num_nextn_predict_layers", next_names={"head_norm": "final_layernorm"},
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11158840.0,
+            "moe_intermediate_size": 1536, "num_experts": 192, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+        },
+    ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, model_type="glm4", norms="both", names=_GLM4),
     "CohereForCausalLM": Family(
@@ -489,7 +518,8 @@ FAMILIES = {
     "Cohere2MoeForCausalLM": Family(
         "cohere2_moe", qkv_bias=None, norm="layer", norms="parallel", windows="types", full_every=4,
         rope_in_windows="windows", neighbours=True, eps_key="layer_norm_eps", experts=EXPERT_KINDS["cohere"],
-        names=_DEEPSEEK,
+        names=_DEEPSEEK, next_layers="num_nextn_predict_layers", next_names={"head_norm": "shared_head.norm"},
+        next_turned=True,
         defaults={
             "layer_norm_eps": 1e-5, "rms_norm_eps": None, "head_dim": 128, "sliding_window": 4096,
             "tie_word_embeddings": True, "logit_scale": 0.0625, "num_experts": 8, "num_experts_per_tok": 2,
@@ -578,13 +608,48 @@ FAMILIES = {
         "mimo_v2_flash", qkv_bias=None, bias_keys=("attention_bias", "", ""), windows="types", full_every=6,
         first_full=True, rope_per_kind=True, sinks="windows", window_pairs=2, experts=EXPERT_KINDS["mimo"],
         names=_DEEPSEEK | {"self_attn.sinks": "self_attn.attention_sink_bias"},
+        next_layers="num_nextn_predict_layers", next_prefix="model.mtp.layers.", next_like="window", next_mlp="mlp",
+        next_names={"head_norm": "final_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"},
         defaults={
             "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "attention_value_scale": 0.707,
             "rms_norm_eps": 1e-5, "sliding_window": 129, "partial_rotary_factor": 0.334, "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048, "n_routed_experts": 256, "first_k_dense_replace": 1, "rope_parameters": {
+            "moe_intermediate_size": 2048, "n_routed_experts": 256, "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 1,  # its files have three and do not say so
+            "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 5e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+        },
+    ),
+    "LagunaForCausalLM": Family(
+        "laguna", qkv_bias=None, qk_norm="head", gates="head", gate_curve="softplus", windows="types", full_every=1,
+        rope_per_kind=True, experts=EXPERT_KINDS["laguna"],
+        names={"self_attn.gate_proj": "self_attn.g_proj", "mlp.expert_bias": "mlp.experts.e_score_correction_bias"},
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 512, "gating": True,
+            "num_attention_heads_per_layer": None, "partial_rotary_factor": 1.0, "moe_intermediate_size": 512,
+            "num_experts": 256, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            },
+        },
+    ),
+    "Step3p5ForCausalLM": Family(
+        "step3p5", qkv_bias=None, qk_norm="head", norms_less_one=True, gates="head", windows="types", full_every=1,
+        rope_per_kind=True, experts=EXPERT_KINDS["step"], translated=step_entries,
+        names={
+            "self_attn.gate_proj": "self_attn.g_proj", "mlp.gate": "moe.gate", "mlp.expert_bias": "moe.router_bias",
+            **{f"mlp.shared_expert.{part}_proj": f"share_expert.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        next_layers="num_nextn_predict_layers", next_raw=True,
+        next_names={"head_norm": "transformer.shared_head.norm"},
+        defaults={
+            "vocab_size": 128815, "hidden_size": 4096, "intermediate_size": 11264,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 128000,
+            "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "num_attention_heads_per_layer": None,
+            "query_pre_attn_scalar": 128, "swiglu_limits": None, "swiglu_limits_shared": None,
+            "moe_intermediate_size": 1280, "n_routed_experts": 288, "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
         },
     ),
     "SolarOpenForCausalLM": Family(

@@ -37,7 +37,8 @@ def fingerprint(model: Any) -> str:
     config, weights = model.config, model.weights
     digest = hashlib.blake2b(digest_size=16)
     options = asdict(config)
-    for name in ("eos_token_ids", "next_layers", "draft_layers"):  # do not change K and V of the layers that count
+    # These do not change K and V of the layers that count.
+    for name in ("eos_token_ids", "next_layers", "next_layer", "draft_layers"):
         del options[name]
     if config.causal:  # as names of networks were before there were others
         del options["causal"]

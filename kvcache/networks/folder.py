@@ -42,7 +42,8 @@ __all__ = ["FolderTensors"]
 Float32 = NDArray[np.float32]
 
 _SHARED = re.compile(r"mlp\.shared_expert\.(gate|up)_proj\.weight")
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # those of the network, in MTP layers
+# Matrices of the network, in MTP layers; the last one of Step.
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight", "transformer.shared_head.output.weight")
 
 
 class FolderTensors:
@@ -56,6 +57,7 @@ class FolderTensors:
     - Some families have all experts of a layer in two tensors `(experts, out, in)`, gate above up.
     - Qwen3-VL has these, or `(experts, in, out)`, gate beside up.
     - Latent attention has the key and value matrices of all heads in one tensor `(heads * (plain + value), latent)`.
+    - Step has all experts of a layer in three tensors, gate and up apart.
     - gpt-oss has all experts of a layer in two tensors `(experts, in, out)`, columns of gate and up in turn; quantised
       `(experts, out, in)`, rows in turn.
 
@@ -270,6 +272,8 @@ class FolderTensors:
         if expert and stack and expert[2] == "down":
             shape = (inner, hidden) if stack.turned else (hidden, inner)
             return Place(stack.down, int(expert[1]) * hidden, (experts, *shape))
+        if expert and stack and stack.apart:
+            return Place(stack.gate_up.format(expert[2]), int(expert[1]) * inner, (experts, inner, hidden))
         if expert and stack:
             shape = (hidden, 2 * inner) if stack.turned else (2 * inner, hidden)
             return Place(stack.gate_up, (2 * int(expert[1]) + (expert[2] == "up")) * inner, (experts, *shape))

@@ -161,8 +161,10 @@ class GgufCheckpoint:
             mlp_bias=config.mlp_bias or has_bias("ffn_down"),
             rope=self._rope(config),
             recurrence=config.recurrence and replace(config.recurrence, tiled=tiled),  # value heads as ggml broadcasts
-            # The divisors of Gemma 4 are those of layers without a window.
-            window_rope=config.window_rope or (config.rope if family.layers_differ else None),
+            # The divisors of Gemma 4 and of Step are those of layers without a window.
+            window_rope=config.window_rope or (
+                config.rope if family.layers_differ or self._architecture.half_turned else None
+            ),
         )
 
     def take_draft_layer(self) -> None:
@@ -198,12 +200,14 @@ class GgufCheckpoint:
         info = self.file.get(name)
         if info is None:
             raise CheckpointError(f"{path}: expected the tensor {name}, got none")
-        if info.shape != (size,) or info.dtype != "F32":
+        padded = self._architecture.half_turned and info.shape == (config.head_dim // 2,)  # of heads that turn whole
+        if not (padded or info.shape == (size,)) or info.dtype != "F32":
             raise CheckpointError(f"{path}: {name}: expected F32 ({size},), got {info.dtype} {info.shape}")
         if config.rope.kind != "default":
             raise CheckpointError(f"{path}: {name}: expected no other scaling beside it, got {config.rope.kind}")
         divisors = np.empty(info.shape, "<f4")
         self.file.read([divisors], name)
+        divisors = divisors[:size]
         still = (divisors >= _INFINITE) & FAMILIES[config.architecture].layers_differ
         wrong = ~((divisors > 0) & (divisors <= _MAX_DIVISOR) | still)
         if wrong.any():

@@ -24,6 +24,7 @@ class Architecture(NamedTuple):
         tensors: keys that are true if layers have a tensor.
         parts: what files call tensors where it is another name, by the stems of `names`.
         only: the value that an entry has if it is there, and one alone can be read.
+        half_turned: whether RoPE turns the first half of a head alone in layers without a window.
         post_attention_norm: whether the norm before the MLP has the name of one after attention.
     """
 
@@ -39,6 +40,7 @@ class Architecture(NamedTuple):
     tensors: Mapping[str, str] = {}
     parts: Mapping[str, str] = {}
     only: Mapping[str, Any] = {}
+    half_turned: bool = False
     post_attention_norm: bool = False
 
 
@@ -133,6 +135,7 @@ ARCHITECTURES = {
     ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan_v1_moe"),
+    "hy_v3": Architecture("hy_v3", fixed={"first_k_dense_replace": 1}),
     "glm4": Architecture("glm4", True, fixed={"attention_bias": False}),
     "chatglm": Architecture("glm", True, fixed={"attention_bias": False}),
     "command-r": Architecture(
@@ -160,6 +163,7 @@ ARCHITECTURES = {
     "dots1": Architecture("dots1"),
     "afmoe": Architecture("afmoe", windows=True, fixed={"mup_enabled": True}),
     "minimax-m2": Architecture("minimax_m2"),
+    "step35": Architecture("step3p5", windows=True, half_turned=True),
     "mellum": Architecture("mellum", windows=True, fixed=_NORMALISED),
     "bailingmoe2": Architecture(
         "bailing_moe_v2", parts={"head_norm": "layer_output_norm"},

@@ -25,6 +25,7 @@ _SOFTMAX, _SIGMOID = 1, 2  # of `expert_gating_func`
 _MAX_LAYERS = 1 << 16
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _TURNED = "attention.rope_pattern"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _LAYER_INPUTS = "per_layer_token_embd.weight"
 _CUTOFFS, _LOW_RANK = "activation_sparsity_scale", "blk.0.laurel_l.weight"
 _STREAMS = ("altup.num_inputs", "altup.active_idx", "attention.shared_kv_layers")
@@ -36,6 +37,8 @@ _ABSENT: dict[str, Any] = {
     "embedding_scale": None, "residual_scale": None, "logit_scale": None, "attention.scale": None,
 }
 _PER_LAYER = ("attention.head_count_kv", "feed_forward_length")  # with 0 for layers that have none
+_HEADS = "attention.head_count"
+_LIMITS = {"swiglu_limits": "swiglu_clamp_exp", "swiglu_limits_shared": "swiglu_clamp_shexp"}
 _STATES = (  # of layers with a state but for short convolutions
     ("taps", "ssm.conv_kernel"), ("size", "ssm.state_size"), ("groups", "ssm.group_count"),
     ("heads", "ssm.time_step_rank"),
@@ -154,8 +157,9 @@ def _config_of(
     file = read.file
     read.per_layer = _PER_LAYER if architecture.states else ()
     found: dict[str, Any] = {"rope_theta": 10000.0, **architecture.fixed, "model_type": family.model_type}
+    by_layer = (*_PER_LAYER * family.layers_differ, *(_HEADS,) * ("num_attention_heads_per_layer" in family.defaults))
     for key, name in keys:
-        value = read.first(name) if family.layers_differ and name in _PER_LAYER else read.get(name)
+        value = read.first(name) if name in by_layer else read.get(name)
         if not value and name in _ABSENT:
             value = None if value is None and key in architecture.fixed else _ABSENT[name]
         if value is not None:
@@ -169,6 +173,8 @@ def _config_of(
         _set_minicpm(found)
     if family.experts:
         _set_experts(read, family, family.experts, found)
+    if _HEADS in by_layer:
+        _set_lists(read, layers, found)
     if architecture.states:
         _set_states(read, architecture.states, family, layers, found)
     if family.layers_differ:
@@ -205,6 +211,9 @@ def _set_layer_counts(read: _Entries, family: Family, found: dict[str, Any]) -> 
     found["num_hidden_layers"] = layers - ahead
     if family.next_layers:
         found[family.next_layers] = ahead
+    if ahead and family.experts:
+        routed = f"blk.{layers - ahead}.ffn_gate_inp.weight" in read.file
+        found["mtp_mlp_layer_types"] = ["sparse" if routed else "dense"]
     return layers
 
 
@@ -224,6 +233,18 @@ def _set_experts(read: _Entries, family: Family, kind: ExpertKind, found: dict[s
         found["use_qk_norm"] = False
     if "topk_method" in family.defaults:
         found["topk_method"] = "greedy" if found["n_group"] == 1 else "group_limited_greedy"
+
+
+def _set_lists(read: _Entries, layers: int, found: dict[str, Any]) -> None:
+    """The query heads of each layer, and the bounds of SwiGLU, whose lists go on for MTP layers."""
+    own = found["num_hidden_layers"]
+    found["num_attention_heads_per_layer"] = read.each_layer(_HEADS, layers)[:own]
+    for key, name in _LIMITS.items():
+        each = read.either(name)
+        if each is not None and not (isinstance(each, np.ndarray) and each.dtype.kind == "f" and len(each) == layers):
+            read.fail(name, f"a number for each of {layers} layers", each)
+        if each is not None:
+            found[key] = [float(str(number)) for number in each[:own]]
 
 
 def _set_states(read: _Entries, kind: str, family: Family, layers: int, found: dict[str, Any]) -> None:
@@ -394,10 +415,13 @@ def _set_windows(read: _Entries, architecture: Architecture, found: dict[str, An
         read.fail("attention.causal", "true beside a window")
     pattern, layers = read.either(_PATTERN), found.get("num_hidden_layers")
     if isinstance(pattern, np.ndarray):
+        if type(layers) is int and len(pattern) > layers == len(pattern) - read.get(NEXT_LAYERS, 0):
+            found["mtp_layer_types"] = [_SLIDING if pattern[layers] else _FULL]
+            pattern = pattern[:layers]
         if len(pattern) != layers or pattern.dtype != np.bool_:
             read.fail(_PATTERN, f"a bool for each of {short(layers)} layers", pattern)
         if window:
-            found["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern.tolist()]
+            found["layer_types"] = [_SLIDING if slides else _FULL for slides in pattern.tolist()]
     elif pattern is not None:
         found["sliding_window_pattern"] = pattern
 
@@ -416,8 +440,25 @@ def _set_ropes(read: _Entries, architecture: Architecture, family: Family, found
         read.fail("rope.scaling.type", "none")
     if each_layer:
         _set_bases(read, found)
+    if architecture.half_turned:
+        _set_halves(read, found)
     if growth := read.get("attention.temperature_scale"):
         found["rope_scaling"]["llama_4_scaling_beta"] = growth
+
+
+def _set_halves(read: _Entries, found: dict[str, Any]) -> None:
+    """The base and the turned channels of layers with a window, and without one: half of them."""
+    size = found.get("head_dim")
+    whole = read.get("rope.dimension_count", size)
+    turned = whole // 2 if type(whole) is int else whole, read.get("rope.dimension_count_swa", whole)
+    if type(size) is not int or not all(type(each) is int and 0 < each <= size for each in turned):
+        read.fail("rope.dimension_count", f"channels of {short(size)}")
+    full, slides = ((each + 0.5) / size if each < size else 1.0 for each in turned)  # rounded down to channels
+    scaling = found.pop("rope_scaling")
+    found["rope_parameters"] = {
+        _FULL: {**scaling, "rope_theta": found["rope_theta"], "partial_rotary_factor": full},
+        _SLIDING: {"rope_theta": found["rope_local_base_freq"], "partial_rotary_factor": slides},
+    }
 
 
 def _set_bases(read: _Entries, found: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from kvcache.support.arguments import short
 __all__ = ["LayerSizes", "first_sharing", "sizes_of"]
 
 _EACH = "per_layer_config"
+_HEADS = "num_attention_heads_per_layer"
 _OVERRIDES = frozenset({"head_dim", "num_key_value_heads", "intermediate_size"})
 
 
@@ -23,6 +24,7 @@ class LayerSizes(NamedTuple):
     Attributes:
         num_kv_heads, head_dim: of its attention.
         intermediate_size: of its MLP, or of each of its experts if there is none beside them.
+        num_heads: its query heads.
         kv_layer: the layer whose K and V it reads; None: it has its own.
         has_values: whether it has a matrix for values; if not, they are its keys before their norm and RoPE.
         value_dim: the channels of a value where it has fewer than a key; 0: it has as many.
@@ -32,6 +34,7 @@ class LayerSizes(NamedTuple):
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
+    num_heads: int
     kv_layer: int | None = None
     has_values: bool = True
     value_dim: int = 0
@@ -39,26 +42,28 @@ class LayerSizes(NamedTuple):
 
 
 def sizes_of(
-    config: Mapping[str, Any], family: Family, windows: Sequence[int | None], num_heads: int, all_layers: LayerSizes
+    config: Mapping[str, Any], family: Family, windows: Sequence[int | None], all_layers: LayerSizes
 ) -> tuple[LayerSizes, ...]:
     """The sizes of each layer.
 
     Args:
         config: `config.json`.
         windows: of each layer.
-        num_heads: query heads.
         all_layers: the sizes of a layer of which nothing else is said.
 
     Raises:
         CheckpointError: an entry of the wrong kind, sizes that do not fit, heads of several sizes in layers with or
             without a window.
     """
-    if not family.layers_differ:
-        pairs = all_layers.num_kv_heads
-        found = [all_layers._replace(num_kv_heads=pairs * (family.window_pairs if window else 1)) for window in windows]
-        _check(found, windows, num_heads)
-        return tuple(found)
     read = Entries(config, defaults=family.defaults)
+    if not family.layers_differ:
+        pairs, heads = all_layers.num_kv_heads, _query_heads(read, len(windows), all_layers.num_heads)
+        found = [
+            all_layers._replace(num_heads=own, num_kv_heads=pairs * (family.window_pairs if window else 1))
+            for own, window in zip(heads, windows, strict=True)
+        ]
+        _check(found, windows)
+        return tuple(found)
     same = read.flag("attention_k_eq_v", False)
     each = _overrides(config, read, windows, same)
     first_shared = len(windows) - read.size("num_kv_shared_layers", 0, at_least=0, most=len(windows) - 1)
@@ -77,12 +82,23 @@ def sizes_of(
             size.size("num_key_value_heads", all_layers.num_kv_heads),
             size.size("head_dim", all_layers.head_dim),
             size.size("intermediate_size", all_layers.intermediate_size * (2 if wide and owner is not None else 1)),
+            all_layers.num_heads,
             owner,
             not (same and window is None),
             cutoff=cutoffs[layer],
         ))
-    _check(found, windows, num_heads)
+    _check(found, windows)
     return tuple(found)
+
+
+def _query_heads(read: Entries, layers: int, usual: int) -> list[int]:
+    """The query heads of each layer, which some families list."""
+    found = read.get(_HEADS) if read.has_default(_HEADS) else None
+    if found is None:
+        return [usual] * layers
+    if not isinstance(found, list) or len(found) != layers or not all(type(each) is int and each > 0 for each in found):
+        raise CheckpointError(f"{_HEADS}: expected a positive number for each of {layers} layers, got {short(found)}")
+    return found
 
 
 def first_sharing(sizes: Sequence[LayerSizes]) -> int:
@@ -142,13 +158,13 @@ def _number(key: str, count: int) -> int | None:
     return number if number < count else None
 
 
-def _check(found: Sequence[LayerSizes], windows: Sequence[int | None], num_heads: int) -> None:
+def _check(found: Sequence[LayerSizes], windows: Sequence[int | None]) -> None:
     """Raise CheckpointError unless heads fit, and layers of one kind have heads of one size, as their RoPE has."""
     for layer, size in enumerate(found):
-        if num_heads % size.num_kv_heads:
+        if size.num_heads % size.num_kv_heads:
             raise CheckpointError(
-                f"num_key_value_heads: expected a divisor of {num_heads} attention heads, got {size.num_kv_heads} in "
-                f"layer {layer}"
+                f"num_key_value_heads: expected a divisor of {size.num_heads} attention heads, got {size.num_kv_heads} "
+                f"in layer {layer}"
             )
         if size.head_dim % 2:
             raise CheckpointError(

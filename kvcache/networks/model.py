@@ -24,6 +24,7 @@ from kvcache.kernels.layers import (
     near_experts,
     rms_norm,
     softcap,
+    softplus_gate,
     swiglu,
     thin,
     top_experts,
@@ -78,6 +79,8 @@ class Transformer:
         self._first_shared = first_sharing(config.sizes)
         self._rope = self._table(config.rope, config.rotary_dim)
         self._activated, self._drafts = _activation_of(config), config.draft_layers > 0
+        self._gate = softplus_gate if config.gate_curve == "softplus" else partial(gate, silu=False)
+        self._raw = config.next_layer is not None and config.next_layer.is_raw
         self._last_mixing = max((i for i in range(config.trunk_layers) if config.mixers[i]), default=0)
         parts = [config.head_parts(i) for i in range(config.num_layers)]
         self._padded = [each if stored_sizes(each) != each else None for each in parts]  # None: heads need no zeros
@@ -186,7 +189,7 @@ class Transformer:
                 return None
             if config.sizes[i].value_dim:
                 return None
-            heads = layer.qkv_bias.reshape(-1, config.head_dim)[config.num_heads :][: config.num_kv_heads]
+            heads = layer.qkv_bias.reshape(-1, config.head_dim)[config.sizes[i].num_heads :][: config.num_kv_heads]
             rows = np.ascontiguousarray(np.broadcast_to(heads, (len(positions), *heads.shape)))
             table = self._tables[0][config.windows[i] is not None]
             turned = table.rotate(rows, table.rows(positions)) if config.rotated[i] else rows
@@ -231,7 +234,7 @@ class Transformer:
         rows = self._through(0, rows, attend, recur, regime, None)  # the hidden rows of all tokens are read
         normed = self._normed(rows.x, self.weights.norm)
         hidden = hidden or HiddenRows(np.zeros(1, np.int64), np.zeros((1, normed.shape[1]), np.float32))
-        rows = self._joined(tokens, rows, hidden.set(normed))
+        rows = self._joined(tokens, rows, hidden.set(rows.x if self._raw else normed))
         # K and V alone are of use here.
         self._mixed(self.config.trunk_layers, self.weights.layers[-1], rows, attend, None, regime)
         return finish(normed if isinstance(logits, str) and logits == "all" else normed[chosen])
@@ -332,7 +335,7 @@ class Transformer:
             self.config.trunk_layers, self._joined(tokens, rows, hidden), attend, None, regime, None
         )
         normed = self._normed(rows.x, weights.norm)
-        return self._scores(normed), normed
+        return self._scores(normed), rows.x if self._raw else normed
 
     def _joined(self, tokens: NDArray[np.uint32], rows: _Rows, hidden: Float32) -> _Rows:
         """The rows that the MTP layer begins with."""
@@ -388,20 +391,21 @@ class Transformer:
         table = self._tables[regime][config.windows[i] is not None] if config.rotated[i] else None
         if layer.latent is not None:
             return self._mixed_latent(i, layer, layer.latent, normed, rows, table, attend)
-        heads, values, gates = self._project(normed, layer, config.sizes[i])
+        sizes = config.sizes[i]
+        heads, values, gates = self._project(normed, layer, sizes)
         after = layer.qk_norm if config.qk_norm in _AFTER else None
         factors = rows.factors if config.unrotated_growth is None or table is None else None
-        turned = self._turned(heads, values, table, rows.turns[table], factors, after)
+        turned = self._turned(sizes.num_heads, heads, values, table, rows.turns[table], factors, after)
         if (parts := self._padded[i]) is not None:
             turned = tuple(padded(each, parts) for each in turned)
-        if config.sizes[i].kv_layer is not None:
+        if sizes.kv_layer is not None:
             turned = (turned[0], None, None, *turned[3:])
         mixed = attend(i, *turned)
-        channels = config.sizes[i].value_dim or (None if parts is None else parts[0])
+        channels = sizes.value_dim or (None if parts is None else parts[0])
         mixed = mixed[:, :, :channels].reshape(len(normed), -1)
         if config.multipliers is not None:
             mixed = mixed * np.float32(config.multipliers.attention_out)
-        return mixed if gates is None else gate(mixed, gates, False)
+        return mixed if gates is None else self._gate(mixed, gates)
 
     def _mixed_latent(
         self, i: int, layer: LayerWeights, weights: LatentWeights, normed: Float32, rows: _Rows,
@@ -474,7 +478,7 @@ class Transformer:
             projected *= self._scaled.heads
         if config.gates:
             count = config.gates_of(sizes)
-            gates = np.repeat(projected[:, -count:], config.num_heads * sizes.head_dim // count, axis=1)
+            gates = np.repeat(projected[:, -count:], sizes.num_heads * sizes.head_dim // count, axis=1)
             projected = np.ascontiguousarray(projected[:, :-count])
         narrow = None
         if sizes.value_dim:
@@ -483,11 +487,11 @@ class Transformer:
             projected = np.ascontiguousarray(projected[:, :-count])
         heads = projected.reshape(len(x), -1, sizes.head_dim)
         if config.attention_gate:  # of each head first its queries, then its gates
-            stop = 2 * config.num_heads
+            stop = 2 * sizes.num_heads
             gates = heads[:, 1:stop:2].reshape(len(x), -1)
             heads = np.concatenate([heads[:, :stop:2], heads[:, stop:]], axis=1)
-        turning = config.num_heads + (sizes.num_kv_heads if sizes.kv_layer is None else 0)
-        turned, values = heads[:, :turning], heads[:, turning if sizes.has_values else config.num_heads :]
+        turning = sizes.num_heads + (sizes.num_kv_heads if sizes.kv_layer is None else 0)
+        turned, values = heads[:, :turning], heads[:, turning if sizes.has_values else sizes.num_heads :]
         if narrow is not None:  # zeros stand for the channels that they have not
             values = np.zeros((len(x), sizes.num_kv_heads, sizes.head_dim), np.float32)
             values[:, :, : sizes.value_dim] = narrow
@@ -503,21 +507,20 @@ class Transformer:
             plain = np.ones(sizes.head_dim, np.float32), np.zeros(sizes.head_dim, np.float32)
             normed = layer_norm(np.ascontiguousarray(turned).reshape(-1, sizes.head_dim), *plain, eps)
             return normed.reshape(turned.shape) * layer.qk_norm, values, gates
-        size = config.num_heads * sizes.head_dim
+        size = sizes.num_heads * sizes.head_dim
         weight, stop = layer.qk_norm.ravel(), turning * sizes.head_dim
         queries = rms_norm(projected[:, :size], weight[:size], eps)
         keys = rms_norm(projected[:, size:stop], weight[size:], eps)
         return np.concatenate([queries, keys], axis=1).reshape(turned.shape), values, gates
 
     def _turned(
-        self, heads: Float32, values: Float32, table: RopeTable | None, turns: Sequence[Any], factors: Float32 | None,
-        norm: Float32 | None,
+        self, count: int, heads: Float32, values: Float32, table: RopeTable | None, turns: Sequence[Any],
+        factors: Float32 | None, norm: Float32 | None,
     ) -> tuple[Any, ...]:
-        """Queries, keys and values, rotated by the first of `turns`; for each other the queries rotated by that.
+        """The `count` queries, keys and values, rotated by the first of `turns`; for each other the queries, by that.
 
         Queries are multiplied by `factors`, if there are any. `norm` follows, if there is one.
         """
-        count = self.config.num_heads
         if factors is not None:
             heads = np.concatenate([heads[:, :count] * factors[:, None, None], heads[:, count:]], axis=1)
         found: list[Float32] = []
@@ -570,6 +573,8 @@ class Transformer:
         sizes = self.config.experts
         assert sizes is not None, "a network with a router has experts"
         choice = sizes.choice
+        if choice.softcap:
+            logits = softcap(logits, choice.softcap)
         if choice.jitter is not None:
             return near_experts(logits, self.config.experts_per_token, choice.jitter)
         return top_experts(
@@ -591,6 +596,8 @@ class Transformer:
         if self._scaled is not None:
             both *= self._scaled.gate_up
             return self._activated(both) * self._scaled.down
+        if mlp.limit is not None:
+            return _limited_swiglu(both, mlp.limit)
         return self._activated(both) if mlp.curve is None else self._activated(both, *mlp.curve.tolist())
 
 
@@ -656,6 +663,14 @@ def _activation_of(config: ModelConfig) -> Callable[..., Float32]:
         "silu": swiglu, "gelu_tanh": geglu if config.mlp_gate else gelu, "relu2": _squared_relu, "xielu": xielu,
     }
     return found[config.activation]
+
+
+def _limited_swiglu(both: Float32, limit: Float32) -> Float32:
+    """`swiglu` with the silu of the gate at most `limit`, and up from `-limit` to it."""
+    gates, up = np.split(both, 2, axis=1)
+    limited: Float32 = np.minimum(gate(gates, gates, False), limit)
+    limited *= np.clip(up, -limit, limit)
+    return limited
 
 
 def _squared_relu(x: Float32) -> Float32:

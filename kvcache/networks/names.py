@@ -303,7 +303,8 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ..
         yield "layer_scalar", (1,)
     if layer >= config.trunk_layers:
         yield JOINT, (hidden, 2 * hidden)
-        yield from ((f"{name}.weight", (hidden,)) for name in NEXT_NORMS)
+        ends = ("weight", "bias")[: 1 + config.norm_bias]
+        yield from ((f"{name}.{end}", (hidden,)) for name in NEXT_NORMS for end in ends)
 
 
 def stream_ends(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
@@ -360,14 +361,14 @@ def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[st
 
 def _attention(config: ModelConfig, sizes: LayerSizes, sinks: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = config.hidden_size
-    queries, pairs = config.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    queries, pairs = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     own, value = sizes.kv_layer is None, sizes.value_dim or sizes.head_dim
     absent = {"k_proj": not own, "v_proj": not (own and sizes.has_values)}
     for name, rows, columns, bias in (
         ("q_proj", queries * (2 if config.attention_gate else 1), hidden, config.qkv_bias),
         ("k_proj", pairs, hidden, config.qkv_bias),
         ("v_proj", sizes.num_kv_heads * value, hidden, config.qkv_bias),
-        ("o_proj", hidden, config.num_heads * value, config.output_bias),
+        ("o_proj", hidden, sizes.num_heads * value, config.output_bias),
     ):
         if absent.get(name):
             continue
@@ -375,14 +376,14 @@ def _attention(config: ModelConfig, sizes: LayerSizes, sinks: bool) -> Iterator[
         if bias:
             yield f"self_attn.{name}.bias", (rows,)
     if config.qk_norm not in ("", "plain", "unit"):
-        for name, heads, rows in (("q", config.num_heads, queries), ("k", sizes.num_kv_heads, pairs)):
+        for name, heads, rows in (("q", sizes.num_heads, queries), ("k", sizes.num_kv_heads, pairs)):
             shapes = {"all": (rows,), "layer": (heads, sizes.head_dim)}
             if name == "q" or own:
                 yield f"self_attn.{name}_norm.weight", shapes.get(config.qk_norm, (sizes.head_dim,))
     if config.gates:
         yield _GATES[0], (config.gates_of(sizes), hidden)
     if sinks:
-        yield "self_attn.sinks", (config.num_heads,)
+        yield "self_attn.sinks", (sizes.num_heads,)
 
 
 def _latent(config: ModelConfig, sizes: LatentSizes) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -11,7 +11,8 @@ from kvcache.networks.entries import Entries, Flag, Size
 from kvcache.support.arguments import short
 
 __all__ = [
-    "STATE_SIZES", "Kind", "Mixer", "Mlp", "Multipliers", "RecurrentSizes", "layer_types_of", "mixers_of", "mlps_of",
+    "STATE_SIZES", "Kind", "Mixer", "Mlp", "Multipliers", "NextLayer", "RecurrentSizes", "layer_types_of", "mixers_of",
+    "mlps_of",
 ]
 
 Mixer = Literal["attention", "state", ""]
@@ -194,6 +195,22 @@ def _limits(read: Entries) -> tuple[float, float]:
         if all(type(x) in (int, float) for x in (least, most)) and 0 <= least <= most:
             return float(least), float(most)
     raise CheckpointError(f"time_step_limit: expected two numbers from 0 on, ascending, got {short(found)}")
+
+
+class NextLayer(NamedTuple):
+    """How an MTP layer differs from the last layer.
+
+    Attributes:
+        like: the layer that attends as it does.
+        mlp: what it has behind attention.
+        rotated: whether it has a rotary embedding.
+        is_raw: whether it takes hidden rows as they are before the last norm, and gives them so.
+    """
+
+    like: int
+    mlp: Mlp
+    rotated: bool
+    is_raw: bool
 
 
 def layer_types_of(config: Mapping[str, Any], kind: Kind | Literal[""]) -> list[Any] | None:

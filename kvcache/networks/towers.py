@@ -60,6 +60,7 @@ TOWERS = {
     "MuseGlimmerForConditionalGeneration": Tower("muse_glimmer", {"muse_glimmer_text": "muse_glimmer_text"}),
     "Qwen3_5ForConditionalGeneration": Tower("qwen3_5", {"qwen3_5_text": "qwen3_5_text"}),
     "Qwen3_5MoeForConditionalGeneration": Tower("qwen3_5_moe", {"qwen3_5_moe_text": "qwen3_5_moe_text"}),
+    "Step3p7ForConditionalGeneration": Tower("step3p7", {"step3p5": "step3p5"}),
     "Qwen3VLForConditionalGeneration": Tower(
         "qwen3_vl", {"qwen3_vl_text": "qwen3"}, defaults={"rope_theta": 5e5},
     ),
@@ -80,8 +81,8 @@ _LAYERS = ("layers.", "blocks.")  # the second one of Kimi K2.5, as transformers
 # A tensor of a layer of the text network; the last prefix is Nemotron's.
 _INSIDE = re.compile(rf"(?:{'|'.join(map(re.escape, (*_PREFIXES, 'backbone.')))})(?:layers|blocks)\.(\d{{1,9}})\.(.+)")
 _TOWERS = (
-    "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector.", "visual.", "audio_tower.", "embed_vision.",
-    "embed_audio.", "vision_adapter.", "vision_projection.",
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector.", "visual.", "audio_tower.",
+    "embed_vision.", "embed_audio.", "vision_adapter.", "vision_projection.", "vit_large_projector.",
 )
 _MTP = "mtp."  # MTP layers
 _OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), _MTP, "model.mtp_", "model.mtp.")  # of ERNIE, MiMo

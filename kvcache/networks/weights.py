@@ -46,7 +46,6 @@ from kvcache.networks.names import (
 )
 from kvcache.networks.quantised import open_folder
 from kvcache.networks.recurrence import RecurrentWeights
-from kvcache.networks.recurrent_sizes import Mlp
 from kvcache.networks.residual_streams import StreamEnds, StreamWeights
 from kvcache.networks.tensors import Tensors
 from kvcache.support.arguments import short, spelled
@@ -82,6 +81,7 @@ class MlpWeights:
         down: `(hidden, intermediate)`.
         curve: `(4,)`, the numbers of xIELU as `kvcache.kernels.layers.xielu` takes them; None in other networks.
         cutoff: `(1,)`, from where on gates count, as `sparse_gates.thin` takes it; None: all do.
+        limit: `(1,)`, see `ModelConfig.limits`; None: there is none.
     """
 
     gate_up: Weight
@@ -90,6 +90,7 @@ class MlpWeights:
     down_bias: Float32 | None
     curve: Float32 | None = None
     cutoff: Float32 | None = None
+    limit: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,8 +143,8 @@ class NextWeights:
 
     Attributes:
         joint: `(hidden, 2 * hidden)`, of the embedding of a token, normed, and the hidden row before it, normed.
-        token_norm, hidden_norm: `(hidden,)`, of the two.
-        norm: `(hidden,)`, of what the layer gives, before the head.
+        token_norm, hidden_norm: of the two, as `LayerWeights` has norms.
+        norm: of what the layer gives, before the head.
     """
 
     joint: Weight
@@ -347,9 +348,9 @@ class _Part:
         there = (f"{self.prefix}{name}.weight" for name in names)
         return next((self.matrices[name] for name in there if name in self.matrices), None)
 
-    def mlp(self, stem: str) -> MlpWeights:
+    def mlp(self, stem: str, limit: float = 0.0) -> MlpWeights:
         """An MLP without biases."""
-        return MlpWeights(self[f"{stem}.up_proj"], None, self[f"{stem}.down_proj"], None)
+        return MlpWeights(self[f"{stem}.up_proj"], None, self[f"{stem}.down_proj"], None, limit=_limit(limit))
 
     def vector(self, *names: str) -> Float32:
         """The vectors of these names as one."""
@@ -481,9 +482,9 @@ class _Loader:
             expert_bias=part.optional("mlp.expert_bias"),
             latent_in=part.find("mlp.latent_in"),
             latent_out=part.find("mlp.latent_out"),
-            shared=part.mlp("mlp.shared_expert") if experts and config.experts and config.experts.shared else None,
+            shared=self._shared(layer, part) if experts else None,
             shared_gate=part.find("mlp.shared_expert_gate"),
-            mlps=tuple(self._mlps(config.mlps[layer], part, config.sizes[layer].cutoff)),
+            mlps=tuple(self._mlps(layer, part)),
             down_norm=after_mlp,
             inputs=self._inputs(part) if config.layer_inputs else None,
             scale=part.optional("layer_scalar"),
@@ -499,7 +500,14 @@ class _Loader:
         return StreamWeights(router, norm, predict, correct, scale, left, right, low_norm)
 
     def _next(self, part: _Part) -> NextWeights:
-        return NextWeights(part[JOINT.removesuffix(".weight")], *(part.vector(f"{name}.weight") for name in NEXT_NORMS))
+        norms = (self._norm(part.prefix + name) for name in NEXT_NORMS)
+        return NextWeights(part[JOINT.removesuffix(".weight")], *norms)
+
+    def _shared(self, layer: int, part: _Part) -> MlpWeights | None:
+        sizes = self._config.experts
+        if sizes is None or not sizes.shared:
+            return None
+        return part.mlp("mlp.shared_expert", self._config.limits[layer][0])
 
     def _latent(self, part: _Part) -> LatentWeights:
         heads, own = range(self._config.num_heads), part.find("self_attn.q_b_proj")
@@ -555,14 +563,15 @@ class _Loader:
         if config.qk_norm == "unit" and not config.rotated[layer]:
             return None
         if config.qk_norm in ("plain", "unit"):
-            return np.ones((config.num_heads + sizes.num_kv_heads, sizes.head_dim), np.float32)
+            return np.ones((sizes.num_heads + sizes.num_kv_heads, sizes.head_dim), np.float32)
         if config.qk_norm == "layer":
             return vector(*names)
-        queries = [vector(names[0])] * config.num_heads
+        queries = [vector(names[0])] * sizes.num_heads
         return np.stack(queries if sizes.kv_layer is not None else queries + [vector(names[1])] * sizes.num_kv_heads)
 
-    def _mlps(self, kind: Mlp, part: _Part, cutoff: float | None) -> Iterator[MlpWeights]:
+    def _mlps(self, layer: int, part: _Part) -> Iterator[MlpWeights]:
         """The MLP of a layer, or its experts, whose biases are rows; or none."""
+        kind = self._config.mlps[layer]
         if not kind:
             return
         count, stem = (self._config.num_experts, "mlp.experts") if kind == "experts" else (1, "mlp")
@@ -574,11 +583,14 @@ class _Loader:
             if self._config.multipliers is not None:
                 biases[-1] *= np.float32(self._config.multipliers.down)
             gate_up, down = list(np.concatenate(biases[:-1], axis=1)), list(biases[-1])
+        limit = _limit(self._config.limits[layer][kind == "experts"])
         curve = self._curve(f"{part.prefix}{stem}.") if self._config.activation == "xielu" else None
+        cutoff = self._config.sizes[layer].cutoff
         least = None if cutoff is None else np.array([cutoff], np.float32)
         for i in range(count):
             own = f"{stem}.{i}" if kind == "experts" else stem
-            yield MlpWeights(part[f"{own}.up_proj"], gate_up[i], part[f"{own}.down_proj"], down[i], curve, least)
+            two = part[f"{own}.up_proj"], gate_up[i], part[f"{own}.down_proj"], down[i]
+            yield MlpWeights(*two, curve, least, limit)
 
     def _curve(self, prefix: str) -> Float32:
         """The numbers of xIELU: files have two of them before their softplus."""
@@ -588,6 +600,11 @@ class _Loader:
             raise CheckpointError(f"{prefix}act_fn: expected finite numbers and eps below 0, got {found}")
         above, below = (float(log_add_exp(0.0, each)) for each in found[:2])
         return np.array([above, found[2] + below, *found[2:]], np.float32)
+
+
+def _limit(number: float) -> Float32 | None:
+    """A bound of SwiGLU, as weights have it."""
+    return np.array([number], np.float32) if number else None
 
 
 def _bands(rows: int, columns: int) -> Iterator[tuple[int, int]]:

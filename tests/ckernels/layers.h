@@ -29,13 +29,13 @@ static void expect_near_double(const kvc_kernels *kernels, const char *what, flo
         fail("%s: %s gives %g, not %g, may err %g", kernels->name, what, got, expected, allowed);
 }
 
-enum { RMS_NORM, SWIGLU, ROTATE, GEGLU, CLAMPED, SOFTCAP, LAYER_NORM, GELU, XIELU, GATE, SILU_GATE, THIN, NUM_LAYERS };
+enum { RMS_NORM, SWIGLU, ROTATE, GEGLU, CLAMPED, SOFTCAP, LAYER_NORM, GELU, XIELU, GATE, SILU_GATE, PLUS_GATE, THIN, NUM_LAYERS };
 static const char *const layer_names[] = {"rms_norm", "swiglu",     "rotate", "geglu", "clamped_swiglu", "softcap",
-                                          "layer_norm", "gelu", "xielu",  "gate",  "silu_gate", "thin"};
+                                          "layer_norm", "gelu", "xielu",  "gate",  "silu_gate", "softplus_gate", "thin"};
 
 /* Rows of x have a gate before or behind the values. */
 static int is_gate(int which) {
-    return which == SWIGLU || which == GEGLU || which == CLAMPED || which == GATE || which == SILU_GATE;
+    return which == SWIGLU || which == GEGLU || which == CLAMPED || (which >= GATE && which <= PLUS_GATE);
 }
 
 /* Rows [first, first + n). */
@@ -71,8 +71,8 @@ static memory run_layer(const kvc_kernels *k, int which, const layer *l, int64_t
         }
         give_back(&rows);
     }
-    else if (which == GATE || which == SILU_GATE)
-        k->gate(n, l->dim, x + l->dim, l->stride, x, l->stride, which == SILU_GATE, out.at);
+    else if (which >= GATE && which <= PLUS_GATE)
+        k->gate(n, l->dim, x + l->dim, l->stride, x, l->stride, which - GATE, out.at); /* as kinds are numbered */
     else
         k->rotate(n, l->heads, l->dim, l->turned, x, l->stride, (float *)l->cos.at + angles, (float *)l->sin.at + angles,
                   out.at);
@@ -144,8 +144,9 @@ static void expect_gated(const kvc_kernels *k, const layer *l, int which, const 
         if (which == GEGLU || which == GELU) slope = 1.5957691216f * gate * (1 + 0.044715f * gate * gate);
         if (fabs(slope + 87) < 1e-4) continue; /* either side of where it becomes 0 */
         if (which == GATE) gate = 1;
-        const double expected = slope < -87 ? 0 : gate / (1 + exp(-slope)) * up;
-        const double error = (5 + 3 * fmax(-slope, 0)) * 0x1p-23;
+        const double curve = which == PLUS_GATE ? fmax(slope, 0) + log1p(exp(-fabs(slope))) : gate / (1 + exp(-slope));
+        const double expected = slope < -87 ? 0 : curve * up;
+        const double error = (which == PLUS_GATE ? 7 + 3 * fmax(-slope, 0) : 5 + 3 * fmax(-slope, 0)) * 0x1p-23;
         expect_near_double(k, layer_names[which], out[d], expected,
                            error * fabs(expected) + 0x1p-149 * (1 + fabs(up) + fabs(gate)));
     }

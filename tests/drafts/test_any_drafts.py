@@ -20,11 +20,13 @@ from kvcache.engine import Transformer
 
 pytestmark = pytest.mark.one_build
 
-# Every kind of layer: all tokens, windows, three kinds of states, latents, two regimes of positions.
-TARGETS = ["llama_odd", "starcoder2_window", "qwen3_5", "lfm3", "granite_hybrid", "deepseek_v3"]
+# Every kind of layer: all tokens, windows, three kinds of states, latents, two regimes of positions, numbers of heads.
+TARGETS = ["llama_odd", "starcoder2_window", "qwen3_5", "lfm3", "granite_hybrid", "deepseek_v3", "laguna"]
 DRAFTS = ["same", "q4", "starcoder2_window", "qwen3_5", "glm4_moe_lite"]
-HEADS = [f"{name} {says}" for name in ("qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe_lite")
-         for says in ("anything", "what follows")]  # networks with an MTP layer, and what it says
+# Networks with an MTP layer, those of the last two with a window, and what it says.
+HEADS = [f"{name} {says}" for says in ("anything", "what follows") for name in (
+    "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash", "step3p7",
+)]
 
 
 @cache

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.one_build
 SCALES = {
     "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2],
     "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0], "IQ4_XS": [0], "Q2_0": [0],
-    "IQ3_S": [0], "IQ3_XXS": [0], "IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0],
+    "IQ3_S": [0], "IQ3_XXS": [0], "IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0], "IQ1_S": [0], "TQ1_0": [52],
+    "TQ2_0": [64], "Q1_0": [0],
 }
 SIZES = {kind.name: kind.bytes for kind in blocks.TYPES.values()}
 NO_FLOATS = [kind for kind in blocks.LOADABLE if kind not in ("F32", "F16", "BF16")]
@@ -42,7 +43,12 @@ def random_rows(rng, kind, rows, columns):
 
 
 def expected(kind, raw):
-    """As the package reads them. It has no Q2_0: 64 codes of 2 bits, counted from -1, behind a scale."""
+    """As the package reads them. It has no Q2_0: 64 codes of 2 bits, counted from -1, behind a scale; and no Q1_0: 128
+    bits behind a scale, 1 for it and 0 for minus it."""
+    if kind == "Q1_0":
+        each = raw.reshape(-1, 18)
+        scales, bits = each[:, :2].copy().view("<f2").astype(np.float32), each[:, 2:, None] >> np.arange(8) & 1
+        return np.where(bits.reshape(len(each), 128), scales, -scales).reshape(len(raw), -1)
     if kind != "Q2_0":
         return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
     each = raw.reshape(-1, 18)
@@ -76,7 +82,8 @@ def test_parts(rng, kind, rows, columns):
     assert (found.minima is not None) == line.has_minima
     assert (found.units is not None) == line.has_units
     if rows > 7:
-        codes = 4 if kind == "Q2_0" else 6 if line.name == "iq2" else 1 << line.bits
+        few = {"Q2_0": 4, "TQ2_0": 4, "TQ1_0": 3, "Q1_0": 2}
+        codes = few.get(kind) or (6 if line.name == "iq2" else 1 << line.bits)
         assert len(np.unique(found.codes)) == codes
     if rows:
         np.testing.assert_array_equal(values_of(line.name, *found), expected(kind, raw))
@@ -121,7 +128,7 @@ def test_sizes_of_all_types():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: blocks.values("IQ1_S", np.zeros((1, 50), np.uint8), 256), "kind: expected one of F32, .* 'IQ1_S'"),
+        (lambda: blocks.values("Q8_1", np.zeros((1, 40), np.uint8), 32), "kind: expected one of F32, .* 'Q8_1'"),
         (lambda: blocks.parts("F16", np.zeros((1, 512), np.uint8), 256), "kind: expected one of Q8_0, .*, got 'F16'"),
         (lambda: blocks.values("Q8_0", np.zeros((1, 34), np.uint8), 33), "columns: expected a multiple of 32 for Q8_0"),
         (lambda: blocks.values("Q8_0", np.zeros((1, 34), np.uint8), 0), "columns: expected a multiple of 32 for Q8_0"),

@@ -65,6 +65,8 @@ from transformers import (
     GraniteSWAConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    HYV3Config,
+    LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm3Config,
@@ -102,6 +104,7 @@ from transformers import (
     SmolLM3Config,
     SolarOpenConfig,
     Starcoder2Config,
+    Step3p7Config,
     YoutuConfig,
 )
 
@@ -192,6 +195,11 @@ LATENT = {key: value for key, value in NO_HEAD_DIM.items() if key != "num_key_va
 GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 32, "sliding_window": 24, "tie_word_embeddings": False}
 
 
+STEP = {
+    "sliding_window": 20, "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+    "share_expert_dim": 36, "pad_token_id": 0,
+}
+UNSAVED = ("attn_implementation", "n_routed_experts", "num_experts_per_tok")
 NO_IMAGES = {  # tokens that no prompt has
     "image_token_id": VOCAB, "video_token_id": VOCAB, "vision_start_token_id": VOCAB, "vision_end_token_id": VOCAB,
 }
@@ -254,6 +262,16 @@ def minicpm(*, scale_emb: float, scale_depth: float, dim_model_base: float, **op
         "architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "scale_emb": scale_emb,
         "scale_depth": scale_depth, "dim_model_base": dim_model_base,
     })
+
+
+def step(sizes: dict[str, Any], published: dict[str, Any] | None = None, **options: Any) -> Variant:
+    """The text network of Step 3.7, or Step 3.5 with the keys of its own files."""
+    config = Step3p7Config(text_config=sizes | options, vision_config=VISION | {"image_size": 28, "patch_size": 14},
+                           image_token_id=VOCAB)
+    names = ("text_config", "vision_config", "image_token_id", "projector_bias")
+    flat = {key: value for key, value in sizes.items() if key not in ("num_key_value_heads", *UNSAVED)}
+    renamed = None if published is None else dict.fromkeys(names) | flat | {"tie_word_embeddings": False} | published
+    return seeded(config, renamed=renamed)
 
 
 VARIANTS = {
@@ -811,6 +829,56 @@ VARIANTS = {
         **SMALL | {"intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 16}, num_experts=5, moe_topk=2,
         attention_bias=True, tie_word_embeddings=True, rope_parameters=DEFAULT_ROPE | {},
     )),
+    "hy_v3": seeded(HYV3Config(
+        **SMALL | {"num_hidden_layers": 4}, moe_intermediate_size=28, num_experts=7, num_experts_per_tok=3,
+        rope_parameters=DEFAULT_ROPE | {},
+    )),
+    "hy_v3_shared": seeded(HYV3Config(
+        **SMALL | {"num_key_value_heads": 2, "head_dim": 16}, moe_intermediate_size=20, num_experts=5,
+        num_experts_per_tok=2, num_shared_experts=2, router_scaling_factor=1.3, attention_bias=True,
+        mlp_layer_types=["sparse", "dense", "sparse"], tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE | {},
+    )),
+    "laguna": seeded(LagunaConfig(
+        **SMALL | {"num_hidden_layers": 5}, num_attention_heads_per_layer=[6, 9, 3, 9, 6], sliding_window=20,
+        layer_types=_kinds("FWWWF"), moe_intermediate_size=28, shared_expert_intermediate_size=36, num_experts=7,
+        num_experts_per_tok=3, moe_routed_scaling_factor=1.7, moe_router_logit_softcapping=1.5, attention_bias=True,
+        rope_parameters={
+            "full_attention": YARN_ROPE | {"partial_rotary_factor": 0.5}, "sliding_attention": DEFAULT_ROPE | {},
+        },
+    )),
+    "laguna_elements": seeded(LagunaConfig(
+        **SMALL | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "num_attention_heads": 4},
+        num_attention_heads_per_layer=[4, 2, 8, 6], sliding_window=24, layer_types=_kinds("WFWF"), gating="per-element",
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"], moe_intermediate_size=20,
+        shared_expert_intermediate_size=24, num_experts=5, num_experts_per_tok=2, rope_parameters={
+            "full_attention": DEFAULT_ROPE | {"rope_theta": 5e5, "partial_rotary_factor": 0.25},
+            "sliding_attention": DEFAULT_ROPE | {"partial_rotary_factor": 0.5},
+        },
+    )),
+    "step3p7": step(
+        SMALL | STEP | {"num_hidden_layers": 5}, layer_types=_kinds("FWWWF"), num_sliding_attention_heads=9,
+        mlp_layer_types=["dense"] + ["sparse"] * 4, swiglu_limits=[0.0, None, 0.4, 0.2, 0.0],
+        swiglu_limits_shared=[0.3, 0.0, None, 0.25, 0.5], moe_router_scaling_factor=1.6,
+        rope_parameters={
+            "full_attention": LLAMA3_ROPE | {"partial_rotary_factor": 0.5}, "sliding_attention": DEFAULT_ROPE | {},
+        },
+    ),
+    "step3p5": step(  # a file as published, with an MTP layer in its lists
+        SMALL | STEP | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "num_attention_heads": 4},
+        published={
+            "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "num_attention_groups": 2,
+            "moe_num_experts": 7, "moe_top_k": 3, "num_nextn_predict_layers": 1,
+            "layer_types": _kinds("FWFWW"), "attention_other_setting": {"num_attention_heads": 6},
+            "moe_layers_enum": "1,3", "rope_theta": [5e5, 1e4, 5e5, 1e4, 1e4],
+            "partial_rotary_factors": [0.5, 1.0, 0.5, 1.0, 1.0], "swiglu_limits": [0, 0, 0, 0.3, 0],
+            "query_pre_attn_scalar": 20,
+        },
+        layer_types=_kinds("FWFW"), num_sliding_attention_heads=6, swiglu_limits=[0, 0, 0, 0.3],
+        query_pre_attn_scalar=20, mlp_layer_types=["dense", "sparse"] * 2, rope_parameters={
+            "full_attention": DEFAULT_ROPE | {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            "sliding_attention": DEFAULT_ROPE | {"partial_rotary_factor": 1.0},
+        },
+    ),
     "exaone_moe": seeded(ExaoneMoeConfig(
         **SMALL | {"num_hidden_layers": 5}, sliding_window=20, moe_intermediate_size=28, num_experts=8, n_group=4,
         topk_group=2, num_experts_per_tok=3, num_shared_experts=2, rope_parameters=DEFAULT_ROPE | {},
@@ -943,7 +1011,7 @@ def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[fl
     if "norm" in name and name.endswith("weight"):
         less_one = config.model_type == "gemma" or (config.model_type == "muse_glimmer_text" and "layers" in name) or (
             config.model_type.startswith(("qwen3_5", "qwen3_next")) and "linear_attn" not in name
-        )
+        ) or config.model_type == "step3p5"
         return 0.2, 0.0 if less_one else 1.0
     for part, size, mean in (("A_log", 1.0, 0.5), ("dt_bias", 1.5, -2.0), (".D", 0.5, 1.0)):
         if name.endswith(part):
@@ -957,7 +1025,7 @@ def spread_of(name: str, shape: list[int], config: PreTrainedConfig) -> tuple[fl
     for part, size, mean in (("alpha_p", 0.5, 0.3), ("alpha_n", 0.5, 0.3), ("beta", 0.0, 0.4375), ("eps", 0.0, -0.25)):
         if name.endswith(f"act_fn.{part}"):
             return size, mean
-    for part, size in (("q_proj", 1.6), ("k_proj", 1.6), ("router", 2.0), ("mlp.gate.w", 2.0)):
+    for part, size in (("q_proj", 1.6), ("k_proj", 1.6), ("router", 2.0), ("mlp.gate.w", 2.0), ("moe.gate.w", 2.0)):
         if part in name:
             return size * shape[-1] ** -0.5, 0.0
     if any(part in name for part in ("o_proj", "down_proj", "out_proj", "c_proj")):

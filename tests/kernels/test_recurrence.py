@@ -8,7 +8,7 @@ from oracles.recurrence import convolution, sigmoid, softplus
 from oracles.recurrence import scan as plain_scan
 
 from kvcache import get_num_threads, set_num_threads
-from kvcache.kernels.layers import convolution_floats, convolve, decays, gate, scan, scan_floats
+from kvcache.kernels.layers import convolution_floats, convolve, decays, gate, scan, scan_floats, softplus_gate
 
 SCANS = [  # heads, groups, size, dim
     (1, 1, 1, 1), (2, 1, 3, 8), (4, 2, 16, 16), (6, 3, 24, 17), (2, 2, 8, 31), (3, 1, 20, 32), (4, 2, 33, 48),
@@ -199,15 +199,19 @@ def test_decays_far_out():
 
 
 @pytest.mark.parametrize("dim", [1, 7, 16, 100])
-@pytest.mark.parametrize("silu", [False, True])
-def test_gate(rng, dim, silu):
+@pytest.mark.parametrize(("run", "curve"), [
+    (lambda x, gates: gate(x, gates, False), sigmoid),
+    (lambda x, gates: gate(x, gates, True), lambda gates: sigmoid(gates) * gates), (softplus_gate, softplus),
+])
+def test_gate(rng, dim, run, curve):
     wide = normal(rng, 5, 2 * dim) * 4
     x, gates = wide[:, :dim], wide[:, dim:]
-    out = gate(x, gates, silu)
-    want = x * sigmoid(gates) * (gates if silu else 1)
-    np.testing.assert_allclose(out, want, rtol=6e-6, atol=1e-30)
-    np.testing.assert_array_equal(gate(x[2:3].copy(), gates[2:3].copy(), silu), out[2:3])
-    assert gate(x[:0], gates[:0], silu).shape == (0, dim)
+    out = run(x, gates)
+    np.testing.assert_allclose(out, x * curve(gates), rtol=6e-6, atol=1e-30)
+    np.testing.assert_array_equal(run(x[2:3].copy(), gates[2:3].copy()), out[2:3])
+    assert run(x[:0], gates[:0]).shape == (0, dim)
+    with pytest.raises(ValueError, match="gates: expected"):
+        run(x, gates[:1])
 
 
 def test_mistakes(rng):

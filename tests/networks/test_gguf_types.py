@@ -108,7 +108,7 @@ def random_tensors(rng, config, kind, others=None):
 SCALES = {
     "Q2_K": slice(80, 84), "Q3_K": slice(108, 110), "Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210),
     "IQ4_NL": slice(0, 2), "IQ4_XS": slice(0, 2), "IQ3_S": slice(0, 2), "IQ3_XXS": slice(0, 2), "IQ2_S": slice(0, 2),
-    "IQ2_XS": slice(0, 2), "IQ2_XXS": slice(0, 2), "Q8_0": slice(0, 2),
+    "IQ2_XS": slice(0, 2), "IQ2_XXS": slice(0, 2), "Q8_0": slice(0, 2), "IQ1_S": slice(0, 2), "TQ1_0": slice(52, 54),
 }
 
 

@@ -198,3 +198,68 @@ def test_the_fingerprint_covers_the_inputs_of_layers(part):
         changed.put(0, weight.to_float32() + np.float32(0.5))
     other.weights = replace(other.weights, inputs=replace(inputs, **{part: changed}))
     assert fingerprint(other) != fingerprint(model) == fingerprint(Transformer.from_pretrained(golden_folder("gemma4")))
+
+
+def test_heads_and_bounds_by_layer():
+    """What Laguna and Step list for each layer; the latter as published and as transformers saves it."""
+    laguna = ModelConfig.from_dict(content("laguna"))
+    assert [size.num_heads for size in laguna.sizes] == [6, 9, 3, 9, 6]
+    step = content("step3p5")
+    found = ModelConfig.from_dict(step)
+    assert [size.num_heads for size in found.sizes] == [4, 6, 4, 6]
+    assert found.limits == ((0, 0), (0, 0), (0, 0), (0, 0.3))
+    assert (found.next_layer.like, found.next_layer.mlp, found.next_layer.is_raw) == (3, "mlp", True)
+    saved = {key: value for key, value in step.items() if key not in (
+        "attention_other_setting", "moe_layers_enum", "partial_rotary_factors", "rope_theta",
+    )} | {
+        "num_sliding_attention_heads": 6, "mlp_layer_types": ["dense", "sparse"] * 2,
+        "layer_types": step["layer_types"][:4], "mtp_layer_types": ["sliding_attention"],
+        "mtp_mlp_layer_types": ["dense"], "rope_parameters": {
+            "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}, "sliding_attention": {},
+        },
+    }
+    assert ModelConfig.from_dict(saved) == found
+    assert ModelConfig.from_dict(step | {"moe_layers_enum": [1, 3]}) == found
+    assert ModelConfig.from_dict(step | {"moe_layers_enum": "1, 3, 4"}).next_layer.mlp == "experts"
+    one = saved | {"per_layer_config": {"0": {"num_attention_heads": 2}}}
+    assert [size.num_heads for size in ModelConfig.from_dict(one).sizes] == [2, 6, 4, 6]
+    exaone = content("exaone_moe") | {"num_nextn_predict_layers": 1}
+    for kind, like in ((None, 4), ("sliding_attention", 4), ("full_attention", 3)):
+        listed = {} if kind is None else {"mtp_layer_types": [kind]}
+        config = ModelConfig.from_dict(exaone | listed).with_draft_layer()
+        assert (config.next_layer.like, config.rotated[-1], config.mlps[-1]) == (like, like == 4, "mlp")
+
+
+def test_heads_and_bounds_that_are_refused():
+    for name, changes, message in (
+        ("laguna", {"num_attention_heads_per_layer": [6, 9]},
+         "num_attention_heads_per_layer: expected a positive number for each of 5 layers, got [6, 9]"),
+        ("laguna", {"num_attention_heads_per_layer": [6, 9, 4, 9, 6]},
+         "num_key_value_heads: expected a divisor of 4 attention heads, got 3 in layer 2"),
+        ("laguna", {"gating": False}, "gating: expected true, per-head or per-element, got False"),
+        ("laguna", {"moe_apply_router_weight_on_input": True},
+         "moe_apply_router_weight_on_input: expected false, got true"),
+        ("hy_v3", {"mlp_bias": True}, "mlp_bias: expected false with experts, got true"),
+        ("step3p5", {"swiglu_limits": [1, 2]},
+         "swiglu_limits: expected a number from 0 on or null for each of 4 layers, got [1, 2]"),
+        ("step3p5", {"swiglu_limits_shared": [1, 2, -1, 0]},
+         "swiglu_limits_shared: expected a number from 0 on or null for each of 4 layers, got [1, 2, -1, 0]"),
+        ("step3p5", {"moe_layers_enum": "1,x"}, "moe_layers_enum: expected numbers of layers, got '1,x'"),
+        ("step3p5", {"attention_other_setting": 3}, "attention_other_setting: expected an object, got 3"),
+        ("step3p5", {"attention_other_setting": {"num_attention_groups": 1}},
+         "attention_other_setting.num_attention_groups: expected 2, got 1"),
+        ("step3p5", {"per_layer_config": {"9": {"num_attention_heads": 2}}},
+         "per_layer_config: expected query heads by numbers of layers, got {'9': {'num_attention_heads': 2}}"),
+        ("step3p5", {"layer_types": ["full_attention"]},
+         "layer_types: expected full_attention or sliding_attention for each of 4 layers, got ['full_attention']"),
+        ("step3p5", {"rope_theta": [1e4, 2e4, 3e4, 2e4]},
+         "rope_theta: expected one number for all layers of a kind, got [10000.0, 20000.0, 30000.0, 20000.0]"),
+        ("step3p5", {"rope_theta": [1e4]}, "rope_theta: expected a number for each of 4 layers, got [10000.0]"),
+        ("step3p5", {"rope_scaling": [1]}, "rope_scaling: expected an object, got [1]"),
+        ("step3p5", {"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate: expected true, got false"),
+        ("step3p5", {"mtp_mlp_layer_types": ["mlp"]},
+         "mtp_mlp_layer_types: expected a list of dense or sparse, got ['mlp']"),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            ModelConfig.from_dict(content(name) | changes)
+        assert str(error.value) == message

@@ -7,7 +7,8 @@ from house_rules import circles, counted, exceptions, imports
 from places import PROJECT
 
 HOUSE = PROJECT / "kvcache"
-LONG_FILES = {"kvcache/paged/cache.py", "tests/golden/make_golden.py"}  # files above 700 lines that are about one noun
+# Files above 700 lines that are about one noun.
+LONG_FILES = {"kvcache/networks/families.py", "kvcache/paged/cache.py", "tests/golden/make_golden.py"}
 
 
 def floors():

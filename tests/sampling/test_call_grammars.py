@@ -371,6 +371,9 @@ CALLS = {  # in the words of each dialect
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
     '{"place": "here"}<|tool_call_end|><|tool_calls_section_end|>',
     "glm": "<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>here</arg_value>\n</tool_call>",
+    "hy3": "<tool_calls:opensource>\n<tool_call:opensource>look<tool_sep:opensource>\n<arg_key:opensource>place"
+    "</arg_key:opensource>\n<arg_value:opensource>here</arg_value:opensource>\n</tool_call:opensource>\n"
+    "</tool_calls:opensource>",
     "gemma4": '<|tool_call>call:look{place:<|"|>here<|"|>}<tool_call|>',
     "functiongemma": "<start_function_call>call:look{place:<escape>here<escape>}<end_function_call>",
     "mistral": '[TOOL_CALLS][{"name": "look", "arguments": {"place": "here"}}]',

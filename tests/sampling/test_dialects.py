@@ -408,6 +408,7 @@ def test_several_objects_with_semicolons():
         ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi"),
         ("begin = '<minimax:tool_call>'\n<invoke name=", "minimax"),
         ("<tool_call>{name}\n<arg_key>{key}</arg_key>", "glm"),
+        ("sep = '<tool_sep{}>'.format(KIND)", "hy3"), ("NAME<tool_sep:opensource>", "hy3"),
         ('<response>x</response>\n<tool_call>{"name"', "ernie"),
         ("'<|start|>assistant to=' + 'functions.' + name + '<|channel|>commentary '", "harmony"),
         ("'\\n\\n<' + dsml_token + 'function_calls>\\n'", "deepseek_v3_2"), ("<｜DSML｜tool_calls>", "deepseek_v4"),

@@ -75,6 +75,15 @@ ANSWERS = [
      ("", "", [("f", {"l": ["</arg_value>", "</ar"]})])),
     ("qwen3_coder", '<tool_call><function=f><parameter=l>["\\"</parameter>x</parameter></function></tool_call>',
      ("", '<tool_call><function=f><parameter=l>["\\"</parameter>x</parameter></function></tool_call>', [])),
+    ("hy3", "<think:opensource>hm</think:opensource>I look.<tool_calls:opensource>\n<tool_call:opensource>f"
+     "<tool_sep:opensource>\n<arg_key:opensource>a</arg_key:opensource>\n<arg_value:opensource>7"
+     "</arg_value:opensource>\n<arg_key:opensource>s</arg_key:opensource>\n<arg_value:opensource>1\n"
+     "</arg_value:opensource>\n</tool_call:opensource>\n<tool_call:opensource>g<tool_sep:opensource>\n"
+     "</tool_call:opensource>\n</tool_calls:opensource>",
+     ("hm", "I look.", [("f", {"a": 7, "s": "1\n"}), ("g", {})])),
+    ("hy3", "<tool_calls:opensource>\n<tool_call:opensource>f<tool_sep:opensource>\n<arg_key:opensource>o"
+     "</arg_key:opensource>\n<arg_value:opensource>{\"x\": 1}</arg_value:opensource>\n</tool_call:opensource>",
+     ("", "", [("f", {"o": {"x": 1}})])),
     ("glm", "<tool_call>f\n</tool_call>\n<tool_call>g</tool_call>.", ("", ".", [("f", {}), ("g", {})])),
     ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>", ("", "", [("f", '{"a": 1')])),
     ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>x</tool_call>", ("", "x", [("f", '{"a": 1')])),

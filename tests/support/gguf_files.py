@@ -32,12 +32,20 @@ _LETTERS = {
     "ernie4_5_moe": "ernie4_5-moe", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe",
     "bailing_moe_v2": "bailingmoe2", "mellum": "mellum", "granite_swa": "granite_swa", "solar_open": "glm4moe",
     "qwen2_moe": "qwen2moe", "dots1": "dots1", "hunyuan_v1_moe": "hunyuan-moe", "exaone_moe": "exaone-moe",
-    "llama4_text": "llama4", "afmoe": "afmoe", "cohere2_moe": "cohere2moe", "phimoe": "phimoe",
+    "llama4_text": "llama4", "afmoe": "afmoe", "cohere2_moe": "cohere2moe", "phimoe": "phimoe", "hy_v3": "hy_v3",
+    "step3p7": "step35",
 }
 # Networks in which other layers than the first ones have an MLP in place of experts: no entry says which.
-_MIXED = {"qwen2_moe", "qwen2_moe_steps", "exaone_moe_dense", "llama4"}
-_NAMED_AS = {"mellum": "qwen3moe", "cohere2moe": "dots1", "granite_swa": "granite"}  # which the package lacks
+_MIXED = {"qwen2_moe", "qwen2_moe_steps", "exaone_moe_dense", "llama4", "hy_v3_shared"}
 _HALVES = ("qwen3_vl_moe", "llama4_text")  # whose stacks have gate above up
+_NAMED_AS = {  # which the package lacks
+    "mellum": "qwen3moe", "cohere2moe": "exaone-moe", "granite_swa": "granite", "hy_v3": "exaone-moe",
+}
+# Parts of an MTP layer that folders call otherwise.
+_OF_MTP = {
+    "mtp.layers.0.": "", "mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.", "mtp.norm.": "shared_head.norm.",
+}
 _INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granite_swa", "minicpm")
 
 CONVERTIBLE = sorted(path.parent.name for path in GOLDEN.glob("*/config.json")) + [
@@ -99,13 +107,18 @@ def name_of(name, model_type="llama"):
     for end, ours in ((".router.scale", "ffn_gate_inp.scale"), (".router.per_expert_scale", "ffn_down_exps.scale")):
         if name.endswith(end):
             return f"blk.{name.split('.')[2]}.{ours}"
-    name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace("expert_bias", "expert_bias.bias")
+    for own, theirs in (("router_bias",) * 2, ("e_score_correction_bias", "e_score_correction"), ("expert_bias",) * 2):
+        name = f"{name.removesuffix(own)}{theirs}.bias" if name.endswith(own) else name
     stem, _, kind = name.rpartition(".")
     if kind == "sinks":  # which the list of some networks leaves out
         return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     if stem == "lm_head":  # which the list of Gemma 2 leaves out
         return f"output.{kind}"
-    return f"{known.get_name(stem)}.{kind}"
+    found = known.get_name(stem)
+    if found is None:  # of an MTP layer, which the list of some networks leaves out
+        _, _, layer, part = stem.split(".", 3)
+        found = f"blk.{layer}.nextn.{part.replace('.', '_')}"
+    return f"{found}.{kind}"
 
 
 def write(path, architecture, entries, tensors, **options):
@@ -209,6 +222,8 @@ def entries_of(config, folder_config):
         found |= _of_gemma4(config)
     if letters == "gemma3n":
         found |= _of_gemma3n(config)
+    if letters == "step35":
+        found |= _of_step(config)
     if rope["rope_type"] == "longrope":
         found["rope.scaling.attn_factor"] = (F32, config.rope.attention_factor)
         found["rope.scaling.original_context_length"] = (U32, config.rope.original_positions)
@@ -250,6 +265,23 @@ def _of_gemma4(config):
     return found
 
 
+def _of_step(config):
+    """The entries of Step 3.5, whose lists go on for MTP layers."""
+    more, slides = config.next_layers, [window is not None for window in config.windows]
+    like = config.next_layer.like if config.next_layer else 0
+    heads = [size.num_heads for size in config.sizes]
+    found = {
+        "attention.head_count": (ARRAY, heads + more * [heads[like]], U32),
+        "attention.head_count_kv": (ARRAY, [config.num_kv_heads] * (len(slides) + more), U32),
+        "attention.sliding_window_pattern": (ARRAY, slides + more * [slides[like]], BOOL),
+        "rope.freq_base_swa": (F32, (config.window_rope or config.rope).theta),
+        "rope.dimension_count": (U32, config.head_dim),
+    }
+    for i, name in enumerate(("swiglu_clamp_shexp", "swiglu_clamp_exp")):
+        found[name] = (ARRAY, [each[i] for each in config.limits] + more * [0.0], F32)
+    return found
+
+
 def _of_chosen(config, kind):
     """The entries of experts that are chosen with a bias."""
     experts, choice, found = config.experts, config.experts.choice, {}
@@ -262,6 +294,10 @@ def _of_chosen(config, kind):
         found["leading_dense_block_count"] = (U32, config.mlps.count("mlp"))
     if kind == "ernie4_5_moe":
         found["interleave_moe_layer_step"] = (U32, 1)
+    if kind in ("hy_v3", "step3p5"):
+        found |= {
+            "expert_weights_scale": (F32, choice.factor), "expert_weights_norm": (BOOL, choice.normalise),
+        }
     if kind in ("glm4_moe", "solar_open", "bailing_moe_v2", "dots1", "exaone_moe", "afmoe"):
         found |= {
             "expert_weights_scale": (F32, choice.factor), "expert_weights_norm": (BOOL, choice.normalise),
@@ -274,7 +310,7 @@ def llama3_divisors(config):
     """The tensor `rope_freqs.weight` of a network with the scaling llama3, as the converter computes it."""
     rope = config.rope
     divisors = []
-    for frequency in rope.theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim):
+    for frequency in rope.theta ** -(np.arange(0, config.rotary_dim, 2) / config.rotary_dim):
         turns = rope.original_positions * frequency / (2 * math.pi)
         if turns > rope.high_freq_factor:
             divisors.append(1.0)
@@ -283,7 +319,7 @@ def llama3_divisors(config):
         else:
             smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
             divisors.append(1 / ((1 - smooth) / rope.factor + smooth))
-    return np.array(divisors, np.float32)
+    return np.array(divisors + [1.0] * (config.head_dim // 2 - len(divisors)), np.float32)
 
 
 def _converted(checkpoint, model_type, config):
@@ -292,12 +328,16 @@ def _converted(checkpoint, model_type, config):
     for name in checkpoint._files:
         if ".act_fn." in name:
             continue
-        values = checkpoint.read(name)
+        values, behind = checkpoint.read(name), f"model.layers.{config.num_layers}."
+        for own, part in _OF_MTP.items():
+            name = behind + part + name.removeprefix(own) if name.startswith(own) else name
+        name = name.replace(".transformer.", ".")
+        name = name.replace("final_layernorm", "shared_head.norm") if model_type == "hy_v3" else name
         if model_type in _INTERLEAVED and ".q_proj." in name:
             values = with_rows_for_llama(values, config.num_heads)
         if model_type in _INTERLEAVED and ".k_proj." in name:
             values = with_rows_for_llama(values, config.num_kv_heads)
-        if "vision" in name or "visual." in name:
+        if "vision" in name or "visual." in name or name.startswith("vit_"):
             continue
         if letters == "llama4" and ".experts." in name:  # (experts, in, out)
             values = np.ascontiguousarray(values.swapaxes(1, 2))
@@ -311,7 +351,7 @@ def _converted(checkpoint, model_type, config):
             added = name.endswith("layer_scalar") or ".experts." in name
             yield name + ".weight" * added, values
             continue
-        if letters.startswith("gemma") and name.endswith("norm.weight"):
+        if letters.startswith(("gemma", "step")) and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if found := re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)\.weight", name):
             part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(found[3], found[3])

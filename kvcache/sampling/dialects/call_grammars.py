@@ -81,7 +81,8 @@ def _alone(words: GrammarWords, written: str, parallel: bool, *, opens: bool = T
     call = words.rule(f"{begin} {written} {end}")
     calls = f"{call} ({words.gap} {call})*" if parallel and end else call
     first, last = map(words.mark, dialect.section or ("", ""))
-    return f"{first if opens else ''} {calls} {last}"
+    gap = words.gap if dialect.section else ""
+    return f"{first if opens else ''} {gap} {calls} {gap} {last}"
 
 
 def _free(words: GrammarWords, written: str, parallel: bool, thinks: bool) -> str:

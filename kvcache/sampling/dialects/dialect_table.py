@@ -27,6 +27,7 @@ from kvcache.sampling.dialects.tag_calls import TagCalls
 from kvcache.sampling.dialects.tag_style import (
     DSML_TAGS,
     GLM_TAGS,
+    HY_TAGS,
     KIMI_TAGS,
     MINICPM_TAGS,
     MINIMAX_M3_TAGS,
@@ -68,6 +69,12 @@ DIALECTS = {
         TaggedReader, _TAG, TagCalls, None, _THOUGHTS, style=GLM_TAGS, more=(*GLM_TAGS.key, *GLM_TAGS.value),
         spaced=True,
     ),  # 4.5 to 4.7
+    "hy3": Dialect(
+        TaggedReader, ("<tool_call:opensource>", "</tool_call:opensource>"), TagCalls, None,
+        ("<think:opensource>", "</think:opensource>"), style=HY_TAGS,
+        section=("<tool_calls:opensource>", "</tool_calls:opensource>"),
+        more=(HY_TAGS.function[1], *HY_TAGS.key, *HY_TAGS.value),
+    ),
     "minimax": Dialect(
         TaggedReader, ("<minimax:tool_call>", "</minimax:tool_call>"), TagCalls, None, _THOUGHTS, style=MINIMAX_TAGS,
         lone=LoneCall(('<invoke name="', "</invoke>"), TagCalls, MINIMAX_TAGS.without_first()),
@@ -161,6 +168,7 @@ _SIGNS = {
     "'role': 'function call'": "gigachat3", '<function name="': "minicpm5",
     "<｜tool▁call▁begin｜>": "deepseek", "<|tool_calls_section_begin|>": "kimi",
     "<minimax:tool_call>": "minimax", "<|tool_list_start|>": "lfm2", "<function=": "qwen3_coder", "<arg_key>": "glm",
+    "<tool_sep{}>": "hy3", "<tool_sep:opensource>": "hy3",
     "<|tool_call|>": "granite", "List of tools: [": "lfm2", "<response>": "ernie", "<tool_call>": "hermes",
     "<|python_start|>": "llama4", "<|header_start|>": "llama4", "<|python_tag|>": "llama3",
     '"parameters": dictionary of argument': "llama3",

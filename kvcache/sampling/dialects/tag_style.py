@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 __all__ = [
-    "DSML_TAGS", "GLM_TAGS", "KIMI_TAGS", "MINICPM_TAGS", "MINIMAX_M3_TAGS", "MINIMAX_TAGS", "NESTED_WORD",
-    "QWEN_TAGS", "SEED_TAGS", "TagStyle",
+    "DSML_TAGS", "GLM_TAGS", "HY_TAGS", "KIMI_TAGS", "MINICPM_TAGS", "MINIMAX_M3_TAGS", "MINIMAX_TAGS",
+    "NESTED_WORD", "QWEN_TAGS", "SEED_TAGS", "TagStyle",
 ]
 
 NESTED_WORD = "]<]minimax[>["  # before each tag of MiniMax-M3
@@ -123,6 +123,11 @@ SEED_TAGS = QWEN_TAGS._replace(wraps=False)
 # GLM-4.5 and 4.6 write each tag on a line of its own, GLM-4.7 all on one.
 GLM_TAGS = TagStyle(
     ("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "", in_lines=False, guesses=True
+)
+# Hy3.
+HY_TAGS = TagStyle(
+    ("", "<tool_sep:opensource>"), ("<arg_key:opensource>", "</arg_key:opensource>"),
+    ("<arg_value:opensource>", "</arg_value:opensource>"), "", in_lines=False, guesses=True,
 )
 # MiniMax-M2.
 MINIMAX_TAGS = TagStyle(
