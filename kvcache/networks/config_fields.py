@@ -46,6 +46,7 @@ class ConfigReading(Entries):
     """
 
     def __init__(self, config: Mapping[str, Any], family: Family) -> None:
+        config = family.entries(config) if family.entries else config
         super().__init__(config, defaults=family.defaults)
         self.config, self.family, self.found = config, family, SimpleNamespace()
         self.listed: list[Any] | None = None

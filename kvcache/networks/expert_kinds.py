@@ -327,6 +327,10 @@ EXPERT_KINDS = {
         choice=_SIGMOID | _GROUPS | {"bias": Flag("moe_router_enable_expert_bias", True)},
         checks=(Only("score_function", "sigmoid"),),
     ),
+    "kimi": replace(
+        _DEEPSEEK, count=("num_experts",), shared_count=Size("num_shared_experts", 1),
+        each="block_sparse_moe.experts.{}.{}.weight", parts=_W, stacks=(),
+    ),
     "ernie": ExpertKind(
         count=("moe_num_experts",), per_token=Size("moe_k"), size=Size("moe_intermediate_size"), apart=True,
         dense_first="moe_layer_start_index", shared_count=Size("moe_num_shared_experts", 2, 0),

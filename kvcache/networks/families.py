@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from kvcache.errors import CheckpointError
 from kvcache.networks.expert_kinds import EXPERT_KINDS, ExpertKind
 from kvcache.networks.recurrent_sizes import Kind
 from kvcache.networks.towers import TOWERS
+from kvcache.networks.usual_entries import bailing_entries, kimi_entries
 from kvcache.support.arguments import short
 
 __all__ = ["FAMILIES", "Family", "family_of"]
@@ -67,6 +68,7 @@ class Family:
         next_prefix: what the names of their tensors begin with in folders, before the number of a layer among them;
             "": they are those of layers behind the last one.
         next_names: what folders call the tensors that only they have.
+        entries: makes entries of the usual keys of those of its files; None: they have these.
         defaults: the values of absent keys; those that the table leaves out are in `fields`. Soft caps,
             factors, `partial_rotary_factor`, `rotary_dim`, `lm_head_bias`, `long_mscale`, `use_qk_norm`,
             `layer_rope_theta` ("last": every fourth layer from the last one has no window and does not turn),
@@ -117,6 +119,7 @@ class Family:
     next_layers: str = ""
     next_prefix: str = ""
     next_names: Mapping[str, str] = field(default_factory=dict)
+    entries: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -219,6 +222,24 @@ _BAILING = _DEEPSEEK | {
     "model.embed_tokens": "model.word_embeddings", "self_attn.o_proj": "attention.dense",
     "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
     "mlp.expert_bias": "mlp.gate.expert_bias",
+}
+_KIMI = {
+    "mixer": "self_attn", "mixer.rate": "self_attn.A_log", "mixer.norm": "self_attn.o_norm",
+    "mixer.out_proj": "self_attn.o_proj", "mixer.in_proj_z": "self_attn.g_a_proj",
+    "mixer.in_proj_b": "self_attn.b_proj", "mixer.in_proj_a": "self_attn.f_a_proj",
+    "mixer.decay_proj": "self_attn.f_b_proj", "mixer.gate_proj": "self_attn.g_b_proj",
+    **{f"mixer.in_proj_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"mixer.conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    **{name: own.replace("mlp.", "block_sparse_moe.") for name, own in _DEEPSEEK.items()},
+    "mlp.gate": "block_sparse_moe.gate",
+}
+_LING3 = {name: own.replace("self_attn.", "attention.") for name, own in _KIMI.items() if "mlp." not in name} | {
+    **_DEEPSEEK, "model.embed_tokens": "model.word_embeddings", "mlp.expert_bias": "mlp.gate.expert_bias",
+    "mixer": "attention", "mixer.in_proj_z": "attention.g_proj", "mixer.in_proj_a": "attention.f_proj",
+    "self_attn.o_proj": "attention.dense", "self_attn.gate_proj": "attention.g_proj",
+    **{f"self_attn.{name}": f"attention.{name}" for name in (
+        "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
+    )},
 }
 
 FAMILIES = {
@@ -578,6 +599,25 @@ FAMILIES = {
             "num_key_value_heads": 4, "partial_rotary_factor": 0.5, "use_qk_norm": True, "score_function": "sigmoid",
             "rope_theta": 600000.0, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
             "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+        },
+    ),
+    "BailingHybridForCausalLM": Family(
+        "bailing_hybrid", qkv_bias=None, latent=True, gates="head", recurrence="kimi", entries=bailing_entries,
+        experts=EXPERT_KINDS["bailing"], names=_LING3, aliases=("BailingMoeV3ForCausalLM",),
+        next_layers="num_nextn_predict_layers", next_names={"head_norm": "final_layernorm"},
+        defaults={
+            "rope_theta": 6e6, "max_position_embeddings": 262144, "num_experts": 512, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+            "score_function": "sigmoid", "first_k_dense_replace": 2, "num_nextn_predict_layers": 1,
+            "kda_lower_bound": -5.0,
+        },
+    ),
+    "KimiLinearForCausalLM": Family(
+        "kimi_linear", qkv_bias=None, latent=True, recurrence="kimi", entries=kimi_entries,
+        experts=EXPERT_KINDS["kimi"], names=_KIMI, defaults={
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 1048576, "position_embedding_type": "nope",
+            "rope_interleave": False, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024,
+            "routed_scaling_factor": 2.446, "first_k_dense_replace": 1,
         },
     ),
     "MiniMaxM2ForCausalLM": Family(
