@@ -6,6 +6,7 @@ in another way (`ExpertSizes`, `ExpertChoice`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -77,6 +78,7 @@ class ExpertKind:
         mean: whether these and the results of the experts are averaged; None: they are added.
         latent: the key of the size of rows that experts take and give; "": the hidden size.
         beside: see `ExpertSizes`.
+        limits: the keys of `limits` and `shared_limits`, see there; none: there are none.
         choice: the fields of `ExpertChoice`, each a value or what reads it.
         checks: raise CheckpointError for options that are not supported.
         each: the name of one expert's matrix, of the numbers and the parts; "": folders stack them.
@@ -103,6 +105,7 @@ class ExpertKind:
     mean: _Which | None = None
     latent: str = ""
     beside: bool = False
+    limits: tuple[str, ...] = ()
     choice: Mapping[str, Any] = field(default_factory=dict)
     checks: tuple[Callable[[Entries], object] | Only | Flag, ...] = (_in_every_layer,)
     each: str = "mlp.experts.{}.{}_proj.weight"
@@ -182,7 +185,17 @@ class ExpertKind:
             expected = f"a positive whole number up to {choice.groups}"
             raise CheckpointError(f"{self.choice['kept'].key}: expected {expected}, got {choice.kept}")
         mean = self.mean is not None and shared > 0 and self.mean(read)
-        return ExpertSizes(size, latent, shared, self.shared_gate, choice, self.beside, mean)
+        limits = [_limits(read, key) for key in self.limits]
+        return ExpertSizes(size, latent, shared, self.shared_gate, choice, self.beside, mean, *limits)
+
+
+def _limits(read: Entries, key: str) -> tuple[float, ...]:
+    """A number for each of some layers; a null among them is 0."""
+    found = read.get(key) or []
+    numbers = [0 if each is None else each for each in found] if isinstance(found, list) else [-1]
+    if not all(type(each) in (int, float) and 0 <= each < math.inf for each in numbers):
+        raise CheckpointError(f"{key}: expected a list of finite numbers from 0 on, got {short(found)}")
+    return tuple(float(each) for each in numbers) if any(numbers) else ()
 
 
 class _IfLimited(NamedTuple):
@@ -326,6 +339,7 @@ EXPERT_KINDS = {
         shared=Size("moe_shared_expert_intermediate_size"), shared_count=Size("num_shared_experts", 1, 0),
         choice=_SIGMOID | _GROUPS | {"bias": Flag("moe_router_enable_expert_bias", True)},
         checks=(Only("score_function", "sigmoid"),),
+        limits=("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"),
     ),
     "kimi": replace(
         _DEEPSEEK, count=("num_experts",), shared_count=Size("num_shared_experts", 1),

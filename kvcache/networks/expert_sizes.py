@@ -51,6 +51,8 @@ class ExpertSizes:
         mean: whether those and the results of the experts are averaged, not added.
         choice: how the experts of a token are chosen.
         beside: whether the MLP beside the experts has the intermediate size of the network, and norms of its own.
+        limits, shared_limits: of each layer, of what experts and the shared MLP multiply before their last matrix:
+            `min(silu(gate), limit) * clip(up, -limit, limit)`; 0, or no such layer: there is none.
     """
 
     size: int
@@ -60,3 +62,5 @@ class ExpertSizes:
     choice: ExpertChoice = ExpertChoice()
     beside: bool = False
     mean: bool = False
+    limits: tuple[float, ...] = ()
+    shared_limits: tuple[float, ...] = ()

@@ -49,6 +49,7 @@ class Family:
             channels 2 i and 2 i + 1.
         recurrence: the kind of its layers with a state (`RecurrentSizes`); "": there are none.
         paired: see `ModelConfig`: whether layers of files have a state, and attention beside it.
+        rate_axes: whether folders have rates of decays as `(1, 1, heads, 1)`.
         by_key_heads: whether folders have the projections of the delta rule in the order of its key heads.
         eps_key: the key of what norms add to the mean of squares.
         names: what files call tensors, by the stems of `names`, with or without the layer's.
@@ -102,6 +103,7 @@ class Family:
     neighbours: bool = False
     recurrence: Kind | Literal[""] = ""
     paired: bool = False
+    rate_axes: bool = False
     by_key_heads: bool = False
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
@@ -613,8 +615,10 @@ FAMILIES = {
         },
     ),
     "KimiLinearForCausalLM": Family(
-        "kimi_linear", qkv_bias=None, latent=True, recurrence="kimi", entries=kimi_entries,
-        experts=EXPERT_KINDS["kimi"], names=_KIMI, defaults={
+        "kimi_linear", qkv_bias=None, latent=True, recurrence="kimi", rate_axes=True, entries=kimi_entries,
+        experts=EXPERT_KINDS["kimi"], names=_KIMI,
+        other_names={"mlp.": "block_sparse_moe."},  # of dense layers too, as transformers writes them
+        defaults={
             "rms_norm_eps": 1e-5, "max_position_embeddings": 1048576, "position_embedding_type": "nope",
             "rope_interleave": False, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024,
             "routed_scaling_factor": 2.446, "first_k_dense_replace": 1,

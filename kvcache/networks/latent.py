@@ -53,7 +53,8 @@ def latent_rows(
         projected: what the first matrix of the layer gives, `(n, ...)`: queries, or their latent; then the latent and
             the turned channels of keys.
         times: the product of rows with a matrix.
-        turns: RoPE of `(n, heads, turned)` for each set of positions, or what returns them; the first one turns keys too.
+        turns: RoPE of `(n, heads, turned)` for each set of positions, or what returns its argument; the first one turns
+            keys too.
         activations: as of `Matrix.multiply`.
 
     Returns:

@@ -552,6 +552,8 @@ class Transformer:
     def _gated(self, x: Float32, mlp: MlpWeights) -> Float32:
         """The rows that the last matrix of an MLP takes."""
         both = self._times(x, mlp.gate_up, mlp.gate_up_bias)
+        if mlp.limit is not None:
+            return _limited_swiglu(both, mlp.limit)
         if self._scaled is not None:
             both *= self._scaled.gate_up
             return self._activated(both) * self._scaled.down
@@ -618,6 +620,12 @@ def _activation_of(config: ModelConfig) -> Callable[..., Float32]:
         "silu": swiglu, "gelu_tanh": geglu if config.mlp_gate else gelu, "relu2": _squared_relu, "xielu": xielu,
     }
     return found[config.activation]
+
+
+def _limited_swiglu(both: Float32, limit: Float32) -> Float32:
+    """`min(silu(gate), limit) * clip(up, -limit, limit)` of rows `[gate, up]`."""
+    first, up = np.split(both, 2, axis=1)
+    return np.minimum(gate(first, first, False), limit) * np.clip(up, -limit, limit)
 
 
 def _squared_relu(x: Float32) -> Float32:

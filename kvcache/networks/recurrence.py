@@ -36,8 +36,7 @@ _UNIT_EPS = 1e-6  # added to the sum of squares of keys and queries of the delta
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentWeights:
-    """The weights of a layer's recurrence; all but two matrices always float32. Those that its kind does not have are
-    None.
+    """The weights of a layer's recurrence, vectors always float32. Those that its kind does not have are None.
 
     Attributes:
         taps: `(taps, channels)`, of the convolution, the oldest row first.
@@ -131,8 +130,8 @@ class DeltaRule:
 class KimiDelta:
     """Kimi delta attention (Kimi Team, arXiv 2510.26692) of a projection `[q, k, v, z, b, a]`.
 
-    It is the gated delta rule with a decay for each channel of keys. Where layers have a `rank`, `z` and `a` are half of
-    the way: a second matrix makes gates of the one, and decays of the other. Gates of heads are sigmoids.
+    It is the gated delta rule with a decay for each channel of keys. In layers with a `rank` a second matrix makes
+    gates of `z`, and another one decays of `a`. Gates of heads are sigmoids.
 
     Args:
         activations: how rows meet the second matrices, see `Matrix.multiply`.

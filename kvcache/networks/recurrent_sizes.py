@@ -96,8 +96,8 @@ class RecurrentSizes:
     """The layers with a state of a network.
 
     Attributes:
-        kind: "conv": a short convolution between two gates. "delta": the gated delta rule. "kimi": the same with a decay
-            for each channel of keys. "mamba": Mamba2.
+        kind: "conv": a short convolution between two gates. "delta": the gated delta rule. "kimi": the same with a
+            decay for each channel of keys. "mamba": Mamba2.
         taps: rows that the convolution sees, the newest among them.
         conv_bias, projection_bias: whether the convolution, and the projections around the layer, add a bias.
         heads, groups: of matrices, and of the keys and queries (delta, kimi) or B and C (mamba) that they share; 0 of

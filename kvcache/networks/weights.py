@@ -78,6 +78,7 @@ class MlpWeights:
         gate_up: `(2 * intermediate, hidden)`: gate above up; or up alone.
         down: `(hidden, intermediate)`.
         curve: `(4,)`, the numbers of xIELU as `kvcache.kernels.layers.xielu` takes them; None in other networks.
+        limit: `(1,)`, of its layer, see `ExpertSizes.limits`; None: there is none.
     """
 
     gate_up: Weight
@@ -85,6 +86,7 @@ class MlpWeights:
     down: Weight
     down_bias: Float32 | None
     curve: Float32 | None = None
+    limit: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -337,9 +339,9 @@ class _Part:
         there = (f"{self.prefix}{name}.weight" for name in names)
         return next((self.matrices[name] for name in there if name in self.matrices), None)
 
-    def mlp(self, stem: str) -> MlpWeights:
+    def mlp(self, stem: str, limit: Float32 | None = None) -> MlpWeights:
         """An MLP without biases."""
-        return MlpWeights(self[f"{stem}.up_proj"], None, self[f"{stem}.down_proj"], None)
+        return MlpWeights(self[f"{stem}.up_proj"], None, self[f"{stem}.down_proj"], None, None, limit)
 
     def vector(self, *names: str) -> Float32:
         """The vectors of these names as one."""
@@ -467,14 +469,21 @@ class _Loader:
             expert_bias=part.optional("mlp.expert_bias"),
             latent_in=part.find("mlp.latent_in"),
             latent_out=part.find("mlp.latent_out"),
-            shared=part.mlp("mlp.shared_expert") if experts and config.experts and config.experts.shared else None,
+            shared=self._shared(layer, part) if experts else None,
             shared_gate=part.find("mlp.shared_expert_gate"),
-            mlps=tuple(self._mlps(config.mlps[layer], part)),
+            mlps=tuple(self._mlps(layer, config.mlps[layer], part)),
             down_norm=after_mlp,
             inputs=self._inputs(part) if config.layer_inputs else None,
             scale=part.optional("layer_scalar"),
             next=self._next(part) if layer >= config.trunk_layers else None,
         )
+
+    def _shared(self, layer: int, part: _Part) -> MlpWeights | None:
+        """The MLP beside the experts of a layer."""
+        sizes = self._config.experts
+        if sizes is None or not sizes.shared:
+            return None
+        return part.mlp("mlp.shared_expert", _limit(sizes.shared_limits, layer))
 
     def _next(self, part: _Part) -> NextWeights:
         return NextWeights(part[JOINT.removesuffix(".weight")], *(part.vector(f"{name}.weight") for name in NEXT_NORMS))
@@ -539,7 +548,7 @@ class _Loader:
         queries = [vector(names[0])] * config.num_heads
         return np.stack(queries if sizes.kv_layer is not None else queries + [vector(names[1])] * sizes.num_kv_heads)
 
-    def _mlps(self, kind: Mlp, part: _Part) -> Iterator[MlpWeights]:
+    def _mlps(self, layer: int, kind: Mlp, part: _Part) -> Iterator[MlpWeights]:
         """The MLP of a layer, or its experts, whose biases are rows; or none."""
         if not kind:
             return
@@ -553,9 +562,11 @@ class _Loader:
                 biases[-1] *= np.float32(self._config.multipliers.down)
             gate_up, down = list(np.concatenate(biases[:-1], axis=1)), list(biases[-1])
         curve = self._curve(f"{part.prefix}{stem}.") if self._config.activation == "xielu" else None
+        experts = self._config.experts if kind == "experts" else None
+        limit = _limit(experts.limits, layer) if experts else None
         for i in range(count):
             own = f"{stem}.{i}" if kind == "experts" else stem
-            yield MlpWeights(part[f"{own}.up_proj"], gate_up[i], part[f"{own}.down_proj"], down[i], curve)
+            yield MlpWeights(part[f"{own}.up_proj"], gate_up[i], part[f"{own}.down_proj"], down[i], curve, limit)
 
     def _curve(self, prefix: str) -> Float32:
         """The numbers of xIELU: files have two of them before their softplus."""
@@ -565,6 +576,12 @@ class _Loader:
             raise CheckpointError(f"{prefix}act_fn: expected finite numbers and eps below 0, got {found}")
         above, below = (float(log_add_exp(0.0, each)) for each in found[:2])
         return np.array([above, found[2] + below, *found[2:]], np.float32)
+
+
+def _limit(limits: tuple[float, ...], layer: int) -> Float32 | None:
+    """The limit of a layer."""
+    found = limits[layer] if layer < len(limits) else 0.0
+    return np.array([found], np.float32) if found else None
 
 
 def _bands(rows: int, columns: int) -> Iterator[tuple[int, int]]:
