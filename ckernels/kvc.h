@@ -215,6 +215,8 @@ typedef struct kvc_kernels {
     void (*scan)(const kvc_scan *, int64_t text, int64_t head, int64_t block, int blocks);
     void (*decays)(int64_t n, int64_t heads, const float *x, int64_t x_stride, const float *bias, const float *rate,
                    float least, float most, float *steps, float *decays);
+    void (*bounded_decays)(int64_t n, int64_t channels, const float *x, int64_t x_stride, const float *bias,
+                           const float *rate, float bound, float *decays);
     /* kvc_digest.c: 4 sums for each 1024 of n bytes, or part of them, under a key of 262 words. */
     void (*digest)(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out);
     /* kvc_sparse.h: the summaries of a page of a block, which is full, but for `made`; attention of the rows of one query and KV

@@ -10,7 +10,10 @@
 
 #include <stdint.h>
 
-enum { KVC_STATE_COLUMNS = 16 }; /* of a block: one vector of the widest level */
+enum {
+    KVC_STATE_COLUMNS = 16, /* of a block: one vector of the widest level */
+    KVC_STATE_BLOCKS = 4    /* that a call of `scan` takes at most */
+};
 
 typedef struct kvc_texts {
     int64_t count;
@@ -34,6 +37,7 @@ typedef struct kvc_convolution {
  *
  *   Mamba2 (Dao and Gu, arXiv 2405.21060): added = step * value.
  *   The gated delta rule (Yang et al., arXiv 2412.06464), where skip is NULL: added = step * (value - decay * (key @ S)).
+ *   Kimi delta attention (Kimi Team, arXiv 2510.26692), `by_channel`: a decay of its own for each row of S; no skip.
  *
  * All sums are over the rows of S, ascending, one lane for each column. The state of a head lies in blocks of KVC_STATE_COLUMNS
  * columns: [block][row][column], the last block filled up with zeros. Head h has the key and query of group h / (heads / groups),
@@ -44,9 +48,9 @@ typedef struct kvc_scan {
     const float *keys, *queries; /* rows (groups, size), key_stride floats apart */
     const float *values;         /* rows (heads, dim), value_stride floats apart */
     int64_t key_stride, value_stride;
-    const float *decays, *steps; /* (n, heads) */
+    const float *decays, *steps; /* (n, heads); decays by_channel (n, heads, size) */
     const float *skip;           /* (heads) or NULL */
-    int tiled;
+    int tiled, by_channel;
     float *out; /* (n, heads, dim) */
 } kvc_scan;
 

@@ -31,19 +31,20 @@ void kvc_convolve(const kvc_kernels *kernels, const kvc_convolution *args, int n
     kvc_run_work(KVC_SCANNING, values, items, kvc_threads_worth(KVC_SCANNING, values, num_threads), convolution_item, &c);
 }
 
-static int64_t pairs_of(const kvc_scan *a) { return (a->dim + 2 * KVC_STATE_COLUMNS - 1) / (2 * KVC_STATE_COLUMNS); }
+static int64_t blocks_of(const kvc_scan *a) { return (a->dim + KVC_STATE_COLUMNS - 1) / KVC_STATE_COLUMNS; }
+static int64_t parts_of(const kvc_scan *a) { return (blocks_of(a) + KVC_STATE_BLOCKS - 1) / KVC_STATE_BLOCKS; }
 
 static void scan_item(void *context, int64_t index, int thread) {
     const scan_call *c = context;
-    const int64_t pairs = pairs_of(c->args), block = index % pairs * 2, head = index / pairs % c->args->heads;
-    const int blocks = c->args->dim - block * KVC_STATE_COLUMNS > KVC_STATE_COLUMNS ? 2 : 1;
+    const int64_t parts = parts_of(c->args), block = index % parts * KVC_STATE_BLOCKS, head = index / parts % c->args->heads;
+    const int64_t left = blocks_of(c->args) - block;
     (void)thread;
-    c->kernels->scan(c->args, index / pairs / c->args->heads, head, block, blocks);
+    c->kernels->scan(c->args, index / parts / c->args->heads, head, block, left < KVC_STATE_BLOCKS ? (int)left : KVC_STATE_BLOCKS);
 }
 
 void kvc_scan_texts(const kvc_kernels *kernels, const kvc_scan *args, int num_threads) {
     scan_call c = {kernels, args};
     const int64_t rows = args->texts.starts[args->texts.count], values = rows * args->heads * args->size * args->dim;
     const int threads = kvc_threads_worth(KVC_SCANNING, values, num_threads);
-    kvc_run_work(KVC_SCANNING, values, args->texts.count * args->heads * pairs_of(args), threads, scan_item, &c);
+    kvc_run_work(KVC_SCANNING, values, args->texts.count * args->heads * parts_of(args), threads, scan_item, &c);
 }

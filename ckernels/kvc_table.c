@@ -45,6 +45,7 @@ uint64_t KVC_FN(shares)(int64_t, const float *, float, float, uint64_t *);
 void KVC_FN(convolve)(const kvc_convolution *, int64_t, int64_t, int64_t);
 void KVC_FN(scan)(const kvc_scan *, int64_t, int64_t, int64_t, int);
 void KVC_FN(decays)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float, float *, float *);
+void KVC_FN(bounded_decays)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float *);
 void KVC_UNFUSED(digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *);
 void KVC_UNFUSED(summarise_page)(const kvc_layout *, const unsigned char *, int32_t, int, const struct kvc_summaries *);
 void ATTENTION(attend_chosen)(const kvc_attend_args *, const struct kvc_sparse_args *, const kvc_item *, void *);
@@ -89,6 +90,7 @@ const kvc_kernels KVC_OWN(kernels) = {
     .convolve = KVC_FN(convolve),
     .scan = KVC_FN(scan),
     .decays = KVC_FN(decays),
+    .bounded_decays = KVC_FN(bounded_decays),
     .digest = KVC_UNFUSED(digest),
     .summarise_page = KVC_UNFUSED(summarise_page),
     .attend_chosen = ATTENTION(attend_chosen),

@@ -87,7 +87,7 @@ cdef extern from "kvc.h" nogil:
         const float *decays
         const float *steps
         const float *skip
-        int tiled
+        int tiled, by_channel
         float *out
 
     ctypedef struct kvc_float_rows:     # rows (tokens, heads, channels) of K or V: heads and channels together
@@ -284,6 +284,8 @@ cdef void convolve(const kvc_convolution *args) noexcept nogil
 cdef void scan(const kvc_scan *args) noexcept nogil
 cdef void decays(int64_t n, int64_t heads, const float *x, int64_t x_stride, const float *bias, const float *rate,
                  float least, float most, float *steps, float *out) noexcept nogil
+cdef void bounded_decays(int64_t n, int64_t channels, const float *x, int64_t x_stride, const float *bias,
+                         const float *rate, float bound, float *out) noexcept nogil
 
 # NH of n bytes: 4 sums for each 1024 of them or a part, under a key of 262 words (ckernels/kvc_digest.c).
 cdef void digest(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out) noexcept nogil

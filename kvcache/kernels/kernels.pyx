@@ -43,6 +43,8 @@ cdef extern from "kvc.h" nogil:
         uint64_t (*shares)(int64_t, const float *, float, float, uint64_t *) noexcept nogil
         void (*decays)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float, float, float *,
                        float *) noexcept nogil
+        void (*bounded_decays)(int64_t, int64_t, const float *, int64_t, const float *, const float *, float,
+                               float *) noexcept nogil
         void (*digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *) noexcept nogil
         void (*summarise_page)(const kvc_layout *, const unsigned char *, int32_t, int, const void *) noexcept nogil
 
@@ -345,6 +347,11 @@ cdef void scan(const kvc_scan *args) noexcept nogil:
 cdef void decays(int64_t n, int64_t heads, const float *x, int64_t x_stride, const float *bias, const float *rate,
                  float least, float most, float *steps, float *out) noexcept nogil:
     _active.decays(n, heads, x, x_stride, bias, rate, least, most, steps, out)
+
+
+cdef void bounded_decays(int64_t n, int64_t channels, const float *x, int64_t x_stride, const float *bias,
+                         const float *rate, float bound, float *out) noexcept nogil:
+    _active.bounded_decays(n, channels, x, x_stride, bias, rate, bound, out)
 
 
 cdef void digest(int64_t n, const unsigned char *data, const uint32_t *key, uint64_t *out) noexcept nogil:

@@ -25,6 +25,7 @@ from kvcache.support.recycled cimport new_floats
 from kvcache.support.arguments import as_indices, described, short
 
 __all__ = [
+    "bounded_decays",
     "clamped_swiglu",
     "convolution_floats",
     "convolve",
@@ -448,11 +449,7 @@ def decays(x, bias, rate, double least, double most):
         `(steps, decays)`, new float32 arrays `(n, heads)`.
     """
     cdef cnp.ndarray rows = _rows(x), added = _plain(bias, "bias"), factor = _plain(rate, "rate")
-    if rows.ndim != 2:
-        raise ValueError(f"x: expected (n, heads), got {np.shape(rows)}")
-    for name, vector in (("bias", added), ("rate", factor)):
-        if np.shape(vector) != (rows.shape[1],):
-            raise ValueError(f"{name}: expected ({rows.shape[1]},), got {np.shape(vector)}")
+    _check_decaying(rows, added, factor)
     cdef cnp.ndarray steps = new_floats((<object>rows).shape), left = new_floats((<object>rows).shape)
     if cnp.PyArray_SIZE(left):
         with nogil:
@@ -461,18 +458,48 @@ def decays(x, bias, rate, double least, double most):
     return steps, left
 
 
+def bounded_decays(x, bias, rate, double bound):
+    """What steps of a recurrence leave where that has a bound: `exp(bound * sigmoid(rate * (x + bias)))`.
+
+    Args:
+        x: float32 `(n, channels)`, rows contiguous.
+        bias, rate: float32 `(channels,)`.
+        bound: not positive: the least logarithm of a result.
+
+    Returns:
+        A new float32 array `(n, channels)`.
+    """
+    cdef cnp.ndarray rows = _rows(x), added = _plain(bias, "bias"), factor = _plain(rate, "rate")
+    _check_decaying(rows, added, factor)
+    cdef cnp.ndarray left = new_floats((<object>rows).shape)
+    if cnp.PyArray_SIZE(left):
+        with nogil:
+            kernels.bounded_decays(rows.shape[0], rows.shape[1], _floats(rows), _row_floats(rows), _floats(added),
+                                   _floats(factor), <float>bound, _floats(left))
+    return left
+
+
+cdef int _check_decaying(cnp.ndarray rows, cnp.ndarray bias, cnp.ndarray rate) except -1:
+    if rows.ndim != 2:
+        raise ValueError(f"x: expected (n, heads), got {np.shape(rows)}")
+    for name, vector in (("bias", bias), ("rate", rate)):
+        if np.shape(vector) != (rows.shape[1],):
+            raise ValueError(f"{name}: expected ({rows.shape[1]},), got {np.shape(vector)}")
+    return 0
+
+
 def scan(keys, queries, values, decays, steps, skip, slots, Py_ssize_t at, index, lens, bint tiled):
     """Run rows of texts through one matrix per head, which decays and grows with each row.
 
     Each row of a head makes `S = decay * S + outer(key, added)`, then `out = query @ S`. With a `skip`, Mamba2 (Dao and
     Gu, arXiv 2405.21060): `added = step * value`, and `out += skip * value`. Without, the gated delta rule (Yang et
-    al., arXiv 2412.06464): `added = step * (value - decay * (key @ S))`. Bits depend neither on how a text is cut into
-    calls nor on other texts.
+    al., arXiv 2412.06464): `added = step * (value - decay * (key @ S))`; with a decay for each row of S, Kimi delta
+    attention (Kimi Team, arXiv 2510.26692). Bits depend neither on how a text is cut into calls nor on other texts.
 
     Args:
         keys, queries: float32 `(n, groups, size)`, equally strided, the last two axes contiguous.
         values: float32 `(n, heads, dim)`, the last two axes contiguous; `heads` is a multiple of `groups`.
-        decays, steps: float32 `(n, heads)`.
+        decays, steps: float32 `(n, heads)`; without a `skip` decays may be `(n, heads, size)`.
         skip: float32 `(heads,)`, or None.
         slots, at, index, lens: as of `convolve`, `scan_floats` of each slot.
         tiled: whether head h has group `h % groups`; if not, `h // (heads // groups)`.
@@ -496,9 +523,10 @@ def scan(keys, queries, values, decays, steps, skip, slots, Py_ssize_t at, index
         raise ValueError(f"queries: expected {np.shape(k)}, got {np.shape(q)}")
     if _row_floats(q) != _row_floats(k):
         k, q = np.array(k, np.float32, order="C"), np.array(q, np.float32, order="C")
-    for name, array in (("decays", left), ("steps", each)):
-        if np.shape(array) != (n, heads):
-            raise ValueError(f"{name}: expected {(n, heads)}, got {np.shape(array)}")
+    by_channel = left.ndim == 3 and direct is None
+    for name, array, shape in (("decays", left, (n, heads, k.shape[2])[:2 + by_channel]), ("steps", each, (n, heads))):
+        if np.shape(array) != shape:
+            raise ValueError(f"{name}: expected {shape}, got {np.shape(array)}")
     if direct is not None and np.shape(direct) != (heads,):
         raise ValueError(f"skip: expected ({heads},), got {np.shape(direct)}")
     cdef Py_ssize_t floats = scan_floats(heads, k.shape[2], v.shape[2])
@@ -508,7 +536,7 @@ def scan(keys, queries, values, decays, steps, skip, slots, Py_ssize_t at, index
     args.keys, args.queries, args.values = _floats(k), _floats(q), _floats(v)
     args.key_stride, args.value_stride = _row_floats(k), _row_floats(v)
     args.decays, args.steps, args.skip = _floats(left), _floats(each), NULL if direct is None else _floats(direct)
-    args.tiled, args.out = tiled, _floats(out)
+    args.tiled, args.by_channel, args.out = tiled, by_channel, _floats(out)
     if n:
         with nogil:
             kernels.scan(&args)

@@ -6,6 +6,7 @@ in another way (`ExpertSizes`, `ExpertChoice`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -366,6 +367,10 @@ EXPERT_KINDS = {
         shared=Size("moe_shared_expert_intermediate_size"), shared_count=Size("num_shared_experts", 1, 0),
         choice=_SIGMOID | _GROUPS | {"bias": Flag("moe_router_enable_expert_bias", True)},
         checks=(Only("score_function", "sigmoid"),),
+    ),
+    "kimi": replace(
+        _DEEPSEEK, count=("num_experts",), shared_count=Size("num_shared_experts", 1),
+        each="block_sparse_moe.experts.{}.{}.weight", parts=_W, stacks=(),
     ),
     "ernie": ExpertKind(
         count=("moe_num_experts",), per_token=Size("moe_k"), size=Size("moe_intermediate_size"), apart=True,

@@ -12,6 +12,7 @@ from kvcache.networks.recurrent_sizes import Kind
 from kvcache.networks.step_entries import step_entries
 from kvcache.networks.towers import TOWERS
 from kvcache.networks.unread_families import parts_missing
+from kvcache.networks.usual_entries import bailing_entries, kimi_entries
 from kvcache.support.arguments import short
 
 __all__ = ["FAMILIES", "Family", "family_of"]
@@ -53,6 +54,7 @@ class Family:
             channels 2 i and 2 i + 1.
         recurrence: the kind of its layers with a state (`RecurrentSizes`); "": there are none.
         paired: see `ModelConfig`: whether layers of files have a state, and attention beside it.
+        rate_axes: whether folders have rates of decays as `(1, 1, heads, 1)`.
         by_key_heads: whether folders have the projections of the delta rule in the order of its key heads.
         eps_key: the key of what norms add to the mean of squares.
         names: what files call tensors, by the stems of `names`, with or without the layer's.
@@ -115,6 +117,7 @@ class Family:
     neighbours: bool = False
     recurrence: Kind | Literal[""] = ""
     paired: bool = False
+    rate_axes: bool = False
     by_key_heads: bool = False
     eps_key: str = "rms_norm_eps"
     names: Mapping[str, str] = field(default_factory=dict)
@@ -246,6 +249,24 @@ _BAILING = _DEEPSEEK | {
     "model.embed_tokens": "model.word_embeddings", "self_attn.o_proj": "attention.dense",
     "self_attn.q_norm": "attention.query_layernorm", "self_attn.k_norm": "attention.key_layernorm",
     "mlp.expert_bias": "mlp.gate.expert_bias",
+}
+_KIMI = {
+    "mixer": "self_attn", "mixer.rate": "self_attn.A_log", "mixer.norm": "self_attn.o_norm",
+    "mixer.out_proj": "self_attn.o_proj", "mixer.in_proj_z": "self_attn.g_a_proj",
+    "mixer.in_proj_b": "self_attn.b_proj", "mixer.in_proj_a": "self_attn.f_a_proj",
+    "mixer.decay_proj": "self_attn.f_b_proj", "mixer.gate_proj": "self_attn.g_b_proj",
+    **{f"mixer.in_proj_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    **{f"mixer.conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    **{name: own.replace("mlp.", "block_sparse_moe.") for name, own in _DEEPSEEK.items()},
+    "mlp.gate": "block_sparse_moe.gate",
+}
+_LING3 = {name: own.replace("self_attn.", "attention.") for name, own in _KIMI.items() if "mlp." not in name} | {
+    **_DEEPSEEK, "model.embed_tokens": "model.word_embeddings", "mlp.expert_bias": "mlp.gate.expert_bias",
+    "mixer": "attention", "mixer.in_proj_z": "attention.g_proj", "mixer.in_proj_a": "attention.f_proj",
+    "self_attn.o_proj": "attention.dense", "self_attn.gate_proj": "attention.g_proj",
+    **{f"self_attn.{name}": f"attention.{name}" for name in (
+        "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
+    )},
 }
 
 FAMILIES = {
@@ -677,6 +698,27 @@ FAMILIES = {
             "num_key_value_heads": 4, "partial_rotary_factor": 0.5, "use_qk_norm": True, "score_function": "sigmoid",
             "rope_theta": 600000.0, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
             "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+        },
+    ),
+    "BailingHybridForCausalLM": Family(
+        "bailing_hybrid", qkv_bias=None, latent=True, gates="head", recurrence="kimi", translated=bailing_entries,
+        experts=EXPERT_KINDS["bailing"], names=_LING3, aliases=("BailingMoeV3ForCausalLM",),
+        next_layers="num_nextn_predict_layers", next_names={"head_norm": "final_layernorm"},
+        defaults={
+            "rope_theta": 6e6, "max_position_embeddings": 262144, "num_experts": 512, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+            "score_function": "sigmoid", "first_k_dense_replace": 2, "num_nextn_predict_layers": 1,
+            "kda_lower_bound": -5.0, "swiglu_limits": None, "swiglu_limits_shared": None,
+        },
+    ),
+    "KimiLinearForCausalLM": Family(
+        "kimi_linear", qkv_bias=None, latent=True, recurrence="kimi", rate_axes=True, translated=kimi_entries,
+        experts=EXPERT_KINDS["kimi"], names=_KIMI,
+        other_names={"mlp.": "block_sparse_moe."},  # of dense layers too, as transformers writes them
+        defaults={
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 1048576, "position_embedding_type": "nope",
+            "rope_interleave": False, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024,
+            "routed_scaling_factor": 2.446, "first_k_dense_replace": 1,
         },
     ),
     "MiniMaxM2ForCausalLM": Family(

@@ -379,6 +379,8 @@ class GgufCheckpoint:
             return key_head_place(sizes, self.config.hidden_size, delta[1], *both)
         name, column = f"{block}{_WHOLE.get(part) or self._named(part)}", (sizes.heads, 1)
         shapes: dict[str, tuple[int, ...]] = {"mixer.conv1d.weight": (sizes.channels, sizes.taps)}
+        if sizes.kind == "kimi":
+            shapes["mixer.rate"] = column
         if sizes.kind == "mamba":
             shapes |= {"mixer.rate": column, "mixer.D": column}
             shapes["mixer.norm.weight"] = (sizes.groups, sizes.inner // sizes.groups)

@@ -155,6 +155,12 @@ ARCHITECTURES = {
         "youtu", others={"expert_count": "deepseek_v3"}, softmax="deepseek_v2",
         understood=(NEXT_LAYERS, _LOGARITHM, "expert_shared_count", "expert_group_count", "expert_gating_func"),
     ),
+    "kimi-linear": Architecture("kimi_linear", fixed=_NORMALISED, states="kimi", parts={
+        "mixer.out_proj": "attn_output", "mixer.in_proj_z": "ssm_g_a", "mixer.gate_proj": "ssm_g_b",
+        "mixer.in_proj_a": "ssm_f_a", "mixer.decay_proj": "ssm_f_b",
+        **{f"mixer.in_proj_{part}": f"attn_{part}" for part in "qkv"},
+        **{f"mixer.conv1d_{part}": f"ssm_conv1d_{part}" for part in "qkv"},
+    }),
     "mistral4": Architecture("mistral4", understood=(_LOGARITHM, _GROWTH)),
     "glm4moe": Architecture(
         "glm4_moe", tensors={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},

@@ -39,10 +39,13 @@ _ABSENT: dict[str, Any] = {
 _PER_LAYER = ("attention.head_count_kv", "feed_forward_length")  # with 0 for layers that have none
 _HEADS = "attention.head_count"
 _LIMITS = {"swiglu_limits": "swiglu_clamp_exp", "swiglu_limits_shared": "swiglu_clamp_shexp"}
-_STATES = (  # of layers with a state but for short convolutions
-    ("taps", "ssm.conv_kernel"), ("size", "ssm.state_size"), ("groups", "ssm.group_count"),
-    ("heads", "ssm.time_step_rank"),
-)
+_STATES = {  # the sizes of layers with a state, by their kind
+    "conv": (("taps", "shortconv.l_cache"),), "kimi": (("taps", "ssm.conv_kernel"), ("size", "kda.head_dim")),
+    "": (
+        ("taps", "ssm.conv_kernel"), ("size", "ssm.state_size"), ("groups", "ssm.group_count"),
+        ("heads", "ssm.time_step_rank"),
+    ),
+}
 _LATENT_SIZES = {"kv_lora_rank": "attention.kv_lora_rank", "qk_rope_head_dim": "rope.dimension_count"}
 # Files do not say it; the largest network of these families, of so many layers, scales by another size than its heads.
 _LARGEST = {"gemma2": 46, "gemma3_text": 62}
@@ -250,10 +253,15 @@ def _set_lists(read: _Entries, layers: int, found: dict[str, Any]) -> None:
 def _set_states(read: _Entries, kind: str, family: Family, layers: int, found: dict[str, Any]) -> None:
     """The sizes of layers with a state, and the kind of each layer."""
     rows = STATE_SIZES[kind]
-    for name, entry in (("taps", "shortconv.l_cache"),) if kind == "conv" else _STATES:
+    for name, entry in _STATES.get(kind, _STATES[""]):
         found[rows[name].key] = read.get(entry)
         if found[rows[name].key] is None:
             read.fail(entry, "a number")
+    if kind == "kimi":
+        found["linear_num_heads"] = found["num_attention_heads"]
+        attending = read.each_layer("attention.head_count_kv", layers)[: found["num_hidden_layers"]]
+        found["layer_types"] = ["full_attention" if count else "linear_attention" for count in attending]
+        return
     if kind != "conv":
         inner, heads = read.get("ssm.inner_size"), found[rows["heads"].key]
         if type(inner) is not int or type(heads) is not int or heads < 1 or inner % heads:
@@ -305,7 +313,7 @@ def _set_latent(read: _Entries, family: Family, found: dict[str, Any]) -> None:
         read.fail("attention.key_length", f"{latent + turned}, of a latent and what turns")
     found |= {"qk_nope_head_dim": key - turned, "v_head_dim": value}
     found["q_lora_rank"] = read.get("attention.q_lora_rank") or None
-    found["rope_interleave"] = True
+    found["rope_interleave"] = family.defaults.get("rope_interleave", True)
     if family.experts is None:
         layers, dense = found["num_hidden_layers"], read.get("leading_dense_block_count", 0)
         if type(dense) is not int or dense < layers:

@@ -14,7 +14,7 @@ from kvcache.kernels.matrix import Matrix
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.linear import MatrixStack
 
-__all__ = ["LatentWeights", "latent_results", "latent_rows", "times_heads"]
+__all__ = ["LatentWeights", "Turn", "latent_results", "latent_rows", "times_heads"]
 
 Float32 = NDArray[np.float32]
 Weight = Matrix | MatrixStack
@@ -53,7 +53,8 @@ def latent_rows(
         projected: what the first matrix of the layer gives, `(n, ...)`: queries, or their latent; then the latent and
             the turned channels of keys.
         times: the product of rows with a matrix.
-        turns: RoPE of `(n, heads, turned)` for each set of positions; the first one turns keys too.
+        turns: RoPE of `(n, heads, turned)` for each set of positions, or what returns its argument; the first one turns
+            keys too.
         activations: as of `Matrix.multiply`.
 
     Returns:

@@ -35,7 +35,7 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
 from kvcache.networks.hidden_rows import HiddenRows
-from kvcache.networks.latent import LatentWeights, latent_results, latent_rows
+from kvcache.networks.latent import LatentWeights, Turn, latent_results, latent_rows
 from kvcache.networks.layer_sizes import LayerSizes, first_sharing
 from kvcache.networks.padded_heads import padded, stored_sizes
 from kvcache.networks.protocols import Attend, LayerAttention, Logits, Recur
@@ -86,7 +86,7 @@ class Transformer:
         self._padded = [each if stored_sizes(each) != each else None for each in parts]  # None: heads need no zeros
         self._scaled = _scaled_of(config)
         self._recurrent = tuple(
-            layer_of(config.recurrence, layer.recurrence, config.rms_norm_eps) for layer in weights.layers
+            layer_of(config.recurrence, layer.recurrence, config.rms_norm_eps, activations) for layer in weights.layers
         )
         other = config.window_rope or config.rope, config.window_rotary_dim
         window = self._rope if other == (config.rope, config.rotary_dim) else self._table(*other)
@@ -415,18 +415,24 @@ class Transformer:
         config = self.config
         assert config.latent is not None, "a layer has latent attention"
         assert layer.qkv is not None, "it has a first matrix"
-        assert table is not None, "its positions turn"
-        turns = [partial(table.rotate, rows=(cos, sin)) for cos, sin in rows.turns[table]]
+        turns: list[Turn] = [
+            np.ascontiguousarray if table is None else partial(table.rotate, rows=turn) for turn in rows.turns[table]
+        ]
+        projected, gates = self._times(normed, layer.qkv, layer.qkv_bias), None
+        if config.gates:
+            count = config.gates_of(config.sizes[i])
+            gates = np.repeat(projected[:, -count:], config.latent.value, axis=1)
+            projected = np.ascontiguousarray(projected[:, :-count])
         keys, queries, *others = latent_rows(
-            self._times(normed, layer.qkv, layer.qkv_bias), config.latent, weights, self._times, turns,
-            self.activations,
+            projected, config.latent, weights, self._times, turns, self.activations
         )
         if rows.factors is not None:
             queries, *others = (each * rows.factors[:, None, None] for each in (queries, *others))
         if (parts := self._padded[i]) is not None:
             queries, keys, *others = (padded(each, parts) for each in (queries, keys, *others))
         mixed = attend(i, queries, keys, None, *others)
-        return latent_results(mixed if parts is None else mixed[:, :, : parts[0]], weights, self.activations)
+        found = latent_results(mixed if parts is None else mixed[:, :, : parts[0]], weights, self.activations)
+        return found if gates is None else gate(found, gates, False)
 
     def _scores(self, normed: Float32) -> Float32:
         """The logits of rows behind the last norm."""

@@ -65,11 +65,12 @@ _INPUTS = {
 # What mixes streams: the matrix of the active one, that of predictions, that of corrections; two beside attention.
 _STREAM_CHOICES = tuple(f"altup.{name}.weight" for name in ("modality_router", "prediction_coefs", "correction_coefs"))
 STREAM_MATRICES = (*_STREAM_CHOICES, "laurel.linear_left.weight", "laurel.linear_right.weight")
+_SECOND = ("mixer.decay_proj.weight", "mixer.gate_proj.weight")  # of the two matrices that make decays, and gates
 # Matrices that stay as they are stored in every format of weights: they are small, and what they compute is exact or
 # nothing: the experts of a row, or how fast a state decays.
 STORED = (
     *_ROUTER, INPUT_PROJECTION, "mlp.shared_expert_gate.weight", "mixer.in_proj_b.weight", "mixer.in_proj_a.weight",
-    *_STREAM_CHOICES,
+    *_STREAM_CHOICES, _SECOND[0],
 )
 # Beside experts: the norm of what the MLP adds, those before the experts and of what they add, the weight of the norm
 # before the router, and the factors of the experts.
@@ -208,7 +209,9 @@ def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
     """The matrices of a layer: for each the names in the layer of the tensors that it has, above each other."""
     if config.mixers[layer] == "attention" and config.latent is not None:
         first = "q_a_proj" if config.latent.queries else "q_proj"
-        yield f"self_attn.{first}.weight", "self_attn.kv_a_proj_with_mqa.weight"
+        yield (
+            f"self_attn.{first}.weight", "self_attn.kv_a_proj_with_mqa.weight", *_GATES[: bool(config.gates)],
+        )
         if config.latent.queries:
             yield ("self_attn.q_b_proj.weight",)
         yield from ((f"self_attn.{part}.{head}.weight",) for part in ("k_b", "v_b") for head in range(config.num_heads))
@@ -220,6 +223,7 @@ def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
         yield ("self_attn.o_proj.weight",)
     elif config.recurrence is not None and config.mixers[layer]:
         yield _INPUTS["apart" if config.recurrence.apart else config.recurrence.kind]
+        yield from ((name,) for name in _SECOND if config.recurrence.rank)
         yield ("mixer.out_proj.weight",)
     if config.mlps[layer] == "mlp" or has_beside(config):
         yield ("mlp.gate_proj.weight", "mlp.up_proj.weight")[not config.mlp_gate :]
@@ -338,7 +342,10 @@ def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[st
         "delta": (("in_proj_qkv", sizes.channels), ("in_proj_z", inner), ("in_proj_b", heads), ("in_proj_a", heads)),
     }
     parts = (("q", sizes.groups * sizes.size), ("k", sizes.groups * sizes.size), ("v", inner)) if sizes.apart else ()
-    inputs["apart"] = (*((f"in_proj_{part}", rows) for part, rows in parts), *inputs["delta"][1:])
+    rest, width = inputs["delta"][1:], sizes.rank or inner
+    if sizes.kind == "kimi":
+        rest = ("in_proj_z", width), ("in_proj_b", heads), ("in_proj_a", width)
+    inputs["apart"] = (*((f"in_proj_{part}", rows) for part, rows in parts), *rest)
     for name, rows in inputs["apart" if parts else sizes.kind]:
         yield f"mixer.{name}.weight", (rows, hidden)
         if sizes.projection_bias:
@@ -349,9 +356,11 @@ def _recurrence(config: ModelConfig, sizes: RecurrentSizes) -> Iterator[tuple[st
         yield "mixer.conv1d.bias", (sizes.channels,)
     if sizes.kind != "conv":
         yield "mixer.rate", (heads,)
-        yield "mixer.dt_bias", (heads,)
+        yield "mixer.dt_bias", (inner if sizes.kind == "kimi" else heads,)
+    for name in _SECOND if sizes.rank else ():
+        yield name, (inner, sizes.rank)
     if sizes.kind != "conv" and sizes.gating != "alone":
-        yield "mixer.norm.weight", (sizes.dim if sizes.kind == "delta" else inner,)
+        yield "mixer.norm.weight", (inner if sizes.kind == "mamba" else sizes.dim,)
     if sizes.kind == "mamba":
         yield "mixer.D", (heads,)
     yield "mixer.out_proj.weight", (hidden, inner)
@@ -404,6 +413,8 @@ def _latent(config: ModelConfig, sizes: LatentSizes) -> Iterator[tuple[str, tupl
     for head in range(config.num_heads):
         yield f"self_attn.k_b.{head}.weight", (sizes.latent, sizes.plain)
         yield f"self_attn.v_b.{head}.weight", (sizes.value, sizes.latent)
+    if config.gates:
+        yield _GATES[0], (config.num_heads, hidden)
     yield "self_attn.o_proj.weight", (hidden, config.num_heads * sizes.value)
     if config.output_bias:
         yield "self_attn.o_proj.bias", (hidden,)

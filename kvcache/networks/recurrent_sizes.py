@@ -17,17 +17,25 @@ __all__ = [
 
 Mixer = Literal["attention", "state", ""]
 Mlp = Literal["mlp", "experts", ""]
-Kind = Literal["conv", "delta", "mamba"]
+Kind = Literal["conv", "delta", "kimi", "mamba"]
 
 _MAX_TAPS = 64
+_MAX_BOUND = 80  # below its e^-80 a state is nothing in any case
 # What files call these layers: as they are published, and as transformers 5 writes them.
-_STATES = {"conv": ("conv",), "delta": ("linear_attention",), "mamba": ("mamba", "linear_attention")}
+_STATES = {
+    "conv": ("conv",), "delta": ("linear_attention",), "kimi": ("linear_attention",),
+    "mamba": ("mamba", "linear_attention"),
+}
 # The sizes of these layers and their biases, by the kind, or by the family that has keys of its own.
 STATE_SIZES: dict[str, dict[str, Size]] = {
     "conv": {"taps": Size("conv_L_cache", 3, 2, _MAX_TAPS)},
     "delta": {
         "groups": Size("linear_num_key_heads", 16), "heads": Size("linear_num_value_heads", 32),
         "size": Size("linear_key_head_dim", 128), "dim": Size("linear_value_head_dim", 128),
+        "taps": Size("linear_conv_kernel_dim", 4, most=_MAX_TAPS),
+    },
+    "kimi": {
+        "heads": Size("linear_num_heads", 32), "size": Size("linear_head_dim", 128),
         "taps": Size("linear_conv_kernel_dim", 4, most=_MAX_TAPS),
     },
     "granite": {
@@ -45,6 +53,7 @@ _BIASES = {
     "mamba": (Flag("use_conv_bias", True), Flag("use_bias", False)),
 }
 _DOUBLES = "linear_allow_neg_eigval"  # of OLMo-Hybrid: whether steps go up to 2
+_BOUND = "kda_lower_bound"  # of Ling 3.0: the least logarithm of a decay, 0 for none; its gates have one matrix each
 _ATTENDING = ("attention", "full_attention")
 _MLPS: dict[str, Mlp] = {"mlp": "mlp", "moe": "experts"}  # layers without a mixer
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -88,18 +97,22 @@ class RecurrentSizes:
     """The layers with a state of a network.
 
     Attributes:
-        kind: "conv": a short convolution between two gates. "delta": the gated delta rule. "mamba": Mamba2.
+        kind: "conv": a short convolution between two gates. "delta": the gated delta rule. "kimi": the same with a
+            decay for each channel of keys. "mamba": Mamba2.
         taps: rows that the convolution sees, the newest among them.
         conv_bias, projection_bias: whether the convolution, and the projections around the layer, add a bias.
-        heads, groups: of matrices, and of the keys and queries (delta) or B and C (mamba) that they share; 0 of "conv".
+        heads, groups: of matrices, and of the keys and queries (delta, kimi) or B and C (mamba) that they share; 0 of
+            "conv".
         size, dim: rows and columns of the matrix of a head.
         tiled: whether head h has group `h % groups`; if not, `h // (heads // groups)`.
         channels: of the convolution.
         step_limits: the least and the largest step (mamba).
-        apart: whether queries, keys and values have projections and convolutions of their own in files (delta).
+        apart: whether queries, keys and values have projections and convolutions of their own in files (delta, kimi).
         factor: of the steps (delta).
         gating: whether results are gated before their norm, after it, or without one ("alone") (mamba).
         norm_eps: what the norm of heads adds; 0: what all norms add.
+        rank: channels between the two matrices that make decays, and the two that make gates; 0: one makes each (kimi).
+        bound: the least logarithm of a decay; 0: there is none (kimi).
     """
 
     kind: Kind
@@ -116,6 +129,8 @@ class RecurrentSizes:
     apart: bool = False
     factor: float = 1.0
     norm_eps: float = 0.0
+    rank: int = 0
+    bound: float = 0.0
     gating: Literal["before", "after", "alone"] = "before"
 
     @property
@@ -129,6 +144,8 @@ class RecurrentSizes:
         if kind == "conv":
             bias = read.flag("conv_bias", False)
             return cls(kind, STATE_SIZES[kind]["taps"](read), hidden_size, bias, bias)
+        if kind == "kimi":
+            return _kimi_sizes(read)
         keys = "granite" if kind == "mamba" and not read.default("mamba_num_heads") else kind
         _expect_silu(read, "mamba_hidden_act" if keys == "mamba" else "hidden_act")
         rows, doubles = STATE_SIZES[keys], read.has_default(_DOUBLES)
@@ -149,6 +166,19 @@ class RecurrentSizes:
         conv, projection = (row(read) for row in _BIASES[keys])
         found = cls(kind, taps, channels, conv, projection, heads, groups, size, dim, step_limits=_limits(read))
         return replace(found, gating=_gating(read, projection)) if read.has_default("mamba_rms_norm") else found
+
+
+def _kimi_sizes(read: Entries) -> RecurrentSizes:
+    """The sizes of Kimi delta attention, whose heads are as high as wide."""
+    _expect_silu(read, "hidden_act")
+    heads, size, taps = (STATE_SIZES["kimi"][name](read) for name in ("heads", "size", "taps"))
+    bounded, bound = read.has_default(_BOUND), read.get(_BOUND)
+    if bounded and not (type(bound) in (int, float) and -_MAX_BOUND <= bound <= 0):
+        raise CheckpointError(f"{_BOUND}: expected a number from {-_MAX_BOUND} to 0, got {short(bound)}")
+    return RecurrentSizes(
+        "kimi", taps, 3 * heads * size, heads=heads, groups=heads, size=size, dim=size, apart=True,
+        rank=0 if bounded else size, bound=float(bound) if bounded else 0.0,
+    )
 
 
 def _gating(read: Entries, projection_bias: bool) -> Literal["before", "after", "alone"]:

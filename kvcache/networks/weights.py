@@ -471,7 +471,7 @@ class _Loader:
             qk_norm=self._qk_norm(layer, part.vector) if config.qk_norm and attends else None,
             sinks=part.optional("self_attn.sinks"),
             latent=self._latent(part) if config.latent and attends else None,
-            recurrence=self._recurrence(part.prefix) if mixer == "state" else None,
+            recurrence=self._recurrence(part) if mixer == "state" else None,
             output=part.find("self_attn.o_proj", "mixer.out_proj"),
             output_bias=output_bias,
             output_norm=after,
@@ -538,22 +538,25 @@ class _Loader:
             biases.append(np.zeros(rows, np.float32) if bias is None else bias)
         return np.concatenate(biases)
 
-    def _recurrence(self, prefix: str) -> RecurrentWeights:
+    def _recurrence(self, part: _Part) -> RecurrentWeights:
         sizes = self._config.recurrence
         assert sizes is not None
-        prefix = f"{prefix}mixer."
+        prefix = f"{part.prefix}mixer."
 
         def vector(name: str, shape: tuple[int, ...] = (-1,)) -> Float32:
             return self._checkpoint.read(f"{prefix}{name}").reshape(shape)
 
-        names = [f"conv1d_{part}.weight" for part in "qkv"] if sizes.apart else ["conv1d.weight"]
+        names = [f"conv1d_{each}.weight" for each in "qkv"] if sizes.apart else ["conv1d.weight"]
         taps = np.ascontiguousarray(np.concatenate([vector(name, (-1, sizes.taps)) for name in names]).T)
         bias = vector("conv1d.bias") if sizes.conv_bias else None
         if sizes.kind == "conv":
             return RecurrentWeights(taps, bias)
-        shape, skip = ((-1,), None) if sizes.kind == "delta" else ((sizes.groups, -1), vector("D"))
+        shape, skip = ((sizes.groups, -1), vector("D")) if sizes.kind == "mamba" else ((-1,), None)
         norm = None if sizes.gating == "alone" else vector("norm.weight", shape)
-        return RecurrentWeights(taps, bias, vector("rate"), vector("dt_bias"), skip, norm)
+        return RecurrentWeights(
+            taps, bias, vector("rate"), vector("dt_bias"), skip, norm, part.find("mixer.decay_proj"),
+            part.find("mixer.gate_proj"),
+        )
 
     def _qk_norm(self, layer: int, vector: Callable[..., Float32]) -> Float32 | None:
         config, sizes = self._config, self._config.sizes[layer]

@@ -21,7 +21,7 @@ static void run_recurrent(const kvc_kernels *k, recurrent *r, kvc_texts texts, i
     c.texts = s.texts = texts;
     c.x += first * c.x_stride, c.out = s.out = out;
     s.keys += first * s.key_stride, s.queries += first * s.key_stride, s.values += first * s.value_stride;
-    s.decays += first * s.heads, s.steps += first * s.heads;
+    s.decays += first * s.heads * (s.by_channel ? s.size : 1), s.steps += first * s.heads;
     if (r->which == CONVOLUTION)
         kvc_convolve(k, &c, threads);
     else
@@ -53,12 +53,13 @@ static void expect_scanned(const kvc_kernels *k, const kvc_scan *a, int64_t n, c
             for (int64_t t = 0; t < n; t++) {
                 const float *key = a->keys + t * a->key_stride + group * a->size;
                 const float *query = a->queries + t * a->key_stride + group * a->size;
-                const double value = a->values[t * a->value_stride + h * a->dim + d], decay = a->decays[t * a->heads + h];
+                const double value = a->values[t * a->value_stride + h * a->dim + d];
+                const float *decay = a->decays + (t * a->heads + h) * (a->by_channel ? a->size : 1);
                 double seen = 0, sum = a->skip ? a->skip[h] * value : 0;
-                for (int64_t i = 0; i < a->size; i++) seen += key[i] * state[i] * decay;
+                for (int64_t i = 0; i < a->size; i++) seen += key[i] * state[i] * decay[a->by_channel ? i : 0];
                 const double added = a->steps[t * a->heads + h] * (a->skip ? value : value - seen);
                 for (int64_t i = 0; i < a->size; i++) {
-                    state[i] = state[i] * decay + key[i] * added;
+                    state[i] = state[i] * decay[a->by_channel ? i : 0] + key[i] * added;
                     sum += query[i] * state[i];
                     largest = fmax(largest, fabs(query[i] * state[i]) + fabs(state[i]));
                 }
@@ -104,12 +105,14 @@ static void try_recurrent(source *s, recurrent *r, int64_t width) {
 
 static void step_recurrence(source *s) {
     recurrent r = {.which = draw(s, 2), .ordinary = draw(s, 3) > 0, .n = draw_between(s, 1, 6)};
+    const int by_channel = draw(s, 2);
     const int kind = r.ordinary ? GAUSSIAN : draw(s, NUM_KINDS), at_end = draw(s, 2), silu = draw(s, 2), biased = draw(s, 2);
     const int64_t channels = DRAW_OF(s, 1, 7, 16, 33, 130), taps = draw_between(s, 1, 5);
     const int64_t groups = draw_between(s, 1, 3), heads = groups * draw_between(s, 1, 2);
-    const int64_t size = DRAW_OF(s, 1, 3, 16, 20), dim = DRAW_OF(s, 1, 8, 16, 17, 31, 32, 33, 48, 80);
+    const int64_t size = DRAW_OF(s, 1, 3, 16, 20, 129), dim = DRAW_OF(s, 1, 8, 16, 17, 31, 32, 33, 48, 80);
     const int64_t stride = (r.which == SCAN ? heads * dim : channels) + draw(s, 5), keys = groups * size + draw(s, 5);
-    const size_t sizes[] = {(size_t)(r.n * stride), (size_t)(r.n * keys), (size_t)(r.n * keys), (size_t)(r.n * heads),
+    const int64_t decay_size = by_channel ? size : 1;
+    const size_t sizes[] = {(size_t)(r.n * stride), (size_t)(r.n * keys), (size_t)(r.n * keys), (size_t)(r.n * heads * decay_size),
                             (size_t)(r.n * heads), (size_t)(taps * channels), (size_t)channels, (size_t)heads};
     memory parts[8];
     for (int i = 0; i < 8; i++) {
@@ -117,17 +120,18 @@ static void step_recurrence(source *s) {
         draw_floats(s, kind, parts[i].at, sizes[i]);
     }
     float *x = parts[0].at, *key = parts[1].at, *query = parts[2].at, *decays = parts[3].at, *steps = parts[4].at;
-    for (size_t i = 0; r.ordinary && i < sizes[3]; i++) decays[i] = fminf(fabsf(decays[i]), 1), steps[i] = fminf(fabsf(steps[i]), 1);
+    for (size_t i = 0; r.ordinary && i < sizes[3]; i++) decays[i] = fminf(fabsf(decays[i]), 1);
+    for (size_t i = 0; r.ordinary && i < sizes[4]; i++) steps[i] = fminf(fabsf(steps[i]), 1);
     for (size_t i = 0; r.ordinary && i < sizes[1]; i++) key[i] /= 4 * sqrtf((float)size);
     r.c = (kvc_convolution){.channels = channels, .taps = taps, .x_stride = stride, .x = x, .weight = parts[5].at,
                             .bias = biased ? parts[6].at : NULL, .silu = silu};
     r.s = (kvc_scan){.heads = heads, .groups = groups, .size = size, .dim = dim, .keys = key, .queries = query, .values = x,
                      .key_stride = keys, .value_stride = stride, .decays = decays, .steps = steps,
-                     .skip = biased ? parts[7].at : NULL, .tiled = silu};
+                     .skip = biased && !by_channel ? parts[7].at : NULL, .tiled = silu, .by_channel = by_channel};
     r.floats = r.which == SCAN ? heads * size * ((dim + 15) / 16 * 16) : channels * (taps - 1);
     say("%s of %d rows", r.which == SCAN ? "a scan" : "a convolution", (int)r.n);
     try_recurrent(s, &r, r.which == SCAN ? heads * dim : channels);
-    const size_t count = sizes[3];
+    const size_t count = sizes[4];
     memory want = take(2 * count * sizeof(float), 4, at_end);
     for (int level = num_levels() - 1; level >= 0; level--) {
         memory both = take(2 * count * sizeof(float), 4, at_end); /* steps, decays */
@@ -136,12 +140,26 @@ static void step_recurrence(source *s) {
         expect_bits("decays", level_at(level), to, want.at, 2 * (int64_t)count);
         give_back(&both);
     }
+    memory bounded = take(count * sizeof(float), 4, at_end);
+    for (int level = num_levels() - 1; level >= 0; level--) {
+        const kvc_kernels *k = level_at(level);
+        memory left = take(count * sizeof(float), 4, at_end);
+        float *to = k == scalar_level() ? bounded.at : left.at;
+        k->bounded_decays(r.n, heads, decays, heads, parts[7].at, steps, -5.0f, to);
+        expect_bits("bounded_decays", k, to, bounded.at, (int64_t)count);
+        give_back(&left);
+    }
     for (size_t i = 0; r.ordinary && i < count; i++) {
         const double input = (double)decays[i] + ((float *)parts[7].at)[i % (size_t)heads], step = log1p(exp(input));
         const double expected = fmin(step, 8);
         expect_near_double(scalar_level(), "decays", ((float *)want.at)[i], expected, (6 + fmax(-input, 0)) * 0x1p-23 * expected);
     }
-    give_back(&want);
+    for (size_t i = 0; r.ordinary && i < count; i++) {
+        const float input = (decays[i] + ((float *)parts[7].at)[i % (size_t)heads]) * steps[i % (size_t)heads];
+        const double expected = exp(-5 / (1 + exp(-(double)input)));
+        expect_near_double(scalar_level(), "bounded_decays", ((float *)bounded.at)[i], expected, 0x1p-19 * expected);
+    }
+    give_back(&want), give_back(&bounded);
     for (int i = 0; i < 8; i++) give_back(&parts[i]);
 }
 

@@ -36,6 +36,7 @@ import transformers
 from transformers import (
     AfmoeConfig,
     ApertusConfig,
+    BailingHybridConfig,
     Cohere2Config,
     Cohere2MoeConfig,
     CohereConfig,
@@ -66,6 +67,7 @@ from transformers import (
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     HYV3Config,
+    KimiLinearConfig,
     LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -692,6 +694,33 @@ VARIANTS = {
         n_routed_experts=7, n_shared_experts=2, num_experts_per_tok=3, rope_interleave=False, routed_scaling_factor=1.3,
         rope_parameters=DEFAULT_ROPE,
     )),
+    "kimi_linear": seeded(KimiLinearConfig(  # heads of states are others than those that attend
+        **LATENT | {"num_hidden_layers": 4, "max_position_embeddings": 256, "linear_attn_config": {
+            "full_attn_layers": [2, 4], "kda_layers": [1, 3], "head_dim": 20, "num_heads": 3,
+            "short_conv_kernel_size": 3,
+        }},
+        kv_lora_rank=40, qk_rope_head_dim=10, qk_nope_head_dim=20, v_head_dim=28, q_lora_rank=None,
+        num_local_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, n_shared_experts=2,
+        routed_scaling_factor=1.3,
+    )),
+    "kimi_linear_mixed": seeded(KimiLinearConfig(  # biases, queries with a latent, weights of experts as they are
+        **LATENT | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=12, v_head_dim=20, q_lora_rank=28,
+        num_local_experts=7, num_experts_per_tok=2, norm_topk_prob=False, attention_bias=True, linear_head_dim=16,
+        linear_num_heads=4, linear_conv_kernel_dim=2, mlp_layer_types=["sparse", "dense", "sparse"],
+    )),
+    "bailing_hybrid": seeded(BailingHybridConfig(
+        **LATENT | {"num_hidden_layers": 4, "head_dim": 20}, kv_lora_rank=40, qk_rope_head_dim=16,
+        qk_nope_head_dim=20, v_head_dim=28, q_lora_rank=44, num_local_experts=8, n_group=4, topk_group=2,
+        num_experts_per_tok=3, first_k_dense_replace=1, layer_group_size=2, short_conv_kernel_size=3,
+        kda_lower_bound=-3.5, num_mtp_layers=0,
+    )),
+    "bailing_hybrid_free": seeded(BailingHybridConfig(  # without a bound of decays
+        **LATENT | {"num_hidden_layers": 3, "head_dim": 12}, kv_lora_rank=32, qk_rope_head_dim=8,
+        qk_nope_head_dim=12, v_head_dim=20, q_lora_rank=None, num_local_experts=7, n_group=1, topk_group=1,
+        num_experts_per_tok=2, first_k_dense_replace=0, layer_group_size=3, kda_safe_gate=False, num_mtp_layers=0,
+        n_shared_experts=2, attention_bias=True,
+    )),
     "glm4_moe": seeded(Glm4MoeConfig(
         **SMALL, moe_intermediate_size=40, n_routed_experts=7, num_experts_per_tok=3, n_shared_experts=2,
         routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True,
@@ -1070,12 +1099,19 @@ def add_exact(variant: Variant, folder: Path, arrays: dict[str, np.ndarray]) -> 
     model.double()
     # transformers computes the angles of rotary embeddings by `.float()`, whatever the network's dtype.
     rounds, torch.Tensor.float = torch.Tensor.float, torch.Tensor.double
+    converts = torch.Tensor.to
+
+    def to_double(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        return converts(tensor, *(torch.float64 if each is torch.float32 else each for each in given), **named)
+
+    if "linear_head_dim" in vars(variant.config):  # Kimi delta attention, whose rows are all made float32
+        torch.Tensor.to = to_double  # type: ignore[method-assign]
     try:
         for length in variant.lengths:
             logits = logits_of(model, arrays[f"prompt_{length}"].tolist())
             arrays[f"exact_{length}"] = logits.numpy()[arrays[f"positions_{length}"]].astype(np.float32)
     finally:
-        torch.Tensor.float = rounds
+        torch.Tensor.float, torch.Tensor.to = rounds, converts  # type: ignore[method-assign]
 
 
 def judge(model: PreTrainedModel, seed: int, lengths: tuple[int, ...]) -> dict[str, np.ndarray] | None:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from oracles.bits import fma
 from oracles.recurrence import convolution, sigmoid, softplus
 from oracles.recurrence import scan as plain_scan
 
 from kvcache import get_num_threads, set_num_threads
-from kvcache.kernels.layers import convolution_floats, convolve, decays, gate, scan, scan_floats, softplus_gate
+from kvcache.kernels.layers import (
+    bounded_decays,
+    convolution_floats,
+    convolve,
+    decays,
+    gate,
+    scan,
+    scan_floats,
+    softplus_gate,
+)
 
 SCANS = [  # heads, groups, size, dim
     (1, 1, 1, 1), (2, 1, 3, 8), (4, 2, 16, 16), (6, 3, 24, 17), (2, 2, 8, 31), (3, 1, 20, 32), (4, 2, 33, 48),
-    (2, 1, 64, 80), (2, 1, 128, 128),
+    (2, 1, 64, 80), (2, 1, 128, 128), (2, 1, 150, 16),
 ]
 
 
@@ -45,11 +55,13 @@ def convolution_subject(rng, n, channels, taps, biased, silu):
     return Subject(convolution_floats(channels, taps), [normal(rng, n, channels)], run, twin)
 
 
-def scan_subject(rng, n, shape, delta, tiled=False):
+def scan_subject(rng, n, shape, delta, tiled=False, by_channel=False):
     heads, groups, size, dim = shape
     keys, queries = normal(rng, 2, n, groups, size)
     keys /= np.sqrt((keys**2).sum(axis=-1, keepdims=True))
     left, steps = rng.random((2, n, heads), np.float32)
+    if by_channel:
+        left = rng.random((n, heads, size), np.float32)
     skip = None if delta else normal(rng, heads)
 
     def run(rows, slots, at, index, lens):
@@ -82,12 +94,12 @@ def test_convolve(rng, channels, taps, biased, silu):
 
 
 @pytest.mark.parametrize("tiled", [False, True])
-@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("rule", ["mamba", "delta", "kimi"])
 @pytest.mark.parametrize("shape", SCANS)
-def test_scan(rng, shape, delta, tiled):
+def test_scan(rng, shape, rule, tiled):
     heads, _, size, dim = shape
     for n in (1, 2, 9):
-        subject = scan_subject(rng, n, shape, delta, tiled)
+        subject = scan_subject(rng, n, shape, rule != "mamba", tiled, rule == "kimi")
         out, slot = whole(subject)
         want, state = subject.twin(subject.arrays)
         np.testing.assert_allclose(out, want, rtol=0, atol=2e-6 * max(1, np.abs(want).max()))
@@ -101,6 +113,7 @@ def subjects(rng, n):
     yield convolution_subject(rng, n, 33, 1, False, False)
     yield scan_subject(rng, n, (6, 3, 24, 40), True, tiled=True)
     yield scan_subject(rng, n, (4, 2, 16, 17), True)
+    yield scan_subject(rng, n, (2, 2, 131, 40), True, by_channel=True)
     yield scan_subject(rng, n, (4, 2, 16, 64), False)
 
 
@@ -169,6 +182,30 @@ def test_rows_of_other_strides(rng):
         np.testing.assert_array_equal(found[1], want[1])
 
 
+def test_a_decay_for_each_row_of_a_state(rng):
+    """The bits of BITS.md, in NumPy; equal decays give what one for all gives but for roundings."""
+    heads, size, dim, n = 3, 130, 20, 7
+    keys, queries, values, left, steps = scan_subject(rng, n, (heads, heads, size, dim), True, by_channel=True).arrays
+    out, _ = whole(Subject(scan_floats(heads, size, dim), [keys, queries, values, left, steps], scan_of, None))
+    for h in range(heads):
+        state, want = np.zeros((size, dim), np.float32), np.empty((n, dim), np.float32)
+        for t in range(n):
+            seen, want[t] = np.zeros(dim, np.float32), 0
+            for i in range(size):
+                seen = fma(state[i], keys[t, h, i] * left[t, h, i], seen)
+            added = (values[t, h] - seen) * steps[t, h]
+            for i in range(size):
+                state[i] = fma(added, keys[t, h, i], state[i] * left[t, h, i])
+                want[t] = fma(state[i], queries[t, h, i], want[t])
+        np.testing.assert_array_equal(out[:, h], want)
+    same = np.repeat(left[:, :, :1], size, axis=2)
+    by_head, by_row = (
+        whole(Subject(scan_floats(heads, size, dim), [keys, queries, values, each, steps], scan_of, None))[0]
+        for each in (same[:, :, 0], same)
+    )
+    np.testing.assert_allclose(by_row, by_head, rtol=0, atol=1e-5)
+
+
 def scan_of(rows, slots, at, index, lens):
     return scan(*rows, None, slots, at, index, lens, False)
 
@@ -196,6 +233,27 @@ def test_decays_far_out():
     assert (left <= 1).all()
     assert (left[0, -2:] < 1e-30).all()
     assert left[0, 0] == 1
+
+
+def test_bounded_decays(rng):
+    for channels, bound in ((1, -5.0), (7, -0.5), (16, -80.0), (33, -5.0)):
+        wide = normal(rng, 40, channels + 3) * 12
+        x, bias, rate = wide[:, 2 : 2 + channels], normal(rng, channels), rng.random(channels, np.float32) * 3
+        left = bounded_decays(x, bias, rate, bound)
+        want = np.exp(bound * sigmoid(rate * (x + bias).astype(np.float64)))
+        np.testing.assert_allclose(left, want, rtol=2e-5, atol=1e-37)
+        assert (left <= 1).all()
+        for i in (0, 39):
+            np.testing.assert_array_equal(bounded_decays(x[i : i + 1].copy(), bias, rate, bound)[0], left[i])
+    far = np.array([[-3e38, -1e4, 1e4, 3e38]], np.float32)
+    np.testing.assert_allclose(
+        bounded_decays(far, np.zeros(4, np.float32), np.ones(4, np.float32), -5.0), [[1, 1, np.exp(-5), np.exp(-5)]],
+        rtol=1e-6,
+    )
+    with pytest.raises(ValueError, match=r"rate: expected \(4,\), got \(3,\)"):
+        bounded_decays(far, far[0], far[0, :3], -5.0)
+    with pytest.raises(ValueError, match=r"x: expected \(n, heads\), got \(1, 1, 4\)"):
+        bounded_decays(far[None], far[0], far[0], -5.0)
 
 
 @pytest.mark.parametrize("dim", [1, 7, 16, 100])
@@ -258,6 +316,10 @@ def test_mistakes_of_scans(rng):
         r"queries: expected \(3, 2, 8\)": {"queries": queries[:, :1]},
         r"decays: expected \(3, 4\)": {"left": left[:, :3]},
         r"steps: expected \(3, 4\)": {"steps": steps[:2]},
+        r"decays: expected \(3, 4, 8\), got \(3, 4, 7\)": {"left": np.zeros((3, 4, 7), np.float32)},
+        r"decays: expected \(3, 4\), got \(3, 4, 8\)": {
+            "left": np.zeros((3, 4, 8), np.float32), "skip": np.zeros(4, np.float32),
+        },
         r"skip: expected \(4,\)": {"skip": left[0, :3]},
         "slots: expected 512 floats from 0 on in each, got 511": {"slots": np.zeros((1, 511), np.float32)},
     }.items():

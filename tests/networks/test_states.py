@@ -20,9 +20,11 @@ from tensor_files import pack_arrays
 
 from kvcache.engine import ModelConfig, Transformer
 from kvcache.errors import CheckpointError
+from kvcache.kernels.matrix import Matrix
 from kvcache.networks.checkpoint import Checkpoint
 
-HYBRID = [name for name in SEEDED if name.startswith(("lfm2", "qwen3_5", "qwen3_next", "granite_hybrid", "nemotron"))]
+_FAMILIES = "lfm2", "qwen3_5", "qwen3_next", "granite_hybrid", "nemotron", "kimi_linear", "bailing_hybrid"
+HYBRID = [name for name in SEEDED if name.startswith(_FAMILIES)]
 
 
 def kind_of(name):
@@ -53,7 +55,9 @@ class Texts:
         def attend(layer, *rows):
             mixed = []
             for text, first, stop in zip(texts, stops - lens, stops, strict=True):
-                queries, keys, values = (each[first:stop] for each in rows)
+                queries, keys = (each[first:stop] for each in rows[:2])
+                latent = attention[layer].latent
+                values = keys[..., :latent] if latent else rows[2][first:stop]
                 whole = [[*kept, new] for kept, new in zip(self.kept[text][layer], (keys, values), strict=True)]
                 self.kept[text][layer] = whole
                 keys, values = (np.concatenate(part) for part in whole)
@@ -120,10 +124,13 @@ def test_weights_of_a_recurrence_stay_in_float32(name):
             continue
         for field in fields(layer.recurrence):
             found, want = (getattr(each.recurrence, field.name) for each in (layer, expected))
+            if isinstance(found, Matrix):  # the second ones of Kimi-Linear
+                assert (found.format == want.format) == (field.name == "decay")
+                continue
             assert found is None or found.dtype == np.float32
             np.testing.assert_array_equal(found, want)
         assert "q4_1" in layer.qkv.format
-        assert ("bf16" in layer.qkv.format) == (packed.config.recurrence.kind == "delta")
+        assert ("bf16" in layer.qkv.format) == (packed.config.recurrence.kind in ("delta", "kimi"))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
@@ -253,6 +260,9 @@ def test_gguf_with_mtp_layers(tmp_path):
         ("qwen3_5", {"attention__recurrent_layers": (ARRAY, [True], BOOL)}, "expected a bool for each of 3 layers"),
         ("nemotron_h", {"feed_forward_length": (U32, 72)}, "feed_forward_length: expected a number for each of 5"),
         ("nemotron_h", {"feed_forward_length": (ARRAY, [0, 72, 72, 0, 72], U32)}, "expected 0 for layers that attend"),
+        ("kimi_linear", {"kda__head_dim": (F32, 20.0)}, "linear_head_dim: expected a positive whole number, got 20.0"),
+        ("kimi_linear", {"attention__head_count_kv": (ARRAY, [0, 1], U32)}, "expected a whole number for each of 4"),
+        ("kimi_linear", {"expert_gating_func": (U32, 1)}, "expert_gating_func: expected sigmoids, got 1"),
     ],
 )
 def test_gguf_entries_that_do_not_fit(tmp_path, name, entries, message):
@@ -277,6 +287,22 @@ def config_of(name, **changes):
         ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mamba", "mlp"], "num_hidden_layers": 5}),
         ("granite_hybrid", {"layer_types": ["mamba", "attention", "mamba"], "mamba_d_head": "auto"}),
         ("granite_hybrid", {"time_step_limit": None}),
+        ("kimi_linear", {"layer_types": None}),
+        ("kimi_linear", {"linear_attn_config": None, "layer_types": ["linear_attention", "full_attention"] * 2}),
+        ("kimi_linear", {
+            "model_max_length": None, "max_position_embeddings": 256, "num_expert_group": None, "n_group": 4,
+            "num_experts_per_token": None, "num_experts_per_tok": 3, "mla_use_nope": True, "mla_use_output_gate": False,
+            "num_shared_experts": None, "n_shared_experts": 2, "moe_router_activation_func": "sigmoid",
+        }),
+        ("bailing_hybrid", {"layer_types": None, "layer_group_size": 2}),
+        ("bailing_hybrid", {
+            "architectures": ["BailingMoeV3ForCausalLM"], "linear_head_dim": None, "head_dim": 20,
+            "linear_num_heads": None, "linear_conv_kernel_dim": None, "no_kda_lora": True, "use_mla_nope": False,
+            "gated_attention_proj_granularity_type": "head_wise", "moe_shared_expert_intermediate_size": 20,
+        }),
+        ("bailing_hybrid", {"rope_parameters": {
+            "rope_type": "default", "rope_theta": 6000000.0, "partial_rotary_factor": 0.5,
+        }}),
     ],
 )
 def test_other_spellings(name, changes):
@@ -295,6 +321,22 @@ def test_other_spellings(name, changes):
         ("qwen3_5", {"linear_num_value_heads": 5}, "linear_num_value_heads: expected a multiple of 2 key heads, got 5"),
         ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate: expected true, got false"),
         ("qwen3_next", {"norm_topk_prob": False}, "norm_topk_prob: expected true, got false"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope: expected true, got false"),
+        ("kimi_linear", {"mla_use_output_gate": True}, "mla_use_output_gate: expected false, got true"),
+        ("kimi_linear", {"attn_res_block_size": 12}, "attn_res_block_size: expected null, got 12"),
+        ("kimi_linear", {"linear_attn_config": [3]}, "linear_attn_config: expected an object, got [3]"),
+        ("kimi_linear", {"linear_attn_config": {"gate_lower_bound": -5.0}}, "gate_lower_bound: expected null, got -5.0"),
+        ("kimi_linear", {"linear_attn_config": {"use_full_rank_gate": True}}, "use_full_rank_gate: expected false"),
+        ("kimi_linear", {
+            "layer_types": None, "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3]},
+        }, "linear_attn_config.kda_layers: expected the layers from 1 to 4 that are not among full_attn_layers, got [1"),
+        ("kimi_linear", {"layer_types": None, "linear_attn_config": {"full_attn_layers": [2.0]}}, "expected numbers of l"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func: expected sigmoid, got"),
+        ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound: expected a number from -80 to 0, got 1.0"),
+        ("bailing_hybrid", {"use_mla_nope": True}, "use_mla_nope: expected false, got true"),
+        ("bailing_hybrid", {"no_kda_lora": False}, "no_kda_lora: expected true, got false"),
+        ("bailing_hybrid", {"gated_attention_proj_granularity_type": "element_wise"}, "expected head_wise, got 'elem"),
+        ("bailing_hybrid", {"architectures": ["BailingMoeV2_5ForCausalLM"]}, "architectures: expected one of"),
         ("nemotron_h", {"time_step_limit": [0.5]}, "time_step_limit: expected two numbers from 0 on, ascending"),
         ("nemotron_h", {"time_step_limit": [2, 1]}, "time_step_limit: expected two numbers from 0 on, ascending"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "hybrid_override_pattern: expected letters of M * - E"),

@@ -15,7 +15,7 @@ from kvcache.networks.checkpoint import Checkpoint
 LETTERS = {
     "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next", "nemotron_h": "nemotron_h", "granitemoehybrid": "granitehybrid",
-    "falcon_h1": "falcon-h1",
+    "falcon_h1": "falcon-h1", "kimi_linear": "kimi-linear",
 }
 _PARTS = {  # stems in a layer of any of these families
     "operator_norm": "attn_norm", "input_layernorm": "attn_norm", "norm": "attn_norm", "ffn_norm": "ffn_norm",
@@ -50,6 +50,16 @@ for _short in ("gate", "up", "down"):
     _PARTS[f"mlp.{_short}_proj"] = f"ffn_{_short}"
     _PARTS[f"feed_forward.{_short}_proj"] = f"ffn_{_short}"
 _PARTS["pre_ff_layernorm"] = "ffn_norm"
+_PARTS |= {  # of Kimi-Linear; transformers writes its MLPs as experts
+    **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"}, "self_attn.b_proj": "ssm_beta",
+    **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "self_attn.o_norm": "ssm_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    **{f"block_sparse_moe.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **{f"block_sparse_moe.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+}
 _OUTSIDE = {
     "model.final_layernorm.weight": "output_norm.weight",
     "model.embed_tokens.weight": "token_embd.weight", "backbone.embeddings.weight": "token_embd.weight",
@@ -114,7 +124,7 @@ def converted(name, values, config, kind):
     if last == "A_log":
         values = -np.exp(values.astype(np.float64)).astype(np.float32)
     if "conv" in name and values.ndim == 3:
-        values = values[:, 0]
+        values = values[None] if kind == "kimi_linear" else values[:, 0]
     if kind.startswith("qwen") and "norm" in name and "linear_attn" not in name:
         values = values + np.float32(1)
     if kind.startswith("qwen3_5") and "linear_attn" in name and "norm" not in name:
@@ -172,10 +182,12 @@ def entries_of(config, kind):
             "expert_count": (U32, config.num_experts), "expert_used_count": (U32, config.experts_per_token),
             "expert_feed_forward_length": (U32, experts.size),
         }
-        if experts.shared:
+        if experts.shared and kind != "kimi_linear":
             found["expert_shared_feed_forward_length"] = (U32, experts.shared)
         if experts.choice is not None:
             found["expert_weights_scale"] = (F32, experts.choice.factor)
+    if kind == "kimi_linear":
+        return found | kimi(config)
     if kind == "lfm2_moe":
         found |= {"expert_gating_func": (U32, 2), "leading_dense_block_count": (U32, config.mlps.count("mlp"))}
     if kind.startswith("lfm2"):
@@ -216,6 +228,30 @@ def entries_of(config, kind):
     return found
 
 
+def kimi(config):
+    """The entries that Kimi-Linear alone has, or has in another way."""
+    latent, sizes, choice = config.latent, config.recurrence, config.experts.choice
+    return {
+        "attention.kv_lora_rank": (U32, latent.latent), "attention.key_length": (U32, latent.key),
+        "attention.key_length_mla": (U32, latent.query), "attention.value_length_mla": (U32, latent.value),
+        "rope.dimension_count": (U32, latent.turned), "ssm.conv_kernel": (U32, sizes.taps),
+        "kda.head_dim": (U32, sizes.size), "expert_gating_func": (U32, 2),
+        "expert_shared_count": (U32, config.experts.shared // config.experts.size),
+        "leading_dense_block_count": (U32, config.mlps.count("mlp")), "expert_group_count": (U32, choice.groups),
+        "expert_group_used_count": (U32, choice.kept),
+    }
+
+
+def heads_apart(name, values, config):
+    """The key matrices of all heads, transposed, and their value matrices, of latent attention."""
+    block, sizes = f"blk.{re.search(r'layers.([0-9]+)', name)[1]}", config.latent
+    keys, found = np.split(values.reshape(config.num_heads, -1, sizes.latent), [sizes.plain], axis=1)
+    return {
+        f"{block}.attn_k_b.weight": np.ascontiguousarray(keys.swapaxes(1, 2)),
+        f"{block}.attn_v_b.weight": np.ascontiguousarray(found),
+    }
+
+
 def convert(folder, path, quantised="F32", tensors=(), whole=False, **more):
     """Write the checkpoint of `folder` as a GGUF file; `more` entries, and `tensors`. Returns the path.
 
@@ -234,6 +270,9 @@ def convert(folder, path, quantised="F32", tensors=(), whole=False, **more):
             continue
         if kind == "granitemoehybrid" and (parts := granite(name, checkpoint, config)):
             found |= parts
+            continue
+        if name.endswith("kv_b_proj.weight"):
+            found |= heads_apart(name, checkpoint.read(own), config)
             continue
         if name.endswith("in_proj_qkvz.weight") and not whole:
             block, both = f"blk.{re.search(r'layers.([0-9]+)', name)[1]}", checkpoint.read(own)

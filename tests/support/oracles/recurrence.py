@@ -24,7 +24,10 @@ def convolution(x, weight, bias=None, state=None, silu=False):
 
 
 def scan(keys, queries, values, decays, steps, skip=None, state=None, tiled=False):
-    """Rows through a matrix `(size, dim)` per head: Mamba2 with a `skip`, else the gated delta rule."""
+    """Rows through a matrix `(size, dim)` per head: Mamba2 with a `skip`, else the gated delta rule.
+
+    Decays are those of heads, `(n, heads)`, or of the rows of each matrix, `(n, heads, size)`.
+    """
     n, heads, dim = values.shape
     groups, size = keys.shape[1:]
     state = np.zeros((heads, size, dim)) if state is None else state.copy()
@@ -33,7 +36,7 @@ def scan(keys, queries, values, decays, steps, skip=None, state=None, tiled=Fals
         for h in range(heads):
             group = h % groups if tiled else h // (heads // groups)
             key, query = keys[t, group].astype(np.float64), queries[t, group].astype(np.float64)
-            kept, value = state[h] * float(decays[t, h]), values[t, h].astype(np.float64)
+            kept, value = state[h] * np.float64(decays[t, h]).reshape(-1, 1), values[t, h].astype(np.float64)
             added = value if skip is not None else value - key @ kept
             state[h] = kept + np.outer(key, float(steps[t, h]) * added)
             out[t, h] = query @ state[h] + (0 if skip is None else float(skip[h]) * value)
