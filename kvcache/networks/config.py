@@ -15,6 +15,7 @@ from kvcache.networks.config_fields import read_fields
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import family_of
 from kvcache.networks.files import read_json, refuse_adapter
+from kvcache.networks.index_sizes import IndexSizes
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.recurrent_sizes import Mixer, Mlp, Multipliers, RecurrentSizes
@@ -35,6 +36,7 @@ class ModelConfig:
         num_heads, num_kv_heads, head_dim: query heads, KV heads (a divisor), channels of one head. With `latent` one KV
             head, of the channels that a cache has.
         latent: the sizes of latent attention; None: heads have K and V of their own.
+        index: those of the indexers that choose its tokens; None: a query attends to all that it sees.
         sizes: those of each layer, which may be others.
         max_position_embeddings: positions are in [0, max_position_embeddings).
         rope: the rotary position embedding.
@@ -92,6 +94,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     latent: LatentSizes | None
+    index: IndexSizes | None
     sizes: tuple[LayerSizes, ...]
     max_position_embeddings: int
     rms_norm_eps: float
@@ -166,10 +169,11 @@ class ModelConfig:
         if not self.next_layers or self.draft_layers or not full:
             return self
         like, last = full[-1], self.mlps[-1]
+        index = None if self.index is None else replace(self.index, own=(*self.index.own, True))
         return replace(
             self, num_layers=self.num_layers + 1, draft_layers=1, sizes=(*self.sizes, self.sizes[like]),
             windows=(*self.windows, None), rotated=(*self.rotated, self.rotated[like]),
-            mixers=(*self.mixers, self.mixers[like]), mlps=(*self.mlps, last),
+            mixers=(*self.mixers, self.mixers[like]), mlps=(*self.mlps, last), index=index,
         )
 
     @classmethod

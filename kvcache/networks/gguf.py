@@ -34,6 +34,7 @@ from kvcache.networks.names import (
     fused_place,
     key_head_place,
     key_head_rows,
+    latent_order,
     paired_norm,
     paired_rows,
     refuse_more_layers,
@@ -312,7 +313,7 @@ class GgufCheckpoint:
         size = row_bytes(info.dtype, _columns(info.shape))
         order = paired_rows(self.config, name, first, stop) if self._architecture.permuted else None
         if self.config.latent is not None and (inside := LAYER.fullmatch(name)):
-            order = self.config.latent.file_rows(inside[2], first, stop)
+            order = latent_order(self.config, inside[2], first, stop)
         if place.name.endswith(_BY_KEY_HEADS) and (part := DELTA_PART.search(name)) and self.config.recurrence:
             order = key_head_rows(self.config.recurrence, part[1], first, stop) - place.first
         begin, end = (first, stop) if order is None or first == stop else (int(order.min()), int(order.max()) + 1)

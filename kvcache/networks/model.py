@@ -33,10 +33,10 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
 from kvcache.networks.hidden_rows import HiddenRows
-from kvcache.networks.latent import LatentWeights, latent_results, latent_rows
+from kvcache.networks.latent import LatentWeights, index_rows, latent_queries, latent_results, latent_rows
 from kvcache.networks.layer_sizes import LayerSizes, first_sharing
 from kvcache.networks.padded_heads import padded, stored_sizes
-from kvcache.networks.protocols import Attend, LayerAttention, Logits, Recur
+from kvcache.networks.protocols import Attend, LayerAttention, LayerIndex, Logits, Recur
 from kvcache.networks.recurrence import Layer, layer_of
 from kvcache.networks.rope import Rope, RopeTable
 from kvcache.networks.weights import InputWeights, LayerWeights, MlpWeights, Progress, Weight, Weights
@@ -153,6 +153,7 @@ class Transformer:
         return LayerAttention(
             scale, config.windows[i], config.attention_softcap, self.weights.layers[i].sinks, own.num_kv_heads,
             sum(stored), own.kv_layer, None if config.latent is None else stored[0],
+            None if config.index is None else LayerIndex(config.index.stored, config.index.most, config.index.own[i]),
         )
 
     @property
@@ -367,15 +368,19 @@ class Transformer:
         assert layer.qkv is not None, "it has a first matrix"
         assert table is not None, "its positions turn"
         turns = [partial(table.rotate, rows=(cos, sin)) for cos, sin in rows.turns[table]]
+        projected, index = self._times(normed, layer.qkv, layer.qkv_bias), None
+        own = latent_queries(projected, config.latent, weights)
+        if config.index is not None and weights.index is not None:
+            index = index_rows(normed, own, config.index, weights.index, self._times, turns[0])
         keys, queries, *others = latent_rows(
-            self._times(normed, layer.qkv, layer.qkv_bias), config.latent, weights, self._times, turns,
-            self.activations,
+            projected, own, config.latent, weights, self._times, turns, self.activations
         )
         if rows.factors is not None:
             queries, *others = (each * rows.factors[:, None, None] for each in (queries, *others))
         if (parts := self._padded[i]) is not None:
             queries, keys, *others = (padded(each, parts) for each in (queries, keys, *others))
-        mixed = attend(i, queries, keys, None, *others)
+        rest = () if config.index is None else (*(others or [None]), index)
+        mixed = attend(i, queries, keys, None, *(rest or others))
         return latent_results(mixed if parts is None else mixed[:, :, : parts[0]], weights, self.activations)
 
     def _scores(self, normed: Float32) -> Float32:
