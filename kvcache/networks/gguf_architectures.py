@@ -57,6 +57,12 @@ _NEMOTRON = Architecture(
     names={"layer_norm_epsilon": _LAYER_NORM},
     tensors={"use_bias": "ssm_in.bias", "mlp_bias": "ffn_up.bias", "use_conv_bias": "ssm_conv1d.bias"},
 )
+_INDEXED = Architecture(
+    "deepseek_v32", understood=(NEXT_LAYERS, _LOGARITHM, "expert_shared_count", "expert_group_count"), names={
+        "index_n_heads": "attention.indexer.head_count", "index_head_dim": "attention.indexer.key_length",
+        "index_topk": "attention.indexer.top_k",
+    },
+)
 ARCHITECTURES = {
     "llama": Architecture("llama", True, others={"expert_count": "mixtral"}),  # Mistral, Mixtral and SmolLM2 too
     "mistral3": Architecture("ministral3", True, True, (_GROWTH, _LOGARITHM)),  # some files of Mistral Small too
@@ -134,6 +140,8 @@ ARCHITECTURES = {
         "youtu", others={"expert_count": "deepseek_v3"}, softmax="deepseek_v2",
         understood=(NEXT_LAYERS, _LOGARITHM, "expert_shared_count", "expert_group_count", "expert_gating_func"),
     ),
+    "deepseek32": _INDEXED,
+    "glm-dsa": _INDEXED._replace(model_type="glm_moe_dsa"),
     "mistral4": Architecture("mistral4", understood=(_LOGARITHM, _GROWTH)),
     "glm4moe": Architecture(
         "glm4_moe", tensors={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
