@@ -223,6 +223,10 @@ typedef struct kvc_kernels {
      * head, which choose their tokens, with one thread's scratch. */
     void (*summarise_page)(const kvc_layout *, const unsigned char *arena, int32_t block, int page, const struct kvc_summaries *);
     void (*attend_chosen)(const kvc_attend_args *, const struct kvc_sparse_args *, const kvc_item *, void *scratch);
+    /* kvc_indexer.h: the scores of tokens [token, token_stop) for the query of an item, into an array of all its tokens; the choice by
+     * scores of n tokens, which are written over up to whole vectors, of fewer than n. */
+    void (*index_scores)(const kvc_attend_args *, const float *weights, const kvc_item *, float *scores, void *scratch);
+    void (*choose_tokens)(float *scores, int64_t n, int64_t count, int32_t *chosen);
 } kvc_kernels;
 
 /* The results of panels [panel, panel_stop) for all prepared rows; scratch: kvc_thread_floats. */

@@ -384,3 +384,4 @@ void KVC_OWN(score_item)(const kvc_attend_args *args, const kvc_item *item, void
 }
 
 #include "kvc_choice.h"
+#include "kvc_indexing.h"

@@ -374,6 +374,7 @@ static void attend_listed(job *j, const kvc_sparse_args *sparse, const kvc_seq *
 void KVC_OWN(attend_chosen)(const kvc_attend_args *args, const kvc_sparse_args *sparse, const kvc_item *item, void *scratch) {
     job j;
     start(&j, args, item);
+    if (sparse->listed && args->layout->latent) j.units = 0; /* a tile would have few of the tokens, and 16 cost as much as one */
     take_scratch(&j, scratch);
     begin_item(&j, j.rows);
     pack_queries(&j, item->head, item->row, j.rows, 0);

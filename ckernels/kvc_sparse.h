@@ -33,12 +33,13 @@ typedef struct kvc_sparse_args {
      * numbers below 0. Nothing is chosen then, and all before is 0. */
     const int32_t *listed;
     int64_t num_listed;
+    int64_t all_up_to; /* of a call with lists: a query that sees at most this many tokens attends to all of them; -1: none does */
 } kvc_sparse_args;
 
 /* kvc_sparse_parallel.c: kvc_attend where queries attend to some tokens. Sequences start at position 0, see all tokens but
  * skipped and hidden ones, and have each page in one block: block_size is a multiple of KVC_PAGE, all runs but the last fill their
- * blocks, and they have fewer than 2^31 tokens. There are no scores and no sink queries, and at most KVC_ITEM_ROWS query heads for
- * each KV head. Makes the summaries that are missing. */
+ * blocks, and they have fewer than 2^31 tokens. There are no scores and no sink queries, and without lists at most KVC_ITEM_ROWS
+ * query heads for each KV head. Makes the summaries that are missing. */
 size_t kvc_sparse_scratch_bytes(const kvc_attend_args *, const kvc_sparse_args *, int num_threads);
 void kvc_attend_sparse(const kvc_kernels *, const kvc_attend_args *, const kvc_sparse_args *, void *scratch, int num_threads);
 
@@ -55,13 +56,19 @@ static inline kvc_sparse_span kvc_sparse_span_of(const kvc_seq *seq, int64_t que
     return s;
 }
 
-/* The first query that does not attend to all; those before it, which see fewer tokens, have too few to choose from. */
+/* Whether a query attends to some tokens; if not, it has too few to choose from. */
+static inline int kvc_is_sparse(const kvc_seq *seq, const kvc_sparse_args *sparse, int64_t query) {
+    const kvc_sparse_span s = kvc_sparse_span_of(seq, query);
+    if (sparse->listed) return s.seen.stop > sparse->all_up_to;
+    return (s.stop - s.first) * KVC_PAGE / KVC_SPARSE_LEAST >= sparse->top_tokens;
+}
+
+/* The first query that does not attend to all; those before it see fewer tokens. */
 static inline int64_t kvc_first_sparse(const kvc_seq *seq, const kvc_sparse_args *sparse) {
     int64_t first = 0, stop = seq->num_queries;
-    while (first < stop && !sparse->listed) {
+    while (first < stop) {
         const int64_t middle = first + (stop - first) / 2;
-        const kvc_sparse_span s = kvc_sparse_span_of(seq, middle);
-        if ((s.stop - s.first) * KVC_PAGE / KVC_SPARSE_LEAST >= sparse->top_tokens)
+        if (kvc_is_sparse(seq, sparse, middle))
             stop = middle;
         else
             first = middle + 1;

@@ -2,7 +2,7 @@
  *
  *   queries that have too few tokens to choose from     kvc_attend, for each stretch of neighbouring sequences with some
  *   summaries of pages that none was made of               in pieces of neighbouring pages
- *   the others                                          one item for each KV head of each query
+ *   the others                                          one item for each KV head of each query, with lists for a share of its heads
  *
  * In a sequence the first kind comes first. Where it has both, kvc_attend has all its queries, and the rest is written over:
  * that is one chunk of a text.
@@ -24,6 +24,7 @@ typedef struct call {
     kvc_sparse_args sparse;
     missing_page *missing;
     int64_t num_missing;
+    int64_t shares;     /* of the query heads of a KV head */
     unsigned char *own; /* one piece per thread */
     size_t own_bytes;
 } call;
@@ -97,12 +98,13 @@ static void make_summaries(call *c, const kvc_seq *seq, int threads) {
     }
 }
 
-/* One KV head of one query that does not attend to all. */
+/* A share of the heads of one KV head of one query that does not attend to all. */
 static void attend_at(void *context, int64_t index, int thread) {
     const call *c = context;
     const kvc_attend_args *args = c->args;
     const int64_t heads = args->layout->num_heads, group = args->num_query_heads / heads;
-    int64_t query = index / heads, first_query = 0, seq = 0, dense;
+    const int64_t share = index % c->shares, pair = index / c->shares;
+    int64_t query = pair / heads, first_query = 0, seq = 0, dense;
     for (;; seq++) {
         dense = kvc_first_sparse(args->seqs + seq, &c->sparse);
         if (query < args->seqs[seq].num_queries - dense) break;
@@ -110,11 +112,21 @@ static void attend_at(void *context, int64_t index, int thread) {
         first_query += args->seqs[seq].num_queries;
     }
     query += dense;
-    kvc_item item = {.seq = seq, .first_query = first_query, .row = query * group, .row_stop = (query + 1) * group, .parts = 1};
+    kvc_item item = {.seq = seq, .first_query = first_query, .row = query * group + group * share / c->shares, .parts = 1};
+    item.row_stop = query * group + group * (share + 1) / c->shares;
     item.residual = args->residuals ? kvc_seen(args->residuals + seq, query).stop : 0;
     item.segments = 1 + (item.residual > 0);
-    item.head = (int32_t)(index % heads), item.head_stop = item.head + 1;
+    item.head = (int32_t)(pair % heads), item.head_stop = item.head + 1;
     c->kernels->attend_chosen(args, &c->sparse, &item, c->own + (size_t)thread * c->own_bytes);
+}
+
+/* Shares of the query heads of a KV head: lists are of all of them, so that they may be divided; enough for all threads, of 16 heads
+ * and more. */
+static int64_t shares_of(const call *c, int64_t pairs, int threads) {
+    const int64_t group = c->args->num_query_heads / c->args->layout->num_heads, least = (group + KVC_ITEM_ROWS - 1) / KVC_ITEM_ROWS;
+    const int64_t wanted = (threads + pairs - 1) / pairs, most = group / 16;
+    if (!c->sparse.listed) return 1;
+    return wanted <= least || most <= least ? least : wanted < most ? wanted : most;
 }
 
 void kvc_attend_sparse(const kvc_kernels *kernels, const kvc_attend_args *args, const kvc_sparse_args *sparse, void *scratch,
@@ -134,5 +146,8 @@ void kvc_attend_sparse(const kvc_kernels *kernels, const kvc_attend_args *args, 
     }
     if (c.num_missing) make_missing(&c, num_threads);
     c.own = base, c.own_bytes = thread_bytes(args, &c.sparse);
-    if (choosing) kvc_run_items(choosing * args->layout->num_heads, num_threads, attend_at, &c);
+    if (!choosing) return;
+    choosing *= args->layout->num_heads;
+    c.shares = shares_of(&c, choosing, num_threads);
+    kvc_run_items(choosing * c.shares, num_threads, attend_at, &c);
 }

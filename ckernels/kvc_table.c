@@ -49,6 +49,8 @@ void KVC_FN(bounded_decays)(int64_t, int64_t, const float *, int64_t, const floa
 void KVC_UNFUSED(digest)(int64_t, const unsigned char *, const uint32_t *, uint64_t *);
 void KVC_UNFUSED(summarise_page)(const kvc_layout *, const unsigned char *, int32_t, int, const struct kvc_summaries *);
 void ATTENTION(attend_chosen)(const kvc_attend_args *, const struct kvc_sparse_args *, const kvc_item *, void *);
+void ATTENTION(index_scores)(const kvc_attend_args *, const float *, const kvc_item *, float *, void *);
+void ATTENTION(choose_tokens)(float *, int64_t, int64_t, int32_t *);
 
 extern const kvc_kernels KVC_OWN(kernels);
 const kvc_kernels KVC_OWN(kernels) = {
@@ -94,4 +96,6 @@ const kvc_kernels KVC_OWN(kernels) = {
     .digest = KVC_UNFUSED(digest),
     .summarise_page = KVC_UNFUSED(summarise_page),
     .attend_chosen = ATTENTION(attend_chosen),
+    .index_scores = ATTENTION(index_scores),
+    .choose_tokens = ATTENTION(choose_tokens),
 };

@@ -11,7 +11,7 @@ from kvcache.core.kvrows cimport tensor_of, together
 from kvcache.core.store cimport BlockStore
 from kvcache.kernels cimport kernels
 from kvcache.kernels.kernels cimport kvc_attend_args, kvc_layout, kvc_run, kvc_seq
-from kvcache.kernels.sparse cimport kvc_sparse_args
+from kvcache.kernels.sparse cimport kvc_index_args, kvc_sparse_args
 from kvcache.support.arguments cimport is_plain
 from kvcache.support.recycled cimport new_floats
 
@@ -21,6 +21,9 @@ from kvcache.errors import OutOfMemoryError
 from kvcache.support.arguments import as_stored, described
 
 __all__ = ["Attention"]
+
+# The scale whose scores, which kernels have in powers of two, are plain products: times log2(e) it is 1.
+cdef float LN2 = 0.6931471805599453
 
 cnp.import_array()
 
@@ -63,7 +66,7 @@ cdef class Attention:
         cdef const kvc_run[::1] view = self.store.runs_(runs, -1)
         cdef cnp.ndarray q = self.queries_(queries, "queries")
         cdef cnp.ndarray logits = call.sinks_(q)
-        cdef int64_t number = self.store.named_layer(layer)
+        cdef int64_t number = self.store.attended_layer(layer)
         cdef cnp.ndarray result = self.result_(out, q)
         cdef int64_t tokens = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         if q.shape[0] > tokens:
@@ -120,7 +123,7 @@ cdef class Attention:
 
     cdef int attend_(self, int64_t layer, int64_t num_seqs, AttentionCall call, cnp.ndarray queries,
                      cnp.ndarray sink_queries, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
-                     cnp.ndarray lse, cnp.ndarray tokens=None) except -1:
+                     cnp.ndarray lse, cnp.ndarray tokens=None, bint indexed=False) except -1:
         cdef kvc_attend_args args
         cdef int heads = <int>queries.shape[1], threads = kernels.num_threads()
         if queries.shape[0] == 0 or num_seqs == 0:
@@ -149,18 +152,20 @@ cdef class Attention:
         if lse is not None:
             args.lse = <float *>cnp.PyArray_DATA(lse)
         if call.top_tokens or tokens is not None:
-            return self.attend_chosen_(0 if self.store.separate else layer, &args, call.top_tokens, tokens, threads)
+            return self.attend_chosen_(0 if self.store.separate else layer, &args, call.top_tokens, tokens, indexed,
+                                       threads)
         self.reserve_scratch(kernels.attend_scratch_bytes(layout, self.seqs, self.residuals, num_seqs, heads, threads))
         with nogil:
             kernels.attend(&args, self.scratch, threads)
         return 0
 
     cdef int attend_chosen_(self, int64_t layer, kvc_attend_args *args, int64_t top_tokens, cnp.ndarray tokens,
-                            int threads) except -1:
+                            bint indexed, int threads) except -1:
         cdef kvc_sparse_args sparse
         memset(&sparse, 0, sizeof(kvc_sparse_args))
         if tokens is not None:
             sparse.listed, sparse.num_listed = <const int32_t *>cnp.PyArray_DATA(tokens), tokens.shape[2]
+            sparse.all_up_to = tokens.shape[2] if indexed else -1
         else:
             self.store.reserve_summaries()
             sparse.summaries, sparse.top_tokens = self.store.summaries.of_(layer), top_tokens
@@ -168,6 +173,23 @@ cdef class Attention:
         with nogil:
             kernels.attend_sparse(args, &sparse, self.scratch, threads)
         return 0
+
+    cdef cnp.ndarray choose_(self, int64_t layer, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray weights,
+                             int64_t most):
+        cdef kvc_attend_args args
+        cdef kvc_index_args index
+        cdef int threads = kernels.num_threads()
+        cdef cnp.ndarray chosen = np.empty((queries.shape[0], 1, most), np.int32)
+        memset(&args, 0, sizeof(kvc_attend_args))
+        args.layout, args.arena, args.seqs, args.num_seqs = (
+            self.store.layouts.of_(layer), self.store.base_(layer), self.seqs, num_seqs)
+        args.num_query_heads, args.scale, args.queries = <int>queries.shape[1], LN2, tensor_of(queries)
+        index.weights, index.most = <const float *>cnp.PyArray_DATA(weights), most
+        index.chosen = <int32_t *>cnp.PyArray_DATA(chosen)
+        self.reserve_scratch(kernels.index_scratch_bytes(&args, &index, threads))
+        with nogil:
+            kernels.index_tokens(&args, &index, self.scratch, threads)
+        return chosen
 
     cdef int reserve_scratch(self, size_t size) except -1:
         if size > self.scratch_bytes:

@@ -43,6 +43,8 @@ cdef KnownKeys known_keys(object calibration, Layouts layouts):
     if calibration is None:
         return known
     as_instance(calibration, Calibration, "calibration")
+    if layouts.index is not None:
+        raise ValueError("calibration: expected None with index_layers, got one")
     shape = (num_layers, num_heads, layouts.first.head_dim)
     if calibration.shape != shape:
         raise ValueError(f"calibration: expected one of {shape} layers, heads and channels, got {calibration.shape}")

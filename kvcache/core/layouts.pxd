@@ -1,4 +1,4 @@
-"""The layout of one block in each layer: layers have the same sizes, and formats of their own."""
+"""The layout of one block in each layer: layers have the same sizes but for index layers, and formats of their own."""
 
 from libc.stdint cimport int32_t, int64_t
 
@@ -13,5 +13,6 @@ cdef class Layouts:
     cdef readonly int32_t num_named    # layers that calls may name: num_layers, or any number with one layout
     cdef readonly object key_dtype     # a name in kernels.FORMATS; a tuple of one for each layer where they differ
     cdef readonly object value_dtype
+    cdef readonly object index         # (layers, channels, format) of the last layers, the keys of indexers; None
 
     cdef const kvc_layout *of_(self, int64_t layer) noexcept nogil    # of a layer that a call names, in range

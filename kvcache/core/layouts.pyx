@@ -52,7 +52,7 @@ cdef class Layouts:
     """The layouts of a store; arguments and errors are those of `BlockStore`."""
 
     def __cinit__(self, num_layers, block_size, num_heads, head_dim, key_dtype, value_dtype, rotate, value_head_dim,
-                  bint separate, bint latent):
+                  bint separate, bint latent, index=None):
         # Callers that take one `dtype` for both give the same object twice.
         names = ("dtype", "dtype") if key_dtype is value_dtype else ("key_dtype", "value_dtype")
         num_layers = self.num_named = as_count(num_layers, "num_layers", 0, MOST_LAYERS)
@@ -75,14 +75,24 @@ cdef class Layouts:
                 raise ValueError(f"value_dtype: expected {key_dtype}, as of keys, with latent, got {value_dtype}")
         cdef kvc_format key, value
         cdef int32_t layer
-        self.num_layers = num_layers
+        sizes = [(head_dim, value_dim)] * max(1, num_layers)
         self.key_dtype, self.value_dtype = _named(key_dtype), _named(value_dtype)
+        if index is not None:
+            more, dim, dtype = self._index(index, num_layers, latent and not separate)
+            self.index, num_layers = (more, dim, dtype), num_layers + more
+            keys, values, sizes = ([*each, *[new] * more] for each, new in (
+                (keys, kernels.format_code(dtype, "index_dtype")), (values, kernels.format_code(dtype, "index_dtype")),
+                (sizes, (dim, dim)),
+            ))
+            self.num_named = num_layers
+        self.num_layers = num_layers
         self.of = <kvc_layout *>calloc(<size_t>num_layers + 1, sizeof(kvc_layout))
         self.starts = <size_t *>calloc(<size_t>num_layers + 1, sizeof(size_t))
         if self.of == NULL or self.starts == NULL:
             raise MemoryError(f"no memory for {num_layers} layers")
         for layer in range(max(1, num_layers)):
             key, value = <kvc_format><int>keys[layer], <kvc_format><int>values[layer]
+            head_dim, value_dim = sizes[layer]
             rotated = (
                 _rotation(rotate, head_dim, kernels.kvc_format_of(key).quantised, "head_dim", latent),
                 _rotation(rotate, value_dim, kernels.kvc_format_of(value).quantised, "value_head_dim", latent),
@@ -98,6 +108,14 @@ cdef class Layouts:
             if layer < num_layers:
                 self.starts[layer + 1] = self.starts[layer] + self.of[layer].block_bytes
         self.first = self.of[0]
+
+    def _index(self, index, num_layers, bint is_possible):
+        """The number of index layers, their channels and their format."""
+        more, dim, dtype = index
+        more = as_count(more, "index_layers", 1, MOST_LAYERS)
+        if not is_possible or not num_layers:
+            raise ValueError(f"index_layers: expected 0 without layers of latent rows, got {more}")
+        return more, _head_dim(dim, "index_dim", False), dtype
 
     def __dealloc__(self):
         free(self.of)

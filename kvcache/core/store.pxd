@@ -29,6 +29,7 @@ cdef class BlockStore:
     # Of a layer that a call names, in range: where its blocks lie, and what is known of the keys of each head; NULL
     # without a calibration.
     cdef int64_t named_layer(self, int64_t layer) except -1                # the same; or IndexError
+    cdef int64_t attended_layer(self, int64_t layer) except -1             # the same; IndexError for an index layer too
     cdef unsigned char *base_(self, int64_t layer) noexcept nogil
     cdef const kvc_head_keys *known_(self, int64_t layer) noexcept nogil
 
@@ -45,11 +46,11 @@ cdef class BlockStore:
     cdef void write_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, KvRows rows, int64_t first,
                      int threads) noexcept nogil
 
-    cdef int dim_(self, int side) noexcept nogil                          # head_dim of K (0) or of V (1)
+    cdef int dim_(self, int64_t layer, int side) noexcept nogil           # head_dim of K (0) or of V (1)
     # Into float32 (n, num_heads, dim_), channels together, no negative strides; None: that side is not read.
     cdef int read_(self, int64_t layer, const kvc_run *runs, int64_t num_runs, cnp.ndarray keys,
                    cnp.ndarray values) except -1
-    cdef object new_rows(self, int64_t n, int side)    # float32 (n, num_heads, dim_), not filled
+    cdef object new_rows(self, int64_t layer, int64_t n, int side)    # float32 (n, num_heads, dim_), not filled
     cdef void copy_(self, const int32_t *sources, const int32_t *targets, int64_t n) noexcept nogil    # whole blocks
     # The last `count` slots of these runs are new tokens: they read as zeros until they are written.
     cdef void clear_new_(self, const kvc_run *runs, int64_t num_runs, int64_t count) noexcept nogil

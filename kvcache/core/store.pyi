@@ -18,6 +18,7 @@ class BlockStore:
     num_blocks: int
     key_dtype: str | tuple[str, ...]
     value_dtype: str | tuple[str, ...]
+    index: tuple[int, int, str] | None
     def __init__(
         self,
         num_layers: int,
@@ -31,6 +32,7 @@ class BlockStore:
         value_head_dim: int | None = None,
         separate_layers: bool = False,
         latent: bool = False,
+        index: tuple[int, int, str] | None = None,
         calibration: Calibration | None = None,
     ) -> None: ...
     @property

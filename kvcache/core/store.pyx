@@ -45,6 +45,8 @@ cdef class BlockStore:
         latent: V is the first `value_head_dim` channels of K, of one KV head, and takes no memory of its own.
         calibration: of keys; a `Calibration` of these layers, heads and channels, or None. With `latent` V lacks the
             first channels of its centres too.
+        index: `(layers, channels, format)`: so many index layers follow the `num_layers`, whose rows are keys of one
+            head of these channels and in this format, for indexers; with `latent`. None: there are none.
 
     Raises:
         ValueError: a size or format that is not supported.
@@ -53,9 +55,9 @@ cdef class BlockStore:
 
     def __cinit__(self, num_layers, num_blocks, block_size, num_heads, head_dim, key_dtype="f32",
                   value_dtype="f32", rotate="auto", value_head_dim=None, bint separate_layers=False, bint latent=False,
-                  calibration=None):
+                  index=None, calibration=None):
         self.layouts = Layouts(num_layers, block_size, num_heads, head_dim, key_dtype, value_dtype, rotate,
-                               value_head_dim, separate_layers, latent)
+                               value_head_dim, separate_layers, latent, index)
         self.layout, self.num_layers = self.layouts.first, self.layouts.num_layers
         self.num_named, self.separate = self.layouts.num_named, separate_layers
         self.known = known_keys(calibration, self.layouts)
@@ -70,6 +72,11 @@ cdef class BlockStore:
     def key_dtype(self):
         """The storage format of K; a tuple of one for each layer where they differ."""
         return self.layouts.key_dtype
+
+    @property
+    def index(self):
+        """`(layers, channels, format)` of the index layers, or None."""
+        return self.layouts.index
 
     @property
     def value_dtype(self):
@@ -176,8 +183,8 @@ cdef class BlockStore:
         """
         n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         cdef const kvc_run[::1] view = self.runs_(runs, n)
-        keys, values = self.new_rows(n, 0), self.new_rows(n, 1)
         cdef int64_t number = self.named_layer(layer)
+        keys, values = self.new_rows(number, n, 0), self.new_rows(number, n, 1)
         if n:
             self.read_(number, &view[0], view.shape[0], keys, values)
         return keys, values
@@ -186,8 +193,8 @@ cdef class BlockStore:
         """`read` of the keys alone, side 0, or of the values alone, side 1."""
         n = int(runs["stop"].astype(np.int64).sum() - runs["first"].astype(np.int64).sum())
         cdef const kvc_run[::1] view = self.runs_(runs, n)
-        rows = self.new_rows(n, side)
         cdef int64_t number = self.named_layer(layer)
+        rows = self.new_rows(number, n, side)
         if n:
             self.read_(number, &view[0], view.shape[0], None if side else rows, rows if side else None)
         return rows
@@ -288,6 +295,12 @@ cdef class BlockStore:
             raise IndexError(f"layer: expected an int in [0, {self.num_named}), got {layer}")
         return layer
 
+    cdef int64_t attended_layer(self, int64_t layer) except -1:
+        self.named_layer(layer)
+        if self.layouts.index is not None and layer >= self.num_named - self.layouts.index[0]:
+            raise IndexError(f"layer: expected one with K and V, got the index layer {layer}")
+        return layer
+
     cdef unsigned char *base_(self, int64_t layer) noexcept nogil:
         return self.arena if self.separate else self.layer_base_(layer)
 
@@ -321,11 +334,12 @@ cdef class BlockStore:
                 old.give_back(first, first + size * <size_t>count)
             memcpy(self.written_slots, written, count * sizeof(uint16_t))
 
-    cdef int dim_(self, int side) noexcept nogil:
-        return self.layout.value_head_dim if side else self.layout.head_dim
+    cdef int dim_(self, int64_t layer, int side) noexcept nogil:
+        cdef const kvc_layout *layout = self.layouts.of_(layer)
+        return layout.value_head_dim if side else layout.head_dim
 
-    cdef object new_rows(self, int64_t n, int side):
-        return new_floats((n, self.layout.num_heads, self.dim_(side)))
+    cdef object new_rows(self, int64_t layer, int64_t n, int side):
+        return new_floats((n, self.layout.num_heads, self.dim_(layer, side)))
 
     cdef const kvc_run[::1] runs_(self, object runs, int64_t num_slots):
         if runs.dtype != RUN or runs.ndim != 1:
@@ -393,13 +407,13 @@ cdef class BlockStore:
         cdef kvc_format format
         cdef int side
         for side in range(2):
-            if rows.num_heads != self.layout.num_heads or rows.dims[side] != self.dim_(side):
+            if rows.num_heads != self.layout.num_heads or rows.dims[side] != self.dim_(layer, side):
                 raise ValueError(f"{'values' if side else 'keys'}: expected shape (n, {self.layout.num_heads}, "
-                                 f"{self.dim_(side)}), got {np.shape(rows.values if side else rows.keys)}")
+                                 f"{self.dim_(layer, side)}), got {np.shape(rows.values if side else rows.keys)}")
         if rows.count == 0:
             return 0
         if self.layout.latent and not rows.has_values_in_keys():
-            raise ValueError(f"values: expected the first {self.dim_(1)} channels of keys with latent, got others")
+            raise ValueError(f"values: expected the first {self.dim_(layer, 1)} channels of keys with latent, got others")
         for side in range(1 if self.layout.latent else 2):
             format = layout.value_format if side else layout.key_format
             with nogil:
@@ -407,8 +421,8 @@ cdef class BlockStore:
                 if bad < 0 and side == 0 and self.known.most_key > 0 and kernels.kvc_format_of(format).bits != 32:
                     bad = rows.first_above(self.known.most_key)
             if bad >= 0:
-                row = bad // (self.layout.num_heads * self.dim_(side))
-                value = rows.rows(side, row, 1).data[bad % (self.layout.num_heads * self.dim_(side))]
+                row = bad // (self.layout.num_heads * self.dim_(layer, side))
+                value = rows.rows(side, row, 1).data[bad % (self.layout.num_heads * self.dim_(layer, side))]
                 name, dtype = "values" if side else "keys", kernels.kvc_format_of(format).name.decode()
                 most = kernels.kvc_format_of(format).largest.decode()
                 if side == 0 and 0 < self.known.most_key < 65504 and kernels.kvc_format_of(format).bits != 32:

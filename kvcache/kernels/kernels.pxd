@@ -311,3 +311,7 @@ cdef size_t sparse_scratch_bytes(const kvc_attend_args *args, const void *sparse
 cdef void attend_sparse(const kvc_attend_args *args, const void *sparse, void *scratch, int num_threads) noexcept nogil
 cdef void summarise_page(const kvc_layout *layout, const unsigned char *arena, int32_t block, int page,
                          const void *summaries) noexcept nogil
+
+# The choice of an indexer, over kvc_index_args of kernels/sparse.pxd. Scratch has index_scratch_bytes.
+cdef size_t index_scratch_bytes(const kvc_attend_args *args, const void *index, int num_threads) noexcept nogil
+cdef void index_tokens(const kvc_attend_args *args, const void *index, void *scratch, int num_threads) noexcept nogil

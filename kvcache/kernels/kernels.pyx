@@ -112,6 +112,14 @@ cdef extern from "kvc_sparse.h" nogil:
     void kvc_attend_sparse(const kvc_kernels *kernels, const kvc_attend_args *args, const kvc_sparse_args *sparse,
                            void *scratch, int num_threads) noexcept
 
+cdef extern from "kvc_indexer.h" nogil:
+    ctypedef struct kvc_index_args:
+        pass
+
+    size_t kvc_index_scratch_bytes(const kvc_attend_args *args, const kvc_index_args *index, int num_threads) noexcept
+    void kvc_index_tokens(const kvc_kernels *kernels, const kvc_attend_args *args, const kvc_index_args *index,
+                          void *scratch, int num_threads) noexcept
+
 cdef extern from "kvc_threads.h" nogil:
     void kvc_run_items(int64_t count, int num_threads, kvc_item_fn *item, void *context) noexcept
     void kvc_spin_little(int little) noexcept
@@ -191,6 +199,14 @@ cdef size_t sparse_scratch_bytes(const kvc_attend_args *args, const void *sparse
 
 cdef void attend_sparse(const kvc_attend_args *args, const void *sparse, void *scratch, int num_threads) noexcept nogil:
     kvc_attend_sparse(_active, args, <const kvc_sparse_args *>sparse, scratch, num_threads)
+
+
+cdef size_t index_scratch_bytes(const kvc_attend_args *args, const void *index, int num_threads) noexcept nogil:
+    return kvc_index_scratch_bytes(args, <const kvc_index_args *>index, num_threads)
+
+
+cdef void index_tokens(const kvc_attend_args *args, const void *index, void *scratch, int num_threads) noexcept nogil:
+    kvc_index_tokens(_active, args, <const kvc_index_args *>index, scratch, num_threads)
 
 
 cdef void summarise_page(const kvc_layout *layout, const unsigned char *arena, int32_t block, int page,

@@ -1,4 +1,4 @@
-"""The types of sparse attention; kernels/kernels.pxd has its functions, and ckernels/kvc_sparse.h explains both."""
+"""The types of sparse attention; kernels/kernels.pxd has its functions, and ckernels/kvc_sparse.h and kvc_indexer.h explain them."""
 
 from libc.stdint cimport int32_t, int64_t, uint16_t
 
@@ -18,3 +18,10 @@ cdef extern from "kvc_sparse.h" nogil:
         int64_t top_tokens
         const int32_t *listed           # tokens that each KV head attends to; NULL: it chooses them
         int64_t num_listed
+        int64_t all_up_to               # a query that sees at most this many tokens attends to all
+
+cdef extern from "kvc_indexer.h" nogil:
+    ctypedef struct kvc_index_args:     # beside kvc_attend_args of the indexer's keys
+        const float *weights
+        int64_t most
+        int32_t *chosen

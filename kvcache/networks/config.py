@@ -15,6 +15,7 @@ from kvcache.networks.config_fields import read_fields
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import family_of
 from kvcache.networks.files import read_json, refuse_adapter
+from kvcache.networks.index_sizes import IndexSizes
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.recurrent_sizes import Mixer, Mlp, Multipliers, NextLayer, RecurrentSizes
@@ -36,6 +37,7 @@ class ModelConfig:
         num_heads, num_kv_heads, head_dim: query heads (`sizes` may have others), KV heads (a divisor), channels of
             one head. With `latent` one KV head, of the channels that a cache has.
         latent: the sizes of latent attention; None: heads have K and V of their own.
+        index: those of the indexers that choose its tokens; None: a query attends to all that it sees.
         sizes: those of each layer, which may be others.
         max_position_embeddings: positions are in [0, max_position_embeddings).
         rope: the rotary position embedding.
@@ -102,6 +104,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     latent: LatentSizes | None
+    index: IndexSizes | None
     sizes: tuple[LayerSizes, ...]
     max_position_embeddings: int
     rms_norm_eps: float
@@ -182,10 +185,12 @@ class ModelConfig:
         if not self.next_layers or self.draft_layers or self.next_layer is None:
             return self
         like, mlp, rotated, _ = self.next_layer
+        index = None if self.index is None else replace(self.index, own=(*self.index.own, True))
         return replace(
             self, num_layers=self.num_layers + 1, draft_layers=1, sizes=(*self.sizes, self.sizes[like]),
             windows=(*self.windows, self.windows[like]), rotated=(*self.rotated, rotated),
             mixers=(*self.mixers, self.mixers[like]), mlps=(*self.mlps, mlp), limits=(*self.limits, (0.0, 0.0)),
+            index=index,
         )
 
     @classmethod

@@ -16,6 +16,7 @@ from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Cap, Entries, Number, Size
 from kvcache.networks.expert_sizes import ExpertSizes
 from kvcache.networks.families import Family
+from kvcache.networks.index_sizes import INDEXED, IndexSizes
 from kvcache.networks.latent_sizes import LatentSizes, latent_scale
 from kvcache.networks.layer_sizes import LayerSizes, sizes_of
 from kvcache.networks.padded_heads import check_sizes
@@ -80,6 +81,8 @@ class ConfigReading(Entries):
             ]
             config = {**config, "layer_types": [each if each == _SLIDING else _FULL for each in kinds]}
             self.listed = [_FULL if each == _SLIDING else each for each in kinds]
+        if family.index and "layer_types" in config:
+            config = _without_types(config, self.num_layers)
         if "layer_rope_theta" in family.defaults:
             config = _with_bases(config, self.num_layers, family.defaults["layer_rope_theta"] == "last")
         self.config = config
@@ -325,6 +328,22 @@ def _with_bases(config: Mapping[str, Any], num_layers: int, last: bool) -> dict[
     return {**config, "layer_types": kinds, "rope_parameters": found, "no_rope_layers": turned}
 
 
+def _without_types(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The entries of a network with indexers without its list of layers, which are all of one kind."""
+    kinds = config["layer_types"]
+    if kinds is not None and kinds != [INDEXED] * num_layers:
+        raise CheckpointError(f"layer_types: expected {INDEXED} for each of {num_layers} layers, got {short(kinds)}")
+    return {key: value for key, value in config.items() if key != "layer_types"}
+
+
+def _index(read: ConfigReading) -> IndexSizes | None:
+    """The sizes of indexers."""
+    kind = read.family.index
+    if not kind:
+        return None
+    return IndexSizes.of(read, read.num_layers, read.found.latent.turned, kind == "neighbours")
+
+
 def _rotated(read: ConfigReading) -> tuple[bool, ...]:
     """Which layers have a rotary embedding."""
     among = read.family.rope_in_windows
@@ -561,6 +580,7 @@ FIELDS: dict[str, ConfigField] = {
     "head_dim": ConfigField(_head_dim, "attention.key_length", ("head_dim",)),
     "max_position_embeddings": ConfigField(Size("max_position_embeddings"), "context_length"),
     "num_layers": ConfigField(ConfigReading.layers, "block_count", ("num_hidden_layers",)),
+    "index": ConfigField(_index),
     "mixers": ConfigField(lambda read: mixers_of(read.config, read.listed, read.family.recurrence, read.num_layers)),
     "recurrence": ConfigField(_recurrence),
     "causal": ConfigField(_causal, "attention.causal", ("is_causal",)),

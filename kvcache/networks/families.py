@@ -69,6 +69,8 @@ class Family:
         aliases: older names of the architecture.
         layers_differ: whether layers may have sizes of their own, see `LayerSizes`.
         latent: whether layers have latent attention (`LatentSizes`).
+        index: whether indexers choose its tokens (`IndexSizes`), and whether folders have their turned channels in the
+            order of halves or of neighbours; "": there are none.
         value_norm: whether values pass through an RMSNorm without a weight.
         layer_scales: whether each layer multiplies its result by a number.
         streams: whether the residual stream is several (`StreamSizes`).
@@ -131,6 +133,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     layers_differ: bool = False
     latent: bool = False
+    index: Literal["", "halves", "neighbours"] = ""
     value_norm: bool = False
     layer_scales: bool = False
     streams: bool = False
@@ -267,6 +270,12 @@ _LING3 = {name: own.replace("self_attn.", "attention.") for name, own in _KIMI.i
     **{f"self_attn.{name}": f"attention.{name}" for name in (
         "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
     )},
+}
+
+_DEEPSEEK_V32 = {
+    "q_lora_rank": 1536, "scoring_func": "sigmoid", "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+    "n_routed_experts": 256, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
 }
 
 FAMILIES = {
@@ -584,6 +593,19 @@ FAMILIES = {
             "q_lora_rank": 1536, "scoring_func": "sigmoid", "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
             "n_routed_experts": 256, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
             "first_k_dense_replace": 3, "num_nextn_predict_layers": 1,
+        },
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        "deepseek_v32", qkv_bias=None, latent=True, index="halves", experts=EXPERT_KINDS["deepseek"], names=_DEEPSEEK,
+        next_layers="num_nextn_predict_layers", next_names={"head_norm": "shared_head.norm"},
+        defaults=_DEEPSEEK_V32,
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        "glm_moe_dsa", qkv_bias=None, latent=True, index="neighbours", experts=EXPERT_KINDS["deepseek"],
+        names=_DEEPSEEK, next_layers="num_nextn_predict_layers", next_names={"head_norm": "shared_head.norm"},
+        defaults=_DEEPSEEK_V32 | {
+            "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5, "index_n_heads": 32,
+            "n_group": 1, "topk_group": 1, "indexer_types": None,
         },
     ),
     "Glm4MoeLiteForCausalLM": Family(

@@ -27,6 +27,7 @@ from kvcache.networks.names import (
     fused_place,
     key_head_place,
     key_head_rows,
+    latent_order,
     paired_norm,
     paired_rows,
     refuse_more_layers,
@@ -174,7 +175,7 @@ class FolderTensors:
             return paired_rows(self._config, name, first, stop)
         inside = LAYER.fullmatch(name)
         if self._config.latent is not None and inside is not None:
-            return self._config.latent.file_rows(inside[2], first, stop)
+            return latent_order(self._config, inside[2], first, stop)
         found = DELTA_PART.search(name) if self._family.by_key_heads else None
         if found is None or self._config.recurrence is None:
             return None

@@ -35,6 +35,7 @@ from kvcache.networks.names import (
     fused_place,
     key_head_place,
     key_head_rows,
+    latent_order,
     paired_norm,
     paired_rows,
     refuse_more_layers,
@@ -79,7 +80,9 @@ _NAMES = {
     **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in ("q", "k")},
     **{f"self_attn.{part}_a_layernorm": f"attn_{part}_a_norm" for part in ("q", "kv")},
     "self_attn.o_proj": "attn_output", "self_attn.gate_proj": "attn_gate",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k", "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in _PARTS},
     **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in _PARTS},
     **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in _PARTS},
@@ -322,7 +325,7 @@ class GgufCheckpoint:
         size = row_bytes(info.dtype, _columns(info.shape))
         order = paired_rows(self.config, name, first, stop) if self._architecture.permuted else None
         if self.config.latent is not None and (inside := LAYER.fullmatch(name)):
-            order = self.config.latent.file_rows(inside[2], first, stop)
+            order = latent_order(self.config, inside[2], first, stop)
         if place.name.endswith(_BY_KEY_HEADS) and (part := DELTA_PART.search(name)) and self.config.recurrence:
             order = key_head_rows(self.config.recurrence, part[1], first, stop) - place.first
         begin, end = (first, stop) if order is None or first == stop else (int(order.min()), int(order.max()) + 1)

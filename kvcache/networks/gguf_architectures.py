@@ -61,6 +61,12 @@ _NEMOTRON = Architecture(
     names={"layer_norm_epsilon": _LAYER_NORM},
     tensors={"use_bias": "ssm_in.bias", "mlp_bias": "ffn_up.bias", "use_conv_bias": "ssm_conv1d.bias"},
 )
+_INDEXED = Architecture(
+    "deepseek_v32", understood=(NEXT_LAYERS, _LOGARITHM, "expert_shared_count", "expert_group_count"), names={
+        "index_n_heads": "attention.indexer.head_count", "index_head_dim": "attention.indexer.key_length",
+        "index_topk": "attention.indexer.top_k",
+    },
+)
 ARCHITECTURES = {
     "llama": Architecture("llama", True, others={"expert_count": "mixtral"}),  # Mistral, Mixtral and SmolLM2 too
     "llama4": Architecture(  # files have neither the size of chunks nor which layers have them: these are llama.cpp's
@@ -161,6 +167,8 @@ ARCHITECTURES = {
         **{f"mixer.in_proj_{part}": f"attn_{part}" for part in "qkv"},
         **{f"mixer.conv1d_{part}": f"ssm_conv1d_{part}" for part in "qkv"},
     }),
+    "deepseek32": _INDEXED,
+    "glm-dsa": _INDEXED._replace(model_type="glm_moe_dsa"),
     "mistral4": Architecture("mistral4", understood=(_LOGARITHM, _GROWTH)),
     "glm4moe": Architecture(
         "glm4_moe", tensors={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},

@@ -314,6 +314,9 @@ def _set_latent(read: _Entries, family: Family, found: dict[str, Any]) -> None:
     found |= {"qk_nope_head_dim": key - turned, "v_head_dim": value}
     found["q_lora_rank"] = read.get("attention.q_lora_rank") or None
     found["rope_interleave"] = family.defaults.get("rope_interleave", True)
+    if family.index and "indexer_types" in family.defaults:
+        own = (f"blk.{i}.indexer.k_norm.weight" in read.file for i in range(found["num_hidden_layers"]))
+        found["indexer_types"] = ["full" if each else "shared" for each in own]
     if family.experts is None:
         layers, dense = found["num_hidden_layers"], read.get("leading_dense_block_count", 0)
         if type(dense) is not int or dense < layers:

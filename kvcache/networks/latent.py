@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,12 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.kernels.grouped import multiply_groups
-from kvcache.kernels.layers import rms_norm
+from kvcache.kernels.layers import layer_norm, rms_norm
 from kvcache.kernels.matrix import Matrix
+from kvcache.networks.index_sizes import IndexSizes
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.linear import MatrixStack
+from kvcache.networks.padded_heads import padded
+from kvcache.networks.protocols import IndexRows
 
-__all__ = ["LatentWeights", "Turn", "latent_results", "latent_rows", "times_heads"]
+__all__ = [
+    "IndexWeights", "LatentWeights", "Turn", "index_rows", "latent_queries", "latent_results", "latent_rows", "times_heads",
+]
 
 Float32 = NDArray[np.float32]
 Weight = Matrix | MatrixStack
@@ -22,6 +28,21 @@ Times = Callable[[Float32, Weight], Float32]
 Turn = Callable[[Float32], Float32]
 
 _EPS = 1e-6  # of the norms of latents, whatever other norms have: as transformers computes them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexWeights:
+    """The weights of an indexer.
+
+    Attributes:
+        queries: `(heads * dim, queries)`, of the queries' own latent.
+        keys: `(dim + heads, hidden)`: the key of a token, and the weights of heads.
+        norm: `(2, dim)`, weight and bias of the LayerNorm of keys.
+    """
+
+    queries: Weight
+    keys: Weight
+    norm: Float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +55,7 @@ class LatentWeights:
         norm: `(latent,)`, of the latent.
         keys: of each head `(latent, plain)`, the transpose of its key matrix.
         values: of each head `(value, latent)`.
+        index: those of the layer's own indexer; None: it has none.
     """
 
     queries: Weight | None
@@ -41,10 +63,38 @@ class LatentWeights:
     norm: Float32
     keys: tuple[Matrix, ...]
     values: tuple[Matrix, ...]
+    index: IndexWeights | None = None
+
+
+def latent_queries(projected: Float32, sizes: LatentSizes, weights: LatentWeights) -> Float32:
+    """The rows of which queries are made, `(n, ...)`: their own latent, normed, or these queries, if they have none.
+
+    `projected`: see `latent_rows`.
+    """
+    own = projected[:, : projected.shape[1] - sizes.key]
+    return own if weights.queries_norm is None else rms_norm(np.ascontiguousarray(own), weights.queries_norm, _EPS)
+
+
+def index_rows(
+    normed: Float32, own: Float32, sizes: IndexSizes, weights: IndexWeights, times: Times, turn: Turn
+) -> IndexRows:
+    """The rows of an indexer, as a cache takes them. Its scores have a factor: weights have that.
+
+    Args:
+        normed: the rows that the layer takes, `(n, hidden)`.
+        own: see `latent_queries`.
+        turn: RoPE of the first channels of `(n, heads, dim)`.
+    """
+    both = times(normed, weights.keys)
+    keys = layer_norm(np.ascontiguousarray(both[:, : sizes.dim]), weights.norm[0], weights.norm[1], _EPS)
+    queries = times(own, weights.queries).reshape(len(own), sizes.heads, sizes.dim)
+    turned = padded(turn(np.concatenate([queries, keys[:, None]], axis=1)), (sizes.dim,))
+    scaled = both[:, sizes.dim :] * np.float32(1 / math.sqrt(sizes.heads * sizes.dim))
+    return IndexRows(np.ascontiguousarray(turned[:, : sizes.heads]), scaled, turned[:, sizes.heads :])
 
 
 def latent_rows(
-    projected: Float32, sizes: LatentSizes, weights: LatentWeights, times: Times, turns: Sequence[Turn],
+    projected: Float32, own: Float32, sizes: LatentSizes, weights: LatentWeights, times: Times, turns: Sequence[Turn],
     activations: str,
 ) -> tuple[Float32, ...]:
     """Queries and keys as a cache takes them, and the queries turned in other ways.
@@ -52,6 +102,7 @@ def latent_rows(
     Args:
         projected: what the first matrix of the layer gives, `(n, ...)`: queries, or their latent; then the latent and
             the turned channels of keys.
+        own: see `latent_queries`.
         times: the product of rows with a matrix.
         turns: RoPE of `(n, heads, turned)` for each set of positions, or what returns its argument; the first one turns
             keys too.
@@ -62,9 +113,7 @@ def latent_rows(
     """
     n, heads = len(projected), len(weights.keys)
     first = projected.shape[1] - sizes.key
-    queries = projected[:, :first]
-    if weights.queries is not None and weights.queries_norm is not None:
-        queries = times(rms_norm(np.ascontiguousarray(queries), weights.queries_norm, _EPS), weights.queries)
+    queries = own if weights.queries is None else times(own, weights.queries)
     by_head = queries.reshape(n, heads, sizes.query)
     keys = np.empty((n, 1, sizes.key), np.float32)
     keys[:, 0, : sizes.latent] = rms_norm(projected[:, first : first + sizes.latent], weights.norm, _EPS)

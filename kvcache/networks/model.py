@@ -35,10 +35,10 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
 from kvcache.networks.hidden_rows import HiddenRows
-from kvcache.networks.latent import LatentWeights, Turn, latent_results, latent_rows
+from kvcache.networks.latent import LatentWeights, Turn, index_rows, latent_queries, latent_results, latent_rows
 from kvcache.networks.layer_sizes import LayerSizes, first_sharing
 from kvcache.networks.padded_heads import padded, stored_sizes
-from kvcache.networks.protocols import Attend, LayerAttention, Logits, Recur
+from kvcache.networks.protocols import Attend, LayerAttention, LayerIndex, Logits, Recur
 from kvcache.networks.recurrence import Layer, layer_of
 from kvcache.networks.rope import Rope, RopeTable
 from kvcache.networks.weights import InputWeights, LayerWeights, MlpWeights, Progress, Weight, Weights
@@ -159,6 +159,7 @@ class Transformer:
             scale, config.windows[i], config.attention_softcap, self.weights.layers[i].sinks, own.num_kv_heads,
             sum(stored), own.kv_layer, None if config.latent is None else stored[0], config.causal,
             config.chunked and config.windows[i] is not None,
+            None if config.index is None else LayerIndex(config.index.stored, config.index.most, config.index.own[i]),
         )
 
     @property
@@ -418,19 +419,23 @@ class Transformer:
         turns: list[Turn] = [
             np.ascontiguousarray if table is None else partial(table.rotate, rows=turn) for turn in rows.turns[table]
         ]
-        projected, gates = self._times(normed, layer.qkv, layer.qkv_bias), None
+        projected, gates, index = self._times(normed, layer.qkv, layer.qkv_bias), None, None
         if config.gates:
             count = config.gates_of(config.sizes[i])
             gates = np.repeat(projected[:, -count:], config.latent.value, axis=1)
             projected = np.ascontiguousarray(projected[:, :-count])
+        own = latent_queries(projected, config.latent, weights)
+        if config.index is not None and weights.index is not None:
+            index = index_rows(normed, own, config.index, weights.index, self._times, turns[0])
         keys, queries, *others = latent_rows(
-            projected, config.latent, weights, self._times, turns, self.activations
+            projected, own, config.latent, weights, self._times, turns, self.activations
         )
         if rows.factors is not None:
             queries, *others = (each * rows.factors[:, None, None] for each in (queries, *others))
         if (parts := self._padded[i]) is not None:
             queries, keys, *others = (padded(each, parts) for each in (queries, keys, *others))
-        mixed = attend(i, queries, keys, None, *others)
+        rest = () if config.index is None else (*(others or [None]), index)
+        mixed = attend(i, queries, keys, None, *(rest or others))
         found = latent_results(mixed if parts is None else mixed[:, :, : parts[0]], weights, self.activations)
         return found if gates is None else gate(found, gates, False)
 

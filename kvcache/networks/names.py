@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import CheckpointError
 from kvcache.networks.config import ModelConfig
+from kvcache.networks.index_sizes import IndexSizes
 from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.recurrent_sizes import RecurrentSizes
@@ -23,8 +24,8 @@ __all__ = [
     "BESIDE", "DELTA_PART", "EMBEDDING", "EXPERT", "EXPERT_BIASES", "HEAD", "HEAD_BIAS", "HEAD_PART", "INPUT_NORM",
     "INPUT_PROJECTION", "INPUT_TABLE", "JOINT", "LAYER", "NEXT_NORMS", "NORM", "NORMS", "STORED", "STREAM_END",
     "STREAM_MATRICES", "Place", "bias_rows", "fused_place", "has_beside", "key_head_place", "key_head_rows",
-    "matrices_of", "paired_norm", "paired_rows", "refuse_more_layers", "stored_tensors", "stream_ends", "tensors_of",
-    "unread_of",
+    "latent_order", "matrices_of", "paired_norm", "paired_rows", "refuse_more_layers", "stored_tensors", "stream_ends",
+    "tensors_of", "unread_of",
 ]
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"
@@ -70,7 +71,7 @@ _SECOND = ("mixer.decay_proj.weight", "mixer.gate_proj.weight")  # of the two ma
 # nothing: the experts of a row, or how fast a state decays.
 STORED = (
     *_ROUTER, INPUT_PROJECTION, "mlp.shared_expert_gate.weight", "mixer.in_proj_b.weight", "mixer.in_proj_a.weight",
-    *_STREAM_CHOICES, _SECOND[0],
+    *_STREAM_CHOICES, _SECOND[0], "self_attn.indexer.weights_proj.weight",
 )
 # Beside experts: the norm of what the MLP adds, those before the experts and of what they add, the weight of the norm
 # before the router, and the factors of the experts.
@@ -167,6 +168,15 @@ def _paired(config: ModelConfig, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(channels < config.rotary_dim, rows - channels + order, rows)
 
 
+def latent_order(config: ModelConfig, part: str, first: int, stop: int) -> NDArray[np.int64] | None:
+    """The rows of a file for rows [first, stop) of a tensor of latent attention or its indexer; None: in order."""
+    assert config.latent is not None, "it is such a network"
+    of_indexer = config.index is not None and part.startswith("self_attn.indexer.")
+    sizes: LatentSizes | IndexSizes | None = config.index if of_indexer else config.latent
+    assert sizes is not None, "an indexer has sizes"
+    return sizes.file_rows(part, first, stop)
+
+
 def key_head_rows(sizes: RecurrentSizes, part: str, first: int, stop: int) -> NDArray[np.int64]:
     """The rows of a file for the rows `first` to `stop` of a projection of the delta rule, where files go by key heads.
 
@@ -214,6 +224,9 @@ def matrices_of(config: ModelConfig, layer: int) -> Iterator[tuple[str, ...]]:
         )
         if config.latent.queries:
             yield ("self_attn.q_b_proj.weight",)
+        if config.index is not None and config.index.own[layer]:
+            yield ("self_attn.indexer.wq_b.weight",)
+            yield "self_attn.indexer.wk.weight", "self_attn.indexer.weights_proj.weight"
         yield from ((f"self_attn.{part}.{head}.weight",) for part in ("k_b", "v_b") for head in range(config.num_heads))
         yield ("self_attn.o_proj.weight",)
     elif config.mixers[layer] == "attention":
@@ -289,6 +302,8 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ..
                 yield f"{norm}.bias", (config.hidden_size,)
     if config.mixers[layer] == "attention" and config.latent is not None:
         yield from _latent(config, config.latent)
+        if config.index is not None and config.index.own[layer]:
+            yield from _indexer(config, config.index, config.latent.queries)
     elif config.mixers[layer] == "attention":
         sinks = config.sinks == "all" or (config.sinks == "windows" and config.windows[layer] is not None)
         yield from _attention(config, config.sizes[layer], sinks)
@@ -418,6 +433,14 @@ def _latent(config: ModelConfig, sizes: LatentSizes) -> Iterator[tuple[str, tupl
     yield "self_attn.o_proj.weight", (hidden, config.num_heads * sizes.value)
     if config.output_bias:
         yield "self_attn.o_proj.bias", (hidden,)
+
+
+def _indexer(config: ModelConfig, sizes: IndexSizes, queries: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "self_attn.indexer.wq_b.weight", (sizes.heads * sizes.dim, queries)
+    yield "self_attn.indexer.wk.weight", (sizes.dim, config.hidden_size)
+    yield "self_attn.indexer.k_norm.weight", (sizes.dim,)
+    yield "self_attn.indexer.k_norm.bias", (sizes.dim,)
+    yield "self_attn.indexer.weights_proj.weight", (sizes.heads, config.hidden_size)
 
 
 def _mlps(config: ModelConfig, inner: int, has_experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,35 @@ from numpy.typing import NDArray
 from kvcache.core.attention_call import AttentionCall
 
 __all__ = [
-    "Attend", "LayerAttention", "Logits", "Model", "NetworkConfig", "Recur", "Recurrence", "StreamingModel",
-    "cached_sizes", "draft_layers", "is_causal", "latent_layers", "layer_attention", "layer_recurrences",
+    "Attend", "IndexRows", "LayerAttention", "LayerIndex", "Logits", "Model", "NetworkConfig", "Recur", "Recurrence",
+    "StreamingModel", "cached_sizes", "draft_layers", "is_causal", "latent_layers", "layer_attention",
+    "layer_recurrences",
 ]
 
 Float32 = NDArray[np.float32]
 Logits = Literal["last", "all", "none"]
+
+
+class LayerIndex(NamedTuple):
+    """How an indexer chooses the tokens that a layer attends to; see `PagedKvCache.choose_tokens`.
+
+    Attributes:
+        dim: channels of its queries and keys.
+        most: the tokens that a query attends to, of those that it sees.
+        own: whether the layer has an indexer of its own; if not, the choice is that of the last layer before it that has.
+    """
+
+    dim: int
+    most: int
+    own: bool
+
+
+class IndexRows(NamedTuple):
+    """The rows that a layer's indexer chooses by: float32 `(n, heads, dim)`, `(n, heads)` and `(n, 1, dim)`."""
+
+    queries: Float32
+    weights: Float32
+    keys: Float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +61,7 @@ class LayerAttention:
         kv_layer: an earlier layer, whose K and V this one reads; None: it has its own.
         latent: the number of first channels of K that are V, and `values` of `Attend` is None; None: V is given.
         causal: False: a query also sees the tokens behind it, with a window the next `window - 1`. Texts run whole.
+        index: the choice of tokens, in layers of latent rows; None: a query attends to all that it sees.
     """
 
     scale: float | None = None
@@ -50,6 +74,7 @@ class LayerAttention:
     latent: int | None = None
     causal: bool = True
     chunked: bool = False
+    index: LayerIndex | None = None
 
     def call(self, return_lse: bool = False, top_tokens: int | None = None) -> AttentionCall:
         """These options, checked and copied, for all calls of the layer; others as of `PagedKvCache.attention`."""
@@ -86,7 +111,7 @@ class Attend(Protocol):
 
     def __call__(
         self, layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None,
-        sink_queries: Float32 | None = None, /,
+        sink_queries: Float32 | None = None, index: IndexRows | None = None, /,
     ) -> Float32:
         """Causal attention over all tokens stored so far, the new ones included.
 
@@ -98,6 +123,7 @@ class Attend(Protocol):
             values: `(n, num_kv_heads, head_dim)`; None of such a layer, and where V is a part of K.
             sink_queries: the same queries with the position embedding of `sink_positions`, if `forward` got these;
                 shaped like `queries`.
+            index: of a layer with an indexer of its own; None of any other one.
 
         Returns:
             float32 `(n, num_heads, head_dim)`; with `latent` `(n, num_heads, latent)`.

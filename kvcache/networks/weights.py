@@ -22,7 +22,7 @@ from kvcache.kernels.functions import log_add_exp
 from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.folder import FolderTensors
-from kvcache.networks.latent import LatentWeights
+from kvcache.networks.latent import IndexWeights, LatentWeights
 from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
 from kvcache.networks.names import (
@@ -516,8 +516,17 @@ class _Loader:
         assert len(parts) == 2 * len(heads), "the matrix of a head is one tensor"
         return LatentWeights(
             own, part.optional("self_attn.q_a_layernorm.weight"), part.vector("self_attn.kv_a_layernorm.weight"),
-            tuple(parts[: len(heads)]), tuple(parts[len(heads) :]),
+            tuple(parts[: len(heads)]), tuple(parts[len(heads) :]), self._index(part),
         )
+
+    def _index(self, part: _Part) -> IndexWeights | None:
+        """The weights of a layer's own indexer; its norm in the order of its keys."""
+        sizes, queries = self._config.index, part.find("self_attn.indexer.wq_b")
+        if sizes is None or queries is None:
+            return None
+        norm = np.stack([part.vector(f"self_attn.indexer.k_norm.{each}") for each in ("weight", "bias")])
+        order = sizes.file_rows("self_attn.indexer.wk.weight", 0, sizes.dim)
+        return IndexWeights(queries, part["self_attn.indexer.wk"], norm if order is None else norm[:, order])
 
     def _beside(self, part: _Part) -> BesideWeights:
         after, before, after_experts, router, factors = (part.vector(name) for name in BESIDE)

@@ -31,7 +31,7 @@ cdef class SequenceAttention:
     # depths; or None. `given` is returned for `result`: the object over whose memory `result` is.
     cdef object _attend(self, int64_t layer, QueriedSequences sequences, AttentionCall call, cnp.ndarray q,
                         cnp.ndarray sink_queries, cnp.ndarray tree, cnp.ndarray sinks, cnp.ndarray result,
-                        object given)
+                        object given, cnp.ndarray chosen)
     # ValueError for what excludes top_tokens, or tokens that are listed, and for lists of other tokens than each query
     # sees, ascending; the sequences are described.
     cdef int _refuse_sparse(self, QueriedSequences sequences, AttentionCall call, cnp.ndarray q, object sink_queries,

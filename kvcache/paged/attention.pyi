@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from kvcache.core.attention_call import AttentionCall
@@ -20,4 +21,9 @@ class SequenceAttention:
         call: AttentionCall,
         out: Any = None,
         sink_queries: npt.ArrayLike | None = None,
+        chosen: npt.NDArray[np.int32] | None = None,
     ) -> Any: ...
+    def choose(
+        self, layer: int, queries: npt.ArrayLike, weights: npt.ArrayLike, sequences: QueriedSequences, most: int,
+        always: bool,
+    ) -> npt.NDArray[np.int32] | None: ...

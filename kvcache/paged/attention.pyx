@@ -20,7 +20,7 @@ from kvcache.support.arguments cimport overlap
 
 import numpy as np
 
-from kvcache.support.arguments import as_integer, as_output, short
+from kvcache.support.arguments import as_floats, as_integer, as_output, short
 
 __all__ = ["SequenceAttention"]
 
@@ -65,10 +65,13 @@ cdef class SequenceAttention:
         return self.attention.nbytes + self.groups_capacity * sizeof(QueryGroup)
 
     def over(self, layer, queries, QueriedSequences sequences not None, AttentionCall call not None, out=None,
-             sink_queries=None):
+             sink_queries=None, cnp.ndarray chosen=None):
         """Causal attention of several sequences in one call; counts as an access.
 
         All else is as of `PagedKvCache.attention`. A call that raises has changed nothing.
+
+        Args:
+            chosen: the lists of `choose`, of these queries: what they attend to; None: they attend to all.
         """
         cdef Attention attention = self.attention
         cdef int64_t number
@@ -102,8 +105,34 @@ cdef class SequenceAttention:
                     raise ValueError(f"out: expected memory apart from {name}, got the same memory")
         self.lock.enter()
         try:
-            return self._attend(attention.store.named_layer(number), sequences, call, q, sink_q, tree, logits, result,
-                                result if out is None else out)
+            return self._attend(attention.store.attended_layer(number), sequences, call, q, sink_q, tree, logits, result,
+                                result if out is None else out, chosen)
+        finally:
+            self.lock.leave()
+
+    def choose(self, int64_t layer, queries, weights, QueriedSequences sequences not None, int64_t most, bint always):
+        """The tokens that an indexer chooses for each query, int32 `(total_queries, 1, most)`; see `choose_tokens`.
+
+        Args:
+            always: whether it lists all tokens where no query sees more than `most`; if not, it is None then.
+        """
+        cdef Attention attention = self.attention
+        cdef int64_t i, longest = 0, n = sequences.ids.shape[0]
+        cdef int dim = attention.store.dim_(attention.store.named_layer(layer), 0)
+        cdef cnp.ndarray q = as_floats(queries, (None, None, dim), "queries")
+        cdef cnp.ndarray w = as_floats(weights, (q.shape[0], q.shape[1]), "weights")
+        if not q.shape[1]:
+            raise ValueError("queries: expected a head, got 0")
+        self.lock.enter()
+        try:
+            self._describe(sequences, AttentionCall(), None, q.shape[0])
+            for i in range(n):
+                longest = max(longest, attention.seqs[i].num_tokens)
+            if longest >= 2 ** 31:
+                raise ValueError(f"seq_ids: expected sequences of fewer than 2**31 tokens, got {longest}")
+            if longest <= most and not always:
+                return None
+            return attention.choose_(layer, n, q, w, most)
         finally:
             self.lock.leave()
 
@@ -111,7 +140,7 @@ cdef class SequenceAttention:
 
     cdef object _attend(self, int64_t layer, QueriedSequences sequences, AttentionCall call, cnp.ndarray q,
                         cnp.ndarray sink_queries, cnp.ndarray tree, cnp.ndarray sinks, cnp.ndarray result,
-                        object given):
+                        object given, cnp.ndarray chosen):
         cdef Attention attention = self.attention
         cdef int64_t i, n = sequences.ids.shape[0], num_seqs = n, tokens = 0
         cdef cnp.ndarray scores = None, lse = None
@@ -122,6 +151,8 @@ cdef class SequenceAttention:
             num_seqs = self.num_groups
         if call.top_tokens or sequences.tokens is not None:
             self._refuse_sparse(sequences, call, q, sink_queries, num_seqs)
+        elif chosen is not None and (chosen.shape[0] != q.shape[0] or self.residual is not None):
+            raise ValueError(f"chosen: expected lists of {q.shape[0]} queries, and no tokens in f16")
         if call.return_scores:
             for i in range(num_seqs):
                 tokens += attention.seqs[i].num_tokens - attention.seqs[i].hidden_tokens
@@ -131,7 +162,8 @@ cdef class SequenceAttention:
             scores = np.zeros(shape, np.float32)
         if call.return_lse:
             lse = cnp.PyArray_EMPTY(2, q.shape, cnp.NPY_FLOAT32, 0)
-        attention.attend_(layer, num_seqs, call, q, sink_queries, sinks, result, scores, lse, sequences.tokens)
+        attention.attend_(layer, num_seqs, call, q, sink_queries, sinks, result, scores, lse,
+                          sequences.tokens if chosen is None else chosen, chosen is not None)
         if call.return_scores and self.residual is not None:
             scores = self._collect_masses(scores, sequences.shown, n)
         self._touch(n)
@@ -151,11 +183,11 @@ cdef class SequenceAttention:
         for name, value in (("sink_queries", sink_queries), ("starts", sequences.starts), ("mask", sequences.parents)):
             if value is not None:
                 raise ValueError(f"{name}: expected None beside {own}, got {short(value.tolist())}")
-        if self.attention.store.layout.latent:
+        if call.top_tokens and self.attention.store.layout.latent:
             raise ValueError(f"{own}: expected None with latent, got {got}")
         if size % KVC_PAGE:
             raise ValueError(f"block_size: expected a multiple of {KVC_PAGE} with {own}, got {size}")
-        if q.shape[1] > KVC_ITEM_ROWS * heads:
+        if call.top_tokens and q.shape[1] > KVC_ITEM_ROWS * heads:
             raise ValueError(f"{own}: expected None with more than {KVC_ITEM_ROWS} query heads of a KV head, got {got}")
         for i in range(num_seqs):
             seq = &self.attention.seqs[i]

@@ -40,6 +40,7 @@ from kvcache.support.arguments import (
     as_output,
     as_pair,
     as_share,
+    as_stored,
     short,
 )
 from kvcache.support.copies import refuse_copies
@@ -120,6 +121,10 @@ class PagedKvCache:
             `max_memory_bytes` exclude both: ValueError.
         max_memory_bytes: the most bytes of K and V of all blocks, an int or a text such as "4GiB"; with `num_blocks`
             the lower limit counts. ValueError: too few for one block.
+        index_layers: layers of keys for indexers, which choose the tokens of layers of `latent` rows (`choose_tokens`);
+            calls name them behind the `num_layers`, and their blocks are those of the same tokens. A token has a key of
+            `index_dim` channels, a multiple of 8, in each, in the format `index_dtype`. Without `calibration`,
+            `residual_length` and `first_tokens`.
 
     Every call can raise these errors, and has then changed nothing.
 
@@ -157,8 +162,14 @@ class PagedKvCache:
         separate_layers: bool = False,
         residual_length: int = 0,
         first_tokens: int = 0,
+        index_layers: int = 0,
+        index_dim: int = 128,
+        index_dtype: str = "f16",
     ) -> None:
         length, firsts = as_lengths(residual_length, first_tokens, max_memory_bytes)
+        index = (index_layers, index_dim, index_dtype) if as_count(index_layers, "index_layers", 0) else None
+        if index is not None:
+            refuse("index_layers", length, firsts)
         formats = dtype if key_dtype is None else key_dtype, dtype if value_dtype is None else value_dtype
         dtypes, written = stored_dtypes(formats, calibration, "calibration"), RowFormats(*formats)
         if latent is not None:
@@ -167,7 +178,7 @@ class PagedKvCache:
                 keys, values = map(short, formats)
                 raise ValueError(f"value_dtype: expected {keys}, as of keys, with latent, got {values}")
         separate, has_latent = bool(separate_layers), latent is not None
-        settings = block_size, num_heads, head_dim, *dtypes, rotate, value_head_dim, separate, has_latent
+        settings = block_size, num_heads, head_dim, *dtypes, rotate, value_head_dim, separate, has_latent, index
         total = num_blocks_within(num_blocks, max_memory_bytes, num_layers, *settings)
         store = BlockStore(num_layers, total, *settings, calibration)
         self._blocks = PagedBlocks(store, written)
@@ -187,7 +198,8 @@ class PagedKvCache:
     @property
     def num_layers(self) -> int:
         """Layers."""
-        return self._store.num_named
+        index = self._store.index
+        return self._store.num_named - (0 if index is None else index[0])
 
     @property
     def separate_layers(self) -> bool:
@@ -214,6 +226,11 @@ class PagedKvCache:
         """Channels of the latent and of the part that turns, or None."""
         store = self._store
         return (store.value_head_dim, store.head_dim - store.value_head_dim) if store.latent else None
+
+    @property
+    def index(self) -> tuple[int, int, str] | None:
+        """The number of index layers, their channels and their format, or None."""
+        return self._store.index
 
     @property
     def block_size(self) -> int:
@@ -410,8 +427,8 @@ class PagedKvCache:
                 has the channels of a head apart is copied first.
             start: index of the first token; by default they are the sequence's last tokens.
         """
-        rows = self._blocks.as_rows(keys, values)
         layer, first = as_integer(layer, "layer"), None if start is None else as_integer(start, "start")
+        rows = self._rows(layer, keys, values)
         self._blocks.run(self._sequences.write, layer, as_seq_id(seq_id), first, rows)
 
     def write_batch(
@@ -422,8 +439,8 @@ class PagedKvCache:
         Args:
             keys, values: `(len(seq_ids), num_heads, head_dim)`.
         """
-        ids, rows = as_seq_ids(seq_ids), self._blocks.as_rows(keys, values)
-        self._blocks.run(self._sequences.write_batch, as_integer(layer, "layer"), ids, rows)
+        ids, layer = as_seq_ids(seq_ids), as_integer(layer, "layer")
+        self._blocks.run(self._sequences.write_batch, layer, ids, self._rows(layer, keys, values))
 
     def write_ragged(
         self, layer: int, seq_ids: npt.ArrayLike, lens: npt.ArrayLike, keys: npt.ArrayLike,
@@ -435,8 +452,17 @@ class PagedKvCache:
             keys, values: `(sum(lens), num_heads, head_dim)`, the sequences one after another.
         """
         ids, counts = as_seq_ids(seq_ids).copy(), as_indices(lens, "lens").copy()
-        layer, rows = as_integer(layer, "layer"), self._blocks.as_rows(keys, values)
-        self._blocks.run(self._sequences.write_batch, layer, ids, rows, counts)
+        layer = as_integer(layer, "layer")
+        self._blocks.run(self._sequences.write_batch, layer, ids, self._rows(layer, keys, values), counts)
+
+    def _rows(self, layer: int, keys: Any, values: Any) -> KvRows:
+        """The rows of a call for a layer; an index layer has keys alone."""
+        if self.index is None or layer < self.num_layers:
+            return self._blocks.as_rows(keys, values)
+        if values is not None:
+            raise ValueError("values: expected None of an index layer, got rows")
+        given = as_stored(keys, (None, 1, self.index[1]), "keys")
+        return KvRows(given, given)
 
     @overload
     def read(self, layer: int, seq_id: int, start: int = 0, stop: int | None = None) -> tuple[Float32, Float32]: ...
@@ -583,8 +609,8 @@ class PagedKvCache:
                 `mask`, `sink_queries`, `skip_tokens` and `return_scores`: ValueError.
             tokens: integers `(total_queries, num_heads, n)`: the tokens that each KV head attends to for a query, and
                 no others: ascending, seen by the query, then -1 up to n. Without tokens the output is 0. For networks
-                whose own indexer chooses. Without `top_tokens`, what that excludes, `residual_length` and
-                `first_tokens`: ValueError.
+                whose own indexer chooses (`choose_tokens`). Without `top_tokens`, what that excludes but for `latent`,
+                `residual_length` and `first_tokens`: ValueError.
 
         Returns:
             float32 `(total_queries, num_query_heads, value_head_dim)`; a tuple if more is asked for, in this order:
@@ -600,7 +626,7 @@ class PagedKvCache:
 
     def write_and_attend(
         self, sequences: QueriedSequences, calls: Mapping[int, tuple[int, AttentionCall, bool]], layer: int,
-        queries: npt.ArrayLike, keys: Any, values: Any, _: Any = None, /,
+        queries: npt.ArrayLike, keys: Any, values: Any, _: Any = None, chosen: Int32 | None = None, /,
     ) -> Float32:
         """`write_ragged` of the newest tokens, and `attention` of their queries: what a layer does in a pass.
 
@@ -610,14 +636,53 @@ class PagedKvCache:
                 keys and values, and reads those that another layer of the network has written.
             layer: of the network.
             queries: `(sum(query_lens), num_query_heads, head_dim)`; other arguments as of these two.
+            chosen: what `write_and_choose` has returned.
         """
         number, call, writes = calls[layer]
         if not writes and (keys is not None or values is not None):
             raise ValueError(f"keys: expected None for layer {layer}, which reads K and V of another one, got rows")
         if writes:
             self._sequences.write_batch(number, sequences.ids, self._blocks.as_rows(keys, values), sequences.lens)
-        mixed: Float32 = self._attention.over(number, queries, sequences, call)
+        mixed: Float32 = self._attention.over(number, queries, sequences, call, chosen=chosen)
         return mixed
+
+    def choose_tokens(
+        self, layer: int, queries: npt.ArrayLike, weights: npt.ArrayLike, seq_ids: npt.ArrayLike, most: int, *,
+        query_lens: npt.ArrayLike | None = None,
+    ) -> Int32:
+        """The tokens that an indexer chooses for each query, which `attention` takes as `tokens`.
+
+        The score of a token is the sum over heads, in their order, of the weight times max(0, query . key). Of the
+        tokens that a query sees, the `most` with the largest scores are chosen; of equal ones the first.
+        Source: DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1.
+
+        Args:
+            layer: an index layer.
+            queries: `(total_queries, heads, index_dim)`, of any number of heads.
+            weights: `(total_queries, heads)`.
+            seq_ids, query_lens: as of `attention`.
+
+        Returns:
+            int32 `(total_queries, 1, most)`: ascending; -1 behind all tokens of a query that sees fewer.
+        """
+        layer, most = as_integer(layer, "layer"), as_count(most, "most", 1)
+        self._expect_index(layer)
+        chosen = self._attention.choose(layer, queries, weights, QueriedSequences(seq_ids, query_lens), most, True)
+        assert chosen is not None
+        return chosen
+
+    def write_and_choose(
+        self, sequences: QueriedSequences, layer: int, queries: Float32, weights: Float32, keys: Float32, most: int
+    ) -> Int32 | None:
+        """`write_ragged` of the newest tokens of an index layer, and `choose_tokens`; None: all queries choose all."""
+        self._expect_index(layer)
+        self._sequences.write_batch(layer, sequences.ids, self._rows(layer, keys, None), sequences.lens)
+        return self._attention.choose(layer, queries, weights, sequences, most, False)
+
+    def _expect_index(self, layer: int) -> None:
+        first, count = self.num_layers, 0 if self.index is None else self.index[0]
+        if not first <= layer < first + count:
+            raise IndexError(f"layer: expected an index layer, in [{first}, {first + count}), got {layer}")
 
     # -- tokens with rows in f16 --------------------------------------------------------------------------------
     #

@@ -30,7 +30,7 @@ cdef class PagedSequences:
 
     cdef int _expect(self, uint64_t seq_id, int64_t uid) except -1            # or InvalidOperationError
     # Raises unless rows of `count` tokens can be written to both.
-    cdef int _check_outputs(self, object keys, object values, int64_t count) except -1
+    cdef int _check_outputs(self, int64_t layer, object keys, object values, int64_t count) except -1
     # `counts[i]` rows at tokens `starts[i]`.. of each sequence. starts NULL: its last ones; counts NULL: one each.
     # `name`: of the argument that says which tokens.
     cdef int _write(self, int64_t layer, const uint64_t *ids, const int64_t *starts, const int64_t *counts, int64_t n,

@@ -246,9 +246,9 @@ cdef class PagedSequences:
                 raise IndexError(f"start: expected 0 <= start <= stop <= {held.num_tokens}, got [{start}, {last})")
             self.store.named_layer(layer)
             if keys is None:
-                keys, values = self.store.new_rows(last - start, 0), self.store.new_rows(last - start, 1)
+                keys, values = [self.store.new_rows(layer, last - start, side) for side in range(2)]
             else:
-                self._check_outputs(keys, values, last - start)
+                self._check_outputs(layer, keys, values, last - start)
             lists.num_cut = 0
             lists.slice_(held, start, last)
             if lists.num_cut:
@@ -274,8 +274,7 @@ cdef class PagedSequences:
         with self.lock:
             held = &self.table.records.seqs[self.table.records.find(seq_id)].residual
             self.residual.store.named_layer(layer)
-            keys = self.residual.store.new_rows(held.num_tokens, 0)
-            values = self.residual.store.new_rows(held.num_tokens, 1)
+            keys, values = [self.residual.store.new_rows(layer, held.num_tokens, side) for side in range(2)]
             if held.num_runs:
                 self.residual.store.read_(layer, held.runs, held.num_runs, keys, values)
         return keys, values
@@ -292,9 +291,9 @@ cdef class PagedSequences:
             raise InvalidOperationError(f"sequence {seq_id} of this handle was freed or evicted")
         return 0
 
-    cdef int _check_outputs(self, keys, values, int64_t count) except -1:
+    cdef int _check_outputs(self, int64_t layer, keys, values, int64_t count) except -1:
         for side, out in enumerate((keys, values)):
-            shape = (count, self.store.layout.num_heads, self.store.dim_(side))
+            shape = (count, self.store.layout.num_heads, self.store.dim_(layer, side))
             if type(out) is not np.ndarray or out.dtype != np.float32 or out.shape != shape or not _is_writeable(out):
                 name = "V" if side else "K"
                 raise ValueError(f"out: expected two writeable float32 arrays, {name} of shape {shape}, the channels "

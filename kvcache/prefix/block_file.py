@@ -57,12 +57,14 @@ def _meaning(caches: Sequence[CachedBlocks]) -> str:
 
 
 def formats_of(store: BlockStore) -> str:
-    """The formats of a store whose layers differ, which an `Arena` does not name; else nothing."""
-    dtypes = store.key_dtype, store.value_dtype
+    """What an `Arena` does not name: index layers, and the formats of a store whose layers differ; else nothing."""
+    dtypes, index = (store.key_dtype, store.value_dtype), ""
+    if store.index is not None:
+        index = " index {} x {} {}".format(*store.index)
     if all(isinstance(dtype, str) for dtype in dtypes):
-        return ""
+        return index
     key, value = (dtype if isinstance(dtype, str) else " ".join(dtype) for dtype in dtypes)
-    return f" formats {key} / {value}"
+    return f"{index} formats {key} / {value}"
 
 
 def _raw_pages(store: BlockStore) -> Callable[[Int32], Iterable[list[Any]]]:

@@ -24,6 +24,7 @@ FEATURES = {
     "state": "layers that keep a state",
     "silent": "layers that do not attend",
     "latent": "layers whose V is a part of K",
+    "index": "layers whose indexers choose tokens",
     "shared": "layers that read K and V of others",
     "sizes": "layers of several sizes",
     "positions": "positions that depend on the length of the text",
@@ -49,7 +50,7 @@ class Exclusion(NamedTuple):
     why: str
 
 
-_UNLIKE = ("window", "state", "silent", "latent", "shared", "sizes", "positions", "both ways")
+_UNLIKE = ("window", "state", "silent", "index", "latent", "shared", "sizes", "positions", "both ways")
 _CHOOSES = "a policy chooses among the tokens of layers that are alike, at positions that stay"
 _ENDS = "the text of a grammar ends where nothing may follow"
 EXCLUSIONS = {row.setting: row for row in (
@@ -70,16 +71,16 @@ EXCLUSIONS = {row.setting: row for row in (
     Exclusion("draft", "None", ("eviction",), "draft tokens that do not hold are cut off; what they evicted is gone"),
     Exclusion("draft: of a network", "None or ngram", ("eviction",), "the K and V of drafts keep all tokens"),
     Exclusion(
-        "sparse_tokens", "None", ("eviction", "no whole", "latent", "whole sizes", "both ways"),
-        "a query chooses among all tokens by summaries of their keys, in one cache of layers of one size",
+        "sparse_tokens", "None", ("eviction", "no whole", "index", "latent", "whole sizes", "both ways"),
+        "a query chooses among all tokens by summaries of their keys, in one cache of layers of one size, and once",
     ),
     Exclusion(
-        "calibrate", "None or False", ("shared", "sizes", "state", "silent", "both ways"),
-        "its centres are of one size, of texts that run in pieces",
+        "calibrate", "None or False", ("shared", "sizes", "state", "silent", "index", "both ways"),
+        "its centres are of one size, of texts that run in pieces, and indexers have keys of their own",
     ),
     Exclusion(
-        "residual_length", "0 or none", ("window", "shared", "sizes", "endless", "both ways"),
-        "tokens stay unpacked in whole groups of one cache, at positions that stay",
+        "residual_length", "0 or none", ("window", "shared", "sizes", "endless", "index", "both ways"),
+        "tokens stay unpacked in whole groups of one cache, at positions that stay, and all of them are read",
     ),
     Exclusion("dtype: of each layer", "one format", ("shared", "eviction"), "layers share K and V, or a budget"),
     Exclusion(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.calibration.residual import most_unpacked
-from kvcache.core.layer_formats import Formats, formats_of_layers, unpacked
+from kvcache.core.layer_formats import Formats, formats_of_layers, names_of, unpacked
 from kvcache.core.store import BlockStore
+from kvcache.kernels.kernels import FORMATS
 from kvcache.networks.protocols import LayerAttention, Model, Recurrence
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.residual import row_block
@@ -132,11 +133,24 @@ class CacheArguments:
         """Bytes of a block of `num_layers` layers with the sizes of `layers`, and of the summaries of its keys."""
         (heads, dim, latent), (key, value) = self.sizes(layers), formats
         store = BlockStore(
-            num_layers, 0, block_size, heads, dim, key, value, self.rotate, latent, latent=latent is not None
+            num_layers, 0, block_size, heads, dim, key, value, self.rotate, latent, latent=latent is not None,
+            index=self.index_of(layers),
         )
         if summaries:
             store.reserve_summaries()
         return store.block_bytes + (0 if store.summaries is None else store.summaries.block_bytes)
+
+    def index_of(self, layers: Sequence[int]) -> tuple[int, int, str] | None:
+        """Index layers beside these layers: their number, channels and format; None: there are none.
+
+        Keys of indexers choose tokens, so that their format is q8 beside packed layers, that of the layers otherwise.
+        """
+        own = [each for each in (self.attention_of(layer).index for layer in layers) if each is not None and each.own]
+        names = names_of(formats_of_layers(self.storage.dtypes[0], layers))
+        if not own or not names:
+            return None
+        packed = any(FORMATS[name].quantised for name in names)
+        return len(own), own[0].dim, "q8" if packed else max(names, key=lambda name: FORMATS[name].bits)
 
     @property
     def own_bytes(self) -> int:
@@ -178,6 +192,8 @@ class CacheArguments:
         sizes: dict[str, Any] = {"num_heads": num_heads, "head_dim": head_dim}
         if latent is not None:
             sizes = {"latent": (latent, head_dim - latent)}
+        if (index := self.index_of(layers)) is not None:
+            sizes |= dict(zip(("index_layers", "index_dim", "index_dtype"), index, strict=True))
         return {
             "num_blocks": num_blocks, "block_size": self.block_size, "num_layers": len(layers), "key_dtype": keys,
             "value_dtype": values, "rotate": self.rotate, "calibration": self.storage.calibration_of(layers),

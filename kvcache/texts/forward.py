@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.networks.hidden_rows import HiddenRows
-from kvcache.networks.protocols import Attend, Float32, Model, draft_layers, layer_attention
+from kvcache.networks.protocols import Attend, Float32, IndexRows, Model, draft_layers, layer_attention
 from kvcache.texts.compressed_prefix import is_behind
 from kvcache.texts.kinds.base import Lens
 from kvcache.texts.pool import Pool
@@ -141,10 +141,11 @@ class Forward:
             fewer, _ = self.pool.attend(some, due[due > 0])
 
         def attend_either(
-            layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None, sinks: Float32 | None = None, /
+            layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None, sinks: Float32 | None = None,
+            index: IndexRows | None = None, /
         ) -> Float32:
             call = attend if keys is not None or len(queries) == num_rows else fewer
-            return call(layer, queries, keys, values, sinks)
+            return call(layer, queries, keys, values, sinks, *(() if index is None else (index,)))
 
         return attend_either
 
@@ -153,9 +154,10 @@ def _watched(attend: Attend, watch: Watch, text: Text) -> Attend:
     """`attend` of a text that runs alone, which shows its queries."""
 
     def attend_and_show(
-        layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None, sinks: Float32 | None = None, /
+        layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None, sinks: Float32 | None = None,
+        index: IndexRows | None = None, /
     ) -> Float32:
-        mixed = attend(layer, queries, keys, values, sinks)
+        mixed = attend(layer, queries, keys, values, sinks, *(() if index is None else (index,)))
         watch(text, layer, queries)
         return mixed
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.core.memory import total
-from kvcache.networks.protocols import Attend, Float32
+from kvcache.networks.protocols import Attend, Float32, IndexRows
 from kvcache.prefix.prefix_stats import PrefixCacheStats
 from kvcache.texts.block_index import CachedStart
 from kvcache.texts.kinds.base import Layers, Lens
@@ -167,9 +167,11 @@ class Pool:
         calls = {layer: found[i][0] for layer, i in self._group_of.items()}
 
         def attend(
-            layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None, sinks: Float32 | None = None, /
+            layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None, sinks: Float32 | None = None,
+            index: IndexRows | None = None, /
         ) -> Float32:
-            return calls[layer](layer, queries, keys, values, sinks)
+            more = () if index is None else (index,)
+            return calls[layer](layer, queries, keys, values, sinks, *more)
 
         return attend, {name: value for _, places in found for name, value in places.items()}
 

@@ -42,6 +42,7 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -60,6 +61,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
@@ -674,6 +676,17 @@ VARIANTS = {
         **LATENT, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=20, v_head_dim=24, q_lora_rank=28,
         n_routed_experts=12, num_experts_per_tok=3, n_group=4, topk_group=2, topk_method="group_limited_greedy",
         routed_scaling_factor=3.0, rope_parameters=YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    )),
+    "deepseek_v32": seeded(DeepseekV32Config(
+        **LATENT, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=20, q_lora_rank=36,
+        n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, first_k_dense_replace=1, index_n_heads=10,
+        index_head_dim=40, index_topk=20, rope_parameters=YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.8},
+    )),
+    "glm_moe_dsa": seeded(GlmMoeDsaConfig(  # the third layer takes the tokens of the second one
+        **LATENT | {"num_hidden_layers": 4}, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=20, v_head_dim=28,
+        q_lora_rank=44, n_routed_experts=7, num_experts_per_tok=3, first_k_dense_replace=2, index_n_heads=12,
+        index_head_dim=32, index_topk=24, indexer_types=["full", "full", "shared", "full"],
+        rope_parameters=DEFAULT_ROPE,
     )),
     "mistral4": seeded(
         Mistral3Config(  # transformers has this network as a part of that one alone

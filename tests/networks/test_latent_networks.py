@@ -92,7 +92,10 @@ def test_a_tower_of_kimi(tmp_path, architecture, layers):
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek_v3", "deepseek_v2", "mistral4", "youtu", "deepseek_v2_biases", "deepseek_v3_biases"]
+    "name", [
+        "deepseek_v3", "deepseek_v2", "mistral4", "youtu", "deepseek_v2_biases", "deepseek_v3_biases", "deepseek_v32",
+        "glm_moe_dsa",
+    ],
 )
 def test_files_of_gguf_are_the_same_network(name, tmp_path):
     folder = as_converted(seeded(name), tmp_path / "folder")
@@ -123,7 +126,10 @@ def test_files_of_gguf_that_are_refused(name, entries, message, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "storage"),
-    [("deepseek_v2", "f16"), ("deepseek_v3", "q4"), ("deepseek_v3", "calibrated"), ("glm4_moe_lite", "calibrated")],
+    [
+        ("deepseek_v2", "f16"), ("deepseek_v3", "q4"), ("deepseek_v3", "calibrated"), ("glm4_moe_lite", "calibrated"),
+        ("deepseek_v32", "f32"), ("deepseek_v32", "q4"), ("glm_moe_dsa", "q8"),
+    ],
 )
 def test_every_engine_gives_the_tokens_of_a_text_alone(name, storage, tmp_path, known):
     """A residual of 16 has groups that end within prompts, and a pool of few blocks preempts."""

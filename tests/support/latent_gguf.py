@@ -18,9 +18,14 @@ _PARTS = {
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.o_proj": "attn_output", "mlp.gate": "ffn_gate_inp", "shared_head.norm": "nextn.shared_head_norm",
     "shared_head.head": "nextn.shared_head_head",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b", "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm", "self_attn.indexer.weights_proj": "indexer.proj",
     **{part: f"nextn.{part}" for part in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
     **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+}
+_KINDS = {
+    "Mistral4ForCausalLM": "mistral4", "DeepseekV32ForCausalLM": "deepseek32", "GlmMoeDsaForCausalLM": "glm-dsa",
 }
 _OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
@@ -73,7 +78,7 @@ def convert(folder, path, **more):
     found |= {name: np.stack([rows[i] for i in range(len(rows))]) for name, rows in stacks.items()}
     entries = entries_of(config, json.loads((folder / "config.json").read_text()))
     entries |= {key.replace("__", "."): each for key, each in more.items()}
-    kind = "mistral4" if config.architecture.startswith("Mistral4") else "deepseek2"
+    kind = _KINDS.get(config.architecture, "deepseek2")
     entries = {f"{kind}.{key}": each for key, each in entries.items() if each is not None}
     tokenizer = {"tokenizer.ggml.model": (STRING, "none")}
     return write(path, kind, entries | tokenizer, found)
@@ -104,6 +109,11 @@ def entries_of(config, given):
             "expert_gating_func": (U32, 2 if choice.sigmoid else 1), "expert_weights_scale": (F32, choice.factor),
             "expert_weights_norm": (BOOL, choice.normalise), "expert_group_count": (U32, choice.groups),
             "expert_group_used_count": (U32, choice.kept),
+        }
+    if config.index is not None:
+        found |= {
+            "attention.indexer.head_count": (U32, config.index.heads), "attention.indexer.top_k": (U32, config.index.most),
+            "attention.indexer.key_length": (U32, config.index.dim),
         }
     if rope["rope_type"] == "yarn":
         found |= {

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import OutOfMemoryError
-from kvcache.networks.protocols import Float32, LayerAttention
+from kvcache.networks.protocols import Float32, IndexRows, LayerAttention, LayerIndex
 from kvcache.paged.cache import PagedKvCache
 from kvcache.paged.merging import merge_attention
 from kvcache.paged.queried import QueriedSequences
@@ -50,10 +50,13 @@ class WholeLayers(Layers):
     ) -> None:
         self.cache, self.caches, self.index, self.sparse_tokens = cache, (cache,), index, sparse_tokens
         self.pages = None if index is None else index.pages
+        self._attention = attention
         self._calls = calls_of(layers, attention, top_tokens=sparse_tokens)
         self._parts = calls_of(layers, attention, return_lse=True)
         self.layers = tuple(self._calls)
         self._most_drafts, self.own_ids = most_drafts, own_ids
+        own = [layer for layer in layers if (index := _index_of(attention, layer)) is not None and index.own]
+        self._indexes = {layer: cache.num_layers + i for i, layer in enumerate(own)}  # the index layer of each
         self._bytes = cache.total_memory_bytes
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -112,7 +115,26 @@ class WholeLayers(Layers):
         sequences = QueriedSequences(ids, lens).kept()
         if parts := _rows_behind(texts, lens):
             return self._attend_behind(sequences, parts), {}
+        if self._indexes:
+            return self._attend_chosen(sequences), {}
         return partial(self.cache.write_and_attend, sequences, self._calls), {}
+
+    def _attend_chosen(self, sequences: QueriedSequences) -> LayerCall:
+        """Attention to the tokens that indexers choose; a layer without one takes the choice of a layer before it."""
+        cache, chosen = self.cache, None
+
+        def attend(
+            layer: int, queries: Float32, keys: Any, values: Any, _: Any = None, rows: IndexRows | None = None, /
+        ) -> Float32:
+            nonlocal chosen
+            index = _index_of(self._attention, layer)
+            if index is not None and rows is not None:
+                chosen = cache.write_and_choose(sequences, self._indexes[layer], *rows, index.most)
+            return cache.write_and_attend(
+                sequences, self._calls, layer, queries, keys, values, None, None if index is None else chosen
+            )
+
+        return attend
 
     def _attend_behind(
         self, sequences: QueriedSequences, parts: Sequence[tuple[CompressedPrefix, Lens]]
@@ -180,6 +202,11 @@ class WholeLayers(Layers):
             free, idle = self.pages.num_free_and_idle()
             assert cache.total_memory_bytes == self._bytes, "tokens in f16 took more memory than was reserved"
             assert free + idle + len(claimed) == cache.total_blocks, "free, claimed and cached blocks are not all"
+
+
+def _index_of(attention: Sequence[LayerAttention | None], layer: int) -> LayerIndex | None:
+    found = attention[layer]
+    return None if found is None else found.index
 
 
 _prefix = attrgetter("prefix")
