@@ -141,7 +141,7 @@ def test_products(rng, threads, format, activations):
 
 
 def test_products_in_bf16(rng):
-    """Of every format, at every level: the weights that the matrix reads as and x round to bf16."""
+    """Weights of every format, as the matrix reads them, and x round to bf16, at every level in its order."""
     for format in MATRIX_FORMATS:
         matrix, x = filled(rng, 19, 297, format), normal(rng, 34, 297)
         numbers = rounded_to_bf16(x), rounded_to_bf16(matrix.to_float32())

@@ -36,6 +36,7 @@ answers = []
 for level in ("amx", "avx512"):
     with use_simd(level):
         out = [quantised.multiply(x), words.multiply(x, activations="bf16")]
+        out.append(quantised.multiply(x, activations="bf16"))
         out.append(cache.attention(0, x.reshape(33, 2, 32), [0], query_lens=[33]))
         answers.append((bf16_order(), *(each.tobytes() for each in out)))
 assert answers[0] == answers[1]
