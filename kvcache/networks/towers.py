@@ -79,8 +79,8 @@ _LAYERS = ("layers.", "blocks.")  # the second one of Kimi K2.5, as transformers
 # A tensor of a layer of the text network; the last prefix is Nemotron's.
 _INSIDE = re.compile(rf"(?:{'|'.join(map(re.escape, (*_PREFIXES, 'backbone.')))})(?:layers|blocks)\.(\d{{1,9}})\.(.+)")
 _TOWERS = (
-    "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector.", "visual.", "audio_tower.", "embed_vision.",
-    "embed_audio.", "vision_adapter.", "vision_projection.",
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector.", "visual.", "audio_tower.",
+    "embed_vision.", "embed_audio.", "vision_adapter.", "vision_projection.",
 )
 _MTP = "mtp."  # MTP layers
 _OTHERS = (*_TOWERS, *(f"model.{name}" for name in _TOWERS), _MTP, "model.mtp_", "model.mtp.")  # of ERNIE, MiMo
