@@ -296,6 +296,6 @@ def _check_owner(found: list[LayerAttention | None], layer: int) -> None:
     own, wanted = ((a.window, a.chunked, a.num_kv_heads, a.head_dim) for a in (each, owner))
     if own != wanted:
         raise ValueError(
-            f"attention.{layer}: expected window, chunked, num_kv_heads and head_dim of layer {each.kv_layer}, {wanted}, "
-            f"got {own}"
+            f"attention.{layer}: expected window, chunked, num_kv_heads and head_dim of layer {each.kv_layer}, "
+            f"{wanted}, got {own}"
         )

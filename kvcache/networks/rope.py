@@ -26,13 +26,13 @@ _FIRST_POSITIONS = 256  # first size of a table, which then doubles: an unused 1
 
 
 class QueryGrowth(NamedTuple):
-    """How queries grow: the first `every` have the factor 1, the next `every` `1 + rate * ln(2)`, `1 + rate * ln(3)`, ..."""
+    """How queries grow: by `1 + rate * ln(1)` in the first `every` positions, by `1 + rate * ln(2)` in the next, ..."""
 
     rate: float
     every: int
 
     def factors(self, positions: NDArray[np.int64]) -> Float32 | None:
-        """The factors of queries, `(n,)`, of which the first of a text has the position 0; None: 1 each."""
+        """The factors of queries at these positions, `(n,)`; None: 1 each."""
         if positions.max(initial=0) < self.every:
             return None
         return (1 + self.rate * log1p(positions // self.every)).astype(np.float32)

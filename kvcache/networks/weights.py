@@ -23,7 +23,6 @@ from kvcache.kernels.matrix import MATRIX_FORMATS, Matrix
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.folder import FolderTensors
 from kvcache.networks.latent import IndexWeights, LatentWeights
-from kvcache.networks.layer_sizes import LayerSizes
 from kvcache.networks.linear import MatrixStack, empty_matrices, stacked
 from kvcache.networks.names import (
     BESIDE,

@@ -77,6 +77,19 @@ def test_the_longest_prefix_with_its_windows_is_taken():
     settled(cached)
 
 
+def test_where_a_chunk_begins_no_page_is_needed():
+    """Behind 64 and 128 tokens a text goes on without a page; elsewhere it needs those from the begin of its chunk."""
+    cached, text = engine(model=RecordingNetwork((FULL, window(32, chunked=True))), blocks=1000), prompt(9, 140)
+    assert new_tokens(cached, text) == 140
+    pages = cached._pool.prefixes[1]
+    for stop, start in ((140, 128), (120, 96), (100, 96), (96, 96), (90, 64)):
+        pages.evict(1000)
+        assert len(pages) == 0
+        fresh = np.r_[text[:stop], prompt(stop, 3)]
+        assert new_tokens(cached, fresh) == len(fresh) - start
+    settled(cached)
+
+
 def test_the_answer_continues_the_prompt():
     cached, text = engine("longer", 1000), prompt(3, 100)
     cached.inner.model.expect(text, None)

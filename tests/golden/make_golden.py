@@ -74,7 +74,6 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm3Config,
-    Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
     MellumConfig,

@@ -521,7 +521,8 @@ def test_texts_are_free_until_a_call_begins(name, special):
     grammar = calls_grammar(marks, STRICT, parallel=True, thinks=False, free=True)
     call = CALLS[name]
     said = "<|channel|>final<|message|>" if name == "harmony" else ""
-    before = {"harmony": "<|channel|>commentary<|message|>Hm.<|end|><|start|>assistant"}.get(name, "" if name in LEADING else "Hm. ")
+    before = "<|channel|>commentary<|message|>Hm.<|end|><|start|>assistant" if name == "harmony" else "Hm. "
+    before = "" if name in LEADING else before
     for text in ("", "Hello < [1, 2] {}", "\n<tool", '{"nam', "[a", '{"a": 1}'):
         assert follows(tokenizer, grammar, said + text), text
     assert follows(tokenizer, grammar, before + call)

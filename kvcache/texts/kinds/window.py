@@ -77,7 +77,8 @@ class WindowLayers(Layers):
 
     def __init__(
         self, window: int, spare: int, layers: Sequence[int], attention: Sequence[LayerAttention | None],
-        cache: PagedKvCache, pages: PrefixCache | None, most_piece: int, own_ids: Sequence[int] | None = None, chunked: bool = False,
+        cache: PagedKvCache, pages: PrefixCache | None, most_piece: int, own_ids: Sequence[int] | None = None,
+        chunked: bool = False,
     ) -> None:
         self.window, self.cache, self.caches, self.pages = window, cache, (cache,), pages
         self.prefixes = () if pages is None else (pages,)
@@ -330,7 +331,8 @@ def _make(made: CacheArguments, layers: Sequence[int], blocks: int, cached: int 
     chunked = made.attention_of(layers[0]).chunked
     cache = made.make_cache(**made.options(layers, _num_blocks(made, window, blocks, cached or 0)))
     if made.shares(cached):
-        pages = PrefixCache.over(cache, None if cached is None else num_pages(window - 1 + load.spare, made.block_size, cached))
+        most = None if cached is None else num_pages(window - 1 + load.spare, made.block_size, cached)
+        pages = PrefixCache.over(cache, most)
     own_ids = None if load.texts else (0, 1)
     return WindowLayers(window, load.spare, layers, made.attention, cache, pages, load.piece, own_ids, chunked)
 

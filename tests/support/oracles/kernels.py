@@ -39,8 +39,8 @@ def attend(
     count, query_heads, _ = queries.shape
     tokens, heads, _ = keys.shape
     shown = tokens if shown is None else shown
-    seen = np.array([seen_by(j, count, tokens, window, causal, parents, chunked, start)[:shown] for j in range(count)], bool)
-    seen = seen.reshape(count, shown)
+    sees = window, causal, parents, chunked, start
+    seen = np.array([seen_by(j, count, tokens, *sees)[:shown] for j in range(count)], bool).reshape(count, shown)
     values = np.where(seen.any(0)[:, None, None], values[:shown], 0)
     out, mass = np.zeros((count, query_heads, values.shape[2])), np.zeros((query_heads, shown))
     lse = np.full((count, query_heads), -np.inf)
