@@ -195,6 +195,9 @@ def _q2_0(block: NDArray[Any]) -> Parts:
     return Parts(codes + np.uint8(7), np.repeat(block["d"], 2))
 
 
+_THREES = np.array([1, 3, 9, 27, 81], np.uint8)
+
+
 def _counted(codes: NDArray[Any], block: NDArray[Any], groups: int) -> Parts:
     """Codes from 0 on that are counted from -1, as those of Q4_0; the scale of a block for its groups."""
     return Parts(codes.astype(np.uint8) + np.uint8(7), np.repeat(block["d"], groups))
@@ -209,7 +212,7 @@ def _tq1_0(block: NDArray[Any]) -> Parts:
     found = []
     for run, digits, packed in ((32, 5, block["codes"][:, :32]), (16, 5, block["codes"][:, 32:48]),
                                 (4, 4, block["codes"][:, 48:])):
-        left = packed.reshape(-1, 1, run) * (3 ** np.arange(digits)).astype(np.uint8)[:, None]  # modulo 256
+        left = packed.reshape(-1, 1, run) * _THREES[:digits, None]  # modulo 256
         found.append((left.astype(np.uint16) * 3 >> 8).reshape(-1, digits * run))
     return _counted(np.concatenate(found, axis=1), block, 8)
 
@@ -307,9 +310,8 @@ def _iq1_s(block: NDArray[Any]) -> Parts:
 def _iq1_m(block: NDArray[Any]) -> Parts:
     words, halves = block["words"], _nibbles(block["high"], 1).astype(np.uint16)  # words of 4 scales
     scales = (words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7).reshape(-1, 16)
-    # The upper 4 bits of the words make up the unit.
-    parts_of_unit = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)
-    units = np.bitwise_or.reduce(parts_of_unit, axis=1).astype(np.uint16).view(np.float16)
+    first, second, third, fourth = (words >> 12).T  # the upper 4 bits make up the unit
+    units = (first | second << 4 | third << 8 | fourth << 12).view(np.float16)
     return _iq1(block["codes"], halves & 7, halves >> 3, scales, _part(units, 8))
 
 

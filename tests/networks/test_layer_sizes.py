@@ -201,7 +201,7 @@ def test_the_fingerprint_covers_the_inputs_of_layers(part):
 
 
 def test_heads_and_bounds_by_layer():
-    """What Laguna and Step list for each layer; the latter as published and as transformers saves it."""
+    """Heads, bounds and MTP layers of Laguna, Step and K-EXAONE; of Step as published and as transformers saves it."""
     laguna = ModelConfig.from_dict(content("laguna"))
     assert [size.num_heads for size in laguna.sizes] == [6, 9, 3, 9, 6]
     step = content("step3p5")
