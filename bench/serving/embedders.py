@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from time import process_time
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
 import numpy as np
 import numpy.typing as npt
 
+from bench.serving.http import server_seconds
 from bench.support.processes import served
 from kvcache import BatchEngine
 
@@ -42,6 +44,11 @@ class Embedder(ABC):
     def embed(self, texts: list[str]) -> Vectors:
         """The vectors of texts."""
 
+    def spent(self) -> float:
+        """The CPU seconds of its process so far."""
+        return process_time()
+
+    @abstractmethod
     def close(self) -> None:
         """End what runs."""
 
@@ -78,8 +85,11 @@ class OurServer(_Http):
     def __init__(self, file: Path, threads: int) -> None:
         self._stack = ExitStack()
         running = served(file, "--dtype", "q8", "--pooling", "last", KVCACHE_NUM_THREADS=str(threads))
-        (host, port), _ = self._stack.enter_context(running)
+        (host, port), self._process = self._stack.enter_context(running)
         self.url = f"http://{host}:{port}"
+
+    def spent(self) -> float:
+        return server_seconds(self._process)[0] + process_time()
 
     def close(self) -> None:
         self._stack.close()
@@ -99,6 +109,9 @@ class LlamaServer(_Http):
         settings.verbosity = -1
         self._server: Any = xllamacpp.Server(settings)
         self.url = self._server.listening_address
+
+    def close(self) -> None:
+        self._server = None
 
 
 class OpenVino(Embedder):
@@ -158,7 +171,8 @@ def _stateless(file: Path, folder: Path) -> Path:
     inputs["position_ids"].output(0).replace(ops.broadcast(positions, shape).output(0))
     last = model.outputs[0].get_node().input_value(0).get_node().input_value(0)
     last.get_tensor().set_names({"last_hidden_state"})
-    whole = openvino.Model([last.get_node().output(0)], [inputs["input_ids"], inputs["attention_mask"]], "embedder")
+    kept = [inputs[name] for name in ("input_ids", "attention_mask")]
+    whole = openvino.Model([last.get_node().output(0)], kept, "embedder")
     openvino.save_model(whole, str(made / "openvino_model.xml"), compress_to_fp16=False)
     (made / "config.json").write_text(json.dumps({"model_type": "llama"}))
     for name in ("openvino_tokenizer", "openvino_detokenizer"):
@@ -201,5 +215,6 @@ class Scored(NamedTuple):
 
 
 EMBEDDERS: dict[str, type[Embedder]] = {
-    "kvcache, BatchEngine": Ours, "kvcache, its server": OurServer, "llama.cpp's server": LlamaServer, "OpenVINO": OpenVino,
+    "kvcache, BatchEngine": Ours, "kvcache, its server": OurServer, "llama.cpp's server": LlamaServer,
+    "OpenVINO": OpenVino,
 }

@@ -63,8 +63,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="take special tokens in users' texts as text: no user can end a turn, or begin another one")
     add("--tool-parser", metavar="NAME", choices=sorted(DIALECTS),
         help=f"how the network writes thoughts and calls: {', '.join(sorted(DIALECTS))} (as its chat template says)")
-    add("--pooling", metavar="NAME", choices=["last", "mean"],
-        help="how vectors are made, last or mean, where the checkpoint does not say it")
+    add("--pooling", metavar="NAME", help="how vectors are made, last or mean, where the checkpoint does not say it")
     add("--reranker", action="store_true",
         help="the model judges documents, where neither its checkpoint nor a name with rerank says so")
     add("--max-vectors", type=int, default=64 << 20, metavar="BYTES",
@@ -173,6 +172,8 @@ def _check(options: argparse.Namespace, tables: Sequence[argparse.Namespace]) ->
     for table in tables:
         for limit in ("max_queue", "max_running", "max_vectors"):
             as_count(getattr(table, limit), limit, 1)
+        if table.pooling not in (None, "last", "mean"):
+            raise ValueError(f"pooling: expected last or mean, got {short(table.pooling)}")
         _events(table)
         chat_template_of(table)
         check_tiers(table)

@@ -104,7 +104,7 @@ class ServedModel:
         self.tasks = self._tasks()
 
     def _tasks(self) -> list[str]:
-        """What the model is for: text is "generate"."""
+        """Name the uses of the model; "generate" is that of text."""
         if not self.engine.shares_prefixes:  # a policy evicts tokens
             return ["generate"]
         vectors = self._vectors()

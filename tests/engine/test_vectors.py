@@ -367,7 +367,7 @@ def test_a_gguf_file_of_embedding_gemma_has_its_dense_layers(tmp_path, folders):
 
 
 def test_a_gguf_file_of_a_reranker_has_two_rows_of_its_head(tmp_path, folders):
-    """As of Qwen3-Reranker, whose larger files have no other rows of a head that is no embedding."""
+    """Larger files of Qwen3-Reranker have no other rows of a head that is no embedding."""
     folder = InferenceEngine.from_pretrained(folders["rerank"])
     yes, no = (folder.tokenizer.token_to_id(each) for each in ("yes", "no"))
     head = SafetensorsFile(folders["rerank"] / "model.safetensors").read("model.embed_tokens.weight")[[yes, no]]

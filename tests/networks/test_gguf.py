@@ -237,7 +237,7 @@ REFUSED = {
     "texts per layer": ({"llama.block_count": (ARRAY, ["2", "2"], STRING)}, "block_count: expected one value for all"),
     "no heads": ({"llama.attention.head_count": None}, "llama.attention.head_count: expected a number, got nothing"),
     "three pairs": ({"llama.attention.head_count_kv": (U32, 3)}, "attention.head_count_kv: expected a divisor of 4"),
-    "embeddings for masks": ({"llama.attention.causal": (BOOL, False)}, "attention.causal: expected True, got False"),
+    "a mask as a number": ({"llama.attention.causal": (U32, 2)}, "llama.attention.causal: expected true or false"),
     "eos": ({"tokenizer.ggml.eos_token_id": (I32, -1)}, r"eos_token_id: expected token ids, got \[-1\]"),
     "billions of layers": ({"llama.block_count": (U32, 2**31 - 1)}, "llama.block_count: expected .* up to 65536"),
     "many layers": ({"llama.block_count": (U32, 65536)}, "expected the tensors blk.2.* and more, got none"),
