@@ -672,7 +672,7 @@ VARIANTS = {
         kda_lower_bound=-3.5, num_mtp_layers=0,
     )),
     "bailing_hybrid_free": seeded(BailingHybridConfig(  # without a bound of decays
-        **LATENT | {"num_hidden_layers": 3, "head_dim": 12}, kv_lora_rank=32, qk_rope_head_dim=8,
+        **LATENT | {"num_hidden_layers": 3, "head_dim": 24}, kv_lora_rank=32, qk_rope_head_dim=8,
         qk_nope_head_dim=12, v_head_dim=20, q_lora_rank=None, num_local_experts=7, n_group=1, topk_group=1,
         num_experts_per_tok=2, first_k_dense_replace=0, layer_group_size=3, kda_safe_gate=False, num_mtp_layers=0,
         n_shared_experts=2, attention_bias=True,
