@@ -13,10 +13,12 @@ from seeded_weights import seeded, stored, tensors_of, write
 
 MADE_AFTER = {
     "qwen3_5": 1, "qwen3_5_moe": 1, "qwen3_next": 1, "glm4_moe": 2, "deepseek_v3": 2, "glm4_moe_lite": 2,
+    "bailing_hybrid": 3,
 }
 OWN = {
     "qwen": ("mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight"),
     "": ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"),
+    "bail": ("eh_proj.weight", "enorm.weight", "hnorm.weight", "final_layernorm.weight"),
 }
 SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")  # what adds to the residual stream
 
@@ -62,14 +64,14 @@ def add_next_layer(name, config, spec):
     prefix = "mtp.layers.0." if qwen else f"model.layers.{layers}."
     for old in [each for each in spec["tensors"] if each.startswith(f"model.layers.{like}.")]:
         spec["tensors"][prefix + old.removeprefix(f"model.layers.{like}.")] = copy.deepcopy(spec["tensors"][old])
-    joint, *norms = OWN["qwen" if qwen else ""]
+    joint, *norms = OWN.get(name[:4], OWN[""])
     own = "" if qwen else prefix
     spec["tensors"][own + joint] = [[hidden, 2 * hidden], hidden**-0.5, 0.0]
     for each in norms:
         spec["tensors"][own + each] = [[hidden], 0.2, 0.0 if qwen else 1.0]
     if not qwen:  # published files have copies of these, which nothing reads
         spec["tensors"] |= {
-            f"{prefix}embed_tokens.weight": spec["tensors"]["model.embed_tokens.weight"],
+            f"{prefix}embed_tokens.weight": spec["tensors"]["lm_head.weight"],
             f"{prefix}shared_head.head.weight": spec["tensors"]["lm_head.weight"],
         }
     return own, joint, norms
