@@ -134,7 +134,7 @@ def test_weights_of_a_recurrence_stay_in_float32(name):
 
 
 def test_limits_of_swiglu(tmp_path):
-    """Of experts and of the MLP beside them, in one layer: what it adds to the rows is computed again in float64."""
+    """The experts of one layer and the MLP beside them, computed again in float64."""
     shutil.copytree(seeded("bailing_hybrid"), tmp_path / "x")
     config = json.loads((tmp_path / "x" / "config.json").read_text())
     plain = run_dense(Transformer.from_pretrained(tmp_path / "x"), TOKENS)
