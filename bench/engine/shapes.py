@@ -197,6 +197,56 @@ def _lfm2(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, atten
     return Shape(what, 1024, _metadata("lfm2", sizes), tensors)
 
 
+def _kimi(hidden: int, layers: int, heads: int, inner: int, experts: int, used: int, expert: int) -> Shape:
+    """Three of four layers have Kimi delta attention, the others latent attention; the first has no experts."""
+    size, taps, latent, shared = 128, 4, 512, 64
+
+    def tensors() -> Tensors:
+        yield from _outside(hidden)
+        for i in range(layers):
+            at = f"blk.{i}."
+            yield from _norms(at, hidden, "attn_norm", "ffn_norm")
+            yield f"{at}attn_output.weight", (hidden, heads * size)
+            if (i + 1) % 4 == 0:
+                yield f"{at}attn_q.weight", (heads * (size + shared), hidden)
+                yield f"{at}attn_kv_a_mqa.weight", (latent + shared, hidden)
+                yield f"{at}attn_kv_a_norm.weight", (latent,)
+                yield f"{at}attn_k_b.weight", (heads, latent, size)
+                yield f"{at}attn_v_b.weight", (heads, size, latent)
+            else:
+                for part in "qkv":
+                    yield f"{at}attn_{part}.weight", (heads * size, hidden)
+                    yield f"{at}ssm_conv1d_{part}.weight", (1, heads * size, 1, taps)
+                for part in "fg":
+                    yield f"{at}ssm_{part}_a.weight", (size, hidden)
+                    yield f"{at}ssm_{part}_b.weight", (heads * size, size)
+                yield f"{at}ssm_beta.weight", (heads, hidden)
+                yield f"{at}ssm_a", (1, 1, heads, 1)
+                yield f"{at}ssm_dt.bias", (heads * size,)
+                yield f"{at}ssm_norm.weight", (size,)
+            if not i:
+                yield from _mlp(at, hidden, inner)
+                continue
+            yield f"{at}ffn_gate_inp.weight", (experts, hidden)
+            yield f"{at}exp_probs_b.bias", (experts,)
+            for part, shape in (("gate", (expert, hidden)), ("up", (expert, hidden)), ("down", (hidden, expert))):
+                yield f"{at}ffn_{part}_exps.weight", (experts, *shape)
+                yield f"{at}ffn_{part}_shexp.weight", shape
+
+    kv_heads = [int((i + 1) % 4 == 0) for i in range(layers)]
+    sizes = _sizes(32768, hidden, layers, heads, kv_heads, inner, 1e4) | {
+        "attention.layer_norm_rms_epsilon": 1e-5, "attention.kv_lora_rank": latent,
+        "attention.key_length": latent + shared, "attention.value_length": latent,
+        "attention.key_length_mla": size + shared, "attention.value_length_mla": size,
+        "rope.dimension_count": shared, "ssm.conv_kernel": taps, "kda.head_dim": size, "leading_dense_block_count": 1,
+        "expert_count": experts, "expert_used_count": used, "expert_shared_count": 1,
+        "expert_feed_forward_length": expert, "expert_gating_func": 2, "expert_weights_scale": 2.446,
+        "vocab_size": VOCABULARY,
+    }
+    what = f"Kimi-Linear: hidden {hidden}, {layers} layers (3 of 4 with {heads} states of {size} x {size}), {used} of "
+    return Shape(f"{what}{experts} experts", 1024, _metadata("kimi-linear", sizes), tensors)
+
+
 def _latent(hidden: int, layers: int, heads: int, inner: int, experts: int, used: int, expert: int) -> Shape:
     """Latent attention; an MLP in the first layer, in the others experts and one for all rows beside them."""
     queries, latent, turned, plain, value = 768, 512, 64, 192, 256
@@ -239,5 +289,6 @@ SHAPES = {
     "experts": _experts(1024, 12, 16, 4, 64, 32, 4, 768),
     "qwen35": _qwen35(1024, 24, 8, 2, 256, 16, 3584),  # the shape of Qwen3.5-0.8B
     "lfm2": _lfm2(2048, 16, 32, 8, 8192, (2, 5, 8, 10, 12, 14)),  # of LFM2.5-1.2B
+    "kimi": _kimi(1024, 16, 16, 3584, 16, 2, 512),
     "latent": _latent(2048, 3, 20, 10240, 64, 4, 1536),  # three layers of GLM-4.7-Flash
 }

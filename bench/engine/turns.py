@@ -31,6 +31,7 @@ __all__ = ["add_arguments", "main"]
 
 Tokens = npt.NDArray[np.uint32]
 
+_NETWORKS = ("qwen35", "lfm2", "kimi")
 ANSWER, NEW = 32, 64  # tokens of an answer, and of what a user or a tool adds to it
 BRANCH = 256  # tokens behind the prompt that branches share
 FIRST, LATER, ALONE, BRANCHED, RIVAL = "first turn", "later turn", "its new tokens alone", "branch", "llama.cpp, whole"
@@ -119,7 +120,7 @@ def rival(path: Path, tokens: int, threads: int) -> list[float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
-    parser.add_argument("--network", choices=("qwen35", "lfm2"), nargs="+", default=["qwen35", "lfm2"])
+    parser.add_argument("--network", choices=_NETWORKS, nargs="+", default=[*_NETWORKS])
     parser.add_argument("--file", choices=tuple(GGUF_FILES), default="q4_0", help="type of the weights (default q4_0)")
     parser.add_argument("--tokens", type=int, default=16384, help="of the first prompt (default 16384)")
     parser.add_argument("--turns", type=int, default=5, help="later turns, and branches (default 5)")

@@ -459,7 +459,7 @@ def decays(x, bias, rate, double least, double most):
 
 
 def bounded_decays(x, bias, rate, double bound):
-    """What steps of a recurrence leave where that has a bound: `exp(bound * sigmoid(rate * (x + bias)))`.
+    """The decays of a recurrence that bounds their logarithm: `exp(bound * sigmoid(rate * (x + bias)))`.
 
     Args:
         x: float32 `(n, channels)`, rows contiguous.

@@ -725,6 +725,7 @@ FAMILIES = {
     "BailingHybridForCausalLM": Family(
         "bailing_hybrid", qkv_bias=None, latent=True, gates="head", recurrence="kimi", translated=bailing_entries,
         experts=EXPERT_KINDS["bailing"], names=_LING3, aliases=("BailingMoeV3ForCausalLM",),
+        other_names={"attention.o_proj": "attention.dense"},  # of layers with a state too, as transformers writes them
         next_layers="num_nextn_predict_layers", next_names={"head_norm": "final_layernorm"},
         defaults={
             "rope_theta": 6e6, "max_position_embeddings": 262144, "num_experts": 512, "num_experts_per_tok": 8,

@@ -217,8 +217,8 @@ class FolderTensors:
             if (own := self._family.next_names.get(stem, "")) and "mtp" in own:
                 return Place(f"{own}.{kind}")
         place = self._expert(part, layer)
-        if part == "mixer.rate" and (sizes := self._config.recurrence) is not None and self._family.rate_axes:
-            place = Place(part, 0, (1, 1, sizes.heads, 1))
+        if part == "mixer.rate" and (states := self._config.recurrence) is not None and self._family.rate_axes:
+            place = Place(part, 0, (1, 1, states.heads, 1))
         found = DELTA_PART.search(part) if self._family.by_key_heads else None
         if found and self._config.recurrence is not None:
             names = "linear_attn.in_proj_ba.weight", "linear_attn.in_proj_qkvz.weight"

@@ -416,9 +416,7 @@ class Transformer:
         config = self.config
         assert config.latent is not None, "a layer has latent attention"
         assert layer.qkv is not None, "it has a first matrix"
-        turns: list[Turn] = [
-            np.ascontiguousarray if table is None else partial(table.rotate, rows=turn) for turn in rows.turns[table]
-        ]
+        turns = [_turn(table, each) for each in rows.turns[table]]
         projected, gates, index = self._times(normed, layer.qkv, layer.qkv_bias), None, None
         if config.gates:
             count = config.gates_of(config.sizes[i])
@@ -674,6 +672,14 @@ def _activation_of(config: ModelConfig) -> Callable[..., Float32]:
         "silu": swiglu, "gelu_tanh": geglu if config.mlp_gate else gelu, "relu2": _squared_relu, "xielu": xielu,
     }
     return found[config.activation]
+
+
+def _turn(table: RopeTable | None, rows: tuple[NDArray[Any], ...]) -> Turn:
+    """The rotation of heads by rows of a table; without one heads stay as they are."""
+    if table is None:
+        return np.ascontiguousarray
+    cosines, sines = rows
+    return partial(table.rotate, rows=(cosines, sines))
 
 
 def _limited_swiglu(both: Float32, limit: Float32) -> Float32:

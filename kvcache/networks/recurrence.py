@@ -177,7 +177,7 @@ class KimiDelta:
         return gate(rms_norm(out, self._norms, self._eps).reshape(len(out), -1), z, False)
 
     def _second(self, rows: Float32, matrix: Matrix | MatrixStack | None) -> Float32:
-        """What the second matrix makes of rows, or these if there is none."""
+        """The products of rows with the second matrix; without one the rows."""
         if matrix is None:
             return rows
         return matrix.multiply(np.ascontiguousarray(rows), activations=self._activations)

@@ -35,7 +35,7 @@ SPECIAL = ("<|startoftext|>", "<|im_start|>", "<|im_end|>", "<|start_of_role|>",
            "<think>", "</think>")
 LETTERS = string.ascii_lowercase
 SYSTEM = {"role": "system", "content": "answer in short words"}
-HYBRIDS = [name for name in SEEDED if name.startswith(("lfm", "nemotron", "qwen3_5"))]
+HYBRIDS = [name for name in SEEDED if name.startswith(("lfm", "nemotron", "qwen3_5", "kimi"))]
 
 
 def text_side(template):

@@ -706,16 +706,16 @@ VARIANTS = {
         n_routed_experts=7, n_shared_experts=2, num_experts_per_tok=3, rope_interleave=False, routed_scaling_factor=1.3,
         rope_parameters=DEFAULT_ROPE,
     )),
-    "kimi_linear": seeded(KimiLinearConfig(  # heads of states are others than those that attend
+    "kimi_linear": seeded(KimiLinearConfig(
         **LATENT | {"num_hidden_layers": 4, "max_position_embeddings": 256, "linear_attn_config": {
-            "full_attn_layers": [2, 4], "kda_layers": [1, 3], "head_dim": 20, "num_heads": 3,
+            "full_attn_layers": [2, 4], "kda_layers": [1, 3], "head_dim": 20, "num_heads": 6,
             "short_conv_kernel_size": 3,
         }},
         kv_lora_rank=40, qk_rope_head_dim=10, qk_nope_head_dim=20, v_head_dim=28, q_lora_rank=None,
         num_local_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, n_shared_experts=2,
         routed_scaling_factor=1.3,
     )),
-    "kimi_linear_mixed": seeded(KimiLinearConfig(  # biases, queries with a latent, weights of experts as they are
+    "kimi_linear_mixed": seeded(KimiLinearConfig(  # biases, queries with a latent, fewer heads with a state
         **LATENT | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
         kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=12, v_head_dim=20, q_lora_rank=28,
         num_local_experts=7, num_experts_per_tok=2, norm_topk_prob=False, attention_bias=True, linear_head_dim=16,
@@ -728,7 +728,7 @@ VARIANTS = {
         kda_lower_bound=-3.5, num_mtp_layers=0,
     )),
     "bailing_hybrid_free": seeded(BailingHybridConfig(  # without a bound of decays
-        **LATENT | {"num_hidden_layers": 3, "head_dim": 12}, kv_lora_rank=32, qk_rope_head_dim=8,
+        **LATENT | {"num_hidden_layers": 3, "head_dim": 24}, kv_lora_rank=32, qk_rope_head_dim=8,
         qk_nope_head_dim=12, v_head_dim=20, q_lora_rank=None, num_local_experts=7, n_group=1, topk_group=1,
         num_experts_per_tok=2, first_k_dense_replace=0, layer_group_size=3, kda_safe_gate=False, num_mtp_layers=0,
         n_shared_experts=2, attention_bias=True,

@@ -55,6 +55,7 @@ NEEDED = {
 NEEDED_OF = {
     "granitemoehybrid": {"layer_types"}, "nemotron_h": {"layers_block_type"}, "glm4_moe": {"head_dim"},
     "dots1": {"n_routed_experts", "n_shared_experts", "num_experts_per_tok"},
+    "bailing_hybrid": {"linear_head_dim"},  # transformers writes another number as `head_dim` than it reads there
 }
 
 

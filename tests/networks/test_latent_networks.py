@@ -128,7 +128,8 @@ def test_files_of_gguf_that_are_refused(name, entries, message, tmp_path):
     ("name", "storage"),
     [
         ("deepseek_v2", "f16"), ("deepseek_v3", "q4"), ("deepseek_v3", "calibrated"), ("glm4_moe_lite", "calibrated"),
-        ("deepseek_v32", "f32"), ("deepseek_v32", "q4"), ("glm_moe_dsa", "q8"),
+        ("deepseek_v32", "f32"), ("deepseek_v32", "q4"), ("glm_moe_dsa", "q8"), ("kimi_linear", "q4"),
+        ("bailing_hybrid", "f16"),
     ],
 )
 def test_every_engine_gives_the_tokens_of_a_text_alone(name, storage, tmp_path, known):

@@ -118,6 +118,8 @@ def test_a_pass_stores_what_the_layer_reads(folder):
 
 def test_files_of_gguf_have_it(folder, tmp_path):
     name = folder.name
+    if name == "bailing_hybrid":  # llama.cpp has none
+        return
     if name.startswith("qwen"):
         kinds = json.loads((folder / "config.json").read_text())["layer_types"]
         states = (ARRAY, [*(each == "linear_attention" for each in kinds), False], BOOL)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.one_build
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=9, logprobs=1)
 OPTIONS = [
     ("lfm2", {"dtype": "f16"}), ("qwen3_5", {"dtype": "q4", "residual_length": 16}), ("nemotron_h", {"dtype": "q2"}),
-    ("lfm3", {"dtype": "f32", "block_size": 24}), ("nemotron_h", {"dtype": "q8"}),
+    ("kimi_linear", {"dtype": "q4"}), ("lfm3", {"dtype": "f32", "block_size": 24}), ("nemotron_h", {"dtype": "q8"}),
 ]
 
 
