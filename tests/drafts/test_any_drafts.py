@@ -21,9 +21,9 @@ from kvcache.engine import Transformer
 pytestmark = pytest.mark.one_build
 
 # Every kind of layer: all tokens, windows, three kinds of states, latents, two regimes of positions.
-TARGETS = ["llama_odd", "starcoder2_window", "qwen3_5", "lfm3", "granite_hybrid", "deepseek_v3"]
+TARGETS = ["llama_odd", "starcoder2_window", "qwen3_5", "lfm3", "granite_hybrid", "deepseek_v3", "glm_moe_dsa"]
 DRAFTS = ["same", "q4", "starcoder2_window", "qwen3_5", "glm4_moe_lite"]
-HEADS = [f"{name} {says}" for name in ("qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe_lite")
+HEADS = [f"{name} {says}" for name in ("qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32")
          for says in ("anything", "what follows")]  # networks with an MTP layer, and what it says
 
 

@@ -13,6 +13,7 @@ from seeded_weights import seeded, stored, tensors_of, write
 
 MADE_AFTER = {
     "qwen3_5": 1, "qwen3_5_moe": 1, "qwen3_next": 1, "glm4_moe": 2, "deepseek_v3": 2, "glm4_moe_lite": 2,
+    "deepseek_v32": 2,
 }
 OWN = {
     "qwen": ("mtp.fc.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight"),
