@@ -18,7 +18,9 @@ from kvcache.networks.linear import MatrixStack
 from kvcache.networks.padded_heads import padded
 from kvcache.networks.protocols import IndexRows
 
-__all__ = ["IndexWeights", "LatentWeights", "index_rows", "latent_queries", "latent_results", "latent_rows", "times_heads"]
+__all__ = [
+    "IndexWeights", "LatentWeights", "index_rows", "latent_queries", "latent_results", "latent_rows", "times_heads",
+]
 
 Float32 = NDArray[np.float32]
 Weight = Matrix | MatrixStack

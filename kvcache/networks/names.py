@@ -21,9 +21,9 @@ from kvcache.networks.recurrent_sizes import RecurrentSizes
 
 __all__ = [
     "BESIDE", "DELTA_PART", "EMBEDDING", "EXPERT", "EXPERT_BIASES", "HEAD", "HEAD_BIAS", "HEAD_PART", "INPUT_NORM",
-    "INPUT_PROJECTION", "INPUT_TABLE", "JOINT", "LAYER", "NEXT_NORMS", "NORM", "NORMS", "STORED", "Place", "bias_rows",
-    "fused_place", "has_beside", "key_head_place", "key_head_rows", "latent_order", "matrices_of", "paired_norm", "paired_rows",
-    "refuse_more_layers", "stored_tensors", "tensors_of", "unread_of",
+    "INPUT_PROJECTION", "INPUT_TABLE", "JOINT", "LAYER", "NEXT_NORMS", "NORM", "NORMS", "STORED", "Place",
+    "bias_rows", "fused_place", "has_beside", "key_head_place", "key_head_rows", "latent_order", "matrices_of",
+    "paired_norm", "paired_rows", "refuse_more_layers", "stored_tensors", "tensors_of", "unread_of",
 ]
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from kvcache.core.attention_call import AttentionCall
 
 __all__ = [
-    "Attend", "IndexRows", "LayerAttention", "LayerIndex", "Logits", "Model", "NetworkConfig", "Recur", "Recurrence", "StreamingModel",
-    "cached_sizes", "draft_layers", "latent_layers", "layer_attention", "layer_recurrences",
+    "Attend", "IndexRows", "LayerAttention", "LayerIndex", "Logits", "Model", "NetworkConfig", "Recur", "Recurrence",
+    "StreamingModel", "cached_sizes", "draft_layers", "latent_layers", "layer_attention", "layer_recurrences",
 ]
 
 Float32 = NDArray[np.float32]
@@ -30,7 +30,7 @@ class LayerIndex(NamedTuple):
     Attributes:
         dim: channels of its queries and keys.
         most: the tokens that a query attends to, of those that it sees.
-        own: whether the layer has an indexer of its own; if not, the choice is that of the last layer before it that has.
+        own: whether the layer has an indexer; if not, the choice is that of the last layer before it that has one.
     """
 
     dim: int
