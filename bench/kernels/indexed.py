@@ -116,7 +116,7 @@ def indexed_times(
 
 
 def attend_of(cache: PagedKvCache, sequences: QueriedSequences, model: Transformer) -> Attend:
-    """What an engine does in this layer."""
+    """The attention of an engine in this layer."""
     own = model.attention[0]
     assert own is not None, "it attends"
     calls, most = {0: (0, own.call(), True)}, 0 if own.index is None else own.index.most

@@ -42,7 +42,7 @@ def config_of(name, **changes):
         ("deepseek_v3", {"n_group": 3}, "n_group: expected a divisor of 8 experts, got 3"),
         ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok: expected a positive whole number up to 4, g"),
         ("deepseek_v3", {"qk_rope_head_dim": 31}, "qk_rope_head_dim: expected an even number"),
-        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, "layer_types: expected indexed_attention for each of"),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, "layer_types: expected indexed_attention for each o"),
         ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank: expected a size, of the rows that indexers take, got n"),
         ("deepseek_v32", {"index_head_dim": 8}, r"index_head_dim: expected 16 \(qk_rope_head_dim\) to 512, got 8"),
         ("deepseek_v32", {"index_topk": 0}, "index_topk: expected a positive whole number, got 0"),
