@@ -7,9 +7,14 @@
 #include "kvc_products.h"
 #include "kvc_tiled.h"
 
+/* The staged row of a lane: of one before the first token that of this, of one behind the last token that of this. */
+static int staged_row(const chunk *c, int lane) {
+    const int first = c->piece[0].lane;
+    return lane < first ? first : lane < c->lanes ? lane : c->lanes - 1;
+}
+
 /* One head's rows of the chunk as floats, and pointers to them. Pointers behind the last token repeat it. */
 static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, const unsigned char **staged) {
-    if (j->layout->latent && rows.quantised) rows = j->k_rows; /* which have V first */
     const int padded = rows.side == KVC_KEYS ? j->padded : j->v_padded;
     const size_t k_bytes = j->layout->key_head_bytes, v_bytes = j->layout->value_head_bytes;
     const size_t values = kvc_values_at(j->layout) + (size_t)head * v_bytes;
@@ -21,7 +26,7 @@ static void stage_rows(const job *j, const chunk *c, kvc_rows rows, int head, co
     }
     const int first = c->piece[0].lane;
     for (int t = 0; t < KVC_POINTERS; t++) {
-        float *to = j->stage + (t < first ? first : t < c->lanes ? t : c->lanes - 1) * padded;
+        float *to = j->stage + staged_row(c, t) * padded;
         staged[t] = (const unsigned char *)to;
         if (rows.quantised || t < first || t >= c->lanes) continue;
         const unsigned char *from =
@@ -146,7 +151,10 @@ NOINLINE void mix_values(const job *j, const chunk *c, int head, int rows, int t
     const unsigned char *staged[KVC_POINTERS], *const *v = c->v;
     size_t offset = (size_t)head * j->layout->value_head_bytes;
     const int stage = j->v_rows.quantised || (j->v_rows.format != KVC_F32 && !few);
-    if (stage) {
+    if (stage && j->layout->latent) { /* the rows that were staged for the scores of this chunk have V first */
+        for (int t = 0; t < KVC_POINTERS; t++) staged[t] = (const unsigned char *)(j->stage + staged_row(c, t) * j->padded);
+        v = staged, offset = 0;
+    } else if (stage) {
         stage_rows(j, c, j->v_rows, head, staged);
         v = staged, offset = 0;
     }

@@ -65,6 +65,19 @@ static void put_codes(kvc_rows rows, const unsigned char *codes, int t, unsigned
 #undef PUT
 }
 
+static void get_codes(kvc_rows rows, const unsigned char *packed, int t, unsigned char *codes) {
+#define GET(symbol, name, constant_bits, ...)                                   \
+    case constant_bits:                                                         \
+        rows.bits = constant_bits;                                              \
+        if (rows.side == KVC_KEYS)                                              \
+            rows.side = KVC_KEYS, kvc_get_tile_codes(rows, packed, t, codes);   \
+        else                                                                    \
+            rows.side = KVC_VALUES, kvc_get_tile_codes(rows, packed, t, codes); \
+        break;
+    switch (rows.bits) { KVC_QUANTISED_FORMATS(GET) }
+#undef GET
+}
+
 /* Prefetches a tile that is written after its rows are coded. */
 static void fetch_tile(kvc_rows rows, const unsigned char *tile) {
     for (size_t b = 0; b < kvc_tile_bytes(rows); b += KVC_UNIT) __builtin_prefetch(tile + b, 1, 2);
@@ -145,9 +158,13 @@ static void read_tile(kvc_rows rows, const unsigned char *tile, int first, int c
                       size_t row_stride) {
     unsigned char units[KVC_MAX_HEAD_DIM * KVC_TILE], codes[KVC_MAX_HEAD_DIM];
     const uint16_t *scales = (const uint16_t *)tile, *minima = scales + KVC_TILE;
-    kvc_unpack_units(rows.bits, rows.dim, tile + KVC_TILE_HEADER, units);
+    const int few = count <= 2;
+    if (!few) kvc_unpack_units(rows.bits, rows.dim, tile + KVC_TILE_HEADER, units);
     for (int t = first; t < first + count; t++, x += row_stride) {
-        kvc_codes_of_units(rows.side, rows.dim, units, t, codes);
+        if (few)
+            get_codes(rows, tile + KVC_TILE_HEADER, t, codes);
+        else
+            kvc_codes_of_units(rows.side, rows.dim, units, t, codes);
         dequantise_row(rows.dim, codes, scales[t], minima[t], x);
     }
 }

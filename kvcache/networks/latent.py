@@ -19,7 +19,8 @@ from kvcache.networks.padded_heads import padded
 from kvcache.networks.protocols import IndexRows
 
 __all__ = [
-    "IndexWeights", "LatentWeights", "Turn", "index_rows", "latent_queries", "latent_results", "latent_rows", "times_heads",
+    "IndexWeights", "LatentWeights", "Turn", "index_rows", "latent_queries", "latent_results", "latent_rows",
+    "times_heads",
 ]
 
 Float32 = NDArray[np.float32]

@@ -432,8 +432,8 @@ class Transformer:
             queries, *others = (each * rows.factors[:, None, None] for each in (queries, *others))
         if (parts := self._padded[i]) is not None:
             queries, keys, *others = (padded(each, parts) for each in (queries, keys, *others))
-        rest = () if config.index is None else (*(others or [None]), index)
-        mixed = attend(i, queries, keys, None, *(rest or others))
+        sinks: Any = others
+        mixed = attend(i, queries, keys, None, *(sinks if config.index is None else (None, index)))
         found = latent_results(mixed if parts is None else mixed[:, :, : parts[0]], weights, self.activations)
         return found if gates is None else gate(found, gates, False)
 

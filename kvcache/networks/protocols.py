@@ -31,7 +31,7 @@ class LayerIndex(NamedTuple):
     Attributes:
         dim: channels of its queries and keys.
         most: the tokens that a query attends to, of those that it sees.
-        own: whether the layer has an indexer of its own; if not, the choice is that of the last layer before it that has.
+        own: whether the layer has an indexer; if not, the choice is that of the last layer before it that has one.
     """
 
     dim: int

@@ -36,6 +36,8 @@ cdef class SequenceAttention:
     # sees, ascending; the sequences are described.
     cdef int _refuse_sparse(self, QueriedSequences sequences, AttentionCall call, cnp.ndarray q, object sink_queries,
                             int64_t num_seqs) except -1
+    # ValueError where sequences have holes, for the argument of that name.
+    cdef int _refuse_holes(self, str own, object got, int64_t num_seqs) except -1
     cdef int _check_listed(self, cnp.ndarray tokens, cnp.ndarray q, int64_t num_seqs) except -1
     cdef void _touch(self, int64_t n) noexcept                   # the n picked sequences
     # Describes the sequences to `attention` and checks that the queries add up; leaves their rows in `table.picked`.

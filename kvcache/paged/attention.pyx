@@ -153,6 +153,8 @@ cdef class SequenceAttention:
             self._refuse_sparse(sequences, call, q, sink_queries, num_seqs)
         elif chosen is not None and (chosen.shape[0] != q.shape[0] or self.residual is not None):
             raise ValueError(f"chosen: expected lists of {q.shape[0]} queries, and no tokens in f16")
+        elif chosen is not None:
+            self._refuse_holes("chosen", "an array", num_seqs)
         if call.return_scores:
             for i in range(num_seqs):
                 tokens += attention.seqs[i].num_tokens - attention.seqs[i].hidden_tokens
@@ -173,8 +175,7 @@ cdef class SequenceAttention:
 
     cdef int _refuse_sparse(self, QueriedSequences sequences, AttentionCall call, cnp.ndarray q, object sink_queries,
                             int64_t num_seqs) except -1:
-        cdef int64_t i, size = self.attention.store.layout.block_size, heads = self.attention.store.num_heads
-        cdef const kvc_seq *seq
+        cdef int64_t size = self.attention.store.layout.block_size, heads = self.attention.store.num_heads
         cdef str own = "top_tokens" if sequences.tokens is None else "tokens"
         got = call.top_tokens if sequences.tokens is None else "an array"
         if call.top_tokens and sequences.tokens is not None:
@@ -189,14 +190,20 @@ cdef class SequenceAttention:
             raise ValueError(f"block_size: expected a multiple of {KVC_PAGE} with {own}, got {size}")
         if call.top_tokens and q.shape[1] > KVC_ITEM_ROWS * heads:
             raise ValueError(f"{own}: expected None with more than {KVC_ITEM_ROWS} query heads of a KV head, got {got}")
+        self._refuse_holes(own, got, num_seqs)
+        if sequences.tokens is not None:
+            self._check_listed(sequences.tokens, q, num_seqs)
+        return 0
+
+    cdef int _refuse_holes(self, str own, object got, int64_t num_seqs) except -1:
+        cdef int64_t i, size = self.attention.store.layout.block_size
+        cdef const kvc_seq *seq
         for i in range(num_seqs):
             seq = &self.attention.seqs[i]
             # All blocks but the last are full, and there was no StreamingLLM hole: tokens are text positions.
             if seq.num_tokens and (seq.runs[0].first or seq.sink_tokens or seq.num_tokens >= 2**31 or
                                    seq.num_runs * size != seq.num_tokens + size - seq.runs[seq.num_runs - 1].stop):
                 raise ValueError(f"{own}: expected None for sequences that lost tokens to eviction, got {got}")
-        if sequences.tokens is not None:
-            self._check_listed(sequences.tokens, q, num_seqs)
         return 0
 
     cdef int _check_listed(self, cnp.ndarray tokens, cnp.ndarray q, int64_t num_seqs) except -1:

@@ -57,7 +57,7 @@ def _meaning(caches: Sequence[CachedBlocks]) -> str:
 
 
 def formats_of(store: BlockStore) -> str:
-    """What an `Arena` does not name: index layers, and the formats of a store whose layers differ; else nothing."""
+    """Name index layers, and the formats of a store whose layers differ, which an `Arena` does not; empty: neither."""
     dtypes, index = (store.key_dtype, store.value_dtype), ""
     if store.index is not None:
         index = " index {} x {} {}".format(*store.index)

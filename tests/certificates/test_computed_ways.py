@@ -19,10 +19,10 @@ from kvcache.engine import Transformer
 
 pytestmark = pytest.mark.one_build
 
-# With a window, a state, latent keys, another regime of positions, an MTP layer; with a residual and without.
+# With a window, a state, latent keys, indexers, another regime of positions, an MTP layer; with a residual and without.
 NETWORKS = {
     "llama": "q8", "gemma3": "f32", "gpt_oss": "q4", "qwen3_next": "q4", "deepseek_v3": "f16", "phi3_longrope": "q8",
-    "lfm2": "f32",
+    "lfm2": "f32", "deepseek_v32": "q8",
 }
 
 

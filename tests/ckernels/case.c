@@ -1,5 +1,5 @@
 /* case.c - one input of the fuzzer: writes, copies, clears, reads and attention in a world of blocks; then a matrix
- * and its products (products.h), a layer, sums of NH (layers.h), and a layer with a state (recurrence.h).
+ * and its products (products.h), a layer, sums of NH (layers.h), a layer with a state (recurrence.h), and others to the end.
  *
  * The bytes choose sizes that callers accept and unchecked data: blocks start as arbitrary bytes, as from a hostile
  * saved file, and queries have arbitrary bits. After every step, at every level of this CPU:
@@ -17,6 +17,7 @@
  * bit.
  */
 #include "attention.h"
+#include "indexer.h"
 #include "layers.h"
 #include "products.h"
 #include "recurrence.h"
@@ -375,5 +376,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     step_sparse(&s);
     step_shares(&s);
     step_mix(&s);
+    step_indexer(&s);
     return 0;
 }

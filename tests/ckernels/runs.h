@@ -39,6 +39,7 @@ static void expect_table(const kvc_kernels *kernels) {
     twin.prepare_rows = kernels->prepare_rows;
     twin.attend_item = kernels->attend_item, twin.combine_parts = kernels->combine_parts, twin.score_item = kernels->score_item;
     twin.attend_chosen = kernels->attend_chosen;
+    twin.index_scores = kernels->index_scores, twin.choose_tokens = kernels->choose_tokens;
     const size_t first = offsetof(kvc_kernels, write_runs); /* before it: names, which may lie apart, and padding */
     if (memcmp((char *)&twin + first, (const char *)kernels + first, sizeof twin - first))
         fail("the table of %s is not that of %s", kernels->name, kernels->base);

@@ -20,14 +20,16 @@ from kvcache.engine import Transformer
 
 pytestmark = pytest.mark.one_build
 
-# Every kind of layer: all tokens, windows, four kinds of states, latents, two regimes of positions, numbers of heads.
+# Every kind of layer: all tokens, windows, four kinds of states, latents, two regimes of positions, numbers of heads,
+# indexers.
 TARGETS = [
     "llama_odd", "starcoder2_window", "qwen3_5", "lfm3", "granite_hybrid", "deepseek_v3", "kimi_linear", "laguna",
+    "glm_moe_dsa",
 ]
 DRAFTS = ["same", "q4", "starcoder2_window", "qwen3_5", "glm4_moe_lite"]
 # Networks with an MTP layer, those of the last two with a window, and what it says.
 HEADS = [f"{name} {says}" for says in ("anything", "what follows") for name in (
-    "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash", "step3p7",
+    "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "mimo_v2_flash", "step3p7",
 )]
 
 

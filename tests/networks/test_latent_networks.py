@@ -22,6 +22,7 @@ from kvcache.errors import SnapshotError
 from kvcache.eviction import EvictionPolicy
 from kvcache.kernels.kernels import FORMATS
 from kvcache.networks.config import ModelConfig
+from kvcache.policies import SnapKV
 
 pytestmark = pytest.mark.one_build
 
@@ -41,6 +42,12 @@ def config_of(name, **changes):
         ("deepseek_v3", {"n_group": 3}, "n_group: expected a divisor of 8 experts, got 3"),
         ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok: expected a positive whole number up to 4, g"),
         ("deepseek_v3", {"qk_rope_head_dim": 31}, "qk_rope_head_dim: expected an even number"),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, "layer_types: expected indexed_attention for each o"),
+        ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank: expected a size, of the rows that indexers take, got n"),
+        ("deepseek_v32", {"index_head_dim": 8}, r"index_head_dim: expected 16 \(qk_rope_head_dim\) to 512, got 8"),
+        ("deepseek_v32", {"index_topk": 0}, "index_topk: expected a positive whole number, got 0"),
+        ("glm_moe_dsa", {"indexer_types": ["shared"] * 4}, "indexer_types: expected full, then full or shared for eac"),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FFS"}, "index_topk_pattern: expected full, the"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected dense or sparse for each of 3"),
         ("glm4_moe_lite", {"mlp_layer_types": [[]] * 3}, "mlp_layer_types: expected dense or sparse for each of 3"),
         ("glm4_moe_lite", {"rope_interleave": "yes"}, "rope_interleave: expected true or false, got 'yes'"),
@@ -224,6 +231,33 @@ def known(tmp_path_factory):
         return found[name]
 
     return of
+
+
+def test_layers_that_take_the_choice_of_an_earlier_one():
+    """A list, letters, or every so manyth layer from one on."""
+    def own(**changes):
+        return config_of("glm_moe_dsa", num_hidden_layers=6, mlp_layer_types="absent", layer_types="absent",
+                         **{"indexer_types": None} | changes).index.own
+
+    assert own() == (True,) * 6
+    assert own(indexer_types=["full", "shared"] * 3) == (True, False) * 3
+    assert own(index_topk_pattern="FFSSSF") == (True, True, False, False, False, True)
+    assert own(index_topk_freq=3) == (True, True, False, False, True, False)
+    assert own(index_topk_freq=2, index_skip_topk_offset=3) == (True, True, True, False, True, False)
+
+
+def test_settings_that_indexers_exclude():
+    """By name; in files and tiers the format of their keys is a part of what rows mean."""
+    model, text = Transformer.from_pretrained(seeded("deepseek_v32")), np.arange(80, dtype=np.uint32)
+    for name, options in (
+        ("eviction_policy", {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 16}),
+        ("sparse_tokens", {"sparse_tokens": 16}),
+        ("calibrate", {"calibrate": text}), ("residual_length", {"residual_length": 16}),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: expected .* with layers whose indexers choose tokens, got"):
+            InferenceEngine(model, dtype="q4", **options)
+    with pytest.raises(ValueError, match=r"^policy: expected none with layers whose indexers choose tokens"):
+        InferenceEngine(model, dtype="q4").compress(text, SnapKV())
 
 
 def test_settings_that_do_not_fit_are_refused():

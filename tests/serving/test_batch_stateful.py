@@ -17,6 +17,7 @@ from kvcache import BatchEngine, OutOfMemoryError, QueueFullError
 from kvcache.calibration.calibrating import measure
 from kvcache.engine import Transformer
 
+INDEXED = Transformer.from_pretrained(golden_folder("glm_moe_dsa"))
 LATENT = Transformer.from_pretrained(golden_folder("deepseek_v3"))
 NETWORK = Transformer.from_pretrained(GOLDEN / "llama")
 PROMPTS = prompts(0, 24, 60)
@@ -34,11 +35,14 @@ OPTIONS = {
     "a state, groups of 12": {"dtype": "q4", "residual_length": 12},
     "states alone": {},
     "several sizes": {"dtype": "q8"},
+    "indexers, f16": {"dtype": "f16"},
+    "indexers, q4": {"dtype": "q4"},
     "latent rows, groups of 12": {
         "dtype": "q4", "residual_length": 12, "calibrate": measure(LATENT, np.arange(70, dtype=np.uint32)),
     },
 }
 NETWORKS = {
+    "indexers, f16": INDEXED, "indexers, q4": INDEXED,
     "a window": Windowed(NETWORK, 10), "two windows": Windowed(NETWORK, 30, 5),
     "chunks": Windowed(NETWORK, 12, chunked=True), "a state": StateNetwork("one of each"),
     "a state, groups of 12": StateNetwork("one of each"), "states alone": StateNetwork("states alone"),

@@ -112,7 +112,8 @@ def entries_of(config, given):
         }
     if config.index is not None:
         found |= {
-            "attention.indexer.head_count": (U32, config.index.heads), "attention.indexer.top_k": (U32, config.index.most),
+            "attention.indexer.head_count": (U32, config.index.heads),
+            "attention.indexer.top_k": (U32, config.index.most),
             "attention.indexer.key_length": (U32, config.index.dim),
         }
     if rope["rope_type"] == "yarn":

@@ -43,7 +43,7 @@ _NEAR_END = ("eh_proj", "enorm", "hnorm", "final_layernorm")
 _QWEN = MadeAfter((1, 1), "mtp.layers.0.", _MTP, "mtp_num_hidden_layers", less_one=True)
 MADE_AFTER = {
     "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN, "qwen3_next": _QWEN._replace(key=""),
-    **dict.fromkeys(("glm4_moe", "deepseek_v3", "glm4_moe_lite"), MadeAfter((2, 2))),
+    **dict.fromkeys(("glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), MadeAfter((2, 2))),
     **dict.fromkeys(("hy_v3", "bailing_hybrid"), MadeAfter((3, 3), own=_NEAR_END)),
     "exaone_moe": MadeAfter((1, 0), "mtp.layers.0.", _MTP),  # with the window of the first layer
     "cohere2_moe": MadeAfter((4, 4)),  # of a layer that does not turn, where this one does

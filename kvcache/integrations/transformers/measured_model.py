@@ -104,6 +104,7 @@ def _attention(
     measured = _running.get()
     channels = measured.channels
     scale = (query.shape[3] ** -0.5 if scaling is None else scaling) * channels**0.5
-    rows = (array_of(each.float(), channels)[0].swapaxes(0, 1) for each in (query * scale, key, value))
-    mixed = measured.attend(module.layer_idx, *(np.ascontiguousarray(each) for each in rows))
+    found = (array_of(each.float(), channels)[0].swapaxes(0, 1) for each in (query * scale, key, value))
+    queries, keys, values = map(np.ascontiguousarray, found)
+    mixed = measured.attend(module.layer_idx, queries, keys, values)
     return torch.from_numpy(mixed)[None, ..., : value.shape[3]].to(query.dtype), None

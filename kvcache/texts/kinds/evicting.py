@@ -175,7 +175,7 @@ class EvictingLayers(Layers):
             parts.append((slice(stop - count, stop), self._caches[place.cache], place.first, drawn, hole))
 
         def attend(
-            layer: int, queries: Float32, keys: Any, values: Any, sink_queries: Float32 | None = None, /
+            layer: int, queries: Float32, keys: Any, values: Any, sink_queries: Float32 | None = None, /, *_: Any
         ) -> Float32:
             mixed = []
             for part, cache, first, drawn, hole in parts:

@@ -397,7 +397,7 @@ class StateLayers(Layers):
 
 
 def _attend_nothing(
-    layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None, sinks: Float32 | None = None, /
+    layer: int, queries: Float32, keys: Float32 | None, values: Float32 | None, /, *_: Any
 ) -> Float32:
     raise InvalidOperationError(f"attend: expected a layer with attention, got layer {layer}, which keeps a state")
 

@@ -55,7 +55,7 @@ class WholeLayers(Layers):
         self._parts = calls_of(layers, attention, return_lse=True)
         self.layers = tuple(self._calls)
         self._most_drafts, self.own_ids = most_drafts, own_ids
-        own = [layer for layer in layers if (index := _index_of(attention, layer)) is not None and index.own]
+        own = [layer for layer in layers if (known := _index_of(attention, layer)) is not None and known.own]
         self._indexes = {layer: cache.num_layers + i for i, layer in enumerate(own)}  # the index layer of each
         self._bytes = cache.total_memory_bytes
 
@@ -141,12 +141,12 @@ class WholeLayers(Layers):
     ) -> LayerCall:
         """Attention where some rows, those of `parts`, stand behind a compressed prefix."""
 
-        def attend(layer: int, queries: Float32, keys: Any, values: Any, _: Any = None, /) -> Float32:
+        def attend(layer: int, queries: Float32, keys: Any, values: Any, /, *_: Any) -> Float32:
             found: Any = self.cache.write_and_attend(sequences, self._parts, layer, queries, keys, values)
             mixed, masses = found
             for prefix, rows in parts:
                 output, mass = prefix.attend(layer, queries[rows])
-                mixed[rows], _ = merge_attention(output, mass, mixed[rows], masses[rows])
+                mixed[rows], _lse = merge_attention(output, mass, mixed[rows], masses[rows])
             return mixed  # type: ignore[no-any-return]
 
         return attend
