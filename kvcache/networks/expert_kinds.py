@@ -6,7 +6,6 @@ in another way (`ExpertSizes`, `ExpertChoice`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple

@@ -90,7 +90,7 @@ def bailing_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     layers, dense = found.get("num_hidden_layers"), read.size("first_k_dense_replace", 2, at_least=0)
     for key, usual in _LIMITS.items():
         listed = found.pop(key, None)
-        if isinstance(listed, list) and isinstance(layers, int):  # of layers with experts, and perhaps not of the last ones
+        if isinstance(listed, list) and isinstance(layers, int):  # the last layers may be left out
             found[usual] = [0 if i < dense else each for i, each in enumerate(listed)] + [0] * (layers - len(listed))
         elif listed is not None:
             found[usual] = listed
