@@ -16,6 +16,7 @@ from tensor_files import pack_arrays
 from kvcache.engine import ModelConfig, Transformer
 from kvcache.errors import CheckpointError
 from kvcache.networks.checkpoint import Checkpoint
+from kvcache.networks.gguf import GgufCheckpoint
 
 pytestmark = pytest.mark.one_build
 
@@ -214,6 +215,22 @@ def test_refused(name, changes, message):
         del config["rope_parameters"]["partial_rotary_factor"]
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
         ModelConfig.from_dict(config | changes)
+
+
+def test_files_of_llama4(tmp_path):
+    """Chunks are llama.cpp's; queries have a norm but in the network with 128 experts."""
+    for number, (entries, norm) in enumerate((
+        ({}, ""), ({"attention__sliding_window": (U32, 8192)}, ""), ({"expert_count": (U32, 16)}, "unit"),
+    )):
+        said = {f"llama4__{key}": value for key, value in entries.items()} | {"llama4__context_length": (U32, 9000)}
+        found = GgufCheckpoint(convert(seeded("llama4_plain"), tmp_path / f"{number}.gguf", **said)).config
+        assert (found.windows, found.chunked, found.qk_norm) == ((8192, 8192, 8192, None), True, norm)
+        assert (found.rotated, found.unrotated_growth) == ((True, True, True, False), (0.1, 8192))
+    for key, value, expected in (("", 0, 8192), ("_pattern", 3, 4)):
+        entry = f"attention.sliding_window{key}"
+        path = convert(seeded("llama4_plain"), tmp_path / "x.gguf", **{f"llama4.{entry}": (U32, value)})
+        with pytest.raises(CheckpointError, match=f"llama4.{entry}: expected {expected}, got {value}"):
+            Transformer.from_pretrained(path)
 
 
 CHOICES = [("minimax_m2", 1, "sigmoids"), ("ernie4_5_moe", 2, "a softmax")]

@@ -183,16 +183,16 @@ def test_every_feature_has_a_model():
     elsewhere = {"BailingMoeV2ForCausalLM"}  # which transformers has not: test_chosen_experts.py
     assert {config.architecture for config in configs} | elsewhere == set(FAMILIES)
     for flag in ("qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "value_norm", "head_bias",
-                 "layer_scales"):
+                 "layer_scales", "chunked"):
         assert {getattr(config, flag) for config in configs} == {True, False}, flag
-    for flag in ("normalise", "sigmoid", "bias"):
+    for flag in ("normalise", "sigmoid", "bias", "before"):
         assert {getattr(each.experts.choice, flag) for each in configs if each.experts} == {True, False}, flag
     assert {each.experts.choice.best for each in configs if each.experts and each.experts.choice.groups > 1} == {1, 2}
-    for part in ("window_rope", "attention_scale", "attention_softcap", "logit_softcap"):
+    for part in ("window_rope", "attention_scale", "attention_softcap", "logit_softcap", "unrotated_growth"):
         assert {getattr(config, part) is None for config in configs} == {True, False}, part
     for name in ("embedding_scale", "residual_scale", "logit_scale"):
         assert any(getattr(config, name) != 1 for config in configs), name
-    assert {config.qk_norm for config in configs} == {"", "head", "all", "turned", "layer", "plain"}
+    assert {config.qk_norm for config in configs} == {"", "head", "all", "turned", "layer", "plain", "unit"}
     assert {(config.norm, config.norm_bias) for config in configs} == {
         ("rms", False), ("layer", False), ("layer", True)
     }

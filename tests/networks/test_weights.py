@@ -70,8 +70,8 @@ def test_fewer_layers_than_the_files_have(tmp_path, checkpoint):
         with pytest.raises(CheckpointError, match=message):
             Transformer.from_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
-    tensors["vision_model.encoder.layers.31.fc1.weight"] = tensors["model.norm.weight"]  # layers of something else
-    with pytest.raises(CheckpointError, match=r"expected no others, got the tensors vision_model\.encoder"):
+    tensors["hearing_model.encoder.layers.31.fc1.weight"] = tensors["model.norm.weight"]  # layers of something else
+    with pytest.raises(CheckpointError, match=r"expected no others, got the tensors hearing_model\.encoder"):
         Transformer.from_pretrained(save())
     for name in ("deepseek_v3", "glm4_moe", "solar_open", "gemma4", "qwen3_5", "nemotron_h", "qwen3_vl_moe"):
         place = tmp_path / name
