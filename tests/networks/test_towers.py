@@ -58,11 +58,8 @@ def test_every_kind_has_a_model():
     towers = [content for folder in [*TOWER_FOLDERS, *seeded] if "text_config" in (content := content_of(folder))]
     found = {content["architectures"][0] for content in towers}
     elsewhere = {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}  # test_states.py
-<<<<<<< HEAD
     elsewhere.add("Gemma3nForConditionalGeneration")  # test_residual_streams.py
-=======
     elsewhere.add("Llama4ForConditionalGeneration")  # test_chosen_experts.py
->>>>>>> 7dfe1a9653dbded6b705461a5a9110571c2c6081
     elsewhere |= {"KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"}  # test_latent_networks.py
     assert found | elsewhere == set(TOWERS)
 
