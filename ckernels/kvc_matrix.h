@@ -27,9 +27,8 @@
  *     mxfp4         32  4       scale * number                                bytes b: 2^(b - 128); 255 is none
  *     nvfp4         16  4       unit * scale * number                         bytes b: 8-bit floats / 2, see below; unit: f32
  *
- *   A number is that at the code's place in a table of 16 (KVC_MATRIX_TABLES), less the zero of the format; that of iq2 has the
- *   numbers of IQ2 (8, 25, 43), and of IQ1 (1, 7, 9), in eighths. The floats of nvfp4 have 4 bits of exponent and 3 of mantissa, no
- *   sign, and 127 is none. Units belong to 256 channels.
+ *   A number is that at the code's place in a table of 16 (KVC_MATRIX_TABLES), less the zero of the format. The floats of nvfp4
+ *   have 4 bits of exponent and 3 of mantissa, no sign, and 127 is none. Units belong to 256 channels.
  *
  *   Some groups make a record; channels behind the last are zeros, up to a whole record. It has 8 groups where there are units,
  *   4 in mxfp4, else 2:
@@ -105,7 +104,7 @@ typedef enum kvc_scales { KVC_HALVES, KVC_BYTES, KVC_NIBBLES, KVC_E8M0, KVC_E4M3
     X(IQ4, {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241})          \
     X(IQ3_S, {129, 131, 133, 135, 137, 139, 141, 143, 127, 125, 123, 121, 119, 117, 115, 113}) \
     X(IQ3_XXS, {132, 140, 148, 156, 164, 172, 180, 190, 124, 116, 108, 100, 92, 84, 76, 66})   \
-    X(IQ2, {136, 153, 171, 129, 135, 137, 128, 128, 120, 103, 85, 127, 121, 119, 128, 128})    \
+    X(IQ2, {136, 153, 171, 128, 128, 128, 128, 128, 120, 103, 85, 128, 128, 128, 128, 128})    \
     X(FP4, {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}) /* twice 4-bit floats */
 
 #define KVC_SYMBOL(symbol, ...) KVC_##symbol,

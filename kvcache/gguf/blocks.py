@@ -287,24 +287,18 @@ def _iq2_s(block: NDArray[Any]) -> Parts:
     return Parts(_signed("IQ2_S", places, block["signs"]), _odd(block["scales"]), None, _unit(block, 8))
 
 
-# Codes of IQ1, in the table of IQ2, by whether an eighth is taken away or added, and the value of a grid, -1, 0 or 1.
-_EIGHTHS = np.array([[12, 3, 5], [13, 11, 4]], np.uint8)
-
-
-def _iq1(codes: UInt8, high: NDArray[Any], below: NDArray[Any], scales: NDArray[Any], units: Float32) -> Parts:
-    """The parts of IQ1: of each 8 values the lower and the upper bits of a place, and the sign of an eighth `(n, 32)`.
-
-    `scales`: of 3 bits, `(n, 16)`, of which 2 s + 1 are meant.
-    """
-    places = codes | high << 8
-    return Parts(_EIGHTHS[below[..., None], GRIDS["IQ1"][places]], (scales << 1 | 1).astype(np.int8), None, units)
+# The values of IQ1 in eighths, by whether one is taken away, and the value of its grid (-1, 0 or 1): 8 times that, and 1 more
+# or less. As codes of Q6_K, which are counted from -32, and of IQ3_S, whose table has odd numbers up to 15, then minus these.
+_AS_Q6_K = np.array([[25, 33, 41], [23, 31, 39]], np.uint8)
+_AS_IQ3_S = np.array([[11, 0, 4], [12, 8, 3]], np.uint8)
 
 
 def _iq1_s(block: NDArray[Any]) -> Parts:
     words = block["words"]  # each of 4 times 3 bits, a scale and a sign
     high = (words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7).reshape(-1, 32)
-    below, scales = np.repeat(words >> 15, 4, axis=1), np.repeat(words >> 12 & 7, 2, axis=1)
-    return _iq1(block["codes"], high, below, scales, _unit(block, 8))
+    signs, scales = np.repeat(words >> 15, 4, axis=1)[..., None], (words >> 12 & 7) << 1 | 1
+    codes = _AS_IQ3_S[signs, GRIDS["IQ1"][block["codes"] | high << 8]]
+    return Parts(codes, scales.astype(np.int8), None, _unit(block, 8))
 
 
 def _iq1_m(block: NDArray[Any]) -> Parts:
@@ -312,7 +306,8 @@ def _iq1_m(block: NDArray[Any]) -> Parts:
     scales = (words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7).reshape(-1, 16)
     first, second, third, fourth = (words >> 12).T  # the upper 4 bits make up the unit
     units = (first | second << 4 | third << 8 | fourth << 12).view(np.float16)
-    return _iq1(block["codes"], halves & 7, halves >> 3, scales, _part(units, 8))
+    codes = _AS_Q6_K[halves[..., None] >> 3, GRIDS["IQ1"][block["codes"] | (halves & 7) << 8]]
+    return Parts(codes, (scales << 1 | 1).astype(np.int8), None, _part(units, 8))
 
 
 class _Layout(NamedTuple):
@@ -353,8 +348,8 @@ _LAYOUTS = {
     "IQ2_S": _layout(
         "iq2", _iq2_s, _D, ("codes", "u1", 32), ("signs", "u1", 32), ("high", "u1", 8), ("scales", "u1", 8)
     ),
-    "IQ1_S": _layout("iq2", _iq1_s, _D, ("codes", "u1", 32), ("words", "<u2", 8)),
-    "IQ1_M": _layout("iq2", _iq1_m, ("codes", "u1", 32), ("high", "u1", 16), ("words", "<u2", 4)),
+    "IQ1_S": _layout("iq3_s", _iq1_s, _D, ("codes", "u1", 32), ("words", "<u2", 8)),
+    "IQ1_M": _layout("q6_k", _iq1_m, ("codes", "u1", 32), ("high", "u1", 16), ("words", "<u2", 4)),
     "MXFP4": _layout("mxfp4", _mxfp4, ("e", "u1"), _16),
     "NVFP4": _layout("nvfp4", _nvfp4, ("scales", "u1", 4), ("codes", "u1", 32)),
 }

@@ -214,9 +214,9 @@ def _set_layer_counts(read: _Entries, family: Family, found: dict[str, Any]) -> 
     found["num_hidden_layers"] = layers - ahead
     if family.next_layers:
         found[family.next_layers] = ahead
-    if ahead and family.experts:
-        routed = f"blk.{layers - ahead}.ffn_gate_inp.weight" in read.file
-        found["mtp_mlp_layer_types"] = ["sparse" if routed else "dense"]
+    first = f"blk.{layers - ahead}."
+    if ahead and family.experts and f"{first}nextn.eh_proj.weight" in read.file:
+        found["mtp_mlp_layer_types"] = ["sparse" if f"{first}ffn_gate_inp.weight" in read.file else "dense"]
     return layers
 
 

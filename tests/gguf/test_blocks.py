@@ -82,7 +82,7 @@ def test_parts(rng, kind, rows, columns):
     assert (found.minima is not None) == line.has_minima
     assert (found.units is not None) == line.has_units
     if rows > 7:
-        few = {"Q2_0": 4, "TQ2_0": 4, "TQ1_0": 3, "Q1_0": 2}
+        few = {"Q2_0": 4, "TQ2_0": 4, "TQ1_0": 3, "Q1_0": 2, "IQ1_S": 6, "IQ1_M": 6}
         codes = few.get(kind) or (6 if line.name == "iq2" else 1 << line.bits)
         assert len(np.unique(found.codes)) == codes
     if rows:
