@@ -4,8 +4,8 @@
     rerank   documents behind one query: each prompt whole, their common beginning once, all of it cached
 
 Each engine runs in a process of its own. They take turns, text by text the same, and the least time of the rounds
-counts: so the load of other programs counts least. CPU seconds are those of all threads of an engine's process. OpenVINO's pipeline takes what its own reader makes of the file,
-without states and head.
+counts: so the load of other programs counts least. CPU seconds are those of all threads of an engine's process.
+OpenVINO's pipeline takes what its own reader makes of the file, without states and head.
 """
 
 from __future__ import annotations
