@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Cap, Entries, Number, Size
 from kvcache.networks.expert_sizes import ExpertSizes
-from kvcache.networks.families import Family
+from kvcache.networks.family import Family
 from kvcache.networks.index_sizes import INDEXED, IndexSizes
 from kvcache.networks.latent_sizes import LatentSizes, latent_scale
 from kvcache.networks.layer_sizes import LayerSizes, sizes_of

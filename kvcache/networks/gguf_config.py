@@ -12,7 +12,8 @@ from kvcache.gguf.file import GgufFile
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.config_fields import gguf_keys
 from kvcache.networks.expert_kinds import ExpertKind
-from kvcache.networks.families import FAMILIES, Family, family_of
+from kvcache.networks.families import FAMILIES, family_of
+from kvcache.networks.family import Family
 from kvcache.networks.gguf_architectures import ARCHITECTURES, NEXT_LAYERS, Architecture
 from kvcache.networks.recurrent_sizes import STATE_SIZES
 from kvcache.networks.sparse_gates import share_of

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvcache.errors import CheckpointError
 from kvcache.networks.entries import Entries
-from kvcache.networks.families import Family
+from kvcache.networks.family import Family
 from kvcache.networks.sparse_gates import cutoff_of
 from kvcache.support.arguments import short
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvcache.errors import CheckpointError
 from kvcache.kernels.functions import log, power
 from kvcache.networks.entries import Entries
-from kvcache.networks.families import Family
+from kvcache.networks.family import Family
 from kvcache.networks.rope import Rope
 from kvcache.support.arguments import short
 

@@ -19,7 +19,8 @@ from kvcache.networks.checkpoint import Checkpoint
 from kvcache.networks.entries import Flag, Number, Size
 from kvcache.networks.expert_kinds import ExpertKind, StackedExperts
 from kvcache.networks.experts import mix_experts
-from kvcache.networks.families import FAMILIES, Family
+from kvcache.networks.families import FAMILIES
+from kvcache.networks.family import Family
 from kvcache.networks.gguf_architectures import ARCHITECTURES, Architecture
 
 NETWORKS = ("qwen3_moe", "mixtral", "gpt_oss")
