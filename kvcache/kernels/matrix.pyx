@@ -292,10 +292,10 @@ cdef class Matrix:
             out: float32 `(n, rows)`, C-contiguous, for the result, which shares no memory with x, bias or the weights;
                 a new array by default.
             activations: how x meets the weights. "int8": packed ones in 8 bits per group of 32 channels, floats in
-                float32. "exact": packed ones in two digits of 8 bits, at twice the arithmetic. "bf16": x and the weights
-                rounded to bf16, whatever the format: for many rows on CPUs that multiply bf16 (AMD's with AVX-512, AMX,
-                ARM's with i8mm); few rows of other weights than bf16 are slow. Each kind of CPU has an order of sums of
-                its own, so that bits differ between levels that share them otherwise: `kernels.bf16_order()` names it.
+                float32. "exact": packed ones in two digits of 8 bits, at twice the arithmetic. "bf16": both rounded to
+                bf16, whatever the format: for many rows on CPUs that multiply bf16 (AMD's with AVX-512, AMX, ARM's with
+                i8mm); few rows of other weights than bf16 are slow. Each kind of CPU has an order of sums of its own,
+                so that bits differ between levels that share them otherwise: `kernels.bf16_order()` names it.
             add: add the product, then the bias, to what `out` has; by default they take its place.
 
         Raises:
