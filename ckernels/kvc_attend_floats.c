@@ -27,11 +27,9 @@ void KVC_FN(dots)(kvc_format format, int dim, int rows, int tokens, const float 
     }
 }
 
-#define PANEL_CHUNK(dim, space)                 \
-    pack_panels(dim, tokens, k, offset, space); \
-    panel_chunk(dim, rows, tokens, q, q_stride, space, s)
+#define PANEL_CHUNK(dim, space) panel_chunk(dim, rows, tokens, q, q_stride, k, offset, space, s, ahead)
 void KVC_FN(panels)(int dim, int rows, int tokens, const float *q, int q_stride, const unsigned char *const *k, size_t offset,
-                    float *space, float *s) {
+                    float *space, float *s, ahead_rows ahead) {
     WITH_DIM(PANEL_CHUNK, space)
 }
 

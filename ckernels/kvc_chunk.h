@@ -132,7 +132,7 @@ NOINLINE int score_chunk(const job *j, const chunk *c, int head, size_t index, i
         k = staged, offset = 0;
     }
     if (!few)
-        KVC_FN(panels)(j->k_rows.dim, rows, tokens, q, j->padded, k, offset, j->panels, j->weights);
+        KVC_FN(panels)(j->k_rows.dim, rows, tokens, q, j->padded, k, offset, j->panels, j->weights, ahead);
     else
         KVC_FN(dots)(stage ? KVC_F32 : j->k_rows.format, j->k_rows.dim, rows, tokens, q, j->padded, k, offset, j->weights,
              ahead);
@@ -158,7 +158,6 @@ NOINLINE void mix_values(const job *j, const chunk *c, int head, int rows, int t
         stage_rows(j, c, j->v_rows, head, staged);
         v = staged, offset = 0;
     }
-    if (!few) ahead.rows = NULL;
     if (!few)
         KVC_FN(mix_many)(j->v_rows.dim, rows, tokens, j->weights, v, offset, j->alpha, acc, j->v_padded, ahead);
     else

@@ -57,7 +57,7 @@ typedef struct job {
     int merged;                       /* segments merged into total */
     float cap, inverse_cap;           /* of scores in powers of two; 0: none */
     float *weights, *alpha;           /* [row][KVC_CHUNK], [row] */
-    float *panels, *stage;            /* [KVC_CHUNK * padded] of K, [KVC_CHUNK * the larger of both] of either */
+    float *panels, *stage;            /* room for KVC_CHUNK rows of K, of which one panel is used; and of either */
     unit_query *unit_q, *unit_sink_q; /* [head][row] */
     unit_weights *unit_w;             /* [row], in the memory of panels and stage */
     unsigned char *turned;            /* of latent rows: the tiles of V of a chunk */

@@ -12,8 +12,9 @@
 
 enum {
     /* Bytes of a panel from what is read to what is prefetched, up to four panels at a time, measured: into the first level of
-     * the cache, up to four rows; into the second. */
+     * the cache, up to NEAR_ROWS rows; into the second, which tiles of more rows read at most two panels of at a time. */
     AHEAD_OF_FEW = 2048,
+    NEAR_ROWS = KVC_FLOAT_ROWS == 12 ? 6 : 4,
     FLOATS_AHEAD = 4096,
     FEW_ROWS = 16, /* of floats: the speed of memory is the limit */
 };
@@ -44,7 +45,7 @@ INLINE const unsigned char *panel_of(const block *weights, int panel, const tile
 
 /* Prefetches a line of a panel while byte `at` of it is read; `rows` is a constant. */
 INLINE void fetch(const tile *t, int rows, const unsigned char *panel, size_t at) {
-    prefetch(rows <= 4, panel + at + ahead_of(t, at, rows <= 4 ? AHEAD_OF_FEW : FLOATS_AHEAD), 64);
+    prefetch(rows <= NEAR_ROWS, panel + at + ahead_of(t, at, rows <= NEAR_ROWS ? AHEAD_OF_FEW : FLOATS_AHEAD), 64);
 }
 
 /* Where the block of channels ends that begins at k; k itself behind the last one. Between the blocks of a tile its sums are in

@@ -339,10 +339,11 @@ static inline size_t kvc_thread_floats(const kvc_matmul_args *args) {
  * of one row beside another one takes as long as two or three rows of a larger one. */
 static inline int kvc_block_rows(int most, int64_t left) { return left < most ? (int)left : most; }
 
-/* The same of packed formats. With two digits blocks of fewer rows are powers of two: half of the tiles are not compiled. */
+/* The same of packed formats. With two digits blocks of fewer rows are 1, 2, 4, 6 or 7: the other tiles are not compiled. Six and one
+ * would take longer than eight. */
 static inline int kvc_packed_block_rows(int most, int digits, int64_t left) {
     if (digits == 1 || left >= most) return kvc_block_rows(most, left);
-    return left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    return left > 1 && left < 7 ? (int)left / 2 * 2 : (int)left;
 }
 
 #endif

@@ -19,7 +19,7 @@ enum { GROUP_UNITS = KVC_GROUP / 4 };
 #define PACKED_TILE(format, digits, rows) KVC_OWN(packed_##format##_##digits##_##rows)
 #if defined(KVC_AVX512)
 #define ONE_DIGIT(X, f) X(f, 1, 1) X(f, 1, 2) X(f, 1, 3) X(f, 1, 4) X(f, 1, 5) X(f, 1, 6) X(f, 1, 7) X(f, 1, 8)
-#define TWO_DIGITS(X, f) X(f, 2, 1) X(f, 2, 2) X(f, 2, 4) X(f, 2, 6) X(f, 2, 8)
+#define TWO_DIGITS(X, f) X(f, 2, 1) X(f, 2, 2) X(f, 2, 4) X(f, 2, 6) X(f, 2, 7) X(f, 2, 8)
 #elif defined(KVC_I8MM)
 #define ONE_DIGIT(X, f) X(f, 1, 1) X(f, 1, 2) X(f, 1, 3) X(f, 1, 4) X(f, 1, 5) X(f, 1, 6)
 #define TWO_DIGITS(X, f) X(f, 2, 1) X(f, 2, 2) X(f, 2, 4) X(f, 2, 6)

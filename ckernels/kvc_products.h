@@ -7,7 +7,7 @@
  * has KVC_POINTERS of them; those behind its last token repeat it and have weight 0.
  *
  * Few rows (decode): K and V are read from the block, each row once; scores are dot products along dim.
- * Many rows (prefill): K is packed into panels of KVC_PANEL tokens, [panel][dim][token], for all rows.
+ * Many rows (prefill): K is packed into panels of KVC_PANEL tokens, [dim][token], one after another, for all rows.
  * Both give the same bits. A score has 16 partial sums: sum `lane` adds dimensions lane, lane + 16, .. in
  * this order, from zero; where the row ends, zeros. They are added by halves: in dot products lanes of a vector at a time,
  * of narrow vectors one after the other (kvc_lane); in panels lane by lane in that order. A mixed value is a sum over the
@@ -42,7 +42,7 @@ typedef struct ahead_rows {
 void KVC_FN(dots)(kvc_format format, int dim, int rows, int tokens, const float *q, int q_stride, const unsigned char *const *k,
                   size_t offset, float *s, ahead_rows ahead);
 void KVC_FN(panels)(int dim, int rows, int tokens, const float *q, int q_stride, const unsigned char *const *k, size_t offset,
-                    float *space, float *s);
+                    float *space, float *s, ahead_rows ahead);
 void KVC_FN(mix_few)(kvc_format format, int dim, int rows, int tokens, const float *s, const unsigned char *const *v,
                      size_t offset, const float *alpha, float *acc, int acc_stride, ahead_rows ahead);
 void KVC_FN(mix_many)(int dim, int rows, int tokens, const float *s, const unsigned char *const *v, size_t offset,
@@ -60,6 +60,17 @@ INLINE void fetch_ahead(ahead_rows ahead, int token, int d, int line) {
 /* Prefetches from there into the L1 cache, some tokens ahead. The hardware prefetcher follows one row at a time and is
  * too late. */
 INLINE void fetch_near(const unsigned char *line) { __builtin_prefetch(line, 0, 3); }
+
+/* Prefetches between tiles of many rows, so that each does a little: the rows of that share of `tokens` from `first` on which
+ * belongs to rows [r, r_stop) of `rows`. Into the L1 cache, from where they come into the second: a prefetch into that
+ * alone is lost where many are under way. */
+INLINE void fetch_share(ahead_rows ahead, int dim, int first, int tokens, int r, int r_stop, int rows) {
+    if (!ahead.rows) return;
+    for (int t = first + tokens * r / rows, stop = first + tokens * r_stop / rows; t < stop; t++) {
+        const unsigned char *p = ahead.rows[t] + ahead.offset;
+        for (size_t at = 0; at < (size_t)dim * ahead.bytes; at += 64) fetch_near(p + at);
+    }
+}
 
 /* Accumulators of each of 1 to 4 rows, a power of two: 3 rows have as many each as 4. */
 #define ROW_SUMS(rows) (KVC_DOT_SUMS / ((rows) == 3 ? 4 : (rows)))
@@ -148,11 +159,10 @@ INLINE int panel_at(int steps, int step, int lane) {
     return ((i / KVC_PANEL_LANES * steps + step) * KVC_PANEL_LANES + i % KVC_PANEL_LANES) * KVC_PANEL;
 }
 
-/* Packs rows of floats into panels by transposing squares of KVC_LANES x KVC_LANES. */
-INLINE void pack_panels(int dim, int tokens, const unsigned char *const *k, size_t offset, float *panels) {
+/* Packs KVC_PANEL rows of floats into a panel by transposing squares of KVC_LANES x KVC_LANES. */
+INLINE void pack_panel(int dim, const unsigned char *const *k, size_t offset, float *panel) {
     const int steps = STEPS(dim);
-    for (int t = 0; t < tokens; t += KVC_LANES) {
-        float *panel = panels + t / KVC_PANEL * KVC_PANEL * steps * 16 + t % KVC_PANEL;
+    for (int t = 0; t < KVC_PANEL; t += KVC_LANES, k += KVC_LANES, panel += KVC_LANES) {
         for (int step = 0; step < steps; step++) {
             UNROLL
             for (int half = 0; half < 16; half += KVC_LANES) {
@@ -160,7 +170,7 @@ INLINE void pack_panels(int dim, int tokens, const unsigned char *const *k, size
                 f32v square[KVC_LANES];
                 UNROLL
                 for (int i = 0; i < KVC_LANES; i++)
-                    square[i] = d < dim ? load_dims((const float *)(k[t + i] + offset), d, dim) : f32v_zero();
+                    square[i] = d < dim ? load_dims((const float *)(k[i] + offset), d, dim) : f32v_zero();
                 f32v_transpose(square);
                 UNROLL
                 for (int i = 0; i < KVC_LANES; i++) f32v_store(panel + panel_at(steps, step, half + i), square[i]);
@@ -227,13 +237,20 @@ INLINE void panel_tile(int rows, int dim, const float *q, int q_stride, const fl
     }
 }
 
-INLINE void panel_chunk(int dim, int rows, int tokens, const float *q, int q_stride, const float *panels,
-                        float *s) {
-    for (int t = 0; t < tokens; t += KVC_PANEL, panels += KVC_PANEL * STEPS(dim) * 16) {
+/* Panel by panel, so that each is in the L1 cache when all rows meet it. Meanwhile the tokens of the next panel are prefetched,
+ * and those of the next product. */
+INLINE void panel_chunk(int dim, int rows, int tokens, const float *q, int q_stride, const unsigned char *const *k,
+                        size_t offset, float *panel, float *s, ahead_rows ahead) {
+    for (int t = 0, next = KVC_PANEL; t < tokens; t = next, next += KVC_PANEL) {
+        const ahead_rows own = {next < tokens ? k : NULL, offset, sizeof(float)};
+        pack_panel(dim, k + t, offset, panel);
         int r = 0;
-#define PANEL_ROWS(n)                 \
-    for (; r + (n) <= rows; r += (n)) \
-        panel_tile(n, dim, q + r * q_stride, q_stride, panels, s + r * KVC_CHUNK + t);
+#define PANEL_ROWS(n)                                                                 \
+    for (; r + (n) <= rows; r += (n)) {                                               \
+        fetch_share(own, dim, next, KVC_PANEL, r, r + (n), rows);                     \
+        fetch_share(ahead, dim, t, KVC_PANEL, r, r + (n), rows);                      \
+        panel_tile(n, dim, q + r * q_stride, q_stride, panel, s + r * KVC_CHUNK + t); \
+    }
         PANEL_ROWS(KVC_PANEL_ROWS)
         PANEL_ROWS(2)
         PANEL_ROWS(1)
@@ -296,13 +313,18 @@ INLINE void mix_rows(int rows, int vecs, kvc_format format, int dim, int tokens,
 INLINE void mix_chunk(int tile_rows, kvc_format format, int dim, int rows, int tokens, const float *s,
                       const unsigned char *const *v, size_t offset, const float *alpha, float *acc,
                       int acc_stride, ahead_rows ahead) {
+    const int many = tile_rows == KVC_TILE_ROWS;
+    const ahead_rows later = {many ? ahead.rows : NULL, ahead.offset, ahead.bytes};
+    const int count = ahead.bytes == sizeof(float) ? KVC_PANEL : tokens; /* which it reads first: the others are staged at once */
     int r = 0;
+    if (many) ahead.rows = NULL;
 #define MIX_ROWS(n, vecs)                                                               \
     for (; r + (n) <= rows; r += (n), ahead.rows = NULL) {                              \
+        fetch_share(later, dim, 0, count, r, r + (n), rows);                            \
         mix_rows(n, vecs, format, dim, tokens, s + r * KVC_CHUNK, v, offset, alpha + r, \
                  acc + r * acc_stride, acc_stride, ahead);                              \
     }
-    if (tile_rows == KVC_TILE_ROWS) {
+    if (many) {
         MIX_ROWS(KVC_TILE_ROWS, KVC_TILE_VECS)
     }
     MIX_ROWS(4, MIX_VECS(4))

@@ -41,7 +41,7 @@
  *                                   leave fewer rows in a tile, and fewer partial sums in memory
  *   KVC_DOT_SUMS                    accumulators of the product over few rows
  *   KVC_PACKED_ROWS(n)              rows that a tile of packed weights multiplies at a time, in a call of n rows
- *   KVC_PACKED_PANELS(rows)         panels of that tile: one reads like a stream, two use each broadcast twice
+ *   KVC_PACKED_PANELS(rows)         panels of that tile: one reads like a stream, two use each broadcast twice and have more sums at a time
  *   KVC_FLOAT_ROWS                  the most rows of a tile of float weights: 12, 6 or 2
  *   KVC_FLOAT_SUMS                  accumulators of a tile of float weights
  *   KVC_BF16_TARGET                 1: the level has bf16x2, for CPUs with the feature that KVC_BF16_FEATURE names

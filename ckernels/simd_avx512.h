@@ -198,7 +198,7 @@ INLINE f32v i32v_floats(i32v x) { return _mm512_cvtepi32_ps(x); }
 #define KVC_UNIT_MIX_ROWS 4
 #define KVC_UNSIGNED_WEIGHTS 1
 #define KVC_PACKED_ROWS(n) ((n) <= 8 ? 8 : 6)
-#define KVC_PACKED_PANELS(rows) ((rows) == 6 ? 2 : 1)
+#define KVC_PACKED_PANELS(rows) ((rows) >= 4 && (rows) <= 6 ? 2 : 1)
 #define KVC_FLOAT_ROWS 12
 #define KVC_FLOAT_SUMS 24
 
