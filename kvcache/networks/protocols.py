@@ -247,7 +247,7 @@ def layer_attention(model: Model) -> tuple[LayerAttention | None, ...]:
             continue
         window = None if each.window and each.window >= most else each.window
         each = replace(
-            each, window=window, chunked=each.chunked and window is not None,
+            each, window=window, chunked=each.chunked and window == each.window,
             num_kv_heads=each.num_kv_heads or config.num_kv_heads, head_dim=each.head_dim or config.head_dim,
         )
         found.append(each)

@@ -114,6 +114,11 @@ def test_the_groups_of_a_network():
     assert groups(network("two windows")) == ((1,), {20: (0,), 70: (2,)})
     model = RecordingNetwork((FULL, window(400), window(399)))
     assert groups(model)[0] == (0, 1), "a window of all positions is none"
+    model = RecordingNetwork((FULL, window(400, chunked=True), window(399, chunked=True), window(399)))
+    settings = InferenceEngine(model)._settings
+    assert (settings.whole, settings.layers["window"]) == ((0, 1), ((3,), (2,)))
+    with pytest.raises(ValueError, match="window: expected a number beside chunked, got None"):
+        InferenceEngine(RecordingNetwork((FULL, LayerAttention(chunked=True))))
 
 
 def test_the_groups_of_layers_of_several_sizes():
