@@ -287,9 +287,9 @@ def _iq2_s(block: NDArray[Any]) -> Parts:
     return Parts(_signed("IQ2_S", places, block["signs"]), _odd(block["scales"]), None, _unit(block, 8))
 
 
-# The values of IQ1 in eighths, by whether one is taken away, and the value of its grid (-1, 0 or 1): 8 times that, and 1
-# more or less. As codes of Q6_K, which are counted from -32, and of IQ3_S, whose table has odd numbers up to 15, then minus
-# these.
+# The values of IQ1 in eighths, by whether one is taken away, and the value of its grid (-1, 0 or 1): 8 times that,
+# and 1 more or less. As codes of Q6_K, which are counted from -32, and of IQ3_S, whose table has odd numbers up to
+# 15, then minus these.
 _AS_Q6_K = np.array([[25, 33, 41], [23, 31, 39]], np.uint8)
 _AS_IQ3_S = np.array([[11, 0, 4], [12, 8, 3]], np.uint8)
 
