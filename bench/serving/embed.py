@@ -28,7 +28,7 @@ from kvcache import BatchEngine
 
 __all__ = ["add_arguments", "main"]
 
-TEXTS = {32: 32, 128: 16, 512: 4}  # tokens of a text, and texts of a call
+TEXTS = {32: 16, 128: 8, 512: 2}  # tokens of a text, and texts of a call
 DOCUMENTS, LENGTH, QUERIES = 50, 400, (16, 400)  # documents, their tokens, tokens of queries
 
 
