@@ -33,36 +33,37 @@ CONFIG = {
     "max_position_embeddings": 163840, "num_nextn_predict_layers": 0, "tie_word_embeddings": True,
     "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
 }
-LATENT = 512, 64  # channels of a row
-HIDDEN, HEADS, QUERIES, INDEX_HEADS, INDEX_DIM = 7168, 128, 1536, 64, 128
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "index_n_heads": 4}
+LATENT, INDEX_DIM = (512, 64), 128  # channels of a row, and of a key of the indexer
 
 
-def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The tensors of the network."""
-    layer, latent = "model.layers.0.", sum(LATENT)
-    yield "model.embed_tokens.weight", (64, HIDDEN)
-    yield "model.norm.weight", (HIDDEN,)
+    layer, latent, hidden = "model.layers.0.", sum(LATENT), config["hidden_size"]
+    heads, queries, index_heads = (config[name] for name in ("num_attention_heads", "q_lora_rank", "index_n_heads"))
+    yield "model.embed_tokens.weight", (64, hidden)
+    yield "model.norm.weight", (hidden,)
     for name in ("input_layernorm", "post_attention_layernorm"):
-        yield f"{layer}{name}.weight", (HIDDEN,)
+        yield f"{layer}{name}.weight", (hidden,)
     for name, shape in {
-        "q_a_proj": (QUERIES, HIDDEN), "q_b_proj": (HEADS * 192, QUERIES), "kv_a_proj_with_mqa": (latent, HIDDEN),
-        "kv_b_proj": (HEADS * 256, LATENT[0]), "o_proj": (HIDDEN, HEADS * 128), "q_a_layernorm": (QUERIES,),
-        "kv_a_layernorm": (LATENT[0],), "indexer.wq_b": (INDEX_HEADS * INDEX_DIM, QUERIES),
-        "indexer.wk": (INDEX_DIM, HIDDEN), "indexer.weights_proj": (INDEX_HEADS, HIDDEN),
+        "q_a_proj": (queries, hidden), "q_b_proj": (heads * 192, queries), "kv_a_proj_with_mqa": (latent, hidden),
+        "kv_b_proj": (heads * 256, LATENT[0]), "o_proj": (hidden, heads * 128), "q_a_layernorm": (queries,),
+        "kv_a_layernorm": (LATENT[0],), "indexer.wq_b": (index_heads * INDEX_DIM, queries),
+        "indexer.wk": (INDEX_DIM, hidden), "indexer.weights_proj": (index_heads, hidden),
         "indexer.k_norm": (INDEX_DIM,),
     }.items():
         yield f"{layer}self_attn.{name}.weight", shape
     yield f"{layer}self_attn.indexer.k_norm.bias", (INDEX_DIM,)
-    for name, shape in (("gate", (64, HIDDEN)), ("up", (64, HIDDEN)), ("down", (HIDDEN, 64))):
+    for name, shape in (("gate", (64, hidden)), ("up", (64, hidden)), ("down", (hidden, 64))):
         yield f"{layer}mlp.{name}_proj.weight", shape
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, config: dict[str, Any]) -> None:
     """Write `config.json` and `model.safetensors`, in bf16."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, Any] = {}
     at, rng = 0, np.random.default_rng(0)
-    for name, shape in shapes():
+    for name, shape in shapes(config):
         size = 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
         at += size
@@ -70,16 +71,16 @@ def write(folder: Path) -> None:
     text += b" " * (-len(text) % 8)
     with open(folder / "model.safetensors", "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for _, shape in shapes():
+        for _, shape in shapes(config):
             rows = rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
             rows = rows if len(shape) > 1 else np.ones(shape, np.float32)
             file.write((rows.view(np.uint32) >> 16).astype(np.uint16).tobytes())
 
 
-def indexed_models() -> tuple[Transformer, Transformer]:
-    """The network, and the same one whose queries attend to all tokens."""
+def indexed_models(small: bool = False) -> tuple[Transformer, Transformer]:
+    """The network, and the same one whose queries attend to all tokens; `small`: of other sizes, to try it."""
     with tempfile.TemporaryDirectory() as place:
-        write(Path(place))
+        write(Path(place), CONFIG | (SMALL if small else {}))
         config = ModelConfig.from_pretrained(place)
         weights = Weights.from_pretrained(place, config, "q8")
     return Transformer(config, weights), Transformer(replace(config, index=None), weights)

@@ -114,7 +114,7 @@ def _times(options: argparse.Namespace) -> int:
 
 
 def _indexed(options: argparse.Namespace) -> int:
-    rows, missed, before, models = [], 0, get_num_threads(), indexed_models()
+    rows, missed, before, models = [], 0, get_num_threads(), indexed_models(options.quick)
     for threads in dict.fromkeys(options.threads):
         set_num_threads(threads)
         for context in options.indexed:

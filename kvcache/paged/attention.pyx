@@ -152,7 +152,8 @@ cdef class SequenceAttention:
         if call.top_tokens or sequences.tokens is not None:
             self._refuse_sparse(sequences, call, q, sink_queries, num_seqs)
         elif chosen is not None and (chosen.shape[0] != q.shape[0] or self.residual is not None):
-            raise ValueError(f"chosen: expected lists of {q.shape[0]} queries, and no tokens in f16")
+            raise ValueError(f"chosen: expected lists of {q.shape[0]} queries in a cache without residual_length, "
+                             f"got {chosen.shape[0]}")
         elif chosen is not None:
             self._refuse_holes("chosen", "an array", num_seqs)
         if call.return_scores:
@@ -186,7 +187,7 @@ cdef class SequenceAttention:
                 raise ValueError(f"{name}: expected None beside {own}, got {short(value.tolist())}")
         if call.top_tokens and self.attention.store.layout.latent:
             raise ValueError(f"{own}: expected None with latent, got {got}")
-        if size % KVC_PAGE:
+        if size % KVC_PAGE and not self.attention.store.layout.latent:    # whose lists are read row by row
             raise ValueError(f"block_size: expected a multiple of {KVC_PAGE} with {own}, got {size}")
         if call.top_tokens and q.shape[1] > KVC_ITEM_ROWS * heads:
             raise ValueError(f"{own}: expected None with more than {KVC_ITEM_ROWS} query heads of a KV head, got {got}")

@@ -172,6 +172,11 @@ def test_the_tables_of_tiles(capsys):
     assert "DIFFER" not in shown
 
 
+def test_sparse_shows_a_layer_with_an_indexer(capsys):
+    assert main(["sparse", "--quick", "--only", "indexer", "--threads", "1"]) == 0
+    assert "4,096" in capsys.readouterr().out
+
+
 def test_the_command_line(capsys):
     assert main(["trace", "--quick", "--requests", "60"]) == 0
     assert "optimal (offline)" in capsys.readouterr().out

@@ -8,12 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from bailing import twins
-from dense_runs import run_dense
+from dense_runs import IndexedAttention, run_dense
 from gguf_files import ARRAY, BOOL, U32, convert
 from latent_gguf import as_converted
 from latent_gguf import convert as convert_latent
 from next_layers import MADE_AFTER, with_next_layer
-from oracles.engine import dense_attention
 from seeded_weights import write
 from state_gguf import convert as convert_state
 
@@ -36,15 +35,15 @@ class Dense:
     """A cache in plain arrays, as far as a pass needs one."""
 
     def __init__(self, model):
-        self.model, self.rows = model, [[] for _ in model.attention]
+        self.model, self.rows, self.attention = model, [[] for _ in model.attention], IndexedAttention(model)
         self.states = [each and np.zeros((1, each.size), np.float32) for each in model.recurrences]
 
-    def attend(self, layer, queries, keys, values, *_):
+    def attend(self, layer, queries, keys, values, _=None, rows=None):
         each = self.model.attention[layer]
         values = keys[..., : each.latent] if each.latent else values
         self.rows[layer].append((keys.copy(), values.copy()))
         keys, values = self.kept(layer)
-        return dense_attention(queries, keys, values, **each.options()).astype(np.float32)
+        return self.attention(layer, queries, keys, values, rows)
 
     def recur(self, layer, inputs):
         zero, count = np.zeros(1, np.int64), np.array([len(inputs[0])])
@@ -86,7 +85,7 @@ def test_it_is_a_usual_layer_of_joined_rows(folder):
     )
     want = run_dense(alone, np.arange(len(TOKENS)).astype(np.uint32))
     found = []
-    dense.rows[-1].clear()
+    dense.rows[-1].clear(), dense.attention.keys[-1].clear()
     for i, token in enumerate(TOKENS):
         logits, hidden = model.draft(TOKENS[i : i + 1], np.array([i]), dense.attend, before[i : i + 1])
         found.append(logits[0])

@@ -13,10 +13,33 @@ def chosen_tokens(rows, keys, most):
     return [np.sort(np.argsort(-row[: first + i], kind="stable")[:most]) for i, row in enumerate(scores)]
 
 
+class IndexedAttention:
+    """Attention of a network in float64, over the tokens that indexers choose in layers that have some.
+
+    Attributes:
+        keys: those of the indexers of each layer.
+    """
+
+    def __init__(self, model):
+        self.attention, self.keys, self.chosen = model.attention, [[] for _ in model.attention], None
+
+    def __call__(self, layer, queries, keys, values, rows=None):
+        index, options = self.attention[layer].index, self.attention[layer].options()
+        if index is None:
+            return dense_attention(queries, keys, values, **options).astype(np.float32)
+        if index.own:
+            self.keys[layer].append(rows.keys)
+            self.chosen = chosen_tokens(rows, np.concatenate(self.keys[layer]), index.most)
+        found = (
+            dense_attention(query[None], keys[some], values[some], **options)
+            for query, some in zip(queries, self.chosen, strict=True)
+        )
+        return np.concatenate(list(found)).astype(np.float32)
+
+
 def run_dense(model, tokens, chunk=None, regime=None):
     """The logits of every token, `(n, vocab)`; pieces of `chunk` tokens. `regime`: if not that of the text."""
-    kept, indexed, chosen = ([[] for _ in range(model.config.num_layers)] for _ in range(3))
-    options = [attention and attention.options() for attention in model.attention]
+    kept, attention = [[] for _ in range(model.config.num_layers)], IndexedAttention(model)
     states = [each and np.zeros((1, each.size), np.float32) for each in getattr(model, "recurrences", ())]
     regime = model.regime(len(tokens)) if regime is None else regime
 
@@ -26,16 +49,7 @@ def run_dense(model, tokens, chunk=None, regime=None):
         if owner is None:
             kept[layer].append((keys.copy(), values.copy()))
         keys, values = (np.concatenate(rows) for rows in zip(*kept[layer if owner is None else owner], strict=True))
-        if (index := model.attention[layer].index) is None:
-            return dense_attention(queries, keys, values, **options[layer]).astype(np.float32)
-        if index.own:
-            indexed[layer].append(rows.keys)
-            chosen[0] = chosen_tokens(rows, np.concatenate(indexed[layer]), index.most)
-        found = (
-            dense_attention(query[None], keys[some], values[some], **options[layer])
-            for query, some in zip(queries, chosen[0], strict=True)
-        )
-        return np.concatenate(list(found)).astype(np.float32)
+        return attention(layer, queries, keys, values, rows)
 
     def recur(layer, inputs):
         zero, count = np.zeros(1, np.int64), np.array([len(inputs[0])])

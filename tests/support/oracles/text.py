@@ -48,6 +48,8 @@ class PlainTexts:
             "key_dtype": options.get("key_dtype") or options.get("dtype", "f32"),
             "value_dtype": options.get("value_dtype") or options.get("dtype", "f32"),
         }
+        if cache.index is not None:
+            self.storage |= dict(zip(("index_layers", "index_dim", "index_dtype"), cache.index, strict=True))
         self.most = None if self.budgets and self.budgets.endless else model.config.max_position_embeddings
         self.tokenizer = None
         self.new = NewRequests(model.config, self.most, 0, CallLock(), lambda: self.tokenizer)
@@ -98,7 +100,10 @@ class PlainTexts:
             cache.grow(max(0, -(-(self.num_tokens + count) // cache.block_size) - cache.total_blocks))
             cache.append(0, count)
 
-        def attend(layer, queries, keys, values, *_):
+        chosen = None
+
+        def attend(layer, queries, keys, values, _=None, rows=None):
+            nonlocal chosen
             attention = self.attention[layer]
             owner, cache = attention.kv_layer, self.caches[attention.num_kv_heads, attention.head_dim]
             if owner is None:
@@ -106,7 +111,18 @@ class PlainTexts:
             own = layer if owner is None else owner
             top = None if attention.window else self.sparse_tokens
             options = attention.options() | {"top_tokens": top}
-            return cache.attention(own, queries, [0], query_lens=[len(queries)], **options)
+            mixed = cache.attention(own, queries, [0], query_lens=[len(queries)], **options)
+            if (index := attention.index) is None:
+                return mixed
+            if index.own:
+                number = len(self.attention) + sum(each.index.own for each in self.attention[:layer])
+                cache.write(number, 0, rows.keys)
+                chosen = cache.choose_tokens(
+                    number, rows.queries, rows.weights, [0], index.most, query_lens=[len(queries)]
+                )
+            few = max(0, index.most - self.num_tokens)  # the queries that see all tokens
+            listed = cache.attention(own, queries, [0], query_lens=[len(queries)], tokens=chosen, **options)
+            return np.concatenate([mixed[:few], listed[few:]])
 
         def recur(layer, rows):
             zero = np.zeros(1, np.int64)
