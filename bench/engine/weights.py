@@ -68,7 +68,7 @@ def product_cases(format: str, shape: tuple[int, int], cold_bytes: int, threads:
     for n in (*FEW, MANY):
         claims: tuple[Claim, ...] = ()
         if n == 1:
-            claims = (share_of(0.8, format, READ),)
+            claims = (share_of(0.8 if packed else 0.85, format, READ),)
         elif n == MANY:
             claims = (share_of(0.7 if packed else 0.85, format, name),)
         yield Case(f"{n} row{'s' * (n > 1)}", partial(make, n), claims)

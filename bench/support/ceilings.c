@@ -21,7 +21,6 @@ enum { WIDTH = 32 };
 #endif
 
 typedef uint64_t words __attribute__((vector_size(WIDTH)));
-typedef float floats __attribute__((vector_size(WIDTH)));
 
 static inline words load(const char *p) {
     words w;
@@ -67,28 +66,39 @@ uint64_t ceiling_narrow(const char *from, char *to, int64_t bytes) {
     return (uint64_t)to[0];
 }
 
-static float multiply(int64_t rounds, float seed) {
-    floats acc[CHAINS], x, y;
-    for (int j = 0; j < WIDTH / 4; j++) x[j] = 0.999f + seed * 1e-9f, y[j] = 1e-3f;
-    for (int i = 0; i < CHAINS; i++) acc[i] = x * (float)i;
-    for (int64_t r = 0; r < rounds; r++)
-#pragma GCC unroll 16
-        for (int i = 0; i < CHAINS; i++) acc[i] = acc[i] * x + y;
-    float sum = 0;
-    for (int i = 0; i < CHAINS; i++)
-        for (int j = 0; j < WIDTH / 4; j++) sum += acc[i][j];
-    return sum;
-}
+/* `rounds` times `chains` independent fused multiply-adds of a register of `width` bytes, which has 12 chains beside x and y where
+ * there are 16 registers. */
+#define MULTIPLY(width, chains)                                                                   \
+    typedef float floats##width __attribute__((vector_size(width)));                              \
+    static float multiply##width(int64_t rounds, float seed) {                                    \
+        floats##width acc[chains], x, y;                                                          \
+        for (int j = 0; j < width / 4; j++) x[j] = 0.999f + seed * 1e-9f, y[j] = 1e-3f;           \
+        for (int i = 0; i < chains; i++) acc[i] = x * (float)i;                                   \
+        for (int64_t r = 0; r < rounds; r++)                                                      \
+            _Pragma("GCC unroll 16") for (int i = 0; i < chains; i++) acc[i] = acc[i] * x + y;    \
+        float sum = 0;                                                                            \
+        for (int i = 0; i < chains; i++)                                                          \
+            for (int j = 0; j < width / 4; j++) sum += acc[i][j];                                 \
+        return sum;                                                                               \
+    }
+MULTIPLY(32, 12)
+#if defined(__AVX512F__)
+MULTIPLY(64, 16)
+#else
+#define multiply64 multiply32
+#endif
 
-/* `rounds` times CHAINS independent fused multiply-adds of a whole register, on each thread. */
-float ceiling_fma(int64_t rounds, int threads) {
+/* That on each thread; half: with registers of 32 bytes where there are wider ones. */
+float ceiling_fma(int64_t rounds, int threads, int half) {
     float sum = 0;
 #pragma omp parallel for schedule(static) reduction(+ : sum) num_threads(threads)
-    for (int t = 0; t < threads; t++) sum += multiply(rounds, (float)t);
+    for (int t = 0; t < threads; t++) sum += half ? multiply32(rounds, (float)t) : multiply64(rounds, (float)t);
     return sum;
 }
 
-int64_t ceiling_fma_flop(int64_t rounds, int threads) { return rounds * threads * CHAINS * (WIDTH / 4) * 2; }
+int64_t ceiling_fma_flop(int64_t rounds, int threads, int half) {
+    return rounds * threads * (half || WIDTH == 32 ? 12 * 8 : 16 * 16) * 2;
+}
 
 /* Dot products of 4 bytes per 32-bit lane: the instruction that this machine has for them. */
 #if defined(__AVX512VNNI__)

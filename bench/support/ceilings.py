@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import kvcache
 from bench.support.common import timed
 
 __all__ = ["BlockReader", "byte_products", "fma", "huge_array", "kind", "last_level_bytes", "narrow"]
@@ -27,6 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
 FMA_ROUNDS = 200_000  # 3.2 million FMA instructions: a millisecond or two
+HALVES = ("avx2", "avxvnni")  # levels whose registers have 32 bytes, where CPUs may have wider ones
 PIECE = 4096  # bytes that a reader reads from a block at once; smaller blocks are read whole
 
 
@@ -47,9 +49,9 @@ def _library() -> Any:
         library.ceiling_read.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4 + [ctypes.c_int]
         library.ceiling_narrow.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64]
         library.ceiling_fma.restype = ctypes.c_float
-        library.ceiling_fma.argtypes = [ctypes.c_int64, ctypes.c_int]
+        library.ceiling_fma.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
         library.ceiling_fma_flop.restype = ctypes.c_int64
-        library.ceiling_fma_flop.argtypes = [ctypes.c_int64, ctypes.c_int]
+        library.ceiling_fma_flop.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
         library.ceiling_dot.restype = library.ceiling_dot_ops.restype = ctypes.c_int64
         library.ceiling_dot.argtypes = library.ceiling_dot_ops.argtypes = [ctypes.c_int64, ctypes.c_int]
         library.parallel = bool(extra)
@@ -142,12 +144,13 @@ class BlockReader:
 
 
 def fma(threads: int) -> tuple[Any, float]:
-    """`(run, FLOP of one run)`: only fused multiply-adds of float32, on this many threads."""
+    """`(run, FLOP of one run)`: only fused multiply-adds of float32, on this many threads and the level's registers."""
     library = _library()
     if library is None:
         a = np.ones((1024, 1024), np.float32)
         return lambda: np.dot(a, a), 2.0 * 1024**3
-    return lambda: library.ceiling_fma(FMA_ROUNDS, threads), float(library.ceiling_fma_flop(FMA_ROUNDS, threads))
+    how = FMA_ROUNDS, threads, int(kvcache.simd_level() in HALVES)
+    return lambda: library.ceiling_fma(*how), float(library.ceiling_fma_flop(*how))
 
 
 def byte_products(threads: int) -> tuple[Any, float] | None:
