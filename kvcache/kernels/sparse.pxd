@@ -1,4 +1,4 @@
-"""The types of sparse attention; kernels/kernels.pxd has its functions, and ckernels/kvc_sparse.h and kvc_indexer.h explain them."""
+"""The types of sparse attention; kernels/kernels.pxd has its functions, kvc_sparse.h and kvc_indexer.h explain them."""
 
 from libc.stdint cimport int32_t, int64_t, uint16_t
 

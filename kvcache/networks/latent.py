@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +19,11 @@ from kvcache.networks.latent_sizes import LatentSizes
 from kvcache.networks.linear import MatrixStack
 from kvcache.networks.padded_heads import padded
 from kvcache.networks.protocols import IndexRows
+from kvcache.networks.rope import RopeTable
 
 __all__ = [
     "IndexWeights", "LatentWeights", "Turn", "index_rows", "latent_queries", "latent_results", "latent_rows",
-    "times_heads",
+    "times_heads", "turn_of",
 ]
 
 Float32 = NDArray[np.float32]
@@ -146,3 +149,11 @@ def times_heads(x: Float32, matrices: Sequence[Matrix], activations: str) -> Flo
     if n:
         multiply_groups(matrices, [n] * heads, rows.__dlpack__(), out.__dlpack__(), activations=activations)
     return out.reshape(heads, n, -1).transpose(1, 0, 2)
+
+
+def turn_of(table: RopeTable | None, rows: tuple[NDArray[Any], ...]) -> Turn:
+    """The rotation of heads by rows of a table; without one heads stay as they are."""
+    if table is None:
+        return np.ascontiguousarray
+    cosines, sines = rows
+    return partial(table.rotate, rows=(cosines, sines))

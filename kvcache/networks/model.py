@@ -35,7 +35,7 @@ from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
 from kvcache.networks.hidden_rows import HiddenRows
-from kvcache.networks.latent import LatentWeights, Turn, index_rows, latent_queries, latent_results, latent_rows
+from kvcache.networks.latent import LatentWeights, index_rows, latent_queries, latent_results, latent_rows, turn_of
 from kvcache.networks.layer_sizes import LayerSizes, first_sharing
 from kvcache.networks.padded_heads import padded, stored_sizes
 from kvcache.networks.protocols import Attend, LayerAttention, LayerIndex, Logits, Recur
@@ -416,7 +416,7 @@ class Transformer:
         config = self.config
         assert config.latent is not None, "a layer has latent attention"
         assert layer.qkv is not None, "it has a first matrix"
-        turns = [_turn(table, each) for each in rows.turns[table]]
+        turns = [turn_of(table, each) for each in rows.turns[table]]
         projected, gates, index = self._times(normed, layer.qkv, layer.qkv_bias), None, None
         if config.gates:
             count = config.gates_of(config.sizes[i])
@@ -672,14 +672,6 @@ def _activation_of(config: ModelConfig) -> Callable[..., Float32]:
         "silu": swiglu, "gelu_tanh": geglu if config.mlp_gate else gelu, "relu2": _squared_relu, "xielu": xielu,
     }
     return found[config.activation]
-
-
-def _turn(table: RopeTable | None, rows: tuple[NDArray[Any], ...]) -> Turn:
-    """The rotation of heads by rows of a table; without one heads stay as they are."""
-    if table is None:
-        return np.ascontiguousarray
-    cosines, sines = rows
-    return partial(table.rotate, rows=(cosines, sines))
 
 
 def _limited_swiglu(both: Float32, limit: Float32) -> Float32:
