@@ -34,11 +34,11 @@ cdef class Attention:
                      cnp.ndarray sink_queries, cnp.ndarray sinks, cnp.ndarray out, cnp.ndarray scores,
                      cnp.ndarray lse, cnp.ndarray tokens=*, bint indexed=*) except -1
     # The same of a layer of the bytes, where queries choose tokens, or attend to those that are listed, int32
-    # (total_queries, num_heads, n), ascending, then -1. `indexed`: lists of an indexer; a query that sees at most n tokens
-    # attends to all.
+    # (total_queries, num_heads, n), ascending, then -1. `indexed`: lists of an indexer; a query that sees at most n
+    # tokens attends to all.
     cdef int attend_chosen_(self, int64_t layer, kvc_attend_args *args, int64_t top_tokens, cnp.ndarray tokens,
                             bint indexed, int threads) except -1
-    # The lists of tokens, (n, 1, most), that an indexer chooses by the keys of an index layer: float32 queries (n, heads,
-    # channels) and weights (n, heads) of the sequences that are described.
+    # The lists of tokens, (n, 1, most), that an indexer chooses by the keys of an index layer: float32 queries
+    # (n, heads, channels) and weights (n, heads) of the sequences that are described.
     cdef cnp.ndarray choose_(self, int64_t layer, int64_t num_seqs, cnp.ndarray queries, cnp.ndarray weights,
                              int64_t most)

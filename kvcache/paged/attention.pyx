@@ -105,8 +105,8 @@ cdef class SequenceAttention:
                     raise ValueError(f"out: expected memory apart from {name}, got the same memory")
         self.lock.enter()
         try:
-            return self._attend(attention.store.attended_layer(number), sequences, call, q, sink_q, tree, logits, result,
-                                result if out is None else out, chosen)
+            return self._attend(attention.store.attended_layer(number), sequences, call, q, sink_q, tree, logits,
+                                result, result if out is None else out, chosen)
         finally:
             self.lock.leave()
 
