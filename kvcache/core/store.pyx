@@ -413,8 +413,8 @@ cdef class BlockStore:
         if rows.count == 0:
             return 0
         if self.layout.latent and not rows.has_values_in_keys():
-            dim = self.dim_(layer, 1)
-            raise ValueError(f"values: expected the first {dim} channels of keys with latent, got others")
+            raise ValueError(f"values: expected the first {self.dim_(layer, 1)} channels of keys with latent, "
+                             "got others")
         for side in range(1 if self.layout.latent else 2):
             format = layout.value_format if side else layout.key_format
             with nogil:

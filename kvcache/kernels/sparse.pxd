@@ -1,4 +1,7 @@
-"""The types of sparse attention; kernels/kernels.pxd has its functions, kvc_sparse.h and kvc_indexer.h explain them."""
+"""The types of sparse attention; kernels/kernels.pxd has its functions.
+
+ckernels/kvc_sparse.h and kvc_indexer.h explain both.
+"""
 
 from libc.stdint cimport int32_t, int64_t, uint16_t
 
