@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,15 +90,20 @@ def bailing_entries(config: Mapping[str, Any]) -> dict[str, Any]:
         ]
     layers, dense = found.get("num_hidden_layers"), read.size("first_k_dense_replace", 2, at_least=0)
     for key, usual in _LIMITS.items():
-        listed = found.pop(key, None)
-        if isinstance(listed, list) and isinstance(layers, int):  # the last layers may be left out
-            found[usual] = [0 if i < dense else each for i, each in enumerate(listed)] + [0] * (layers - len(listed))
-        elif listed is not None:
-            found[usual] = listed
+        if (limits := _limits(found.pop(key, None), key)) and isinstance(layers, int):
+            found[usual] = [0.0 if i < dense else each for i, each in enumerate(limits)] + [0.0] * (layers - len(limits))
     for key in ("rope_parameters", "rope_scaling"):  # all of the channels turn, whatever share files name
         if isinstance(found.get(key), dict):
             found[key] = {name: value for name, value in found[key].items() if name != "partial_rotary_factor"}
     return found
+
+
+def _limits(listed: Any, key: str) -> list[float]:
+    """The bounds of SwiGLU in the first layers; a null is 0."""
+    limits = [0 if each is None else each for each in listed] if isinstance(listed, list) else listed and [-1]
+    if not all(type(each) in (int, float) and 0 <= each < math.inf for each in limits or ()):
+        raise CheckpointError(f"{key}: expected a list of finite numbers from 0 on, got {short(listed)}")
+    return [float(each) for each in limits or ()]
 
 
 def _spelled(config: Mapping[str, Any]) -> dict[str, Any]:
