@@ -91,7 +91,8 @@ def bailing_entries(config: Mapping[str, Any]) -> dict[str, Any]:
     layers, dense = found.get("num_hidden_layers"), read.size("first_k_dense_replace", 2, at_least=0)
     for key, usual in _LIMITS.items():
         if (limits := _limits(found.pop(key, None), key)) and isinstance(layers, int):
-            found[usual] = [0.0 if i < dense else each for i, each in enumerate(limits)] + [0.0] * (layers - len(limits))
+            of_experts = [0.0 if i < dense else each for i, each in enumerate(limits)]
+            found[usual] = of_experts + [0.0] * (layers - len(limits))
     for key in ("rope_parameters", "rope_scaling"):  # all of the channels turn, whatever share files name
         if isinstance(found.get(key), dict):
             found[key] = {name: value for name, value in found[key].items() if name != "partial_rotary_factor"}
