@@ -663,9 +663,11 @@ class PagedKvCache:
             seq_ids, query_lens: as of `attention`.
 
         Returns:
-            int32 `(total_queries, 1, most)`: ascending; -1 behind all tokens of a query that sees fewer.
+            int32 `(total_queries, 1, n)`: ascending; -1 behind all tokens of a query that sees fewer. n is `most`, or
+            the tokens that the cache has room for, if these are fewer.
         """
         layer, most = as_integer(layer, "layer"), as_count(most, "most", 1)
+        most = min(most, max(1, self.total_blocks * self.block_size))
         self._expect_index(layer)
         chosen = self._attention.choose(layer, queries, weights, QueriedSequences(seq_ids, query_lens), most, True)
         assert chosen is not None

@@ -34,7 +34,7 @@ cdef class QueriedSequences:
         """The sequences, for later calls too: with copies of the arrays."""
         self.ids = self.ids.copy()
         self.lens, self.shown = _copy(self.lens), _copy(self.shown)
-        self.starts, self.parents, self.tokens = _copy(self.starts), _copy(self.parents), _copy(self.tokens)
+        self.starts, self.parents = _copy(self.starts), _copy(self.parents)
         return self
 
 
@@ -45,7 +45,7 @@ cdef cnp.ndarray _indices(object values, str name):
 
 
 cdef cnp.ndarray _numbers(object tokens):
-    """int32 of three dimensions, in order."""
+    """A copy in int32 of three dimensions: kernels read what was checked, whatever another thread writes meanwhile."""
     array = as_array(tokens, "tokens")
     if array.ndim != 3:
         raise ValueError(f"tokens: expected three dimensions, got shape {array.shape}")
@@ -53,7 +53,7 @@ cdef cnp.ndarray _numbers(object tokens):
         raise TypeError(f"tokens: expected integers, got {array.dtype}")
     if array.size and not -(2 ** 31) <= array.min() <= array.max() < 2 ** 31:
         raise ValueError("tokens: expected integers of 32 bits, got some beyond")
-    return np.ascontiguousarray(array, np.int32)
+    return np.array(array, np.int32, order="C")
 
 
 cdef cnp.ndarray _copy(cnp.ndarray array):

@@ -10,6 +10,7 @@ from oracles.engine import dense_attention
 from kvcache import Calibration, PagedKvCache
 from kvcache.kernels.kernels import FORMATS
 from kvcache.networks.protocols import IndexRows
+from kvcache.paged.queried import QueriedSequences
 
 LATENT, DIM = (32, 8), 24
 
@@ -64,8 +65,8 @@ def test_of_equal_scores_the_first_are_chosen(rng):
     cache.write(2, 0, numbers)
     queries = rng.integers(-1, 2, (70, 2, DIM)).astype(np.float32)
     weights = rng.integers(-1, 2, (70, 2)).astype(np.float32)
-    for most in (1, 3, 30, 69, 70, 100):
-        chosen = cache.choose_tokens(2, queries, weights, [0], most, query_lens=[70])
+    for asked in (1, 3, 30, 69, 70, 100, 2**63 - 1):
+        chosen, most = cache.choose_tokens(2, queries, weights, [0], asked, query_lens=[70]), min(asked, 640)
         assert chosen.shape == (70, 1, most)
         for found, expected in zip(chosen[:, 0], chosen_tokens(IndexRows(queries, weights, None), numbers, most),
                                    strict=True):
@@ -89,6 +90,12 @@ def test_a_choice_does_not_depend_on_others_in_the_call(rng):
             alone = cache.choose_tokens(2, queries[row : row + 1], weights[row : row + 1], [9], 50)
             np.testing.assert_array_equal(alone[0], whole[row])
             cache.free(9)
+
+
+def test_a_call_has_its_own_copy_of_the_tokens():
+    """Without a lock of Python's, a kernel reads what was checked, whatever another thread writes to the array."""
+    tokens = np.zeros((1, 1, 4), np.int32)
+    assert not np.shares_memory(QueriedSequences([0], tokens=tokens).tokens, tokens)
 
 
 def test_keys_lie_in_the_blocks_of_their_tokens(rng):

@@ -80,6 +80,10 @@ PAGED = Target(
             keyword("attention", "causal", False, 0, ROWS[:2], [1, 2]),
             keyword("attention", "mask", [-1, -1], 0, ROWS[:2], [1, 2]),
             keyword("attention", "window", 3, 0, ROWS[:2], [1, 2]),
+            ("attention chunks", (lambda it, x, y: it.attention(0, ROWS[:2], [1, 2], window=x, chunked=y), (3, True))),
+            ("attention both ways", (
+                lambda it, x, y: it.attention(0, ROWS[:2], [1, 2], window=x, causal=y), (3, False),
+            )),
             keyword("attention", "softcap", 3.0, 0, ROWS[:2], [1, 2]),
             keyword("attention", "sinks", ROWS[0, :, 0], 0, ROWS[:2], [1, 2]),
             keyword("attention", "starts", [0, 7], 0, ROWS[:2], [1, 2]),
@@ -133,6 +137,56 @@ UNPACKED = Target(
         ]
     ),
     paged_works,
+)
+
+KEYS = np.ones((4, 1, 16), np.float32)
+
+
+def indexed():
+    cache = PagedKvCache(16, 4, latent=(8, 8), num_layers=2, dtype="f32", index_layers=1, index_dim=8)
+    for seq in (1, 2):
+        cache.allocate(seq, 4)
+        cache.write(0, seq, KEYS)
+        cache.write(2, seq, ROWS[:, :1])
+    return cache
+
+
+def indexed_works(cache):
+    cache.check()
+    for seq in cache.sequence_ids():
+        cache.free(seq)
+    cache.allocate(77, 4)
+    cache.write(1, 77, KEYS)
+    cache.write(2, 77, ROWS[:, :1])
+    chosen = cache.choose_tokens(2, ROWS[:2], ROWS[:2, :, 0], [77], 2, query_lens=[2])
+    np.testing.assert_array_equal(chosen[:, 0], [[0, 1]] * 2)
+    assert np.isfinite(cache.attention(1, KEYS[:2], [77], query_lens=[2], tokens=chosen)).all()
+    cache.check()
+
+
+CHOSEN = np.array([[[0, -1]], [[1, 3]]])
+INDEXED = Target(
+    indexed,
+    dict(
+        [
+            method("choose_tokens", 2, ROWS[:2], ROWS[:2, :, 0], [1, 2], 3),
+            keyword("choose_tokens", "query_lens", [1, 1], 2, ROWS[:2], ROWS[:2, :, 0], [1, 2], 3),
+            ("attention", (lambda it, q, x: it.attention(0, q, [1, 2], tokens=x), (KEYS[:2], CHOSEN))),
+            ("attention of lists", (
+                lambda it, lens, window, out: it.attention(
+                    0, KEYS[:2], [1, 2], tokens=CHOSEN, context_lens=lens, window=window, out=out
+                ), ([4, 4], None, None),
+            )),
+            method("write", 2, 1, ROWS[:, :1], None, 0),
+            method("write_ragged", 2, [1], [1], ROWS[:1, :1], None),
+            method("write_batch", 2, [1], ROWS[:1, :1], None),
+            method("read", 2, 1, 0, 3),
+            method("keep_tokens", 1, [0, 2]),
+            method("truncate", 1, 2),
+            method("fork", 1, 9),
+        ]
+    ),
+    indexed_works,
 )
 
 HANDLE = Target(

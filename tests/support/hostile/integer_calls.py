@@ -14,6 +14,7 @@ from hostile.integer_states import (
     entries,
     forked,
     full,
+    indexed,
     live,
     manager,
     nothing,
@@ -48,6 +49,7 @@ from kvcache.tiers import DirectoryTier, RedisTier, Tiers
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2)
 HERE = Path(tempfile.mkdtemp())
 Q = np.ones((1, 1, 8), np.float32)
+LATENT = np.ones((1, 1, 16), np.float32)
 ROW = np.ones((1, 1, 8), np.float32)
 PAIR = pairs(None, np.arange(20), 4, 1, 8)
 STATE = state(None, np.arange(20), 8)
@@ -122,6 +124,12 @@ SCALARS = [
     (PAGED, "attention window", lambda it, n: it.attention(0, Q, [1], window=n)),
     (PAGED, "attention softcap", lambda it, n: it.attention(0, Q, [1], softcap=n)),
     (PAGED, "attention scale", lambda it, n: it.attention(0, Q, [1], scale=n)),
+    (PAGED, "chunks of attention", lambda it, n: it.attention(0, Q, [1], window=n, chunked=True)),
+    (PAGED, "window both ways", lambda it, n: it.attention(0, Q, [1], window=n, causal=False)),
+    ([indexed], "choose_tokens layer", lambda it, n: it.choose_tokens(n, Q, Q[..., 0], [1], 3)),
+    ([indexed], "choose_tokens id", lambda it, n: it.choose_tokens(1, Q, Q[..., 0], [n], 3)),
+    ([indexed], "choose_tokens", lambda it, n: it.choose_tokens(1, Q, Q[..., 0], [1], n)),
+    ([indexed], "attention in an index layer", lambda it, n: it.attention(n, LATENT, [1])),
     ([unpacked], "pack id", lambda it, n: it.pack(n, 3)),
     ([unpacked], "pack", lambda it, n: (it.pack(1, n), it.pack(3, n))),
     ([unpacked], "unpack id", lambda it, n: it.unpack(n)),
@@ -201,6 +209,11 @@ SCALARS = [
     ([forked], "strategy sinks", lambda it, n: it.with_eviction_strategy(EvictionStrategy.StreamingLLM(n, 1))),
     ([forked], "strategy window", lambda it, n: it.with_eviction_strategy(EvictionStrategy.StreamingLLM(1, n))),
     ([forked], "strategy both", lambda it, n: it.with_eviction_strategy(EvictionStrategy.StreamingLLM(n, n))),
+    ([nothing], "latent", lambda _, n: (
+        built(PagedKvCache(4, 16, latent=(n, 8))), built(PagedKvCache(4, 16, latent=(8, n)))
+    )),
+    ([nothing], "index_layers", lambda _, n: built(PagedKvCache(4, 16, latent=(8, 8), index_layers=n))),
+    ([nothing], "index_dim", lambda _, n: built(PagedKvCache(4, 16, latent=(8, 8), index_layers=1, index_dim=n))),
     ([nothing], "PagedKvCache blocks", lambda _, n: built(PagedKvCache(n, 16, 1, 8))),
     ([nothing], "PagedKvCache block_size", lambda _, n: built(PagedKvCache(4, n, 1, 8))),
     ([nothing], "PagedKvCache heads", lambda _, n: built(PagedKvCache(4, 16, n, 8))),
@@ -334,6 +347,10 @@ ARRAYS = [
     (PAGED, "starts", lambda it, a: it.attention(0, np.ones((len(a), 1, 8)), [1] * len(a), starts=a, window=2)),
     (PAGED, "all lens", lambda it, a: it.attention(0, Q, [1] * len(a), query_lens=a, context_lens=a,
                                                    return_scores=True, return_lse=True)),
+    ([indexed], "choose_tokens lens", lambda it, a: it.choose_tokens(
+        1, np.ones((4, 1, 8)), np.ones((4, 1)), [1] * len(a), 3, query_lens=a
+    )),
+    ([indexed], "tokens of attention", lambda it, a: it.attention(0, LATENT, [1], tokens=[[a]])),
     ([over], "adopt block ids", lambda it, a: it.adopt(np.arange(100, 100 + 16 * len(a)), a)),
     ([over, blocks], "tokens of lookup", lambda it, a: it.lookup(a)),
     ([over, blocks], "tokens of open_session", lambda it, a: it.open_session(a)),

@@ -36,6 +36,16 @@ def forked():
     return cache
 
 
+def indexed():
+    """Latent rows beside keys of an indexer; the second sequence has a hole."""
+    cache = PagedKvCache(8, 16, latent=(8, 8), index_layers=1, index_dim=8)
+    for seq_id in (1, 3):
+        cache.allocate(seq_id, 20)
+        cache.write(1, seq_id, WRITTEN)
+    cache.apply_streaming_llm(3, 2, 5)
+    return cache
+
+
 def unpacked():
     """Two sequences with first and newest tokens in f16, one of them with a hole."""
     cache = PagedKvCache(8, 16, 1, 8, residual_length=4, first_tokens=2)

@@ -63,6 +63,11 @@ CONSTRUCTORS = Target(
         [
             function("PagedKvCache", PagedKvCache, 4, 4, 2, 8),
             *(named("PagedKvCache", PagedKvCache, key, value, 4, 4, 2, 8) for key, value in PAGED_OPTIONS.items()),
+            ("PagedKvCache of latent rows", (
+                lambda _, latent, *index: PagedKvCache(
+                    4, 4, latent=latent, **dict(zip(("index_layers", "index_dim", "index_dtype"), index, strict=True))
+                ), ((8, 8), 1, 8, "q8"),
+            )),
             function("PrefixCache", PrefixCache, 4, 4, 2, 2, 8),
             *(
                 named("PrefixCache", PrefixCache, key, None, 4, 4, 2, 2, 8)
