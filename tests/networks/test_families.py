@@ -29,7 +29,7 @@ def test_the_table_of_the_guide():
 def test_the_networks_that_are_not_read():
     """Each is refused with the parts that are missing, whatever names it, and the guide has its row.
 
-    No family that is read lacks the delta rule, by head or by channel.
+    None of them lacks the delta rule, which is here, by head and by channel.
     """
     table = GUIDE.partition("Not read, and refused")[2].partition("## ")[0]
     rows = re.findall(r"(?m)^\| ([^|`]+) \| [^|`]+ \|$", table)
