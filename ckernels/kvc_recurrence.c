@@ -146,8 +146,6 @@ INLINE void scan_blocks(int blocks, int delta, int by_channel, const kvc_scan *a
             sums[j] = delta ? f32v_zero() : f32v_mul(v, f32v_set1(a->skip[head]));
             seen[j] = f32v_zero();
         }
-        /* Rows of decays lie too far apart for CPUs to fetch them by themselves. */
-        for (int64_t i = 0; by_channel && t + 2 < n && i < size; i += 16) __builtin_prefetch(decays + 2 * step_over + i, 0, 3);
         if (delta && t + 1 < n)
             advance(vectors, 1, by_channel, state, size, key, query, key + a->key_stride, decays, decays + step_over, added, sums,
                     seen);

@@ -13,6 +13,7 @@ from bench.support.checkpoints import ALIGNMENT, Stored, stored_as, vocabulary_o
 __all__ = ["SHAPES", "VOCABULARY", "Shape"]
 
 VOCABULARY = 32000
+_INDEX_SIZES = "head_count", "key_length", "top_k"
 Tensors = Iterator[tuple[str, tuple[int, ...]]]  # names in a file, and shapes
 
 
@@ -247,9 +248,20 @@ def _kimi(hidden: int, layers: int, heads: int, inner: int, experts: int, used: 
     return Shape(f"{what}{experts} experts", 1024, _metadata("kimi-linear", sizes), tensors)
 
 
-def _latent(hidden: int, layers: int, heads: int, inner: int, experts: int, used: int, expert: int) -> Shape:
+class _Index(NamedTuple):
+    """The indexers of a network: heads, channels of each, and how many tokens they choose."""
+
+    heads: int
+    dim: int
+    chosen: int
+
+
+def _latent(
+    hidden: int, layers: int, heads: int, inner: int, experts: int, used: int, expert: int, plain: int = 192,
+    value: int = 256, index: _Index | None = None,
+) -> Shape:
     """Latent attention; an MLP in the first layer, in the others experts and one for all rows beside them."""
-    queries, latent, turned, plain, value = 768, 512, 64, 192, 256
+    queries, latent, turned = 768, 512, 64
 
     def tensors() -> Tensors:
         yield from _outside(hidden)
@@ -263,6 +275,12 @@ def _latent(hidden: int, layers: int, heads: int, inner: int, experts: int, used
             yield f"{at}attn_k_b.weight", (heads, latent, plain)
             yield f"{at}attn_v_b.weight", (heads, value, latent)
             yield f"{at}attn_output.weight", (hidden, heads * value)
+            if index is not None:
+                yield f"{at}indexer.attn_q_b.weight", (index.heads * index.dim, queries)
+                yield f"{at}indexer.attn_k.weight", (index.dim, hidden)
+                yield f"{at}indexer.proj.weight", (index.heads, hidden)
+                yield f"{at}indexer.k_norm.weight", (index.dim,)
+                yield f"{at}indexer.k_norm.bias", (index.dim,)
             if not i:
                 yield from _mlp(at, hidden, inner)
                 continue
@@ -280,8 +298,12 @@ def _latent(hidden: int, layers: int, heads: int, inner: int, experts: int, used
         "expert_used_count": used, "expert_shared_count": 1, "expert_feed_forward_length": expert,
         "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 1.8, "vocab_size": VOCABULARY,
     }
-    what = f"GLM-4.7-Flash: hidden {hidden}, {layers} layers, {heads} heads, a latent, {used} of {experts} experts"
-    return Shape(what, 4096, _metadata("deepseek2", sizes), tensors)
+    what = f"hidden {hidden}, {layers} layers, {heads} heads, a latent, {used} of {experts} experts"
+    if index is None:
+        return Shape(f"GLM-4.7-Flash: {what}", 4096, _metadata("deepseek2", sizes), tensors)
+    sizes |= {f"attention.indexer.{name}": size for name, size in zip(_INDEX_SIZES, index, strict=True)}
+    what = f"DeepSeek V3.2, smaller: {what}, {index.heads} heads of indexers that choose {index.chosen} tokens"
+    return Shape(what, 4096, _metadata("deepseek32", sizes), tensors)
 
 
 SHAPES = {
@@ -291,4 +313,5 @@ SHAPES = {
     "lfm2": _lfm2(2048, 16, 32, 8, 8192, (2, 5, 8, 10, 12, 14)),  # of LFM2.5-1.2B
     "kimi": _kimi(1024, 16, 16, 3584, 16, 2, 512),
     "latent": _latent(2048, 3, 20, 10240, 64, 4, 1536),  # three layers of GLM-4.7-Flash
+    "indexed": _latent(1024, 8, 16, 3584, 16, 2, 512, 128, 128, _Index(16, 128, 2048)),  # 16 of 64 heads of indexers
 }

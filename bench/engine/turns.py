@@ -1,4 +1,4 @@
-"""`python -m bench turns`: the later turns of a long chat over networks with a state, and prompts that branch.
+"""`python -m bench turns`: later turns of a long chat over networks with a state or an indexer, and branches.
 
 Each turn of a chat is the text so far, its last answer and new tokens: `PrefixCachedEngine` continues behind the state
 that it kept at the end of the answer. Beside it stands what the new tokens alone take, run behind the same text, and
@@ -31,7 +31,7 @@ __all__ = ["add_arguments", "main"]
 
 Tokens = npt.NDArray[np.uint32]
 
-_NETWORKS = ("qwen35", "lfm2", "kimi")
+_NETWORKS = ("qwen35", "lfm2", "kimi", "indexed")
 ANSWER, NEW = 32, 64  # tokens of an answer, and of what a user or a tool adds to it
 BRANCH = 256  # tokens behind the prompt that branches share
 FIRST, LATER, ALONE, BRANCHED, RIVAL = "first turn", "later turn", "its new tokens alone", "branch", "llama.cpp, whole"
@@ -138,6 +138,9 @@ def main(options: argparse.Namespace) -> int:
             kept = (options.folder or Path(temporary)) / name
             write_files(SHAPES[name], kept, (options.file,))
             path = kept / f"{options.file}.gguf"
+            if not path.exists():
+                print(f"{name}: f16 in place of {options.file}, which llama.cpp makes: it is not installed, or refused")
+                path = kept / "f16.gguf"
             result, ran = measure(path, tokens, turns, options.threads)
             gc.collect()
             if not options.no_rivals and (times := rival(path, tokens, options.threads)):

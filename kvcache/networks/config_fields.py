@@ -616,7 +616,7 @@ FIELDS: dict[str, ConfigField] = {
     "unrotated_growth": ConfigField(_unrotated_growth),
     "attention_softcap": ConfigField(Cap("attn_logit_softcapping"), "attn_logit_softcapping", optional=True),
     "qk_norm": ConfigField(_qk_norm),
-    "value_scale": ConfigField(_value_scale),
+    "value_scale": ConfigField(_value_scale, "attention.value_scale", ("attention_value_scale",), optional=True),
     "activation": ConfigField(_activation),
     "clamped_alpha": ConfigField(Number("swiglu_alpha", 1.702)),
     "clamped_limit": ConfigField(Number("swiglu_limit", 7.0)),

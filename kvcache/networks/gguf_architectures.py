@@ -25,6 +25,7 @@ class Architecture(NamedTuple):
         parts: what files call tensors where it is another name, by the stems of `names`.
         only: the value that an entry has if it is there, and one alone can be read.
         half_turned: whether RoPE turns the first half of a head alone in layers without a window.
+        listed: whether tensors alone say which layers have experts.
         post_attention_norm: whether the norm before the MLP has the name of one after attention.
     """
 
@@ -41,6 +42,7 @@ class Architecture(NamedTuple):
     parts: Mapping[str, str] = {}
     only: Mapping[str, Any] = {}
     half_turned: bool = False
+    listed: bool = False
     post_attention_norm: bool = False
 
 
@@ -177,6 +179,10 @@ ARCHITECTURES = {
     "dots1": Architecture("dots1"),
     "afmoe": Architecture("afmoe", windows=True, fixed={"mup_enabled": True}),
     "minimax-m2": Architecture("minimax_m2"),
+    "mimo2": Architecture(  # the window is written as the tokens before one
+        "mimo_v2_flash", windows=True, fixed=_NORMALISED, listed=True, parts={"head_norm": "layer_output_norm"},
+        names={"sliding_window_size": "attention.sliding_window", "v_head_dim": "attention.value_length"},
+    ),
     "step35": Architecture("step3p5", windows=True, half_turned=True),
     "mellum": Architecture("mellum", windows=True, fixed=_NORMALISED),
     "bailingmoe2": Architecture(

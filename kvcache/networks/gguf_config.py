@@ -36,6 +36,7 @@ _ABSENT: dict[str, Any] = {
     "leading_dense_block_count": 0, "expert_group_count": 1, "expert_group_used_count": 1, "expert_weights_norm": False,
     "expert_weights_scale": 1.0, "expert_count": None, "attn_logit_softcapping": None, "final_logit_softcapping": None,
     "embedding_scale": None, "residual_scale": None, "logit_scale": None, "attention.scale": None,
+    "attention.value_scale": 1.0,
 }
 _PER_LAYER = ("attention.head_count_kv", "feed_forward_length")  # with 0 for layers that have none
 _HEADS = "attention.head_count"
@@ -161,7 +162,10 @@ def _config_of(
     file = read.file
     read.per_layer = _PER_LAYER if architecture.states else ()
     found: dict[str, Any] = {"rope_theta": 10000.0, **architecture.fixed, "model_type": family.model_type}
-    by_layer = (*_PER_LAYER * family.layers_differ, *(_HEADS,) * ("num_attention_heads_per_layer" in family.defaults))
+    by_layer = (
+        *_PER_LAYER * family.layers_differ, *_PER_LAYER[:1] * (family.window_pairs > 1),
+        *(_HEADS,) * ("num_attention_heads_per_layer" in family.defaults),
+    )
     for key, name in keys:
         value = read.first(name) if name in by_layer else read.get(name)
         if not value and name in _ABSENT:
@@ -176,7 +180,7 @@ def _config_of(
     if "scale_depth" in family.defaults:
         _set_minicpm(found)
     if family.experts:
-        _set_experts(read, family, family.experts, found)
+        _set_experts(read, architecture, family, family.experts, found)
     if _HEADS in by_layer:
         _set_lists(read, layers, found)
     if architecture.states:
@@ -189,6 +193,8 @@ def _config_of(
         _set_heads(read, family, found)
     found |= {key: read.has_tensor(part) for key, part in architecture.tensors.items()}
     _set_windows(read, architecture, found)
+    if family.window_pairs > 1:
+        _set_pairs(read, family, layers, found)
     found["tie_word_embeddings"] = "output.weight" not in file
     if "token_embd.weight" in file:
         found["vocab_size"] = file["token_embd.weight"].shape[0]
@@ -221,8 +227,13 @@ def _set_layer_counts(read: _Entries, family: Family, found: dict[str, Any]) -> 
     return layers
 
 
-def _set_experts(read: _Entries, family: Family, kind: ExpertKind, found: dict[str, Any]) -> None:
+def _set_experts(
+    read: _Entries, architecture: Architecture, family: Family, kind: ExpertKind, found: dict[str, Any]
+) -> None:
     """Set keys that follow from the number of experts; refuse a file without experts unless a key allows it."""
+    if architecture.listed:
+        each = (f"blk.{i}.ffn_gate_inp.weight" in read.file for i in range(found["num_hidden_layers"]))
+        found["mlp_layer_types"] = ["sparse" if has else "dense" for has in each]
     has = kind.count[0] in found
     if kind.switch:
         found[kind.switch] = has
@@ -344,7 +355,9 @@ def _set_heads(read: _Entries, family: Family, found: dict[str, Any]) -> None:
     if "head_dim" not in found and type(heads) is int and type(hidden) is int and heads > 0:
         found["head_dim"] = hidden // heads
     size = found.get("head_dim")
-    if read.get("attention.value_length") not in (None, size):
+    if "v_head_dim" in family.defaults:
+        found.setdefault("v_head_dim", size)
+    elif read.get("attention.value_length") not in (None, size):
         read.fail("attention.value_length", f"{short(size)} as in every head")
     turned = read.get("rope.dimension_count")
     if found.get("position_embedding_type") == "nope":
@@ -427,6 +440,8 @@ def _set_windows(read: _Entries, architecture: Architecture, found: dict[str, An
         read.fail("attention.causal", "true beside a window")
     pattern, layers = read.either(_PATTERN), found.get("num_hidden_layers")
     if isinstance(pattern, np.ndarray):
+        if pattern.dtype.kind in "iu" and ((pattern == 0) | (pattern == 1)).all():
+            pattern = pattern.astype(np.bool_)
         if type(layers) is int and len(pattern) > layers == len(pattern) - read.get(NEXT_LAYERS, 0):
             found["mtp_layer_types"] = [_SLIDING if pattern[layers] else _FULL]
             pattern = pattern[:layers]
@@ -436,6 +451,21 @@ def _set_windows(read: _Entries, architecture: Architecture, found: dict[str, An
             found["layer_types"] = [_SLIDING if slides else _FULL for slides in pattern.tolist()]
     elif pattern is not None:
         found["sliding_window_pattern"] = pattern
+
+
+def _set_pairs(read: _Entries, family: Family, layers: int, found: dict[str, Any]) -> None:
+    """The KV heads of layers without a window, of which those with one have a multiple."""
+    kinds, name = found.get("layer_types"), "attention.head_count_kv"
+    if kinds is None:
+        missing, what = (_PATTERN, "a bool for each layer") if found["sliding_window"] else (_WINDOW, "a window")
+        read.fail(missing, what, read.either(missing))
+    each, times = read.each_layer(name, layers), [family.window_pairs if kind == _SLIDING else 1 for kind in kinds]
+    shares = {pairs / more if type(pairs) is int else -1 for pairs, more in zip(each, times, strict=False)}
+    pairs = shares.pop()
+    if shares or pairs < 1 or pairs % 1:
+        expected = f"{family.window_pairs} times as many in layers with a window as in others"
+        read.fail(name, expected, read.either(name))
+    found["num_key_value_heads"] = int(pairs)
 
 
 def _set_ropes(read: _Entries, architecture: Architecture, family: Family, found: dict[str, Any]) -> None:

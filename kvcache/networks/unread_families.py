@@ -33,7 +33,7 @@ UNREAD = (
     UnreadFamily(
         "GLM-5.3-Flash", ("Glm5NextForConditionalGeneration", "Glm5NextForCausalLM"), ("glm5_next", "glm5_next_text"),
         "",
-        "latent attention over pooled groups that an indexer chooses, hyper-connections and a delta rule by channel",
+        "latent attention over pooled groups that an indexer chooses, and hyper-connections",
     ),
     UnreadFamily(
         "Qwen4-Exp", ("Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM"), ("qwen4_exp", "qwen4_exp_text"), "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gguf_files import ARRAY, BOOL, F32, STRING, U32, array, entry, pack
+from gguf_files import ARRAY, BOOL, F32, I32, STRING, U32, array, entry, pack
 
 from kvcache.errors import CheckpointError
 from kvcache.gguf.file import GgufFile
@@ -95,3 +95,36 @@ def test_granite_with_windows(parse):
         parse("granite_swa", **options)
     with pytest.raises(CheckpointError, match=r"^granite_swa.attention.rope_pattern: expected a bool for each of 2"):
         parse("granite_swa", **options, **pattern, attention__rope_pattern=(ARRAY, array(BOOL, [True])))
+
+
+def test_mimo(parse):
+    """The pattern in 0 and 1, a window as the tokens before one, KV heads of both kinds, values of another width."""
+
+    def of(slides, pairs, **more):
+        return parse("mimo2", **{
+            "attention__sliding_window": (U32, 7), "attention__sliding_window_pattern": (ARRAY, array(I32, slides)),
+            "attention__head_count_kv": (ARRAY, array(I32, pairs)), "attention__value_length": (U32, 6),
+            "expert_count": (U32, 4), "expert_used_count": (U32, 2), "expert_feed_forward_length": (U32, 8),
+            "attention.key_length": (U32, 12), "rope__dimension_count": (U32, 4),
+        } | more)
+
+    found = of([0, 1], [2, 4])
+    assert (found.windows, found.value_scale, found.rotary_dim) == ((None, 8), 1.0, 4)
+    assert [(size.num_kv_heads, size.value_dim) for size in found.sizes] == [(2, 6), (4, 6)]
+    assert of([1, 1], [4, 4]).num_kv_heads == 2
+    assert of([0, 1], [2, 4], attention__value_scale=(F32, 0.75)).value_scale == 0.75
+    longer = of([0, 1, 1], [2, 4, 4], block_count=(U32, 3), nextn_predict_layers=(U32, 1))
+    assert (longer.windows, longer.next_layers) == ((None, 8), 1)
+    for slides, pairs, more, message in (
+        ([0, 2], [2, 4], {}, "sliding_window_pattern: expected a bool for each of 2 layers"),
+        ([0, 1], [2, 2], {}, "head_count_kv: expected 2 times as many in layers with a window as in others"),
+        ([1, 1], [3, 3], {}, "head_count_kv: expected 2 times as many"),
+        ([0, 1], [0, 0], {}, "head_count_kv: expected 2 times as many"),
+        ([0, 1], [2, 4, 4], {}, "head_count_kv: expected a whole number for each of 2 layers"),
+        ([0, 1], [2, 4], {"attention__head_count_kv": (STRING, "2")}, "head_count_kv: expected 2 times as many"),
+        ([0, 1], [2, 4], {"attention__value_length": (U32, 13)}, "value_length: expected a positive whole number"),
+        ([0, 1], [2, 4], {"attention__sliding_window": (U32, 0)}, "sliding_window: expected a window"),
+        ([0, 1], [2, 4], {"attention__sliding_window_pattern": (U32, 2)}, "sliding_window_pattern: expected a bool"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"^mimo2\.attention\.{message}"):
+            of(slides, pairs, **more)

@@ -27,13 +27,14 @@ CHANGES = {
     "mellum": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), DEFAULT_ROPE)},
 }
 # Networks of transformers that llama.cpp has not: other biases, heads of other sizes, fewer KV heads; Phi-3.5-MoE,
-# whose experts it chooses by a softmax; Gemma 3n, of which it knows networks of 30 and 35 layers alone; those that its
-# releases with a binding to Python do not have.
+# whose experts it chooses by a softmax; Gemma 3n, of which it knows networks of 30 and 35 layers alone; MiMo V2, whose
+# windows have one token less there; those that its releases with a binding to Python do not have.
 OTHERS = {
     "ernie4_5_biases", "seed_oss_biases", "exaone4_windows", "olmoe_normalised", "cohere2_biases", "hunyuan_biases",
     "starcoder2_window", "gemma_biases", "glm", "glm_no_biases", "cohere_norms",
     "dots1", "dots1_windows", "hunyuan_moe_biases", "afmoe_plain", "cohere2_moe_sum", "phimoe",
     "phimoe_longrope", "gemma3n", "gemma3n_streams", "hy_v3", "step3p7",
+    "mimo_v2_flash", "mimo_v2_flash_groups",
 }
 
 

@@ -33,7 +33,7 @@ _LETTERS = {
     "bailing_moe_v2": "bailingmoe2", "mellum": "mellum", "granite_swa": "granite_swa", "solar_open": "glm4moe",
     "qwen2_moe": "qwen2moe", "dots1": "dots1", "hunyuan_v1_moe": "hunyuan-moe", "exaone_moe": "exaone-moe",
     "llama4_text": "llama4", "afmoe": "afmoe", "cohere2_moe": "cohere2moe", "phimoe": "phimoe", "hy_v3": "hy_v3",
-    "step3p7": "step35",
+    "step3p7": "step35", "mimo_v2_flash": "mimo2",
 }
 # Networks in which other layers than the first ones have an MLP in place of experts: no entry says which.
 _MIXED = {"qwen2_moe", "qwen2_moe_steps", "exaone_moe_dense", "llama4", "hy_v3_shared"}
@@ -43,7 +43,7 @@ _NAMED_AS = {  # which the package lacks
 }
 # Parts of an MTP layer that folders call otherwise.
 _OF_MTP = {
-    "mtp.layers.0.": "", "mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.",
+    "model.mtp.layers.0.": "", "mtp.layers.0.": "", "mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.",
     "mtp.pre_fc_norm_hidden.": "hnorm.", "mtp.norm.": "shared_head.norm.",
 }
 _INTERLEAVED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granite_swa", "minicpm")
@@ -110,14 +110,15 @@ def name_of(name, model_type="llama"):
     for own, theirs in (("router_bias",) * 2, ("e_score_correction_bias", "e_score_correction"), ("expert_bias",) * 2):
         name = f"{name.removesuffix(own)}{theirs}.bias" if name.endswith(own) else name
     stem, _, kind = name.rpartition(".")
-    if kind == "sinks":  # which the list of some networks leaves out
+    if kind in ("sinks", "attention_sink_bias"):  # which the list of some networks leaves out
         return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     if stem == "lm_head":  # which the list of Gemma 2 leaves out
         return f"output.{kind}"
     found = known.get_name(stem)
     if found is None:  # of an MTP layer, which the list of some networks leaves out
         _, _, layer, part = stem.split(".", 3)
-        found = f"blk.{layer}.nextn.{part.replace('.', '_')}"
+        of_next = f"nextn.{part.replace('.', '_')}"
+        found = f"blk.{layer}.{'layer_output_norm' if part == 'final_layernorm' else of_next}"
     return f"{found}.{kind}"
 
 
@@ -224,6 +225,8 @@ def entries_of(config, folder_config):
         found |= _of_gemma3n(config)
     if letters == "step35":
         found |= _of_step(config)
+    if letters == "mimo2":
+        found |= _of_mimo(config)
     if rope["rope_type"] == "longrope":
         found["rope.scaling.attn_factor"] = (F32, config.rope.attention_factor)
         found["rope.scaling.original_context_length"] = (U32, config.rope.original_positions)
@@ -282,6 +285,21 @@ def _of_step(config):
     return found
 
 
+def _of_mimo(config):
+    """The entries of MiMo V2: lists go on for MTP layers, and a window is written as the tokens before one."""
+    more, slides = config.next_layers, [int(window is not None) for window in config.windows]
+    like = config.next_layer.like if config.next_layer else 0
+    pairs = [size.num_kv_heads for size in config.sizes]
+    found = {
+        "attention.head_count_kv": (ARRAY, pairs + more * [pairs[like]], I32),
+        "attention.sliding_window": (U32, max(filter(None, config.windows)) - 1),
+        "attention.sliding_window_pattern": (ARRAY, slides + more * [slides[like]], I32),
+        "attention.value_length": (U32, config.sizes[0].value_dim),
+        "rope.freq_base_swa": (F32, config.window_rope.theta),
+    }
+    return found | ({"attention.value_scale": (F32, config.value_scale)} if config.value_scale != 1 else {})
+
+
 def _of_chosen(config, kind):
     """The entries of experts that are chosen with a bias."""
     experts, choice, found = config.experts, config.experts.choice, {}
@@ -298,7 +316,7 @@ def _of_chosen(config, kind):
         found |= {
             "expert_weights_scale": (F32, choice.factor), "expert_weights_norm": (BOOL, choice.normalise),
         }
-    if kind in ("glm4_moe", "solar_open", "bailing_moe_v2", "dots1", "exaone_moe", "afmoe"):
+    if kind in ("glm4_moe", "solar_open", "bailing_moe_v2", "dots1", "exaone_moe", "afmoe", "mimo_v2_flash"):
         found |= {
             "expert_weights_scale": (F32, choice.factor), "expert_weights_norm": (BOOL, choice.normalise),
             "expert_group_count": (U32, choice.groups), "expert_group_used_count": (U32, choice.kept),
@@ -414,6 +432,10 @@ _ASSUMED = {
     "cohere2_moe_sum": {
         "shared_expert_combination_strategy": "average", "prefix_dense_sliding_window_pattern": 1,
     },
+    "mimo_v2_flash_groups": {"rope_parameters": {  # one number of channels that turn
+        "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6},
+    }},
     "phimoe": {"router_jitter_noise": 0.01},
     "phimoe_longrope": {"router_jitter_noise": 0.01, "rope_parameters": {  # one factor for all texts
         "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
