@@ -21,6 +21,7 @@ INLINE void read_packed(kvc_matrix_format format, kvc_table numbers, const unsig
     const unsigned char *record = data + (size_t)(group / together) * kvc_record_bytes(info);
     const unsigned char *codes = record + kvc_header_bytes(info) + (size_t)inside * kvc_group_code_bytes(info);
     const u8x64 table = u8x64_table(kvc_table_of(numbers));
+    const int units = GROUP_UNITS / parts;
     UNROLL
     for (int part = 0; part < parts; part++) {
         f32v scales[KVC_VECTORS], minima[KVC_VECTORS];
@@ -30,7 +31,8 @@ INLINE void read_packed(kvc_matrix_format format, kvc_table numbers, const unsig
             minima[v] = info->has_minima ? minima_of(info, record, inside * parts + part, v) : f32v_zero();
         }
         UNROLL
-        for (int unit = part * (GROUP_UNITS / parts); unit < (part + 1) * (GROUP_UNITS / parts); unit++) {
+        for (int u = 0; u < units; u++) {
+            const int unit = part * units + u;
             const u8x64 found = unit_of(codes, info->bits, unit), own = info->table ? u8x64_lookup(table, found) : found;
             UNROLL
             for (int n = 0; n < 4; n++) {

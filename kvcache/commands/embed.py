@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import stat
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from kvcache.commands.options import MODEL, add_network, check_network, check_output, open_network
+from kvcache.commands.options import MODEL, add_network, check_network, check_output, open_network, read_text
 from kvcache.networks.protocols import Float32
 from kvcache.serving import BatchEngine
 from kvcache.serving.progress import shown
@@ -38,6 +39,8 @@ def embed(options: argparse.Namespace) -> int:
     check_network(options)
     if options.output != "-":
         check_output(options.output, "output")
+    elif sys.stdout is None:
+        raise ValueError("output: expected a standard output, got a closed one")
     texts = _lines(options)
     with open_network(options, BatchEngine.from_pretrained) as engine, shown(True, len(texts)) as show:
         rows = engine.embed(
@@ -50,29 +53,27 @@ def embed(options: argparse.Namespace) -> int:
 
 def _lines(options: argparse.Namespace) -> list[str]:
     """The lines of the file; the end of the last one begins no further one."""
-    name = "the standard input" if options.file == "-" else options.file
-    data = sys.stdin.buffer.read() if options.file == "-" else Path(options.file).read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"file: expected UTF-8 in {name}, got {error}") from None
-    lines = text.split("\n")
+    lines = read_text(options.file, "file").split("\n")
     return [line.removesuffix("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
 
 
 def _write(output: str, rows: Float32) -> None:
-    """Write all rows, or leave what was there."""
+    """Write all rows, or leave what was there; a file that is replaced keeps who may read it."""
     if output == "-":
         for row in rows:
             print(json.dumps(row.tolist()))
         sys.stdout.flush()
         return
-    place = Path(os.path.realpath(output))
+    place = Path(output)
     if place.exists() and not place.is_file():  # a device, which is not to be replaced
         _write_to(place, output, rows)
         return
-    beside = Path(f"{place}.{os.getpid()}.part")
+    place = Path(os.path.realpath(output))
+    beside = place.with_name(f".{os.urandom(8).hex()}.part")  # however long the other name is
     try:
+        beside.touch(exist_ok=False)
+        if place.exists():
+            beside.chmod(stat.S_IMODE(place.stat().st_mode))
         _write_to(beside, output, rows)
         beside.replace(place)
     finally:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
-from kvcache.commands.options import add_options, explained, open_engine
+from kvcache.commands.options import add_options, explained, open_engine, read_text
 from kvcache.engine import InferenceEngine, SamplingParams
 from kvcache.errors import OutOfMemoryError
 from kvcache.sampling.text_stream import TextStream
@@ -20,7 +18,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     add_options(parser, model_required=True, max_tokens=SamplingParams().max_tokens)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; - reads it from the standard input")
-    prompt.add_argument("-f", "--file", metavar="FILE", help="a file with this text, in UTF-8")
+    prompt.add_argument("-f", "--file", metavar="FILE", help="a file with this text, in UTF-8; - is the standard input")
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -47,9 +45,5 @@ def _prompt(options: argparse.Namespace) -> str:
     """The prompt of the options; the line end that editors and `echo` put behind a text is none of it."""
     if options.file is None and options.prompt != "-":
         return str(options.prompt)
-    name = "the standard input" if options.file is None else options.file
-    data = sys.stdin.buffer.read() if options.file is None else Path(options.file).read_bytes()
-    try:
-        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt: expected UTF-8 in {name}, got {error}") from None
+    text = read_text("-" if options.file is None else options.file, "prompt")
+    return text.removesuffix("\n").removesuffix("\r")

@@ -48,6 +48,7 @@ __all__ = [
     "network_defaults",
     "open_engine",
     "open_network",
+    "read_text",
 ]
 
 Engine = TypeVar("Engine")
@@ -175,10 +176,34 @@ def check_network(options: argparse.Namespace) -> None:
 
 
 def check_output(path: str, name: str) -> None:
-    """Find faults of an option that names a file to write, before minutes of work. ValueError: no such folder."""
-    place = Path(path)
-    if place.is_dir() or not place.parent.is_dir():
+    """Find faults of an option that names a file to write, before minutes of work.
+
+    ValueError: no such folder, a name that no file can have, or nothing that may be written.
+    """
+    if "\0" in path:
+        raise ValueError(f"{name}: expected the name of a file, got {path!r}")
+    given = Path(path)
+    try:
+        is_new = not given.exists()
+    except OSError as error:
+        raise ValueError(f"{name}: expected a file in a folder that exists, got {path}: {error.strerror}") from None
+    folder = Path(os.path.realpath(path)).parent
+    if given.is_dir() or (is_new and not folder.is_dir()):
         raise ValueError(f"{name}: expected a file in a folder that exists, got {path}")
+    if not os.access(folder if is_new or given.is_file() else given, os.W_OK):  # devices are not replaced
+        raise ValueError(f"{name}: expected a file that may be written, got {path}")
+
+
+def read_text(file: str, name: str) -> str:
+    """The text of a file, or of the standard input where it is "-". ValueError: that is closed, or no UTF-8."""
+    if file == "-" and sys.stdin is None:
+        raise ValueError(f"{name}: expected a standard input, got a closed one")
+    data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = "the standard input" if file == "-" else file
+        raise ValueError(f"{name}: expected UTF-8 in {where}, got {error}") from None
 
 
 def default_sizes(model: str, room: int | str) -> dict[str, Any]:

@@ -82,8 +82,9 @@ class MeanRow(TextRows):
 
     def take(self, rows: Float32, start: int) -> None:
         count, total = self._sum
-        for row in rows[count - start :]:
-            count, total = count + 1, row.astype(np.float64) if total is None else total + row
+        with np.errstate(invalid="ignore"):  # infinities of a damaged network, which are an error when all have run
+            for row in rows[count - start :]:
+                count, total = count + 1, row.astype(np.float64) if total is None else total + row
         self._sum = count, total
         if total is not None and count == len(self.tokens):
             self.result = (total / count).astype(np.float32)

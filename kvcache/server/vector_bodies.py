@@ -36,6 +36,7 @@ __all__ = [
 
 _TOGETHER = 64  # texts that wait at a time: a body of thousands leaves the queue to others
 _MOST = 16384  # texts of a body
+_REPEATED = 1 << 25  # characters of the query and the instruction of a body, which stand before each of its documents
 
 
 def _encoding(value: Any, name: str) -> str:
@@ -85,6 +86,16 @@ class VectorBody(NamedTuple):
 def _few(field: str, texts: Sequence[Any]) -> None:
     if not 0 < len(texts) <= _MOST:
         raise ValueError(f"{field}: expected 1 to {_MOST} texts, got {len(texts)}")
+
+
+def _short(query: str, instruction: str | None, count: int) -> None:
+    """ValueError: a small body whose prompts would take memory and time without bounds."""
+    length = len(query) + len(instruction or "")
+    if length * count > _REPEATED:
+        raise ValueError(
+            f"query: expected at most {_REPEATED // count} characters, with the instruction, before {count} documents, "
+            f"got {length}"
+        )
 
 
 def asked_of_embeddings(
@@ -147,6 +158,7 @@ def asked_of_rerank(given: Mapping[str, Any], vectors: Vectors, model: str, spac
             "unsupported_model",
         )
     _few("documents", documents)
+    _short(given["query"], given.get("instruction"), len(documents))
     readings = vectors.judged(given["query"], documents, given.get("instruction"), given.get("truncate", False))
     scores: list[float] = []
 

@@ -61,9 +61,11 @@ def test_outputs_are_checked_first_and_devices_and_links_stay(folder, tmp_path, 
     texts, device, link = tmp_path / "lines.txt", tmp_path / "device", tmp_path / "link.npy"
     texts.write_text("x")
     command = ["embed", "--model", str(folder), "-f", str(texts), "-o"]
-    for output in (tmp_path / "missing" / "x.npy", tmp_path):
+    for output in (tmp_path / "missing" / "x.npy", tmp_path, tmp_path / ("x" * 300), texts / "x"):
         assert main([*command, str(output), "--prompt-name", "other"]) == 2
         assert "--output: expected a file in a folder that exists" in capsys.readouterr().err
+    assert main([*command, "a\0b", "--prompt-name", "other"]) == 2
+    assert "--output: expected the name of a file" in capsys.readouterr().err
     os.mkfifo(device)
     with ThreadPoolExecutor(1) as pool:
         read = pool.submit(device.read_text)
@@ -74,6 +76,26 @@ def test_outputs_are_checked_first_and_devices_and_links_stay(folder, tmp_path, 
     assert main([*command, str(link)]) == 0
     assert link.is_symlink()
     assert np.load(tmp_path / "vectors.npy").shape == (1, 32)
+
+
+def test_a_replaced_file_keeps_who_may_read_it_however_long_its_name_is(folder, tmp_path):
+    texts, output = tmp_path / "lines.txt", tmp_path / ("x" * 251 + ".npy")
+    texts.write_text("x")
+    for mode in (0o600, 0o644):
+        output.write_bytes(b"old")
+        output.chmod(mode)
+        assert main(["embed", "--model", str(folder), "-f", str(texts), "-o", str(output)]) == 0
+        assert (np.load(output).shape, output.stat().st_mode & 0o777) == ((1, 32), mode)
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_closed_inputs_and_outputs_are_refused_by_name(folder, tmp_path, capsys, monkeypatch):
+    command = ["embed", "--model", str(folder)]
+    for stream, option in (("stdin", "--file"), ("stdout", "--output")):
+        with monkeypatch.context() as changed:
+            changed.setattr(f"sys.{stream}", None)
+            assert main(command) == 2
+        assert f"{option}: expected a standard {stream[3:]}put, got a closed one" in capsys.readouterr().err
 
 
 def test_texts_that_are_too_long_are_cut_where_asked(folder, tmp_path):

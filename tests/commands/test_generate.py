@@ -94,9 +94,12 @@ def test_a_prompt_of_a_file_and_of_the_standard_input(capsys, tmp_path, monkeypa
     (tmp_path / "x").write_bytes(b"\xef\xbb\xbfimport os\nimport\n")
     assert main([*command, "-f", str(tmp_path / "x")]) == 0
     assert capsys.readouterr().out == want
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"import os\nimport\n")))
-    assert main([*command, "--prompt", "-"]) == 0
-    assert capsys.readouterr().out == want
+    for option in ("--prompt", "-f"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"import os\nimport\n")))
+        assert main([*command, option, "-"]) == 0
+        assert capsys.readouterr().out == want
+    monkeypatch.setattr("sys.stdin", None)
+    assert "--prompt: expected a standard input" in one_line(capsys, main([*command, "--prompt", "-"]))
     (tmp_path / "x").write_bytes(b"\xff")
     assert "--prompt: expected UTF-8 in " in one_line(capsys, main([*command, "-f", str(tmp_path / "x")]))
     assert "nowhere" in one_line(capsys, main([*command, "-f", "nowhere"]))

@@ -258,6 +258,20 @@ def test_what_is_refused(folders, error, call):
     assert engine.embed(["x"]).shape == (1, 64)
 
 
+def test_rows_that_are_not_finite_are_an_error_and_no_warning(folders, monkeypatch, recwarn):
+    for layout in ("last", "mean"):
+        engine = ENGINES["alone"](folders[layout])
+        forward = engine.model.forward
+        for value in (np.float32(np.nan), np.float32(np.inf)):
+            def damaged(*given, forward=forward, value=value, **more):
+                return np.copysign(value, forward(*given, **more))
+
+            monkeypatch.setattr(engine.model, "forward", damaged)
+            with pytest.raises(ValueError, match="model: expected finite hidden rows"):
+                engine.embed(TEXTS)
+    assert not recwarn.list
+
+
 def test_what_other_engines_refuse():
     evicting = {"eviction_policy": EvictionPolicy.H2O(), "kv_budget": 32}
     for make in (InferenceEngine, BatchEngine):

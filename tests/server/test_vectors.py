@@ -147,6 +147,16 @@ def test_bodies_of_rerank_that_are_refused(reranking, body, param):
     assert (status, answer["error"]["param"]) == (400, param)
 
 
+def test_what_stands_before_each_document_is_bounded(reranking):
+    """A body of kilobytes would make gigabytes of prompts."""
+    for words in ({"query": "x" * 2049}, {"query": "x", "instruction": "y" * 2048}):
+        status, answer = ask(reranking, "/rerank", {"documents": ["x"] * 16384, "truncate": True} | words)
+        assert (status, answer["error"]["param"]) == (400, "query")
+        assert "at most 2048 characters, with the instruction, before 16384 documents, got 2049" in (
+            answer["error"]["message"]
+        )
+
+
 def test_the_bytes_of_vectors_of_a_body_are_bounded(folders):
     with Served(folders["mean"], limits={"max_vectors": 1000}) as made:
         texts = ["x"] * 7  # of 32 numbers
