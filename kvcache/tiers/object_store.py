@@ -126,7 +126,7 @@ class ObjectStoreTier:
             self._unlisted += size
             if self._bytes <= self.max_bytes and self._unlisted <= self.max_bytes // _SHARE:
                 return
-            there = [each for batch in self.store.list(self.prefix or None) for each in batch]
+            (there,) = self._at_once(self._listed, [self.prefix or None])
             there = sorted((each for each in there if self._own.fullmatch(each["path"])), key=_age)
             self._bytes, self._unlisted = size + sum(each["size"] for each in there), 0
             gone = []
@@ -136,6 +136,9 @@ class ObjectStoreTier:
                 self._bytes -= each["size"]
                 gone.append(each["path"])
         self._at_once(self._delete, [gone[i : i + _DELETED] for i in range(0, len(gone), _DELETED)])
+
+    async def _listed(self, prefix: str | None) -> list[Any]:
+        return [each async for batch in self.store.list(prefix) for each in batch]
 
     async def _delete(self, paths: list[str]) -> None:
         try:
