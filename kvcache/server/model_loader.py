@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from asyncio import Task, create_task
 from time import monotonic
 
-from anyio import CapacityLimiter, Lock, fail_after, sleep
+from anyio import CancelScope, CapacityLimiter, Event, Lock, fail_after, sleep
+from anyio.lowlevel import checkpoint
 from anyio.to_thread import run_sync
 from starlette.exceptions import HTTPException
 
 from kvcache.server.model_slot import ModelSlot, ModelUse
 from kvcache.server.models import Models
+from kvcache.server.refusals import ending
 from kvcache.server.served_model import ServedModel
 from kvcache.support.machine_memory import size_text
 
@@ -49,7 +52,7 @@ class ModelLoader:
 
     async def start(self) -> None:
         """Start the models that are loaded. Called on the event loop that all other calls are made on."""
-        self._turn, self._thread = Lock(), CapacityLimiter(1)
+        self._turn, self._thread, self._tasks = Lock(), CapacityLimiter(1), set[Task[None]]()
         for slot in self._loaded():
             await run_sync(slot.start, limiter=self._thread)
 
@@ -60,6 +63,8 @@ class ModelLoader:
                 await run_sync(slot.close)
             except Exception:  # the others are closed too
                 logger.exception("%s could not be closed", slot.names[0])
+        for task in list(self._tasks):  # not what it waits for: a thread that loads closes what it has opened
+            task.cancel()
 
     async def unload_idle(self) -> None:
         """Unload models that nobody uses any more, until this is cancelled."""
@@ -83,18 +88,43 @@ class ModelLoader:
             told = f"model: expected at most {self._most_waiting} requests that wait until it is loaded, got more"
             raise HTTPException(503, told, {"retry-after": str(max(1, round(slot.seconds)))})
         slot.waiting += 1
+        scope, ended, found = CancelScope(), Event(), list[ServedModel | Exception]()
+
+        async def take() -> None:  # in a task of its own: a thread that loads, or unloads, holds up no time limit
+            try:
+                with scope:
+                    found.append(await self._in_turn(slot, use, scope))
+            except Exception as error:
+                found.append(error)
+            finally:
+                ended.set()
+
+        task = create_task(take())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         try:
             with fail_after(seconds):
-                async with self._turn:
-                    if (model := use.take(slot)) is None:
-                        await self._load(slot)
-                        model = use.take(slot)
-                    assert model is not None, "a loaded model stays until the turn ends"
-                    return model
+                await ended.wait()
         except TimeoutError:
             raise HTTPException(503, "model: expected one that is loaded in time, got none") from None
         finally:
             slot.waiting -= 1
+            scope.cancel()
+        if not found:
+            raise ending()
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    async def _in_turn(self, slot: ModelSlot, use: ModelUse, scope: CancelScope) -> ServedModel:
+        async with self._turn:
+            if slot.model is None:
+                await self._load(slot)
+            if scope.cancel_called:  # nobody would end the use
+                await checkpoint()
+            if (model := use.take(slot)) is None:  # a loaded model stays until the turn ends
+                raise ending()
+            return model
 
     async def _load(self, slot: ModelSlot) -> None:
         """Load a model, and unload others for it as long as that helps. Called in a turn."""

@@ -36,7 +36,7 @@ AUTOSAVE_BYTES = 8 << 30  # of a directory that `autosave` names by its path
 AUTOSAVE_START = 0.05
 # Seconds that the first prompts of an engine wait beyond that, while values arrive: nothing else runs then, and reading
 # what there was before the model was unloaded takes a tenth of the seconds of computing it.
-_JUST_LOADED = 2.0
+_JUST_LOADED, _NEXT = 2.0, 0.25  # for all values, and for the next one
 
 
 def as_tiers(
@@ -121,14 +121,13 @@ class Arrivals:
 
     def _wait(self, lookup: Lookup) -> None:
         """Wait for the tiers; as long as they deliver, where the network has run no prompt yet: it was just loaded."""
-        step = self._tiers.head_start
-        lookup.wait(step)
-        ends, before = monotonic() + _JUST_LOADED, 0
-        while step and self._is_new and not lookup.ended and monotonic() < ends:
+        lookup.wait(self._tiers.head_start)
+        before, ends = -1, monotonic() + _JUST_LOADED
+        while self._is_new and self._tiers.head_start and not lookup.ended and monotonic() < ends:
             if (found := lookup.available(0)) <= before:
                 return
             before = found
-            lookup.wait(step)
+            lookup.wait(_NEXT)
 
     def arrived(self, text: Text, found: int) -> None:
         """Cache the pages that have arrived for a text of which `found` tokens are cached in the other layers."""
