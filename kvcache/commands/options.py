@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvcache.calibration.layer_losses import budget_of
 from kvcache.drafts.draft_pace import MOST_DRAFTS
 from kvcache.drafts.sources import SOURCE_NAMES
 from kvcache.engine import SamplingParams
@@ -27,7 +28,7 @@ from kvcache.networks.weights import FORMATS as WEIGHTS
 from kvcache.networks.weights import Progress, checked_weights
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.serving.budget import CHEAP_ROWS
-from kvcache.support.arguments import as_count
+from kvcache.support.arguments import as_count, spelled
 from kvcache.support.machine_memory import as_memory, machine_memory, size_text
 
 __all__ = [
@@ -170,6 +171,9 @@ def check_network(options: argparse.Namespace) -> None:
     """Find faults of the options of `add_network`, and set the number of threads."""
     checked_activations(options.activations)
     checked_weights(options.weights)
+    if budget_of(options.dtype) is None and options.dtype not in FORMATS:
+        also = spelled(options.dtype, FORMATS)
+        raise ValueError(f"dtype: expected one of {', '.join(FORMATS)}, got {options.dtype!r:.100}{also}")
     if options.sparse_tokens is not None:
         as_count(options.sparse_tokens, "sparse_tokens", 1)
     if options.threads is not None:
