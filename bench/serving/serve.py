@@ -43,6 +43,7 @@ from bench.serving.measured import Measured
 from bench.serving.picture import plot_loads
 from bench.serving.products import least_seconds, seconds_of_products
 from bench.serving.simulate import simulate
+from bench.serving.swaps import measure_swaps
 from bench.serving.workloads import WORKLOADS, Turn, Workload, at_once, poisson
 from bench.support.blas import set_threads
 from bench.support.checkpoints import SIZES, Size, write_gguf
@@ -185,7 +186,7 @@ def table_of(results: list[Result]) -> tuple[list[str], list[list[str]]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this bench."""
-    only = "shared", *WORKLOADS, "beside", "simulation"
+    only = "shared", *WORKLOADS, "beside", "swap", "simulation"
     parser.add_argument("--only", choices=only, nargs="+", help="some workloads")
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 32], help="of shared, at once (default 8 32)")
     parser.add_argument("--tokens", type=int, nargs=3, default=[1000, 64, 64], metavar=("SHARED", "OWN", "NEW"))
@@ -331,7 +332,7 @@ def network_of(options: argparse.Namespace, folder: Path) -> Network:
 def main(options: argparse.Namespace) -> int:
     """Print a table for each workload."""
     report, measured = Report(options), Measured(options.resume)
-    chosen = options.only or ("shared", *WORKLOADS, "beside", "simulation")
+    chosen = options.only or ("shared", *WORKLOADS, "beside", "swap", "simulation")
     if options.quick:
         options.engines = [name for name in options.engines if name.startswith("kvcache")]
     with tempfile.TemporaryDirectory() as folder:
@@ -346,6 +347,9 @@ def main(options: argparse.Namespace) -> int:
             if "beside" in chosen:
                 length = 1100 if options.quick else options.long
                 measure_beside(network.file, length, number, measured, as_markdown=options.markdown)
+        if "swap" in chosen:
+            length, rounds = (200, 1) if options.quick else (2000, options.rounds)
+            measure_swaps(network.file, length, rounds, as_markdown=options.markdown)
         report.end(threads=True)
     if "simulation" in chosen:
         simulate(measured, as_markdown=options.markdown, quick=options.quick)

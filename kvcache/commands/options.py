@@ -13,7 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvcache.calibration.layer_losses import budget_of
 from kvcache.drafts.draft_pace import MOST_DRAFTS
+from kvcache.drafts.sources import SOURCE_NAMES
 from kvcache.engine import SamplingParams
 from kvcache.engine.chat import render
 from kvcache.engine.opening import checkpoint_bytes, checkpoint_positions, checkpoint_text
@@ -23,10 +25,10 @@ from kvcache.kernels.matrix import checked_activations
 from kvcache.kernels.threads import set_num_threads
 from kvcache.networks.files import MAX_CONFIG_BYTES, read_file
 from kvcache.networks.weights import FORMATS as WEIGHTS
-from kvcache.networks.weights import Progress
+from kvcache.networks.weights import Progress, checked_weights
 from kvcache.sampling.tokenizer import CheckpointText, GgufText
 from kvcache.serving.budget import CHEAP_ROWS
-from kvcache.support.arguments import as_count
+from kvcache.support.arguments import as_count, spelled
 from kvcache.support.machine_memory import as_memory, machine_memory, size_text
 
 __all__ = [
@@ -169,6 +171,10 @@ def checked(options: argparse.Namespace) -> dict[str, Any]:
 def check_network(options: argparse.Namespace) -> None:
     """Find faults of the options of `add_network`, and set the number of threads."""
     checked_activations(options.activations)
+    checked_weights(options.weights)
+    if budget_of(options.dtype) is None and options.dtype not in FORMATS:
+        also = spelled(options.dtype, FORMATS)
+        raise ValueError(f"dtype: expected one of {', '.join(FORMATS)}, got {options.dtype!r:.100}{also}")
     if options.sparse_tokens is not None:
         as_count(options.sparse_tokens, "sparse_tokens", 1)
     if options.threads is not None:
@@ -227,14 +233,12 @@ def open_engine(
         MemoryError: the weights, or keys and values, do not fit the machine.
     """
     sizes, template = checked(options), chat_template_of(options)
-    _text_of(options.model)
+    _expect_tokenizer(options.model, _text_of(options.model))  # nothing is open yet
     if room is not None and not any(sizes.values()):
         sizes = default_sizes(options.model, room)
     engine: Any = open_network(
         options, make, draft_tokens=options.draft_tokens, chat_template=template, **_drafts(options), **sizes, **more
     )
-    if engine.tokenizer is None:
-        raise FileNotFoundError(f"{options.model}: expected a tokenizer, tokenizer.json, got none")
     engine.sampling_params = _params(options, engine.sampling_params)
     most, context = engine.config.max_position_embeddings, options.context or 0
     if context > most and options.command != "serve":
@@ -333,14 +337,33 @@ def _text_of(model: str, template: str | None = None) -> CheckpointText | GgufTe
 
 
 def expected_bytes(options: argparse.Namespace) -> int:
-    """About how much memory the weights of a model take that loads later. FileNotFoundError: there is no such model."""
-    _text_of(options.model)
+    """About how much memory the weights of a model take that loads later; what it needs is looked for.
+
+    Raises:
+        FileNotFoundError: no such model, a model without a tokenizer, no such calibration or model of draft tokens.
+        CheckpointError: a config that cannot be read.
+    """
+    _expect_tokenizer(options.model, _text_of(options.model, chat_template_of(options)))
+    checkpoint_positions(options.model)
+    if options.calibrate not in (None, "auto") and not Path(options.calibrate).is_file():
+        raise FileNotFoundError(
+            f'calibrate: expected "auto", or a file of text or of a calibration, got none at {options.calibrate}'
+        )
+    for each in options.draft:
+        if each != "none" and each not in SOURCE_NAMES:
+            checkpoint_text(each)
     return checkpoint_bytes(options.model)
 
 
+def _expect_tokenizer(model: str, text: CheckpointText | GgufText) -> None:
+    if text.tokenizer is None:
+        raise FileNotFoundError(f"{model}: expected a tokenizer, tokenizer.json, got none")
+
+
 def name_of(model: str) -> str:
-    """The name of a model: the last part of its path."""
-    return Path(os.path.abspath(model.replace(":", "/"))).name.removesuffix(".gguf")
+    """The name of a model: the last part of its path, or of what is fetched."""
+    path = model.replace(":", "/") if model.startswith("hf:") else model
+    return Path(os.path.abspath(path)).name.removesuffix(".gguf")
 
 
 def in_words_of_options(error: Exception, options: argparse.Namespace) -> str:

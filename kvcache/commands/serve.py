@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -26,7 +27,7 @@ from kvcache.commands.options import (
 )
 from kvcache.commands.shared_tiers import add_tiers, check_tiers, open_tiers
 from kvcache.prefix.events.kv_events import KvEvents
-from kvcache.sampling.dialects.dialect_table import DIALECTS
+from kvcache.sampling.dialects.dialect_table import DIALECTS, dialect_of
 from kvcache.serving.batch import BatchEngine
 from kvcache.support.arguments import as_count, as_finite, short
 from kvcache.support.hosts import is_loopback
@@ -165,8 +166,12 @@ def _check(options: argparse.Namespace, tables: Sequence[argparse.Namespace]) ->
         as_finite(options.idle_unload, "idle_unload", 0.0, above=True)
     if options.max_loaded is not None:
         as_count(options.max_loaded, "max_loaded", 1)
-        if (pinned := sum(table.pin for table in tables)) > options.max_loaded:
-            raise ValueError(f"max_loaded: expected at least the {pinned} pinned models, got {options.max_loaded}")
+        for what, count in (
+            ("models that load at the start", sum(table.pin or table.preload for table in tables)),
+            ("pinned models and one more", min(len(tables), sum(table.pin for table in tables) + 1)),
+        ):
+            if count > options.max_loaded:
+                raise ValueError(f"max_loaded: expected {count} at least, of {what}, got {options.max_loaded}")
     for limit, least in (("max_body", 1), ("max_bodies", 1), ("drain", 0)):
         as_count(getattr(options, limit), limit, least)
     for table in tables:
@@ -178,6 +183,10 @@ def _check(options: argparse.Namespace, tables: Sequence[argparse.Namespace]) ->
         chat_template_of(table)
         check_tiers(table)
         checked(table)
+        dialect_of("", table.tool_parser)
+    ports = Counter(table.kv_events for table in tables if not (table.kv_events or ":0").endswith((":0", ":*")))
+    if twice := [address for address, count in ports.items() if count > 1]:
+        raise ValueError(f"kv_events: expected an address for each model, got {short(twice[0])} of several")
 
 
 def _events(options: argparse.Namespace) -> KvEvents | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvcache.texts.arrivals import AUTOSAVE_BYTES, AUTOSAVE_START
 from kvcache.tiers.directory import DirectoryTier
 from kvcache.tiers.keys import as_secret
+from kvcache.tiers.links import without_secrets
 from kvcache.tiers.object_store import ObjectStoreTier
 from kvcache.tiers.protocol import Tier
 from kvcache.tiers.redis import RedisTier
@@ -108,5 +109,5 @@ def _store(url: str) -> object:
             retry_config={"max_retries": 1, "retry_timeout": seconds},
         )
     except Exception as error:  # obstore has a family of its own
-        told = str(error).splitlines()[0]
+        told = without_secrets(str(error).splitlines()[0])
         raise ValueError(f"object_store: expected a URL such as s3://bucket/folder, got an error: {told}") from None

@@ -37,7 +37,10 @@ def checkpoint_path(place: str | os.PathLike[str]) -> Path:
     """
     path = Path(place)
     if isinstance(place, str) and place.startswith(_HUB) and not os.path.lexists(path):
-        return _fetched(place)
+        if not (found := _fetched(place)).exists():  # the cache was emptied since
+            _fetched.cache_clear()
+            found = _fetched(place)
+        return found
     if place == "smollm2" and not os.path.lexists(path):
         return _smollm2()
     if not os.path.lexists(path):

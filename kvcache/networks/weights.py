@@ -51,7 +51,7 @@ from kvcache.support.arguments import short, spelled
 from kvcache.support.huge_pages import huge_bytes
 from kvcache.support.machine_memory import machine_memory
 
-__all__ = ["FORMATS", "LayerWeights", "MlpWeights", "Progress", "Weight", "Weights"]
+__all__ = ["FORMATS", "LayerWeights", "MlpWeights", "Progress", "Weight", "Weights", "checked_weights"]
 
 Float32 = NDArray[np.float32]
 Weight = Matrix | MatrixStack
@@ -69,6 +69,14 @@ _FIRST = (
 )
 _INV_FREQ = "rotary_emb.inv_freq"  # the frequencies of RoPE: in older files, and redundant
 _BAND_BYTES = 1 << 20  # of float32 values, read and converted at a time: fits the second-level cache
+
+
+def checked_weights(weights: str) -> str:
+    """The name of a format of matrices. ValueError: there is no such format."""
+    if weights not in FORMATS:
+        also = spelled(weights, FORMATS)
+        raise ValueError(f"weights: expected one of {', '.join(FORMATS)}, got {short(weights)}{also}")
+    return weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -276,9 +284,7 @@ class Weights:
             OutOfMemoryError: the weights need more bytes than the machine has or than can be allocated.
             ValueError: unknown `weights`.
         """
-        if weights not in FORMATS:
-            also = spelled(weights, FORMATS)
-            raise ValueError(f"weights: expected one of {', '.join(FORMATS)}, got {short(weights)}{also}")
+        checked_weights(weights)
         if getattr(checkpoint, "is_headless", False):
             config = replace(config, tie_word_embeddings=True)
         stored = config

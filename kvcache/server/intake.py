@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+from anyio import create_task_group, current_time
 from anyio.to_thread import run_sync
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -26,6 +28,7 @@ from kvcache.support.json_text import TooManyNested, read_json_text
 __all__ = ["Intake", "json_of"]
 
 _ARRIVING = 30.0  # seconds for a body
+_LEAST = 0.001  # seconds that are left for an answer
 Method = Callable[[ServedModel, dict[str, Any], Hashable], Answer]
 
 
@@ -44,6 +47,7 @@ class _Waiting(NamedTuple):
 
     model: ServedModel
     prepared: Prepared
+    seconds: float  # until its answer has ended
 
 
 class _Unloaded(NamedTuple):
@@ -105,18 +109,41 @@ class Intake:
         return endpoint
 
     async def _answer(self, request: Request, method: Method, space: str | None, use: ModelUse) -> ASGIApp:
-        """The answer to a body; its model, its grammar and the memory for it may be waited for."""
+        """The answer to a body; its model and its grammar may be waited for."""
         async with self._bodies.body(request, min(_ARRIVING, self._timeout)) as data:
             limiter = self._threads.for_body(len(data))
             found = await run_sync(self._read, method, data, space, use, limiter=limiter)
             if isinstance(found, _Unloaded):
-                model = await self._loader.taken(found.slot, use, self._timeout)
-                found = await run_sync(self._taken, model, method, found.body, space, limiter=limiter)
+                ends = current_time() + self._timeout
+                model = await self._loaded(request, found.slot, use)
+                seconds = max(_LEAST, ends - current_time())
+                found = await run_sync(self._taken, model, method, found.body, space, seconds, limiter=limiter)
             if not isinstance(found, _Waiting):
                 return found
             async with self._threads.turn(space):
                 await run_sync(found.model.compile, found.prepared.asked, limiter=self._threads.grammars)
             return await run_sync(self._queued, *found, limiter=limiter)
+
+    async def _loaded(self, request: Request, slot: ModelSlot, use: ModelUse) -> ServedModel:
+        """The model of a slot, once it is loaded; none is loaded, or unloaded, for a client that has left."""
+        found: ServedModel | HTTPException = HTTPException(408, "model: expected a client that waits for it, got none")
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            request.state.left = True
+            tasks.cancel_scope.cancel()
+
+        async with create_task_group() as tasks:
+            tasks.start_soon(watch)
+            try:
+                found = await self._loader.taken(slot, use, self._timeout)
+            except HTTPException as error:  # beside the group, which would wrap it
+                found = error
+            tasks.cancel_scope.cancel()
+        if isinstance(found, HTTPException):
+            raise found
+        return found
 
     def _read(
         self, method: Method, data: bytearray, space: Hashable, use: ModelUse
@@ -124,10 +151,10 @@ class Intake:
         """The answer to the bytes of a body, or what it waits for."""
         slot = self._models.of(body := json_of(data))
         model = use.take(slot)
-        return _Unloaded(slot, body) if model is None else self._taken(model, method, body, space)
+        return _Unloaded(slot, body) if model is None else self._taken(model, method, body, space, self._timeout)
 
     def _taken(
-        self, model: ServedModel, method: Method, body: dict[str, Any], space: Hashable
+        self, model: ServedModel, method: Method, body: dict[str, Any], space: Hashable, seconds: float
     ) -> ASGIApp | _Waiting:
         """The answer to a body, or what waits for its grammar where that is new: the compilation may take long."""
         try:
@@ -136,17 +163,17 @@ class Intake:
         except RecursionError:  # of what has as many levels as JSON may have, a template's or an encoder's
             raise ValueError("body: expected at most some hundred levels, got more") from None
         if isinstance(found, VectorBody):
-            return VectorAnswer(model.engine, found, self._threads, self._timeout)
+            return VectorAnswer(model.engine, found, self._threads, seconds)
         if not isinstance(found, Prepared):
             return found
         if model.compiles(found.asked):
-            return _Waiting(model, found)
+            return _Waiting(model, found, seconds)
         model.compile(found.asked)  # raises, where it was refused before
-        return self._queued(model, found)
+        return self._queued(model, found, seconds)
 
-    def _queued(self, model: ServedModel, prepared: Prepared) -> ASGIApp:
+    def _queued(self, model: ServedModel, prepared: Prepared, seconds: float) -> ASGIApp:
         with _limits_told(model):
-            return model.queued(prepared, self._threads, self._timeout)
+            return model.queued(prepared, self._threads, seconds)
 
 
 @contextmanager

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
-from functools import partial
+from asyncio import Task, create_task
 from time import monotonic
 
-from anyio import CapacityLimiter, Lock, fail_after, sleep
+from anyio import CancelScope, CapacityLimiter, Event, Lock, fail_after, sleep
+from anyio.lowlevel import checkpoint
 from anyio.to_thread import run_sync
 from starlette.exceptions import HTTPException
 
-from kvcache.errors import GrammarError
-from kvcache.grammar import json_object
-from kvcache.server.constraints import knows_grammars
 from kvcache.server.model_slot import ModelSlot, ModelUse
 from kvcache.server.models import Models
+from kvcache.server.refusals import ending
 from kvcache.server.served_model import ServedModel
 from kvcache.support.machine_memory import size_text
 
@@ -54,14 +52,19 @@ class ModelLoader:
 
     async def start(self) -> None:
         """Start the models that are loaded. Called on the event loop that all other calls are made on."""
-        self._turn, self._thread = Lock(), CapacityLimiter(1)
+        self._turn, self._thread, self._tasks = Lock(), CapacityLimiter(1), set[Task[None]]()
         for slot in self._loaded():
-            await self._started(slot)
+            await run_sync(slot.start, limiter=self._thread)
 
     async def close(self) -> None:
-        """Close all models; what still runs is cancelled."""
-        for slot in self._loaded():
-            await self._unload(slot)
+        """Close all models, also one that loads or leaves; what still runs is cancelled."""
+        for slot in self._models.all:
+            try:
+                await run_sync(slot.close)
+            except Exception:  # the others are closed too
+                logger.exception("%s could not be closed", slot.names[0])
+        for task in list(self._tasks):  # not what it waits for: a thread that loads closes what it has opened
+            task.cancel()
 
     async def unload_idle(self) -> None:
         """Unload models that nobody uses any more, until this is cancelled."""
@@ -71,7 +74,8 @@ class ModelLoader:
             await sleep(min(1.0, self._idle / 4))
             async with self._turn:
                 for slot in self._loaded():
-                    if not (slot.is_pinned or slot.uses) and monotonic() - slot.used > self._idle:
+                    is_idle = not slot.is_pinned and monotonic() - slot.used > self._idle
+                    if is_idle and slot.leave(idle=True):
                         await self._leave(slot)
 
     async def taken(self, slot: ModelSlot, use: ModelUse, seconds: float) -> ServedModel:
@@ -84,18 +88,43 @@ class ModelLoader:
             told = f"model: expected at most {self._most_waiting} requests that wait until it is loaded, got more"
             raise HTTPException(503, told, {"retry-after": str(max(1, round(slot.seconds)))})
         slot.waiting += 1
+        scope, ended, found = CancelScope(), Event(), list[ServedModel | Exception]()
+
+        async def take() -> None:  # in a task of its own: a thread that loads, or unloads, holds up no time limit
+            try:
+                with scope:
+                    found.append(await self._in_turn(slot, use, scope))
+            except Exception as error:
+                found.append(error)
+            finally:
+                ended.set()
+
+        task = create_task(take())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         try:
             with fail_after(seconds):
-                async with self._turn:
-                    if (model := use.take(slot)) is None:
-                        await self._load(slot)
-                        model = use.take(slot)
-                    assert model is not None, "a loaded model stays until the turn ends"
-                    return model
+                await ended.wait()
         except TimeoutError:
             raise HTTPException(503, "model: expected one that is loaded in time, got none") from None
         finally:
             slot.waiting -= 1
+            scope.cancel()
+        if not found:
+            raise ending()
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    async def _in_turn(self, slot: ModelSlot, use: ModelUse, scope: CancelScope) -> ServedModel:
+        async with self._turn:
+            if slot.model is None:
+                await self._load(slot)
+            if scope.cancel_called:  # nobody would end the use
+                await checkpoint()
+            if (model := use.take(slot)) is None:  # a loaded model stays until the turn ends
+                raise ending()
+            return model
 
     async def _load(self, slot: ModelSlot) -> None:
         """Load a model, and unload others for it as long as that helps. Called in a turn."""
@@ -109,12 +138,12 @@ class ModelLoader:
                 break
             except MemoryError as error:
                 if not await self._freed():
+                    logger.warning("%s could not be loaded: %s", slot.names[0], error)
                     raise HTTPException(503, f"model: expected memory for it, got none: {error}") from None
             except Exception as error:  # the server goes on
                 logger.exception("%s could not be loaded", slot.names[0])
                 raise HTTPException(503, f"model: expected one that loads, got {type(error).__name__}") from None
-        logger.info("loaded %s in %.1f s, %s", slot.names[0], slot.seconds, size_text(slot.needs))
-        await self._started(slot)
+        logger.warning("loaded %s in %.1f s, %s", slot.names[0], slot.seconds, size_text(slot.needs))
 
     def _loaded(self) -> list[ModelSlot]:
         return [slot for slot in self._models.all if slot.model is not None]
@@ -136,28 +165,13 @@ class ModelLoader:
 
     async def _leave(self, slot: ModelSlot) -> None:
         """Unload a model when its last request has ended; if this is cancelled before, the model stays."""
-        slot.is_leaving = True
+        slot.leave()
         try:
             while slot.uses:
                 await sleep(_POLL)
-        except BaseException:
+            await run_sync(slot.unload)
+            logger.warning("unloaded %s", slot.names[0])
+        except Exception:  # the server goes on; the model is gone
+            logger.exception("%s could not be closed", slot.names[0])
+        finally:
             slot.is_leaving = False
-            raise
-        await self._unload(slot)
-        logger.info("unloaded %s", slot.names[0])
-
-    async def _started(self, slot: ModelSlot) -> None:
-        """Start the engine of a model."""
-        model = slot.model
-        assert model is not None, "it is loaded"
-        if knows_grammars():
-            with suppress(GrammarError):  # a tokenizer that llguidance does not read: each request is told
-                # No thread runs while it reads the vocabulary.
-                await run_sync(model.engine.prepare_grammar, json_object(), limiter=self._thread)
-        model.engine.start()
-
-    async def _unload(self, slot: ModelSlot) -> None:
-        if (model := slot.model) is not None:
-            await run_sync(model.trials.close)
-            await run_sync(partial(model.engine.close, cancel=True))
-            await run_sync(slot.close)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from threading import Lock
 from time import monotonic
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvcache.errors import GrammarError
+from kvcache.grammar import json_object
+from kvcache.server.constraints import knows_grammars
 from kvcache.server.forms import now
 from kvcache.server.served_model import ServedModel
 
@@ -47,6 +51,9 @@ class ModelSlot:
     ) -> None:
         self.names, self.needs, self.is_pinned, self.created = names, needs, is_pinned, now()
         self.model, self._make, self._stack, self._lock = model, make, ExitStack(), Lock()
+        self._unloading, self._is_closed = Lock(), False
+        if model is not None:
+            _close_with(self._stack, model)
         self.is_leaving, self.used, self.seconds = False, monotonic(), 1.0
         self.loads, self.waiting, self._uses = 0, 0, 0
 
@@ -61,21 +68,52 @@ class ModelSlot:
         return self._uses
 
     def load(self) -> None:
-        """Open the model. Raises what opening it raises; nothing stays open then."""
+        """Open the model and start its engine; only then others see it.
+
+        Nothing stays open where that raises, or where `close` was called meanwhile.
+        """
         assert self._make is not None, "a model that is given stays loaded"
         began = monotonic()
         with ExitStack() as stack:
             model = self._make(stack)
-            self._stack = stack.pop_all()
-        self.needs = sum(model.engine.memory()[name] for name in ("weights", "kv"))
-        self.seconds, self.used, self.loads = monotonic() - began, monotonic(), self.loads + 1
-        self.model = model
+            _close_with(stack, model)
+            _start(model)
+            with self._lock:
+                if self._is_closed:
+                    return
+                self.needs = sum(model.engine.memory()[name] for name in ("weights", "kv"))
+                self.seconds, self.used, self.loads = monotonic() - began, monotonic(), self.loads + 1
+                self._stack, self.model = stack.pop_all(), model
+
+    def start(self) -> None:
+        """Start the engine of a model that was given; one that was loaded runs."""
+        assert self.model is not None, "it is loaded"
+        _start(self.model)
+
+    def unload(self) -> None:
+        """Close the model, if there is one, and return its memory; those that use it are cancelled.
+
+        Others do not see it any more from the beginning on: what its tiers still have to write may take a minute.
+        """
+        with self._unloading:
+            with self._lock:
+                self.model, stack, self._stack = None, self._stack, ExitStack()
+            stack.close()
+            del stack
+            gc.collect()  # an engine has cycles, and the next model needs its memory now
 
     def close(self) -> None:
-        """Close the model; those that use it are cancelled."""
+        """Unload the model for good: one that just loads is closed as soon as it is loaded."""
         with self._lock:
-            self.model, self.is_leaving = None, False
-        self._stack.close()
+            self._is_closed = True
+        self.unload()
+
+    def leave(self, *, idle: bool = False) -> bool:
+        """Take no further requests; whether that is so. With `idle` it is not if requests use the model."""
+        with self._lock:
+            if not (idle and self._uses):
+                self.is_leaving = True
+            return self.is_leaving
 
     def take(self) -> ServedModel | None:
         """The model, used from now on until `give_back`; None: it is not loaded, or leaves."""
@@ -90,6 +128,18 @@ class ModelSlot:
         with self._lock:
             self._uses -= 1
             self.used = monotonic()
+
+
+def _start(model: ServedModel) -> None:
+    if knows_grammars():
+        with suppress(GrammarError):  # a tokenizer that llguidance does not read: each request is told
+            model.engine.prepare_grammar(json_object())  # no thread runs while it reads the vocabulary
+    model.engine.start()
+
+
+def _close_with(stack: ExitStack, model: ServedModel) -> None:
+    stack.callback(model.engine.close, cancel=True)
+    stack.callback(model.trials.close)
 
 
 class ModelUse:

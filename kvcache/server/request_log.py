@@ -74,6 +74,8 @@ class RequestLog:
                 self._write(json.dumps(_entry(scope, own, status, seconds)))
             else:
                 self._tell(scope, own, status, seconds)
+            for name in ("requests", "asked"):  # a connection that stays open keeps its scope: not the model too
+                scope["state"].pop(name, None)
 
     def _tell(self, scope: Scope, own: str, status: int, seconds: float) -> None:
         """Log what an operator looks for first: a wrong address of a client, or answers that nobody reads."""

@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection
 from functools import partial
 from math import lcm
+from time import monotonic
 
 from kvcache.core.calibration import Calibration
 from kvcache.core.rowformat import RowFormats
@@ -33,6 +34,9 @@ AUTOSAVE_BYTES = 8 << 30  # of a directory that `autosave` names by its path
 # Seconds that a prompt waits at most for the directory of `autosave`. A miss takes 0.1 ms, and 64 tokens of a hit some
 # ms. Without the wait, a prompt of one piece has run before the first value is there.
 AUTOSAVE_START = 0.05
+# Seconds that the first prompts of an engine wait beyond that, while values arrive: nothing else runs then, and reading
+# what there was before the model was unloaded takes a tenth of the seconds of computing it.
+_JUST_LOADED, _NEXT = 2.0, 0.25  # for all values, and for the next one
 
 
 def as_tiers(
@@ -102,6 +106,7 @@ class Arrivals:
             self.source.make_lookup = partial(WindowedLookup, sources=[source for _, source in self._with_pages])
         self._lookups: dict[Text, Lookup] = {}
         self._asked: set[Text] = set()
+        self._is_new = True  # no prompt has run
 
     def begin(self, text: Text) -> None:
         """Ask the tiers for the prompt of a text that is about to begin, once."""
@@ -112,7 +117,17 @@ class Arrivals:
         lookup = self.source.start(text.space, tokens, self._pool.shared.longest(text))
         if lookup is not None:
             self._lookups[text] = lookup
-            lookup.wait(self._tiers.head_start)
+            self._wait(lookup)
+
+    def _wait(self, lookup: Lookup) -> None:
+        """Wait for the tiers; as long as they deliver, where the network has run no prompt yet: it was just loaded."""
+        lookup.wait(self._tiers.head_start)
+        before, ends = -1, monotonic() + _JUST_LOADED
+        while self._is_new and self._tiers.head_start and not lookup.ended and monotonic() < ends:
+            if (found := lookup.available(0)) <= before:
+                return
+            before = found
+            lookup.wait(_NEXT)
 
     def arrived(self, text: Text, found: int) -> None:
         """Cache the pages that have arrived for a text of which `found` tokens are cached in the other layers."""
@@ -184,5 +199,6 @@ class Arrivals:
 
     def measured(self, count: int, seconds: float) -> None:
         """Note how long `count` tokens of prompts took to compute."""
+        self._is_new = self._is_new and not count
         if count >= GROUP_TOKENS:
             self.source.computing.add(count / max(seconds, 1e-9))

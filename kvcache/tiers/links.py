@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from typing import Any, TypeVar
 from kvcache.support.arguments import short
 from kvcache.tiers.protocol import Buffer, Tier
 
-__all__ = ["FAILURES", "PAUSE", "Link", "Measured", "TierStats"]
+__all__ = ["FAILURES", "PAUSE", "Link", "Measured", "TierStats", "without_secrets"]
 
 logger = logging.getLogger("kvcache")
 
 FAILURES = 3  # in a row, after which a tier is passed over
 PAUSE = 10.0  # seconds for which it is
+_USER, _QUERY = re.compile(r"://[^/\s@]*@"), re.compile(r"(?<=\w)\?[^\s\"'),]+")
 _FORGET = 60.0  # seconds after which a measurement is too old to decide by
 
 Result = TypeVar("Result")
@@ -216,9 +218,14 @@ def _size(value: object) -> int:
     return memoryview(value).nbytes if isinstance(value, (bytes, bytearray, memoryview)) else -1
 
 
+def without_secrets(text: str) -> str:
+    """A text whose addresses have no names with passwords, and no queries, which may be signed."""
+    return _QUERY.sub("?..", _USER.sub("://..@", text))
+
+
 def _described(error: BaseException) -> str:
     """The class and the text of an error, in one line; a server or a store decides what its text is."""
     try:
-        return f"{type(error).__name__}: {short(str(error))}"
+        return f"{type(error).__name__}: {short(without_secrets(str(error)))}"
     except BaseException:
         return type(error).__name__

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from threading import Lock
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import TIMEOUT_MAX, Lock
 from typing import Any, TypeVar
 
 from kvcache.support.arguments import as_bytes, as_count, as_finite
@@ -107,12 +108,26 @@ class ObjectStoreTier:
         """
         sizes = [memoryview(value).nbytes for _, value in items]
         kept = [(item, size) for item, size in zip(items, sizes, strict=True) if self._fits(size)]
-        self._make_room(sum(size for _, size in kept))
 
         async def put(item: tuple[bytes, Buffer]) -> None:
             await self.store.put_async(self._name(item[0]), item[1])
 
-        self._at_once(put, [item for item, _ in kept])
+        with self._turn():
+            self._make_room(sum(size for _, size in kept))
+            self._at_once(put, [item for item, _ in kept])
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Write alone where there is a limit: a listing does not have what other threads are about to store."""
+        if self.max_bytes is None:
+            yield
+        elif not self._lock.acquire(timeout=min(self.timeout, TIMEOUT_MAX)):
+            raise TimeoutError(f"timeout: expected to write within {self.timeout:g} s, got none")
+        else:
+            try:
+                yield
+            finally:
+                self._lock.release()
 
     def _fits(self, size: int) -> bool:
         return self.max_bytes is None or size <= self.max_bytes
@@ -121,21 +136,23 @@ class ObjectStoreTier:
         """Count `size` bytes more; delete the oldest values if there are too many then."""
         if self.max_bytes is None or self._unlisted is None:
             return
-        with self._lock:
-            self._bytes += size
-            self._unlisted += size
-            if self._bytes <= self.max_bytes and self._unlisted <= self.max_bytes // _SHARE:
-                return
-            there = [each for batch in self.store.list(self.prefix or None) for each in batch]
-            there = sorted((each for each in there if self._own.fullmatch(each["path"])), key=_age)
-            self._bytes, self._unlisted = size + sum(each["size"] for each in there), 0
-            gone = []
-            for each in there:
-                if self._bytes <= self.max_bytes:
-                    break
-                self._bytes -= each["size"]
-                gone.append(each["path"])
+        self._bytes += size
+        self._unlisted += size
+        if self._bytes <= self.max_bytes and self._unlisted <= self.max_bytes // _SHARE:
+            return
+        (there,) = self._at_once(self._listed, [self.prefix or None])
+        there = sorted((each for each in there if self._own.fullmatch(each["path"])), key=_age)
+        self._bytes, self._unlisted = size + sum(each["size"] for each in there), 0
+        gone = []
+        for each in there:
+            if self._bytes <= self.max_bytes:
+                break
+            self._bytes -= each["size"]
+            gone.append(each["path"])
         self._at_once(self._delete, [gone[i : i + _DELETED] for i in range(0, len(gone), _DELETED)])
+
+    async def _listed(self, prefix: str | None) -> list[Any]:
+        return [each async for batch in self.store.list(prefix) for each in batch]
 
     async def _delete(self, paths: list[str]) -> None:
         try:

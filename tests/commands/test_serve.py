@@ -12,7 +12,7 @@ from event_reader import Reader
 from places import PROJECT
 
 from kvcache.__main__ import main
-from kvcache.commands.options import default_sizes
+from kvcache.commands.options import default_sizes, name_of
 from kvcache.demo import DIRECTORY
 from kvcache.support.machine_memory import MachineMemory
 
@@ -176,6 +176,33 @@ def test_tables_of_models_in_a_file(tmp_path, capsys):
         assert main(["serve", "--config", str(tmp_path / "server.toml")]) == 2
         said = capsys.readouterr().err
         assert said == f"kvcache: --config: expected a table [[model]] for each model, got {got}\n"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
+def test_faults_of_models_that_load_later(tmp_path, capsys):
+    """They are found at the start, before the first one loads."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    for top, own, message in (
+        ("", 'tool_parser = "x"', "tool_parser: expected "), ("", 'weights = "q9"', "weights: expected one of "),
+        ("", 'calibrate = "nowhere"', "calibrate: expected "), ("", 'draft = ["nowhere"]', "expected a folder with"),
+        ("", 'chat_template = "nowhere"', "nowhere"), ("", 'dtype = "q9"', "dtype: expected one of "),
+        ("max_loaded = 1", "preload = true", "max_loaded: expected 2 at least, of models that load at the start"),
+        ("max_loaded = 1", "pin = true", "max_loaded: expected 2 at least, of "),
+        ('kv_events = "tcp://127.0.0.1:5557"', "", "kv_events: expected an address for each model, got "),
+    ):
+        first = 'preload = true' if "preload" in own else ""
+        file = f"{top}\nport = 0\n[[model]]\npath = '{DIRECTORY}'\nname = 'a'\n{first}\n"
+        (tmp_path / "x.toml").write_text(file + f"[[model]]\npath = '{DIRECTORY}'\nname = 'b'\n{own}\n")
+        assert main(["serve", "--config", str(tmp_path / "x.toml")]) == 2, own
+        assert message in capsys.readouterr().err.replace("--tool-parser", "tool_parser").replace(
+            "--max-loaded", "max_loaded").replace("--kv-events", "kv_events").replace("--", ""), own
+    for path in ("nowhere", tmp_path / "empty"):
+        (tmp_path / "x.toml").write_text(file.replace(top, "") + f"[[model]]\npath = '{path}'\nname = 'b'\n")
+        assert main(["serve", "--config", str(tmp_path / "x.toml")]) == 2
+        assert str(path) in capsys.readouterr().err
+    assert name_of("hf:o/r:sub/x.gguf") == "x"
+    assert name_of("/models/llama3:8b.gguf") == "llama3:8b"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")

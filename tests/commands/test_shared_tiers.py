@@ -121,6 +121,9 @@ def test_an_object_store(secret, tmp_path):
     for url in ("foo", "s3://", "az://container", "file:///nowhere/at/all"):
         with pytest.raises(ValueError, match=r"^object_store: expected a URL such as s3://bucket/folder, got an error"):
             open_tiers(options("--tier-secret", secret, "--object-store", url))
+    with pytest.raises(ValueError, match=r"got an error: [^\n]*") as caught:
+        open_tiers(options("--tier-secret", secret, "--object-store", "xx://user:hunter2@bucket/x?sig=hunter2"))
+    assert "hunter2" not in str(caught.value)
 
 
 def test_no_message_has_the_password(secret, capsys):

@@ -125,6 +125,19 @@ def test_many_requests_under_random_faults(monkeypatch, name, dtype, head_start)
             assert whole == (stats.dropped == 0)
 
 
+def test_the_first_prompts_of_an_engine_wait_as_long_as_values_arrive(network):
+    """A short head start is enough after a restart; a store that answers nothing ends the wait."""
+    store, text = ObjectStore(), prompt(1, 300)
+    with tiers_over(store) as tiers:
+        with BatchEngine(network, tiers=tiers) as engine:
+            want = engine.submit(text, SHORT).result()
+        assert tiers.flush(60)
+    for stored, cached in ((store, 256), (ObjectStore(), 0)):
+        with tiers_over(stored, head_start=1e-6) as tiers, BatchEngine(network, tiers=tiers) as engine:
+            request = engine.submit(text, SHORT)
+            assert (request.result(), request.metrics.cached_tokens) == (want, cached)
+
+
 def test_refused_by_name(network):
     with pytest.raises(TypeError, match="tiers: expected a Tiers, got ObjectStore"):
         BatchEngine(network, tiers=ObjectStore())

@@ -131,6 +131,21 @@ def test_stores_that_fail(network):
     want = InferenceEngine(network).generate(text, SHORT)
     active, most = 0, 0
 
+    class Slow:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        async def list(self, prefix):
+            await asyncio.sleep(3600)
+            yield []
+
+    tier = ObjectStoreTier(Slow(stores.MemoryStore()), secret=SECRET, max_bytes=10, timeout=0.05)
+    with pytest.raises(TimeoutError):  # of the listing too
+        tier.put_many([(keys(1)[0], b"x")])
+
     async def fail(name):
         raise ConnectionError(name)
 
