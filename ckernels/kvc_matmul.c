@@ -24,6 +24,8 @@ INLINE f32v load_weights(kvc_matrix_format format, const unsigned char *p, int64
 INLINE void float_block(const block *weights, kvc_matrix_format format, int rows, int panels, int64_t first, int64_t stop,
                         const float *x, tile *t) {
     const int size = format == KVC_MATRIX_F32 ? 4 : 2;
+    /* One row meets each panel by itself where the weights of all would not fit the registers beside its sums. */
+    const int at_once = rows == 1 && 2 * panels * KVC_VECTORS > KVC_FLOAT_SUMS ? 1 : panels;
     const unsigned char *data[4];
     f32x16 sums[24];
     UNROLL
@@ -34,21 +36,27 @@ INLINE void float_block(const block *weights, kvc_matrix_format format, int rows
         for (int v = 0; v < KVC_VECTORS; v++) sums[i].v[v] = f32v_zero();
     }
     for (int64_t k = first; k < stop; k++, x += rows) {
-        f32v w[4][KVC_VECTORS];
-        UNROLL
-        for (int p = 0; p < panels; p++) {
-            if (t->cold && k % (64 / (KVC_PANEL * size)) == 0) fetch(t, rows, data[p], (size_t)(k * KVC_PANEL * size));
+        if (t->cold && k % (64 / (KVC_PANEL * size)) == 0) {
             UNROLL
-            for (int v = 0; v < KVC_VECTORS; v++) w[p][v] = load_weights(format, data[p], k * KVC_PANEL + v * KVC_LANES);
+            for (int p = 0; p < panels; p++) fetch(t, rows, data[p], (size_t)(k * KVC_PANEL * size));
         }
         UNROLL
-        for (int i = 0; i < rows; i++) {
-            const f32v value = f32v_set1(x[i]);
+        for (int q = 0; q < panels; q += at_once) {
+            f32v w[4][KVC_VECTORS];
             UNROLL
-            for (int p = 0; p < panels; p++) {
+            for (int p = q; p < q + at_once; p++) {
                 UNROLL
-                for (int v = 0; v < KVC_VECTORS; v++)
-                    sums[i * panels + p].v[v] = f32v_fma(w[p][v], value, sums[i * panels + p].v[v]);
+                for (int v = 0; v < KVC_VECTORS; v++) w[p][v] = load_weights(format, data[p], k * KVC_PANEL + v * KVC_LANES);
+            }
+            UNROLL
+            for (int i = 0; i < rows; i++) {
+                const f32v value = f32v_set1(x[i]);
+                UNROLL
+                for (int p = q; p < q + at_once; p++) {
+                    UNROLL
+                    for (int v = 0; v < KVC_VECTORS; v++)
+                        sums[i * panels + p].v[v] = f32v_fma(w[p][v], value, sums[i * panels + p].v[v]);
+                }
             }
         }
     }

@@ -170,7 +170,7 @@ INLINE void packed_tile(const kvc_matrix *matrix, kvc_matrix_format format, int 
         for (int group = 0; group < kvc_groups_per_record(info); group++, x += numbers + behind) {
             UNROLL
             for (int p = 0; p < panels; p++) {
-                if (t->cold) prefetch(1, codes[p] + ahead_of(t, at, PACKED_AHEAD), code_bytes);
+                if (t->cold) prefetch(1, codes[p] + ahead_of(t, (size_t)(codes[p] - records[p]), PACKED_AHEAD), code_bytes);
             }
             UNROLL
             for (int part = 0; part < parts; part++) {
