@@ -233,7 +233,9 @@ def open_engine(
         MemoryError: the weights, or keys and values, do not fit the machine.
     """
     sizes, template = checked(options), chat_template_of(options)
-    _expect_tokenizer(options.model, _text_of(options.model))  # nothing is open yet
+    text = _text_of(options.model)
+    checkpoint_positions(options.model)
+    _expect_tokenizer(options.model, text)  # nothing is open yet
     if room is not None and not any(sizes.values()):
         sizes = default_sizes(options.model, room)
     engine: Any = open_network(
