@@ -121,7 +121,7 @@ for name, key, content in (
     ("gemma3", "attention.sliding_window_pattern", (STRING, "sssf")),
     ("gemma3", "attention.sliding_window_pattern", (ARRAY, [True, False], BOOL)),
     ("gemma3", "attention.sliding_window_pattern", (ARRAY, ["a"] * 4, STRING)),
-    ("gemma3", "attention.sliding_window_pattern", (ARRAY, [1, 1, 0, 1], U32)),
+    ("gemma3", "attention.sliding_window_pattern", (ARRAY, [1, 2, 0, 1], U32)),
     ("gpt_oss", "expert_count", (U32, 2**32 - 1)), ("gpt_oss", "expert_count", (U32, 4)),
     ("gpt_oss", "expert_count", (STRING, "5")), ("gpt_oss", "expert_used_count", (U32, 6)),
     ("gpt_oss", "expert_feed_forward_length", (U32, 31)), ("qwen3_moe", "expert_count", (U32, 0)),
