@@ -87,6 +87,15 @@ def _mlp(at: str, hidden: int, inner: int) -> Tensors:
     yield f"{at}ffn_down.weight", (hidden, inner)
 
 
+def _with_experts(at: str, hidden: int, experts: int, expert: int) -> Tensors:
+    """Experts that a bias helps to choose, and one for all rows beside them."""
+    yield f"{at}ffn_gate_inp.weight", (experts, hidden)
+    yield f"{at}exp_probs_b.bias", (experts,)
+    for part, shape in (("gate", (expert, hidden)), ("up", (expert, hidden)), ("down", (hidden, expert))):
+        yield f"{at}ffn_{part}_exps.weight", (experts, *shape)
+        yield f"{at}ffn_{part}_shexp.weight", shape
+
+
 def _metadata(architecture: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """The metadata of a file: sizes by their names without the architecture."""
     return {"general.architecture": architecture, **{f"{architecture}.{key}": size for key, size in sizes.items()}}
@@ -225,14 +234,7 @@ def _kimi(hidden: int, layers: int, heads: int, inner: int, experts: int, used: 
                 yield f"{at}ssm_a", (1, 1, heads, 1)
                 yield f"{at}ssm_dt.bias", (heads * size,)
                 yield f"{at}ssm_norm.weight", (size,)
-            if not i:
-                yield from _mlp(at, hidden, inner)
-                continue
-            yield f"{at}ffn_gate_inp.weight", (experts, hidden)
-            yield f"{at}exp_probs_b.bias", (experts,)
-            for part, shape in (("gate", (expert, hidden)), ("up", (expert, hidden)), ("down", (hidden, expert))):
-                yield f"{at}ffn_{part}_exps.weight", (experts, *shape)
-                yield f"{at}ffn_{part}_shexp.weight", shape
+            yield from _with_experts(at, hidden, experts, expert) if i else _mlp(at, hidden, inner)
 
     kv_heads = [int((i + 1) % 4 == 0) for i in range(layers)]
     sizes = _sizes(32768, hidden, layers, heads, kv_heads, inner, 1e4) | {
@@ -281,14 +283,7 @@ def _latent(
                 yield f"{at}indexer.proj.weight", (index.heads, hidden)
                 yield f"{at}indexer.k_norm.weight", (index.dim,)
                 yield f"{at}indexer.k_norm.bias", (index.dim,)
-            if not i:
-                yield from _mlp(at, hidden, inner)
-                continue
-            yield f"{at}ffn_gate_inp.weight", (experts, hidden)
-            yield f"{at}exp_probs_b.bias", (experts,)
-            for part, shape in (("gate", (expert, hidden)), ("up", (expert, hidden)), ("down", (hidden, expert))):
-                yield f"{at}ffn_{part}_exps.weight", (experts, *shape)
-                yield f"{at}ffn_{part}_shexp.weight", shape
+            yield from _with_experts(at, hidden, experts, expert) if i else _mlp(at, hidden, inner)
 
     sizes = _sizes(32768, hidden, layers, heads, 1, inner, 1e6) | {
         "attention.layer_norm_rms_epsilon": 1e-5, "attention.q_lora_rank": queries, "attention.kv_lora_rank": latent,

@@ -58,7 +58,7 @@ def _lines(options: argparse.Namespace) -> list[str]:
 
 
 def _write(output: str, rows: Float32) -> None:
-    """Write all rows, or leave what was there; a file that is replaced keeps who may read it."""
+    """Write all rows. If something fails, the old file stays. The new file has the permissions of the old one."""
     if output == "-":
         for row in rows:
             print(json.dumps(row.tolist()))
