@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
     @property
     def tables(self) -> str:
-        """What it printed behind the line of the machine; empty: it did not run."""
+        """Markdown behind the line of the machine; empty if it did not run."""
         return "" if self.verdict.startswith("did not run") else self.printed.split("\n", 1)[1].strip()
 
 
