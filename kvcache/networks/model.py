@@ -7,7 +7,7 @@ result, so the same network runs over a paged, a quantised or a shared cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,21 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.kernels.layers import (
-    clamped_swiglu,
     gate,
-    geglu,
-    gelu,
     layer_norm,
     near_experts,
     rms_norm,
     softcap,
     softplus_gate,
-    swiglu,
     thin,
     top_experts,
-    xielu,
 )
 from kvcache.kernels.matrix import checked_activations
+from kvcache.networks.activations import activation_of, limited_swiglu
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
@@ -78,7 +74,7 @@ class Transformer:
         self.activations = activations
         self._first_shared = first_sharing(config.sizes)
         self._rope = self._table(config.rope, config.rotary_dim)
-        self._activated, self._drafts = _activation_of(config), config.draft_layers > 0
+        self._activated, self._drafts = activation_of(config), config.draft_layers > 0
         self._gate = softplus_gate if config.gate_curve == "softplus" else partial(gate, silu=False)
         self._raw = config.next_layer is not None and config.next_layer.is_raw
         self._last_mixing = max((i for i in range(config.trunk_layers) if config.mixers[i]), default=0)
@@ -606,7 +602,7 @@ class Transformer:
             both *= self._scaled.gate_up
             return self._activated(both) * self._scaled.down
         if mlp.limit is not None:
-            return _limited_swiglu(both, mlp.limit)
+            return limited_swiglu(both, mlp.limit)
         return self._activated(both) if mlp.curve is None else self._activated(both, *mlp.curve.tolist())
 
 
@@ -659,32 +655,6 @@ def _scaled_of(config: ModelConfig) -> _Scaled | None:
         columns((1.0, found.key, 1.0), (config.num_heads * config.head_dim, pairs, pairs)),
         columns((found.gate, 1.0), (config.intermediate_size,) * 2), np.float32(found.down),
     )
-
-
-def _activation_of(config: ModelConfig) -> Callable[..., Float32]:
-    """The activation of the first half of the columns, times the second half; without a gate of all columns.
-
-    "xielu" takes the curve of an MLP too.
-    """
-    if config.activation == "clamped":
-        return partial(clamped_swiglu, alpha=config.clamped_alpha, limit=config.clamped_limit)
-    found: dict[str, Callable[..., Float32]] = {
-        "silu": swiglu, "gelu_tanh": geglu if config.mlp_gate else gelu, "relu2": _squared_relu, "xielu": xielu,
-    }
-    return found[config.activation]
-
-
-def _limited_swiglu(both: Float32, limit: Float32) -> Float32:
-    """`swiglu` with the silu of the gate at most `limit`, and up from `-limit` to it."""
-    gates, up = np.split(both, 2, axis=1)
-    limited: Float32 = np.minimum(gate(gates, gates, False), limit)
-    limited *= np.clip(up, -limit, limit)
-    return limited
-
-
-def _squared_relu(x: Float32) -> Float32:
-    positive = np.maximum(x, np.float32(0))
-    return positive * positive
 
 
 def _rows_together(n: int) -> int:
