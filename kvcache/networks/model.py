@@ -7,7 +7,7 @@ result, so the same network runs over a paged, a quantised or a shared cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from kvcache.kernels.layers import (
 )
 from kvcache.kernels.matrix import checked_activations
 from kvcache.networks.activations import activation_of, limited_swiglu
+from kvcache.networks.adapter import Adapter
 from kvcache.networks.config import ModelConfig
 from kvcache.networks.experts import mix_experts
 from kvcache.networks.gguf import GgufCheckpoint, is_gguf
@@ -37,6 +38,7 @@ from kvcache.networks.padded_heads import padded, stored_sizes
 from kvcache.networks.protocols import Attend, LayerAttention, LayerIndex, Logits, Recur
 from kvcache.networks.recurrence import Layer, layer_of
 from kvcache.networks.rope import Rope, RopeTable
+from kvcache.networks.row_adapters import PreparedAdapter, RowAdapters
 from kvcache.networks.weights import InputWeights, LayerWeights, MlpWeights, Progress, Weight, Weights
 from kvcache.support.arguments import short
 
@@ -44,6 +46,7 @@ __all__ = ["Transformer"]
 
 Float32 = NDArray[np.float32]
 Turns = dict[RopeTable | None, list[tuple[NDArray[Any], ...]]]
+Adapt = Callable[[Float32, Float32], None]
 
 _AFTER = ("turned", "unit")  # norms of queries and keys behind their rotary embedding
 _MOST_TOGETHER = 192  # rows that an MLP takes at a time: what is between its products then stays in the CPU's cache
@@ -158,6 +161,10 @@ class Transformer:
             None if config.index is None else LayerIndex(config.index.stored, config.index.most, config.index.own[i]),
         )
 
+    def prepare_adapter(self, adapter: Adapter) -> PreparedAdapter:
+        """An adapter as `forward` takes it. ValueError: it does not fit the network, see `Adapter.expect`."""
+        return PreparedAdapter.of(adapter, self.config)
+
     @property
     def draft_layers(self) -> int:
         """The MTP layers, see `Model`: 1 or 0."""
@@ -205,6 +212,7 @@ class Transformer:
         recur: Recur | None = None,
         hidden: HiddenRows | None = None,
         head: bool = True,
+        adapters: Sequence[tuple[int, int, PreparedAdapter]] = (),
     ) -> Float32:
         """Run new tokens through all layers; `protocols.StreamingModel.forward` gives the shapes.
 
@@ -212,6 +220,7 @@ class Transformer:
             recur: called once for each layer with a state; `protocols.Model`.
             hidden: of a network with an MTP layer; None: the rows are one text from its start.
             head: False returns the rows behind the last norm, `(rows, hidden_size)`, in place of their logits.
+            adapters: those of some rows, `(first row, last row + 1, of prepare_adapter)`, ascending and apart.
 
         Raises:
             ValueError: a position that no text of this regime has; no `recur` for layers with a state.
@@ -222,6 +231,7 @@ class Transformer:
         if regime not in range(len(self._tables)) or self.regime(end) > regime:
             raise ValueError(f"regime: expected that of a text with these positions, got {short(regime)}")
         rows = self._rows(tokens, (positions,) if sink_positions is None else (positions, sink_positions), regime)
+        rows = rows._replace(adapters=RowAdapters.of(adapters, len(tokens)))
         chosen: Any = slice(len(tokens) - (logits == "last"), None) if isinstance(logits, str) else logits
         whole = isinstance(logits, str) and (logits == "all" or (logits == "last" and len(tokens) == 1))
         finish = self._scores if head else np.ascontiguousarray
@@ -265,9 +275,10 @@ class Transformer:
             for start in range(0, len(rows.x), max(1, together)):
                 part = slice(start, start + together)
                 self._add_parts(
-                    layer, rows.x[part], None if mixed is None else mixed[part],
+                    i, layer, rows.x[part], None if mixed is None else mixed[part],
                     None if rows.inputs is None else rows.inputs[part, i],
                     None if rows.streams is None else rows.streams[part],
+                    None if rows.adapters is None else rows.adapters.taken(part),
                 )
             if layer.scale is not None:
                 rows.x[...] *= layer.scale
@@ -284,7 +295,8 @@ class Transformer:
         return rows._replace(x=streams[:, sizes.active].copy(), streams=streams)
 
     def _add_parts(
-        self, layer: LayerWeights, x: Float32, mixed: Float32 | None, inputs: Float32 | None, streams: Float32 | None
+        self, i: int, layer: LayerWeights, x: Float32, mixed: Float32 | None, inputs: Float32 | None,
+        streams: Float32 | None, adapters: RowAdapters | None,
     ) -> None:
         """Add what the parts of a layer compute of some rows to their residual stream `x`, or to all `streams`."""
         config, eps, normed, beside = self.config, self.config.rms_norm_eps, None, None
@@ -293,7 +305,7 @@ class Transformer:
         if layer.streams is not None:
             beside = layer.streams.beside(self._normed(x, layer.input_norm), self._times, eps)
         if mixed is not None and layer.output is not None:
-            self._add_times(x, mixed, layer.output, layer.output_bias, layer.output_norm)
+            self._add_times(x, mixed, layer.output, layer.output_bias, layer.output_norm, _at(adapters, i, "output"))
         if beside is not None:
             x += beside
             x *= np.float32(math.sqrt(0.5))
@@ -301,7 +313,8 @@ class Transformer:
             normed = self._normed(x, layer.mlp_norm) if normed is None else normed
             if layer.router is None:
                 (mlp,) = layer.mlps
-                self._add_times(x, self._gated(normed, mlp), mlp.down, mlp.down_bias, layer.down_norm)
+                gated = self._gated(normed, mlp, _at(adapters, i, "gate_up"))
+                self._add_times(x, gated, mlp.down, mlp.down_bias, layer.down_norm, _at(adapters, i, "down"))
             else:
                 self._add_experts(x, layer, layer.router, normed)
         to = x
@@ -389,7 +402,7 @@ class Transformer:
         if layer.latent is not None:
             return self._mixed_latent(i, layer, layer.latent, normed, rows, table, attend)
         sizes = config.sizes[i]
-        heads, values, gates = self._project(normed, layer, sizes)
+        heads, values, gates = self._project(normed, layer, sizes, _at(rows.adapters, i, "qkv"))
         after = layer.qk_norm if config.qk_norm in _AFTER else None
         factors = rows.factors if config.unrotated_growth is None or table is None else None
         turned = self._turned(sizes.num_heads, heads, values, table, rows.turns[table], factors, after)
@@ -443,9 +456,12 @@ class Transformer:
             scores *= np.float32(config.logit_scale)
         return scores if config.logit_softcap is None else softcap(scores, config.logit_softcap)
 
-    def _times(self, x: Float32, weight: Weight, bias: Float32 | None = None) -> Float32:
-        """A product."""
-        return weight.multiply(x, bias, activations=self.activations)
+    def _times(self, x: Float32, weight: Weight, bias: Float32 | None = None, adapt: Adapt | None = None) -> Float32:
+        """A product, and what adapters add to it."""
+        product = weight.multiply(x, bias, activations=self.activations)
+        if adapt is not None:
+            adapt(x, product)
+        return product
 
     def _normed(self, x: Float32, norm: Float32 | None, eps: float = 0.0) -> Float32:
         if norm is None:
@@ -454,13 +470,16 @@ class Transformer:
         return rms_norm(x, norm, eps) if self.config.norm == "rms" else layer_norm(x, norm[0], norm[1], eps)
 
     def _add_times(
-        self, x: Float32, rows: Float32, weight: Weight, bias: Float32 | None, norm: Float32 | None
+        self, x: Float32, rows: Float32, weight: Weight, bias: Float32 | None, norm: Float32 | None,
+        adapt: Adapt | None,
     ) -> None:
-        """Add a product to the residual stream `x`."""
+        """Add a product, and what adapters add to it, to the residual stream `x`."""
         if norm is None and self.config.residual_scale == 1:
             weight.multiply(rows, bias, activations=self.activations, out=x, add=True)
+            if adapt is not None:
+                adapt(rows, x)
         else:
-            self._add(x, self._times(rows, weight, bias), norm)
+            self._add(x, self._times(rows, weight, bias, adapt), norm)
 
     def _add(self, x: Float32, part: Float32, norm: Float32 | None) -> None:
         """Add what a part of a layer computes to the residual stream `x`."""
@@ -470,7 +489,7 @@ class Transformer:
         x += part
 
     def _project(
-        self, x: Float32, layer: LayerWeights, sizes: LayerSizes
+        self, x: Float32, layer: LayerWeights, sizes: LayerSizes, adapt: Adapt | None
     ) -> tuple[Float32, Float32, Float32 | None]:
         """Queries and keys of `x` `(n, hidden)` before RoPE, `(n, num_heads + num_kv_heads, head_dim)`; V; gates.
 
@@ -478,7 +497,7 @@ class Transformer:
         """
         config, eps = self.config, self.config.rms_norm_eps
         assert layer.qkv is not None
-        projected, gates = self._times(x, layer.qkv, layer.qkv_bias), None
+        projected, gates = self._times(x, layer.qkv, layer.qkv_bias, adapt), None
         if self._scaled is not None:
             projected *= self._scaled.heads
         if config.gates:
@@ -593,9 +612,9 @@ class Transformer:
         both = np.concatenate([self._times(x, weights.gate), inputs], axis=1)
         return self._times(self._activated(both), weights.projection)
 
-    def _gated(self, x: Float32, mlp: MlpWeights) -> Float32:
+    def _gated(self, x: Float32, mlp: MlpWeights, adapt: Adapt | None = None) -> Float32:
         """The rows that the last matrix of an MLP takes."""
-        both = self._times(x, mlp.gate_up, mlp.gate_up_bias)
+        both = self._times(x, mlp.gate_up, mlp.gate_up_bias, adapt)
         if mlp.cutoff is not None:
             thin(both, mlp.cutoff[0])
         if self._scaled is not None:
@@ -615,6 +634,7 @@ class _Rows(NamedTuple):
         factors: of the queries; None: 1.
         inputs: see `Transformer._token_inputs`.
         streams: all residual streams, `(n, streams, hidden)`; None: there is one.
+        adapters: those of some rows; None: no row has one.
     """
 
     x: Float32
@@ -622,6 +642,7 @@ class _Rows(NamedTuple):
     factors: Float32 | None
     inputs: Float32 | None
     streams: Float32 | None
+    adapters: RowAdapters | None = None
 
     def taken(self, rows: Any) -> _Rows:
         """Some of the rows."""
@@ -629,7 +650,13 @@ class _Rows(NamedTuple):
             table: [tuple(part[rows] for part in each) for each in places] for table, places in self.turns.items()
         }
         others = (None if each is None else each[rows] for each in (self.factors, self.inputs, self.streams))
-        return _Rows(self.x[rows], turns, *others)
+        adapters = None if self.adapters is None else self.adapters.taken(rows)
+        return _Rows(self.x[rows], turns, *others)._replace(adapters=adapters)
+
+
+def _at(adapters: RowAdapters | None, layer: int, place: str) -> Adapt | None:
+    """What adds the products of adapters at a place of a layer, given rows and their product; None: no row has one."""
+    return None if adapters is None else partial(adapters.add, layer, place)
 
 
 class _Scaled(NamedTuple):
